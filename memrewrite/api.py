@@ -1,0 +1,207 @@
+"""``optimize``: capture, observe, rewrite, plan, verify, measure. Each stage lives in a room of its own."""
+
+import platform
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from memrewrite import pipeline, registry
+from memrewrite.advice import infeasible
+from memrewrite.capture import capture
+from memrewrite.errors import NotEquivalentError, UsageError
+from memrewrite.measure import measure
+from memrewrite.options import Budget
+from memrewrite.plan.facts import chain, compute_nodes
+from memrewrite.report.data import Measured, Peaks, Report, Segment
+from memrewrite.rewrite import where
+from memrewrite.simulate import Timeline, simulate
+from memrewrite.simulate.workspaces import workspace_bytes
+from memrewrite.step import Inputs, Step, device_type
+from memrewrite.stepspec import amp_dtype, optimizer_factory
+from memrewrite.verify import Verdict, verify as verify_equal
+
+Optimizer = str | type[torch.optim.Optimizer] | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None
+_CORRECTIONS = 4  # plans made after the device's own peak was seen
+
+
+def optimize(
+    model: nn.Module,
+    example_inputs: Any,
+    *,
+    example_kwargs: dict[str, Any] | None = None,
+    budget: str | int | Budget | None = None,
+    optimizer: Optimizer = "adamw",
+    loss_fn: Callable[[Any], Tensor] | None = None,
+    amp: str | torch.dtype | None = None,
+    mode: Literal["train", "inference"] | None = None,
+    passes: Iterable[str] | None = None,
+    exact: bool = False,
+    verify: bool = True,
+    seed: int = 0,
+    progress: Callable[[str], None] = lambda stage: None,
+) -> nn.Module:
+    """A drop-in for ``model`` whose training step peaks within ``budget`` bytes, proved equivalent to it.
+
+    ``example_inputs`` is a tensor or a tuple; ``budget`` text such as ``"8GB"``, ``"60%"`` or ``"min"``, an int of bytes
+    or a ``Budget``, and bounds the peak of a steady step: parameters, gradients, optimizer state, inputs, activations,
+    temporaries and library workspaces. ``optimizer`` is ``"none"``, ``"sgd"``, ``"sgd-momentum"``, ``"adam"``,
+    ``"adamw"``, a ``torch.optim`` class, a factory of one, or None; ``loss_fn(output)`` gives a scalar; ``amp`` is
+    ``"bf16"`` or ``"fp16"``; ``mode`` is by default the one the model is in. ``passes`` names those allowed, ``exact``
+    keeps the forward bit-equal. ``verify=False`` returns the result unproved.
+
+    The result shares every Parameter and buffer with ``model``, is an instance of its class, and carries ``.report``;
+    where nothing was to rewrite it is ``model`` itself. ``model`` is left as it is. ``progress`` is told each stage.
+    Raises ``CaptureError``, ``BudgetInfeasibleError``, ``NotEquivalentError``, ``MeasurementError``, ``UsageError``.
+    """
+    names = None if passes is None else tuple(passes)
+    registry.check(names)
+    inputs = Inputs(example_inputs if isinstance(example_inputs, tuple) else (example_inputs,), example_kwargs or {})
+    step = make_step(model, optimizer, loss_fn, amp, mode)
+    limit = None if budget is None else Budget.parse(budget)
+    progress("simulate")
+    workspace = workspace_bytes(_device(model, inputs), step.amp)
+    before = simulate(model, inputs, step, workspace_bytes=workspace)
+    progress("capture")
+    line = pipeline.Line(model, capture(model, inputs), inputs, step, workspace, {})
+    progress("rewrite")
+    pipeline.rewrite(line, names, exact)
+    measured = None
+    if limit is not None:
+        progress("plan")
+        measured = _meet(line, limit, before.peak, names)
+    pipeline.mark_inplace(line, names)
+    if not any(result.modified for result in line.results.values()):
+        return _attach(model, _report(line, limit, before, before, None, measured))
+    result = line.build()
+    verdict = None
+    if verify:
+        progress("verify")
+        verdict = _prove(line, result, seed)
+    after = simulate(result, inputs, step, workspace_bytes=workspace)
+    return _attach(result, _report(line, limit, before, after, verdict, measured))
+
+
+def make_step(
+    model: nn.Module,
+    optimizer: Optimizer,
+    loss_fn: Callable[[Any], Tensor] | None,
+    amp: str | torch.dtype | None,
+    mode: Literal["train", "inference"] | None,
+) -> Step:
+    """The step ``optimize``'s arguments mean. Raises ``UsageError`` for names that mean nothing or a mode the model is
+    not in.
+    """
+    now: Literal["train", "inference"] = "train" if model.training else "inference"
+    if mode is not None and mode != now:
+        raise UsageError(f"The model is in {now} mode; call model.{'train' if mode == 'train' else 'eval'}() first.")
+    if hasattr(model, "_memrewrite"):
+        raise UsageError("The model is already optimized; optimize the original again with the new budget.")
+    if now == "train" and not any(p.requires_grad for p in model.parameters()):
+        raise UsageError("No parameter requires a gradient, so there is no training step; call model.eval() first.")
+    factory = optimizer_factory(optimizer) if isinstance(optimizer, str) else optimizer
+    return Step(now, factory, loss_fn, amp_dtype(amp) if isinstance(amp, str) else amp)
+
+
+def _meet(line: pipeline.Line, limit: Budget, original: int, names: tuple[str, ...] | None) -> Measured | None:
+    """Plan until the peak is within the budget; on a GPU, measure, and plan again by what was seen.
+
+    Raises ``BudgetInfeasibleError`` when the lowest reachable peak is above it.
+    """
+    budget = limit.resolve(original) or 0
+    target = budget
+    on_cuda = device_type(line.model, line.inputs) == "cuda"
+    for _ in range(_CORRECTIONS):
+        fitted = pipeline.plan(line, target, original) if _may_checkpoint(names) else pipeline.no_plan(line, target)
+        if not fitted.fits and not limit.minimum:
+            raise infeasible(line, budget, fitted.peak)
+        if not on_cuda:
+            return None
+        measured = measure(line.build(), line.inputs, line.step, steps=3)
+        if limit.minimum or measured.peak <= budget:
+            return measured
+        target -= measured.peak - budget
+    raise infeasible(line, budget, measured.peak)
+
+
+def _may_checkpoint(names: tuple[str, ...] | None) -> bool:
+    return names is None or "checkpoint_segments" in names
+
+
+def _prove(line: pipeline.Line, result: nn.Module, seed: int) -> Verdict:
+    """Verify against the original; where arithmetic changed, also bit for bit against the program without segments."""
+    verdict = verify_equal(line.model, result, line.inputs, line.step, exact=not line.arithmetic_changed, seed=seed)
+    segmented = line.results.get("checkpoint_segments")
+    if verdict.equivalent and line.arithmetic_changed and segmented and segmented.modified:
+        restore = pipeline.without_segments(line)
+        plain = line.build()
+        restore()
+        segments = verify_equal(plain, result, line.inputs, line.step, exact=True, seed=seed)
+        if not segments.equivalent:
+            verdict = segments
+    if not verdict.equivalent:
+        done = ", ".join(name for name, r in line.results.items() if r.modified)
+        raise NotEquivalentError(f"The rewritten model is not equivalent ({done}): {verdict.summary}")
+    return verdict
+
+
+def _report(
+    line: pipeline.Line,
+    limit: Budget | None,
+    before: Timeline,
+    after: Timeline,
+    verdict: Verdict | None,
+    measured: Measured | None,
+) -> Report:
+    config = {
+        "budget": None if limit is None else str(limit),
+        "mode": line.step.mode,
+        "amp": None if line.step.amp is None else str(line.step.amp),
+        "front_end": line.captured.front_end,
+    }
+    return Report(
+        model=type(line.model).__name__,
+        mode=line.step.mode,
+        device=device_type(line.model, line.inputs),
+        config=config,
+        budget=None if limit is None else limit.resolve(before.peak),
+        predicted_before=_peaks(before),
+        predicted_after=_peaks(after),
+        rewrites=tuple((name, a.where, a.what) for name, r in line.results.items() for a in r.applied),
+        refusals=tuple((name, f.where, f.reason) for name, r in line.results.items() for f in r.refused),
+        segments=_segments(line),
+        equivalent=None if verdict is None else verdict.equivalent,
+        verdict="not verified" if verdict is None else verdict.summary,
+        measured_after=measured,
+        notes=line.captured.notes,
+        versions={"torch": torch.__version__, "python": platform.python_version()},
+    )
+
+
+def _peaks(timeline: Timeline) -> Peaks:
+    return Peaks(timeline.peak, timeline.peak_step1, timeline.phases, timeline.categories)
+
+
+def _segments(line: pipeline.Line) -> tuple[Segment, ...]:
+    effects = line.observe()
+    nodes = compute_nodes(effects)
+    numbers = chain(effects, device_type(line.model, line.inputs), line.step.amp)
+    found = []
+    for number in sorted({n.meta["segment"] for n in nodes if "segment" in n.meta}):
+        members = [i for i, n in enumerate(nodes) if n.meta.get("segment") == number]
+        freed = sum(s.bytes for s in numbers.storages if s.saved and members[0] <= s.producer <= members[-1])
+        ms = float(numbers.ms[members].sum())
+        found.append(Segment(where(nodes[members[0]]), where(nodes[members[-1]]), len(members), freed, ms))
+    return tuple(found)
+
+
+def _attach(module: nn.Module, report: Report) -> nn.Module:
+    module.__dict__["report"] = report
+    return module
+
+
+def _device(model: nn.Module, inputs: Inputs) -> torch.device:
+    for tensor in [*model.parameters(), *inputs.tensors()]:
+        return tensor.device
+    return torch.device("cpu")

@@ -1,0 +1,56 @@
+"""The data of a capture: a graph over the model's own parameters, and what a call must look like to run it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from memrewrite.private import TreeSpec
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What a tensor input must be. ``shape`` holds ints for fixed sizes and names for sizes that may vary (``"s0"``).
+
+    The same name in two places means the same size; a named size was captured for values of at least 2.
+    """
+
+    dtype: torch.dtype
+    device_type: str
+    shape: tuple[int | str, ...]
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """What a call must look like.
+
+    ``parameters`` are the names in the signature of ``forward`` that the example call filled, in order;
+    ``tree`` is the structure of their values; ``leaves`` has one entry per leaf: a TensorSpec
+    (each is one placeholder of the graph, in this order) or the constant that was captured.
+    """
+
+    parameters: tuple[str, ...]
+    tree: TreeSpec
+    leaves: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A captured model.
+
+    ``graph_module`` shares every Parameter and buffer with the model. Its graph has placeholders (tensor inputs),
+    ``get_attr`` nodes (dotted paths into the model, or ``constants``), ``call_function`` / ``call_method`` nodes and
+    one output whose argument is the flat tuple of outputs in the order of ``output_tree``. Node ``meta`` carries
+    ``module_path`` and ``source`` (``file.py:line``) where known.
+    ``constants`` are tensors the model made from Python values while it was traced.
+    ``training`` maps each submodule path to its training flag at capture.
+    """
+
+    graph_module: fx.GraphModule
+    inputs: InputSpec
+    output_tree: TreeSpec
+    constants: dict[str, torch.Tensor]
+    training: dict[str, bool]
+    front_end: str
+    notes: tuple[str, ...] = ()

@@ -1,0 +1,69 @@
+"""The leading front end: ``torch.export``, non-strict, in the mode the model is in.
+
+``strict=False`` traces the Python code itself: it kept 98 of 98 timm families and 54 of 61 Hugging Face
+architectures whole, where ``fx.symbolic_trace`` kept 78 and 0. Its silent hazards are refused beforehand.
+"""
+
+import contextlib
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export import Dim, ExportedProgram
+
+from memrewrite.capture.captured import Captured
+from memrewrite.capture.normal import batch_size, bind, constants, dynamic, quiet, rebuild
+from memrewrite.private import tree_leaves, tree_map
+from memrewrite.step import Inputs
+
+
+def capture(model: nn.Module, inputs: Inputs) -> Captured:
+    """Capture through ``torch.export``; the batch size stays dynamic where export allows."""
+    spec, order = bind(model, inputs)
+    program = _export(model, inputs)
+    exported = program.module()
+    if not isinstance(exported, fx.GraphModule):
+        raise TypeError(f"export gave a {type(exported).__name__}")
+    placeholders = [n for n in exported.graph.nodes if n.op == "placeholder"]
+    raw = tree_leaves((inputs.args, inputs.kwargs))
+    tensors = [placeholders[i] for i in order if isinstance(raw[i], Tensor)]
+    fixed = {node: leaf for node, leaf in zip(placeholders, raw, strict=True) if not isinstance(leaf, Tensor)}
+
+    def replace(graph: fx.Graph, node: fx.Node, values: dict[fx.Node, Any]) -> bool:
+        if node.op != "placeholder":
+            return False
+        if node is placeholders[0]:  # placeholders in the order of the spec, constants as what they are
+            for tensor in tensors:
+                values[tensor] = graph.node_copy(tensor)
+        values.update({n: leaf for n, leaf in fixed.items() if n is node})
+        return True
+
+    module = rebuild(exported.graph, exported, model, replace, outputs=tuple)
+    return Captured(
+        graph_module=module,
+        inputs=dynamic(spec, [node.meta["val"].shape for node in tensors]),
+        output_tree=program.call_spec.out_spec,
+        constants=constants(module, model),
+        training={path: child.training for path, child in model.named_modules()},
+        front_end="export",
+    )
+
+
+def _export(model: nn.Module, inputs: Inputs) -> ExportedProgram:
+    batch = batch_size(inputs)
+    if batch is not None:
+        bound = inspect.signature(model.forward).bind(*inputs.args, **inputs.kwargs).arguments
+        shapes = tree_map(lambda leaf: {0: Dim.AUTO} if _has_batch(leaf, batch) else None, dict(bound))
+        with contextlib.suppress(Exception):  # whatever the reason, the attempt with fixed sizes tells it
+            return _export_with(model, inputs, shapes)
+    return _export_with(model, inputs, None)
+
+
+def _export_with(model: nn.Module, inputs: Inputs, shapes: Any) -> ExportedProgram:
+    with quiet():
+        return torch.export.export(model, inputs.args, inputs.kwargs, dynamic_shapes=shapes, strict=False)
+
+
+def _has_batch(leaf: Any, batch: int) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == batch

@@ -1,0 +1,160 @@
+"""What both front ends share: the input spec of a call, and a graph brought into the one form of ``Captured``."""
+
+import inspect
+import linecache
+import logging
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from memrewrite.capture.captured import InputSpec, TensorSpec
+from memrewrite.errors import CaptureError
+from memrewrite.private import tree_flatten, tree_leaves, tree_unflatten
+from memrewrite.step import Inputs
+
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
+
+
+def bind(model: nn.Module, inputs: Inputs) -> tuple[InputSpec, list[int]]:
+    """The spec of the call ``model(*inputs.args, **inputs.kwargs)``, sizes still fixed, and a permutation:
+    entry i is the position of spec leaf i among the leaves of ``(args, kwargs)``.
+
+    Raises ``CaptureError`` when the inputs do not fit the signature of ``forward``.
+    """
+    signature = inspect.signature(model.forward)
+    leaves, tree = tree_flatten((inputs.args, inputs.kwargs))
+    args, kwargs = tree_unflatten(range(len(leaves)), tree)
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise CaptureError(f"The example inputs do not fit forward{signature}: {error}.") from None
+    kinds = [signature.parameters[name].kind for name in bound.arguments]
+    if inspect.Parameter.VAR_POSITIONAL in kinds or inspect.Parameter.VAR_KEYWORD in kinds:
+        names: tuple[str, ...] = ()
+        order, spec = tree_flatten((args, kwargs))
+    else:
+        names = tuple(bound.arguments)
+        order, spec = tree_flatten(tuple(bound.arguments.values()))
+    specs = tuple(_leaf_spec(leaves[i]) for i in order)
+    return InputSpec(names, spec, specs), order
+
+
+def leaf_tensors(model: nn.Module, inputs: Inputs) -> list[Tensor]:
+    """The tensor inputs in the order of the captured graph's placeholders."""
+    _, order = bind(model, inputs)
+    leaves = tree_leaves((inputs.args, inputs.kwargs))
+    return [leaves[i] for i in order if isinstance(leaves[i], Tensor)]
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Hold back the warnings and log lines of a front end: its failures become sentences of our own."""
+    loggers = [logging.getLogger(name) for name in ("torch.export", "torch._dynamo", "torch.fx", "torch.jit")]
+    levels = [logger.level for logger in loggers]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
+        try:
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
+
+
+def _leaf_spec(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return TensorSpec(leaf.dtype, leaf.device.type, tuple(leaf.shape))
+
+
+def batch_size(inputs: Inputs) -> int | None:
+    """The common first size of the tensor inputs, None when they do not share one above 1."""
+    sizes = {t.shape[0] for t in inputs.tensors() if t.dim() > 0}
+    return sizes.pop() if len(sizes) == 1 and min(sizes) > 1 else None
+
+
+def rebuild(
+    source: fx.Graph,
+    root: nn.Module,
+    model: nn.Module,
+    replace: Callable[[fx.Graph, fx.Node, dict[fx.Node, Any]], bool],
+    outputs: Callable[[Any], Sequence[Any]],
+) -> fx.GraphModule:
+    """Copy ``source`` into a plain graph.
+
+    ``replace(graph, node, values)`` may put its own value for a node into ``values`` and return True;
+    ``outputs`` turns the output's argument into the flat sequence of results. Assertions are left out:
+    the input spec is checked at every call instead.
+    """
+    graph = fx.Graph()
+    values: dict[fx.Node, Any] = {}
+    for node in source.nodes:
+        if replace(graph, node, values) or _is_assertion(node):
+            continue
+        if node.op == "output":
+            flat = fx.map_arg(tuple(outputs(node.args[0])), lambda n: values[n])
+            graph.output(flat)
+            continue
+        values[node] = graph.node_copy(node, lambda n: values[n])
+        values[node].meta["module_path"] = _module_path(node)
+        values[node].meta["source"] = _source(node)
+    module = fx.GraphModule(root, graph, class_name=type(model).__name__)
+    module.train(model.training)
+    graph.lint()
+    return module
+
+
+def constants(graph_module: fx.GraphModule, model: nn.Module) -> dict[str, Tensor]:
+    """The tensors the graph refers to that are not the model's: made from Python values while it was traced."""
+    found = {}
+    for node in graph_module.graph.find_nodes(op="get_attr"):
+        value = attribute(graph_module, node.target)
+        if isinstance(value, Tensor) and attribute(model, node.target) is not value:
+            found[node.target] = value
+    return found
+
+
+def attribute(module: nn.Module, path: str) -> Any:
+    """The object at a dotted path, None when there is none."""
+    value: Any = module
+    for name in path.split("."):
+        value = getattr(value, name, None)
+    return value
+
+
+def dynamic(spec: InputSpec, shapes: Sequence[Sequence[int | torch.SymInt]]) -> InputSpec:
+    """The spec with the sizes that a front end left symbolic named by their symbol."""
+    remaining = iter(shapes)
+    leaves = tuple(
+        TensorSpec(leaf.dtype, leaf.device_type, tuple(s if isinstance(s, int) else str(s) for s in next(remaining)))
+        if isinstance(leaf, TensorSpec)
+        else leaf
+        for leaf in spec.leaves
+    )
+    return InputSpec(spec.parameters, spec.tree, leaves)
+
+
+def _is_assertion(node: fx.Node) -> bool:
+    name = getattr(node.target, "__name__", str(node.target))
+    return not node.users and ("_assert" in name or "sym_constrain" in name or node.target == "_guards_fn")
+
+
+def _module_path(node: fx.Node) -> str:
+    stack = node.meta.get("nn_module_stack") or {}
+    path = next(reversed(stack.values()))[0] if stack else ""
+    path = re.sub(r"^L\['\w+'\]\.?", "", path)
+    path = re.sub(r"\['?([^'\]]+)'?\]", r".\1", path)
+    return ".".join(part for part in path.split(".") if part not in ("_modules", "", "_empty_nn_module_stack_from_metadata_hook"))
+
+
+def _source(node: fx.Node) -> str:
+    frames = list(_FRAME.finditer(node.meta.get("stack_trace") or ""))
+    ours = [f for f in frames if os.path.dirname(torch.__file__) not in f["file"] and linecache.getline(f["file"], 1)]
+    return f"{os.path.basename(ours[-1]['file'])}:{ours[-1]['line']}" if ours else ""

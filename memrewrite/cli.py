@@ -1,0 +1,177 @@
+"""The command line: parse, call, turn every error into one sentence and an exit code.
+
+Nothing here imports torch, so that ``--help`` answers at once; the work is in ``memrewrite.commands``.
+"""
+
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+import click
+
+from memrewrite import __version__, config
+from memrewrite.errors import InternalError, MemrewriteError, UsageError
+
+EXIT_INTERRUPTED = 130
+# What a project may set once for all; what writes, prints or overwrites is said at each call.
+_CONFIGURABLE: dict[str, type] = {
+    "budget": str,
+    "input": list,
+    "batch_size": int,
+    "optimizer": str,
+    "loss": str,
+    "amp": str,
+    "mode": str,
+    "device": str,
+    "passes": str,
+    "exact": bool,
+    "seed": int,
+    "verify": bool,
+    "measure": bool,
+    "timeout": float,
+}
+
+
+class InterruptedRunError(MemrewriteError):
+    """The user pressed Ctrl-C."""
+
+    exit_code = EXIT_INTERRUPTED
+
+
+@dataclass(frozen=True)
+class Request:
+    """One ``memrewrite optimize``: its options as parsed, defaults of ``pyproject.toml`` included."""
+
+    target: str
+    budget: str | None
+    input: tuple[str, ...]
+    batch_size: int | None
+    optimizer: str
+    loss: str | None
+    amp: Literal["off", "bf16", "fp16"]
+    mode: Literal["train", "inference"]
+    device: str
+    passes: str | None
+    exact: bool
+    seed: int
+    output: Path | None
+    force: bool
+    check: bool
+    diff: bool
+    json: str | None
+    verbose: bool
+    quiet: bool
+    verify: bool
+    measure: bool
+    timeout: float
+
+
+class _Group(click.Group):
+    """A group whose commands report Ctrl-C as an error of the family: click prints a line of its own for it."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as error:
+            raise InterruptedRunError("interrupted; nothing half-written is left.") from error
+
+
+@click.group(cls=_Group, no_args_is_help=False, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, message="%(prog)s %(version)s")
+@click.pass_context
+def main(context: click.Context) -> None:
+    """Rewrite PyTorch models so that their training step fits a byte budget."""
+    context.default_map = {"optimize": config.defaults(Path.cwd(), _CONFIGURABLE)}
+
+
+def _options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options of ``optimize``, in the order of ``--help``."""
+    size = click.IntRange(min=1)
+    choices = click.Choice
+    options = [
+        click.option("--budget", help="Peak of a step: 8GB (10^9), 8GiB (2^30), 60% of the original, or min."),
+        click.option(
+            "--input", multiple=True, help="[NAME=]32x3x224x224[:float32], ids=8x128:int64:50257; repeatable."
+        ),
+        click.option("--batch-size", type=size, help="Repeat or cut the example inputs to this batch size."),
+        click.option("--optimizer", default="adamw", help="none, sgd, sgd-momentum, adam, adamw, or module:factory."),
+        click.option("--loss", help="module:function from the model's output to a scalar."),
+        click.option("--amp", type=choices(["off", "bf16", "fp16"]), default="off", help="Forward under autocast."),
+        click.option("--mode", type=choices(["train", "inference"]), default="train", help="What a step is."),
+        click.option("--device", default="auto", help="auto, cpu or cuda:0."),
+        click.option("--passes", help="Comma-separated passes to run; all by default."),
+        click.option("--exact/--no-exact", default=False, help="Only rewrites that keep every bit."),
+        click.option("--seed", type=int, default=0, help="Seed for the model, verification and measuring."),
+        click.option("-o", "--output", type=click.Path(path_type=Path), help="Folder for the rewritten model."),
+        click.option("--force", is_flag=True, help="Replace an existing output folder."),
+        click.option("--check", is_flag=True, help="Change nothing; exit 0 if the model fits the budget, else 1."),
+        click.option("--diff", is_flag=True, help="Print what changed in the graph's code."),
+        click.option("--json", help="Write the report as JSON to this file, replacing it, or to stdout with -."),
+        click.option("-v", "--verbose", is_flag=True, help="Every rewrite and refusal; tracebacks of errors."),
+        click.option("-q", "--quiet", is_flag=True, help="No progress."),
+        click.option("--verify/--no-verify", default=True, help="Prove that results stay the same."),
+        click.option("--measure/--no-measure", default=True, help="Run both variants in processes of their own."),
+        click.option("--timeout", type=float, default=600.0, help="Seconds one measurement may take."),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+@main.command(context_settings={"show_default": True})
+@click.argument("target")
+@_options
+def optimize(**given: Any) -> int:
+    """Rewrite the model TARGET so that its step fits a budget; verify, measure and save it.
+
+    TARGET is path/model.py[:attr] or package.module:attr. It runs that file with your rights.
+
+    Without attr: get_model, build_model, model, then the only nn.Module subclass in the file. Example inputs come from
+    --input, get_inputs() or example_inputs in the file. [tool.memrewrite] in pyproject.toml sets defaults.
+
+    Exit codes: 0 done; 1 --check failed or the measured peak is over budget; 2 usage; 3 cannot capture; 4 not
+    equivalent; 5 out of memory or measuring died; 6 budget infeasible; 70 internal; 130 interrupted.
+    """
+    request = Request(**given)
+    if request.verbose and request.quiet:
+        raise UsageError("Give -v or -q, not both.")
+    if request.check and request.budget is None:
+        raise UsageError("--check needs a budget to check against; give --budget.")
+    from memrewrite import commands
+
+    return commands.optimize(request)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command line and give its exit code; errors become one sentence on stderr."""
+    verbose = any(text in ("-v", "--verbose") for text in arguments)
+    try:
+        code = main.main(list(arguments), prog_name="memrewrite", standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except click.ClickException as error:
+        return _fail(UsageError(f"{error.format_message()} See memrewrite optimize --help."), verbose)
+    except click.Abort:
+        return _fail(InterruptedRunError("interrupted."), verbose)
+    except MemrewriteError as error:
+        return _fail(error, verbose)
+    except Exception as error:
+        kind = type(error).__name__
+        text = f"internal error, {kind}: {str(error).strip().partition(chr(10))[0]}"
+        wrapped = InternalError(f"{text} (run again with -v for the traceback)")
+        wrapped.__cause__ = error
+        return _fail(wrapped, verbose)
+
+
+def entry_point() -> NoReturn:
+    """The console command; exits with the code of ``run``."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def _fail(error: MemrewriteError, verbose: bool) -> int:
+    if verbose and error.__cause__ is not None:
+        click.echo("".join(traceback.format_exception(error.__cause__)), err=True, nl=False)
+    click.echo(f"memrewrite: {error}", err=True)
+    return error.exit_code

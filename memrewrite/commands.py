@@ -1,0 +1,243 @@
+"""What the command line does once its options are parsed: load, optimize, measure, save, report."""
+
+import contextlib
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.console import Console
+from torch import nn
+
+from memrewrite import api, target
+from memrewrite.artifact.save import save
+from memrewrite.capture import capture
+from memrewrite.codegen import generate
+from memrewrite.errors import MeasurementError, UsageError
+from memrewrite.inputs import first_line, to_device
+from memrewrite.measure import Loader, measure_in_child
+from memrewrite.options import Budget, format_bytes
+from memrewrite.progress import Stages
+from memrewrite.report import tables
+from memrewrite.report.data import SCHEMA_VERSION, Measured, Report
+from memrewrite.simulate import simulate
+from memrewrite.simulate.workspaces import workspace_bytes
+from memrewrite.step import Inputs, Step
+from memrewrite.stepspec import StepSpec
+
+if TYPE_CHECKING:
+    from memrewrite.cli import Request
+
+EXIT_OVER_BUDGET = 1
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A request made concrete: the model and its inputs on their device, and the step."""
+
+    request: "Request"
+    module: nn.Module
+    inputs: Inputs
+    name: str
+    budget: Budget | None
+    spec: StepSpec
+    step: Step
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What a command found: the JSON it answers, how to print it, and its exit code."""
+
+    payload: dict[str, Any]
+    show: Callable[[Console], None]
+    code: int
+
+
+def optimize(request: "Request") -> int:
+    """Carry out ``memrewrite optimize`` and give the exit code; raises what ``memrewrite.errors`` names."""
+    out = sys.stdout
+    budget = None if request.budget is None else Budget.parse(request.budget)
+    spec = StepSpec(request.mode, request.optimizer, request.loss, request.amp)
+    _check_places(request)
+    # What the user's code prints must not mix with the result.
+    with contextlib.redirect_stdout(sys.stderr), Stages(quiet=request.quiet, verbose=request.verbose) as stage:
+        stage("load")
+        torch.manual_seed(request.seed)
+        device = _device(request.device)
+        loaded = target.load(request.target, request.input, request.batch_size)
+        with target.importable(loaded.folder), _memory_errors():
+            module = loaded.module.to(device)
+            if module.training != (request.mode == "train"):  # else leave submodules the user froze as they are
+                module.train(request.mode == "train")
+            inputs = to_device(loaded.inputs, device)
+            job = _Job(request, module, inputs, loaded.name, budget, spec, spec.build(), device)
+            outcome = _check(job, stage) if request.check else _optimize(job, stage)
+    text = json.dumps({**outcome.payload, "exit_code": outcome.code}, indent=2)
+    if request.json == "-":
+        print(text, file=out)
+        return outcome.code
+    if request.json is not None:
+        _write_text(Path(request.json), text + "\n")
+    outcome.show(Console(file=out, width=tables.WIDTH))
+    return outcome.code
+
+
+def _check(job: _Job, stage: Stages) -> _Outcome:
+    """Whether the original fits the budget as predicted; nothing is changed or written."""
+    stage("simulate")
+    workspace = workspace_bytes(job.device, job.step.amp)
+    peak = simulate(job.module, job.inputs, job.step, workspace_bytes=workspace).peak
+    limit = job.budget.resolve(peak) if job.budget else None
+    if limit is None:
+        raise UsageError("--check needs a budget in bytes or per cent; min says nothing about the model as it is.")
+    verdict = "fits" if peak <= limit else "does not fit"
+    line = f"{job.name}: predicted peak {format_bytes(peak)}, budget {format_bytes(limit)}: {verdict}"
+    payload = {
+        "schema_version": SCHEMA_VERSION,
+        "model": job.name,
+        "predicted_peak": peak,
+        "budget": limit,
+        "fits": peak <= limit,
+        "command": _command(job.request),
+    }
+    return _Outcome(payload, lambda console: _say(console, line), 0 if peak <= limit else EXIT_OVER_BUDGET)
+
+
+def _optimize(job: _Job, stage: Stages) -> _Outcome:
+    request = job.request
+    optimized = api.optimize(
+        job.module,
+        job.inputs.args,
+        example_kwargs=job.inputs.kwargs,
+        budget=job.budget,
+        optimizer=job.step.optimizer,
+        loss_fn=job.step.loss_fn,
+        amp=job.step.amp,
+        mode=request.mode,
+        passes=None if request.passes is None else tuple(request.passes.split(",")),
+        exact=request.exact,
+        verify=request.verify,
+        seed=request.seed,
+        progress=stage,
+    )
+    report = replace(_report_of(optimized), model=job.name)
+    changes = tables.diff(*_sources(job, optimized)) if request.diff else None
+    with tempfile.TemporaryDirectory(prefix="memrewrite-") as scratch:
+        folder = None
+        if report.changed and (request.output is not None or request.measure):
+            stage("save")
+            folder = request.output or Path(scratch) / "rewritten"
+            _save(optimized, folder, report, force=request.force)
+        if request.measure:
+            report = _measured(job, report, folder, stage)
+    written = request.output if report.changed else None
+    payload = {**report.to_json(), "command": _command(request), "written": written and str(written)}
+    if changes is not None:
+        payload["diff"] = changes
+
+    def show(console: Console) -> None:
+        if changes is not None:
+            _say(console, changes)
+        tables.show(report, console, verbose=request.verbose, written=written)
+
+    return _Outcome(payload, show, EXIT_OVER_BUDGET if tables.over_budget(report) else 0)
+
+
+def _measured(job: _Job, report: Report, artifact: Path | None, stage: Stages) -> Report:
+    """The report with what really happens, each variant in a fresh process; an original out of memory does not fit.
+
+    ``artifact`` is the saved rewritten model, None where nothing was rewritten.
+    """
+    request = job.request
+    job.module.to("cpu")  # the device belongs to the measuring processes now
+    if job.device.type == "cuda":
+        torch.cuda.empty_cache()
+    loader = Loader(request.target, request.input, request.batch_size, device=str(job.device), seed=request.seed)
+
+    def measured(what: Loader, name: str) -> Measured:
+        stage(f"measure {name}")
+        return measure_in_child(what, job.spec, timeout_s=request.timeout)
+
+    before = None
+    try:
+        before = measured(loader, "original")
+    except MeasurementError as error:
+        if artifact is None or "out of memory" not in str(error):
+            raise
+        report = replace(report, notes=(*report.notes, f"The original does not fit: {error}"))
+    after = before if artifact is None else measured(replace(loader, artifact=str(artifact)), "rewritten")
+    return replace(report, measured_before=before, measured_after=after)
+
+
+def _save(optimized: nn.Module, folder: Path, report: Report, *, force: bool) -> None:
+    try:
+        save(optimized, folder, force=force, report=report)
+    except OSError as error:
+        raise UsageError(f"{folder} cannot be written: {error.strerror or error}; nothing was written.") from error
+
+
+def _sources(job: _Job, optimized: nn.Module) -> tuple[str, str]:
+    """The graph's code as captured and as rewritten."""
+    return generate(capture(job.module, job.inputs))[0],  getattr(optimized, "_memrewrite", None).source
+
+
+def _command(request: "Request") -> dict[str, Any]:
+    """The effective configuration as plain data."""
+    return {key: str(value) if isinstance(value, Path) else value for key, value in asdict(request).items()}
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
+
+
+def _check_places(request: "Request") -> None:
+    """Refuse at once what could not be written in the end."""
+    if request.check and request.output is not None:
+        raise UsageError("--check writes nothing; leave out -o.")
+    if request.output is not None and request.output.exists() and not request.force:
+        raise UsageError(f"{request.output} exists already; give another -o, or --force to replace it.")
+    if request.json not in (None, "-") and not Path(str(request.json)).absolute().parent.is_dir():
+        raise UsageError(f"There is no folder for the JSON file {request.json}; make it first.")
+
+
+def _device(name: str) -> torch.device:
+    """The device that ``--device`` names; raises ``UsageError`` where there is none of that name."""
+    if name == "auto":
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UsageError(f"Device {name!r} is unknown; give auto, cpu or cuda:0.") from error
+    if device.type not in ("cpu", "cuda"):
+        raise UsageError(f"Device {name!r} is not supported; give auto, cpu or cuda:0.")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UsageError(f"There is no device {name!r}: PyTorch sees {torch.cuda.device_count()} CUDA devices.")
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
+
+
+@contextlib.contextmanager
+def _memory_errors() -> Iterator[None]:
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        text = f"The device ran out of memory: {first_line(error)}; try a smaller --batch-size or --device cpu."
+        raise MeasurementError(text) from error
+
+
+def _write_text(file: Path, text: str) -> None:
+    """Write ``file`` whole or not at all; raises ``UsageError`` when the disk refuses."""
+    draft = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        try:
+            draft.write_text(text, encoding="utf-8")
+            os.replace(draft, file)
+        finally:
+            draft.unlink(missing_ok=True)
+    except OSError as error:
+        raise UsageError(f"{file} cannot be written: {error.strerror}; nothing was written.") from error

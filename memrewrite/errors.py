@@ -1,0 +1,53 @@
+"""Every error memrewrite raises on purpose, each with the exit code of the command line."""
+
+
+class MemrewriteError(Exception):
+    """Base of the family: one sentence that says what is wrong, where, and what to do."""
+
+    exit_code = 70
+
+
+class UsageError(MemrewriteError):
+    """The request itself is off: a budget, a target, an input or an option that cannot be meant."""
+
+    exit_code = 2
+
+
+class TargetError(UsageError):
+    """No model, several models, or no inputs where the target points."""
+
+
+class CaptureError(MemrewriteError):
+    """The model cannot be captured as a graph, or a hazard in it would make a rewrite unsafe."""
+
+    exit_code = 3
+
+
+class NotEquivalentError(MemrewriteError):
+    """A rewritten model gave other numbers than the original; nothing was returned or written."""
+
+    exit_code = 4
+
+
+class MeasurementError(MemrewriteError):
+    """The device ran out of memory or the measuring process died."""
+
+    exit_code = 5
+
+
+class BudgetInfeasibleError(MemrewriteError):
+    """No plan fits the budget.
+
+    ``lowest`` is the lowest reachable peak in bytes, ``advice`` what else would fit, a sentence each.
+    """
+
+    exit_code = 6
+
+    def __init__(self, message: str, lowest: int, advice: tuple[str, ...] = ()) -> None:
+        super().__init__("\n".join([message, *advice]))
+        self.lowest = lowest
+        self.advice = advice
+
+
+class InternalError(MemrewriteError):
+    """A promise between two parts of memrewrite is broken; please report it."""

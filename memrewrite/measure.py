@@ -1,0 +1,198 @@
+"""What a training step really takes: peak bytes, bytes after each phase and milliseconds, on the device itself.
+
+On CUDA the caching allocator's own counters are read; on the CPU the step runs on real tensors under the storage
+tracker. Everything the steps change is put back, whatever happens.
+"""
+
+import contextlib
+import copy
+import gc
+import itertools
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memrewrite.child import run_job
+from memrewrite.errors import MeasurementError, UsageError
+from memrewrite.private import clear_cublas_workspaces
+from memrewrite.report.data import Measured
+from memrewrite.simulate import preserved_rng, run_tracked
+from memrewrite.simulate.fake import tensors_of
+from memrewrite.step import Inputs, Phase, Step
+from memrewrite.stepspec import StepSpec
+
+_CPU_STEPS = 3  # steps there are slow and vary little
+
+
+@dataclass(frozen=True)
+class Loader:
+    """What a measuring process loads: a target as the command line has it, optionally rewritten by a saved artifact.
+
+    ``inputs`` are ``--input`` texts, ``artifact`` a folder that ``memrewrite.artifact`` wrote, ``seed`` seeds the
+    random state before the target is loaded and before the steps.
+    """
+
+    target: str
+    inputs: tuple[str, ...] = ()
+    batch_size: int | None = None
+    artifact: str | None = None
+    device: str = "cpu"
+    seed: int = 0
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> "Loader":
+        """The inverse of ``dataclasses.asdict`` through JSON."""
+        return cls(**{**data, "inputs": tuple(data["inputs"])})
+
+
+def measure_in_child(loader: Loader, step: StepSpec, *, timeout_s: float, steps: int = 10) -> Measured:
+    """``measure`` in a fresh process, which is gone when this returns or raises (also on Ctrl-C).
+
+    Raises ``MeasurementError`` when the process runs out of memory, dies or takes longer than ``timeout_s`` seconds,
+    and what loading the target raises.
+    """
+    job = {
+        "kind": "measure",
+        "device": loader.device,
+        "loader": asdict(loader),
+        "step": step.to_json(),
+        "steps": steps,
+    }
+    answer = run_job(job, timeout_s=timeout_s)
+    return Measured(**{**answer, "phases": tuple((name, size) for name, size in answer["phases"])})
+
+
+def measure(module: nn.Module, inputs: Inputs, step: Step, *, steps: int = 10) -> Measured:
+    """Take two steps for the phase table and ``steps`` more for the time; the peak is that of the second step on.
+
+    On CUDA, allocations from before that are neither the module's nor the inputs' are left out of the allocated
+    figures. On the CPU nothing is cached, so the reserved figure is the peak.
+    Raises ``MeasurementError`` when memory runs out, ``UsageError`` for a device that is neither CPU nor CUDA.
+    """
+    tensors = [*module.parameters(), *inputs.tensors()]
+    device = tensors[0].device if tensors else torch.device("cpu")
+    if device.type not in ("cpu", "cuda"):
+        raise UsageError(f"Memory cannot be measured on {device}; move the model and its inputs to cpu or cuda.")
+    run = _on_cuda if device.type == "cuda" else _on_cpu
+    # Raised after the handler, where nothing refers to the failed step's tensors any more.
+    with preserved_state(module, inputs):
+        try:
+            return run(module, inputs, step, steps, device)
+        except torch.OutOfMemoryError:
+            failed = True
+        except RuntimeError as error:
+            failed = "DefaultCPUAllocator" in str(error)
+            if not failed:
+                raise
+    raise MeasurementError(out_of_memory(f"The training step of {type(module).__name__}", str(device)))
+
+
+def out_of_memory(who: str, device: str) -> str:
+    """The sentence for a step that does not fit on ``device``."""
+    name = torch.device(device)
+    total = ""
+    if name.type == "cuda" and torch.cuda.is_available():
+        total = f", which has {torch.cuda.get_device_properties(name).total_memory / 2**30:.1f} GiB"
+    return f"{who} ran out of memory on {device}{total}; set a lower budget or use a smaller batch."
+
+
+def _on_cpu(module: nn.Module, inputs: Inputs, step: Step, steps: int, device: torch.device) -> Measured:
+    timeline = run_tracked(module, inputs, step)
+    optimizer = step.make_optimizer(module)
+    times = []
+    for _ in range(min(steps, _CPU_STEPS) + 1):
+        start = time.perf_counter()
+        step.run(module, inputs, optimizer)
+        times.append((time.perf_counter() - start) * 1e3)
+    return Measured(timeline.peak, timeline.peak, statistics.median(times[1:]), timeline.phases, str(device))
+
+
+def _on_cuda(module: nn.Module, inputs: Inputs, step: Step, steps: int, device: torch.device) -> Measured:
+    gc.collect()
+    torch.cuda.synchronize(device)
+    clear_cublas_workspaces()  # those of earlier work would pass for other allocations
+    torch.cuda.empty_cache()
+    others = torch.cuda.memory_allocated(device) - _own_bytes([*tensors_of(module), *inputs.tensors()], device)
+    phases: list[tuple[str, int]] = []
+
+    def on_phase(phase: Phase) -> None:
+        phases.append((phase, torch.cuda.memory_allocated(device) - others))
+
+    optimizer = step.make_optimizer(module)
+    step.run(module, inputs, optimizer, on_phase)
+    torch.cuda.reset_peak_memory_stats(device)
+    step.run(module, inputs, optimizer, on_phase)
+    step_ms = _median_ms(module, inputs, step, optimizer, steps, device)
+    peak = torch.cuda.max_memory_allocated(device) - others
+    name = f"{torch.cuda.get_device_name(device)} ({device})"
+    return Measured(peak, torch.cuda.max_memory_reserved(device), step_ms, tuple(phases), name)
+
+
+def _median_ms(
+    module: nn.Module,
+    inputs: Inputs,
+    step: Step,
+    optimizer: torch.optim.Optimizer | None,
+    steps: int,
+    device: torch.device,
+) -> float:
+    """The median time between CUDA events around each of ``steps`` steps, in ms."""
+    with torch.cuda.device(device):
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(max(steps, 1) + 1)]
+        marks[0].record()
+        for mark in marks[1:]:
+            step.run(module, inputs, optimizer)
+            mark.record()
+        torch.cuda.synchronize(device)
+    return statistics.median(start.elapsed_time(end) for start, end in itertools.pairwise(marks))
+
+
+def _own_bytes(tensors: list[Tensor], device: torch.device) -> int:
+    """Bytes the allocator counts for the storages of ``tensors``: whole blocks, which can exceed what was asked for."""
+    starts = {t.untyped_storage().data_ptr() for t in tensors if t.device == device and t.layout is torch.strided}
+    blocks = [block for segment in torch.cuda.memory_snapshot() for block in segment["blocks"]]
+    return sum(block["size"] for block in blocks if block["address"] in starts)
+
+
+@contextlib.contextmanager
+def preserved_state(module: nn.Module, inputs: Inputs) -> Iterator[None]:
+    """Put back everything steps change: tensor contents, gradients, attributes, training flags and random state.
+
+    The contents wait in CPU memory; gradients that exist already are set aside where they are.
+    """
+    tensors = [*tensors_of(module), *inputs.tensors()]
+    contents = _contents(tensors)
+    gradients = [(tensor, tensor.grad) for tensor in tensors if tensor.is_leaf]
+    attributes = [pair for part in module.modules() for pair in _attributes(part)]
+    for tensor, _ in gradients:
+        tensor.grad = None
+    try:
+        with preserved_rng(tensors):
+            yield
+    finally:
+        for live, saved in attributes:
+            live.clear()
+            live.extend(saved) if isinstance(live, list) else live.update(saved)
+        for storage, content in contents:
+            if storage.nbytes() != content.nbytes():
+                storage.resize_(content.nbytes())
+            storage.copy_(content)
+        for tensor, gradient in gradients:
+            tensor.grad = gradient
+
+
+def _contents(tensors: list[Tensor]) -> list[tuple[torch.UntypedStorage, torch.UntypedStorage]]:
+    """Each storage with a copy on the CPU; whole storages, so that views and tied tensors are saved as they lie."""
+    storages = {id(s): s for s in (t.untyped_storage() for t in tensors if t.layout is torch.strided)}
+    return [(s, s.clone() if s.device.type == "cpu" else s.cpu()) for s in storages.values()]
+
+
+def _attributes(part: nn.Module) -> list[tuple[Any, Any]]:
+    """A module's attributes and the containers among them (also what is registered in it), each with a copy."""
+    containers = [value for value in vars(part).values() if isinstance(value, dict | list | set)]
+    return [(live, copy.copy(live)) for live in (vars(part), *containers)]

@@ -1,0 +1,88 @@
+"""The main program of a measuring process: one job as JSON on stdin, one answer as JSON on the last line of stdout."""
+
+import json
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any, TextIO
+
+import torch
+from torch import nn
+
+from memrewrite.errors import MemrewriteError, UsageError
+from memrewrite.inputs import to_device
+from memrewrite.measure import Loader, measure, out_of_memory
+from memrewrite.simulate.workspaces import allocated_by_libraries
+from memrewrite.step import Inputs, Step
+from memrewrite.stepspec import StepSpec, amp_dtype
+from memrewrite.target import load
+
+
+def main() -> None:
+    """Do the job on stdin and answer ``{"ok": ...}`` or ``{"error": [name of the error, sentence]}``."""
+    answers = _take_stdout()
+    job = json.loads(sys.stdin.readline())
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        answer = {"ok": _JOBS[job["kind"]](job)}
+    except MemrewriteError as error:
+        answer = {"error": [type(error).__name__, str(error)]}
+    except torch.OutOfMemoryError:
+        answer = {"error": ["MeasurementError", out_of_memory("The model", job["device"])]}
+    except Exception as error:
+        traceback.print_exc()
+        reason = next(iter(str(error).splitlines()), "")
+        answer = {"error": ["MeasurementError", f"The measuring process failed with {type(error).__name__}: {reason}"]}
+    print(json.dumps(answer), file=answers, flush=True)
+
+
+def _take_stdout() -> TextIO:
+    """The real stdout; from here on, what anyone else prints to stdout goes to stderr."""
+    answers = os.fdopen(os.dup(1), "w")
+    sys.stdout.flush()
+    os.dup2(2, 1)
+    return answers
+
+
+def _end_with_parent() -> None:
+    # The parent holds the other end open as long as it lives; read by descriptor, so that no lock is held at exit.
+    while os.read(0, 1):
+        continue
+    os._exit(1)
+
+
+def _measure(job: dict[str, Any]) -> dict[str, Any]:
+    loader = Loader.from_json(job["loader"])
+    module, inputs, step = _load(loader, StepSpec.from_json(job["step"]))
+    torch.manual_seed(loader.seed)
+    return asdict(measure(module, inputs, step, steps=job["steps"]))
+
+
+def _load(loader: Loader, spec: StepSpec) -> tuple[nn.Module, Inputs, Step]:
+    torch.manual_seed(loader.seed)
+    loaded = load(loader.target, loader.inputs, loader.batch_size)
+    try:
+        device = torch.device(loader.device)
+    except RuntimeError as error:
+        raise UsageError(f"Device {loader.device!r} is unknown; give cpu or cuda:0.") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UsageError(f"Device {loader.device} was asked for but PyTorch finds no CUDA device; use cpu.")
+    module = loaded.module.to(device).train(spec.mode == "train")
+    if loader.artifact is not None:
+        from memrewrite.artifact.load import apply
+
+        module = apply(loader.artifact, module)
+    return module, to_device(loaded.inputs, device), spec.build()
+
+
+def _workspaces(job: dict[str, Any]) -> int:
+    return allocated_by_libraries(torch.device(job["device"]), amp_dtype(job["amp"]))
+
+
+_JOBS: dict[str, Callable[[dict[str, Any]], Any]] = {"measure": _measure, "workspaces": _workspaces}
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""What the user asked for, parsed once at the edge and handed down frozen."""
+
+import re
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Literal
+
+from memrewrite.errors import UsageError
+
+_UNITS = {
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "TiB": 2**40,
+}
+_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)")
+_PERCENT = re.compile(r"(\d+(?:\.\d+)?)\s*%")
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A bound on the real peak of a training step: bytes, a share of the original peak, or the lowest reachable.
+
+    Exactly one field is set (``minimum`` True counts as set).
+    """
+
+    bytes: int | None = None
+    share: float | None = None
+    minimum: bool = False
+
+    @classmethod
+    def parse(cls, value: "str | int | Budget") -> "Budget":
+        """Read ``8GB`` (10^9), ``8GiB`` (2^30), ``60%`` of the original peak, ``min``, or an int of bytes.
+
+        Raises ``UsageError`` for anything else: bare numbers in text, ``Gb``, zero or less, more than 100 %.
+        """
+        if isinstance(value, Budget):
+            return value
+        if isinstance(value, int) and not isinstance(value, bool):
+            return cls(bytes=_positive(value, str(value)))
+        if not isinstance(value, str):
+            raise UsageError(f"Budget {value!r} is not text, an int of bytes or a Budget; write e.g. '8GB'.")
+        text = value.strip()
+        if text == "min":
+            return cls(minimum=True)
+        if match := _PERCENT.fullmatch(text):
+            percent = float(match[1])
+            if not 0 < percent <= 100:
+                raise UsageError(f"Budget {text!r} is not a share of the original peak; give more than 0% up to 100%.")
+            return cls(share=percent / 100)
+        match = _BYTES.fullmatch(text)
+        if match is None or match[2] not in _UNITS:
+            raise UsageError(f"Budget {text!r} has no known unit; write e.g. 8GB, 7.5GiB, 900MB, 60% or min.")
+        return cls(bytes=_positive(int(Decimal(match[1]) * _UNITS[match[2]]), text))
+
+    def resolve(self, original_peak: int) -> int | None:
+        """The bound in bytes, given the original's peak in bytes; None means the lowest reachable."""
+        if self.minimum:
+            return None
+        return self.bytes if self.bytes is not None else int((self.share or 1.0) * original_peak)
+
+    def __str__(self) -> str:
+        if self.minimum:
+            return "min"
+        return (
+            f"{100 * self.share:.4g}% of the original peak" if self.share is not None else format_bytes(self.bytes or 0)
+        )
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of one ``optimize`` call, as the API and the command line both make them."""
+
+    budget: Budget | None = None
+    mode: Literal["train", "inference"] = "train"
+    passes: tuple[str, ...] | None = None
+    exact: bool = False
+    verify: bool = True
+    seed: int = 0
+
+
+def format_bytes(count: int) -> str:
+    """Both units, e.g. ``8.00 GB (7.45 GiB)``; small counts in MB or plain bytes."""
+    if count >= 10**9:
+        return f"{count / 10**9:.2f} GB ({count / 2**30:.2f} GiB)"
+    if count >= 10**6:
+        return f"{count / 10**6:.1f} MB ({count / 2**20:.1f} MiB)"
+    return f"{count} B"
+
+
+def _positive(count: int, text: str) -> int:
+    if count <= 0:
+        raise UsageError(f"Budget {text!r} must be more than zero bytes.")
+    return count

@@ -1,0 +1,126 @@
+"""The middle of the line: a captured model is rewritten, planned under the budget and built, all on fake tensors."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from memrewrite import registry
+from memrewrite.capture import Captured
+from memrewrite.capture.normal import leaf_tensors
+from memrewrite.codegen import generate
+from memrewrite.effects import GRANULE, Effects, observe
+from memrewrite.errors import InternalError
+from memrewrite.passes.checkpoint_segments import CheckpointSegments, clear
+from memrewrite.passes.inplace_activation import InplaceActivation
+from memrewrite.plan.facts import chain, compute_nodes
+from memrewrite.plan.refine import Fitted, fit
+from memrewrite.plan.segments import Plan
+from memrewrite.rewrite import Pass, Result
+from memrewrite.runtime.dropin import build, program_from
+from memrewrite.simulate import Timeline, simulate
+from memrewrite.step import Inputs, Step, device_type
+
+
+@dataclass
+class Line:
+    """One model on its way through the passes: the captured graph and what each pass did to it."""
+
+    model: nn.Module
+    captured: Captured
+    inputs: Inputs
+    step: Step
+    workspace: int
+    results: dict[str, Result]
+    arithmetic_changed: bool = False
+
+    @property
+    def example(self) -> list[Tensor]:
+        """The tensors of the graph's placeholders, in order."""
+        return leaf_tensors(self.model, self.inputs)
+
+    def observe(self) -> Effects:
+        """Fresh facts about the graph as it is now."""
+        return observe(self.captured.graph_module, self.example, self.step.amp, grad=self.step.mode == "train")
+
+    def apply(self, graph_pass: Pass) -> Result:
+        """Run one pass and hold it to what it says about itself."""
+        before = self.captured.graph_module.code
+        result = graph_pass(self.captured.graph_module, self.observe())
+        self.captured.graph_module.graph.lint()
+        self.captured.graph_module.recompile()
+        changed = self.captured.graph_module.code != before
+        if changed != result.modified and graph_pass.name != CheckpointSegments.name:
+            raise InternalError(f"The pass {graph_pass.name} says modified={result.modified}; its code says {changed}.")
+        self.results[graph_pass.name] = result
+        self.arithmetic_changed |= result.modified and not graph_pass.exact
+        return result
+
+    def build(self) -> nn.Module:
+        """The drop-in module of the graph as it is now."""
+        source, constants = generate(self.captured)
+        return build(self.model, program_from(source), constants)
+
+    def simulate(self) -> Timeline:
+        """The exact timeline of two steps of the graph as it is now."""
+        return simulate(self.build(), self.inputs, self.step, workspace_bytes=self.workspace)
+
+    def segments(self, plan: Plan) -> None:
+        """Turn a plan into segments."""
+        self.apply(CheckpointSegments(plan))
+
+
+def rewrite(line: Line, names: tuple[str, ...] | None, exact: bool) -> None:
+    """Functionalise and apply the pattern rewrites asked for (all when ``names`` is None)."""
+    for graph_pass in registry.patterns(names, exact):
+        line.apply(graph_pass)
+
+
+def plan(line: Line, budget: int, original: int) -> Fitted:
+    """Find segments so that the simulated peak is within ``budget`` bytes and mark them; ``original`` is the peak before.
+
+    Marks the plan of the lowest peak when none fits.
+    """
+    effects = line.observe()
+    timeline = line.simulate()
+    numbers = chain(effects, device_type(line.model, line.inputs), line.step.amp)
+    fixed = timeline.floor - sum(_rounded(p) for p in line.model.parameters() if p.requires_grad)
+
+    def simulated(candidate: Plan) -> int:
+        line.segments(candidate)
+        return line.simulate().peak
+
+    fitted = fit(numbers, budget, timeline.peak, fixed, simulated)
+    line.segments(fitted.plan)
+    return fitted
+
+
+def no_plan(line: Line, budget: int) -> Fitted:
+    """What ``plan`` says when segments are not among the passes asked for."""
+    peak = line.simulate().peak
+    return Fitted(Plan(), peak, peak <= budget)
+
+
+def mark_inplace(line: Line, names: tuple[str, ...] | None) -> None:
+    """Mark activations in place, last, because legality depends on the segments."""
+    if names is None or InplaceActivation.name in names:
+        line.apply(InplaceActivation())
+
+
+def without_segments(line: Line) -> Callable[[], None]:
+    """Take the segments off the graph; calling the result puts them back (to compare the two programs bit for bit)."""
+    keys = ("segment", "random", "run_once")
+    nodes = compute_nodes(line.observe())
+    kept = [{key: node.meta[key] for key in keys if key in node.meta} for node in nodes]
+    clear(line.captured.graph_module)
+
+    def restore() -> None:
+        for node, marks in zip(nodes, kept, strict=True):
+            node.meta.update(marks)
+
+    return restore
+
+
+def _rounded(tensor: Tensor) -> int:
+    return -(-tensor.nbytes // GRANULE) * GRANULE

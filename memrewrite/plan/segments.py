@@ -1,0 +1,47 @@
+"""The data of planning: what is known about a chain of nodes, and a plan over it."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Bytes = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Held:
+    """One storage made by the chain: its size in bytes, the node that makes it and the last one that reads it."""
+
+    bytes: int
+    producer: int
+    last_use: int
+    saved: bool
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Nodes v0..vn-1 in execution order, as numbers.
+
+    ``ms`` is the time to run each node, ``rerun_ms`` the time until its last save; ``saves`` whether autograd keeps
+    anything for it; ``movable`` whether it may run again; ``work`` the bytes that are live besides what is held while
+    the node or its backward runs (values and gradients passing by, parameter gradients made so far).
+    """
+
+    ms: NDArray[np.float64]
+    rerun_ms: NDArray[np.float64]
+    saves: NDArray[np.bool_]
+    movable: NDArray[np.bool_]
+    work: Bytes
+    storages: tuple[Held, ...]
+    segment_ms: float
+
+    def __len__(self) -> int:
+        return len(self.ms)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Disjoint half-open intervals [a, b) of the chain to recompute in backward; the rest is kept. ``ms`` is the cost."""
+
+    intervals: tuple[tuple[int, int], ...] = ()
+    ms: float = 0.0

@@ -1,0 +1,94 @@
+"""The private PyTorch API memrewrite cannot do without, in one place.
+
+Each name is checked on every supported version by ``tests/test_private.py``.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+# Fake tensors and dispatch modes have no public spelling, though torch.distributed, torch.export and
+# PyTorch's own memory tools are built on them: they are how a step is observed without memory.
+import torch
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+
+# The types that optimizers run with their foreach kernels when nothing else is asked for.
+from torch.optim.optimizer import _foreach_supported_types as _foreach_types
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# The structure of nested inputs and outputs; torch.export speaks of them in these specs.
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_iter, tree_leaves, tree_map, tree_unflatten
+
+# What fake tensors raise where a result depends on data, or an operator knows no shapes.
+FAKE_TENSOR_ERRORS: tuple[type[Exception], ...] = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+
+__all__ = [
+    "FAKE_TENSOR_ERRORS",
+    "FakeTensor",
+    "FakeTensorMode",
+    "OpOverload",
+    "TorchDispatchMode",
+    "TreeSpec",
+    "clear_cublas_workspaces",
+    "foreach_on_fake_tensors",
+    "is_mutable",
+    "named_arguments",
+    "returns_view",
+    "tree_flatten",
+    "tree_iter",
+    "tree_leaves",
+    "tree_map",
+    "tree_unflatten",
+]
+
+
+@contextlib.contextmanager
+def foreach_on_fake_tensors() -> Iterator[None]:
+    """Let optimizers choose their foreach kernels for fake CUDA parameters, as they do for real ones.
+
+    They decide by the exact type of a parameter, which for a fake one is FakeTensor. Foreach steps hold a
+    temporary for every parameter at once, so the choice can decide the peak.
+    """
+    _foreach_types.append(FakeTensor)
+    try:
+        yield
+    finally:
+        _foreach_types.remove(FakeTensor)
+
+
+# An operator's schema has no public spelling; which argument is the dropout probability and whether an operator
+# writes its arguments are read from it rather than kept in tables by hand.
+def named_arguments(operator: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of an operator call by their schema names, defaults included."""
+    formal = operator._schema.arguments
+    given = {argument.name: value for argument, value in zip(formal, args, strict=False)}
+    return {argument.name: argument.default_value for argument in formal} | given | kwargs
+
+
+def is_mutable(operator: torch._ops.OpOverload) -> bool:
+    """Whether the operator writes one of its arguments."""
+    return bool(operator._schema.is_mutable)
+
+
+def clear_cublas_workspaces() -> None:
+    """Free the workspaces that cuBLAS handles hold in the caching allocator; the next product allocates them anew."""
+    torch._C._cuda_clearCublasWorkspaces()  # type: ignore[attr-defined] # a CUDA build has it
+
+
+def returns_view(operator: torch._ops.OpOverload) -> bool:
+    """Whether the operator returns a view of an argument instead of a new tensor or the argument it wrote."""
+    aliases = [result.alias_info for result in operator._schema.returns]
+    return any(alias is not None and not alias.is_write for alias in aliases)

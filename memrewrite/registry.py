@@ -1,0 +1,34 @@
+"""The passes there are, by name; the only place that knows them all."""
+
+from collections.abc import Callable
+
+from memrewrite.errors import UsageError
+from memrewrite.passes.checkpoint_segments import CheckpointSegments
+from memrewrite.passes.composites import Composites
+from memrewrite.passes.functionalize import Functionalize
+from memrewrite.passes.inplace_activation import InplaceActivation
+from memrewrite.passes.swish import Swish
+from memrewrite.rewrite import Pass
+
+PATTERNS: dict[str, Callable[[bool], Pass]] = {
+    Swish.name: lambda exact: Swish(exact_forward=exact),
+    Composites.name: lambda exact: Composites(),
+}
+NAMES = (*PATTERNS, CheckpointSegments.name, InplaceActivation.name)
+
+
+def patterns(names: tuple[str, ...] | None, exact: bool) -> list[Pass]:
+    """What runs before planning: functionalisation, then the pattern rewrites asked for.
+
+    ``exact`` leaves out those that cannot keep the forward bit-equal. Raises ``UsageError`` for an unknown name.
+    """
+    check(names)
+    wanted = [make(exact) for name, make in PATTERNS.items() if names is None or name in names]
+    return [Functionalize(), *(p for p in wanted if not exact or p.exact or p.name == Swish.name)]
+
+
+def check(names: tuple[str, ...] | None) -> None:
+    """Raise ``UsageError`` for a name that is no pass."""
+    for name in names or ():
+        if name not in NAMES:
+            raise UsageError(f"There is no pass {name!r}; the passes are {', '.join(NAMES)}.")

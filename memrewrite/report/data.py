@@ -1,0 +1,73 @@
+"""The record of one ``optimize`` call: what was asked, done, refused, predicted, measured and proved."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """Where memory stood in one variant of the model; all in bytes, peaks over the second training step.
+
+    ``phases`` holds (phase, bytes in use as the phase ends) for steps 1 and 2 in order; ``categories`` the bytes in use
+    at the peak by kind (parameters, gradients, optimizer state, inputs, activations, temporaries, ...).
+    """
+
+    peak: int
+    peak_step1: int
+    phases: tuple[tuple[str, int], ...]
+    categories: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What really happened on the device: bytes allocated and reserved at the peak, median step time in ms."""
+
+    peak: int
+    reserved: int
+    step_ms: float
+    phases: tuple[tuple[str, int], ...]
+    device: str
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One checkpoint segment: the nodes it covers, what it frees and what running it again costs."""
+
+    first: str
+    last: str
+    nodes: int
+    saved_bytes: int
+    rerun_ms: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything a user is told. ``rewrites`` and ``refusals`` are (pass, where, what or why)."""
+
+    model: str
+    mode: str
+    device: str
+    config: dict[str, Any]
+    budget: int | None
+    predicted_before: Peaks
+    predicted_after: Peaks
+    rewrites: tuple[tuple[str, str, str], ...] = ()
+    refusals: tuple[tuple[str, str, str], ...] = ()
+    segments: tuple[Segment, ...] = ()
+    equivalent: bool | None = None
+    verdict: str = "not verified"
+    measured_before: Measured | None = None
+    measured_after: Measured | None = None
+    notes: tuple[str, ...] = ()
+    versions: dict[str, str] | None = None
+
+    @property
+    def changed(self) -> bool:
+        """Whether anything in the model was rewritten."""
+        return bool(self.rewrites or self.segments)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data for ``json.dumps``; carries ``schema_version``."""
+        return {"schema_version": SCHEMA_VERSION, **asdict(self), "changed": self.changed}

@@ -1,0 +1,146 @@
+"""The result of one ``optimize`` call as text for a terminal of 80 columns.
+
+Names of layers and reasons come from foreign code, so they are printed without markup and without control characters.
+"""
+
+import difflib
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from memrewrite.options import format_bytes
+from memrewrite.report.data import Report
+
+WIDTH = 80
+NOT_MEASURED = "not measured"
+DOES_NOT_FIT = "does not fit"
+
+
+def show(
+    report: Report, console: Console, *, verbose: bool = False, written: Path | None = None, fits: bool = True
+) -> None:
+    """Print the report: peaks, step time, rewrites and refusals (all with ``verbose``, else counted), the verdict.
+
+    ``fits`` False says that the original ran out of memory, which is why it has no measured figures.
+    """
+    console.print(Group(*_parts(report, verbose, written, fits)), markup=False, highlight=False, emoji=False)
+
+
+def plain(text: str) -> str:
+    """``text`` with control characters spelled out, so that a layer's name cannot steer the terminal."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+
+
+def diff(before: str, after: str) -> str:
+    """A unified diff of the original graph's code against the rewritten one; empty when they are equal."""
+    lines = difflib.unified_diff(before.splitlines(), after.splitlines(), "original", "rewritten", lineterm="")
+    return "\n".join("".join(char if char == "\t" else plain(char) for char in line) for line in lines)
+
+
+def over_budget(report: Report) -> bool:
+    """Whether the rewritten model was measured and needs more than the budget."""
+    return (
+        report.budget is not None and report.measured_after is not None and report.measured_after.peak > report.budget
+    )
+
+
+def _parts(report: Report, verbose: bool, written: Path | None, fits: bool) -> Iterator[RenderableType]:
+    budget = "no budget" if report.budget is None else f"budget {format_bytes(report.budget)}"
+    yield Text(plain(f"{report.model}: {report.mode} step on {report.device}, {budget}"), style="bold")
+    yield _peaks(report, fits)
+    yield Text()
+    if report.changed:
+        yield from _rewrites(report, verbose)
+    else:
+        yield Text("Nothing was to rewrite: the model is returned unchanged.")
+    if report.refusals:
+        yield from _refusals(report, verbose)
+    yield Text(plain(f"Equivalence: {report.verdict}"), style="" if report.equivalent is not False else "red")
+    if report.budget is not None:
+        yield _budget(report)
+    for note in report.notes:
+        yield _text(f"Note: {note}")
+    yield Text(
+        plain(f"Written: {written}") if written else "Written: nothing (give -o DIR to save the rewritten model)"
+    )
+
+
+def _peaks(report: Report, fits: bool) -> Table:
+    table = _table("", "original", "rewritten", "change")
+    before, after = report.predicted_before.peak, report.predicted_after.peak
+    table.add_row("predicted peak", format_bytes(before), format_bytes(after), _change(before, after))
+    old, new = report.measured_before, report.measured_after
+    missing = NOT_MEASURED if fits else DOES_NOT_FIT
+    change = _change(old.peak, new.peak) if old and new else ""
+    peaks = [format_bytes(old.peak) if old else missing, format_bytes(new.peak) if new else NOT_MEASURED]
+    table.add_row("measured peak", *peaks, change)
+    if old or new:
+        ratio = f"x{new.step_ms / old.step_ms:.2f}" if old and new and old.step_ms else ""
+        times = [f"{old.step_ms:.1f} ms" if old else missing, f"{new.step_ms:.1f} ms" if new else NOT_MEASURED]
+        table.add_row("step time", *times, ratio)
+    return table
+
+
+def _change(before: int, after: int) -> str:
+    return f"{100 * (after - before) / before:+.1f} %" if before else ""
+
+
+def _rewrites(report: Report, verbose: bool) -> Iterator[RenderableType]:
+    if report.rewrites and verbose:
+        table = _table("pass", "where", "rewrite")
+        for name, where, what in report.rewrites:
+            table.add_row(_text(name), _text(where), _text(what))
+        yield table
+    elif report.rewrites:
+        counts = Counter(name for name, _, _ in report.rewrites)
+        yield _text("Rewrites: " + ", ".join(f"{name} {count}" for name, count in counts.items()))
+    if report.segments:
+        saved = sum(segment.saved_bytes for segment in report.segments)
+        rerun = sum(segment.rerun_ms for segment in report.segments)
+        yield Text(f"Checkpoint segments: {len(report.segments)}, free {format_bytes(saved)}, run again {rerun:.1f} ms")
+    if report.segments and verbose:
+        table = _table("segment", "nodes", "frees", "runs again")
+        for part in report.segments:
+            table.add_row(
+                _text(f"{part.first} .. {part.last}"),
+                str(part.nodes),
+                format_bytes(part.saved_bytes),
+                f"{part.rerun_ms:.2f} ms",
+            )
+        yield table
+
+
+def _refusals(report: Report, verbose: bool) -> Iterator[RenderableType]:
+    if verbose:
+        table = _table("pass", "where", "left alone because")
+        for name, where, reason in report.refusals:
+            table.add_row(_text(name), _text(where), _text(reason))
+    else:
+        table = _table("pass", "places", "left alone because")
+        for (name, reason), count in Counter((name, reason) for name, _, reason in report.refusals).most_common():
+            table.add_row(_text(name), str(count), _text(reason))
+    yield table
+
+
+def _budget(report: Report) -> Text:
+    budget = report.budget or 0
+    measured = report.measured_after
+    kind, peak = ("measured", measured.peak) if measured else ("predicted", report.predicted_after.peak)
+    if peak <= budget:
+        return Text(f"Budget: the {kind} peak fits with {format_bytes(budget - peak)} to spare", style="green")
+    return Text(f"Budget: the {kind} peak is over by {format_bytes(peak - budget)}", style="red")
+
+
+def _text(foreign: str) -> Text:
+    return Text(plain(foreign))
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, show_edge=False)
+    for index, column in enumerate(columns):
+        table.add_column(column, overflow="fold", no_wrap=False, justify="left" if index == 0 else "default")
+    return table

@@ -1,0 +1,165 @@
+"""The exact allocation timeline of two training steps, on fake tensors: no device memory, no change to the module.
+
+The real module's whole step runs (forward, loss, backward, optimizer) on a fake twin while every storage is counted
+from birth to death. ``run_tracked`` does the same on real tensors, which is how memory is measured on the CPU.
+"""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from memrewrite.errors import CaptureError, UsageError
+from memrewrite.private import FAKE_TENSOR_ERRORS, FakeTensorMode, foreach_on_fake_tensors, tree_leaves
+from memrewrite.simulate.fake import fake_inputs, fake_twin, tensors_of
+from memrewrite.simulate.tracker import Tracker
+from memrewrite.step import PHASES, Inputs, Phase, Step, device_type
+
+__all__ = ["Timeline", "preserved_rng", "run_tracked", "simulate"]
+
+PARAMETERS, BUFFERS, INPUTS = "parameters", "buffers", "inputs"
+GRADIENTS, STATE = "gradients", "optimizer state"
+ACTIVATIONS, TEMPORARIES = "activations", "temporaries"
+WORKSPACES = "library workspaces"
+_PERSISTENT = (PARAMETERS, BUFFERS, INPUTS, GRADIENTS, STATE)
+_BORN_AS: dict[Phase, str] = {
+    "data": ACTIVATIONS,
+    "forward": ACTIVATIONS,
+    "loss": ACTIVATIONS,
+    "backward": TEMPORARIES,
+    "step": TEMPORARIES,
+}
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Where memory stands during two steps; everything in bytes, storages rounded up to 512.
+
+    ``peak`` is that of the second step, ``phases`` the bytes in use as each phase of both steps ends, ``categories``
+    the bytes in use at ``peak`` by kind (they sum to it). ``events`` are (bytes in use, ``step 2 backward: operator``)
+    after each operator that changed them. ``floor`` is what no plan can lower: parameters, buffers, inputs, gradients,
+    optimizer state and library workspaces.
+    """
+
+    peak: int
+    peak_step1: int
+    phases: tuple[tuple[str, int], ...]
+    categories: dict[str, int]
+    events: list[tuple[int, str]]
+    floor: int
+
+
+def simulate(module: nn.Module, inputs: Inputs, step: Step, *, workspace_bytes: int = 0) -> Timeline:
+    """Run two steps on a fake twin of ``module`` and count.
+
+    ``workspace_bytes`` is what libraries hold on the device besides tensors (``simulate.workspaces``); it is added
+    throughout. The module, its tensors and the random state stay as they are.
+    Raises ``UsageError`` for CUDA tensors without CUDA, ``CaptureError`` where the step depends on data.
+    """
+    tensors = [*tensors_of(module), *inputs.tensors()]
+    if any(tensor.is_cuda for tensor in tensors) and not torch.cuda.is_available():
+        # Autograd on fake CUDA tensors ends the process there.
+        raise UsageError("The model is on CUDA but PyTorch finds no CUDA device; move the model and its inputs to the CPU.")
+    # Constants outside the module (globals of its file) are real; they are read as fakes and not counted.
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    twin, fakes = fake_twin(module, mode), fake_inputs(inputs, mode)
+    try:
+        with preserved_rng(tensors), foreach_on_fake_tensors(), mode:
+            timeline = run_tracked(twin, fakes, step)
+    except FAKE_TENSOR_ERRORS as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise CaptureError(
+            f"The step of {type(module).__name__} cannot be simulated, because its course depends on values "
+            f"or on an operator without shape rules ({reason}); measure it instead."
+        ) from error
+    return _with_workspaces(timeline, workspace_bytes)
+
+
+def run_tracked(module: nn.Module, inputs: Inputs, step: Step) -> Timeline:
+    """Run two steps on the module itself, real or fake, and count the storages on its device type."""
+    tracker = Tracker(device_type(module, inputs))
+    tracker.register(tensors_of(module), BUFFERS)
+    tracker.register(module.parameters(), PARAMETERS)
+    tracker.register(inputs.tensors(), INPUTS)
+    recorder = _Recorder(tracker, module, inputs, step.make_optimizer(module))
+    peaks = []
+    for number in (1, 2):
+        tracker.reset_peak()
+        recorder.start(number)
+        with tracker:
+            step.run(module, inputs, recorder.optimizer, recorder.on_phase)
+        peaks.append(tracker.peak)
+    return Timeline(peaks[1], peaks[0], tuple(recorder.phases), tracker.categories(), tracker.events, recorder.floor)
+
+
+class _Recorder:
+    """Follows the phases of a step: what is born in each, and what turned out to be a gradient or optimizer state."""
+
+    def __init__(
+        self, tracker: Tracker, module: nn.Module, inputs: Inputs, optimizer: torch.optim.Optimizer | None
+    ) -> None:
+        self.tracker = tracker
+        self.optimizer = optimizer
+        self.phases: list[tuple[str, int]] = []
+        self.floor = 0
+        self._owners = [*module.parameters(), *inputs.tensors()]
+        self._number = 0
+        if optimizer is not None:
+            tracker.register(_state(optimizer), STATE)  # some make their state as they are made
+
+    def start(self, number: int) -> None:
+        """Begin step ``number``."""
+        self._number = number
+        self._begin("data")
+
+    def on_phase(self, phase: Phase) -> None:
+        """Record the end of ``phase`` and begin the next one."""
+        if phase == "backward":
+            self.tracker.register(_gradients(self._owners), GRADIENTS)
+        if phase == "step" and self.optimizer is not None:
+            self.tracker.register(_state(self.optimizer), STATE)
+        living = self.tracker.living()
+        self.floor = max(self.floor, sum(living.get(category, 0) for category in _PERSISTENT))
+        self.phases.append((phase, self.tracker.current))
+        self.tracker.mark(f"step {self._number} {phase} ends")
+        self._begin(PHASES[min(PHASES.index(phase) + 1, len(PHASES) - 1)])
+
+    def _begin(self, phase: Phase) -> None:
+        self.tracker.begin(f"step {self._number} {phase}", _BORN_AS[phase])
+
+
+@contextmanager
+def preserved_rng(tensors: list[Tensor]) -> Iterator[None]:
+    """Restore the random state of Python, of the CPU and of the CUDA devices that ``tensors`` lie on."""
+    devices = sorted({tensor.device.index for tensor in tensors if tensor.is_cuda})
+    state = random.getstate()
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(state)
+
+
+def _gradients(owners: list[Tensor]) -> list[Tensor]:
+    return [owner.grad for owner in owners if owner.is_leaf and owner.grad is not None]
+
+
+def _state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(list(optimizer.state.values())) if isinstance(leaf, Tensor)]
+
+
+def _with_workspaces(timeline: Timeline, size: int) -> Timeline:
+    if not size:
+        return timeline
+    return replace(
+        timeline,
+        peak=timeline.peak + size,
+        peak_step1=timeline.peak_step1 + size,
+        phases=tuple((phase, count + size) for phase, count in timeline.phases),
+        categories={**timeline.categories, WORKSPACES: size},
+        events=[(count + size, label) for count, label in timeline.events],
+        floor=timeline.floor + size,
+    )

@@ -1,0 +1,122 @@
+"""The fake twin of a module: the same structure over fake tensors, which have shapes and devices but no memory."""
+
+import copy
+import functools
+import types
+import weakref
+from collections.abc import Callable
+from dataclasses import is_dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from memrewrite.private import FakeTensorMode, tree_map
+from memrewrite.step import Inputs
+
+
+def fake_twin(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
+    """A structural copy of ``module`` whose tensors are fake: same dtype, device, strides and ``requires_grad``.
+
+    What is tied stays tied, on the level of tensors and of storages. The real tensors are not touched or copied,
+    gradients are left out, and the copy can change its buffers and attributes without the original seeing it.
+    """
+    twin: nn.Module = _Copier(lambda tensor: _fake(tensor, mode)).copy(module)
+    return twin
+
+
+def fake_inputs(inputs: Inputs, mode: FakeTensorMode) -> Inputs:
+    """The same inputs with fake tensors; a tensor given twice stays one tensor."""
+    copier = _Copier(lambda tensor: _fake(tensor, mode))
+
+    def convert(leaf: Any) -> Any:
+        return copier.copy(leaf) if isinstance(leaf, Tensor) else leaf
+
+    return Inputs(tree_map(convert, inputs.args), tree_map(convert, inputs.kwargs))
+
+
+def tensors_of(module: nn.Module) -> list[Tensor]:
+    """Every tensor that ``fake_twin`` would replace, each once: parameters, buffers, tensors in plain attributes."""
+    found: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    _Copier(keep).copy(module)
+    return found
+
+
+def _fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
+    # Detached, because the conversion would also copy .grad and the history of a non-leaf.
+    fake = mode.from_tensor(tensor.detach())
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+    return fake.requires_grad_(tensor.requires_grad)
+
+
+class _Copier:
+    """Copies modules and plain containers, converts tensors, shares everything else.
+
+    Not ``copy.deepcopy``: modules hold locks, generators and other objects that it cannot copy, and may define their
+    own ``__deepcopy__`` or ``__reduce__``.
+    """
+
+    def __init__(self, convert: Callable[[Tensor], Tensor]) -> None:
+        self._convert = convert
+        self._memo: dict[int, Any] = {}
+        self._originals: list[Any] = []  # keeps the ids in the memo from being used again
+
+    def copy(self, value: Any) -> Any:
+        """The copy of ``value``; the same object for the same object."""
+        if isinstance(value, str | int | float | bool | type | None):
+            return value
+        if id(value) in self._memo:
+            return self._memo[id(value)]
+        if isinstance(value, Tensor):
+            return self._remember(value, self._convert(value))
+        if isinstance(value, nn.Module):
+            return self._object(value)
+        if isinstance(value, dict):
+            return self._dict(value)
+        if isinstance(value, list):
+            copied = self._remember(value, copy.copy(value))
+            copied[:] = [self.copy(item) for item in value]
+            return copied
+        if isinstance(value, set):
+            return self._remember(value, {self.copy(item) for item in value})
+        if isinstance(value, tuple):
+            items = [self.copy(item) for item in value]
+            changed = any(new is not old for new, old in zip(items, value, strict=True))
+            return self._remember(value, tuple.__new__(type(value), items) if changed else value)
+        if is_dataclass(value) and hasattr(value, "__dict__"):
+            return self._object(value)
+        return self._reference(value)
+
+    def _object(self, value: Any) -> Any:
+        copied = self._remember(value, object.__new__(type(value)))
+        # Past any __setattr__: the attributes are those of a finished object.
+        vars(copied).update({name: self.copy(item) for name, item in vars(value).items()})
+        return copied
+
+    def _dict(self, value: dict[Any, Any]) -> Any:
+        copied = self._remember(value, copy.copy(value))
+        for key, item in value.items():
+            new = self.copy(item)
+            if new is not item:
+                copied[key] = new
+        return copied
+
+    def _reference(self, value: Any) -> Any:
+        """Bound methods, partials and weak references lead to the copy of what they lead to."""
+        if isinstance(value, types.MethodType):
+            return types.MethodType(value.__func__, self.copy(value.__self__))
+        if isinstance(value, functools.partial):
+            return functools.partial(self.copy(value.func), *self.copy(value.args), **self.copy(value.keywords))
+        if isinstance(value, weakref.ref) and isinstance(target := value(), Tensor | nn.Module):
+            return weakref.ref(self.copy(target))
+        return value
+
+    def _remember(self, value: Any, copied: Any) -> Any:
+        self._memo[id(value)] = copied
+        self._originals.append(value)
+        return copied

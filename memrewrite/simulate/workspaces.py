@@ -1,0 +1,52 @@
+"""What libraries allocate on the device besides tensors, measured there.
+
+cuBLAS gets its workspace from PyTorch's caching allocator, one per handle and stream and for good; a handle belongs to
+a thread, so the forward pass and the autograd engine's device thread hold one each. How large it is depends on the
+device and on the versions, so a fresh process runs a tiny step and reads what stays allocated.
+"""
+
+import functools
+import gc
+
+import torch
+from torch import nn
+
+from memrewrite.child import run_job
+from memrewrite.step import autocast
+
+_NAMES = {None: "off", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_TIMEOUT_S = 300.0
+_WIDTH = 64
+
+
+def workspace_bytes(device: torch.device, amp: torch.dtype | None = None) -> int:
+    """Bytes that stay allocated on ``device`` once a training step under ``amp`` has run there; 0 on the CPU.
+
+    Measured in a fresh process the first time, then remembered. Raises ``MeasurementError`` when that process fails.
+    """
+    if device.type != "cuda":
+        return 0
+    return _measured(str(device), _NAMES[amp])
+
+
+@functools.cache
+def _measured(device: str, amp: str) -> int:
+    return int(run_job({"kind": "workspaces", "device": device, "amp": amp}, timeout_s=_TIMEOUT_S))
+
+
+def allocated_by_libraries(device: torch.device, amp: torch.dtype | None) -> int:
+    """Run a tiny training step on ``device`` in this process and return the bytes that outlive its tensors."""
+    before = torch.cuda.memory_allocated(device)
+    _tiny_step(device, amp)
+    gc.collect()
+    torch.cuda.synchronize(device)
+    return torch.cuda.memory_allocated(device) - before
+
+
+def _tiny_step(device: torch.device, amp: torch.dtype | None) -> None:
+    """Products with and without a bias, forward and backward: they take different library paths."""
+    module = nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.Linear(_WIDTH, _WIDTH, bias=False)).to(device)
+    x = torch.zeros(_WIDTH, _WIDTH, device=device)
+    with autocast(amp, device.type):
+        loss = (module(x) @ x).float().sum()
+    loss.backward()

@@ -1,0 +1,105 @@
+"""The training step a budget speaks of; simulation, measuring and verification all run this one.
+
+Inputs on the device, forward under ``amp``, loss, backward, optimizer step, ``zero_grad(set_to_none=True)``.
+In inference mode the step is one forward under ``torch.no_grad``.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from memrewrite.errors import UsageError
+from memrewrite.private import tree_leaves
+
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+Phase = Literal["data", "forward", "loss", "backward", "step"]
+PHASES: tuple[Phase, ...] = ("data", "forward", "loss", "backward", "step")
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The example inputs of one step: what ``module(*args, **kwargs)`` is called with."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor in the inputs, in flattening order."""
+        return [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)]
+
+
+@dataclass(frozen=True)
+class Step:
+    """How one step is taken. ``optimizer`` None counts no optimizer state; ``amp`` None runs without autocast."""
+
+    mode: Literal["train", "inference"] = "train"
+    optimizer: OptimizerFactory | None = None
+    loss_fn: Callable[[Any], Tensor] | None = None
+    amp: torch.dtype | None = None
+
+    def make_optimizer(self, module: nn.Module) -> torch.optim.Optimizer | None:
+        """The optimizer over the parameters that train, or None where there is nothing to train."""
+        trained = [p for p in module.parameters() if p.requires_grad]
+        if self.mode == "inference" or self.optimizer is None or not trained:
+            return None
+        return self.optimizer(trained)
+
+    def run(
+        self,
+        module: nn.Module,
+        inputs: Inputs,
+        optimizer: torch.optim.Optimizer | None,
+        on_phase: Callable[[Phase], None] = lambda phase: None,
+    ) -> Tensor | None:
+        """Take one step; ``on_phase`` is called as each phase ends. Returns the detached loss (None in inference)."""
+        on_phase("data")
+        if self.mode == "inference":
+            with torch.no_grad(), autocast(self.amp, device_type(module, inputs)):
+                module(*inputs.args, **inputs.kwargs)
+                on_phase("forward")
+            return None
+        with autocast(self.amp, device_type(module, inputs)):
+            output = module(*inputs.args, **inputs.kwargs)
+            on_phase("forward")
+            loss = (self.loss_fn or default_loss)(output)
+            on_phase("loss")
+        del output
+        loss.backward()
+        on_phase("backward")
+        value = loss.detach()
+        del loss
+        if optimizer is not None:
+            optimizer.step()
+            on_phase("step")
+            optimizer.zero_grad(set_to_none=True)
+        else:
+            on_phase("step")
+            module.zero_grad(set_to_none=True)
+        return value
+
+
+def autocast(amp: torch.dtype | None, device: str) -> contextlib.AbstractContextManager[Any]:
+    """``torch.autocast`` for ``amp``, or nothing."""
+    return torch.autocast(device, amp) if amp is not None else contextlib.nullcontext()
+
+
+def device_type(module: nn.Module, inputs: Inputs) -> str:
+    """``"cuda"`` or ``"cpu"``: where the first parameter (else the first input) lies."""
+    for tensor in [*module.parameters(), *inputs.tensors()]:
+        return tensor.device.type
+    return "cpu"
+
+
+def default_loss(output: Any) -> Tensor:
+    """``output.loss`` when there is one, else the sum over floating-point outputs of their float32 mean."""
+    loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    if isinstance(loss, Tensor):
+        return loss
+    means = [t.float().mean() for t in tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
+    if not means:
+        raise UsageError("The model returns no floating-point tensor to take a loss of; pass --loss module:function.")
+    return torch.stack(means).sum() if len(means) > 1 else means[0]

@@ -1,0 +1,111 @@
+"""A training step in words, as the command line and a measuring process name it, and the ``Step`` it means.
+
+PyTorch is imported by ``build`` alone, so that ``--help`` stays fast.
+"""
+
+import contextlib
+import importlib
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from memrewrite.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+    from memrewrite.step import OptimizerFactory, Step
+
+MODES = ("train", "inference")
+OPTIMIZERS = ("none", "sgd", "sgd-momentum", "adam", "adamw")
+AMP = ("off", "bf16", "fp16")
+
+
+@dataclass(frozen=True)
+class StepSpec:
+    """How one step is taken, by name.
+
+    ``optimizer`` is one of ``OPTIMIZERS`` or ``module:factory`` (called with the parameters), ``loss`` is ``module:fn``
+    (called with the model's output) or None for the default loss, ``amp`` one of ``AMP``.
+    """
+
+    mode: Literal["train", "inference"] = "train"
+    optimizer: str = "adamw"
+    loss: str | None = None
+    amp: str = "off"
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data for ``json.dumps``."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> "StepSpec":
+        """The inverse of ``to_json``."""
+        return cls(**data)
+
+    def build(self) -> "Step":
+        """The step itself; raises ``UsageError`` for a name that means nothing."""
+        from memrewrite.step import Step
+
+        if self.mode not in MODES:
+            raise UsageError(f"Mode {self.mode!r} is unknown; choose {_choices(MODES)}.")
+        loss = None if self.loss is None else named(self.loss, "loss")
+        return Step(self.mode, optimizer_factory(self.optimizer), loss, amp_dtype(self.amp))
+
+
+def optimizer_factory(name: str) -> "OptimizerFactory | None":
+    """The factory that ``name`` means, None for ``none``; raises ``UsageError`` for an unknown one."""
+    import torch
+
+    factories: dict[str, OptimizerFactory | None] = {
+        "none": None,
+        "sgd": torch.optim.SGD,
+        "sgd-momentum": lambda parameters: torch.optim.SGD(parameters, momentum=0.9),
+        "adam": torch.optim.Adam,
+        "adamw": torch.optim.AdamW,
+    }
+    if name in factories:
+        return factories[name]
+    if ":" not in name:
+        raise UsageError(f"Optimizer {name!r} is unknown; choose {_choices(OPTIMIZERS)} or give module:factory.")
+    return named(name, "optimizer")
+
+
+def amp_dtype(name: str) -> "torch.dtype | None":
+    """The autocast dtype that ``name`` means, None for ``off``; raises ``UsageError`` for an unknown one."""
+    import torch
+
+    dtypes = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+    if name not in dtypes:
+        raise UsageError(f"Precision {name!r} is unknown; choose {_choices(AMP)}.")
+    return dtypes[name]
+
+
+def named(text: str, what: str) -> Callable[..., Any]:
+    """The callable at ``module:name``, looked up in the current folder too.
+
+    ``what`` it is for names it in the ``UsageError`` raised when there is no such callable.
+    """
+    place, _, attribute = text.rpartition(":")
+    if not place or not attribute:
+        raise UsageError(f"The {what} {text!r} is not of the form module:function.")
+    folder = str(Path.cwd())
+    sys.path.append(folder)
+    try:
+        value: Any = importlib.import_module(place)
+        for name in attribute.split("."):
+            value = getattr(value, name)
+    except (ImportError, AttributeError) as error:
+        raise UsageError(f"The {what} {text!r} cannot be found: {error}; check the module and the name.") from error
+    finally:
+        with contextlib.suppress(ValueError):  # the imported code may have changed the path itself
+            sys.path.remove(folder)
+    if not callable(value):
+        raise UsageError(f"The {what} {text!r} is a {type(value).__name__}, which cannot be called.")
+    return value
+
+
+def _choices(names: tuple[str, ...]) -> str:
+    return f"{', '.join(names[:-1])} or {names[-1]}"

@@ -1,0 +1,76 @@
+"""Run the intervals of a plan as checkpoint segments: recomputed in backward instead of kept.
+
+Before:
+    conv = aten.conv2d.default(x, self.conv.weight)
+    bn = aten.batch_norm.default(conv, ..., self.bn.running_mean, self.bn.running_var, True, 0.1, 1e-05, True)
+    relu = aten.relu.default(bn)
+
+After:
+    (relu,) = run_segment(segment_0, self, x, random=False)
+
+The graph keeps its nodes; ``meta["segment"]`` numbers those of a segment, ``meta["random"]`` says that a node draws
+random numbers, and ``meta["run_once"]`` what must not happen again in recomputation: ``"skip"`` for a counter nobody
+reads, or the attributes of the running statistics, which recomputation writes into scratch memory.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import fx
+
+from memrewrite.effects import Effects
+from memrewrite.errors import InternalError
+from memrewrite.options import format_bytes
+from memrewrite.plan.facts import compute_nodes, is_counter, movable
+from memrewrite.plan.segments import Plan
+from memrewrite.rewrite import Findings, Result
+
+
+@dataclass(frozen=True)
+class CheckpointSegments:
+    """Mark the nodes of each interval of ``plan``. Raises ``InternalError`` for an interval that may not move."""
+
+    plan: Plan
+    name: ClassVar[str] = "checkpoint_segments"
+    exact: ClassVar[bool] = True
+
+    def __call__(self, graph_module: fx.GraphModule, effects: Effects) -> Result:
+        """Mark the segments; marks from before are taken away first."""
+        findings = Findings()
+        nodes = compute_nodes(effects)
+        clear(graph_module)
+        may_move = movable(effects, nodes)
+        for number, (a, b) in enumerate(self.plan.intervals):
+            if not all(may_move[a:b]):
+                raise InternalError(f"The plan recomputes {nodes[a].name}..{nodes[b - 1].name}, which may not run twice.")
+            for node in nodes[a:b]:
+                _mark(node, number, effects)
+            freed = sum(effects.storages[key].bytes for key in _freed(effects, nodes[a:b]))
+            findings.apply(nodes[a], f"{b - a} nodes up to {nodes[b - 1].name}, {format_bytes(freed)} not kept")
+        return findings.result()
+
+
+def clear(graph_module: fx.GraphModule) -> None:
+    """Take every segment mark off the graph."""
+    for node in graph_module.graph.nodes:
+        for key in ("segment", "random", "run_once"):
+            node.meta.pop(key, None)
+
+
+def _mark(node: fx.Node, number: int, effects: Effects) -> None:
+    facts = effects.of[node]
+    node.meta["segment"] = number
+    node.meta["random"] = facts.random
+    if is_counter(effects, node):
+        node.meta["run_once"] = "skip"
+    elif facts.statistics:
+        attributes = (n for n in node.all_input_nodes if n.op == "get_attr")
+        node.meta["run_once"] = tuple(n for n in attributes if effects.of[n].outputs & facts.statistics)
+
+
+def _freed(effects: Effects, nodes: list[fx.Node]) -> set[int]:
+    """What autograd would keep of these nodes and now does not: all they make, but what is used after them."""
+    inside = set(nodes)
+    made = {key for n in nodes for key in effects.of[n].saved if effects.order[effects.storages[key].producer] in inside}
+    out = {key for n in nodes if any(user not in inside for user in n.users) for key in effects.of[n].outputs}
+    return {key for key in made if effects.storages[key].origin == "node"} - out

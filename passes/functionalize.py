@@ -1,0 +1,112 @@
+"""In-place operations on activations become out-of-place, so that later passes see values and not histories.
+
+Before::
+
+    c = self.conv(x)
+    relu_ = torch.ops.aten.relu_.default(c)
+    return c + relu_
+
+After::
+
+    c = self.conv(x)
+    relu_ = torch.ops.aten.relu.default(c)
+    return relu_ + relu_
+
+Writes to parameters and buffers are state and stay as they are.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import fx
+from torch.fx.node import map_arg
+
+from memrewrite.effects import Effects
+from memrewrite.passes.spelling import Spelling, only_metadata, operand, out_of_place, tensor
+from memrewrite.rewrite import Findings, Result
+
+
+@dataclass(frozen=True)
+class Functionalize:
+    """In-place operations on activations become out-of-place; later uses see the new value."""
+
+    name: ClassVar[str] = "functionalize"
+    exact: ClassVar[bool] = True
+
+    def __call__(self, graph_module: fx.GraphModule, effects: Effects) -> Result:
+        """Rewrite every in-place operation on an activation that has no living alias."""
+        findings = Findings()
+        position = {node: index for index, node in enumerate(effects.order)}
+        for node in effects.order:
+            if not match(node, effects):
+                continue
+            spelling = out_of_place(node)
+            if (reason := check(node, spelling, effects, position)) or spelling is None:
+                findings.refuse(node, reason or "")
+                continue
+            rewrite(node, spelling, effects, position)
+            findings.apply(node, f"{node.name} writes a new tensor instead of its input")
+        graph_module.graph.lint()
+        graph_module.recompile()
+        return findings.result()
+
+
+def match(node: fx.Node, effects: Effects) -> bool:
+    """Whether ``node`` writes bytes of an activation or an input of the model, other than by a metadata change."""
+    written = {effects.storages[key].origin for key in effects.of[node].writes}
+    return bool(written & {"node", "input"}) and not only_metadata(node)
+
+
+def check(node: fx.Node, spelling: Spelling | None, effects: Effects, position: dict[fx.Node, int]) -> str | None:
+    """Why ``node`` has to stay in place; None if it need not."""
+    target = operand(node)
+    if spelling is None or tensor(target) is None:
+        return f"{node.name} has no out-of-place form."
+    key = _storage(target, effects)
+    if effects.storages[key].origin != "node":
+        return f"{node.name} writes the caller's own tensor, which has to stay written."
+    if node.op == "call_method" and effects.of[node].random:
+        return f"{node.name} fills a tensor with random numbers and computes nothing from it."
+    same = _same_tensor(target)
+    for alias in effects.order[: position[node]]:
+        if key in effects.of[alias].outputs and _same_tensor(alias) is not same:
+            late = [user.name for user in alias.users if position[user] > position[node]]
+            if late:
+                return f"Its storage is also seen through {alias.name}, which {late[0]} reads later."
+    return _differs(node, target, spelling)
+
+
+def rewrite(node: fx.Node, spelling: Spelling, effects: Effects, position: dict[fx.Node, int]) -> None:
+    """Spell ``node`` out of place and let every later use of the written tensor read the new one."""
+    target = operand(node)
+    key, written = _storage(target, effects), _same_tensor(target)
+    spelling.put(node)
+    for alias in effects.order[: position[node]]:
+        if key in effects.of[alias].outputs and _same_tensor(alias) is written:
+            for user in list(alias.users):
+                if position[user] > position[node]:
+                    user.replace_input_with(alias, node)
+
+
+def _storage(node: fx.Node, effects: Effects) -> int:
+    return next(iter(effects.of[node].outputs))
+
+
+def _same_tensor(node: fx.Node) -> fx.Node:
+    """The node that first gave the very tensor ``node`` gives: in-place operations return what they were given."""
+    while out_of_place(node) is not None and isinstance(source := operand(node), fx.Node):
+        node = source
+    return node
+
+
+def _differs(node: fx.Node, target: fx.Node, spelling: Spelling) -> str | None:
+    """Run the out-of-place form on the observed fake tensors: its result must look like the tensor that was written."""
+    args, kwargs = map_arg((spelling.args, spelling.kwargs), lambda n: n.meta["val"])
+    function = getattr(torch.Tensor, spelling.target) if isinstance(spelling.target, str) else spelling.target
+    result, value = function(*args, **kwargs), tensor(target)
+    if value is None or (result.dtype, result.shape, result.stride()) != (value.dtype, value.shape, value.stride()):
+        return f"Out of place, {node.name} would have another dtype, shape or memory format."
+    if result.grad_fn is not None and "NotImplemented" in result.grad_fn.name():
+        return f"Out of place, {node.name} has no gradient."
+    return None

@@ -1,0 +1,161 @@
+"""Activations whose input nobody needs any more write their result over it.
+
+Before::
+
+    batch_norm = self.bn(c)
+    relu = torch.ops.aten.relu.default(batch_norm)
+
+After::
+
+    batch_norm = self.bn(c)
+    relu = torch.ops.aten.relu_.default(batch_norm)
+
+Legal iff nothing reads the written storage afterwards, in the forward or for a gradient. The call is respelled, never
+a submodule, which other calls may share. silu, gelu and their like are never marked: in place, autograd copies their
+input to keep it. ELU is not either: in place its gradient comes from its result and rounds differently.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, fx
+from torch.autograd.graph import saved_tensors_hooks
+from torch.fx.node import map_arg
+
+from memrewrite.effects import Effects
+from memrewrite.passes.spelling import Spelling, in_place, operand, operation, options, tensor
+from memrewrite.rewrite import Findings, Result
+
+# Their gradient in place, computed from the result or a mask, is bit for bit the one computed from the input.
+ACTIVATIONS = ("relu", "relu6", "leaky_relu", "hardtanh", "sigmoid", "tanh", "dropout")
+
+
+@dataclass(frozen=True)
+class InplaceActivation:
+    """Activations write over their input where no one reads it afterwards."""
+
+    name: ClassVar[str] = "inplace_activation"
+    exact: ClassVar[bool] = True
+
+    def __call__(self, graph_module: fx.GraphModule, effects: Effects) -> Result:
+        """Mark every activation that may be in place; ``meta["segment"]`` of the nodes is respected."""
+        findings = Findings()
+        for node in effects.order:
+            if not match(node, effects):
+                continue
+            spelling = in_place(node)
+            reason = check(node, effects) or unkept(node, spelling)
+            if reason or spelling is None:
+                findings.refuse(node, reason or f"{node.name} has no in-place form.")
+                continue
+            spelling.put(node)
+            findings.apply(node, f"{operation(node).rstrip('_')} writes over its input")
+        graph_module.graph.lint()
+        graph_module.recompile()
+        return findings.result()
+
+
+def match(node: fx.Node, effects: Effects) -> bool:
+    """Whether ``node`` is a known activation that puts its result in a new tensor."""
+    known = operation(node) in (*ACTIVATIONS, "elu")
+    return known and not effects.of[node].writes and not effects.of[node].outputs <= effects.of[node].reads
+
+
+def check(node: fx.Node, effects: Effects) -> str | None:
+    """Why ``node`` may not write over its input; None if it may."""
+    source = operand(node)
+    value, result = tensor(source), tensor(node)
+    if value is None or result is None or value.dtype != result.dtype or value.shape != result.shape:
+        return "Its result has another dtype or shape than its input."
+    (key,) = effects.of[source].outputs
+    return (
+        _unsupported(node, value)
+        or _foreign(source, value, key, effects)
+        or _read_later(node, source, key, effects)
+        or _kept(node, source, key, effects)
+        or _crosses_segment(node, key, effects)
+    )
+
+
+def unkept(node: fx.Node, spelling: Spelling | None) -> str | None:
+    """Run the in-place form alone on a fake tensor: autograd may keep no more than it does out of place."""
+    if spelling is None:
+        return f"{node.name} has no in-place form."
+    before, after = (_saved_bytes(node, call) for call in (Spelling(node.target, node.args, node.kwargs), spelling))
+    if after > before:
+        return f"In place, autograd would keep {after} bytes for {node.name} instead of {before}."
+    return None
+
+
+def _unsupported(node: fx.Node, value: Tensor) -> str | None:
+    kind = operation(node)
+    if kind == "elu":
+        return "In-place ELU computes its gradient from its result, which rounds differently."
+    if kind == "dropout" and value.device.type != "cpu":
+        return "In-place dropout draws its mask by another kernel and keeps it in full size."
+    if kind == "leaky_relu" and any(not isinstance(option, int | float) or option < 0 for option in options(node)):
+        return "In-place leaky ReLU has no gradient for a negative slope."
+    return None
+
+
+def _foreign(source: fx.Node, value: Tensor, key: int, effects: Effects) -> str | None:
+    storage = effects.storages[key]
+    if storage.origin != "node":
+        owner = {"input": "an input of the model", "parameter": "a parameter", "buffer": "a buffer or constant"}
+        return f"Its input {source.name} lies in {owner[storage.origin]}."
+    maker = effects.order[storage.producer]
+    if source is not maker and not (operation(source) == "getitem" and operand(source) is maker):
+        return f"Its input {source.name} is a view of {maker.name} or shares its storage."
+    if value.untyped_storage().nbytes() != value.nbytes:
+        return f"Its input {source.name} does not fill its storage alone (expanded or part of a larger tensor)."
+    return None
+
+
+def _read_later(node: fx.Node, source: fx.Node, key: int, effects: Effects) -> str | None:
+    for later in effects.order[effects.order.index(node) + 1 :]:
+        if key in effects.of[later].reads:
+            if later.op == "output":
+                return f"The model returns its input {source.name}."
+            return f"{later.name} reads its input {source.name} later."
+    return None
+
+
+def _kept(node: fx.Node, source: fx.Node, key: int, effects: Effects) -> str | None:
+    for other in effects.order:
+        if other is not node and key in effects.of[other].saved:
+            whose = "its result" if other is source else f"{source.name}"
+            return f"{other.name} keeps {whose} for its gradient."
+    return None
+
+
+def _crosses_segment(node: fx.Node, key: int, effects: Effects) -> str | None:
+    segment = node.meta.get("segment")
+    touching = [effects.order[effects.storages[key].producer]]
+    touching += [other for other in effects.order if key in effects.of[other].reads]
+    for other in touching:
+        if other.meta.get("segment") != segment:
+            return f"Its input is also used by {other.name} in another checkpoint segment, which may run again."
+    return None
+
+
+def _saved_bytes(node: fx.Node, call: Spelling) -> int:
+    """Bytes autograd keeps beside parameters when ``call`` runs on fake tensors like the observed ones."""
+    storages: list[torch.UntypedStorage] = []
+
+    def pack(saved: Tensor) -> object:
+        if all(saved.untyped_storage() is not known for known in storages):
+            storages.append(saved.untyped_storage())
+        return None
+
+    def like(source: fx.Node) -> Any:
+        value = tensor(source)
+        if value is None:
+            return source.meta["val"]
+        return torch.empty_like(value).requires_grad_(value.requires_grad).clone()
+
+    args, kwargs = map_arg((call.args, call.kwargs), like)
+    function = getattr(Tensor, call.target) if isinstance(call.target, str) else call.target
+    with torch.enable_grad(), saved_tensors_hooks(pack, lambda token: torch.empty(0)):
+        function(*args, **kwargs)
+    return sum(storage.nbytes() for storage in storages)

@@ -1,0 +1,81 @@
+"""What stands between a matched pattern and its replacement, asked of the observed effects.
+
+A pattern is its inner nodes and its root; its leaves are what the replacement will read, at the root's place.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from torch import fx
+
+from memrewrite.effects import Effects
+from memrewrite.passes.spelling import operation, tensor
+
+_CONTEXTS = ("_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_enter_inference_mode", "_exit_inference_mode")
+
+
+def obstacle(effects: Effects, root: fx.Node, inner: Sequence[fx.Node], x: fx.Node) -> str | None:
+    """Why ``root`` and ``inner``, elementwise operations on ``x``, cannot become one operation on ``x``; None if so."""
+    return _promotion(root, inner, x) or _detached(effects, root, inner) or _rewritten(effects, root, inner, x)
+
+
+def shared(inner: Iterable[fx.Node], root: fx.Node) -> str | None:
+    """Why the tensors of ``inner`` would live on after the rewrite: something outside the pattern uses one."""
+    pattern = {*inner, root}
+    for node in pattern - {root}:
+        for user in node.users:
+            if user not in pattern:
+                return f"Its intermediate {node.name} is used elsewhere (by {user.name}), so nothing would be saved."
+    return None
+
+
+def inherit(new: fx.Node, old: fx.Node) -> None:
+    """Let ``new`` stand where ``old`` stood: same module path, source line and observed value, and all its users."""
+    new.meta = dict(old.meta)
+    old.replace_all_uses_with(new)
+
+
+def erase(nodes: Iterable[fx.Node]) -> None:
+    """Erase those of ``nodes`` (last one first) that nothing uses any more."""
+    for node in nodes:
+        if not node.users:
+            node.graph.erase_node(node)
+
+
+def _promotion(root: fx.Node, inner: Sequence[fx.Node], x: fx.Node) -> str | None:
+    value = tensor(x)
+    if value is None or not value.is_floating_point():
+        dtype = "no tensor" if value is None else value.dtype
+        return f"Its input {x.name} is {dtype}, which the written-out form promotes and the single operation does not."
+    for node in (*inner, root):
+        other = tensor(node)
+        if other is None or other.dtype != value.dtype or other.shape != value.shape:
+            is_a = "no tensor" if other is None else f"{other.dtype} {tuple(other.shape)}"
+            return f"{node.name} is {is_a}, its input {x.name} is {value.dtype} {tuple(value.shape)}."
+    return None
+
+
+def _detached(effects: Effects, root: fx.Node, inner: Sequence[fx.Node]) -> str | None:
+    result = tensor(root)
+    for node in inner:
+        value = tensor(node)
+        if value is not None and result is not None and value.requires_grad != result.requires_grad:
+            return f"{node.name} and {root.name} do not take part in the gradient alike."
+    for node in _span(effects, root, inner):
+        if operation(node) in _CONTEXTS:
+            return f"A no_grad or autocast region begins or ends inside the pattern (at {node.name})."
+    return None
+
+
+def _rewritten(effects: Effects, root: fx.Node, inner: Sequence[fx.Node], x: fx.Node) -> str | None:
+    leaves = {leaf for node in inner for leaf in node.all_input_nodes} | {x, *inner}
+    watched = {storage for leaf in leaves for storage in effects.of[leaf].outputs}
+    for node in _span(effects, root, inner):
+        if effects.of[node].writes & watched:
+            return f"{node.name} writes a tensor of the pattern before {root.name} reads it."
+    return None
+
+
+def _span(effects: Effects, root: fx.Node, inner: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
+    """The nodes between the first of ``inner`` and ``root`` in execution order."""
+    first = min(effects.order.index(node) for node in inner)
+    return effects.order[first : effects.order.index(root)]

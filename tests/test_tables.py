@@ -1,0 +1,125 @@
+"""The printed result: figures in place, 80 columns, foreign names without effect."""
+
+import io
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from memrewrite.report.data import Measured, Peaks, Report, Segment
+from memrewrite.report.tables import WIDTH, diff, over_budget, plain, show
+
+BEFORE = Peaks(10 * 10**9, 9 * 10**9, (), {})
+AFTER = Peaks(6 * 10**9, 6 * 10**9, (), {})
+UNCHANGED = Report("model.py:Net", "train", "cuda:0", {}, None, BEFORE, BEFORE, verdict="bit-equal", equivalent=True)
+OLD = Measured(10 * 10**9, 11 * 10**9, 50.0, (), "H200")
+NEW = Measured(7 * 10**9, 8 * 10**9, 60.0, (), "H200")
+FULL = replace(
+    UNCHANGED,
+    budget=8 * 10**9,
+    predicted_after=AFTER,
+    rewrites=(("swish", "act1", "silu"), ("swish", "act2", "silu"), ("inplace_activation", "relu", "relu_")),
+    refusals=(("swish", "act3", "its sigmoid is used elsewhere"), ("swish", "act4", "its sigmoid is used elsewhere")),
+    segments=(Segment("conv1", "conv2", 7, 2 * 10**9, 3.25), Segment("conv3", "conv4", 5, 10**9, 1.5)),
+    measured_before=OLD,
+    measured_after=NEW,
+    notes=("a note",),
+)
+
+
+def printed(report: Report, *, verbose: bool = False, fits: bool = True) -> str:
+    stream = io.StringIO()
+    show(report, Console(file=stream, width=WIDTH), verbose=verbose, fits=fits)
+    return stream.getvalue()
+
+
+def squeeze(text: str) -> str:
+    return " ".join(text.split())
+
+
+@pytest.mark.parametrize(
+    "sentence",
+    [
+        "model.py:Net: train step on cuda:0, budget 8.00 GB (7.45 GiB)",
+        "predicted peak 10.00 GB (9.31 GiB) 6.00 GB (5.59 GiB) -40.0 %",
+        "measured peak 10.00 GB (9.31 GiB) 7.00 GB (6.52 GiB) -30.0 %",
+        "step time 50.0 ms 60.0 ms x1.20",
+        "Rewrites: swish 2, inplace_activation 1",
+        "Checkpoint segments: 2, free 3.00 GB (2.79 GiB), run again 4.8 ms",
+        "swish 2 its sigmoid is used elsewhere",
+        "Equivalence: bit-equal",
+        "Budget: the measured peak fits with 1.00 GB (0.93 GiB) to spare",
+        "Note: a note",
+        "Written: nothing",
+    ],
+)
+def test_a_full_report(sentence: str) -> None:
+    assert sentence in squeeze(printed(FULL))
+
+
+@pytest.mark.parametrize("sentence", ["act1", "act2", "act3", "act4", "conv1 .. conv2", "3.25 ms"])
+def test_verbose_lists_everything(sentence: str) -> None:
+    assert sentence in squeeze(printed(FULL, verbose=True))
+    assert sentence not in squeeze(printed(FULL))
+
+
+def test_nothing_to_rewrite() -> None:
+    text = squeeze(printed(UNCHANGED))
+    assert "Nothing was to rewrite: the model is returned unchanged." in text
+    assert "no budget" in text
+    assert "measured peak not measured not measured" in text
+
+
+def test_the_original_does_not_fit() -> None:
+    text = squeeze(printed(replace(FULL, measured_before=None), fits=False))
+    assert "measured peak does not fit 7.00 GB (6.52 GiB)" in text
+    assert "step time does not fit 60.0 ms" in text
+
+
+@pytest.mark.parametrize(
+    ("report", "over", "sentence"),
+    [
+        (FULL, False, "the measured peak fits"),
+        (replace(FULL, budget=65 * 10**8), True, "the measured peak is over by 500.0 MB (476.8 MiB)"),
+        (replace(FULL, measured_after=None, measured_before=None), False, "the predicted peak fits"),
+        (replace(FULL, budget=None), False, "no budget"),
+    ],
+    ids=["fits", "over", "predicted", "no-budget"],
+)
+def test_the_budget(report: Report, over: bool, sentence: str) -> None:
+    assert over_budget(report) == over
+    assert sentence in squeeze(printed(report))
+
+
+@pytest.mark.parametrize("verbose", [False, True])
+def test_eighty_columns_and_no_colour_off_a_terminal(verbose: bool) -> None:
+    long = "a.very.long.module.path." * 8
+    report = replace(FULL, rewrites=(("swish", long, "silu"),), refusals=(("swish", long, "because " * 30),))
+    text = printed(report, verbose=verbose)
+    assert max(map(len, text.splitlines())) <= WIDTH
+    assert "\x1b" not in text
+
+
+def test_no_color_is_respected_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    stream = io.StringIO()
+    show(FULL, Console(file=stream, width=WIDTH, force_terminal=True))
+    assert "\x1b[3" not in stream.getvalue()
+
+
+def test_foreign_names_have_no_effect() -> None:
+    report = replace(FULL, model="[red]x[/red]\x1b[2J", refusals=(("swish", "a", "[/nonsense] :smile: \x07"),))
+    text = printed(report)
+    assert r"[red]x[/red]\x1b[2J" in text
+    assert r"[/nonsense] :smile: \x07" in text
+
+
+def test_plain_keeps_letters() -> None:
+    assert plain("blocks.0 größe") == "blocks.0 größe"
+
+
+def test_diff() -> None:
+    lines = diff("a = x\nb = a\n", "a = x\nb = a * \x1b\n").splitlines()
+    assert lines[:2] == ["--- original", "+++ rewritten"]
+    assert lines[-2:] == ["-b = a", r"+b = a * \x1b"]
+    assert diff("same", "same") == ""

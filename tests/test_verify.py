@@ -1,0 +1,500 @@
+"""Verification passes what is the same, fails what is not, and leaves no trace.
+
+Every wrong model below shares its parameters and buffers with the right one, as a drop-in does.
+"""
+
+import itertools
+import random
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from memrewrite.errors import MeasurementError, UsageError
+from memrewrite.reference import Recorder, Replay, double_copy
+from memrewrite.runtime.dropin import FallbackWarning
+from memrewrite.step import Inputs, Step
+from memrewrite.verify import Verdict, verify
+
+ADAM = Step(optimizer=lambda parameters: torch.optim.Adam(parameters, lr=1e-2))
+
+
+class Net(nn.Module):
+    """A convolution whose bias has a gradient of mathematically zero, a hand-written swish, dropout, a residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.mix = nn.Conv2d(8, 8, 1)
+        self.head = nn.Linear(8, 5)
+        self.frozen = nn.Parameter(torch.ones(5), requires_grad=False)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def swish(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(x)
+
+    def residual(self, x: Tensor) -> Tensor:
+        return x + F.relu(x - 0.1)
+
+    def drop(self, x: Tensor) -> Tensor:
+        return F.dropout(x, 0.25, self.training)
+
+    def finish(self, x: Tensor) -> Tensor:
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1  # type: ignore[operator]
+        x = self.swish(self.norm(self.conv(x)))
+        x = self.residual(self.mix(self.drop(x))).mean((2, 3))
+        return self.finish(self.head(x) * self.frozen)
+
+
+def rewrite(model: nn.Module, **methods: Callable[..., Any]) -> nn.Module:
+    """An object of a subclass with these methods that shares everything with the model."""
+    result: nn.Module = nn.Module.__new__(type("Rewritten", (type(model),), methods))
+    vars(result).update({key: dict(v) if type(v) is dict else v for key, v in vars(model).items()})
+    return result
+
+
+class WrongBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0] * 1.001
+
+
+class Ulp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return torch.nextafter(x, torch.full_like(x, torch.inf))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+def checkpointed(self: Any, x: Tensor) -> Tensor:
+    self.seen += 1
+    return F.linear(
+        self.residual(self.mix(checkpoint(lambda x: self.drop(self.swish(self.norm(self.conv(x)))), x, use_reentrant=False)))
+        .mean((2, 3)),
+        self.head.weight,
+        self.head.bias,
+    ) * self.frozen  # fmt: skip
+
+
+def advanced(self: Any, x: Tensor) -> Tensor:
+    torch.rand(1)
+    return x
+
+
+def other_mask(self: Any, x: Tensor) -> Tensor:
+    if not self.training:
+        return x
+    state = torch.get_rng_state()
+    torch.rand(3)
+    mask = torch.rand_like(x) > 0.25
+    torch.set_rng_state(state)
+    F.dropout(x, 0.25)
+    return x * mask / 0.75
+
+
+def early_write(self: Any, x: Tensor) -> Tensor:
+    y = x * 1.0
+    return y + (y - 0.1).relu_() if x.shape[0] > 99 else y.relu_() + F.relu(y - 0.1)
+
+
+def counted_twice(self: Any, x: Tensor) -> Tensor:
+    self.norm.num_batches_tracked += 1
+    return x
+
+
+def frozen_head(self: Any, x: Tensor) -> Tensor:
+    x = self.swish(self.norm(self.conv(x)))
+    self.seen += 1
+    x = self.residual(self.mix(self.drop(x))).mean((2, 3))
+    return F.linear(x, self.head.weight, self.head.bias.detach()) * self.frozen
+
+
+def switched_off(self: Any, x: Tensor) -> Tensor:
+    self.norm.training = False
+    return x
+
+
+WRONG: dict[str, tuple[dict[str, Callable[..., Any]], str]] = {
+    "gradient": ({"finish": lambda self, x: WrongBackward.apply(x)}, "gradient"),
+    "input gradient": (
+        {"forward": lambda self, x: Net.forward(self, WrongBackward.apply(x))},
+        "input gradient input 0",
+    ),
+    "statistics twice": ({"forward": checkpointed}, "buffer norm."),
+    "batches tracked": ({"finish": counted_twice}, "buffer norm.num_batches_tracked"),
+    "frozen gradient": ({"forward": frozen_head}, "gradient head.bias"),
+    "random state": ({"finish": advanced}, "random state cpu"),
+    "python random state": ({"finish": lambda self, x: x + 0 * random.random()}, "random state python"),  # noqa: S311
+    "in place on a residual": ({"residual": early_write}, ""),
+    "dropout mask": ({"drop": other_mask}, ""),
+    "output": ({"finish": lambda self, x: x + 1e-3}, "output"),
+    "output type": ({"finish": lambda self, x: x.double()}, "output"),
+    "output structure": ({"finish": lambda self, x: (x,)}, "output structure"),
+    "output strides": ({"finish": lambda self, x: x.t().contiguous().t()}, "layout output"),
+    "detached output": ({"forward": lambda self, x: Net.forward(self, x).detach().requires_grad_()}, "gradient"),
+    "not a number": ({"finish": lambda self, x: x / 0 * 0}, ""),
+    "training flag": ({"finish": switched_off}, "training flag norm"),
+    "raises": ({"finish": lambda self, x: x @ x}, "the rewritten model raised RuntimeError"),
+}
+
+
+@pytest.fixture
+def model() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+@pytest.fixture
+def inputs() -> Inputs:
+    return Inputs((torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(1)),), {})
+
+
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "changed"])
+@pytest.mark.parametrize(("methods", "named"), WRONG.values(), ids=WRONG)
+def test_wrong_models_fail(
+    model: Net, inputs: Inputs, methods: dict[str, Callable[..., Any]], named: str, exact: bool
+) -> None:
+    before = fingerprint(model, inputs)
+    verdict = verify(model, rewrite(model, **methods), inputs, ADAM, exact=exact)
+    assert not verdict.equivalent
+    assert not verdict.exact
+    assert verdict.summary.startswith("not equivalent: ")
+    described = [verdict.summary, *(f"{t.kind} {t.name}" for t in verdict.tensors if not t.passed)]
+    assert any(named in text for text in described), described
+    assert fingerprint(model, inputs) == before
+
+
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "changed"])
+def test_the_same_arithmetic_is_bit_equal(model: Net, inputs: Inputs, exact: bool) -> None:
+    before = fingerprint(model, inputs)
+    verdict = verify(model, rewrite(model), inputs, ADAM, exact=exact)
+    assert verdict.summary == "bit-equal: 3 steps, 9 gradients, 4 buffers, random state"
+    assert (verdict.equivalent, verdict.exact, verdict.batch) == (True, True, 4)
+    assert {t.kind for t in verdict.tensors} >= {"output", "loss", "gradient", "input gradient", "buffer", "layout"}
+    assert fingerprint(model, inputs) == before
+
+
+CHANGED: dict[str, dict[str, Callable[..., Any]]] = {
+    "swish": {"swish": lambda self, x: F.silu(x)},
+    "one ulp": {"finish": lambda self, x: Ulp.apply(x)},
+}
+
+
+@pytest.mark.parametrize("methods", CHANGED.values(), ids=CHANGED)
+@pytest.mark.parametrize("seed", range(4))
+def test_changed_arithmetic_passes_unless_exact(
+    model: Net, inputs: Inputs, methods: dict[str, Callable[..., Any]], seed: int
+) -> None:
+    before = fingerprint(model, inputs)
+    rewritten = rewrite(model, **methods)
+    verdict = verify(model, rewritten, inputs, ADAM, exact=False, seed=seed)
+    assert (verdict.equivalent, verdict.exact) == (True, False), verdict.summary
+    assert verdict.summary.startswith("equivalent: worst ")
+    assert not verify(model, rewritten, inputs, ADAM, exact=True, seed=seed).equivalent
+    assert fingerprint(model, inputs) == before
+
+
+def test_changed_arithmetic_passes_under_autocast(model: Net, inputs: Inputs) -> None:
+    step = Step(optimizer=torch.optim.SGD, amp=torch.bfloat16)
+    rewritten = rewrite(model, swish=lambda self, x: F.silu(x))
+    verdict = verify(model, rewritten, inputs, step, exact=False)
+    assert verdict.equivalent, verdict.summary
+    wrong = rewrite(model, swish=lambda self, x: F.silu(x) * 1.1)
+    assert not verify(model, wrong, inputs, step, exact=False).equivalent
+
+
+def test_a_missing_buffer_and_a_missing_parameter_fail(model: Net, inputs: Inputs) -> None:
+    rewritten = rewrite(model, forward=lambda self, x: Net.forward(model, x))
+    del rewritten.seen, rewritten.frozen
+    verdict = verify(model, rewritten, inputs, ADAM, exact=True)
+    assert {(t.kind, t.name) for t in verdict.tensors if not t.passed} == {
+        ("buffer", "seen"), ("gradient", "frozen"), ("parameter", "frozen"),
+    }  # fmt: skip
+
+
+def test_another_optimizer_path_fails(model: Net, inputs: Inputs) -> None:
+    """Gradients are equal, but the rewritten model hides a parameter from the optimizer."""
+    hidden = rewrite(model, parameters=lambda self, recurse=True: iter([model.head.weight]))
+    verdict = verify(model, hidden, inputs, ADAM, exact=True)
+    assert {t.kind for t in verdict.tensors if not t.passed} >= {"parameter"}
+
+
+def test_models_that_share_nothing_are_compared_too(model: Net, inputs: Inputs) -> None:
+    twin = double_copy(model).float()
+    assert isinstance(twin, Net)
+    assert verify(model, twin, inputs, ADAM, exact=True).exact
+    verdict = verify(model, rewrite(twin, swish=lambda self, x: F.silu(x)), inputs, ADAM, exact=False)
+    assert verdict.equivalent, verdict.summary
+
+
+def test_inference_compares_outputs_and_buffers(model: Net, inputs: Inputs) -> None:
+    step = Step(mode="inference")
+    verdict = verify(model.eval(), rewrite(model), inputs, step, exact=True)
+    assert verdict.exact
+    assert not {t.kind for t in verdict.tensors} & {"loss", "gradient", "input gradient", "parameter"}
+    assert not verify(model, rewrite(model, finish=lambda self, x: x + 1), inputs, step, exact=False).equivalent
+    assert not model.training
+
+
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "changed"])
+def test_an_original_that_raises_raises_and_leaves_no_trace(model: Net, inputs: Inputs, exact: bool) -> None:
+    def fail(self: Any, x: Tensor) -> Tensor:
+        self.seen.fill_(7)
+        self.attribute = 1
+        self.eval()
+        raise ValueError("the user's own")
+
+    original = rewrite(model, finish=fail)
+    before = fingerprint(original, inputs)
+    with pytest.raises(ValueError, match="the user's own"):
+        verify(original, model, inputs, ADAM, exact=exact)
+    assert fingerprint(original, inputs) == before
+    assert not hasattr(original, "attribute")
+
+
+def test_gradients_the_user_has_come_back(model: Net, inputs: Inputs) -> None:
+    grad = model.head.weight.grad = torch.ones_like(model.head.weight)
+    inputs.args[0].requires_grad_()
+    assert verify(model, rewrite(model), inputs, ADAM, exact=True).exact
+    assert model.head.weight.grad is grad
+    assert bool((grad == 1).all())
+    assert inputs.args[0].grad is None
+
+
+class Careful(nn.Module):
+    """Keeps a graph of its inputs across steps, which only works while they need no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("average", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.average.mul_(0.9).add_(x.mean(0))  # type: ignore[operator]
+        return x.relu_() * self.weight + self.average
+
+
+def test_inputs_that_must_not_need_gradients_do_not(inputs: Inputs) -> None:
+    model, x = Careful(), torch.randn(4, 3)
+    copy = x.clone()
+    verdict = verify(model, rewrite(model), Inputs((x,), {}), ADAM, exact=True)
+    assert verdict.exact
+    assert torch.equal(x, copy)
+    assert not model.average.requires_grad
+    assert bool((model.average == 0).all())
+
+
+class Hungry(nn.Module):
+    """Runs out of memory above a batch of 2, below it not at all unless ``least`` says so."""
+
+    def __init__(self, most: int = 2, least: int = 0) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        self.most, self.least = most, least
+
+    def forward(self, x: Tensor, scale: Tensor, mask: Tensor) -> Tensor:
+        if x.shape[0] > self.most:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        if x.shape[0] < self.least:
+            raise ValueError("batch too small")
+        return self.linear(x) * scale * mask
+
+
+HUNGRY = Inputs((torch.randn(8, 3), torch.tensor(2.0)), {"mask": torch.ones(8, 2)})
+
+
+def test_out_of_memory_halves_the_batch() -> None:
+    model = Hungry()
+    verdict = verify(model, rewrite(model), HUNGRY, ADAM, exact=False)
+    assert (verdict.exact, verdict.batch) == (True, 2)
+    assert verdict.summary.endswith("; verified at batch 2, as 8 does not fit in memory")
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (Hungry(most=0), "does not fit in memory even at batch 1, so it could not be verified"),
+        (Hungry(least=3), r"does not run at batch 2 \(batch too small\), so it could not be verified"),
+    ],
+    ids=["nothing fits", "small batches do not run"],
+)
+def test_what_cannot_be_verified_is_an_error(model: nn.Module, message: str) -> None:
+    with pytest.raises(MeasurementError, match=message):
+        verify(model, rewrite(model), HUNGRY, ADAM, exact=False)
+
+
+def test_a_fallback_to_the_original_forward_is_no_success() -> None:
+    def fall_back(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        warnings.warn("ran its original forward", FallbackWarning, stacklevel=2)
+        return model(*args, **kwargs)
+
+    model = Hungry(most=8)
+    verdict = verify(model, rewrite(model, forward=fall_back), HUNGRY, ADAM, exact=True)
+    assert verdict.summary.startswith("not equivalent: the rewritten model raised FallbackWarning")
+    model = Hungry(most=2)
+    with pytest.raises(MeasurementError, match="ran its original forward"):
+        verify(model, rewrite(model, forward=fall_back), HUNGRY, ADAM, exact=True)
+
+
+class Noisy(nn.Module):
+    """Differs from itself from call to call, as atomics on CUDA do; ``noise`` is the size, ``offset`` is on top."""
+
+    offset = 0.0
+
+    def __init__(self, noise: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.noise = noise
+        self.calls = itertools.count()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight + self.noise * (0, 1, -1)[next(self.calls) % 3] + self.offset
+
+
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "changed"])
+@pytest.mark.parametrize(("offset", "passes"), [(0.0, True), (0.02, True), (0.1, False)])
+def test_the_noise_of_the_original_is_allowed(exact: bool, offset: float, passes: bool) -> None:
+    model = Noisy(0.01)
+    rewritten = rewrite(model)
+    rewritten.offset = offset
+    verdict = verify(model, rewritten, Inputs((torch.randn(2, 3),), {}), Step(), exact=exact, steps=1)
+    assert verdict.equivalent == passes, verdict.summary
+    assert not verdict.exact
+
+
+@dataclass
+class Answer:
+    logits: Tensor
+    extra: dict[str, Any]
+
+
+class Odd(nn.Module):
+    """Returns a dataclass with complex, empty, integer, infinite and non-tensor parts, from tied float64 weights."""
+
+    note = "a"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 3, dtype=torch.float64)
+        self.second = nn.Linear(3, 3, dtype=torch.float64)
+        self.second.weight = self.first.weight
+        self.embedding = nn.Embedding(4, 3, sparse=True, dtype=torch.float64)
+        self.register_buffer("wide", torch.zeros(1).expand(3))
+
+    def forward(self, x: Tensor, index: Tensor) -> Answer:
+        logits = self.second(self.first(x + self.embedding(index)))
+        parts = [torch.fft.fft(logits), logits[:0], logits.argmax(-1), torch.tensor([torch.nan, -torch.inf]), None]
+        return Answer(logits, {"parts": parts, "note": self.note, "nan": float("nan")})
+
+
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "changed"])
+def test_odd_outputs_are_compared_part_by_part(exact: bool) -> None:
+    model, x = Odd(), torch.randn(2, 3, dtype=torch.float64)
+    step = Step(
+        optimizer=torch.optim.SGD, loss_fn=lambda answer: answer.logits.sum() + answer.extra["parts"][0].abs().sum()
+    )
+    inputs = Inputs((x, torch.tensor([1, 3])), {})
+    assert verify(model, rewrite(model), inputs, step, exact=exact).exact
+    other = rewrite(model)
+    other.note = "b"
+    assert [t.kind for t in verify(model, other, inputs, step, exact=exact).tensors if not t.passed] == ["output"]
+
+
+RANDOM: dict[str, Callable[[Tensor], Tensor]] = {
+    "dropout": lambda x: F.dropout(x, 0.5),
+    "dropout in place": lambda x: F.dropout(x * 1, 0.5, inplace=True),
+    "alpha dropout": lambda x: F.alpha_dropout(x, 0.5, True),
+    "native dropout": lambda x: torch.native_dropout(x, 0.5, True)[0],
+    "all dropped": lambda x: torch.native_dropout(x, 1.0, True)[0],
+    "rand": lambda x: x * torch.rand(4, 3),
+    "randn like": lambda x: x + torch.randn_like(x),
+    "uniform": lambda x: x + torch.empty_like(x).uniform_(-1, 1),
+    "bernoulli": lambda x: x * torch.bernoulli(torch.full_like(x, 0.5)),
+    "randperm": lambda x: x[torch.randperm(4)] * torch.arange(4.0)[:, None],
+    "normal": lambda x: x + torch.normal(torch.zeros(4, 3), torch.ones(4, 3)),
+    "gumbel": lambda x: F.gumbel_softmax(x, hard=False),
+    "rrelu": lambda x: F.rrelu(x, training=True),
+    "rrelu in place": lambda x: F.rrelu(x * 1, training=True, inplace=True),
+    "attention": lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None], dropout_p=0.5),
+    "explicit casts": lambda x: F.dropout(x.float().softmax(-1, dtype=torch.float32), 0.5) * torch.zeros(3).add(1.0),
+    "a float32 table": lambda x: x @ TABLE,
+}
+TABLE = torch.randn(3, 3, generator=torch.Generator().manual_seed(2))
+
+
+@pytest.mark.parametrize("function", RANDOM.values(), ids=RANDOM)
+def test_the_reference_sees_the_same_draws_in_double(function: Callable[[Tensor], Tensor]) -> None:
+    torch.manual_seed(3)
+    x = torch.randn(4, 3)
+    wide = x.double().requires_grad_()
+    x.requires_grad_()
+    with Recorder() as recorder:
+        narrow_result = function(x)
+        narrow_result.pow(2).sum().backward()
+    state = torch.get_rng_state()
+    with Replay(recorder.draws):
+        result = function(wide)
+        result.pow(2).sum().backward()
+    assert result.dtype == torch.float64
+    assert torch.equal(state, torch.get_rng_state())
+    torch.testing.assert_close(result.float(), narrow_result)
+    torch.testing.assert_close(wide.grad.float(), x.grad)
+
+
+def test_a_model_that_draws_differently_in_double_cannot_be_judged() -> None:
+    class Fickle(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(torch.rand_like(x) + x if x.dtype == torch.float64 else F.dropout(x, 0.5))
+
+    model = Fickle(3, 3)
+    rewritten = rewrite(model, forward=lambda self, x: Fickle.forward(model, x) * 1.0001)
+    with pytest.raises(MeasurementError, match=r"drew aten::rand_like.* verify with exact=True"):
+        verify(model, rewritten, Inputs((torch.randn(2, 3),), {}), ADAM, exact=False)
+
+
+def test_refuses_saved_tensor_hooks_and_no_steps(model: Net, inputs: Inputs) -> None:
+    with saved_tensors_hooks(lambda t: t, lambda t: t), pytest.raises(UsageError, match="leave their context"):
+        verify(model, model, inputs, ADAM, exact=True)
+    with pytest.raises(UsageError, match="at least 1"):
+        verify(model, model, inputs, ADAM, exact=True, steps=0)
+
+
+def fingerprint(model: nn.Module, inputs: Inputs) -> tuple[Any, ...]:
+    """Everything verification must leave as it was."""
+    tensors = [*model.parameters(), *model.buffers(), *inputs.tensors()]
+    return (
+        [(id(t), t.requires_grad, t.grad, t.detach().reshape(-1).view(torch.uint8).tolist()) for t in tensors],
+        [(name, child.training) for name, child in model.named_modules()],
+        torch.get_rng_state().tolist(),
+        random.getstate(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_default_dtype(),
+        torch.backends.cudnn.benchmark,
+    )
+
+
+def test_verdicts_name_figures(model: Net, inputs: Inputs) -> None:
+    wrong = rewrite(model, finish=lambda self, x: WrongBackward.apply(x))
+    verdict: Verdict = verify(model, wrong, inputs, ADAM, exact=False)
+    worst = [t for t in verdict.tensors if not t.passed]
+    assert all(t.error > t.allowed > t.reference_error for t in worst)
+    assert f"{len(worst)} of {len(verdict.tensors)} values differ" in verdict.summary
+    assert "times the original's own" in verdict.summary
