@@ -4,4 +4,4 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 .ci/setup
-.venv/bin/memrewrite optimize examples/efficientnet.py --input 8x3x112x112 --budget 60% -o out "$@"
+.venv/bin/memrewrite optimize examples/efficientnet.py --input 8x3x96x96 --budget 60% -o out "$@"

@@ -78,7 +78,7 @@ def get_small_model() -> nn.Module:
     return get_model(width=2**10)
 
 
-def get_small_inputs(batch_size: int = 16) -> tuple[Tensor, ...]:
+def get_small_inputs(batch_size: int = 512) -> tuple[Tensor, ...]:
     return get_inputs(batch_size)
 
 

@@ -21,7 +21,8 @@ def infeasible(line: Line, budget: int, lowest: int) -> BudgetInfeasibleError:
         f"({_floor(line)}). What else would fit:"
     )
     options = [*_smaller_batches(line, budget), *_leaner_steps(line, budget)]
-    return BudgetInfeasibleError(message, lowest, tuple(f"  - {option}" for option in options) or ("  - nothing tried",))
+    lines = tuple(f"  - {option}" for option in options)
+    return BudgetInfeasibleError(message, lowest, lines or ("  - nothing that was tried; a smaller model.",))
 
 
 def _floor(line: Line) -> str:

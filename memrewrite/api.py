@@ -2,7 +2,7 @@
 
 import platform
 from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from memrewrite import pipeline, registry
 from memrewrite.advice import infeasible
 from memrewrite.capture import capture
-from memrewrite.errors import NotEquivalentError, UsageError
+from memrewrite.errors import CaptureError, MemrewriteError, NotEquivalentError, UsageError
 from memrewrite.measure import measure
 from memrewrite.options import Budget
 from memrewrite.plan.facts import chain, compute_nodes
@@ -20,10 +20,17 @@ from memrewrite.simulate import Timeline, simulate
 from memrewrite.simulate.workspaces import workspace_bytes
 from memrewrite.step import Inputs, Step, device_type
 from memrewrite.stepspec import amp_dtype, optimizer_factory
-from memrewrite.verify import Verdict, verify as verify_equal
+from memrewrite.verify import Verdict
+from memrewrite.verify import verify as verify_equal
 
 Optimizer = str | type[torch.optim.Optimizer] | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None
 _CORRECTIONS = 4  # plans made after the device's own peak was seen
+
+
+class OptimizedModule(nn.Module):
+    """The type of what ``optimize`` returns: a module of the user's own class that carries ``report``."""
+
+    report: Report
 
 
 def optimize(
@@ -41,11 +48,11 @@ def optimize(
     verify: bool = True,
     seed: int = 0,
     progress: Callable[[str], None] = lambda stage: None,
-) -> nn.Module:
+) -> "OptimizedModule":
     """A drop-in for ``model`` whose training step peaks within ``budget`` bytes, proved equivalent to it.
 
-    ``example_inputs`` is a tensor or a tuple; ``budget`` text such as ``"8GB"``, ``"60%"`` or ``"min"``, an int of bytes
-    or a ``Budget``, and bounds the peak of a steady step: parameters, gradients, optimizer state, inputs, activations,
+    ``example_inputs`` is a tensor or a tuple; ``budget`` text such as ``"8GB"``, ``"60%"`` or ``"min"``, an int of
+    bytes or a ``Budget``, and bounds the peak of a steady step: parameters, gradients, optimizer state, inputs, activations,
     temporaries and library workspaces. ``optimizer`` is ``"none"``, ``"sgd"``, ``"sgd-momentum"``, ``"adam"``,
     ``"adamw"``, a ``torch.optim`` class, a factory of one, or None; ``loss_fn(output)`` gives a scalar; ``amp`` is
     ``"bf16"`` or ``"fp16"``; ``mode`` is by default the one the model is in. ``passes`` names those allowed, ``exact``
@@ -61,8 +68,8 @@ def optimize(
     step = make_step(model, optimizer, loss_fn, amp, mode)
     limit = None if budget is None else Budget.parse(budget)
     progress("simulate")
-    workspace = workspace_bytes(_device(model, inputs), step.amp)
-    before = simulate(model, inputs, step, workspace_bytes=workspace)
+    workspace = workspace_bytes(_device(model, inputs), step.amp, step.mode)
+    before = simulate_original(model, inputs, step, workspace)
     progress("capture")
     line = pipeline.Line(model, capture(model, inputs), inputs, step, workspace, {})
     progress("rewrite")
@@ -83,6 +90,20 @@ def optimize(
     return _attach(result, _report(line, limit, before, after, verdict, measured))
 
 
+def simulate_original(model: nn.Module, inputs: Inputs, step: Step, workspace: int) -> Timeline:
+    """The timeline of the model as it is; raises ``CaptureError`` where the model itself fails on the inputs."""
+    try:
+        return simulate(model, inputs, step, workspace_bytes=workspace)
+    except MemrewriteError:
+        raise
+    except Exception as error:
+        reason = next(iter(str(error).splitlines()), "").rstrip(".")
+        raise CaptureError(
+            f"{type(model).__name__} fails on the example inputs with {type(error).__name__}: {reason}; "
+            "give inputs that the model takes."
+        ) from error
+
+
 def make_step(
     model: nn.Module,
     optimizer: Optimizer,
@@ -90,8 +111,9 @@ def make_step(
     amp: str | torch.dtype | None,
     mode: Literal["train", "inference"] | None,
 ) -> Step:
-    """The step ``optimize``'s arguments mean. Raises ``UsageError`` for names that mean nothing or a mode the model is
-    not in.
+    """The step ``optimize``'s arguments mean.
+
+    Raises ``UsageError`` for names that mean nothing, and for a mode the model is not in.
     """
     now: Literal["train", "inference"] = "train" if model.training else "inference"
     if mode is not None and mode != now:
@@ -113,7 +135,7 @@ def _meet(line: pipeline.Line, limit: Budget, original: int, names: tuple[str, .
     target = budget
     on_cuda = device_type(line.model, line.inputs) == "cuda"
     for _ in range(_CORRECTIONS):
-        fitted = pipeline.plan(line, target, original) if _may_checkpoint(names) else pipeline.no_plan(line, target)
+        fitted = pipeline.plan(line, target) if _may_checkpoint(names) else pipeline.no_plan(line, target)
         if not fitted.fits and not limit.minimum:
             raise infeasible(line, budget, fitted.peak)
         if not on_cuda:
@@ -190,15 +212,15 @@ def _segments(line: pipeline.Line) -> tuple[Segment, ...]:
     found = []
     for number in sorted({n.meta["segment"] for n in nodes if "segment" in n.meta}):
         members = [i for i, n in enumerate(nodes) if n.meta.get("segment") == number]
-        freed = sum(s.bytes for s in numbers.storages if s.saved and members[0] <= s.producer <= members[-1])
+        freed = sum(s.bytes for s in numbers.storages if s.saver is not None and members[0] <= s.producer <= members[-1])
         ms = float(numbers.ms[members].sum())
         found.append(Segment(where(nodes[members[0]]), where(nodes[members[-1]]), len(members), freed, ms))
     return tuple(found)
 
 
-def _attach(module: nn.Module, report: Report) -> nn.Module:
+def _attach(module: nn.Module, report: Report) -> OptimizedModule:
     module.__dict__["report"] = report
-    return module
+    return cast(OptimizedModule, module)
 
 
 def _device(model: nn.Module, inputs: Inputs) -> torch.device:

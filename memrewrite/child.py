@@ -42,6 +42,7 @@ def run_job(job: dict[str, Any], *, timeout_s: float) -> Any:
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
     return _answer(output, child.returncode)
 
 

@@ -114,7 +114,12 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("-q", "--quiet", is_flag=True, help="No progress."),
         click.option("--verify/--no-verify", default=True, help="Prove that results stay the same."),
         click.option("--measure/--no-measure", default=True, help="Run both variants in processes of their own."),
-        click.option("--timeout", type=float, default=600.0, help="Seconds one measurement may take."),
+        click.option(
+            "--timeout",
+            type=click.FloatRange(min=0, min_open=True),
+            default=600.0,
+            help="Seconds one measurement may take.",
+        ),
     ]
     for option in reversed(options):
         command = option(command)

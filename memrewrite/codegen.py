@@ -70,13 +70,19 @@ inf, nan = math.inf, math.nan
 '''
 
 
+# What the functions below refer to by a bare name; a local of that name would hide it.
+_RUNTIME = ("once", "run_segment", "swish", "exact_swish")
+_GLOBALS = ("aten", "torch", "operator", "math", "builtins", "inf", "nan", "getattr", "slice", *_RUNTIME)
+_SEGMENT = re.compile(r"segment_\d+")
+
+
 class _Writer:
     def __init__(self, captured: Captured) -> None:
         self.captured = captured
         self.functions: list[str] = []
         self.constants = {path: CONSTANT.format(i) for i, path in enumerate(captured.constants)}
         self.names: dict[fx.Node, str] = {}
-        self.taken: set[str] = {"self", "recomputing", "aten", "torch", "operator", "math", "builtins", "inf", "nan"}
+        self.taken: set[str] = {"self", "recomputing", *_GLOBALS}
 
     def graph(self) -> None:
         """Write one function per segment and ``graph``, which calls them."""
@@ -164,7 +170,7 @@ class _Writer:
         if node not in self.names:
             stem = re.sub(r"\W", "_", node.name)
             name = stem = f"_{stem}" if not stem[0].isalpha() and stem[0] != "_" else stem
-            while name in self.taken or keyword.iskeyword(name):
+            while name in self.taken or keyword.iskeyword(name) or _SEGMENT.fullmatch(name):
                 name = f"{stem}_{len(self.taken)}"
             self.taken.add(name)
             self.names[node] = name

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import os
 import sys
 import tempfile
@@ -15,7 +16,6 @@ from rich.console import Console
 from torch import nn
 
 from memrewrite import api, target
-from memrewrite.artifact.save import save
 from memrewrite.capture import capture
 from memrewrite.codegen import generate
 from memrewrite.errors import MeasurementError, UsageError
@@ -25,7 +25,6 @@ from memrewrite.options import Budget, format_bytes
 from memrewrite.progress import Stages
 from memrewrite.report import tables
 from memrewrite.report.data import SCHEMA_VERSION, Measured, Report
-from memrewrite.simulate import simulate
 from memrewrite.simulate.workspaces import workspace_bytes
 from memrewrite.step import Inputs, Step
 from memrewrite.stepspec import StepSpec
@@ -71,7 +70,7 @@ def optimize(request: "Request") -> int:
         torch.manual_seed(request.seed)
         device = _device(request.device)
         loaded = target.load(request.target, request.input, request.batch_size)
-        with target.importable(loaded.folder), _memory_errors():
+        with target.importable(loaded.folder), _memory_errors(), _quiet_logs(request.verbose):
             module = loaded.module.to(device)
             if module.training != (request.mode == "train"):  # else leave submodules the user froze as they are
                 module.train(request.mode == "train")
@@ -91,8 +90,8 @@ def optimize(request: "Request") -> int:
 def _check(job: _Job, stage: Stages) -> _Outcome:
     """Whether the original fits the budget as predicted; nothing is changed or written."""
     stage("simulate")
-    workspace = workspace_bytes(job.device, job.step.amp)
-    peak = simulate(job.module, job.inputs, job.step, workspace_bytes=workspace).peak
+    workspace = workspace_bytes(job.device, job.step.amp, job.step.mode)
+    peak = api.simulate_original(job.module, job.inputs, job.step, workspace).peak
     limit = job.budget.resolve(peak) if job.budget else None
     if limit is None:
         raise UsageError("--check needs a budget in bytes or per cent; min says nothing about the model as it is.")
@@ -126,8 +125,8 @@ def _optimize(job: _Job, stage: Stages) -> _Outcome:
         seed=request.seed,
         progress=stage,
     )
-    report = replace(_report_of(optimized), model=job.name)
-    changes = tables.diff(*_sources(job, optimized)) if request.diff else None
+    report: Report = replace(vars(optimized)["report"], model=job.name)
+    changes = _changes(job, optimized) if request.diff else None
     with tempfile.TemporaryDirectory(prefix="memrewrite-") as scratch:
         folder = None
         if report.changed and (request.output is not None or request.measure):
@@ -137,6 +136,7 @@ def _optimize(job: _Job, stage: Stages) -> _Outcome:
         if request.measure:
             report = _measured(job, report, folder, stage)
     written = request.output if report.changed else None
+    fits = report.measured_before is not None or not request.measure
     payload = {**report.to_json(), "command": _command(request), "written": written and str(written)}
     if changes is not None:
         payload["diff"] = changes
@@ -144,7 +144,7 @@ def _optimize(job: _Job, stage: Stages) -> _Outcome:
     def show(console: Console) -> None:
         if changes is not None:
             _say(console, changes)
-        tables.show(report, console, verbose=request.verbose, written=written)
+        tables.show(report, console, verbose=request.verbose, written=written, fits=fits)
 
     return _Outcome(payload, show, EXIT_OVER_BUDGET if tables.over_budget(report) else 0)
 
@@ -176,15 +176,18 @@ def _measured(job: _Job, report: Report, artifact: Path | None, stage: Stages) -
 
 
 def _save(optimized: nn.Module, folder: Path, report: Report, *, force: bool) -> None:
+    from memrewrite.artifact.save import save
+
     try:
         save(optimized, folder, force=force, report=report)
     except OSError as error:
         raise UsageError(f"{folder} cannot be written: {error.strerror or error}; nothing was written.") from error
 
 
-def _sources(job: _Job, optimized: nn.Module) -> tuple[str, str]:
-    """The graph's code as captured and as rewritten."""
-    return generate(capture(job.module, job.inputs))[0],  getattr(optimized, "_memrewrite", None).source
+def _changes(job: _Job, optimized: nn.Module) -> str:
+    """A unified diff of the graph's code, as captured against as rewritten; empty where nothing was."""
+    program = getattr(optimized, "_memrewrite", None)
+    return "" if program is None else tables.diff(generate(capture(job.module, job.inputs))[0], program.source)
 
 
 def _command(request: "Request") -> dict[str, Any]:
@@ -228,6 +231,18 @@ def _memory_errors() -> Iterator[None]:
     except (torch.OutOfMemoryError, MemoryError) as error:
         text = f"The device ran out of memory: {first_line(error)}; try a smaller --batch-size or --device cpu."
         raise MeasurementError(text) from error
+
+
+@contextlib.contextmanager
+def _quiet_logs(verbose: bool) -> Iterator[None]:
+    """Keep PyTorch's own traceback of an operator that fails on fake tensors from stderr; the error itself is told."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.disabled
+    logger.disabled = not verbose
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def _write_text(file: Path, text: str) -> None:

@@ -35,9 +35,11 @@ GROUP_SHARE = 1e-3
 """The least scale of a tensor, as a share of its group's root mean square: small enough that the inner gradients of
 networks with layer scale, some 1e-6 of the group, are still judged at their own size by the original's error."""
 SMALL = 64
-"""Fewer values than this, over all steps, are no sample: two equal error levels differ by 2 in 1 of 10^7 such pairs."""
+"""Fewer values than this are no sample; from here on two equal error levels look 2 times apart in 1 of 10^7 pairs."""
+NOISE_RUNS = 3
+"""How often the original runs again to see how far it is from itself, where models that run freely differ."""
 NOISE_FACTOR = 4.0
-"""How many times the largest difference between two runs of the original is allowed; only one pair was seen."""
+"""How many times the largest difference between two runs of the original is allowed; only a few pairs are seen."""
 _FLOATING = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 
 
@@ -100,12 +102,20 @@ class Comparison:
         self.noise.append({})
         return not self.differences[-1]
 
+    def add_noise(self, step: int, original: Record, again: Record) -> None:
+        """Add how far the original is from itself in one step; the largest difference counts."""
+        noise = self.noise[step]
+        for key, difference in differences(original, again).items():
+            noise[key] = max(noise.get(key, 0.0), difference)
+
     def add_reference(self, original: Record, rewritten: Record, reference: Record) -> None:
         """Add one step's errors against float64, where a tensor has the same form in all three."""
         for key, value in original.items():
-            triple = value, rewritten.get(key), reference.get(key)
-            if all(isinstance(t, Tensor) and t.shape == value.shape for t in triple) and _judged(key, value):
-                self.sums.setdefault(key, Sums()).add(_sums(*triple, half=self.half))
+            other, wide = rewritten.get(key), reference.get(key)
+            if not isinstance(value, Tensor) or not isinstance(other, Tensor) or not isinstance(wide, Tensor):
+                continue
+            if _judged(key, value) and value.shape == other.shape == wide.shape:
+                self.sums.setdefault(key, Sums()).add(_sums(value, other, wide, self.half))
 
     def verdicts(self) -> tuple[TensorVerdict, ...]:
         """The verdict on every value, in the order they were computed."""
@@ -193,8 +203,8 @@ def _sums(original: Tensor, rewritten: Tensor, reference: Tensor, half: bool) ->
     finite = a.isfinite() & b.isfinite()  # elsewhere they must agree, which _difference sees to
     a, b, r = a[finite], b[finite], r[finite]
     tolerance = max(TOLERANCES[torch.bfloat16 if half else dtype], 10 * torch.finfo(dtype).eps)
-    square = [float((t * t).sum()) for t in (b - r, a - r, r)]
-    return Sums(int(finite.sum()), *square, tolerance=tolerance)
+    rewritten_error, original_error, values = (float((t * t).sum()) for t in (b - r, a - r, r))
+    return Sums(int(finite.sum()), rewritten_error, original_error, values, tolerance)
 
 
 def _judged(key: Key, value: Tensor) -> bool:

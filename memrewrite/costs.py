@@ -1,8 +1,9 @@
 """What it takes to run a node again, in milliseconds, by a roofline over observed operations and bytes.
 
 Only ratios between nodes and the fixed cost of a segment decide a plan. The CUDA figures are those of one H200: copies
-at 4.2 TB/s and bf16 products at 770 TFLOP/s were measured there, 50 TFLOP/s is its float32 rate without TF32; 0.18 ms of
-CPU per segment is what ``torch.utils.checkpoint`` took on its host (150-200 us). The CPU figures are one order of magnitude.
+at 4.2 TB/s and bf16 products at 770 TFLOP/s were measured there, 50 TFLOP/s is its float32 rate without TF32; 0.18 ms
+of CPU per segment is what ``torch.utils.checkpoint`` took on its host (150-200 us). The CPU figures are an order of
+magnitude.
 """
 
 from dataclasses import dataclass

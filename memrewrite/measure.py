@@ -143,7 +143,10 @@ def _median_ms(
 ) -> float:
     """The median time between CUDA events around each of ``steps`` steps, in ms."""
     with torch.cuda.device(device):
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(max(steps, 1) + 1)]
+        marks = [
+            torch.cuda.Event(enable_timing=True)
+            for _ in range(max(steps, 1) + 1)
+        ]
         marks[0].record()
         for mark in marks[1:]:
             step.run(module, inputs, optimizer)
@@ -155,7 +158,8 @@ def _median_ms(
 def _own_bytes(tensors: list[Tensor], device: torch.device) -> int:
     """Bytes the allocator counts for the storages of ``tensors``: whole blocks, which can exceed what was asked for."""
     starts = {t.untyped_storage().data_ptr() for t in tensors if t.device == device and t.layout is torch.strided}
-    blocks = [block for segment in torch.cuda.memory_snapshot() for block in segment["blocks"]]
+    segments = torch.cuda.memory_snapshot()
+    blocks = [block for segment in segments for block in segment["blocks"]]
     return sum(block["size"] for block in blocks if block["address"] in starts)
 
 
@@ -188,8 +192,12 @@ def preserved_state(module: nn.Module, inputs: Inputs) -> Iterator[None]:
 
 def _contents(tensors: list[Tensor]) -> list[tuple[torch.UntypedStorage, torch.UntypedStorage]]:
     """Each storage with a copy on the CPU; whole storages, so that views and tied tensors are saved as they lie."""
-    storages = {id(s): s for s in (t.untyped_storage() for t in tensors if t.layout is torch.strided)}
-    return [(s, s.clone() if s.device.type == "cpu" else s.cpu()) for s in storages.values()]
+    pairs = {}
+    for storage in (t.untyped_storage() for t in tensors if t.layout is torch.strided):
+        if id(storage) not in pairs:
+            empty = torch.UntypedStorage(storage.nbytes())
+            pairs[id(storage)] = (storage, empty.copy_(storage))
+    return list(pairs.values())
 
 
 def _attributes(part: nn.Module) -> list[tuple[Any, Any]]:

@@ -79,7 +79,7 @@ def _load(loader: Loader, spec: StepSpec) -> tuple[nn.Module, Inputs, Step]:
 
 
 def _workspaces(job: dict[str, Any]) -> int:
-    return allocated_by_libraries(torch.device(job["device"]), amp_dtype(job["amp"]))
+    return allocated_by_libraries(torch.device(job["device"]), amp_dtype(job["amp"]), job["mode"])
 
 
 _JOBS: dict[str, Callable[[dict[str, Any]], Any]] = {"measure": _measure, "workspaces": _workspaces}

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from memrewrite import registry
@@ -77,8 +76,8 @@ def rewrite(line: Line, names: tuple[str, ...] | None, exact: bool) -> None:
         line.apply(graph_pass)
 
 
-def plan(line: Line, budget: int, original: int) -> Fitted:
-    """Find segments so that the simulated peak is within ``budget`` bytes and mark them; ``original`` is the peak before.
+def plan(line: Line, budget: int) -> Fitted:
+    """Find segments so that the simulated peak is within ``budget`` bytes, and mark them.
 
     Marks the plan of the lowest peak when none fits.
     """

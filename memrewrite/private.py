@@ -6,10 +6,13 @@ Each name is checked on every supported version by ``tests/test_private.py``.
 import contextlib
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
+
+import torch
+import torch.utils.checkpoint as checkpoint_module
 
 # Fake tensors and dispatch modes have no public spelling, though torch.distributed, torch.export and
 # PyTorch's own memory tools are built on them: they are how a step is observed without memory.
-import torch
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -42,6 +45,7 @@ __all__ = [
     "OpOverload",
     "TorchDispatchMode",
     "TreeSpec",
+    "checkpoint_calls",
     "clear_cublas_workspaces",
     "foreach_on_fake_tensors",
     "is_mutable",
@@ -84,11 +88,38 @@ def is_mutable(operator: torch._ops.OpOverload) -> bool:
 
 
 def clear_cublas_workspaces() -> None:
-    """Free the workspaces that cuBLAS handles hold in the caching allocator; the next product allocates them anew."""
-    torch._C._cuda_clearCublasWorkspaces()  # type: ignore[attr-defined] # a CUDA build has it
+    """Free the workspaces that cuBLAS handles hold in the caching allocator; the next product allocates them anew.
+
+    Only where CUDA is: a CPU build of PyTorch lacks the function.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
 
 
 def returns_view(operator: torch._ops.OpOverload) -> bool:
     """Whether the operator returns a view of an argument instead of a new tensor or the argument it wrote."""
     aliases = [result.alias_info for result in operator._schema.returns]
     return any(alias is not None and not alias.is_write for alias in aliases)
+
+
+@contextlib.contextmanager
+def checkpoint_calls() -> Iterator[list[str]]:
+    """The calls of ``torch.utils.checkpoint`` made meanwhile, however it was imported.
+
+    The two functions behind the public one are looked up when it runs; nothing public tells that it ran.
+    """
+    calls: list[str] = []
+
+    def counted(function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls.append(function.__name__)
+            return function(*args, **kwargs)
+
+        return call
+
+    generator = checkpoint_module._checkpoint_without_reentrant_generator
+    reentrant = checkpoint_module.CheckpointFunction
+    with (
+        mock.patch.object(checkpoint_module, "_checkpoint_without_reentrant_generator", counted(generator)),
+        mock.patch.object(reentrant, "apply", counted(reentrant.apply)),
+    ):
+        yield calls

@@ -31,7 +31,7 @@ class State:
     def __init__(self, modules: tuple[nn.Module, ...], devices: tuple[torch.device, ...]) -> None:
         self._attributes: dict[int, tuple[Any, Any]] = {}  # a dict, list or set, and a shallow copy of it
         self._tensors: dict[int, tuple[Tensor, Tensor, bool, Tensor | None]] = {}  # itself, alias, requires_grad, grad
-        self._bytes: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        self._bytes: dict[int, tuple[Any, Any]] = {}  # a storage and its copy on the CPU
         for module in modules:
             for child in module.modules():
                 self._keep_attributes(vars(child))
@@ -54,7 +54,7 @@ class State:
         self._tensors[id(tensor)] = (tensor, tensor.detach(), tensor.requires_grad, grad)
         if tensor.layout != torch.strided or tensor.device.type == "meta":
             return  # a sparse buffer is kept by reference: no module writes one in place
-        storage = tensor.untyped_storage()
+        storage: Any = tensor.untyped_storage()
         if storage.data_ptr() not in self._bytes:
             saved = storage.clone() if storage.device.type == "cpu" else storage.cpu()
             self._bytes[storage.data_ptr()] = (storage, saved)

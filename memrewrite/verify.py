@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from memrewrite.compare import Comparison, TensorVerdict, differences
+from memrewrite.compare import NOISE_RUNS, Comparison, TensorVerdict
 from memrewrite.errors import MeasurementError, UsageError
 from memrewrite.private import tree_map
 from memrewrite.reference import FusedRandomnessError, Recorder, double_step
@@ -172,10 +172,13 @@ def _run_freely(case: _Case) -> Comparison:
     start.restore()
     optimizer = case.step.make_optimizer(case.rewritten)
     equal = [comparison.add_step(record, case.run_rewritten(optimizer)) for record in originals]
-    if not all(equal):
+    for _ in range(0 if all(equal) else NOISE_RUNS):
         start.restore()
         optimizer = case.step.make_optimizer(case.original)
-        comparison.noise = [differences(record, case.run_original(optimizer)) for record in originals]
+        for index, record in enumerate(originals):
+            comparison.add_noise(index, record, case.run_original(optimizer))
+        if not any(comparison.noise):
+            break
     return comparison
 
 
@@ -184,7 +187,7 @@ def _run_forced(case: _Case) -> Comparison:
     comparison = Comparison(_is_half(case))
     optimizer = case.step.make_optimizer(case.original)
     before = case.keep()
-    for _ in range(case.steps):
+    for index in range(case.steps):
         record = case.run_original(optimizer)
         record = {key: value for key, value in record.items() if key[0] != "parameter"}
         after = case.keep()
@@ -194,7 +197,7 @@ def _run_forced(case: _Case) -> Comparison:
             before.restore()
             with Recorder() as recorder:
                 again = case.run_original(None)
-            comparison.noise[-1] = differences(record, again)
+            comparison.add_noise(index, record, again)
             before.restore()
             reference = double_step(
                 case.original, case.inputs, case.step, recorder.draws, case.devices, case.input_gradients

@@ -42,7 +42,9 @@ class CheckpointSegments:
         may_move = movable(effects, nodes)
         for number, (a, b) in enumerate(self.plan.intervals):
             if not all(may_move[a:b]):
-                raise InternalError(f"The plan recomputes {nodes[a].name}..{nodes[b - 1].name}, which may not run twice.")
+                raise InternalError(
+                    f"The plan recomputes {nodes[a].name}..{nodes[b - 1].name}, which may not run twice."
+                )
             for node in nodes[a:b]:
                 _mark(node, number, effects)
             freed = sum(effects.storages[key].bytes for key in _freed(effects, nodes[a:b]))
@@ -71,6 +73,8 @@ def _mark(node: fx.Node, number: int, effects: Effects) -> None:
 def _freed(effects: Effects, nodes: list[fx.Node]) -> set[int]:
     """What autograd would keep of these nodes and now does not: all they make, but what is used after them."""
     inside = set(nodes)
-    made = {key for n in nodes for key in effects.of[n].saved if effects.order[effects.storages[key].producer] in inside}
+    made = {
+        key for n in nodes for key in effects.of[n].saved if effects.order[effects.storages[key].producer] in inside
+    }
     out = {key for n in nodes if any(user not in inside for user in n.users) for key in effects.of[n].outputs}
     return {key for key in made if effects.storages[key].origin == "node"} - out

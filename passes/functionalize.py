@@ -2,15 +2,15 @@
 
 Before::
 
-    c = self.conv(x)
-    relu_ = torch.ops.aten.relu_.default(c)
-    return c + relu_
+    linear = torch.ops.aten.linear.default(x, self.weight)
+    relu = torch.ops.aten.relu_.default(linear)
+    return linear + relu
 
 After::
 
-    c = self.conv(x)
-    relu_ = torch.ops.aten.relu.default(c)
-    return relu_ + relu_
+    linear = torch.ops.aten.linear.default(x, self.weight)
+    relu = torch.ops.aten.relu.default(linear)
+    return relu + relu
 
 Writes to parameters and buffers are state and stay as they are.
 """
@@ -18,13 +18,16 @@ Writes to parameters and buffers are state and stay as they are.
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import fx
 from torch.fx.node import map_arg
 
 from memrewrite.effects import Effects
-from memrewrite.passes.spelling import Spelling, only_metadata, operand, out_of_place, tensor
+from memrewrite.passes.matching import kept_by
+from memrewrite.passes.spelling import Spelling, only_metadata, operand, operation, out_of_place, tensor
 from memrewrite.rewrite import Findings, Result
+
+# Their gradient asks only on which side of a bound a value lies, so input and result give the same one, bit for bit.
+BY_SIGN = ("hardtanh", "leaky_relu", "relu6")
 
 
 @dataclass(frozen=True)
@@ -61,13 +64,16 @@ def match(node: fx.Node, effects: Effects) -> bool:
 def check(node: fx.Node, spelling: Spelling | None, effects: Effects, position: dict[fx.Node, int]) -> str | None:
     """Why ``node`` has to stay in place; None if it need not."""
     target = operand(node)
-    if spelling is None or tensor(target) is None:
+    value = tensor(target)
+    if spelling is None or value is None:
         return f"{node.name} has no out-of-place form."
     key = _storage(target, effects)
     if effects.storages[key].origin != "node":
         return f"{node.name} writes the caller's own tensor, which has to stay written."
     if node.op == "call_method" and effects.of[node].random:
         return f"{node.name} fills a tensor with random numbers and computes nothing from it."
+    if effects.of[node].random and value.device.type != "cpu":
+        return f"Out of place, {node.name} would draw its random numbers by another kernel."
     same = _same_tensor(target)
     for alias in effects.order[: position[node]]:
         if key in effects.of[alias].outputs and _same_tensor(alias) is not same:
@@ -103,10 +109,12 @@ def _same_tensor(node: fx.Node) -> fx.Node:
 def _differs(node: fx.Node, target: fx.Node, spelling: Spelling) -> str | None:
     """Run the out-of-place form on the observed fake tensors: its result must look like the tensor that was written."""
     args, kwargs = map_arg((spelling.args, spelling.kwargs), lambda n: n.meta["val"])
-    function = getattr(torch.Tensor, spelling.target) if isinstance(spelling.target, str) else spelling.target
-    result, value = function(*args, **kwargs), tensor(target)
+    result, value = spelling.function(*args, **kwargs), tensor(target)
     if value is None or (result.dtype, result.shape, result.stride()) != (value.dtype, value.shape, value.stride()):
         return f"Out of place, {node.name} would have another dtype, shape or memory format."
     if result.grad_fn is not None and "NotImplemented" in result.grad_fn.name():
         return f"Out of place, {node.name} has no gradient."
+    here, there = (kept_by(node, call) for call in (Spelling(node.target, node.args, node.kwargs), spelling))
+    if here.result and not there.result and operation(node).rstrip("_") not in BY_SIGN:
+        return f"In place, {node.name} takes its gradient from its result; from its input it would round differently."
     return None

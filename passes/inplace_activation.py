@@ -2,28 +2,27 @@
 
 Before::
 
-    batch_norm = self.bn(c)
-    relu = torch.ops.aten.relu.default(batch_norm)
+    linear = torch.ops.aten.linear.default(x, self.weight)
+    return torch.ops.aten.relu.default(linear)
 
 After::
 
-    batch_norm = self.bn(c)
-    relu = torch.ops.aten.relu_.default(batch_norm)
+    linear = torch.ops.aten.linear.default(x, self.weight)
+    return torch.ops.aten.relu_.default(linear)
 
 Legal iff nothing reads the written storage afterwards, in the forward or for a gradient. The call is respelled, never
 a submodule, which other calls may share. silu, gelu and their like are never marked: in place, autograd copies their
 input to keep it. ELU is not either: in place its gradient comes from its result and rounds differently.
 """
 
+from collections.abc import Set
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import torch
 from torch import Tensor, fx
-from torch.autograd.graph import saved_tensors_hooks
-from torch.fx.node import map_arg
 
 from memrewrite.effects import Effects
+from memrewrite.passes.matching import kept_by
 from memrewrite.passes.spelling import Spelling, in_place, operand, operation, options, tensor
 from memrewrite.rewrite import Findings, Result
 
@@ -41,15 +40,18 @@ class InplaceActivation:
     def __call__(self, graph_module: fx.GraphModule, effects: Effects) -> Result:
         """Mark every activation that may be in place; ``meta["segment"]`` of the nodes is respected."""
         findings = Findings()
+        keeping: set[fx.Node] = set()  # nodes that, marked, keep their result where they kept their input before
         for node in effects.order:
             if not match(node, effects):
                 continue
             spelling = in_place(node)
-            reason = check(node, effects) or unkept(node, spelling)
+            reason = check(node, effects, keeping) or copied(node, spelling)
             if reason or spelling is None:
                 findings.refuse(node, reason or f"{node.name} has no in-place form.")
                 continue
             spelling.put(node)
+            if kept_by(node, spelling).result:
+                keeping.add(node)
             findings.apply(node, f"{operation(node).rstrip('_')} writes over its input")
         graph_module.graph.lint()
         graph_module.recompile()
@@ -62,8 +64,8 @@ def match(node: fx.Node, effects: Effects) -> bool:
     return known and not effects.of[node].writes and not effects.of[node].outputs <= effects.of[node].reads
 
 
-def check(node: fx.Node, effects: Effects) -> str | None:
-    """Why ``node`` may not write over its input; None if it may."""
+def check(node: fx.Node, effects: Effects, keeping: Set[fx.Node]) -> str | None:
+    """Why ``node`` may not write over its input; None if it may. ``keeping`` are nodes marked before it."""
     source = operand(node)
     value, result = tensor(source), tensor(node)
     if value is None or result is None or value.dtype != result.dtype or value.shape != result.shape:
@@ -73,19 +75,17 @@ def check(node: fx.Node, effects: Effects) -> str | None:
         _unsupported(node, value)
         or _foreign(source, value, key, effects)
         or _read_later(node, source, key, effects)
-        or _kept(node, source, key, effects)
+        or _kept(node, source, key, effects, keeping)
         or _crosses_segment(node, key, effects)
     )
 
 
-def unkept(node: fx.Node, spelling: Spelling | None) -> str | None:
-    """Run the in-place form alone on a fake tensor: autograd may keep no more than it does out of place."""
+def copied(node: fx.Node, spelling: Spelling | None) -> str | None:
+    """Why autograd would copy the input to keep it, as it does for ``silu_``; None where it does not."""
     if spelling is None:
         return f"{node.name} has no in-place form."
-    before, after = (_saved_bytes(node, call) for call in (Spelling(node.target, node.args, node.kwargs), spelling))
-    if after > before:
-        return f"In place, autograd would keep {after} bytes for {node.name} instead of {before}."
-    return None
+    before, after = (kept_by(node, call).private for call in (Spelling(node.target, node.args, node.kwargs), spelling))
+    return f"In place, autograd would copy {after - before} bytes to keep them." if after > before else None
 
 
 def _unsupported(node: fx.Node, value: Tensor) -> str | None:
@@ -121,9 +121,10 @@ def _read_later(node: fx.Node, source: fx.Node, key: int, effects: Effects) -> s
     return None
 
 
-def _kept(node: fx.Node, source: fx.Node, key: int, effects: Effects) -> str | None:
+def _kept(node: fx.Node, source: fx.Node, key: int, effects: Effects, keeping: Set[fx.Node]) -> str | None:
     for other in effects.order:
-        if other is not node and key in effects.of[other].saved:
+        keeps = key in effects.of[other].saved or (other is source and other in keeping)
+        if other is not node and keeps:
             whose = "its result" if other is source else f"{source.name}"
             return f"{other.name} keeps {whose} for its gradient."
     return None
@@ -137,25 +138,3 @@ def _crosses_segment(node: fx.Node, key: int, effects: Effects) -> str | None:
         if other.meta.get("segment") != segment:
             return f"Its input is also used by {other.name} in another checkpoint segment, which may run again."
     return None
-
-
-def _saved_bytes(node: fx.Node, call: Spelling) -> int:
-    """Bytes autograd keeps beside parameters when ``call`` runs on fake tensors like the observed ones."""
-    storages: list[torch.UntypedStorage] = []
-
-    def pack(saved: Tensor) -> object:
-        if all(saved.untyped_storage() is not known for known in storages):
-            storages.append(saved.untyped_storage())
-        return None
-
-    def like(source: fx.Node) -> Any:
-        value = tensor(source)
-        if value is None:
-            return source.meta["val"]
-        return torch.empty_like(value).requires_grad_(value.requires_grad).clone()
-
-    args, kwargs = map_arg((call.args, call.kwargs), like)
-    function = getattr(Tensor, call.target) if isinstance(call.target, str) else call.target
-    with torch.enable_grad(), saved_tensors_hooks(pack, lambda token: torch.empty(0)):
-        function(*args, **kwargs)
-    return sum(storage.nbytes() for storage in storages)

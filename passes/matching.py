@@ -1,14 +1,19 @@
-"""What stands between a matched pattern and its replacement, asked of the observed effects.
+"""What stands between a matched pattern and its replacement, asked of the observed effects and of single calls.
 
 A pattern is its inner nodes and its root; its leaves are what the replacement will read, at the root's place.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from torch import fx
+import torch
+from torch import Tensor, fx
+from torch.autograd.graph import saved_tensors_hooks
+from torch.fx.node import map_arg
 
 from memrewrite.effects import Effects
-from memrewrite.passes.spelling import operation, tensor
+from memrewrite.passes.spelling import Spelling, operation, tensor
 
 _CONTEXTS = ("_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_enter_inference_mode", "_exit_inference_mode")
 
@@ -26,6 +31,43 @@ def shared(inner: Iterable[fx.Node], root: fx.Node) -> str | None:
             if user not in pattern:
                 return f"Its intermediate {node.name} is used elsewhere (by {user.name}), so nothing would be saved."
     return None
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What autograd keeps of one call: bytes beside its operands and result, and whether its result."""
+
+    private: int
+    result: bool
+
+
+def kept_by(node: fx.Node, call: Spelling) -> Kept:
+    """Run ``call``, a spelling of ``node``, alone on fake tensors like the observed ones: what autograd keeps."""
+    saved: list[torch.UntypedStorage] = []
+    given: list[torch.UntypedStorage] = []
+
+    def pack(kept: Tensor) -> object:
+        if not _among(kept.untyped_storage(), saved):
+            saved.append(kept.untyped_storage())
+        return None
+
+    def like(source: fx.Node) -> Any:
+        value = tensor(source)
+        if value is None:
+            return source.meta["val"]
+        twin = torch.empty_like(value).requires_grad_(value.requires_grad).clone()
+        given.append(twin.untyped_storage())
+        return twin
+
+    args, kwargs = map_arg((call.args, call.kwargs), like)
+    with torch.enable_grad(), saved_tensors_hooks(pack, lambda token: torch.empty(0)):
+        result = call.function(*args, **kwargs).untyped_storage()
+    private = [storage for storage in saved if storage is not result and not _among(storage, given)]
+    return Kept(sum(storage.nbytes() for storage in private), _among(result, saved))
+
+
+def _among(storage: torch.UntypedStorage, others: Iterable[torch.UntypedStorage]) -> bool:
+    return any(storage is other for other in others)
 
 
 def inherit(new: fx.Node, old: fx.Node) -> None:

@@ -7,6 +7,7 @@ The export front end gives ATen overloads (``aten.mul.Tensor``), Dynamo torch fu
 import inspect
 import operator
 import types
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ _SAME = {
     "expit": "sigmoid",
     "multiply": "mul",
     "negative": "neg",
+    "special_erf": "erf",
     "special_expit": "sigmoid",
     "subtract": "sub",
     "true_divide": "div",
@@ -35,6 +37,11 @@ class Spelling:
     target: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """What to call with the arguments; for a method its unbound function."""
+        return getattr(Tensor, self.target) if isinstance(self.target, str) else self.target
 
     def put(self, node: fx.Node) -> None:
         """Make ``node`` this call; it keeps its name, place and meta."""

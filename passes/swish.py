@@ -8,7 +8,9 @@ Before::
 
 After::
 
-    return swish(x, self.beta)  # torch.ops.aten.silu.default(x) where beta is 1
+    return swish(x, self.beta)
+
+Where beta is 1, ``torch.ops.aten.silu.default(x)`` stands there instead.
 """
 
 from dataclasses import dataclass

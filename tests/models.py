@@ -23,6 +23,8 @@ class Block(nn.Module):
 
 
 class ResidualNet(nn.Module):
+    scale: Tensor
+
     def __init__(self, channels: int = 8, depth: int = 3) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, channels, 3)

@@ -8,8 +8,8 @@ from types import ModuleType
 import pytest
 import torch
 
-import memrewrite
 from memrewrite import target
+from memrewrite.api import optimize
 from memrewrite.measure import measure
 from memrewrite.step import Inputs, Step
 
@@ -63,7 +63,7 @@ def test_small_model_is_a_target(example: ModuleType) -> None:
 
 def test_small_model_is_optimized(example: ModuleType) -> None:
     model = example.get_small_model()
-    optimized = memrewrite.optimize(model, example.get_small_inputs(), budget="min", optimizer="sgd")
+    optimized = optimize(model, example.get_small_inputs(), budget="min", optimizer="sgd")
     report = optimized.report
     assert report.equivalent, report.verdict
     assert report.changed
@@ -76,8 +76,9 @@ def test_efficientnet_with_drop_path_is_optimized(monkeypatch: pytest.MonkeyPatc
     efficientnet = load("efficientnet", monkeypatch)
     stages = (efficientnet.Stage(1, 3, 1, 8, 2),)
     model = efficientnet.EfficientNet(stages, stem=8, head=16, classes=10, drop_path=0.2)
-    optimized = memrewrite.optimize(model, efficientnet.get_small_inputs(), budget="min", optimizer="sgd")
-    assert optimized.report.equivalent, optimized.report.verdict
+    optimized = optimize(model, efficientnet.get_small_inputs(), budget="min", optimizer="sgd")
+    report = optimized.report
+    assert report.equivalent, report.verdict
 
 
 def test_seed_table(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,6 +67,7 @@ def test_nothing_to_rewrite() -> None:
     text = squeeze(printed(UNCHANGED))
     assert "Nothing was to rewrite: the model is returned unchanged." in text
     assert "no budget" in text
+    assert "Equivalence" not in text
     assert "measured peak not measured not measured" in text
 
 

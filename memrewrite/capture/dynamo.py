@@ -49,7 +49,8 @@ def capture(model: nn.Module, inputs: Inputs) -> Captured:
         elif id(value) in paths:
             values[node] = graph.get_attr(paths[id(value)])
         else:
-            raise CaptureError(f"The graph of {type(model).__name__} takes {node.name}, which is no input or parameter.")
+            name = type(model).__name__
+            raise CaptureError(f"The graph of {name} takes {node.name}, which is no input or parameter.")
         return True
 
     def outputs(arguments: Any) -> list[Any]:

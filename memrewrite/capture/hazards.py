@@ -5,19 +5,15 @@ random state say what happened that no graph of tensor operators can hold.
 """
 
 import random
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import checkpoint
 
 from memrewrite.errors import CaptureError
+from memrewrite.private import FakeTensorMode, checkpoint_calls, tree_leaves
 from memrewrite.simulate.fake import fake_inputs, fake_twin
-from memrewrite.private import FakeTensorMode, tree_leaves
 from memrewrite.step import Inputs
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -37,7 +33,7 @@ def check(model: nn.Module, inputs: Inputs) -> tuple[str, ...]:
     before = _state(twin)
     python = random.getstate()
     watch = _TensorHooks()
-    with mode, watch, _calls_into(checkpoint.__file__) as checkpoints:
+    with mode, watch, checkpoint_calls() as checkpoints:
         try:
             given = fake_inputs(inputs, mode)
             output = twin(*given.args, **given.kwargs)
@@ -80,8 +76,8 @@ def _refuse_changes(model: nn.Module, before: dict[str, Any], after: dict[str, A
             continue
         what = "a new tensor" if isinstance(new, Tensor) else "a new value"
         raise CaptureError(
-            f"{type(model).__name__} assigns {what} to self.{key.lstrip('.')} in forward; a captured graph would keep the "
-            "first one for ever. Update a buffer in place (copy_) instead."
+            f"{type(model).__name__} assigns {what} to self.{key.lstrip('.')} in forward; a captured graph would keep "
+            "the first one for ever. Update a buffer in place (copy_) instead."
         )
 
 
@@ -91,10 +87,11 @@ def _refuse_functions(model: nn.Module, output: Any) -> None:
     seen = set(queue)
     while queue:
         node = queue.pop()
-        if isinstance(node, torch.autograd.function.BackwardCFunction):
-            name = type(node).__name__.removesuffix("Backward")
+        name = type(node).__name__.removesuffix("Backward")
+        if isinstance(node, torch.autograd.function.BackwardCFunction) and name != "CheckpointFunction":
             raise CaptureError(
-                f"{type(model).__name__} uses the custom autograd.Function {name}, whose backward a captured graph loses."
+                f"{type(model).__name__} uses the custom autograd.Function {name}, "
+                "whose backward a captured graph loses."
             )
         new = {child for child, _ in node.next_functions if child is not None} - seen
         seen |= new
@@ -110,20 +107,3 @@ class _TensorHooks(TorchFunctionMode):
         if getattr(func, "__name__", "") in ("register_hook", "register_post_accumulate_grad_hook"):
             self.used = True
         return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def _calls_into(file: str) -> Iterator[list[str]]:
-    """Names of the functions defined in ``file`` that are called meanwhile, however they were imported."""
-    called: list[str] = []
-    previous = sys.getprofile()
-
-    def look(frame: Any, event: str, argument: Any) -> None:
-        if event == "call" and frame.f_code.co_filename == file:
-            called.append(frame.f_code.co_name)
-
-    sys.setprofile(look)
-    try:
-        yield called
-    finally:
-        sys.setprofile(previous)

@@ -151,7 +151,8 @@ def _module_path(node: fx.Node) -> str:
     path = next(reversed(stack.values()))[0] if stack else ""
     path = re.sub(r"^L\['\w+'\]\.?", "", path)
     path = re.sub(r"\['?([^'\]]+)'?\]", r".\1", path)
-    return ".".join(part for part in path.split(".") if part not in ("_modules", "", "_empty_nn_module_stack_from_metadata_hook"))
+    skip = ("", "_modules", "_empty_nn_module_stack_from_metadata_hook")
+    return ".".join(part for part in path.split(".") if part not in skip)
 
 
 def _source(node: fx.Node) -> str:

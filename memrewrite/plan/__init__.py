@@ -1,0 +1,1 @@
+"""What to recompute: pure planning over numbers, nothing is run."""

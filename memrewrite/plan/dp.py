@@ -1,7 +1,8 @@
 """The interval plan of least recomputation time under a bound on bytes, by dynamic programming.
 
 A plan walks the chain from left to right: a node is either kept (what autograd saves of it stays) or lies in an
-interval that is recomputed as a whole when backward reaches it. Each storage is charged once, where it is made.
+interval that is recomputed as a whole when backward reaches it. Each storage is charged once, where it is made, and is
+free again in backward below the first node that saves it.
 State: (position, bytes held so far). Labels carry their exact bytes; slots only decide which labels compete, so
 nothing is lost to rounding, which per node would overcount by 30 %.
 """
@@ -13,83 +14,93 @@ from numpy.typing import NDArray
 
 from memrewrite.plan.segments import Bytes, Chain, Plan
 
-SLOTS = 256
-_INFINITE = np.iinfo(np.int64).max // 4
+_NEVER = np.iinfo(np.int64).max // 4
 
 
 @dataclass(frozen=True)
 class Intervals:
-    """For every interval [a, b): bytes of its live-outs, bytes it needs while backward runs it, and its cost in ms."""
+    """Tables over all intervals [a, b) of a chain, in bytes and ms.
+
+    ``held`` is what an interval adds to what is held after it, ``peak`` what its backward needs besides what was held
+    before it, ``ms`` its cost (infinite where a node may not run again). ``keep`` and ``work`` say the same of a single
+    node that is kept.
+    """
 
     held: Bytes
     peak: Bytes
     ms: NDArray[np.float64]
     keep: Bytes
+    work: Bytes
 
 
 def intervals(chain: Chain) -> Intervals:
     """Tabulate all intervals of a chain; entry [a, b] of each table is the interval [a, b)."""
     n = len(chain)
+    saved = [s for s in chain.storages if s.saver is not None]
+    passing = [s for s in chain.storages if s.saver is None]
+    out = _count(n, [(s.producer, s.last_use, s.bytes) for s in saved])
+    entering = _count(n, [(s.producer, s.last_use, s.bytes) for s in passing])
+    later = _count(n, [(s.producer, s.first_use, s.bytes) for s in saved])
+    unsaved_yet = _count(n, [(s.producer, s.saver or 0, s.bytes) for s in saved])
+    kept = _count(n, [(s.producer, s.saver or 0, s.bytes) for s in saved])
     held = np.zeros((n + 1, n + 1), dtype=np.int64)
-    peak = np.full((n + 1, n + 1), _INFINITE, dtype=np.int64)
+    peak = np.full((n + 1, n + 1), _NEVER, dtype=np.int64)
     ms = np.full((n + 1, n + 1), np.inf)
-    keep = np.zeros(n, dtype=np.int64)
-    made = np.zeros(n, dtype=np.int64)
-    outs = np.zeros((n, n + 2), dtype=np.int64)  # outs[p, u]: bytes made at p whose last use is u
-    for s in chain.storages:
-        outs[s.producer, min(s.last_use, n) + 1] += s.bytes
-        if s.saved:
-            keep[s.producer] += s.bytes
-            made[s.producer] += s.bytes
-    alive = outs[:, ::-1].cumsum(axis=1)[:, ::-1]  # alive[p, b]: bytes made at p that are read at b or later
-    live = np.vstack([np.zeros((1, n + 2), dtype=np.int64), alive.cumsum(axis=0)])
-    saved = np.concatenate([[0], made.cumsum()])
     time = np.concatenate([[0.0], chain.ms.cumsum()])
     last_save = np.maximum.accumulate(np.where(chain.saves, np.arange(n), -1))
-    for a in range(n):
-        end = next((i for i in range(a, n) if not chain.movable[i]), n)
-        b = np.arange(a + 1, end + 1)
-        if not len(b):
+    stop = n
+    for a in range(n - 1, -1, -1):
+        stop = stop if chain.movable[a] else a
+        if stop == a:
             continue
-        held[a, b] = live[b, b + 1] - live[a, b + 1]
-        inner = np.maximum.accumulate(saved[b] - saved[a] + chain.work[a:end])
-        peak[a, b] = inner
+        b = np.arange(a + 1, stop + 1)
+        # live-ins that nobody saves are held for the interval; what is first used after it is free again by then
+        live_in = entering[a, a] - entering[a, b] + 0 * b
+        held[a, b] = out[b, b] - out[a, b] + live_in
+        inside = kept[b, a] - kept[b, b] - (kept[a, a] - kept[a, b])
+        peak[a, b] = np.maximum.accumulate(inside + chain.work[a:stop]) + live_in - later[a, b]
         j = last_save[b - 1]
         ms[a, b] = np.where(j >= a, time[j] - time[a] + chain.rerun_ms[j], 0.0) + chain.segment_ms
-    return Intervals(held, peak, ms, keep)
+    position = np.arange(n)
+    keep = out[position + 1, 0] - out[position, 0]
+    work = chain.work - unsaved_yet[position + 1, position + 1]
+    return Intervals(held, peak, ms, keep, work)
 
 
-def plan(chain: Chain, table: Intervals, bound: int) -> Plan | None:
+def _count(n: int, entries: list[tuple[int, int, int]]) -> Bytes:
+    """For (made at p, used at u, bytes): table[x, y] is the bytes made before x and used at y or later."""
+    table = np.zeros((n + 1, n + 2), dtype=np.int64)
+    for producer, use, size in entries:
+        table[producer + 1, min(use, n)] += size
+    return table.cumsum(axis=0)[:, ::-1].cumsum(axis=1)[:, ::-1]
+
+
+def plan(chain: Chain, table: Intervals, bound: int, slots: int = 256) -> Plan | None:
     """The cheapest plan whose estimated peak stays within ``bound`` bytes, None when there is none."""
     n = len(chain)
-    slot = max(bound // (SLOTS - 1), 1)
-    cost = np.full((n + 1, SLOTS), np.inf)
-    held = np.zeros((n + 1, SLOTS), dtype=np.int64)
-    origin = np.full((n + 1, SLOTS, 2), -1, dtype=np.int64)
+    width = max(bound // (slots - 1), 1)
+    cost = np.full((n + 1, slots), np.inf)
+    held = np.zeros((n + 1, slots), dtype=np.int64)
+    origin = np.full((n + 1, slots, 2), -1, dtype=np.int64)  # (start of the interval, slot there); start -2: kept
     cost[0, 0] = 0.0
     for b in range(1, n + 1):
         starts = np.flatnonzero(np.isfinite(table.ms[:b, b]))
-        total = held[starts] + table.held[starts, b][:, None]
-        ms = cost[starts] + table.ms[starts, b][:, None]
-        fits = total + table.peak[starts, b][:, None] <= bound
-        kept = held[b - 1] + table.keep[b - 1]
-        total = np.vstack([total, kept])
-        ms = np.vstack([ms, cost[b - 1]])
-        fits = np.vstack([fits, kept + chain.work[b - 1] <= bound]) & np.isfinite(ms)
-        starts = np.append(starts, b - 1)
+        before = held[starts]
+        total = np.vstack([before + table.held[starts, b][:, None], held[b - 1] + table.keep[b - 1]])
+        ms = np.vstack([cost[starts] + table.ms[starts, b][:, None], cost[b - 1]])
+        needed = np.vstack([before + table.peak[starts, b][:, None], total[-1] + table.work[b - 1]])
+        fits = (np.maximum(needed, total) <= bound) & np.isfinite(ms)
         where = np.argwhere(fits)
         if not len(where):
             continue
-        values, bytes_held = ms[fits], total[fits]
-        slots = np.minimum(bytes_held // slot, SLOTS - 1)
-        best = np.lexsort((bytes_held, values, slots))
-        first = best[np.unique(slots[best], return_index=True)[1]]
-        target = slots[first]
-        cost[b, target], held[b, target] = values[first], bytes_held[first]
-        origin[b, target, 0] = starts[where[first, 0]]
+        values, size = ms[fits], total[fits]
+        slot = np.minimum(size // width, slots - 1)
+        order = np.lexsort((size, values, slot))
+        first = order[np.unique(slot[order], return_index=True)[1]]
+        target = slot[first]
+        cost[b, target], held[b, target] = values[first], size[first]
+        origin[b, target, 0] = np.append(starts, -2)[where[first, 0]]
         origin[b, target, 1] = where[first, 1]
-        kept_row = where[first, 0] == len(starts) - 1
-        origin[b, target, 0] = np.where(kept_row, -2, origin[b, target, 0])
     if not np.isfinite(cost[n]).any():
         return None
     return _trace(origin, n, int(cost[n].argmin()), float(cost[n].min()))
@@ -112,7 +123,7 @@ def lowest_bound(chain: Chain, table: Intervals, upper: int) -> int:
     low, high = 0, upper
     while high - low > max(upper // 200, 1):
         middle = (low + high) // 2
-        if plan(chain, table, middle) is None:
+        if plan(chain, table, middle, slots=64) is None:
             low = middle
         else:
             high = middle

@@ -8,7 +8,7 @@ from torch import Tensor, fx
 
 from memrewrite.costs import ROOFLINES, node_ms
 from memrewrite.effects import Effects
-from memrewrite.plan.segments import Chain, Held
+from memrewrite.plan.segments import Bytes, Chain, Held
 from memrewrite.private import tree_iter
 
 
@@ -72,22 +72,24 @@ def _switch(node: fx.Node) -> int:
 def _held(effects: Effects, nodes: list[fx.Node]) -> dict[int, Held]:
     """The storages that nodes make, in order of making."""
     index = {node: i for i, node in enumerate(nodes)}
-    last: dict[int, int] = {}
-    saved: set[int] = set()
+    uses: dict[int, list[int]] = defaultdict(list)
+    savers: dict[int, int] = {}
     for node, facts in effects.of.items():
         i = len(nodes) if node.op == "output" else index.get(node, -1)
         for key in facts.reads:
-            last[key] = max(i, last.get(key, -1))
-        saved |= facts.saved
+            uses[key].append(i)
+        for key in facts.saved:
+            savers.setdefault(key, i)
     held = {}
     for key, storage in effects.storages.items():
         producer = index.get(effects.order[storage.producer], -1) if storage.producer >= 0 else -1
         if producer >= 0 and storage.bytes:
-            held[key] = Held(storage.bytes, producer, max(last.get(key, producer), producer), key in saved)
+            after = [i for i in uses[key] if i > producer] or [producer]
+            held[key] = Held(storage.bytes, producer, after[0], after[-1], savers.get(key))
     return held
 
 
-def _work(effects: Effects, nodes: list[fx.Node], storages: dict[int, Held]) -> np.ndarray:
+def _work(effects: Effects, nodes: list[fx.Node], storages: dict[int, Held]) -> Bytes:
     """Per node: gradients of the values passing it, and the parameter gradients made once its backward has run."""
     n = len(nodes)
     steps = np.zeros(n + 1, dtype=np.int64)
@@ -110,7 +112,7 @@ def _work(effects: Effects, nodes: list[fx.Node], storages: dict[int, Held]) -> 
 
 def _differentiable(effects: Effects) -> set[int]:
     """The storages that hold a value with a gradient."""
-    found = set()
+    found: set[int] = set()
     for node, facts in effects.of.items():
         values = tree_iter(node.meta["val"])
         if node.op != "output" and any(isinstance(v, Tensor) and v.requires_grad for v in values):

@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from memrewrite.plan.dp import Intervals, intervals, lowest_bound, plan
+from memrewrite.plan.dp import intervals, lowest_bound, plan
 from memrewrite.plan.segments import Chain, Plan
 
 Simulate = Callable[[Plan], int]
-_ROUNDS = 7
+_ROUNDS = 9
 _SLACK = 0.01  # a plan that leaves less than this share of the budget unused is good enough
 
 
@@ -29,45 +29,61 @@ def fit(chain: Chain, budget: int, kept: int, fixed: int, simulate: Simulate) ->
     best = Fitted(Plan(), kept, kept <= budget)
     if best.fits:
         return best
-    table = intervals(chain)
-    high, low = float(kept - fixed), 0.0  # bounds known to be too loose, and to fit or to be infeasible
-    bound = float(budget - fixed)
-    tried: dict[Plan, int] = {}
+    search = _Search(chain, budget, fixed, simulate, best)
+    low = (search.lowest, 0)  # (bound, peak) of a plan that fits, peak 0 while none is known
+    high = (max(kept - fixed, search.lowest), kept)  # of one that does not
+    bound = budget - fixed
     for _ in range(_ROUNDS):
-        found = plan(chain, table, int(bound)) if bound > 0 else None
-        if found is None:
-            low = max(low, bound)
-            bound = (low + high) / 2
-            if high - low < _SLACK * budget:
-                break
-            continue
-        if found not in tried:
-            tried[found] = simulate(found)
-        peak = tried[found]
-        candidate = Fitted(found, peak, peak <= budget)
-        best = min(best, candidate, key=_rank)
-        if candidate.fits:
+        bound = min(max(bound, search.lowest), high[0])
+        peak = search.look(bound)
+        if peak is not None and peak <= budget:
+            low = (bound, peak)
             if budget - peak <= _SLACK * budget:
                 break
-            low = max(low, bound)
-            bound = min(bound + (budget - peak), (bound + high) / 2)
         else:
-            high = min(high, bound)
-            bound = max(bound - (peak - budget), (low + bound) / 2)
-        if high - low < _SLACK * _SLACK * budget:
+            high = (bound, peak or high[1])
+            if bound == search.lowest:
+                break
+        if high[0] - low[0] <= _SLACK * _SLACK * budget:
             break
-    return best if best.fits else min(best, lowest(chain, table, kept, fixed, simulate), key=lambda f: f.peak)
+        bound = _between(low, high, budget)
+    return search.best if search.best.fits else search.explore()
 
 
-def lowest(chain: Chain, table: Intervals, kept: int, fixed: int, simulate: Simulate) -> Fitted:
-    """The plan of the lowest simulated peak among those around the lowest bound the planner can meet."""
-    best = Fitted(Plan(), kept, False)
-    start = lowest_bound(chain, table, max(kept - fixed, 1))
-    for factor in (1.0, 1.03, 1.07, 1.12, 1.2, 1.35):
-        found = plan(chain, table, int(start * factor))
-        if found is not None and found != best.plan:
-            best = min(best, Fitted(found, simulate(found), False), key=lambda f: f.peak)
-    return best
+class _Search:
+    """What has been tried so far, and the best of it: the cheapest plan that fits, else that of the lowest peak."""
+
+    def __init__(self, chain: Chain, budget: int, fixed: int, simulate: Simulate, best: Fitted) -> None:
+        self.chain, self.budget, self.simulate, self.best = chain, budget, simulate, best
+        self.table = intervals(chain)
+        self.lowest = lowest_bound(chain, self.table, max(best.peak - fixed, 1))
+        self._peaks: dict[Plan, int] = {}
+
+    def look(self, bound: int) -> int | None:
+        """The exact peak of the cheapest plan under a bound on the estimate; None where there is no plan."""
+        found = plan(self.chain, self.table, bound)
+        if found is None:
+            return None
+        if found not in self._peaks:
+            self._peaks[found] = self.simulate(found)
+        peak = self._peaks[found]
+        self.best = min(self.best, Fitted(found, peak, peak <= self.budget), key=_rank)
+        return peak
+
+    def explore(self) -> Fitted:
+        """Look around the lowest bound, where the estimate and the exact peak need not have their minima together."""
+        for factor in (1.0, 1.03, 1.07, 1.12, 1.2, 1.35):
+            self.look(int(self.lowest * factor))
+        return self.best
+
+
+def _between(low: tuple[int, int], high: tuple[int, int], budget: int) -> int:
+    """The next bound to try: where a straight line through what is known meets the budget, kept off both ends."""
+    width = high[0] - low[0]
+    if not low[1]:
+        return int(high[0] - max(high[1] - budget, 0.05 * width))
+    share = (budget * (1 - _SLACK / 2) - low[1]) / max(high[1] - low[1], 1)
+    return int(low[0] + width * min(max(share, 0.1), 0.9))
 
 
 def _rank(fitted: Fitted) -> tuple[bool, float]:

@@ -10,12 +10,16 @@ Bytes = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Held:
-    """One storage made by the chain: its size in bytes, the node that makes it and the last one that reads it."""
+    """One storage made by the chain: its size in bytes, and the nodes that make it, first and last read it.
+
+    ``saver`` is the first node autograd keeps it for, None if it is not kept.
+    """
 
     bytes: int
     producer: int
+    first_use: int
     last_use: int
-    saved: bool
+    saver: int | None
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,7 @@ class Chain:
 
 @dataclass(frozen=True)
 class Plan:
-    """Disjoint half-open intervals [a, b) of the chain to recompute in backward; the rest is kept. ``ms`` is the cost."""
+    """Disjoint half-open intervals [a, b) of a chain to recompute in backward, at a cost of ``ms``; the rest is kept."""
 
     intervals: tuple[tuple[int, int], ...] = ()
     ms: float = 0.0

@@ -55,18 +55,17 @@ def _parts(report: Report, verbose: bool, written: Path | None, fits: bool) -> I
     yield Text()
     if report.changed:
         yield from _rewrites(report, verbose)
+        yield Text(plain(f"Equivalence: {report.verdict}"), style="red" if report.equivalent is False else "")
     else:
         yield Text("Nothing was to rewrite: the model is returned unchanged.")
     if report.refusals:
         yield from _refusals(report, verbose)
-    yield Text(plain(f"Equivalence: {report.verdict}"), style="" if report.equivalent is not False else "red")
     if report.budget is not None:
         yield _budget(report)
     for note in report.notes:
         yield _text(f"Note: {note}")
-    yield Text(
-        plain(f"Written: {written}") if written else "Written: nothing (give -o DIR to save the rewritten model)"
-    )
+    hint = " (give -o DIR to save the rewritten model)" if report.changed else ""
+    yield _text(f"Written: {written or 'nothing' + hint}")
 
 
 def _peaks(report: Report, fits: bool) -> Table:

@@ -144,7 +144,7 @@ def _match(program: Program, module: nn.Module, leaves: list[Any]) -> tuple[list
                 return None, f"an argument is {leaf!r}, captured as {spec[1]!r}"
             continue
         dtype, device, shape = spec
-        if not isinstance(leaf, Tensor) or leaf.dtype != dtype or leaf.device.type != device or leaf.dim() != len(shape):
+        if not isinstance(leaf, Tensor) or (leaf.dtype, leaf.device.type, leaf.dim()) != (dtype, device, len(shape)):
             return None, f"an input is {_describe(leaf)}, captured as {dtype} {tuple(shape)} on {device}"
         for size, expected in zip(leaf.shape, shape, strict=True):
             if isinstance(expected, str):

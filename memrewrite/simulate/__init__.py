@@ -16,6 +16,7 @@ from memrewrite.errors import CaptureError, UsageError
 from memrewrite.private import FAKE_TENSOR_ERRORS, FakeTensorMode, foreach_on_fake_tensors, tree_leaves
 from memrewrite.simulate.fake import fake_inputs, fake_twin, tensors_of
 from memrewrite.simulate.tracker import Tracker
+from memrewrite.simulate.transients import Transients, transients_on
 from memrewrite.step import PHASES, Inputs, Phase, Step, device_type
 
 __all__ = ["Timeline", "preserved_rng", "run_tracked", "simulate"]
@@ -56,31 +57,42 @@ def simulate(module: nn.Module, inputs: Inputs, step: Step, *, workspace_bytes: 
     """Run two steps on a fake twin of ``module`` and count.
 
     ``workspace_bytes`` is what libraries hold on the device besides tensors (``simulate.workspaces``); it is added
-    throughout. The module, its tensors and the random state stay as they are.
+    throughout. On CUDA, what operators take while they run is measured there, one operator at a time, the first time
+    its signature is met. The module, its tensors and the random state stay as they are.
     Raises ``UsageError`` for CUDA tensors without CUDA, ``CaptureError`` where the step depends on data.
     """
     tensors = [*tensors_of(module), *inputs.tensors()]
     if any(tensor.is_cuda for tensor in tensors) and not torch.cuda.is_available():
         # Autograd on fake CUDA tensors ends the process there.
-        raise UsageError("The model is on CUDA but PyTorch finds no CUDA device; move the model and its inputs to the CPU.")
+        raise UsageError(
+            "The model is on CUDA but PyTorch finds no CUDA device; move the model and its inputs to the CPU."
+        )
+    with preserved_rng(tensors):
+        transients = transients_on(next((tensor.device for tensor in tensors if tensor.is_cuda), torch.device("cpu")))
+        timeline = _on_fakes(module, inputs, step, transients)
+        if transients is not None and transients.probe():
+            timeline = _on_fakes(module, inputs, step, transients)
+    return _with_workspaces(timeline, workspace_bytes)
+
+
+def _on_fakes(module: nn.Module, inputs: Inputs, step: Step, transients: Transients | None) -> Timeline:
     # Constants outside the module (globals of its file) are real; they are read as fakes and not counted.
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     twin, fakes = fake_twin(module, mode), fake_inputs(inputs, mode)
     try:
-        with preserved_rng(tensors), foreach_on_fake_tensors(), mode:
-            timeline = run_tracked(twin, fakes, step)
+        with foreach_on_fake_tensors(), mode:
+            return run_tracked(twin, fakes, step, transients)
     except FAKE_TENSOR_ERRORS as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise CaptureError(
             f"The step of {type(module).__name__} cannot be simulated, because its course depends on values "
             f"or on an operator without shape rules ({reason}); measure it instead."
         ) from error
-    return _with_workspaces(timeline, workspace_bytes)
 
 
-def run_tracked(module: nn.Module, inputs: Inputs, step: Step) -> Timeline:
+def run_tracked(module: nn.Module, inputs: Inputs, step: Step, transients: Transients | None = None) -> Timeline:
     """Run two steps on the module itself, real or fake, and count the storages on its device type."""
-    tracker = Tracker(device_type(module, inputs))
+    tracker = Tracker(device_type(module, inputs), transients)
     tracker.register(tensors_of(module), BUFFERS)
     tracker.register(module.parameters(), PARAMETERS)
     tracker.register(inputs.tensors(), INPUTS)

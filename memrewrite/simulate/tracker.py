@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from memrewrite.private import FakeTensor, TorchDispatchMode
+from memrewrite.simulate.transients import Transients
 
+OPERATOR_WORKSPACE = "operator workspace"
 GRANULE = 512  # bytes; the CUDA caching allocator rounds every allocation up to a multiple of it
 
 
@@ -34,11 +36,12 @@ class Tracker(TorchDispatchMode):
     """While it is active, every storage an operator makes on ``device_type`` is counted until it is freed.
 
     ``current`` and ``peak`` are bytes; ``events`` lists (bytes in use, label) after each operator that made a storage.
-    No tensor is kept alive. Storages from before count once they are given to ``register``.
+    No tensor is kept alive. Storages from before count once they are given to ``register``. What an operator takes
+    while it runs counts towards the peak as far as ``transients`` knows it.
     """
 
-    def __init__(self, device_type: str) -> None:
-        super().__init__()
+    def __init__(self, device_type: str, transients: Transients | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
         self.device_type = device_type
         self.current = 0
         self.peak = 0
@@ -47,14 +50,16 @@ class Tracker(TorchDispatchMode):
         self._labels: dict[Any, str] = {}
         self._category = ""
         self._clock = 0
+        self._transients = transients
         self._peak_clock = 0
+        self._peak_extra = 0
         self._live: dict[int, _Block] = {}
         self._blocks: list[_Block] = []
 
     def register(self, tensors: Iterable[Tensor], category: str) -> None:
         """Count the storages of ``tensors`` as ``category``, also those that were counted as something else."""
-        for tensor in tensors:
-            block = self._see(tensor)
+        for part in (part for tensor in tensors for part in _parts(tensor)):
+            block = self._see(part)
             if block is not None:
                 block.category = category
 
@@ -68,12 +73,12 @@ class Tracker(TorchDispatchMode):
 
     def reset_peak(self) -> None:
         """Forget the peak so far: ``peak`` and ``categories`` speak of what follows."""
-        self.peak, self._peak_clock = self.current, self._clock
+        self._set_peak(0)
         self._blocks = list(self._live.values())
 
     def categories(self) -> dict[str, int]:
         """Bytes in use at the peak by category; they sum to ``peak``."""
-        totals: dict[str, int] = {}
+        totals = {OPERATOR_WORKSPACE: self._peak_extra} if self._peak_extra else {}
         for block in self._blocks:
             if block.size and block.born <= self._peak_clock <= block.died:
                 totals[block.category] = totals.get(block.category, 0) + block.size
@@ -92,46 +97,53 @@ class Tracker(TorchDispatchMode):
         clock = self._clock
         result = func(*args, **(kwargs or {}))
         self._see_all(result)
+        extra = 0 if self._transients is None else self._transients.lookup(func, args, dict(kwargs or {}))
+        if self.current + extra > self.peak:
+            self._clock += 1  # a moment of its own: storages may have died since the last birth
+            self._set_peak(extra)
         if self._clock != clock:
             label = self._labels.get(func)
             if label is None:
                 label = self._labels[func] = f"{self._label}: {func}"
-            self.events.append((self.current, label))
+            self.events.append((self.current + extra, label))
         return result
+
+    def _set_peak(self, extra: int) -> None:
+        self.peak, self._peak_clock, self._peak_extra = self.current + extra, self._clock, extra
 
     def _see_all(self, result: Any) -> None:
         if isinstance(result, Tensor):
-            self._see(result)
+            for part in _parts(result):
+                self._see(part)
         elif isinstance(result, list | tuple):
             for item in result:
                 self._see_all(item)
 
     def _see(self, tensor: Tensor) -> _Block | None:
-        """The block of a tensor's storage, counted now if it is new; None on other devices and without a storage."""
-        if tensor.layout is not torch.strided:
-            return None  # the indices and values of a sparse tensor were counted as they were made
+        """The block of a tensor's storage, counted now if it is new; None on other devices."""
         storage = tensor.untyped_storage()
         nbytes = storage.nbytes()
-        block = self._live.get(id(storage))
-        if block is not None:
-            if block.nbytes == nbytes:
-                return block
-            self._died(block)  # resized in place: from here on a block of another size
+        known = self._live.get(id(storage))
+        if known is not None:
+            if known.nbytes == nbytes:
+                return known
+            self._died(known)  # resized in place: from here on a block of another size
+            return self._born(storage, nbytes, known.category)
         device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
         if device.type != self.device_type:
             return None
-        return self._born(storage, nbytes)
+        return self._born(storage, nbytes, self._category)
 
-    def _born(self, storage: torch.UntypedStorage, nbytes: int) -> _Block:
+    def _born(self, storage: torch.UntypedStorage, nbytes: int, category: str) -> _Block:
         self._clock += 1
         block = _Block(storage, self._died)
-        block.key, block.nbytes, block.size, block.category = id(storage), nbytes, rounded(nbytes), self._category
+        block.key, block.nbytes, block.size, block.category = id(storage), nbytes, rounded(nbytes), category
         block.born, block.died = self._clock, math.inf
         self._live[block.key] = block
         self._blocks.append(block)
         self.current += block.size
         if self.current > self.peak:
-            self.peak, self._peak_clock = self.current, self._clock
+            self._set_peak(0)
         return block
 
     def _died(self, block: _Block) -> None:
@@ -140,3 +152,12 @@ class Tracker(TorchDispatchMode):
             del self._live[block.key]
             block.died = self._clock
             self.current -= block.size
+
+
+def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The tensors that hold the storages of ``tensor``: itself, or the parts of a sparse one."""
+    if tensor.layout is torch.strided:
+        return (tensor,)
+    if tensor.layout is torch.sparse_coo:
+        return (tensor._indices(), tensor._values())
+    return ()

@@ -19,34 +19,36 @@ _TIMEOUT_S = 300.0
 _WIDTH = 64
 
 
-def workspace_bytes(device: torch.device, amp: torch.dtype | None = None) -> int:
-    """Bytes that stay allocated on ``device`` once a training step under ``amp`` has run there; 0 on the CPU.
+def workspace_bytes(device: torch.device, amp: torch.dtype | None = None, mode: str = "train") -> int:
+    """Bytes that stay allocated on ``device`` once a step of ``mode`` under ``amp`` has run there; 0 on the CPU.
 
     Measured in a fresh process the first time, then remembered. Raises ``MeasurementError`` when that process fails.
     """
     if device.type != "cuda":
         return 0
-    return _measured(str(device), _NAMES[amp])
+    return _measured(str(device), _NAMES[amp], mode)
 
 
 @functools.cache
-def _measured(device: str, amp: str) -> int:
-    return int(run_job({"kind": "workspaces", "device": device, "amp": amp}, timeout_s=_TIMEOUT_S))
+def _measured(device: str, amp: str, mode: str) -> int:
+    job = {"kind": "workspaces", "device": device, "amp": amp, "mode": mode}
+    return int(run_job(job, timeout_s=_TIMEOUT_S))
 
 
-def allocated_by_libraries(device: torch.device, amp: torch.dtype | None) -> int:
-    """Run a tiny training step on ``device`` in this process and return the bytes that outlive its tensors."""
+def allocated_by_libraries(device: torch.device, amp: torch.dtype | None, mode: str) -> int:
+    """Run a tiny step on ``device`` in this process and return the bytes that outlive its tensors."""
     before = torch.cuda.memory_allocated(device)
-    _tiny_step(device, amp)
+    _tiny_step(device, amp, mode)
     gc.collect()
     torch.cuda.synchronize(device)
     return torch.cuda.memory_allocated(device) - before
 
 
-def _tiny_step(device: torch.device, amp: torch.dtype | None) -> None:
-    """Products with and without a bias, forward and backward: they take different library paths."""
+def _tiny_step(device: torch.device, amp: torch.dtype | None, mode: str) -> None:
+    """Products with and without a bias, which take different library paths; in training also backward."""
     module = nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.Linear(_WIDTH, _WIDTH, bias=False)).to(device)
     x = torch.zeros(_WIDTH, _WIDTH, device=device)
     with autocast(amp, device.type):
         loss = (module(x) @ x).float().sum()
-    loss.backward()
+    if mode == "train":
+        loss.backward()

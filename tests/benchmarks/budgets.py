@@ -1,6 +1,6 @@
 """The examples against budgets on one CUDA device: the eager peak, then shares of it and the lowest reachable peak.
 
-    python tests/benchmarks/budgets.py rows.jsonl [--only resnet50 gpt2] [--deadline-s 540]
+    python -m tests.benchmarks.budgets rows.jsonl [--only resnet50 gpt2] [--deadline-s 540]
 
 Every row is measured by real training steps and appended to the file as one JSON object, so that a stopped run resumes
 where it was; ``results.py`` turns the file into tables. Each workload runs in a process of its own. The exit code is 1
@@ -19,19 +19,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from results import EAGER, Row, read
 from torch import nn
 
-import memrewrite
 from memrewrite import target
+from memrewrite.api import OptimizedModule, optimize
 from memrewrite.errors import BudgetInfeasibleError, MemrewriteError
 from memrewrite.inputs import to_device
 from memrewrite.measure import measure
 from memrewrite.options import Budget
 from memrewrite.step import Inputs, Step
 from memrewrite.stepspec import StepSpec
+from tests.benchmarks.results import EAGER, Row, read
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+ROOT = Path(__file__).resolve().parents[2]
 BUDGETS = ["80%", "60%", "45%", "33%", "min"]
 
 
@@ -106,9 +106,9 @@ class Bench:
             optimize_s=seconds,
         )
 
-    def optimize(self, budget: int | str) -> Any:
+    def optimize(self, budget: int | str) -> OptimizedModule:
         """The rewritten model, with its report."""
-        return memrewrite.optimize(
+        return optimize(
             self.module,
             self.inputs.args,
             budget=budget,
@@ -174,18 +174,19 @@ def _bench(name: str, options: argparse.Namespace) -> Bench:
     torch.manual_seed(0)
     workload, device = WORKLOADS[name], torch.device(options.device)
     batch_size = options.batch_size or workload.batch_size
-    loaded = target.load(str(EXAMPLES / f"{workload.example}.py"), batch_size=batch_size)
+    loaded = target.load(str(ROOT / f"examples/{workload.example}.py"), batch_size=batch_size)
     inputs = to_device(loaded.inputs, device)
     return Bench(name, options.rows, loaded.module.to(device), inputs, workload.spec.build())
 
 
 def _run_in_child(name: str, options: argparse.Namespace, end: float) -> int:
     """Run one workload in a fresh process, so that nothing it leaves on the device touches the next; its exit code."""
-    command = [sys.executable, __file__, str(options.rows), "--only", name, "--device", options.device]
+    command = [sys.executable, "-m", "tests.benchmarks.budgets", str(options.rows.resolve())]
+    command += ["--only", name, "--device", options.device]
     command += ["--deadline-s", str(end - time.monotonic()), "--budgets", *options.budgets]
     if options.batch_size is not None:
         command += ["--batch-size", str(options.batch_size)]
-    return subprocess.run(command, check=False).returncode
+    return subprocess.run(command, check=False, cwd=ROOT).returncode
 
 
 if __name__ == "__main__":

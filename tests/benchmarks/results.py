@@ -1,6 +1,6 @@
 """The rows of ``budgets.py`` as Markdown tables: every row in RESULTS.md, one line per workload in README.md.
 
-    python tests/benchmarks/results.py rows.jsonl
+    python -m tests.benchmarks.results rows.jsonl
 
 Each table replaces what stands between the lines ``<!-- results:begin -->`` and ``<!-- results:end -->`` of its file.
 """

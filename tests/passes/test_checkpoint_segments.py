@@ -1,0 +1,73 @@
+"""Segments are marked on the nodes of the plan's intervals and nowhere else; what may not run twice is refused."""
+
+import pytest
+from torch import fx
+
+from memrewrite.capture import capture
+from memrewrite.effects import Effects, observe
+from memrewrite.errors import InternalError
+from memrewrite.passes.checkpoint_segments import CheckpointSegments, clear
+from memrewrite.passes.functionalize import Functionalize
+from memrewrite.plan.facts import compute_nodes, movable
+from memrewrite.plan.segments import Plan
+from tests.models import make
+
+
+def observed(name: str) -> tuple[fx.GraphModule, Effects, list[fx.Node]]:
+    model, inputs = make(name)
+    graph_module = capture(model, inputs).graph_module
+    Functionalize()(graph_module, observe(graph_module, inputs.tensors()))
+    effects = observe(graph_module, inputs.tensors())
+    return graph_module, effects, compute_nodes(effects)
+
+
+def marks(nodes: list[fx.Node]) -> list[int | None]:
+    return [node.meta.get("segment") for node in nodes]
+
+
+@pytest.mark.parametrize(
+    "intervals", [(), ((0, 2),), ((0, 1), (1, 4), (5, 7))], ids=["empty plan", "one", "neighbours and a gap"]
+)
+def test_the_nodes_of_each_interval_carry_its_number(intervals: tuple[tuple[int, int], ...]) -> None:
+    graph_module, effects, nodes = observed("residual")
+    code = graph_module.code
+    result = CheckpointSegments(Plan(intervals))(graph_module, effects)
+    expected: list[int | None] = [None] * len(nodes)
+    for number, (a, b) in enumerate(intervals):
+        expected[a:b] = [number] * (b - a)
+    assert marks(nodes) == expected
+    assert len(result.applied) == len(intervals)
+    assert graph_module.code == code
+
+
+def test_a_new_plan_replaces_the_old_one_and_clear_takes_all_marks() -> None:
+    graph_module, effects, nodes = observed("residual")
+    CheckpointSegments(Plan(((0, 6),)))(graph_module, effects)
+    CheckpointSegments(Plan(((2, 3),)))(graph_module, effects)
+    assert [i for i, mark in enumerate(marks(nodes)) if mark is not None] == [2]
+    clear(graph_module)
+    assert not any({"segment", "random", "run_once"} & node.meta.keys() for node in nodes)
+
+
+def test_batch_norm_statistics_and_counters_run_once() -> None:
+    graph_module, effects, nodes = observed("residual")
+    CheckpointSegments(Plan(((0, len(nodes)),)))(graph_module, effects)
+    counters = [node for node in nodes if node.meta.get("run_once") == "skip"]
+    statistics = [node for node in nodes if isinstance(node.meta.get("run_once"), tuple)]
+    assert len(counters) == len(statistics) == 3
+
+
+def test_random_nodes_are_marked_so_that_their_state_is_kept() -> None:
+    graph_module, effects, nodes = observed("swish")
+    CheckpointSegments(Plan(((0, len(nodes)),)))(graph_module, effects)
+    assert [node.meta["random"] for node in nodes] == ["dropout" in node.name for node in nodes]
+
+
+def test_what_may_not_run_twice_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph_module, effects, nodes = observed("residual")
+    assert all(movable(effects, nodes))
+    monkeypatch.setattr(
+        "memrewrite.passes.checkpoint_segments.movable", lambda effects, nodes: [node is not nodes[1] for node in nodes]
+    )
+    with pytest.raises(InternalError, match="may not run twice"):
+        CheckpointSegments(Plan(((0, 2),)))(graph_module, effects)

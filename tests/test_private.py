@@ -1,0 +1,96 @@
+"""Every private PyTorch name memrewrite leans on does what it is used for, on the version at hand."""
+
+import gc
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from memrewrite import private
+
+
+class Ops(private.TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", private.__all__)
+def test_name_is_there(name: str) -> None:
+    assert getattr(private, name) is not None
+
+
+def test_dispatch_mode_sees_operators_of_forward_and_backward() -> None:
+    x = torch.ones(2, requires_grad=True)
+    with Ops() as ops:
+        (x * x).sum().backward()
+    assert ops.names[:2] == ["aten.mul.Tensor", "aten.sum.default"]
+    assert len(ops.names) > 2
+
+
+def test_dispatch_mode_sees_operators_on_fake_tensors() -> None:
+    with private.FakeTensorMode(), Ops() as ops:
+        result = torch.ones(2) + 1
+    assert isinstance(result, private.FakeTensor)
+    assert "aten.add.Tensor" in ops.names
+
+
+def test_fake_views_of_one_storage_share_one() -> None:
+    mode = private.FakeTensorMode()
+    whole = torch.zeros(10)
+    first, second = mode.from_tensor(whole[:5]), mode.from_tensor(whole[5:])
+    assert first.untyped_storage() is second.untyped_storage()
+    assert second.storage_offset() == 5
+
+
+def test_fake_tensor_knows_its_device() -> None:
+    fake = private.FakeTensorMode().from_tensor(torch.zeros(2))
+    assert fake.fake_device == torch.device("cpu")
+
+
+@pytest.mark.parametrize("fake", [False, True], ids=["real", "fake"])
+def test_storage_object_lives_as_long_as_its_memory(fake: bool) -> None:
+    mode = private.FakeTensorMode()
+    tensor = mode.from_tensor(torch.zeros(8)) if fake else torch.zeros(8)
+    died = weakref.ref(tensor.untyped_storage())
+    view = tensor[1:]
+    del tensor
+    gc.collect()
+    assert died() is view.untyped_storage()
+    del view
+    assert died() is None
+
+
+def test_reading_a_fake_value_raises_a_listed_error() -> None:
+    fake = private.FakeTensorMode().from_tensor(torch.zeros(()))
+    with pytest.raises(private.FAKE_TENSOR_ERRORS):
+        fake.item()
+
+
+def test_optimizers_choose_foreach_for_fake_cuda_parameters_and_not_for_cpu() -> None:
+    chosen = {}
+    for device in ("cpu", "cuda:0"):
+        with private.FakeTensorMode(), private.foreach_on_fake_tensors(), Ops() as ops:
+            parameter = nn.Parameter(torch.zeros(4, device=device))
+            parameter.grad = torch.zeros(4, device=device)
+            torch.optim.AdamW([parameter]).step()
+        chosen[device] = any("_foreach" in name for name in ops.names)
+    assert chosen == {"cpu": False, "cuda:0": True}
+
+
+def test_trees_come_back() -> None:
+    value = {"a": (1, [2]), "b": None}
+    leaves, spec = private.tree_flatten(value)
+    assert private.tree_unflatten(leaves, spec) == value
+    assert private.tree_leaves(value) == list(private.tree_iter(value))
+    assert private.tree_map(lambda leaf: leaf, value) == value
+    assert isinstance(spec, private.TreeSpec)
