@@ -5,6 +5,8 @@
 ``optimized`` is a drop-in for ``model``; ``optimized.report`` says what was done, refused, predicted and proved.
 """
 
+from typing import TYPE_CHECKING
+
 from memrewrite.errors import (
     BudgetInfeasibleError,
     CaptureError,
@@ -16,16 +18,22 @@ from memrewrite.errors import (
 )
 from memrewrite.options import Budget
 
+if TYPE_CHECKING:
+    from memrewrite.api import OptimizedModule, optimize
+    from memrewrite.artifact.load import load
+    from memrewrite.report.data import Report
+    from memrewrite.runtime.dropin import FallbackWarning
+    from memrewrite.runtime.swish import Swish, swish
+
 __version__ = "0.1.0"
 
 _LAZY = {
-    "optimize": "memrewrite.api",
-    "measure": "memrewrite.measure",
-    "verify": "memrewrite.verify",
-    "load": "memrewrite.artifact.load",
-    "Report": "memrewrite.report.data",
     "FallbackWarning": "memrewrite.runtime.dropin",
+    "OptimizedModule": "memrewrite.api",
+    "Report": "memrewrite.report.data",
     "Swish": "memrewrite.runtime.swish",
+    "load": "memrewrite.artifact.load",
+    "optimize": "memrewrite.api",
     "swish": "memrewrite.runtime.swish",
 }
 
@@ -33,12 +41,18 @@ __all__ = [
     "Budget",
     "BudgetInfeasibleError",
     "CaptureError",
+    "FallbackWarning",
     "MeasurementError",
     "MemrewriteError",
     "NotEquivalentError",
+    "OptimizedModule",
+    "Report",
+    "Swish",
     "TargetError",
     "UsageError",
-    *_LAZY,
+    "load",
+    "optimize",
+    "swish",
 ]
 
 

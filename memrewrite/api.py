@@ -52,8 +52,8 @@ def optimize(
     """A drop-in for ``model`` whose training step peaks within ``budget`` bytes, proved equivalent to it.
 
     ``example_inputs`` is a tensor or a tuple; ``budget`` text such as ``"8GB"``, ``"60%"`` or ``"min"``, an int of
-    bytes or a ``Budget``, and bounds the peak of a steady step: parameters, gradients, optimizer state, inputs, activations,
-    temporaries and library workspaces. ``optimizer`` is ``"none"``, ``"sgd"``, ``"sgd-momentum"``, ``"adam"``,
+    bytes or a ``Budget``, and bounds the peak of a steady step: parameters, gradients, optimizer state, inputs,
+    activations, temporaries and library workspaces. ``optimizer`` is ``"none"``, ``"sgd"``, ``"sgd-momentum"``, ``"adam"``,
     ``"adamw"``, a ``torch.optim`` class, a factory of one, or None; ``loss_fn(output)`` gives a scalar; ``amp`` is
     ``"bf16"`` or ``"fp16"``; ``mode`` is by default the one the model is in. ``passes`` names those allowed, ``exact``
     keeps the forward bit-equal. ``verify=False`` returns the result unproved.
@@ -212,7 +212,8 @@ def _segments(line: pipeline.Line) -> tuple[Segment, ...]:
     found = []
     for number in sorted({n.meta["segment"] for n in nodes if "segment" in n.meta}):
         members = [i for i, n in enumerate(nodes) if n.meta.get("segment") == number]
-        freed = sum(s.bytes for s in numbers.storages if s.saver is not None and members[0] <= s.producer <= members[-1])
+        made = (s for s in numbers.storages if s.saver is not None and members[0] <= s.producer <= members[-1])
+        freed = sum(s.bytes for s in made if s.last_use <= members[-1])
         ms = float(numbers.ms[members].sum())
         found.append(Segment(where(nodes[members[0]]), where(nodes[members[-1]]), len(members), freed, ms))
     return tuple(found)

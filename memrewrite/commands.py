@@ -16,6 +16,7 @@ from rich.console import Console
 from torch import nn
 
 from memrewrite import api, target
+from memrewrite.artifact.save import check_place, save
 from memrewrite.capture import capture
 from memrewrite.codegen import generate
 from memrewrite.errors import MeasurementError, UsageError
@@ -127,14 +128,7 @@ def _optimize(job: _Job, stage: Stages) -> _Outcome:
     )
     report: Report = replace(vars(optimized)["report"], model=job.name)
     changes = _changes(job, optimized) if request.diff else None
-    with tempfile.TemporaryDirectory(prefix="memrewrite-") as scratch:
-        folder = None
-        if report.changed and (request.output is not None or request.measure):
-            stage("save")
-            folder = request.output or Path(scratch) / "rewritten"
-            _save(optimized, folder, report, force=request.force)
-        if request.measure:
-            report = _measured(job, report, folder, stage)
+    report = _finish(job, optimized, report, stage)
     written = request.output if report.changed else None
     fits = report.measured_before is not None or not request.measure
     payload = {**report.to_json(), "command": _command(request), "written": written and str(written)}
@@ -147,6 +141,30 @@ def _optimize(job: _Job, stage: Stages) -> _Outcome:
         tables.show(report, console, verbose=request.verbose, written=written, fits=fits)
 
     return _Outcome(payload, show, EXIT_OVER_BUDGET if tables.over_budget(report) else 0)
+
+
+def _finish(job: _Job, optimized: nn.Module, report: Report, stage: Stages) -> Report:
+    """Measure and save what is asked for; the report with what was measured.
+
+    The measuring process loads the rewritten model from its folder, which gets its name only after that went well.
+    """
+    request = job.request
+    if not report.changed:
+        return _measured(job, report, None, stage) if request.measure else report
+    known = report
+
+    def measure(draft: Path) -> Report:
+        nonlocal known
+        known = _measured(job, report, draft, stage) if request.measure else report
+        return known
+
+    stage("save")
+    if request.output is not None:
+        save(optimized, request.output, force=request.force, report=report, check=measure)
+    elif request.measure:
+        with tempfile.TemporaryDirectory(prefix="memrewrite-") as scratch:
+            save(optimized, Path(scratch) / "rewritten", report=report, check=measure)
+    return known
 
 
 def _measured(job: _Job, report: Report, artifact: Path | None, stage: Stages) -> Report:
@@ -175,15 +193,6 @@ def _measured(job: _Job, report: Report, artifact: Path | None, stage: Stages) -
     return replace(report, measured_before=before, measured_after=after)
 
 
-def _save(optimized: nn.Module, folder: Path, report: Report, *, force: bool) -> None:
-    from memrewrite.artifact.save import save
-
-    try:
-        save(optimized, folder, force=force, report=report)
-    except OSError as error:
-        raise UsageError(f"{folder} cannot be written: {error.strerror or error}; nothing was written.") from error
-
-
 def _changes(job: _Job, optimized: nn.Module) -> str:
     """A unified diff of the graph's code, as captured against as rewritten; empty where nothing was."""
     program = getattr(optimized, "_memrewrite", None)
@@ -203,8 +212,8 @@ def _check_places(request: "Request") -> None:
     """Refuse at once what could not be written in the end."""
     if request.check and request.output is not None:
         raise UsageError("--check writes nothing; leave out -o.")
-    if request.output is not None and request.output.exists() and not request.force:
-        raise UsageError(f"{request.output} exists already; give another -o, or --force to replace it.")
+    if request.output is not None:
+        check_place(request.output, force=request.force)
     if request.json not in (None, "-") and not Path(str(request.json)).absolute().parent.is_dir():
         raise UsageError(f"There is no folder for the JSON file {request.json}; make it first.")
 

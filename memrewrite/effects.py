@@ -98,7 +98,7 @@ class _Recorder(TorchDispatchMode):
     """Notes for the node being run which storages its operators touch."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.storages: dict[int, Storage] = {}
         self._ids: dict[int, int] = {}
         self._alive: list[torch.UntypedStorage] = []  # so that an id is never given twice

@@ -28,7 +28,15 @@ from torch.optim.optimizer import _foreach_supported_types as _foreach_types
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # The structure of nested inputs and outputs; torch.export speaks of them in these specs.
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_iter, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import (
+    TreeSpec,
+    tree_flatten,
+    tree_iter,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+    treespec_dumps,
+)
 
 # What fake tensors raise where a result depends on data, or an operator knows no shapes.
 FAKE_TENSOR_ERRORS: tuple[type[Exception], ...] = (
@@ -38,7 +46,11 @@ FAKE_TENSOR_ERRORS: tuple[type[Exception], ...] = (
     UnsupportedOperatorException,
 )
 
+# Where the functions live that Dynamo's graphs call by no public name.
+C_FUNCTIONS: dict[str, Any] = {"torch._C": torch._C, "torch._C._nn": torch._C._nn}
+
 __all__ = [
+    "C_FUNCTIONS",
     "FAKE_TENSOR_ERRORS",
     "FakeTensor",
     "FakeTensorMode",
@@ -56,6 +68,7 @@ __all__ = [
     "tree_leaves",
     "tree_map",
     "tree_unflatten",
+    "treespec_dumps",
 ]
 
 

@@ -20,7 +20,7 @@ import contextlib
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -141,7 +141,7 @@ def _attempt(case: _Case, state: State, exact: bool, full: int | None) -> Verdic
         seed_all(case.seed, case.devices)
         try:
             with _without_fused(case.avoid):
-                comparison = _run_freely(case) if exact else _run_forced(case)
+                comparison = _run_freely(case) if exact else _run_forced(case, _against_float64)
             return _verdict(comparison, case, full)
         except torch.OutOfMemoryError:
             return None
@@ -164,7 +164,11 @@ def _attempt(case: _Case, state: State, exact: bool, full: int | None) -> Verdic
 
 
 def _run_freely(case: _Case) -> Comparison:
-    """All steps of the original, then all of the rewritten model, each with its own optimizer."""
+    """All steps of the original, then all of the rewritten model, each with its own optimizer.
+
+    Where they differ and the original differs from itself too, step by step instead: an optimizer such as Adam turns
+    noise in a gradient into a step of full size, after which two runs have nothing in common to compare.
+    """
     comparison = Comparison(_is_half(case))
     start = case.keep()
     optimizer = case.step.make_optimizer(case.original)
@@ -172,18 +176,21 @@ def _run_freely(case: _Case) -> Comparison:
     start.restore()
     optimizer = case.step.make_optimizer(case.rewritten)
     equal = [comparison.add_step(record, case.run_rewritten(optimizer)) for record in originals]
-    for _ in range(0 if all(equal) else NOISE_RUNS):
-        start.restore()
-        optimizer = case.step.make_optimizer(case.original)
-        for index, record in enumerate(originals):
-            comparison.add_noise(index, record, case.run_original(optimizer))
-        if not any(comparison.noise):
-            break
-    return comparison
+    if all(equal):
+        return comparison
+    start.restore()
+    optimizer = case.step.make_optimizer(case.original)
+    for index, record in enumerate(originals):
+        comparison.add_noise(index, record, case.run_original(optimizer))
+    start.restore()
+    return _run_forced(case, _against_itself) if any(comparison.noise) else comparison
 
 
-def _run_forced(case: _Case) -> Comparison:
-    """Each step of the rewritten model from where the original was, with a float64 reference where they differ."""
+Judge = Callable[[_Case, Comparison, int, State, Record, Record], None]
+
+
+def _run_forced(case: _Case, judge: Judge) -> Comparison:
+    """Each step of the rewritten model from where the original was; ``judge`` adds a yardstick where they differ."""
     comparison = Comparison(_is_half(case))
     optimizer = case.step.make_optimizer(case.original)
     before = case.keep()
@@ -194,19 +201,33 @@ def _run_forced(case: _Case) -> Comparison:
         before.restore()
         rewritten = case.run_rewritten(None)
         if not comparison.add_step(record, rewritten):
-            before.restore()
-            with Recorder() as recorder:
-                again = case.run_original(None)
-            comparison.add_noise(index, record, again)
-            before.restore()
-            reference = double_step(
-                case.original, case.inputs, case.step, recorder.draws, case.devices, case.input_gradients
-            )
-            comparison.add_reference(record, rewritten, reference)
+            judge(case, comparison, index, before, record, rewritten)
         after.restore()
         _follow(case.original, case.rewritten)
         before = case.keep()
     return comparison
+
+
+def _against_itself(
+    case: _Case, comparison: Comparison, index: int, before: State, record: Record, rewritten: Record
+) -> None:
+    """How far the original is from itself in this step."""
+    for _ in range(NOISE_RUNS):
+        before.restore()
+        comparison.add_noise(index, record, case.run_original(None))
+
+
+def _against_float64(
+    case: _Case, comparison: Comparison, index: int, before: State, record: Record, rewritten: Record
+) -> None:
+    """The errors of both models against the original in float64, on the same random draws."""
+    before.restore()
+    with Recorder() as recorder:
+        again = case.run_original(None)
+    comparison.add_noise(index, record, again)
+    before.restore()
+    reference = double_step(case.original, case.inputs, case.step, recorder.draws, case.devices, case.input_gradients)
+    comparison.add_reference(record, rewritten, reference)
 
 
 def _why_not_run(case: _Case) -> str | None:

@@ -153,12 +153,34 @@ def test_an_original_that_does_not_fit_is_said_and_passed(
         return Measured(2_000_000, 2_000_000, 5.0, (), "cuda:0")
 
     monkeypatch.setattr(commands, "measure_in_child", measure)
-    monkeypatch.setattr(commands, "_save", lambda *_, **__: None)
     assert cli.run(["optimize", net, "--no-verify", "--budget", "1MB"]) == 1
     out = capsys.readouterr().out
     assert re.search(r"measured peak +does not fit +2.0 MB", out)
     assert "Note: The original does not fit: The model ran out of memory on cuda:0." in out
     assert "Budget: the measured peak is over by 1.0 MB" in out
+
+
+def test_the_rewritten_model_is_saved_with_what_was_measured(net: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["optimize", net, "-o", "out"]) == 0
+    assert "Written: out" in capsys.readouterr().out
+    assert sorted({*os.listdir()} - {"__pycache__"}) == ["out", "small_net.py"]
+    report = json.loads(Path("out/report.json").read_text())
+    assert report["measured_after"]["peak"] < report["measured_before"]["peak"]
+    assert cli.run(["optimize", net, *SMALL, "-o", "out"]) == 2
+    assert json.loads(Path("out/report.json").read_text()) == report
+    assert cli.run(["optimize", net, *SMALL, "-o", "out", "--force"]) == 0
+    assert json.loads(Path("out/report.json").read_text())["measured_after"] is None
+
+
+def test_no_folder_is_left_when_measuring_fails(net: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from memrewrite import commands
+
+    def measure(*_: object, **__: object) -> Measured:
+        raise MeasurementError("The measuring process died.")
+
+    monkeypatch.setattr(commands, "measure_in_child", measure)
+    assert cli.run(["optimize", net, "--no-verify", "-o", "out"]) == 5
+    assert sorted({*os.listdir()} - {"__pycache__"}) == ["small_net.py"]
 
 
 def test_verbose_names_stages_on_stderr(net: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -93,7 +93,7 @@ WRONG = {
         "--check writes nothing",
     ),
     "verbose-and-quiet": (["optimize", "good.py", "-v", "-q"], 2, "-v or -q"),
-    "output-exists": (["optimize", "good.py", "-o", "."], 2, "exists already; give another -o, or --force"),
+    "output-exists": (["optimize", "good.py", "-o", "."], 2, "exists already; give another folder, or force"),
     "json-folder": (["optimize", "good.py", "--json", "no/such/file.json"], 2, "There is no folder for the JSON file"),
     "uncapturable": (["optimize", "branch.py"], 3, "WrongNet"),
 }

@@ -45,7 +45,7 @@ class Chain:
 
 @dataclass(frozen=True)
 class Plan:
-    """Disjoint half-open intervals [a, b) of a chain to recompute in backward, at a cost of ``ms``; the rest is kept."""
+    """Disjoint half-open intervals [a, b) of a chain to recompute in backward, at a cost of ``ms``; others are kept."""
 
     intervals: tuple[tuple[int, int], ...] = ()
     ms: float = 0.0

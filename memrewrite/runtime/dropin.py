@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_structure
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_structure, tree_unflatten, treespec_loads
 
 from memrewrite.runtime.segment import once, run_segment
 from memrewrite.runtime.swish import exact_swish, swish
@@ -54,7 +54,7 @@ def program_from(source: str) -> Program:
     if source not in _PROGRAMS:
         file = f"<memrewrite {hashlib.sha256(source.encode()).hexdigest()[:12]}>"
         linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
-        runtime = (Program, once, run_segment, swish, exact_swish, tree_structure, torch)
+        runtime = (Program, once, run_segment, swish, exact_swish, tree_structure, tree_unflatten, treespec_loads)
         namespace: dict[str, Any] = {getattr(item, "__name__", ""): item for item in runtime}
         exec(compile(source, file, "exec"), namespace)  # noqa: S102  (our own generated text)
         _PROGRAMS[source] = namespace["PROGRAM"]

@@ -1,0 +1,63 @@
+"""``manifest.json``: what an artifact holds, so that it is found out when it is not what was written."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from memrewrite.errors import UsageError
+
+SCHEMA_VERSION = 1
+MANIFEST = "manifest.json"
+MODEL = "memrewrite_model.py"
+CONSTANTS = "constants.pt"
+REPORT = "report.json"
+PAGE = "report.html"
+WEIGHTS = "weights.safetensors"
+# Everything an artifact's folder may hold; Python itself adds the cache when the model file is imported.
+OWN = frozenset({MANIFEST, MODEL, CONSTANTS, REPORT, PAGE, WEIGHTS, "__pycache__"})
+TORCH_MINIMUM = "2.11"
+
+
+def write(folder: Path, facts: dict[str, Any]) -> None:
+    """Write the manifest of the files in ``folder``, with ``facts`` about them."""
+    files = {file.name: _digest(file) for file in sorted(folder.iterdir()) if file.is_file() and file.name != MANIFEST}
+    manifest = {"schema_version": SCHEMA_VERSION, **facts, "files": files}
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """The manifest in ``folder``, every file in it checked; raises ``UsageError`` for one that is not as written."""
+    file = folder / MANIFEST
+    if not file.is_file() or file.is_symlink():
+        raise UsageError(f"{folder} is no artifact of memrewrite: it holds no {MANIFEST}.")
+    try:
+        manifest = json.loads(file.read_text(encoding="utf-8"))
+        schema, files = manifest["schema_version"], dict(manifest["files"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{file} is not a manifest as memrewrite writes it; make the artifact again.") from error
+    if schema != SCHEMA_VERSION:
+        raise UsageError(f"{file} has schema {schema!r}, known is {SCHEMA_VERSION}; use the memrewrite that wrote it.")
+    for name, digest in files.items():
+        _check(folder, name, digest)
+    if MODEL not in files:
+        raise UsageError(f"{file} names no {MODEL}; make the artifact again.")
+    return {**manifest, "files": files}
+
+
+def _check(folder: Path, name: str, digest: Any) -> None:
+    # An artifact is flat; anything but a plain name is an attempt to have another file read.
+    if name in ("", ".", "..") or any(sign in name for sign in "/\\:\0"):
+        raise UsageError(f"{folder / MANIFEST} names {name!r}, which is not a plain file name; do not use it.")
+    file = folder / name
+    if file.is_symlink():
+        raise UsageError(f"{file} is a link, which an artifact never holds; do not use it.")
+    if not file.is_file():
+        raise UsageError(f"{file} is missing; make the artifact again.")
+    if _digest(file) != digest:
+        raise UsageError(f"{file} is not what was written (its SHA-256 differs); make the artifact again.")
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()

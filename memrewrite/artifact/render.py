@@ -1,0 +1,78 @@
+"""The text of ``memrewrite_model.py``: the runtime's own sources, the generated program, and ``apply``."""
+
+import ast
+import inspect
+import pprint
+from types import ModuleType
+
+from memrewrite import __version__
+from memrewrite.artifact.manifest import CONSTANTS
+from memrewrite.runtime import dropin, likeness, segment, swish
+from memrewrite.runtime.likeness import Likeness
+
+_RUNTIME: tuple[ModuleType, ...] = (segment, swish, dropin, likeness)
+_WIDTH = 120
+_HEAD = '''"""A rewritten forward for one model; needs torch only. Written by memrewrite {version}.
+
+    from memrewrite_model import apply
+    model = apply(model)    # before DistributedDataParallel, torch.compile and the like
+
+The result shares every parameter and buffer with the model and is an instance of its class. It pickles wherever this
+file can be imported under the same name.
+"""
+
+{imports}
+
+'''
+_APPLY = '''
+_PROGRAMS[""] = PROGRAM  # what a pickle or a deep copy of the result finds
+
+# What the model must look like.
+MODEL = {expected}
+
+# Tensors in {file}, and whether each lies on the device of the parameters.
+CONSTANTS = {moving}
+
+
+def apply(model: nn.Module) -> nn.Module:
+    """A drop-in for ``model``; raises ``WrongModelError`` when this was not generated for it."""
+    refuse_other(model, MODEL)
+    return build(model, PROGRAM, read_constants(Path(__file__).with_name({file!r}), CONSTANTS, model))
+'''
+
+
+def render(source: str, expected: Likeness, moving: dict[str, bool]) -> str:
+    """The artifact's Python: ``source`` is a program's, ``expected`` the model's likeness, ``moving`` its constants."""
+    texts = [*map(inspect.getsource, _RUNTIME), source]
+    imports: dict[str, set[str]] = {"from pathlib": {"Path"}}
+    bodies = [_without_imports(text, imports) for text in texts]
+    end = _APPLY.format(expected=_literal(expected), moving=_literal(moving), file=CONSTANTS)
+    head = _HEAD.format(version=__version__, imports="\n".join(_import_lines(imports)))
+    text = head + "\n\n\n".join([*bodies, end.lstrip("\n")])
+    ast.parse(text)
+    return text
+
+
+def _without_imports(text: str, imports: dict[str, set[str]]) -> str:
+    """``text`` without its docstring and imports; those of other packages are added to ``imports``."""
+    lines = text.splitlines()
+    body = ast.parse(text).body
+    gone = [node for node in body if isinstance(node, ast.Import | ast.ImportFrom)]
+    gone += [node for node in body[:1] if isinstance(node, ast.Expr)]
+    for node in gone:
+        if isinstance(node, ast.ImportFrom) and not str(node.module).startswith("memrewrite"):
+            imports.setdefault(f"from {node.module}", set()).update(ast.unparse(name) for name in node.names)
+        elif isinstance(node, ast.Import):
+            for name in node.names:
+                imports.setdefault(f"import {ast.unparse(name)}", set())
+        lines[node.lineno - 1 : node.end_lineno] = [""] * ((node.end_lineno or node.lineno) - node.lineno + 1)
+    return "\n".join(lines).strip()
+
+
+def _import_lines(imports: dict[str, set[str]]) -> list[str]:
+    plain = sorted(text for text, names in imports.items() if not names)
+    return plain + [f"{text} import {', '.join(sorted(names))}" for text, names in sorted(imports.items()) if names]
+
+
+def _literal(value: object) -> str:
+    return pprint.pformat(value, width=_WIDTH, sort_dicts=False)

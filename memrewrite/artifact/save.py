@@ -1,0 +1,229 @@
+"""Write a rewritten model as a folder, whole or not at all.
+
+The files are written beside the target, read back and applied to the model, and moved into place in one step.
+"""
+
+import contextlib
+import inspect
+import json
+import os
+import platform
+import secrets
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import nn
+
+from memrewrite import __version__
+from memrewrite.artifact import manifest
+from memrewrite.artifact.load import import_artifact
+from memrewrite.artifact.render import render
+from memrewrite.errors import InternalError, UsageError
+from memrewrite.report.data import Measured, Report
+from memrewrite.runtime.dropin import Program
+from memrewrite.runtime.likeness import describe
+
+Check = Callable[[Path], Report | None]
+
+
+def save(
+    optimized: nn.Module,
+    directory: str | os.PathLike[str],
+    *,
+    force: bool = False,
+    report: Report | None = None,
+    check: Check | None = None,
+    weights: bool = False,
+) -> None:
+    """Write what ``memrewrite.optimize`` returned to the folder ``directory``, which must not exist unless ``force``.
+
+    The result is read back and compared with ``optimized``; then ``check`` is called with the temporary folder and may
+    raise to refuse it, or return a report that knows more than ``report`` (by default ``optimized.report``).
+    ``weights`` adds ``weights.safetensors``, for ``safetensors.torch.load_model``.
+    Raises ``UsageError`` when the folder cannot be written or there is nothing to save, and whatever ``check`` raises;
+    then nothing is left behind and an existing folder is as it was.
+    """
+    target = Path(os.path.abspath(directory))
+    program = _program(optimized)
+    check_place(Path(directory), force=force)
+    report = report or vars(optimized).get("report")
+    with _write_errors(directory), _draft(target) as draft:
+        facts = _write_model(draft, optimized, program)
+        if weights:
+            facts |= _write_weights(draft, optimized)
+        _finish(draft, facts, report)
+        _compare(draft, optimized, program)
+        if check is not None and (known := check(draft)) is not None:
+            _finish(draft, facts, known)
+        _move(draft, target)
+
+
+def check_place(directory: Path, *, force: bool) -> None:
+    """Raise ``UsageError`` when no artifact could be put at ``directory``; ``force`` allows replacing one."""
+    target = Path(os.path.abspath(directory))
+    if not target.parent.is_dir():
+        raise UsageError(f"There is no folder {target.parent} to put {directory} in; make it first.")
+    if not os.path.lexists(target):
+        return
+    if not force:
+        raise UsageError(f"{directory} exists already; give another folder, or force to replace it.")
+    if target.is_symlink() or not target.is_dir():
+        raise UsageError(f"{directory} is not a folder; give another one, or remove it.")
+    if foreign := sorted({file.name for file in target.iterdir()} - manifest.OWN):
+        raise UsageError(f"{directory} holds {foreign[0]}, which memrewrite did not write; give another folder.")
+
+
+def _program(optimized: nn.Module) -> Program:
+    program = getattr(optimized, "_memrewrite", None)
+    if program is None:
+        raise UsageError("The model is not a rewritten one, so there is nothing to save; optimize it first.")
+    if not isinstance(program, Program) or not program.source:
+        raise UsageError("The model was made by an artifact; copy that folder instead.")
+    return program
+
+
+@contextlib.contextmanager
+def _write_errors(directory: str | os.PathLike[str]) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"{directory} cannot be written: {error.strerror or error}; nothing was written.") from error
+
+
+@contextlib.contextmanager
+def _draft(target: Path) -> Iterator[Path]:
+    """A new folder beside ``target``, on the same file system, gone at the end unless it was moved."""
+    draft = target.with_name(f".{target.name}.tmp-{secrets.token_hex(6)}")
+    try:
+        draft.mkdir()
+        yield draft
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _write_model(draft: Path, optimized: nn.Module, program: Program) -> dict[str, Any]:
+    """Write the code and its constants; returns what the manifest says of them."""
+    likeness = describe(optimized)
+    constants = {k: v for k, v in optimized.named_buffers() if k.startswith("memrewrite_constant_")}
+    device = next((leaf[1] for leaf in program.leaves if leaf[0] != "constant"), None)
+    moving = {name: device is None or tensor.device.type == device for name, tensor in constants.items()}
+    (draft / manifest.MODEL).write_text(render(program.source, likeness, moving), encoding="utf-8")
+    if constants:
+        torch.save({name: tensor.detach().cpu() for name, tensor in constants.items()}, draft / manifest.CONSTANTS)
+    base = type(optimized).__mro__[1]
+    return {
+        "memrewrite": __version__,
+        "model": f"{base.__module__}.{base.__qualname__}",
+        "source": {name.removeprefix("class "): facts["code"] for name, facts in likeness.items() if "code" in facts},
+        "torch": {"written_with": torch.__version__, "minimum": manifest.TORCH_MINIMUM},
+        "python": platform.python_version(),
+    }
+
+
+def _write_weights(draft: Path, optimized: nn.Module) -> dict[str, Any]:
+    """Write parameters and persistent buffers, tied ones once; the manifest says which, and which lie channels-last."""
+    from safetensors.torch import save_model
+
+    state = optimized.state_dict(keep_vars=True)
+    if others := [name for name, value in state.items() if not isinstance(value, torch.Tensor)]:
+        raise UsageError(f"weights.safetensors cannot hold {others[0]}, which is not a tensor; save without weights.")
+    try:
+        save_model(optimized, str(draft / manifest.WEIGHTS))
+    except RuntimeError as error:
+        raise UsageError(f"weights.safetensors cannot hold this model: {error}; save without weights.") from error
+    owners: dict[int, str] = {}
+    first = {name: owners.setdefault(id(tensor), name) for name, tensor in state.items()}
+    channels_last = [name for name, tensor in state.items() if _is_channels_last(tensor)]
+    tied = {name: owner for name, owner in first.items() if name != owner}
+    return {"weights": {"tied": tied, "channels_last": channels_last}}
+
+
+def _is_channels_last(tensor: torch.Tensor) -> bool:
+    return (
+        tensor.dim() == 4
+        and not tensor.is_contiguous()
+        and tensor.is_contiguous(memory_format=torch.channels_last)
+    )
+
+
+def _finish(draft: Path, facts: dict[str, Any], report: Report | None) -> None:
+    """Write the report, and the manifest over everything."""
+    if report is None:
+        manifest.write(draft, facts)
+        return
+    (draft / manifest.REPORT).write_text(json.dumps(report.to_json(), indent=2) + "\n", encoding="utf-8")
+    peaks = {
+        "predicted_before": report.predicted_before.peak,
+        "predicted_after": report.predicted_after.peak,
+        "measured_before": _peak(report.measured_before),
+        "measured_after": _peak(report.measured_after),
+    }
+    manifest.write(draft, {**facts, "budget": report.budget, "peaks": peaks})
+
+
+def _peak(measured: Measured | None) -> int | None:
+    return None if measured is None else measured.peak
+
+
+def _compare(draft: Path, optimized: nn.Module, program: Program) -> None:
+    """Read the draft back and apply it to the model: it must run the very instructions that were verified."""
+    known = set(sys.modules)
+    module = import_artifact(draft)
+    try:
+        applied = module.apply(_original(optimized))
+    finally:
+        if module.__name__ not in known:
+            del sys.modules[module.__name__]
+    if _essence(type(applied)._memrewrite) != _essence(program):
+        raise InternalError("The artifact runs another program than the model; please report it.")
+    mine, theirs = ([(n, b.dtype, b.shape) for n, b in m.named_buffers()] for m in (optimized, applied))
+    if mine != theirs:
+        raise InternalError("The artifact has other buffers than the model; please report it.")
+
+
+def _original(optimized: nn.Module) -> nn.Module:
+    """The model that ``optimized`` was made from, sharing everything with it."""
+    kind = type(optimized).__mro__[1]
+    original: nn.Module = kind.__new__(kind)
+    original.__dict__.update({k: v for k, v in vars(optimized).items() if not k.startswith("_memrewrite")})
+    buffers = optimized.__dict__["_buffers"]
+    original.__dict__["_buffers"] = {k: v for k, v in buffers.items() if not k.startswith("memrewrite_constant_")}
+    return original
+
+
+def _essence(program: Any) -> tuple[Any, ...]:
+    """Everything a program is but its text and its place: what calls it takes and the instructions it runs."""
+    run = program.run
+    functions = [f for f in run.__globals__.values() if inspect.isfunction(f) and _is_generated(f.__name__)]
+    code = sorted((f.__name__, _instructions(f.__code__)) for f in functions)
+    return program.names, program.tree, repr((program.leaves, program.training, program.dtype)), code
+
+
+def _is_generated(name: str) -> bool:
+    return name == "graph" or name.startswith(("segment_", "region_"))
+
+
+def _instructions(code: CodeType) -> str:
+    constants = [_instructions(c) if isinstance(c, CodeType) else c for c in code.co_consts]
+    return repr((code.co_code, code.co_names, code.co_varnames, constants))
+
+
+def _move(draft: Path, target: Path) -> None:
+    """Put ``draft`` in the place of ``target``; what was there is gone only when the new one is there."""
+    aside = target.with_name(f".{target.name}.old-{secrets.token_hex(6)}")
+    replaced = os.path.lexists(target)
+    try:
+        if replaced:
+            os.replace(target, aside)
+        os.replace(draft, target)
+    except BaseException:
+        if aside.exists() and not target.exists():
+            os.replace(aside, target)
+        raise
+    if replaced:
+        shutil.rmtree(aside, ignore_errors=True)
