@@ -14,8 +14,9 @@ from memrewrite.errors import CaptureError, MemrewriteError, NotEquivalentError,
 from memrewrite.measure import measure
 from memrewrite.options import Budget
 from memrewrite.plan.facts import chain, compute_nodes
-from memrewrite.report.data import Measured, Peaks, Report, Segment
+from memrewrite.report.data import Measured, Peaks, Report, Segment, attach
 from memrewrite.rewrite import where
+from memrewrite.runtime.dropin import with_hooks_of, without_hooks
 from memrewrite.simulate import Timeline, simulate
 from memrewrite.simulate.workspaces import workspace_bytes
 from memrewrite.step import Inputs, Step, device_type
@@ -53,25 +54,28 @@ def optimize(
 
     ``example_inputs`` is a tensor or a tuple; ``budget`` text such as ``"8GB"``, ``"60%"`` or ``"min"``, an int of
     bytes or a ``Budget``, and bounds the peak of a steady step: parameters, gradients, optimizer state, inputs,
-    activations, temporaries and library workspaces. ``optimizer`` is ``"none"``, ``"sgd"``, ``"sgd-momentum"``, ``"adam"``,
-    ``"adamw"``, a ``torch.optim`` class, a factory of one, or None; ``loss_fn(output)`` gives a scalar; ``amp`` is
-    ``"bf16"`` or ``"fp16"``; ``mode`` is by default the one the model is in. ``passes`` names those allowed, ``exact``
-    keeps the forward bit-equal. ``verify=False`` returns the result unproved.
+    activations, temporaries and library workspaces. ``optimizer`` is ``"none"``, ``"sgd"``, ``"sgd-momentum"``,
+    ``"adam"``, ``"adamw"``, a ``torch.optim`` class, a factory of one, or None; ``loss_fn(output)`` gives a scalar;
+    ``amp`` is ``"bf16"`` or ``"fp16"``; ``mode`` is by default the one the model is in. ``passes`` names those allowed,
+    ``exact`` keeps the forward bit-equal. ``verify=False`` returns the result unproved.
 
-    The result shares every Parameter and buffer with ``model``, is an instance of its class, and carries ``.report``;
-    where nothing was to rewrite it is ``model`` itself. ``model`` is left as it is. ``progress`` is told each stage.
+    The result shares every Parameter and buffer with ``model``, is an instance of its class, and carries ``.report``
+    (where the class has a ``report`` of its own that stays, and ``memrewrite.report_of(result)`` gives ours); where
+    nothing was to rewrite it is ``model`` itself. ``model`` is left as it is; hooks on it are not called meanwhile and
+    work on the result as before. ``progress`` is told each stage.
     Raises ``CaptureError``, ``BudgetInfeasibleError``, ``NotEquivalentError``, ``MeasurementError``, ``UsageError``.
     """
-    names = None if passes is None else tuple(passes)
+    names = (passes,) if isinstance(passes, str) else None if passes is None else tuple(passes)
     registry.check(names)
     inputs = Inputs(example_inputs if isinstance(example_inputs, tuple) else (example_inputs,), example_kwargs or {})
     step = make_step(model, optimizer, loss_fn, amp, mode)
+    bare = without_hooks(model)
     limit = None if budget is None else Budget.parse(budget)
     progress("simulate")
     workspace = workspace_bytes(_device(model, inputs), step.amp, step.mode)
-    before = simulate_original(model, inputs, step, workspace)
+    before = simulate_original(bare, inputs, step, workspace)
     progress("capture")
-    line = pipeline.Line(model, capture(model, inputs), inputs, step, workspace, {})
+    line = pipeline.Line(bare, capture(bare, inputs), inputs, step, workspace, {})
     progress("rewrite")
     pipeline.rewrite(line, names, exact)
     measured = None
@@ -80,14 +84,15 @@ def optimize(
         measured = _meet(line, limit, before.peak, names)
     pipeline.mark_inplace(line, names)
     if not any(result.modified for result in line.results.values()):
-        return _attach(model, _report(line, limit, before, before, None, measured))
+        return _with_report(model, _report(line, limit, before, before, None, measured))
     result = line.build()
     verdict = None
     if verify:
         progress("verify")
         verdict = _prove(line, result, seed)
     after = simulate(result, inputs, step, workspace_bytes=workspace)
-    return _attach(result, _report(line, limit, before, after, verdict, measured))
+    with_hooks_of(model, result)
+    return _with_report(result, _report(line, limit, before, after, verdict, measured))
 
 
 def simulate_original(model: nn.Module, inputs: Inputs, step: Step, workspace: int) -> Timeline:
@@ -118,7 +123,9 @@ def make_step(
     now: Literal["train", "inference"] = "train" if model.training else "inference"
     if mode is not None and mode != now:
         raise UsageError(f"The model is in {now} mode; call model.{'train' if mode == 'train' else 'eval'}() first.")
-    if hasattr(model, "_memrewrite"):
+    if "forward" in vars(model):
+        raise UsageError("The model's forward was replaced on the object; define it in the model's class instead.")
+    if hasattr(type(model), "_memrewrite"):
         raise UsageError("The model is already optimized; optimize the original again with the new budget.")
     if now == "train" and not any(p.requires_grad for p in model.parameters()):
         raise UsageError("No parameter requires a gradient, so there is no training step; call model.eval() first.")
@@ -219,8 +226,8 @@ def _segments(line: pipeline.Line) -> tuple[Segment, ...]:
     return tuple(found)
 
 
-def _attach(module: nn.Module, report: Report) -> OptimizedModule:
-    module.__dict__["report"] = report
+def _with_report(module: nn.Module, report: Report) -> OptimizedModule:
+    attach(module, report)
     return cast(OptimizedModule, module)
 
 

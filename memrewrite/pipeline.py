@@ -1,6 +1,7 @@
 """The middle of the line: a captured model is rewritten, planned under the budget and built, all on fake tensors."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -43,10 +44,10 @@ class Line:
         """Fresh facts about the graph as it is now."""
         return observe(self.captured.graph_module, self.example, self.step.amp, grad=self.step.mode == "train")
 
-    def apply(self, graph_pass: Pass) -> Result:
-        """Run one pass and hold it to what it says about itself."""
+    def apply(self, graph_pass: Pass, effects: Effects | None = None) -> Result:
+        """Run one pass, on fresh effects unless others are given, and hold it to what it says about itself."""
         before = self.captured.graph_module.code
-        result = graph_pass(self.captured.graph_module, self.observe())
+        result = graph_pass(self.captured.graph_module, effects or self.observe())
         self.captured.graph_module.graph.lint()
         self.captured.graph_module.recompile()
         changed = self.captured.graph_module.code != before
@@ -81,6 +82,7 @@ def plan(line: Line, budget: int) -> Fitted:
 
     Marks the plan of the lowest peak when none fits.
     """
+    clear(line.captured.graph_module)
     effects = line.observe()
     timeline = line.simulate()
     numbers = chain(effects, device_type(line.model, line.inputs), line.step.amp)
@@ -102,9 +104,33 @@ def no_plan(line: Line, budget: int) -> Fitted:
 
 
 def mark_inplace(line: Line, names: tuple[str, ...] | None) -> None:
-    """Mark activations in place, last, because legality depends on the segments."""
-    if names is None or InplaceActivation.name in names:
-        line.apply(InplaceActivation())
+    """Mark activations in place, last, because legality depends on the segments.
+
+    What autograd keeps depends on the call: it is observed as if everything required a gradient and without autocast,
+    whose copies would be kept in place of what is marked, so that whoever calls the result may choose.
+    """
+    if names is not None and InplaceActivation.name not in names:
+        return
+    with _all_trained(line.model):
+        example = [t.detach().requires_grad_(_differentiable(t)) for t in line.example]
+        effects = observe(line.captured.graph_module, example, grad=line.step.mode == "train")
+        line.apply(InplaceActivation(), effects)
+
+
+@contextmanager
+def _all_trained(model: nn.Module) -> Iterator[None]:
+    frozen = [p for p in model.parameters() if not p.requires_grad and _differentiable(p)]
+    try:
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+
+
+def _differentiable(tensor: Tensor) -> bool:
+    return (tensor.is_floating_point() or tensor.is_complex()) and not tensor.is_inference()
 
 
 def without_segments(line: Line) -> Callable[[], None]:
