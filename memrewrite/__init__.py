@@ -21,7 +21,7 @@ from memrewrite.options import Budget
 if TYPE_CHECKING:
     from memrewrite.api import OptimizedModule, optimize
     from memrewrite.artifact.load import load
-    from memrewrite.report.data import Report
+    from memrewrite.report.data import Report, report_of
     from memrewrite.runtime.dropin import FallbackWarning
     from memrewrite.runtime.swish import Swish, swish
 
@@ -34,6 +34,7 @@ _LAZY = {
     "Swish": "memrewrite.runtime.swish",
     "load": "memrewrite.artifact.load",
     "optimize": "memrewrite.api",
+    "report_of": "memrewrite.report.data",
     "swish": "memrewrite.runtime.swish",
 }
 
@@ -52,6 +53,7 @@ __all__ = [
     "UsageError",
     "load",
     "optimize",
+    "report_of",
     "swish",
 ]
 

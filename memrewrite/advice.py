@@ -1,5 +1,6 @@
 """What else would fit when no plan does: each suggestion simulated, none guessed."""
 
+import math
 from dataclasses import replace
 
 import torch
@@ -10,6 +11,7 @@ from memrewrite.errors import BudgetInfeasibleError
 from memrewrite.options import format_bytes
 from memrewrite.pipeline import Line
 from memrewrite.private import tree_map
+from memrewrite.runtime.dropin import accept
 from memrewrite.simulate import simulate
 from memrewrite.step import Inputs, Step
 
@@ -41,7 +43,7 @@ def _smaller_batches(line: Line, budget: int) -> list[str]:
         peak = _peak(line, line.step, _first(line.inputs, batch, size))
         if peak <= budget:
             return [
-                f"{parts} micro-batches of {size} with gradient accumulation: {format_bytes(peak)} "
+                f"{parts} micro-batches of {size} with gradient accumulation: {format_bytes(int(peak))} "
                 "(batch normalization then sees the smaller batch)"
             ]
         parts *= 2
@@ -60,12 +62,17 @@ def _leaner_steps(line: Line, budget: int) -> list[str]:
     found = []
     for name, step in lean.items():
         if step != line.step and (peak := _peak(line, step, line.inputs)) <= budget:
-            found.append(f"{name}: {format_bytes(peak)}")
+            found.append(f"{name}: {format_bytes(int(peak))}")
     return found
 
 
-def _peak(line: Line, step: Step, inputs: Inputs) -> int:
-    return simulate(line.build(), inputs, step, workspace_bytes=line.workspace).peak
+def _peak(line: Line, step: Step, inputs: Inputs) -> float:
+    """The peak in bytes, infinite where the rewritten forward was not captured for these inputs."""
+    module = line.build()
+    tensors, _ = accept(vars(type(module))["_memrewrite"], module, inputs.args, inputs.kwargs)
+    if tensors is None:
+        return math.inf
+    return simulate(module, inputs, step, workspace_bytes=line.workspace).peak
 
 
 def _first(inputs: Inputs, batch: int, size: int) -> Inputs:

@@ -16,7 +16,6 @@ from memrewrite.options import Budget
 from memrewrite.plan.facts import chain, compute_nodes
 from memrewrite.report.data import Measured, Peaks, Report, Segment, attach
 from memrewrite.rewrite import where
-from memrewrite.runtime.dropin import with_hooks_of, without_hooks
 from memrewrite.simulate import Timeline, simulate
 from memrewrite.simulate.workspaces import workspace_bytes
 from memrewrite.step import Inputs, Step, device_type
@@ -69,7 +68,7 @@ def optimize(
     registry.check(names)
     inputs = Inputs(example_inputs if isinstance(example_inputs, tuple) else (example_inputs,), example_kwargs or {})
     step = make_step(model, optimizer, loss_fn, amp, mode)
-    bare = without_hooks(model)
+    bare = pipeline.without_hooks(model)
     limit = None if budget is None else Budget.parse(budget)
     progress("simulate")
     workspace = workspace_bytes(_device(model, inputs), step.amp, step.mode)
@@ -91,7 +90,7 @@ def optimize(
         progress("verify")
         verdict = _prove(line, result, seed)
     after = simulate(result, inputs, step, workspace_bytes=workspace)
-    with_hooks_of(model, result)
+    pipeline.with_hooks_of(model, result)
     return _with_report(result, _report(line, limit, before, after, verdict, measured))
 
 
@@ -142,20 +141,26 @@ def _meet(line: pipeline.Line, limit: Budget, original: int, names: tuple[str, .
     target = budget
     on_cuda = device_type(line.model, line.inputs) == "cuda"
     for _ in range(_CORRECTIONS):
-        fitted = pipeline.plan(line, target) if _may_checkpoint(names) else pipeline.no_plan(line, target)
-        if not fitted.fits and not limit.minimum:
-            raise infeasible(line, budget, fitted.peak)
+        fitted = pipeline.plan(line, target) if _may_checkpoint(line, names) else pipeline.no_plan(line, target)
+        last = not fitted.fits and not limit.minimum
+        if last:
+            pipeline.mark_inplace(line, names)
+            lowest = line.simulate().peak + budget - target
+            if lowest > budget:
+                raise infeasible(line, budget, lowest)
         if not on_cuda:
             return None
         measured = measure(line.build(), line.inputs, line.step, steps=3)
         if limit.minimum or measured.peak <= budget:
             return measured
+        if last:
+            break
         target -= measured.peak - budget
     raise infeasible(line, budget, measured.peak)
 
 
-def _may_checkpoint(names: tuple[str, ...] | None) -> bool:
-    return names is None or "checkpoint_segments" in names
+def _may_checkpoint(line: pipeline.Line, names: tuple[str, ...] | None) -> bool:
+    return line.step.mode == "train" and (names is None or "checkpoint_segments" in names)
 
 
 def _prove(line: pipeline.Line, result: nn.Module, seed: int) -> Verdict:
@@ -171,7 +176,8 @@ def _prove(line: pipeline.Line, result: nn.Module, seed: int) -> Verdict:
             verdict = segments
     if not verdict.equivalent:
         done = ", ".join(name for name, r in line.results.items() if r.modified)
-        raise NotEquivalentError(f"The rewritten model is not equivalent ({done}): {verdict.summary}")
+        notes = "".join(f" {note}" for note in line.captured.notes)
+        raise NotEquivalentError(f"The rewritten model is not equivalent ({done}): {verdict.summary}.{notes}")
     return verdict
 
 

@@ -15,7 +15,8 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from memrewrite import api, target
+from memrewrite import api, registry, target
+from memrewrite.artifact.recheck import verify_in_child
 from memrewrite.artifact.save import check_place, save
 from memrewrite.capture import capture
 from memrewrite.codegen import generate
@@ -25,7 +26,7 @@ from memrewrite.measure import Loader, measure_in_child
 from memrewrite.options import Budget, format_bytes
 from memrewrite.progress import Stages
 from memrewrite.report import tables
-from memrewrite.report.data import SCHEMA_VERSION, Measured, Report
+from memrewrite.report.data import SCHEMA_VERSION, Measured, Report, report_of
 from memrewrite.simulate.workspaces import workspace_bytes
 from memrewrite.step import Inputs, Step
 from memrewrite.stepspec import StepSpec
@@ -126,7 +127,7 @@ def _optimize(job: _Job, stage: Stages) -> _Outcome:
         seed=request.seed,
         progress=stage,
     )
-    report: Report = replace(vars(optimized)["report"], model=job.name)
+    report: Report = replace(report_of(optimized), model=job.name)
     changes = _changes(job, optimized) if request.diff else None
     report = _finish(job, optimized, report, stage)
     written = request.output if report.changed else None
@@ -146,24 +147,27 @@ def _optimize(job: _Job, stage: Stages) -> _Outcome:
 def _finish(job: _Job, optimized: nn.Module, report: Report, stage: Stages) -> Report:
     """Measure and save what is asked for; the report with what was measured.
 
-    The measuring process loads the rewritten model from its folder, which gets its name only after that went well.
+    What is saved is verified once more, in a fresh process. That one and the measuring process load the rewritten
+    model from its folder, which gets its name only after both went well.
     """
     request = job.request
     if not report.changed:
         return _measured(job, report, None, stage) if request.measure else report
     known = report
 
-    def measure(draft: Path) -> Report:
+    def check(draft: Path) -> Report:
         nonlocal known
+        if request.output is not None and request.verify:
+            _verify_saved(job, report, draft, stage)
         known = _measured(job, report, draft, stage) if request.measure else report
         return known
 
     stage("save")
     if request.output is not None:
-        save(optimized, request.output, force=request.force, report=report, check=measure)
+        save(optimized, request.output, force=request.force, report=report, check=check)
     elif request.measure:
         with tempfile.TemporaryDirectory(prefix="memrewrite-") as scratch:
-            save(optimized, Path(scratch) / "rewritten", report=report, check=measure)
+            save(optimized, Path(scratch) / "rewritten", report=report, check=check)
     return known
 
 
@@ -173,10 +177,7 @@ def _measured(job: _Job, report: Report, artifact: Path | None, stage: Stages) -
     ``artifact`` is the saved rewritten model, None where nothing was rewritten.
     """
     request = job.request
-    job.module.to("cpu")  # the device belongs to the measuring processes now
-    if job.device.type == "cuda":
-        torch.cuda.empty_cache()
-    loader = Loader(request.target, request.input, request.batch_size, device=str(job.device), seed=request.seed)
+    loader = _loader(job)
 
     def measured(what: Loader, name: str) -> Measured:
         stage(f"measure {name}")
@@ -191,6 +192,25 @@ def _measured(job: _Job, report: Report, artifact: Path | None, stage: Stages) -
         report = replace(report, notes=(*report.notes, f"The original does not fit: {error}"))
     after = before if artifact is None else measured(replace(loader, artifact=str(artifact)), "rewritten")
     return replace(report, measured_before=before, measured_after=after)
+
+
+def _verify_saved(job: _Job, report: Report, artifact: Path, stage: Stages) -> None:
+    """Raise ``NotEquivalentError`` unless the artifact is what was proved; bit for bit where arithmetic was kept."""
+    stage("verify saved")
+    exact_passes = {each.name for each in registry.patterns(None, job.request.exact) if each.exact}
+    inexact = set(registry.PATTERNS) - exact_passes
+    exact = inexact.isdisjoint(name for name, _, _ in report.rewrites)
+    loader = replace(_loader(job), artifact=str(artifact))
+    verify_in_child(loader, job.spec, exact=exact, timeout_s=job.request.timeout)
+
+
+def _loader(job: _Job) -> Loader:
+    """How another process loads the model; this one gives up the device for it."""
+    job.module.to("cpu")
+    if job.device.type == "cuda":
+        torch.cuda.empty_cache()
+    request = job.request
+    return Loader(request.target, request.input, request.batch_size, device=str(job.device), seed=request.seed)
 
 
 def _changes(job: _Job, optimized: nn.Module) -> str:

@@ -6,7 +6,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, TextIO
 
 import torch
@@ -61,6 +61,17 @@ def _measure(job: dict[str, Any]) -> dict[str, Any]:
     return asdict(measure(module, inputs, step, steps=job["steps"]))
 
 
+def _verify(job: dict[str, Any]) -> dict[str, Any]:
+    from memrewrite.artifact.load import load as load_artifact
+    from memrewrite.verify import verify
+
+    loader = Loader.from_json(job["loader"])
+    original, inputs, step = _load(replace(loader, artifact=None), StepSpec.from_json(job["step"]))
+    rewritten = load_artifact(str(loader.artifact), original)
+    verdict = verify(original, rewritten, inputs, step, exact=job["exact"], seed=loader.seed)
+    return {"equivalent": verdict.equivalent, "summary": verdict.summary}
+
+
 def _load(loader: Loader, spec: StepSpec) -> tuple[nn.Module, Inputs, Step]:
     torch.manual_seed(loader.seed)
     loaded = load(loader.target, loader.inputs, loader.batch_size)
@@ -70,7 +81,9 @@ def _load(loader: Loader, spec: StepSpec) -> tuple[nn.Module, Inputs, Step]:
         raise UsageError(f"Device {loader.device!r} is unknown; give cpu or cuda:0.") from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UsageError(f"Device {loader.device} was asked for but PyTorch finds no CUDA device; use cpu.")
-    module = loaded.module.to(device).train(spec.mode == "train")
+    module = loaded.module.to(device)
+    if module.training != (spec.mode == "train"):  # else leave submodules the user froze as they are
+        module.train(spec.mode == "train")
     if loader.artifact is not None:
         from memrewrite.artifact.load import apply
 
@@ -82,7 +95,11 @@ def _workspaces(job: dict[str, Any]) -> int:
     return allocated_by_libraries(torch.device(job["device"]), amp_dtype(job["amp"]), job["mode"])
 
 
-_JOBS: dict[str, Callable[[dict[str, Any]], Any]] = {"measure": _measure, "workspaces": _workspaces}
+_JOBS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "measure": _measure,
+    "verify": _verify,
+    "workspaces": _workspaces,
+}
 
 if __name__ == "__main__":
     main()

@@ -3,12 +3,14 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
 from memrewrite import registry
 from memrewrite.capture import Captured
 from memrewrite.capture.normal import leaf_tensors
+from memrewrite.checks import broken, health
 from memrewrite.codegen import generate
 from memrewrite.effects import GRANULE, Effects, observe
 from memrewrite.errors import InternalError
@@ -44,15 +46,20 @@ class Line:
         """Fresh facts about the graph as it is now."""
         return observe(self.captured.graph_module, self.example, self.step.amp, grad=self.step.mode == "train")
 
-    def apply(self, graph_pass: Pass, effects: Effects | None = None) -> Result:
-        """Run one pass, on fresh effects unless others are given, and hold it to what it says about itself."""
+    def apply(self, graph_pass: Pass, look: Callable[[], Effects] | None = None) -> Result:
+        """Run one pass on what ``look`` sees (``observe`` by default) and hold it to what it says about itself."""
+        look = look or self.observe
         before = self.captured.graph_module.code
-        result = graph_pass(self.captured.graph_module, effects or self.observe())
+        effects = look()
+        healthy = health(effects)
+        result = graph_pass(self.captured.graph_module, effects)
         self.captured.graph_module.graph.lint()
         self.captured.graph_module.recompile()
         changed = self.captured.graph_module.code != before
         if changed != result.modified and graph_pass.name != CheckpointSegments.name:
             raise InternalError(f"The pass {graph_pass.name} says modified={result.modified}; its code says {changed}.")
+        if changed and (wrongs := broken(healthy, health(look()))):
+            raise InternalError(f"The pass {graph_pass.name} broke the graph: {' '.join(wrongs)}")
         self.results[graph_pass.name] = result
         self.arithmetic_changed |= result.modified and not graph_pass.exact
         return result
@@ -69,6 +76,25 @@ class Line:
     def segments(self, plan: Plan) -> None:
         """Turn a plan into segments."""
         self.apply(CheckpointSegments(plan))
+
+
+def without_hooks(model: nn.Module) -> nn.Module:
+    """The same model, sharing everything with ``model`` but the hooks registered on ``model`` itself."""
+    kind = type(model)
+    result = kind.__new__(kind)
+    vars(result).update(vars(model))
+    vars(result).update({name: type(hooks)() for name, hooks in _call_hooks(model).items()})
+    return result
+
+
+def with_hooks_of(model: nn.Module, result: nn.Module) -> None:
+    """Share the hooks registered on ``model`` itself with ``result``; their handles remove them from both."""
+    vars(result).update(_call_hooks(model))
+
+
+def _call_hooks(model: nn.Module) -> dict[str, dict[int, Any]]:
+    """The dictionaries that calls of the model look into, not those of state dictionaries."""
+    return {k: v for k, v in vars(model).items() if k.startswith(("_forward_", "_backward_")) and isinstance(v, dict)}
 
 
 def rewrite(line: Line, names: tuple[str, ...] | None, exact: bool) -> None:
@@ -104,17 +130,17 @@ def no_plan(line: Line, budget: int) -> Fitted:
 
 
 def mark_inplace(line: Line, names: tuple[str, ...] | None) -> None:
-    """Mark activations in place, last, because legality depends on the segments.
+    """Mark activations in place, once and last, because legality depends on the segments.
 
     What autograd keeps depends on the call: it is observed as if everything required a gradient and without autocast,
     whose copies would be kept in place of what is marked, so that whoever calls the result may choose.
     """
-    if names is not None and InplaceActivation.name not in names:
+    if InplaceActivation.name in line.results or (names is not None and InplaceActivation.name not in names):
         return
     with _all_trained(line.model):
         example = [t.detach().requires_grad_(_differentiable(t)) for t in line.example]
-        effects = observe(line.captured.graph_module, example, grad=line.step.mode == "train")
-        line.apply(InplaceActivation(), effects)
+        graph_module, grad = line.captured.graph_module, line.step.mode == "train"
+        line.apply(InplaceActivation(), lambda: observe(graph_module, example, grad=grad))
 
 
 @contextmanager

@@ -37,6 +37,7 @@ from torch.utils._pytree import (
     tree_unflatten,
     treespec_dumps,
 )
+from torch.utils._sympy.printers import PythonPrinter
 
 # What fake tensors raise where a result depends on data, or an operator knows no shapes.
 FAKE_TENSOR_ERRORS: tuple[type[Exception], ...] = (
@@ -47,7 +48,13 @@ FAKE_TENSOR_ERRORS: tuple[type[Exception], ...] = (
 )
 
 # Where the functions live that Dynamo's graphs call by no public name.
-C_FUNCTIONS: dict[str, Any] = {"torch._C": torch._C, "torch._C._nn": torch._C._nn}
+C_FUNCTIONS: dict[str, Any] = {
+    "torch._C": torch._C,
+    "torch._C._nn": torch._C._nn,
+    "torch._C._fft": torch._C._fft,
+    "torch._C._linalg": torch._C._linalg,
+    "torch._C._special": torch._C._special,
+}
 
 __all__ = [
     "C_FUNCTIONS",
@@ -60,9 +67,11 @@ __all__ = [
     "checkpoint_calls",
     "clear_cublas_workspaces",
     "foreach_on_fake_tensors",
+    "has_global_module_hooks",
     "is_mutable",
     "named_arguments",
     "returns_view",
+    "size_conditions",
     "tree_flatten",
     "tree_iter",
     "tree_leaves",
@@ -84,6 +93,22 @@ def foreach_on_fake_tensors() -> Iterator[None]:
         yield
     finally:
         _foreach_types.remove(FakeTensor)
+
+
+def has_global_module_hooks() -> bool:
+    """Whether hooks for every module are registered; there are functions to register them but none that asks."""
+    return bool(torch.nn.modules.module._has_any_global_hook())
+
+
+def size_conditions(size: torch.SymInt) -> list[str]:
+    """What tracing assumed about sizes beside their being at least 2, as Python expressions over their symbols.
+
+    ``torch.export`` checks them in a module of its own; a graph written as source needs them as text.
+    """
+    environment = size.node.shape_env
+    printer = PythonPrinter()  # type: ignore[no-untyped-call]
+    guards = [environment.replace(guard.expr) for guard in environment.guards]
+    return [printer.doprint(guard) for guard in dict.fromkeys(guards) if guard != True]  # noqa: E712  (a sympy value)
 
 
 # An operator's schema has no public spelling; which argument is the dropout probability and whether an operator

@@ -151,23 +151,19 @@ def test_an_interrupt_in_the_middle_is_130(capsys: pytest.CaptureFixture[str], m
     assert capsys.readouterr().err.strip().splitlines() == ["memrewrite: interrupted; nothing half-written is left."]
 
 
-SLOW = (
-    FULL.replace("self.fc(x) * torch.sigmoid(self.fc(x))", "self.fc(x)")
-    .replace(
-        "def forward(self, x):",
-        """def forward(self, x):
+SLOW = FULL.replace(
+    "def forward(self, x):",
+    """def forward(self, x):
         if "memrewrite.measure_child" in " ".join(sys.orig_argv):
             pathlib.Path("child.pid").write_text(str(os.getpid()))
             time.sleep(60)""",
-    )
-    .replace("import torch\n", "import os, pathlib, sys, time\nimport torch\n", 1)
-)
+).replace("import torch\n", "import os, pathlib, sys, time\nimport torch\n", 1)
 
 
 def test_ctrl_c_while_measuring_leaves_no_child(tmp_path: Path) -> None:
     Path("slow.py").write_text(SLOW)
     before = listing()
-    command = [sys.executable, "-m", "memrewrite", "optimize", "slow.py", "--no-verify", "--device", "cpu"]
+    command = [sys.executable, "-m", "memrewrite", "optimize", "slow.py", "--no-verify", "--device", "cpu", "-o", "out"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         child = _wait_for_pid(Path("child.pid"), process)
         process.send_signal(signal.SIGINT)

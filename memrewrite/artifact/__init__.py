@@ -1,6 +1,6 @@
 """A rewritten model as a folder of Python that needs torch only.
 
-    out/ memrewrite_model.py    apply(model) -> drop-in: the runtime, the generated forward, what the model must look like
+    out/ memrewrite_model.py    apply(model) -> drop-in: the runtime and the generated forward
          constants.pt           tensors the model made from Python values, if any
          weights.safetensors    on request
          report.json            what was done, refused, predicted, measured and proved

@@ -2,7 +2,7 @@
 
 import ast
 import inspect
-import pprint
+from collections.abc import Mapping
 from types import ModuleType
 
 from memrewrite import __version__
@@ -11,7 +11,6 @@ from memrewrite.runtime import dropin, likeness, segment, swish
 from memrewrite.runtime.likeness import Likeness
 
 _RUNTIME: tuple[ModuleType, ...] = (segment, swish, dropin, likeness)
-_WIDTH = 120
 _HEAD = '''"""A rewritten forward for one model; needs torch only. Written by memrewrite {version}.
 
     from memrewrite_model import apply
@@ -23,7 +22,11 @@ file can be imported under the same name.
 
 {imports}
 
+# The runtime, the same in every artifact.
+
+
 '''
+_PROGRAM = "# The model's own forward.\n\n"
 _APPLY = '''
 _PROGRAMS[""] = PROGRAM  # what a pickle or a deep copy of the result finds
 
@@ -45,10 +48,10 @@ def render(source: str, expected: Likeness, moving: dict[str, bool]) -> str:
     """The artifact's Python: ``source`` is a program's, ``expected`` the model's likeness, ``moving`` its constants."""
     texts = [*map(inspect.getsource, _RUNTIME), source]
     imports: dict[str, set[str]] = {"from pathlib": {"Path"}}
-    bodies = [_without_imports(text, imports) for text in texts]
-    end = _APPLY.format(expected=_literal(expected), moving=_literal(moving), file=CONSTANTS)
-    head = _HEAD.format(version=__version__, imports="\n".join(_import_lines(imports)))
-    text = head + "\n\n\n".join([*bodies, end.lstrip("\n")])
+    *bodies, program = [_without_imports(text, imports) for text in texts]
+    end = _APPLY.format(expected=_table(expected), moving=_table(moving), file=CONSTANTS)
+    head = _HEAD.format(version=__version__, imports=_import_lines(imports))
+    text = head + "\n\n\n".join([*bodies, _PROGRAM + program, end.lstrip("\n")])
     ast.parse(text)
     return text
 
@@ -57,9 +60,8 @@ def _without_imports(text: str, imports: dict[str, set[str]]) -> str:
     """``text`` without its docstring and imports; those of other packages are added to ``imports``."""
     lines = text.splitlines()
     body = ast.parse(text).body
-    gone = [node for node in body if isinstance(node, ast.Import | ast.ImportFrom)]
-    gone += [node for node in body[:1] if isinstance(node, ast.Expr)]
-    for node in gone:
+    docstring = [node for node in body[:1] if isinstance(node, ast.Expr)]
+    for node in [*docstring, *(node for node in body if isinstance(node, ast.Import | ast.ImportFrom))]:
         if isinstance(node, ast.ImportFrom) and not str(node.module).startswith("memrewrite"):
             imports.setdefault(f"from {node.module}", set()).update(ast.unparse(name) for name in node.names)
         elif isinstance(node, ast.Import):
@@ -69,10 +71,14 @@ def _without_imports(text: str, imports: dict[str, set[str]]) -> str:
     return "\n".join(lines).strip()
 
 
-def _import_lines(imports: dict[str, set[str]]) -> list[str]:
+def _import_lines(imports: dict[str, set[str]]) -> str:
+    """Import statements, the standard library's before torch's."""
     plain = sorted(text for text, names in imports.items() if not names)
-    return plain + [f"{text} import {', '.join(sorted(names))}" for text, names in sorted(imports.items()) if names]
+    lines = plain + [f"{text} import {', '.join(sorted(names))}" for text, names in sorted(imports.items()) if names]
+    groups = ([line for line in lines if (line.split()[1].startswith("torch")) == torch] for torch in (False, True))
+    return "\n\n".join("\n".join(group) for group in groups)
 
 
-def _literal(value: object) -> str:
-    return pprint.pformat(value, width=_WIDTH, sort_dicts=False)
+def _table(values: Mapping[str, object]) -> str:
+    rows = [f"    {name!r}: {value!r},\n" for name, value in values.items()]
+    return "".join(["{\n", *rows, "}"]) if rows else "{}"

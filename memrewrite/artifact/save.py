@@ -24,7 +24,7 @@ from memrewrite.artifact import manifest
 from memrewrite.artifact.load import import_artifact
 from memrewrite.artifact.render import render
 from memrewrite.errors import InternalError, UsageError
-from memrewrite.report.data import Measured, Report
+from memrewrite.report.data import Measured, Report, report_of
 from memrewrite.runtime.dropin import Program
 from memrewrite.runtime.likeness import describe
 
@@ -51,7 +51,7 @@ def save(
     target = Path(os.path.abspath(directory))
     program = _program(optimized)
     check_place(Path(directory), force=force)
-    report = report or vars(optimized).get("report")
+    report = report or report_of(optimized)
     with _write_errors(directory), _draft(target) as draft:
         facts = _write_model(draft, optimized, program)
         if weights:
@@ -144,11 +144,7 @@ def _write_weights(draft: Path, optimized: nn.Module) -> dict[str, Any]:
 
 
 def _is_channels_last(tensor: torch.Tensor) -> bool:
-    return (
-        tensor.dim() == 4
-        and not tensor.is_contiguous()
-        and tensor.is_contiguous(memory_format=torch.channels_last)
-    )
+    return tensor.dim() == 4 and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last)
 
 
 def _finish(draft: Path, facts: dict[str, Any], report: Report | None) -> None:
@@ -188,8 +184,8 @@ def _compare(draft: Path, optimized: nn.Module, program: Program) -> None:
 
 def _original(optimized: nn.Module) -> nn.Module:
     """The model that ``optimized`` was made from, sharing everything with it."""
-    kind = type(optimized).__mro__[1]
-    original: nn.Module = kind.__new__(kind)
+    kind: type[nn.Module] = type(optimized).__mro__[1]
+    original = kind.__new__(kind)
     original.__dict__.update({k: v for k, v in vars(optimized).items() if not k.startswith("_memrewrite")})
     buffers = optimized.__dict__["_buffers"]
     original.__dict__["_buffers"] = {k: v for k, v in buffers.items() if not k.startswith("memrewrite_constant_")}

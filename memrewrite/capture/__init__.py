@@ -4,15 +4,14 @@ Two front ends stand behind one seam. ``torch.export`` leads (pre-dispatch train
 where it fails, Dynamo is tried. Hazards that would make either graph silently wrong are refused first, by name.
 """
 
-import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import replace
 
-import torch
 from torch import nn
 
 from memrewrite.capture import dynamo, exported, hazards
 from memrewrite.capture.captured import Captured, InputSpec, TensorSpec
+from memrewrite.capture.state import preserved
 from memrewrite.errors import CaptureError
 from memrewrite.step import Inputs
 
@@ -28,34 +27,23 @@ def capture(model: nn.Module, inputs: Inputs, front_end: str | None = None) -> C
     ``front_end`` names one of ``FRONT_ENDS``; by default each is tried in order.
     Raises ``CaptureError`` naming the hazard, or what each front end said.
     """
-    with preserved_rng():
-        notes = hazards.check(model, inputs)
-        said = []
+    said = []
+    with preserved(model):
+        findings = hazards.check(model, inputs)
         for name in [front_end] if front_end else FRONT_ENDS:
+            if name == "export" and findings.export_loses:
+                said.append(f"export: it loses {findings.export_loses}")
+                continue
             try:
-                captured = FRONT_ENDS[name](model, inputs)
+                return replace(FRONT_ENDS[name](model, inputs), notes=findings.notes)
             except CaptureError:
                 raise
             except Exception as error:  # front ends raise anything; every reason is passed on
                 said.append(f"{name}: {_first_line(error)}")
-                continue
-            return Captured(**{**captured.__dict__, "notes": notes})
     raise CaptureError(
         f"{type(model).__name__} cannot be captured as one graph ({'; '.join(said)}). Control flow that depends on "
-        "tensor values has to be written with torch.cond or moved out of forward."
+        "tensor values has to be written with tensors (torch.where, masks) or moved out of forward."
     )
-
-
-@contextmanager
-def preserved_rng() -> Iterator[None]:
-    """Put Python's and PyTorch's random state back afterwards, on every device in use."""
-    python = random.getstate()
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-    try:
-        with torch.random.fork_rng(devices=devices):
-            yield
-    finally:
-        random.setstate(python)
 
 
 def _first_line(error: BaseException) -> str:

@@ -28,11 +28,14 @@ class InputSpec:
     ``parameters`` are the names in the signature of ``forward`` that the example call filled, in order;
     ``tree`` is the structure of their values; ``leaves`` has one entry per leaf: a TensorSpec
     (each is one placeholder of the graph, in this order) or the constant that was captured.
+    ``conditions`` are Python expressions over the named sizes (``"(s0 % 2) == 0"``): what the path through forward
+    that was captured takes for granted.
     """
 
     parameters: tuple[str, ...]
     tree: TreeSpec
     leaves: tuple[Any, ...]
+    conditions: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

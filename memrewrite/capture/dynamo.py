@@ -4,6 +4,7 @@ It keeps what export loses (custom autograd Functions, ``no_grad`` and ``autocas
 cannot trace. Its graph is at the level of torch functions with parameters as inputs; sizes are fixed.
 """
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -11,16 +12,20 @@ import torch
 from torch import Tensor, fx, nn
 
 from memrewrite.capture.captured import Captured
-from memrewrite.capture.normal import bind, constants, quiet, rebuild
+from memrewrite.capture.normal import bind, constants, copy_into, quiet, rebuild
 from memrewrite.errors import CaptureError
 from memrewrite.private import tree_flatten, tree_leaves, tree_map
 from memrewrite.step import Inputs
 
 
 def capture(model: nn.Module, inputs: Inputs) -> Captured:
-    """Capture through Dynamo. Nothing is computed: the backend hands out markers, which show where outputs go."""
+    """Capture through Dynamo. Nothing is computed: the backend hands out markers, which show where outputs go.
+
+    Changes that forward makes to attributes are made with markers, too: the caller has to put attributes back.
+    """
     spec, order = bind(model, inputs)
     mine = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, inputs.__dict__)
+    owned = _Owned(model)
     backend = _Lookout()
     torch.compiler.reset()
     try:
@@ -34,31 +39,31 @@ def capture(model: nn.Module, inputs: Inputs) -> Captured:
     results, tree = tree_flatten(output)
     leaves = tree_leaves((mine["args"], mine["kwargs"]))
     tensors = [leaves[i] for i in order if isinstance(leaves[i], Tensor)]
-    paths = {id(t): path for path, t in [*model.named_parameters(), *model.named_buffers()]}
     given = dict(zip(backend.graph_module.graph.find_nodes(op="placeholder"), backend.example, strict=True))
-    inputs_made: dict[int, fx.Node] = {}
+    known: dict[int, fx.Node] = {}
+    owned.add(backend.graph_module)
 
     def replace(graph: fx.Graph, node: fx.Node, values: dict[fx.Node, Any]) -> bool:
-        if not inputs_made:
-            inputs_made.update({id(t): graph.placeholder(f"input_{i}") for i, t in enumerate(tensors)})
-        if node.op != "placeholder":
-            return False
-        value = given[node]
-        if id(value) in inputs_made:
-            values[node] = inputs_made[id(value)]
-        elif id(value) in paths:
-            values[node] = graph.get_attr(paths[id(value)])
-        else:
-            name = type(model).__name__
-            raise CaptureError(f"The graph of {name} takes {node.name}, which is no input or parameter.")
-        return True
+        if not known:
+            known.update({id(t): graph.placeholder(f"input_{i}") for i, t in enumerate(tensors)})
+        if node.op == "placeholder":
+            values[node] = known.get(id(given[node])) or owned.node(graph, given[node])
+        elif node.target is _CHECKPOINT:  # the plan decides what is recomputed
+            body = backend.graph_module.get_submodule(str(node.args[0].target))
+            inner = dict(zip(body.graph.find_nodes(op="placeholder"), (values[n] for n in node.args[1:]), strict=True))
+            values[node] = copy_into(graph, body.graph, inner, replace)
+        elif node.target is operator.getitem and isinstance(values.get(node.args[0]), tuple):
+            values[node] = values[node.args[0]][node.args[1]]
+        return node in values
 
-    def outputs(arguments: Any) -> list[Any]:
-        nodes = {id(marker): node for marker, node in zip(backend.markers, arguments, strict=True)}
-        return [nodes.get(id(leaf), leaf) for leaf in results]
+    def outputs(graph: fx.Graph, computed: Any) -> list[Any]:
+        nodes = {**known, **{id(marker): node for marker, node in zip(backend.markers, computed, strict=True)}}
+        return [
+            leaf if not isinstance(leaf, Tensor) else nodes.get(id(leaf)) or owned.node(graph, leaf)
+            for leaf in results
+        ]
 
-    root = _root(backend.graph_module, model)
-    module = rebuild(backend.graph_module.graph, root, model, replace, outputs)
+    module = rebuild(backend.graph_module.graph, owned.root, model, replace, outputs)
     return Captured(
         graph_module=module,
         inputs=spec,
@@ -84,10 +89,32 @@ class _Lookout:
         return lambda *args: self.markers
 
 
-def _root(graph_module: fx.GraphModule, model: nn.Module) -> nn.Module:
-    """The model's attributes and, beside them, the graph's own (constants, bodies of higher-order operators)."""
-    root = nn.Module()
-    root.__dict__.update({k: v for k, v in model.__dict__.items() if k in ("_parameters", "_buffers", "_modules")})
-    for name in ("_parameters", "_buffers", "_modules"):
-        root.__dict__[name] = {**graph_module.__dict__[name], **root.__dict__[name]}
-    return root
+class _Owned:
+    """The tensors a graph reaches as attributes: the model's own and, under names of their own, all others."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.root = nn.Module()
+        self.root.__dict__.update(model.__dict__)
+        for name in _TABLES:
+            self.root.__dict__[name] = model.__dict__[name].copy()
+        self._paths: dict[int, str] = {}
+        for path, child in reversed(list(model.named_modules())):
+            tensors = {**vars(child), **child._buffers, **child._parameters}
+            owned = {id(t): f"{path}.{name}".lstrip(".") for name, t in tensors.items() if isinstance(t, Tensor)}
+            self._paths.update(owned)
+
+    def add(self, graph_module: fx.GraphModule) -> None:
+        """Let the root have the graph's own attributes (constants, bodies of higher-order operators), too."""
+        for name in _TABLES:
+            self.root.__dict__[name] = {**graph_module.__dict__[name], **self.root.__dict__[name]}
+
+    def node(self, graph: fx.Graph, tensor: Tensor) -> fx.Node:
+        """A node for an attribute of the model, or for a tensor it keeps elsewhere, which becomes a constant."""
+        if id(tensor) not in self._paths:
+            self._paths[id(tensor)] = f"captured_{len(self._paths)}"
+            self.root.register_buffer(self._paths[id(tensor)], tensor)
+        return graph.get_attr(self._paths[id(tensor)])
+
+
+_CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
+_TABLES = ("_parameters", "_buffers", "_modules")

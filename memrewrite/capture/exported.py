@@ -20,8 +20,17 @@ from memrewrite.step import Inputs
 
 def capture(model: nn.Module, inputs: Inputs) -> Captured:
     """Capture through ``torch.export``; the batch size stays dynamic where export allows."""
+    batch = batch_size(inputs)
+    if batch is not None:
+        bound = inspect.signature(model.forward).bind(*inputs.args, **inputs.kwargs).arguments
+        shapes = tree_map(lambda leaf: {0: Dim.AUTO} if _has_batch(leaf, batch) else None, dict(bound))
+        with contextlib.suppress(Exception):  # whatever the reason, the attempt with fixed sizes tells it
+            return _normal(model, inputs, _export(model, inputs, shapes))
+    return _normal(model, inputs, _export(model, inputs, None))
+
+
+def _normal(model: nn.Module, inputs: Inputs, program: ExportedProgram) -> Captured:
     spec, order = bind(model, inputs)
-    program = _export(model, inputs)
     exported = program.module()
     if not isinstance(exported, fx.GraphModule):
         raise TypeError(f"export gave a {type(exported).__name__}")
@@ -39,7 +48,7 @@ def capture(model: nn.Module, inputs: Inputs) -> Captured:
         values.update({n: leaf for n, leaf in fixed.items() if n is node})
         return True
 
-    module = rebuild(exported.graph, exported, model, replace, outputs=tuple)
+    module = rebuild(exported.graph, exported, model, replace, outputs=lambda graph, results: results)
     return Captured(
         graph_module=module,
         inputs=dynamic(spec, [node.meta["val"].shape for node in tensors]),
@@ -50,17 +59,7 @@ def capture(model: nn.Module, inputs: Inputs) -> Captured:
     )
 
 
-def _export(model: nn.Module, inputs: Inputs) -> ExportedProgram:
-    batch = batch_size(inputs)
-    if batch is not None:
-        bound = inspect.signature(model.forward).bind(*inputs.args, **inputs.kwargs).arguments
-        shapes = tree_map(lambda leaf: {0: Dim.AUTO} if _has_batch(leaf, batch) else None, dict(bound))
-        with contextlib.suppress(Exception):  # whatever the reason, the attempt with fixed sizes tells it
-            return _export_with(model, inputs, shapes)
-    return _export_with(model, inputs, None)
-
-
-def _export_with(model: nn.Module, inputs: Inputs, shapes: Any) -> ExportedProgram:
+def _export(model: nn.Module, inputs: Inputs, shapes: Any) -> ExportedProgram:
     with quiet():
         return torch.export.export(model, inputs.args, inputs.kwargs, dynamic_shapes=shapes, strict=False)
 

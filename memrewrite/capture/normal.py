@@ -1,5 +1,6 @@
 """What both front ends share: the input spec of a call, and a graph brought into the one form of ``Captured``."""
 
+import ast
 import inspect
 import linecache
 import logging
@@ -14,9 +15,15 @@ import torch
 from torch import Tensor, fx, nn
 
 from memrewrite.capture.captured import InputSpec, TensorSpec
-from memrewrite.errors import CaptureError
-from memrewrite.private import tree_flatten, tree_leaves, tree_unflatten
+from memrewrite.errors import CaptureError, InternalError
+from memrewrite.private import size_conditions, tree_flatten, tree_leaves, tree_unflatten
 from memrewrite.step import Inputs
+
+
+
+class UnspokenSizesError(Exception):
+    """A condition on sizes that the input spec has no names for."""
+
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 
@@ -85,30 +92,40 @@ def rebuild(
     root: nn.Module,
     model: nn.Module,
     replace: Callable[[fx.Graph, fx.Node, dict[fx.Node, Any]], bool],
-    outputs: Callable[[Any], Sequence[Any]],
+    outputs: Callable[[fx.Graph, Any], Sequence[Any]],
 ) -> fx.GraphModule:
     """Copy ``source`` into a plain graph.
 
     ``replace(graph, node, values)`` may put its own value for a node into ``values`` and return True;
-    ``outputs`` turns the output's argument into the flat sequence of results. Assertions are left out:
-    the input spec is checked at every call instead.
+    ``outputs`` turns the output's argument, already in values of the new graph, into the flat sequence of results.
     """
     graph = fx.Graph()
-    values: dict[fx.Node, Any] = {}
-    for node in source.nodes:
-        if replace(graph, node, values) or _is_assertion(node):
-            continue
-        if node.op == "output":
-            flat = fx.map_arg(tuple(outputs(node.args[0])), lambda n: values[n])
-            graph.output(flat)
-            continue
-        values[node] = graph.node_copy(node, lambda n: values[n])
-        values[node].meta["module_path"] = _module_path(node)
-        values[node].meta["source"] = _source(node)
+    graph.output(tuple(outputs(graph, copy_into(graph, source, {}, replace))))
     module = fx.GraphModule(root, graph, class_name=type(model).__name__)
     module.train(model.training)
     graph.lint()
     return module
+
+
+def copy_into(
+    graph: fx.Graph,
+    source: fx.Graph,
+    values: dict[fx.Node, Any],
+    replace: Callable[[fx.Graph, fx.Node, dict[fx.Node, Any]], bool],
+) -> Any:
+    """Copy the nodes of ``source`` to the end of ``graph``; ``values`` maps those that are there. Returns the result.
+
+    Assertions are left out: the input spec is checked at every call instead.
+    """
+    for node in source.nodes:
+        if node.op == "output":
+            return fx.map_arg(node.args[0], lambda n: values[n])
+        if node in values or replace(graph, node, values) or _is_assertion(node):
+            continue
+        values[node] = graph.node_copy(node, lambda n: values[n])
+        values[node].meta["module_path"] = _module_path(node)
+        values[node].meta["source"] = _source(node)
+    raise InternalError("A front end gave a graph without an output.")
 
 
 def constants(graph_module: fx.GraphModule, model: nn.Module) -> dict[str, Tensor]:
@@ -130,15 +147,24 @@ def attribute(module: nn.Module, path: str) -> Any:
 
 
 def dynamic(spec: InputSpec, shapes: Sequence[Sequence[int | torch.SymInt]]) -> InputSpec:
-    """The spec with the sizes that a front end left symbolic named by their symbol."""
+    """The spec with the sizes that a front end left symbolic named by their symbol, and what it assumed about them.
+
+    Raises ``UnspokenSizesError`` where that speaks of anything else.
+    """
     remaining = iter(shapes)
+    symbolic = {str(s): s for shape in shapes for s in shape if not isinstance(s, int)}
+    conditions = size_conditions(next(iter(symbolic.values()))) if symbolic else []
+    for condition in conditions:
+        named = {node.id for node in ast.walk(ast.parse(condition)) if isinstance(node, ast.Name)}
+        if not named <= {*symbolic, "max", "min", "math"}:
+            raise UnspokenSizesError(condition)
     leaves = tuple(
         TensorSpec(leaf.dtype, leaf.device_type, tuple(s if isinstance(s, int) else str(s) for s in next(remaining)))
         if isinstance(leaf, TensorSpec)
         else leaf
         for leaf in spec.leaves
     )
-    return InputSpec(spec.parameters, spec.tree, leaves)
+    return InputSpec(spec.parameters, spec.tree, leaves, tuple(conditions))
 
 
 def _is_assertion(node: fx.Node) -> bool:

@@ -36,12 +36,14 @@ def fit(chain: Chain, budget: int, kept: int, fixed: int, simulate: Simulate) ->
     for _ in range(_ROUNDS):
         bound = min(max(bound, search.lowest), high[0])
         peak = search.look(bound)
-        if peak is not None and peak <= budget:
+        if peak is None:  # the estimate allows no plan here, so what fits lies above
+            low = (bound, low[1])
+        elif peak <= budget:
             low = (bound, peak)
             if budget - peak <= _SLACK * budget:
                 break
         else:
-            high = (bound, peak or high[1])
+            high = (bound, peak)
             if bound == search.lowest:
                 break
         if high[0] - low[0] <= _SLACK * _SLACK * budget:
@@ -54,7 +56,8 @@ class _Search:
     """What has been tried so far, and the best of it: the cheapest plan that fits, else that of the lowest peak."""
 
     def __init__(self, chain: Chain, budget: int, fixed: int, simulate: Simulate, best: Fitted) -> None:
-        self.chain, self.budget, self.simulate, self.best = chain, budget, simulate, best
+        self.chain, self.budget, self.simulate = chain, budget, simulate
+        self.kept = self.best = best
         self.table = intervals(chain)
         self.lowest = lowest_bound(chain, self.table, max(best.peak - fixed, 1))
         self._peaks: dict[Plan, int] = {}
@@ -71,7 +74,12 @@ class _Search:
         return peak
 
     def explore(self) -> Fitted:
-        """Look around the lowest bound, where the estimate and the exact peak need not have their minima together."""
+        """Look around the lowest bound, where the estimate and the exact peak need not have their minima together.
+
+        What was tried before is forgotten, so that the lowest peak does not depend on the budget and is found again
+        when it is asked for.
+        """
+        self.best = self.kept
         for factor in (1.0, 1.03, 1.07, 1.12, 1.2, 1.35):
             self.look(int(self.lowest * factor))
         return self.best

@@ -1,9 +1,16 @@
 """The record of one ``optimize`` call: what was asked, done, refused, predicted, measured and proved."""
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from inspect import getattr_static
+from typing import TYPE_CHECKING, Any
+
+from memrewrite.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch import nn
 
 SCHEMA_VERSION = 1
+_KEY = "_memrewrite_report"
 
 
 @dataclass(frozen=True)
@@ -71,3 +78,23 @@ class Report:
     def to_json(self) -> dict[str, Any]:
         """Plain data for ``json.dumps``; carries ``schema_version``."""
         return {"schema_version": SCHEMA_VERSION, **asdict(self), "changed": self.changed}
+
+
+def attach(module: "nn.Module", report: Report) -> None:
+    """Let ``report_of(module)`` be ``report``, and ``module.report`` unless the model has an attribute of that name."""
+    vars(module)[_KEY] = report
+    tensors_and_modules = (vars(module)[kind] for kind in ("_parameters", "_buffers", "_modules"))
+    own = getattr_static(module, "report", report)
+    if isinstance(own, Report) and not any("report" in named for named in tensors_and_modules):
+        vars(module)["report"] = report
+
+
+def report_of(module: "nn.Module") -> Report:
+    """The report of what ``memrewrite.optimize`` returned, also where ``module.report`` is the model's own.
+
+    Raises ``UsageError`` for any other module.
+    """
+    report = vars(module).get(_KEY)
+    if not isinstance(report, Report):
+        raise UsageError(f"This {type(module).__name__} has no report; it is not what memrewrite.optimize returned.")
+    return report

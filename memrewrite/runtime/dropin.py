@@ -7,6 +7,7 @@ user's class, with its attributes, methods, hooks and state-dict keys.
 import functools
 import hashlib
 import inspect
+import itertools
 import linecache
 import warnings
 from collections.abc import Callable
@@ -15,13 +16,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import Parameter
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_structure, tree_unflatten, treespec_loads
 
-from memrewrite.runtime.segment import once, run_segment
+from memrewrite.runtime.segment import OWNERS, once, run_segment
 from memrewrite.runtime.swish import exact_swish, swish
 
-_FLAGS = "_memrewrite_flags"  # (submodule, path, training flag at capture), kept per object because checked per call
+_PARTS = "_memrewrite_parts"  # kept per object, with OWNERS, because they are looked at in every call
 _WARNED = "_memrewrite_warned"
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _PROGRAMS: dict[str, "Program"] = {}
 
 
@@ -36,7 +39,8 @@ class Program:
     ``names`` are the parameters of forward the example call filled; ``tree`` is the structure of their values;
     ``leaves`` has one entry per leaf: ``(dtype, device type, sizes)`` of a tensor, sizes being ints or, where they may
     vary, names, or ``("constant", value)``. ``training`` maps submodule paths to the training flag they were captured
-    with, ``dtype`` is that of the first parameter. ``run`` computes ``forward`` from the module and the tensor leaves.
+    with, ``dtype`` is that of the first parameter. ``fits`` says of named sizes whether forward takes the path that was
+    captured. ``run`` computes ``forward`` from the module and the tensor leaves.
     ``source`` is the text all this came from.
     """
 
@@ -46,6 +50,7 @@ class Program:
     training: dict[str, bool]
     dtype: torch.dtype | None
     run: Callable[..., Any]
+    fits: Callable[..., bool] = lambda **sizes: True
     source: str = ""
 
 
@@ -62,29 +67,52 @@ def program_from(source: str) -> Program:
     return _PROGRAMS[source]
 
 
+@dataclass
+class _Parts:
+    """What every call looks at: the submodules, and the dictionaries their hooks are registered in.
+
+    ``children`` holds for each its path, the parent's ``_modules``, its name there, itself and the training flag it was
+    captured with.
+    """
+
+    children: list[tuple[str, dict[str, Any], str, nn.Module, bool]]
+    hooks: list[tuple[str, dict[int, Any]]]
+
+
 def build(model: nn.Module, program: Program, constants: dict[str, Tensor]) -> nn.Module:
     """A module that runs ``program`` and shares every Parameter, buffer and submodule with ``model``."""
-    state = {key: dict(value) if type(value) is dict else value for key, value in model.__dict__.items()}
-    for name in ("_parameters", "_buffers", "_modules"):
-        state[name] = model.__dict__[name].copy()
-    result = _revive(type(model), program, state)
+    state = {key: value for key, value in vars(model).items() if key != "_compiled_call_impl"}  # that one calls model
+    for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+        state[name] = vars(model)[name].copy()
+    result = _empty(type(model), program)
+    vars(result).update(state)
     for name, tensor in constants.items():
         result.register_buffer(name, tensor, persistent=False)
+    _prepare(result, program)
     return result
 
 
-def _load(base: type[nn.Module], source: str, state: dict[str, Any]) -> nn.Module:
-    """What pickle and deepcopy call: the optimisation travels as text, the class by reference."""
-    return _revive(base, program_from(source), state)
+def _load(base: type[nn.Module], source: str) -> nn.Module:
+    """What pickle and deepcopy call: the optimisation travels as text, the class by reference, the state follows."""
+    return _empty(base, program_from(source))
 
 
-def _revive(base: type[nn.Module], program: Program, state: dict[str, Any]) -> nn.Module:
+def _empty(base: type[nn.Module], program: Program) -> nn.Module:
     cls = _subclass(base, program)
-    module: nn.Module = cls.__new__(cls)
-    module.__dict__.update(state)
-    children = dict(module.named_modules())
-    module.__dict__[_FLAGS] = [(children[p], p, flag) for p, flag in program.training.items() if p in children]
-    return module
+    return cls.__new__(cls)
+
+
+def _prepare(module: nn.Module, program: Program) -> None:
+    """Note what every call looks at."""
+    modules = dict(module.named_modules())
+    children = []
+    for path, flag in program.training.items():
+        if path in modules and path:
+            parent, _, name = path.rpartition(".")
+            children.append((path, vars(modules[parent])["_modules"], name, modules[path], flag))
+    hooks = [(path, vars(modules[path]).get(kind, {})) for path, *_ in children for kind in _HOOKS]
+    vars(module)[_PARTS] = _Parts(children, hooks)
+    vars(module)[OWNERS] = [vars(child)["_parameters"] for child in modules.values()]
 
 
 def _subclass(base: type[nn.Module], program: Program) -> type[nn.Module]:
@@ -93,8 +121,9 @@ def _subclass(base: type[nn.Module], program: Program) -> type[nn.Module]:
     @functools.wraps(base.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         tensors, reason = accept(program, self, args, kwargs)
-        if tensors is not None:
+        if tensors is not None and (program.training[""] or not _trains(self, tensors)):
             return program.run(self, *tensors)
+        reason = reason if tensors is None else "it was captured in eval mode, for calls under torch.no_grad()"
         if reason and not self.__dict__.get(_WARNED):
             self.__dict__[_WARNED] = True
             text = f"Optimized {base.__name__} ran its original forward: {reason}."
@@ -102,12 +131,18 @@ def _subclass(base: type[nn.Module], program: Program) -> type[nn.Module]:
         return base.forward(self, *args, **kwargs)
 
     def reduce(self: nn.Module, protocol: Any = None) -> Any:
-        state = {key: value for key, value in self.__dict__.items() if key != _FLAGS}
-        return _load, (base, program.source, state)
+        state: Any = self.__getstate__()
+        if isinstance(state, dict):
+            state = {key: value for key, value in state.items() if key not in (_PARTS, OWNERS)}
+        return _load, (base, program.source), state
+
+    def restore(self: Any, state: Any) -> None:
+        base.__setstate__(self, state)
+        _prepare(self, program)
 
     forward.__signature__ = inspect.signature(base.forward)  # type: ignore[attr-defined]
-    members = {"forward": forward, "__reduce_ex__": reduce, "__module__": base.__module__, "_memrewrite": program}
-    return type(f"Optimized{base.__name__}", (base,), members)
+    members = {"forward": forward, "__reduce_ex__": reduce, "__setstate__": restore, "_memrewrite": program}
+    return type(f"Optimized{base.__name__}", (base,), {**members, "__module__": base.__module__})
 
 
 def accept(
@@ -116,9 +151,8 @@ def accept(
     """The tensor leaves of a call the program is right for; else None and why (no reason: an ordinary mode switch)."""
     if module.training != program.training[""]:
         return None, ""
-    for child, path, flag in module.__dict__[_FLAGS]:
-        if child.training != flag:
-            return None, f"{path} was captured in {'train' if flag else 'eval'} mode"
+    if reason := _changed(module):
+        return None, reason
     values: Any = _values(program.names, args, kwargs) if program.names else (args, kwargs)
     if values is None:
         return None, f"it was captured for a call with {', '.join(program.names)}"
@@ -126,6 +160,34 @@ def accept(
     if tree != program.tree:
         return None, "the inputs are nested differently than at capture"
     return _match(program, module, leaves)
+
+
+def _trains(module: nn.Module, tensors: list[Tensor]) -> bool:
+    """Whether this call records anything for backward."""
+    return torch.is_grad_enabled() and any(t.requires_grad for t in itertools.chain(tensors, module.parameters()))
+
+
+def _changed(module: nn.Module) -> str:
+    """What is no longer as it was at capture: submodules, their modes and hooks, whose parameters; empty if nothing."""
+    parts = vars(module).get(_PARTS)
+    if parts is None:
+        return "this object was not made by memrewrite.optimize but by a method of its class"
+    eager = not torch.compiler.is_compiling()  # where compiled, the rest would only become guards
+    for path, siblings, name, child, flag in parts.children:
+        if child.training != flag:
+            return f"{path} was captured in {'train' if flag else 'eval'} mode"
+        if eager and siblings.get(name) is not child:
+            return f"{path} is another module than at capture"
+    if eager:
+        for path, hooks in parts.hooks:
+            if hooks:
+                return f"{path} has a hook, which the rewritten forward would not call"
+        for owner in vars(module)[OWNERS]:
+            for parameter in owner.values():
+                if not (type(parameter) is Parameter or parameter is None or isinstance(parameter, Parameter)):
+                    # recomputation in backward would find the module's own again
+                    return "its parameters are replaced for this call (torch.func.functional_call)"
+    return ""
 
 
 def _values(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
@@ -153,6 +215,8 @@ def _match(program: Program, module: nn.Module, leaves: list[Any]) -> tuple[list
             elif size != expected:
                 return None, f"an input is {_describe(leaf)}, captured as {tuple(shape)}"
         tensors.append(leaf)
+    if not program.fits(**sizes):
+        return None, f"for inputs of these sizes ({sizes}) forward takes another path than at capture"
     weight = next(module.parameters(), None)
     if weight is not None and weight.dtype != program.dtype:
         return None, f"the parameters are {weight.dtype}, captured as {program.dtype}"

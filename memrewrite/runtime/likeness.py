@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 Likeness = dict[str, dict[str, str]]
 _CONSTANT = re.compile(r"memrewrite_constant_\d+")
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype)
-_LABEL = re.compile(r"name|path")  # where a model came from, not what it computes
-_STRICT = {"class", "tensor", "code"}  # PyTorch's own modules gain and lose attributes from version to version
+_LABEL = re.compile(r"name|path|^_memrewrite")  # where a model came from, not what it computes
+_STRICT = ("class", "tensor", "code", "forward")  # of the others, versions of PyTorch add and drop some
 
 
 class WrongModelError(ValueError):
@@ -46,7 +47,10 @@ def describe(model: nn.Module) -> Likeness:
         if not _CONSTANT.fullmatch(name):
             owner = owners.setdefault(id(tensor), name)
             found[name] = {"tensor": _tensor(tensor) if owner == name else f"tied to {owner}"}
-    return found | {f"class {kind.__qualname__}": {"code": _code(kind)} for kind in kinds}
+    for kind in kinds:  # two classes may have one name
+        code = found.setdefault(f"class {kind.__qualname__}", {"code": ""})
+        code["code"] += _code(kind)
+    return found
 
 
 def refuse_other(model: nn.Module, expected: Likeness) -> None:
@@ -55,12 +59,14 @@ def refuse_other(model: nn.Module, expected: Likeness) -> None:
         raise WrongModelError("The model is a rewritten one already; apply the artifact to the original.")
     here = describe(model)
     differences = [_difference(name, here.get(name), facts) for name, facts in expected.items()]
-    differences += [f"it has {name}" for name in here.keys() - expected.keys() if "class" not in here[name]]
+    differences += [f"it has {name}, which is new" for name in here if name not in expected]
     for difference in filter(None, differences):
-        advice = "apply it to the model it was made for, or optimize this one"
-        if getattr(getattr(model, "module", None), "__class__", type(None)).__qualname__ == expected[""]["class"]:
-            advice = "apply it to the model inside, before that is wrapped"
-        raise WrongModelError(f"The artifact is for another model: {difference}; {advice}.")
+        inner = getattr(model, "module", getattr(model, "_orig_mod", None))
+        wrapped = type(inner).__qualname__ == expected[""]["class"]
+        made_for = "the model inside, before that is wrapped" if wrapped else "the model it was made for"
+        raise WrongModelError(
+            f"The artifact is for another model: {difference}; apply it to {made_for}, or optimize this one."
+        )
 
 
 def read_constants(file: Path, moving: dict[str, bool], model: nn.Module) -> dict[str, Tensor]:
@@ -83,8 +89,9 @@ def _foreign(kind: type) -> bool:
 
 
 def _attributes(module: nn.Module) -> dict[str, str]:
-    public = {k: v for k, v in vars(module).items() if not (k.startswith("_") or _LABEL.search(k) or k == "training")}
-    texts = {name: _text(value) for name, value in public.items()}
+    own = vars(nn.Module())  # training flags are compared at each call, hooks apart
+    kept = {k: v for k, v in vars(module).items() if k not in own and not _LABEL.search(k)}
+    texts = {name: _text(value) for name, value in kept.items()}
     return {name: text for name, text in texts.items() if text is not None}
 
 
@@ -95,11 +102,12 @@ def _text(value: Any) -> str | None:
     if isinstance(value, tuple | list):
         parts = [_text(part) for part in value]
         return None if None in parts else f"({', '.join(part or '' for part in parts)})"
-    return getattr(value, "__qualname__", None)  # a function, such as an activation
+    name = getattr(value, "__qualname__", None)  # a function, such as an activation
+    return name if isinstance(name, str) else None
 
 
 def _tensor(tensor: Tensor) -> str:
-    if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+    if is_lazy(tensor):  # it has no shape yet
         return "not initialized"
     return f"{tensor.dtype} {tuple(tensor.shape)}"
 
@@ -121,12 +129,12 @@ def _difference(name: str, here: dict[str, str] | None, facts: dict[str, str]) -
     """One phrase, empty where there is none."""
     if here is None:
         return f"it has no {name}"
-    for key, value in facts.items():
+    for key in dict.fromkeys([*facts, "forward"]):
+        value = facts.get(key)
         found = here.get(key, None if key in _STRICT else value)
-        if key == "code":
-            if found and value and found != value:
-                return f"the code of {name} is not the same"
-        elif found != value:
+        if key == "code" and found and value and found != value:
+            return f"the source of {name} is another"
+        if key != "code" and found != value:
             place = name or "the model"
-            return f"{place if key in _STRICT else f'{place}.{key}'} is {found}, not {value}"
+            return f"{place if key in ('class', 'tensor') else f'{place}.{key}'} is {found}, not {value}"
     return ""

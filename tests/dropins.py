@@ -1,0 +1,119 @@
+"""Drop-in modules with segments where a test wants them, and every number of a training step for comparison."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from memrewrite import pipeline
+from memrewrite.capture import capture
+from memrewrite.passes.functionalize import Functionalize
+from memrewrite.plan.facts import compute_nodes, movable
+from memrewrite.plan.segments import Plan
+from memrewrite.simulate import run_tracked
+from memrewrite.step import Inputs, Step
+
+
+class ConvNet(nn.Module):
+    """Two convolutions with batch normalization, a residual, dropout when asked for, and a linear head."""
+
+    def __init__(self, width: int = 8, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, width, 3, padding=1), nn.Conv2d(width, width, 3, padding=1)
+        self.norm, self.norm2 = nn.BatchNorm2d(width), nn.BatchNorm2d(width)
+        self.dropout = nn.Dropout(dropout)
+        self.head = nn.Linear(width, 4)
+
+    def forward(self, image: Tensor) -> Tensor:
+        x = torch.relu(self.norm(self.first(image)))
+        x = self.dropout(torch.relu(self.norm2(self.second(x)) + x))
+        return self.head(x.mean((2, 3)))
+
+
+def image(batch: int = 2) -> Tensor:
+    return torch.randn(batch, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+
+
+def conv_net(dropout: float = 0.0) -> ConvNet:
+    torch.manual_seed(0)
+    return ConvNet(dropout=dropout)
+
+
+@dataclass(frozen=True)
+class Segmented:
+    """A drop-in ``module`` with ``count`` segments, its graph's ``nodes`` and which of them may run twice."""
+
+    module: nn.Module
+    nodes: list[fx.Node]
+    may_move: list[bool]
+    count: int
+
+    def inside(self) -> list[str]:
+        """The names of the nodes in segments."""
+        return [node.name for node in self.nodes if "segment" in node.meta]
+
+
+def segmented(model: nn.Module, *args: Any, size: int = 4, amp: torch.dtype | None = None) -> Segmented:
+    """``model`` with a segment over every run of up to ``size`` nodes that may move."""
+    inputs = Inputs(args, {})
+    line = pipeline.Line(model, capture(model, inputs), inputs, Step("train", None, None, amp), 0, {})
+    line.apply(Functionalize())
+    effects = line.observe()
+    nodes = compute_nodes(effects)
+    may = movable(effects, nodes)
+    intervals = []
+    start = 0
+    while start < len(nodes):
+        stop = start
+        while stop < min(len(nodes), start + size) and may[stop]:
+            stop += 1
+        if stop > start:
+            intervals.append((start, stop))
+        start = max(stop, start + 1)
+    line.segments(Plan(tuple(intervals)))
+    return Segmented(line.build(), nodes, may, len(intervals))
+
+
+def loss_of(output: Any) -> Tensor:
+    """A loss that weighs every element differently."""
+    flat = output.float().flatten()
+    return (flat * torch.linspace(0.5, 2, flat.numel())).square().sum()
+
+
+def step(
+    module: nn.Module, x: Tensor, call: Callable[[nn.Module, Tensor], Any] = lambda module, x: module(x)
+) -> dict[str, Any]:
+    """All that one seeded step computes: output, gradients, buffers and the random state afterwards.
+
+    The module's buffers are put back to what they were.
+    """
+    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    leaf = x.detach().clone().requires_grad_(x.is_floating_point())
+    torch.manual_seed(3)
+    output = call(module, leaf)
+    loss_of(output).backward()
+    record: dict[str, Any] = {"output": output.detach(), "random": torch.get_rng_state(), "input": leaf.grad}
+    record |= {name: p.grad for name, p in module.named_parameters()}
+    record |= {name: buffer.clone() for name, buffer in module.named_buffers()}
+    module.zero_grad(set_to_none=True)
+    with torch.no_grad():
+        for name, buffer in module.named_buffers():
+            buffer.copy_(before[name])
+    return record
+
+
+def assert_same_bits(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    """Every value is the same, bit for bit; nan equals nan, None equals None."""
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        if value is None or theirs[name] is None:
+            assert value is theirs[name], name
+        else:
+            torch.testing.assert_close(value, theirs[name], rtol=0, atol=0, equal_nan=True, msg=f"{name} differs")
+
+
+def peak(module: nn.Module, x: Tensor) -> int:
+    """The real peak of the second step on the CPU, in bytes."""
+    return run_tracked(module, Inputs((x,), {}), Step()).peak

@@ -1,0 +1,283 @@
+"""The planner against an evaluator written down straight from the cost model, and the search around it."""
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memrewrite.plan.dp import Intervals, intervals, lowest_bound, plan
+from memrewrite.plan.refine import Fitted, fit
+from memrewrite.plan.segments import Chain, Held, Plan
+
+Interval = tuple[int, int]
+SMALL = settings(max_examples=150, deadline=None, derandomize=True)
+
+
+@st.composite
+def chains(draw: st.DrawFn, longest: int = 7, unit: int = 1) -> Chain:
+    """Random chains; sizes are multiples of ``unit`` bytes."""
+    n = draw(st.integers(1, longest))
+    storages = []
+    for _ in range(draw(st.integers(0, 2 * n))):
+        producer = draw(st.integers(0, n - 1))
+        last = draw(st.integers(producer, n))
+        first = draw(st.integers(min(producer + 1, last), last))
+        saver = draw(st.one_of(st.none(), st.integers(producer, min(last, n - 1))))
+        storages.append(Held(unit * draw(st.integers(1, 9)), producer, first, last, saver))
+    ms = np.array(draw(st.lists(st.integers(1, 20), min_size=n, max_size=n)), dtype=float)
+    share = np.array(draw(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=n, max_size=n)))
+    flags = st.lists(st.booleans(), min_size=n, max_size=n)
+    work = unit * np.array(draw(st.lists(st.integers(0, 5), min_size=n, max_size=n)), dtype=np.int64)
+    return Chain(
+        ms=ms,
+        rerun_ms=ms * share,
+        saves=np.array(draw(flags)),
+        movable=np.array(draw(flags)) | np.array(draw(flags)),
+        work=work,
+        storages=tuple(storages),
+        segment_ms=draw(st.sampled_from([0.0, 3.0])),
+    )
+
+
+def interval_facts(chain: Chain, a: int, b: int) -> tuple[int, int, float]:
+    """(held, peak, ms) of the interval [a, b), from the sentences of the cost model, one storage at a time."""
+    held = peak_base = 0
+    for s in chain.storages:
+        if s.saver is not None and a <= s.producer < b <= s.last_use:
+            held += s.bytes  # saved, and used after the interval: a live-out
+        if s.saver is None and s.producer < a <= s.last_use < b:
+            held += s.bytes  # nobody saves it, but the interval needs it to run again
+            peak_base += s.bytes
+        if s.saver is not None and s.producer < a and s.first_use >= b:
+            peak_base -= s.bytes  # saved before, first used after: free again when backward comes here
+    peak = -(10**15)
+    for last in range(a, b):
+        inside = sum(
+            s.bytes for s in chain.storages if s.saver is not None and s.producer < last + 1 and a <= s.saver <= last
+            if s.producer >= a
+        )
+        peak = max(peak, inside + int(chain.work[last]))
+    savers = [i for i in range(a, b) if chain.saves[i]]
+    rerun = sum(chain.ms[a : savers[-1]]) + chain.rerun_ms[savers[-1]] if savers else 0.0
+    return held, peak + peak_base, float(rerun) + chain.segment_ms
+
+
+def kept_facts(chain: Chain, i: int) -> tuple[int, int]:
+    """(held after, working bytes) of the kept node ``i``."""
+    made = sum(s.bytes for s in chain.storages if s.saver is not None and s.producer == i)
+    free = sum(s.bytes for s in chain.storages if s.saver is not None and s.producer <= i < s.saver)
+    return made, int(chain.work[i]) - free
+
+
+def evaluate(chain: Chain, chosen: tuple[Interval, ...]) -> tuple[int, float]:
+    """(estimated peak, ms) of a plan: walk the chain from left to right."""
+    starts = dict(chosen)
+    held, most, ms, i = 0, 0, 0.0, 0
+    while i < len(chain):
+        if i in starts:
+            more, peak, cost = interval_facts(chain, i, starts[i])
+            most = max(most, held + peak, held + more)
+            held, ms, i = held + more, ms + cost, starts[i]
+        else:
+            more, work = kept_facts(chain, i)
+            held += more
+            most = max(most, held, held + work)
+            i += 1
+    return most, ms
+
+
+def all_plans(chain: Chain) -> Iterator[tuple[Interval, ...]]:
+    """Every set of disjoint intervals of nodes that may run again."""
+
+    def after(start: int) -> Iterator[tuple[Interval, ...]]:
+        yield ()
+        for a in range(start, len(chain)):
+            for b in range(a + 1, len(chain) + 1):
+                if all(chain.movable[a:b]):
+                    for rest in after(b):
+                        yield ((a, b), *rest)
+
+    return after(0)
+
+
+@SMALL
+@given(chains(longest=12))
+def test_the_tables_say_what_the_cost_model_says(chain: Chain) -> None:
+    table = intervals(chain)
+    for a, b in itertools.combinations(range(len(chain) + 1), 2):
+        if all(chain.movable[a:b]):
+            held, peak, ms = interval_facts(chain, a, b)
+            assert (table.held[a, b], table.peak[a, b]) == (held, peak)
+            assert table.ms[a, b] == pytest.approx(ms)
+        else:
+            assert np.isinf(table.ms[a, b])
+    for i in range(len(chain)):
+        assert (table.keep[i], table.work[i]) == kept_facts(chain, i)
+
+
+@SMALL
+@given(chains(), st.integers(0, 40))
+def test_the_plan_is_the_cheapest_of_all(chain: Chain, bound: int) -> None:
+    found = plan(chain, intervals(chain), bound)
+    costs = [ms for chosen in all_plans(chain) for most, ms in [evaluate(chain, chosen)] if most <= bound]
+    if found is None:
+        assert not costs
+        return
+    most, ms = evaluate(chain, found.intervals)
+    assert most <= bound
+    assert found.ms == pytest.approx(ms)
+    assert ms == pytest.approx(min(costs))
+
+
+@SMALL
+@given(chains(longest=6, unit=10_007), st.integers(0, 40))
+def test_large_sizes_never_break_the_bound_and_lose_at_most_a_slot(chain: Chain, units: int) -> None:
+    bound = 10_007 * units
+    found = plan(chain, intervals(chain), bound, slots=64)
+    evaluated = [evaluate(chain, chosen) for chosen in all_plans(chain)]
+    slack = len(chain) * (bound // 63 + 1)
+    if found is None:
+        assert all(most > bound - slack for most, _ in evaluated)
+        return
+    assert evaluate(chain, found.intervals)[0] <= bound
+    assert found.ms >= min(ms for most, ms in evaluated if most <= bound) - 1e-9
+
+
+@SMALL
+@given(chains(longest=10))
+def test_intervals_are_disjoint_ordered_and_movable_and_more_memory_never_costs_more(chain: Chain) -> None:
+    table = intervals(chain)
+    before = np.inf
+    for bound in range(0, 60, 3):
+        found = plan(chain, table, bound)
+        if found is None:
+            assert before == np.inf
+            continue
+        assert found.ms <= before + 1e-9
+        before = found.ms
+        ends = [0, *itertools.chain.from_iterable(found.intervals), len(chain)]
+        assert ends == sorted(ends)
+        assert all(a < b and all(chain.movable[a:b]) for a, b in found.intervals)
+
+
+@SMALL
+@given(chains(), st.integers(1, 100))
+def test_lowest_bound(chain: Chain, upper: int) -> None:
+    table = intervals(chain)
+    found = lowest_bound(chain, table, upper)
+    true = min(most for most, _ in map(lambda chosen: evaluate(chain, chosen), all_plans(chain)))
+    assert found <= upper
+    if true > upper:
+        assert found == upper
+    else:
+        assert plan(chain, table, found) is not None
+        assert found - max(upper // 200, 1) <= true <= found
+
+
+def layers(n: int, size: int = 512) -> Chain:
+    """A plain stack: each node keeps its output, which the next one reads."""
+    storages = tuple(Held(size, i, min(i + 1, n), min(i + 1, n), i) for i in range(n))
+    ones = np.ones(n)
+    return Chain(ones, ones, ones > 0, ones > 0, np.full(n, size, dtype=np.int64), storages, 0.1)
+
+
+def test_no_nodes() -> None:
+    chain = layers(0)
+    assert plan(chain, intervals(chain), 10) == Plan()
+    assert fit(chain, 5, 10, 3, lambda candidate: 10) == Fitted(Plan(), 10, False)
+
+
+def test_600_nodes_take_seconds() -> None:
+    chain = layers(600)
+    start = time.monotonic()
+    table = intervals(chain)
+    found = plan(chain, table, 600 * 512 // 8)
+    assert found is not None
+    assert found.intervals
+    assert time.monotonic() - start < 10
+
+
+
+class Machine:
+    """A stand-in for the exact simulator: some function of the estimate; remembers what it was asked."""
+
+    def __init__(self, chain: Chain, real: Callable[[int, int], float]) -> None:
+        self.chain, self.real = chain, real
+        self.peaks: dict[Plan, int] = {}
+
+    def __call__(self, candidate: Plan) -> int:
+        estimate = evaluate(self.chain, candidate.intervals)[0]
+        self.peaks[candidate] = max(int(self.real(estimate, len(candidate.intervals))), 1)
+        return self.peaks[candidate]
+
+
+REAL: dict[str, Callable[[int, int], float]] = {
+    "as estimated": lambda estimate, segments: estimate,
+    "less": lambda estimate, segments: 0.6 * estimate,
+    "far more": lambda estimate, segments: 3 * estimate + 900,
+    "offset": lambda estimate, segments: estimate + 7000,
+    "square root": lambda estimate, segments: 90 * estimate**0.5,
+    "square": lambda estimate, segments: estimate**2 / 4000,
+    "waves": lambda estimate, segments: estimate * (1 + 0.4 * np.sin(estimate / 1500)),
+    "each segment costs": lambda estimate, segments: estimate + 400 * segments,
+    "no effect at all": lambda estimate, segments: 20000,
+    "upside down": lambda estimate, segments: 30000 - estimate,
+}
+
+
+@pytest.mark.parametrize("share", [0.02, 0.2, 0.35, 0.5, 0.7, 0.9, 0.99, 1.0, 1.5])
+@pytest.mark.parametrize("real", REAL.values(), ids=REAL)
+def test_fit_tells_the_truth_and_finds_what_it_saw(real: Callable[[int, int], float], share: float) -> None:
+    chain = layers(40)
+    machine = Machine(chain, real)
+    kept = machine(Plan())
+    budget = int(share * kept)
+    fitted = fit(chain, budget, kept, 0, machine)
+    assert fitted.peak == machine.peaks[fitted.plan]
+    assert fitted.fits == (fitted.peak <= budget)
+    fitting = [candidate for candidate, peak in machine.peaks.items() if peak <= budget]
+    assert fitted.fits == bool(fitting)
+    if fitting:
+        assert fitted.plan.ms == min(candidate.ms for candidate in fitting)
+    assert len(machine.peaks) <= 16
+
+
+@pytest.mark.parametrize("share", [0.02, 0.3, 0.6])
+@pytest.mark.parametrize("real", REAL.values(), ids=REAL)
+def test_the_lowest_peak_told_is_reached_when_asked_for(real: Callable[[int, int], float], share: float) -> None:
+    chain = layers(40)
+    machine = Machine(chain, real)
+    kept = machine(Plan())
+    told = fit(chain, int(share * kept), kept, 0, machine)
+    if not told.fits:
+        assert fit(chain, told.peak, kept, 0, machine).fits
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(chains(longest=10, unit=512), st.floats(0.01, 1.1), st.integers(0, 4000), st.randoms(use_true_random=False))
+def test_fit_on_any_chain(chain: Chain, share: float, fixed: int, random: "np.random.Generator") -> None:
+    noise: dict[int, float] = {}
+    machine = Machine(chain, lambda e, k: fixed + e * noise.setdefault(e, random.uniform(0.5, 1.5)))
+    kept = machine(Plan())
+    budget = max(int(share * kept), 1)
+    fitted = fit(chain, budget, kept, fixed, machine)
+    assert fitted.peak == machine.peaks[fitted.plan]
+    assert fitted.fits == (fitted.peak <= budget) == any(peak <= budget for peak in machine.peaks.values())
+    if not fitted.fits:
+        assert fit(chain, fitted.peak, kept, fixed, machine).fits
+
+
+@pytest.mark.parametrize("share", [0.4, 0.55, 0.75, 0.9])
+def test_a_budget_is_used_up_to_a_few_percent(share: float) -> None:
+    chain = layers(200)
+    machine = Machine(chain, lambda estimate, segments: 1.3 * estimate + 5000)
+    kept = machine(Plan())
+    fitted = fit(chain, int(share * kept), kept, 5000, machine)
+    assert fitted.fits
+    cheapest = min((c.ms for c, peak in machine.peaks.items() if peak <= share * kept), default=np.inf)
+    assert fitted.plan.ms == cheapest
+    assert fitted.peak >= 0.9 * share * kept
