@@ -1,18 +1,19 @@
 """What else would fit when no plan does: each suggestion simulated, none guessed."""
 
 import math
+import warnings
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from memrewrite.capture.normal import batch_size
-from memrewrite.errors import BudgetInfeasibleError
+from memrewrite.errors import BudgetInfeasibleError, MemrewriteError
+from memrewrite.measure import predict
 from memrewrite.options import format_bytes
 from memrewrite.pipeline import Line
 from memrewrite.private import tree_map
-from memrewrite.runtime.dropin import accept
-from memrewrite.simulate import simulate
+from memrewrite.runtime.dropin import FallbackWarning
 from memrewrite.step import Inputs, Step
 
 
@@ -67,12 +68,13 @@ def _leaner_steps(line: Line, budget: int) -> list[str]:
 
 
 def _peak(line: Line, step: Step, inputs: Inputs) -> float:
-    """The peak in bytes, infinite where the rewritten forward was not captured for these inputs."""
-    module = line.build()
-    tensors, _ = accept(vars(type(module))["_memrewrite"], module, inputs.args, inputs.kwargs)
-    if tensors is None:
-        return math.inf
-    return simulate(module, inputs, step, workspace_bytes=line.workspace).peak
+    """The peak in bytes, infinite where the rewritten forward, or the model itself, does not take these inputs."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FallbackWarning)
+        try:
+            return predict(line.build(), inputs, step, workspace_bytes=line.workspace).peak
+        except (FallbackWarning, MemrewriteError, RuntimeError, ValueError, TypeError, IndexError):
+            return math.inf
 
 
 def _first(inputs: Inputs, batch: int, size: int) -> Inputs:

@@ -1,7 +1,7 @@
 """``optimize``: capture, observe, rewrite, plan, verify, measure. Each stage lives in a room of its own."""
 
 import platform
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, cast
 
 import torch
@@ -9,14 +9,14 @@ from torch import Tensor, nn
 
 from memrewrite import pipeline, registry
 from memrewrite.advice import infeasible
-from memrewrite.capture import capture
 from memrewrite.errors import CaptureError, MemrewriteError, NotEquivalentError, UsageError
-from memrewrite.measure import measure
+from memrewrite.measure import measure, predict
 from memrewrite.options import Budget
 from memrewrite.plan.facts import chain, compute_nodes
+from memrewrite.regions import find
 from memrewrite.report.data import Measured, Peaks, Report, Segment, attach
 from memrewrite.rewrite import where
-from memrewrite.simulate import Timeline, simulate
+from memrewrite.simulate import Timeline
 from memrewrite.simulate.workspaces import workspace_bytes
 from memrewrite.step import Inputs, Step, device_type
 from memrewrite.stepspec import amp_dtype, optimizer_factory
@@ -43,6 +43,7 @@ def optimize(
     loss_fn: Callable[[Any], Tensor] | None = None,
     amp: str | torch.dtype | None = None,
     mode: Literal["train", "inference"] | None = None,
+    regions: Sequence[str] | None = None,
     passes: Iterable[str] | None = None,
     exact: bool = False,
     verify: bool = True,
@@ -55,8 +56,10 @@ def optimize(
     bytes or a ``Budget``, and bounds the peak of a steady step: parameters, gradients, optimizer state, inputs,
     activations, temporaries and library workspaces. ``optimizer`` is ``"none"``, ``"sgd"``, ``"sgd-momentum"``,
     ``"adam"``, ``"adamw"``, a ``torch.optim`` class, a factory of one, or None; ``loss_fn(output)`` gives a scalar;
-    ``amp`` is ``"bf16"`` or ``"fp16"``; ``mode`` is by default the one the model is in. ``passes`` names those allowed,
-    ``exact`` keeps the forward bit-equal. ``verify=False`` returns the result unproved.
+    ``amp`` is ``"bf16"`` or ``"fp16"``; ``mode`` is by default the one the model is in. ``regions`` are patterns of
+    submodule paths (``"layers.*"``) to capture one by one, whose own hooks keep firing; by default the whole model is
+    captured, else its largest submodules that can be. ``passes`` names those allowed, ``exact`` keeps the forward
+    bit-equal. ``verify=False`` returns the result unproved.
 
     The result shares every Parameter and buffer with ``model``, is an instance of its class, and carries ``.report``
     (where the class has a ``report`` of its own that stays, and ``memrewrite.report_of(result)`` gives ours); where
@@ -74,7 +77,9 @@ def optimize(
     workspace = workspace_bytes(_device(model, inputs), step.amp, step.mode)
     before = simulate_original(bare, inputs, step, workspace)
     progress("capture")
-    line = pipeline.Line(bare, capture(bare, inputs), inputs, step, workspace, {})
+    found = find(bare, inputs, step, regions)
+    parts = [pipeline.Part(region, step) for region in found.found]
+    line = pipeline.Line(bare, inputs, step, workspace, parts, found.notes)
     progress("rewrite")
     pipeline.rewrite(line, names, exact)
     measured = None
@@ -89,7 +94,7 @@ def optimize(
     if verify:
         progress("verify")
         verdict = _prove(line, result, seed)
-    after = simulate(result, inputs, step, workspace_bytes=workspace)
+    after = predict(result, inputs, step, workspace_bytes=workspace)
     pipeline.with_hooks_of(model, result)
     return _with_report(result, _report(line, limit, before, after, verdict, measured))
 
@@ -97,7 +102,7 @@ def optimize(
 def simulate_original(model: nn.Module, inputs: Inputs, step: Step, workspace: int) -> Timeline:
     """The timeline of the model as it is; raises ``CaptureError`` where the model itself fails on the inputs."""
     try:
-        return simulate(model, inputs, step, workspace_bytes=workspace)
+        return predict(model, inputs, step, workspace_bytes=workspace)
     except MemrewriteError:
         raise
     except Exception as error:
@@ -176,7 +181,7 @@ def _prove(line: pipeline.Line, result: nn.Module, seed: int) -> Verdict:
             verdict = segments
     if not verdict.equivalent:
         done = ", ".join(name for name, r in line.results.items() if r.modified)
-        notes = "".join(f" {note}" for note in line.captured.notes)
+        notes = "".join(f" {note}" for note in line.notes)
         raise NotEquivalentError(f"The rewritten model is not equivalent ({done}): {verdict.summary}.{notes}")
     return verdict
 
@@ -193,7 +198,8 @@ def _report(
         "budget": None if limit is None else str(limit),
         "mode": line.step.mode,
         "amp": None if line.step.amp is None else str(line.step.amp),
-        "front_end": line.captured.front_end,
+        "front_end": ", ".join(dict.fromkeys(part.region.captured.front_end for part in line.parts)),
+        "regions": [part.region.path for part in line.parts],
     }
     return Report(
         model=type(line.model).__name__,
@@ -209,7 +215,7 @@ def _report(
         equivalent=None if verdict is None else verdict.equivalent,
         verdict="not verified" if verdict is None else verdict.summary,
         measured_after=measured,
-        notes=line.captured.notes,
+        notes=line.notes,
         versions={"torch": torch.__version__, "python": platform.python_version()},
     )
 
@@ -219,17 +225,19 @@ def _peaks(timeline: Timeline) -> Peaks:
 
 
 def _segments(line: pipeline.Line) -> tuple[Segment, ...]:
-    effects = line.observe()
+    return tuple(segment for part in line.parts for segment in _segments_of(part, device_type(line.model, line.inputs)))
+
+
+def _segments_of(part: pipeline.Part, device: str) -> Iterator[Segment]:
+    effects = part.observe()
     nodes = compute_nodes(effects)
-    numbers = chain(effects, device_type(line.model, line.inputs), line.step.amp)
-    found = []
+    numbers = chain(effects, device, part.step.amp)
     for number in sorted({n.meta["segment"] for n in nodes if "segment" in n.meta}):
         members = [i for i, n in enumerate(nodes) if n.meta.get("segment") == number]
         made = (s for s in numbers.storages if s.saver is not None and members[0] <= s.producer <= members[-1])
         freed = sum(s.bytes for s in made if s.last_use <= members[-1])
         ms = float(numbers.ms[members].sum())
-        found.append(Segment(where(nodes[members[0]]), where(nodes[members[-1]]), len(members), freed, ms))
-    return tuple(found)
+        yield Segment(where(nodes[members[0]]), where(nodes[members[-1]]), len(members), freed, ms)
 
 
 def _with_report(module: nn.Module, report: Report) -> OptimizedModule:

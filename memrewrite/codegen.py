@@ -13,6 +13,7 @@ use, so that activations live no longer than they must.
 """
 
 import builtins
+import itertools
 import keyword
 import math
 import operator
@@ -45,15 +46,15 @@ _MODULES = {
 }
 
 
-def generate(captured: Captured) -> tuple[str, dict[str, Tensor]]:
+def generate(captured: Captured, prefix: str = "") -> tuple[str, dict[str, Tensor]]:
     """The source of the captured (and rewritten) graph, and the constants it finds as buffers of the module.
 
     Nodes that carry ``meta["segment"]`` become functions run under checkpointing.
     Raises ``CaptureError`` for a node that cannot be written as source.
     """
-    writer = _Writer(captured)
+    writer = _Writer(captured, prefix)
     writer.graph()
-    text = "\n".join([_HEADER, *writer.functions, _program(captured)])
+    text = "\n".join([_HEADER, *writer.functions, _program(captured, prefix)])
     compile(text, "<memrewrite>", "exec")
     return text, {name: captured.constants[path] for path, name in writer.constants.items()}
 
@@ -80,8 +81,9 @@ _OWN = re.compile(r"(segment|region)_\d+")
 
 
 class _Writer:
-    def __init__(self, captured: Captured) -> None:
+    def __init__(self, captured: Captured, prefix: str) -> None:
         self.captured = captured
+        self.prefix = prefix
         self.functions: list[str] = []
         self.constants = {path: CONSTANT.format(i) for i, path in enumerate(captured.constants)}
         self.names: dict[fx.Node, str] = {}
@@ -104,7 +106,7 @@ class _Writer:
                 dead = [n for n in _live_ins(nodes) if uses[n] == position]
             lines[-1] += self.drop(dead)
         lines.append(f"return {_nested(self.captured.output_tree, [self.value(v) for v in output.args[0]])}")
-        self.function("graph", ["self", *parameters], lines)
+        self.function(f"{self.prefix}graph", ["self", *parameters], lines)
 
     def segment(self, number: int, nodes: list[fx.Node], position: int, uses: dict[fx.Node, int]) -> str:
         """Write the function of one segment; returns the statement that calls it."""
@@ -119,9 +121,9 @@ class _Writer:
         results = "".join(f"{self.name(n)}, " for n in live_outs)
         lines.append(f"return ({results})")
         arguments = [self.name(n) for n in live_ins]
-        self.function(f"segment_{number}", ["self", "recomputing", *arguments], lines)
+        self.function(f"{self.prefix}segment_{number}", ["self", "recomputing", *arguments], lines)
         random = any(n.meta.get("random") for n in nodes)
-        call = ", ".join([f"segment_{number}", "self", *arguments, f"random={random}"])
+        call = ", ".join([f"{self.prefix}segment_{number}", "self", *arguments, f"random={random}"])
         return f"({results}) = run_segment({call})" if live_outs else f"run_segment({call})"
 
     def function(self, name: str, parameters: list[str], lines: list[str]) -> None:
@@ -151,7 +153,7 @@ class _Writer:
         context, body_at = _REGIONS[node.target]
         body, *operands = node.args[body_at:]
         graph = _body(node, body).graph
-        name = f"region_{len(self.functions)}_{node.name}"
+        name = f"{self.prefix}region_{len(self.functions)}_{node.name}"
         inside = [n for n in graph.nodes if n.op not in ("placeholder", "get_attr", "output")]
         (output,) = graph.find_nodes(op="output")
         uses = _last_uses([*([n] for n in inside), [output]])
@@ -173,9 +175,9 @@ class _Writer:
         """A valid, unique identifier for a node's value."""
         if node not in self.names:
             stem = re.sub(r"\W", "_", node.name)
-            name = stem = f"_{stem}" if not stem[0].isalpha() and stem[0] != "_" else stem
-            while name in self.taken or keyword.iskeyword(name) or _OWN.match(name):
-                name = f"{stem}_{len(self.taken)}"
+            stem = stem if stem[0].isalpha() and not _OWN.match(stem) else f"_{stem}"
+            candidates = itertools.chain([stem], (f"{stem}_{i}" for i in itertools.count(1)))
+            name = next(c for c in candidates if c not in self.taken and not keyword.iskeyword(c))
             self.taken.add(name)
             self.names[node] = name
         return self.names[node]
@@ -232,6 +234,8 @@ def function_name(target: Any) -> str:
     if isinstance(target, OpOverload):
         name = f"torch.ops.{target.namespace}.{target._schema.name.split('::')[1]}.{target._overloadname}"
         return name.removeprefix("torch.ops.") if target.namespace == "aten" else name
+    if isinstance(target, type(torch.ops.aten.add)):  # an operator, the overload left open
+        return f"torch.ops.{target}"
     own = getattr(target, "__name__", "")
     if getattr(swish_runtime, own, None) is target:
         return own
@@ -315,14 +319,13 @@ def _dumped(tree: TreeSpec) -> str:
         raise CaptureError(f"forward takes or returns a {name}, which cannot be written as source.") from error
 
 
-def _program(captured: Captured) -> str:
+def _program(captured: Captured, prefix: str) -> str:
     leaves = [
         f"({leaf.dtype}, {leaf.device_type!r}, {leaf.shape!r})"
         if isinstance(leaf, TensorSpec)
         else f"('constant', {literal(leaf)})"
         for leaf in captured.inputs.leaves
     ]
-    weight = next(captured.graph_module.parameters(), None)
     tree = _nested(captured.inputs.tree, ["0"] * captured.inputs.tree.num_leaves)
     shapes = [leaf.shape for leaf in captured.inputs.leaves if isinstance(leaf, TensorSpec)]
     sizes = sorted({size for shape in shapes for size in shape if isinstance(size, str)})
@@ -335,7 +338,7 @@ PROGRAM = Program(
     tree=tree_structure({tree}),
     leaves=({"".join(leaf + ", " for leaf in leaves)}),
     training={captured.training!r},
-    dtype={None if weight is None else weight.dtype},
-    run=graph,{fits}
+    dtype={captured.dtype},
+    run={prefix}graph,{fits}
 )
 """

@@ -18,15 +18,16 @@ from torch import nn
 from memrewrite import api, registry, target
 from memrewrite.artifact.recheck import verify_in_child
 from memrewrite.artifact.save import check_place, save
-from memrewrite.capture import capture
 from memrewrite.codegen import generate
 from memrewrite.errors import MeasurementError, UsageError
 from memrewrite.inputs import first_line, to_device
 from memrewrite.measure import Loader, measure_in_child
 from memrewrite.options import Budget, format_bytes
 from memrewrite.progress import Stages
+from memrewrite.regions import find
 from memrewrite.report import tables
 from memrewrite.report.data import SCHEMA_VERSION, Measured, Report, report_of
+from memrewrite.runtime.dropin import programs
 from memrewrite.simulate.workspaces import workspace_bytes
 from memrewrite.step import Inputs, Step
 from memrewrite.stepspec import StepSpec
@@ -215,8 +216,11 @@ def _loader(job: _Job) -> Loader:
 
 def _changes(job: _Job, optimized: nn.Module) -> str:
     """A unified diff of the graph's code, as captured against as rewritten; empty where nothing was."""
-    program = getattr(optimized, "_memrewrite", None)
-    return "" if program is None else tables.diff(generate(capture(job.module, job.inputs))[0], program.source)
+    after = [program.source for program in programs(optimized).values()]
+    if not after:
+        return ""
+    before = [generate(each.captured, each.prefix)[0] for each in find(job.module, job.inputs, job.step).found]
+    return tables.diff("\n".join(before), "\n".join(after))
 
 
 def _command(request: "Request") -> dict[str, Any]:
@@ -259,6 +263,9 @@ def _memory_errors() -> Iterator[None]:
         yield
     except (torch.OutOfMemoryError, MemoryError) as error:
         text = f"The device ran out of memory: {first_line(error)}; try a smaller --batch-size or --device cpu."
+        raise MeasurementError(text) from error
+    except torch.AcceleratorError as error:
+        text = f"The device failed while the model ran: {first_line(error)}; are all indices in the inputs in range?"
         raise MeasurementError(text) from error
 
 

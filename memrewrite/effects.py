@@ -77,11 +77,13 @@ def observe(
     Leaves each node's fake result in ``node.meta["val"]``. No real memory is touched.
     """
     observer = _Observer(graph_module)
-    device = example[0].device.type if example else "cpu"
+    device = next((t.device.type for t in (*graph_module.parameters(), *example)), "cpu")
+    # A model may write its inputs in place; PyTorch forbids that for leaves that require a gradient, hence the clone.
+    fakes = [observer.fake.from_tensor(tensor) for tensor in example]
+    inputs = [observer.known(fake.clone() if fake.requires_grad else fake, "input") for fake in fakes]
     with observer.fake, observer.recorder, saved_tensors_hooks(observer.recorder.pack, _unpack):
-        placeholders = [observer.known(tensor, "input") for tensor in example]
         with autocast(amp, device), torch.set_grad_enabled(grad):
-            observer.run(*placeholders)
+            observer.run(*inputs)
     return Effects(tuple(graph_module.graph.nodes), observer.facts, observer.recorder.storages)
 
 
@@ -159,9 +161,8 @@ class _Observer(fx.Interpreter):
         self.facts: dict[fx.Node, NodeEffects] = {}
         self._attributes: dict[int, Any] = {}
 
-    def known(self, tensor: Tensor, origin: Origin) -> Tensor:
-        """A fake copy of a tensor that is there before the graph runs."""
-        fake = self.fake.from_tensor(tensor)
+    def known(self, fake: Tensor, origin: Origin) -> Tensor:
+        """Note a fake tensor that is there before the graph runs."""
         self.recorder.begin(-1)
         self.recorder.storage(fake, origin)
         return fake
@@ -172,7 +173,7 @@ class _Observer(fx.Interpreter):
             return value
         if id(value) not in self._attributes:
             origin: Origin = "parameter" if isinstance(value, nn.Parameter) else "buffer"
-            self._attributes[id(value)] = self.known(value, origin)
+            self._attributes[id(value)] = self.known(self.fake.from_tensor(value), origin)
         return self._attributes[id(value)]
 
     def run_node(self, n: fx.Node) -> Any:

@@ -23,6 +23,10 @@ class CaptureError(MemrewriteError):
     exit_code = 3
 
 
+class DataDependentError(CaptureError):
+    """What a step does depends on values, so it cannot run on fake tensors."""
+
+
 class NotEquivalentError(MemrewriteError):
     """A rewritten model gave other numbers than the original; nothing was returned or written."""
 

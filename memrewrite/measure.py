@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from memrewrite.child import run_job
-from memrewrite.errors import MeasurementError, UsageError
+from memrewrite.errors import DataDependentError, MeasurementError, UsageError
 from memrewrite.private import clear_cublas_workspaces
 from memrewrite.report.data import Measured
-from memrewrite.simulate import preserved_rng, run_tracked
+from memrewrite.simulate import Timeline, preserved_rng, run_tracked, simulate, with_workspaces
 from memrewrite.simulate.fake import tensors_of
 from memrewrite.step import Inputs, Phase, Step
 from memrewrite.stepspec import StepSpec
@@ -65,6 +65,23 @@ def measure_in_child(loader: Loader, step: StepSpec, *, timeout_s: float, steps:
     }
     answer = run_job(job, timeout_s=timeout_s)
     return Measured(**{**answer, "phases": tuple((name, size) for name, size in answer["phases"])})
+
+
+def predict(module: nn.Module, inputs: Inputs, step: Step, *, workspace_bytes: int = 0) -> Timeline:
+    """``simulate``, or where the step depends on values two real steps under the tracker, after which all is put back.
+
+    Raises ``MeasurementError`` when those run out of memory.
+    """
+    try:
+        return simulate(module, inputs, step, workspace_bytes=workspace_bytes)
+    except DataDependentError:
+        pass  # decided by values: only real ones will do
+    with preserved_state(module, inputs):
+        try:
+            return with_workspaces(run_tracked(module, inputs, step), workspace_bytes)
+        except torch.OutOfMemoryError:
+            text = f"The step of {type(module).__name__} depends on values, so its memory cannot be predicted"
+    raise MeasurementError(f"{text}, and it does not fit the device; give smaller example inputs.")
 
 
 def measure(module: nn.Module, inputs: Inputs, step: Step, *, steps: int = 10) -> Measured:

@@ -1,61 +1,59 @@
 """The middle of the line: a captured model is rewritten, planned under the budget and built, all on fake tensors."""
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from memrewrite import registry
-from memrewrite.capture import Captured
-from memrewrite.capture.normal import leaf_tensors
 from memrewrite.checks import broken, health
 from memrewrite.codegen import generate
 from memrewrite.effects import GRANULE, Effects, observe
 from memrewrite.errors import InternalError
+from memrewrite.measure import predict
 from memrewrite.passes.checkpoint_segments import CheckpointSegments, clear
 from memrewrite.passes.inplace_activation import InplaceActivation
-from memrewrite.plan.facts import chain, compute_nodes
+from memrewrite.plan.facts import chain, compute_nodes_of, join
 from memrewrite.plan.refine import Fitted, fit
 from memrewrite.plan.segments import Plan
-from memrewrite.rewrite import Pass, Result
-from memrewrite.runtime.dropin import build, program_from
-from memrewrite.simulate import Timeline, simulate
+from memrewrite.regions import Region
+from memrewrite.rewrite import Pass, Refused, Result
+from memrewrite.runtime.dropin import build, graft, program_from
+from memrewrite.simulate import Timeline
 from memrewrite.step import Inputs, Step, device_type
 
 
 @dataclass
-class Line:
-    """One model on its way through the passes: the captured graph and what each pass did to it."""
+class Part:
+    """One region on its way through the passes: its graph and what each pass did to it."""
 
-    model: nn.Module
-    captured: Captured
-    inputs: Inputs
+    region: Region
     step: Step
-    workspace: int
-    results: dict[str, Result]
+    results: dict[str, Result] = field(default_factory=dict)
     arithmetic_changed: bool = False
 
     @property
-    def example(self) -> list[Tensor]:
-        """The tensors of the graph's placeholders, in order."""
-        return leaf_tensors(self.model, self.inputs)
+    def graph_module(self) -> fx.GraphModule:
+        """The graph as it is now."""
+        return self.region.captured.graph_module
 
     def observe(self) -> Effects:
         """Fresh facts about the graph as it is now."""
-        return observe(self.captured.graph_module, self.example, self.step.amp, grad=self.step.mode == "train")
+        return observe(self.graph_module, self.region.example, self.step.amp, grad=self.step.mode == "train")
 
     def apply(self, graph_pass: Pass, look: Callable[[], Effects] | None = None) -> Result:
         """Run one pass on what ``look`` sees (``observe`` by default) and hold it to what it says about itself."""
         look = look or self.observe
-        before = self.captured.graph_module.code
+        before = self.graph_module.code
         effects = look()
         healthy = health(effects)
-        result = graph_pass(self.captured.graph_module, effects)
-        self.captured.graph_module.graph.lint()
-        self.captured.graph_module.recompile()
-        changed = self.captured.graph_module.code != before
+        result = graph_pass(self.graph_module, effects)
+        self.graph_module.graph.lint()
+        self.graph_module.recompile()
+        changed = self.graph_module.code != before
         if changed != result.modified and graph_pass.name != CheckpointSegments.name:
             raise InternalError(f"The pass {graph_pass.name} says modified={result.modified}; its code says {changed}.")
         if changed and (wrongs := broken(healthy, health(look()))):
@@ -65,24 +63,60 @@ class Line:
         return result
 
     def build(self) -> nn.Module:
-        """The drop-in module of the graph as it is now."""
-        source, constants = generate(self.captured)
-        return build(self.model, program_from(source), constants)
+        """The drop-in for the region's module, of the graph as it is now."""
+        source, constants = generate(self.region.captured, self.region.prefix)
+        return build(self.region.module, program_from(source), constants)
+
+
+@dataclass
+class Line:
+    """A model on its way: its regions in the order they run (one, the whole model, wherever that can be captured)."""
+
+    model: nn.Module
+    inputs: Inputs
+    step: Step
+    workspace: int
+    parts: list[Part]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def results(self) -> dict[str, Result]:
+        """What each pass did, over all regions."""
+        merged: dict[str, Result] = {}
+        for part in self.parts:
+            for name, result in part.results.items():
+                before = merged.get(name, Result())
+                merged[name] = Result(before.applied + result.applied, before.refused + result.refused)
+        return merged
+
+    @property
+    def arithmetic_changed(self) -> bool:
+        """Whether any rewrite computes other bits than the original."""
+        return any(part.arithmetic_changed for part in self.parts)
+
+    def build(self) -> nn.Module:
+        """The drop-in for the model, of the graphs as they are now."""
+        return graft(self.model, {part.region.path: part.build() for part in self.parts})
 
     def simulate(self) -> Timeline:
-        """The exact timeline of two steps of the graph as it is now."""
-        return simulate(self.build(), self.inputs, self.step, workspace_bytes=self.workspace)
+        """The exact timeline of two steps of the graphs as they are now."""
+        return predict(self.build(), self.inputs, self.step, workspace_bytes=self.workspace)
 
     def segments(self, plan: Plan) -> None:
-        """Turn a plan into segments."""
-        self.apply(CheckpointSegments(plan))
+        """Turn a plan over the regions' joined chains into segments."""
+        start = 0
+        for part in self.parts:
+            end = start + len(compute_nodes_of(part.graph_module))
+            inside = tuple((a - start, b - start) for a, b in plan.intervals if start <= a and b <= end)
+            part.apply(CheckpointSegments(Plan(inside)))
+            start = end + 1  # the boundary that `join` puts between regions
 
 
 def without_hooks(model: nn.Module) -> nn.Module:
     """The same model, sharing everything with ``model`` but the hooks registered on ``model`` itself."""
     kind = type(model)
     result = kind.__new__(kind)
-    vars(result).update(vars(model))
+    vars(result).update({k: v for k, v in vars(model).items() if k != "_compiled_call_impl"})  # that one calls model
     vars(result).update({name: type(hooks)() for name, hooks in _call_hooks(model).items()})
     return result
 
@@ -99,26 +133,28 @@ def _call_hooks(model: nn.Module) -> dict[str, dict[int, Any]]:
 
 def rewrite(line: Line, names: tuple[str, ...] | None, exact: bool) -> None:
     """Functionalise and apply the pattern rewrites asked for (all when ``names`` is None)."""
-    for graph_pass in registry.patterns(names, exact):
-        line.apply(graph_pass)
+    for part in line.parts:
+        for graph_pass in registry.patterns(names, exact):
+            part.apply(graph_pass)
 
 
 def plan(line: Line, budget: int) -> Fitted:
     """Find segments so that the simulated peak is within ``budget`` bytes, and mark them.
 
-    Marks the plan of the lowest peak when none fits.
+    One plan over all regions in the order they run. Marks the plan of the lowest peak when none fits.
     """
-    clear(line.captured.graph_module)
-    effects = line.observe()
+    for part in line.parts:
+        clear(part.graph_module)
     timeline = line.simulate()
-    numbers = chain(effects, device_type(line.model, line.inputs), line.step.amp)
+    device = device_type(line.model, line.inputs)
+    chains = join([chain(part.observe(), device, line.step.amp) for part in line.parts])
     fixed = timeline.floor - sum(_rounded(p) for p in line.model.parameters() if p.requires_grad)
 
     def simulated(candidate: Plan) -> int:
         line.segments(candidate)
         return line.simulate().peak
 
-    fitted = fit(numbers, budget, timeline.peak, fixed, simulated)
+    fitted = fit(chains, budget, timeline.peak, fixed, simulated)
     line.segments(fitted.plan)
     return fitted
 
@@ -134,18 +170,59 @@ def mark_inplace(line: Line, names: tuple[str, ...] | None) -> None:
 
     What autograd keeps depends on the call: it is observed as if everything required a gradient and without autocast,
     whose copies would be kept in place of what is marked, so that whoever calls the result may choose.
+    Marks that would raise the peak are taken back.
     """
-    if InplaceActivation.name in line.results or (names is not None and InplaceActivation.name not in names):
+    if names is not None and InplaceActivation.name not in names:
         return
-    with _all_trained(line.model):
-        example = [t.detach().requires_grad_(_differentiable(t)) for t in line.example]
-        graph_module, grad = line.captured.graph_module, line.step.mode == "train"
-        line.apply(InplaceActivation(), lambda: observe(graph_module, example, grad=grad))
+    parts = [part for part in line.parts if InplaceActivation.name not in part.results]
+    before = _spellings(parts)
+    for part in parts:
+        with _all_trained(part.region.module, _written(part)):
+            part.apply(InplaceActivation(), functools.partial(_observe_trained, part))
+    after = _spellings(parts)
+    if before == after:
+        return
+    peak = line.simulate().peak
+    _spell(parts, before)
+    if peak <= line.simulate().peak:
+        _spell(parts, after)
+        return
+    for part in parts:
+        done = part.results[InplaceActivation.name]
+        refused = (Refused(each.where, "In place, the peak of the step would be higher.") for each in done.applied)
+        part.results[InplaceActivation.name] = Result((), (*done.refused, *refused))
+
+
+def _spellings(parts: list[Part]) -> list[tuple[Any, ...]]:
+    return [(node.target, node.args, node.kwargs) for part in parts for node in part.graph_module.graph.nodes]
+
+
+def _spell(parts: list[Part], spellings: list[tuple[Any, ...]]) -> None:
+    nodes = [node for part in parts for node in part.graph_module.graph.nodes]
+    for node, (target, args, kwargs) in zip(nodes, spellings, strict=True):
+        node.target, node.args, node.kwargs = target, args, kwargs
+    for part in parts:
+        part.graph_module.recompile()
+
+
+def _observe_trained(part: Part) -> Effects:
+    example = [t.detach().requires_grad_(_differentiable(t)) for t in part.region.example]
+    return observe(part.graph_module, example, grad=part.step.mode == "train")
+
+
+def _written(part: Part) -> set[str]:
+    """The paths of parameters that forward writes, which PyTorch allows only where they require no gradient."""
+    effects = part.observe()
+    keys = {key for facts in effects.of.values() for key in facts.writes}
+    attributes = part.graph_module.graph.find_nodes(op="get_attr")
+    return {str(node.target) for node in attributes if effects.of[node].outputs & keys}
 
 
 @contextmanager
-def _all_trained(model: nn.Module) -> Iterator[None]:
-    frozen = [p for p in model.parameters() if not p.requires_grad and _differentiable(p)]
+def _all_trained(model: nn.Module, written: set[str]) -> Iterator[None]:
+    names = model.named_parameters(remove_duplicate=False)
+    spared = {id(parameter) for name, parameter in names if name in written}
+    frozen = [p for p in model.parameters() if not p.requires_grad and _differentiable(p) and id(p) not in spared]
     try:
         for parameter in frozen:
             parameter.requires_grad_(True)
@@ -160,11 +237,12 @@ def _differentiable(tensor: Tensor) -> bool:
 
 
 def without_segments(line: Line) -> Callable[[], None]:
-    """Take the segments off the graph; calling the result puts them back (to compare the two programs bit for bit)."""
+    """Take the segments off the graphs; calling the result puts them back (to compare the programs bit for bit)."""
     keys = ("segment", "random", "run_once")
-    nodes = compute_nodes(line.observe())
+    nodes = [node for part in line.parts for node in compute_nodes_of(part.graph_module)]
     kept = [{key: node.meta[key] for key in keys if key in node.meta} for node in nodes]
-    clear(line.captured.graph_module)
+    for part in line.parts:
+        clear(part.graph_module)
 
     def restore() -> None:
         for node, marks in zip(nodes, kept, strict=True):

@@ -50,10 +50,7 @@ FAKE_TENSOR_ERRORS: tuple[type[Exception], ...] = (
 # Where the functions live that Dynamo's graphs call by no public name.
 C_FUNCTIONS: dict[str, Any] = {
     "torch._C": torch._C,
-    "torch._C._nn": torch._C._nn,
-    "torch._C._fft": torch._C._fft,
-    "torch._C._linalg": torch._C._linalg,
-    "torch._C._special": torch._C._special,
+    **{f"torch._C.{name}": getattr(torch._C, name) for name in ("_nn", "_fft", "_linalg", "_special")},
 }
 
 __all__ = [
@@ -69,6 +66,7 @@ __all__ = [
     "foreach_on_fake_tensors",
     "has_global_module_hooks",
     "is_mutable",
+    "is_view",
     "named_arguments",
     "returns_view",
     "size_conditions",
@@ -106,7 +104,7 @@ def size_conditions(size: torch.SymInt) -> list[str]:
     ``torch.export`` checks them in a module of its own; a graph written as source needs them as text.
     """
     environment = size.node.shape_env
-    printer = PythonPrinter()  # type: ignore[no-untyped-call]
+    printer = PythonPrinter()
     guards = [environment.replace(guard.expr) for guard in environment.guards]
     return [printer.doprint(guard) for guard in dict.fromkeys(guards) if guard != True]  # noqa: E712  (a sympy value)
 
@@ -137,6 +135,11 @@ def returns_view(operator: torch._ops.OpOverload) -> bool:
     """Whether the operator returns a view of an argument instead of a new tensor or the argument it wrote."""
     aliases = [result.alias_info for result in operator._schema.returns]
     return any(alias is not None and not alias.is_write for alias in aliases)
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """Whether autograd sees the tensor as a view, which operators such as ``linear`` return without saying so."""
+    return tensor._is_view()
 
 
 @contextlib.contextmanager

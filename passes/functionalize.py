@@ -114,7 +114,8 @@ def _differs(node: fx.Node, target: fx.Node, spelling: Spelling) -> str | None:
         return f"Out of place, {node.name} would have another dtype, shape or memory format."
     if result.grad_fn is not None and "NotImplemented" in result.grad_fn.name():
         return f"Out of place, {node.name} has no gradient."
-    here, there = (kept_by(node, call) for call in (Spelling(node.target, node.args, node.kwargs), spelling))
+    calls = Spelling(node.target, node.args, node.kwargs), spelling
+    here, there = (kept_by(node, call, trained=True) for call in calls)  # whoever calls the model may train its inputs
     if here.result and not there.result and operation(node).rstrip("_") not in BY_SIGN:
         return f"In place, {node.name} takes its gradient from its result; from its input it would round differently."
     return None

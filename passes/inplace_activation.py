@@ -24,6 +24,7 @@ from torch import Tensor, fx
 from memrewrite.effects import Effects
 from memrewrite.passes.matching import kept_by
 from memrewrite.passes.spelling import Spelling, in_place, operand, operation, options, tensor
+from memrewrite.private import is_view
 from memrewrite.rewrite import Findings, Result
 
 # Their gradient in place, computed from the result or a mask, is bit for bit the one computed from the input.
@@ -107,6 +108,8 @@ def _foreign(source: fx.Node, value: Tensor, key: int, effects: Effects) -> str 
     maker = effects.order[storage.producer]
     if source is not maker and not (operation(source) == "getitem" and operand(source) is maker):
         return f"Its input {source.name} is a view of {maker.name} or shares its storage."
+    if value.requires_grad and is_view(value):
+        return f"Its input {source.name} is a view inside {maker.name}, whose gradient would be copied."
     if value.untyped_storage().nbytes() != value.nbytes:
         return f"Its input {source.name} does not fill its storage alone (expanded or part of a larger tensor)."
     return None

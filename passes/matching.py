@@ -41,8 +41,11 @@ class Kept:
     result: bool
 
 
-def kept_by(node: fx.Node, call: Spelling) -> Kept:
-    """Run ``call``, a spelling of ``node``, alone on fake tensors like the observed ones: what autograd keeps."""
+def kept_by(node: fx.Node, call: Spelling, trained: bool = False) -> Kept:
+    """Run ``call``, a spelling of ``node``, alone on fake tensors like the observed ones: what autograd keeps.
+
+    ``trained`` lets all of them require a gradient.
+    """
     saved: list[torch.UntypedStorage] = []
     given: list[torch.UntypedStorage] = []
 
@@ -55,7 +58,8 @@ def kept_by(node: fx.Node, call: Spelling) -> Kept:
         value = tensor(source)
         if value is None:
             return source.meta["val"]
-        twin = torch.empty_like(value).requires_grad_(value.requires_grad).clone()
+        always = trained and (value.is_floating_point() or value.is_complex())
+        twin = torch.empty_like(value).requires_grad_(value.requires_grad or always).clone()
         given.append(twin.untyped_storage())
         return twin
 

@@ -12,6 +12,7 @@ from memrewrite.capture import capture
 from memrewrite.passes.functionalize import Functionalize
 from memrewrite.plan.facts import compute_nodes, movable
 from memrewrite.plan.segments import Plan
+from memrewrite.regions import Region
 from memrewrite.simulate import run_tracked
 from memrewrite.step import Inputs, Step
 
@@ -58,9 +59,11 @@ class Segmented:
 def segmented(model: nn.Module, *args: Any, size: int = 4, amp: torch.dtype | None = None) -> Segmented:
     """``model`` with a segment over every run of up to ``size`` nodes that may move."""
     inputs = Inputs(args, {})
-    line = pipeline.Line(model, capture(model, inputs), inputs, Step("train", None, None, amp), 0, {})
-    line.apply(Functionalize())
-    effects = line.observe()
+    step = Step("train", None, None, amp)
+    part = pipeline.Part(Region("", model, capture(model, inputs), lambda: inputs), step)
+    line = pipeline.Line(model, inputs, step, 0, [part])
+    part.apply(Functionalize())
+    effects = part.observe()
     nodes = compute_nodes(effects)
     may = movable(effects, nodes)
     intervals = []

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memrewrite.plan.dp import Intervals, intervals, lowest_bound, plan
+from memrewrite.plan.dp import intervals, lowest_bound, plan
 from memrewrite.plan.refine import Fitted, fit
 from memrewrite.plan.segments import Chain, Held, Plan
 
@@ -57,7 +57,9 @@ def interval_facts(chain: Chain, a: int, b: int) -> tuple[int, int, float]:
     peak = -(10**15)
     for last in range(a, b):
         inside = sum(
-            s.bytes for s in chain.storages if s.saver is not None and s.producer < last + 1 and a <= s.saver <= last
+            s.bytes
+            for s in chain.storages
+            if s.saver is not None and s.producer < last + 1 and a <= s.saver <= last
             if s.producer >= a
         )
         peak = max(peak, inside + int(chain.work[last]))
@@ -169,7 +171,7 @@ def test_intervals_are_disjoint_ordered_and_movable_and_more_memory_never_costs_
 def test_lowest_bound(chain: Chain, upper: int) -> None:
     table = intervals(chain)
     found = lowest_bound(chain, table, upper)
-    true = min(most for most, _ in map(lambda chosen: evaluate(chain, chosen), all_plans(chain)))
+    true = min(most for most, _ in (evaluate(chain, chosen) for chosen in all_plans(chain)))
     assert found <= upper
     if true > upper:
         assert found == upper
@@ -199,7 +201,6 @@ def test_600_nodes_take_seconds() -> None:
     assert found is not None
     assert found.intervals
     assert time.monotonic() - start < 10
-
 
 
 class Machine:

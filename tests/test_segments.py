@@ -31,7 +31,9 @@ def test_batch_norm_counts_every_batch_once(size: int, special: float | None) ->
 
 
 def test_batch_norm_without_running_statistics() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, track_running_stats=False), nn.ReLU(), nn.Conv2d(4, 4, 3))
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, track_running_stats=False), nn.ReLU(), nn.Conv2d(4, 4, 3)
+    )
     found = segmented(model, image())
     assert_same_bits(step(found.module, image()), step(model, image()))
     assert "batch_norm" in found.inside()
@@ -337,5 +339,3 @@ def test_once_gives_the_buffer_or_scratch_memory() -> None:
     scratch = runtime.once(buffer, True)
     assert scratch.data_ptr() != buffer.data_ptr()
     assert (scratch.shape, scratch.dtype) == (buffer.shape, buffer.dtype)
-
-

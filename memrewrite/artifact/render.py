@@ -26,10 +26,14 @@ file can be imported under the same name.
 
 
 '''
-_PROGRAM = "# The model's own forward.\n\n"
-_APPLY = '''
-_PROGRAMS[""] = PROGRAM  # what a pickle or a deep copy of the result finds
+_PROGRAM = '''# {what}
 
+{source}
+
+PROGRAM.source = {path!r}
+_PROGRAMS[PROGRAM.source] = PROGRAM  # what a pickle or a deep copy of the result finds
+'''
+_APPLY = '''
 # What the model must look like.
 MODEL = {expected}
 
@@ -40,18 +44,31 @@ CONSTANTS = {moving}
 def apply(model: nn.Module) -> nn.Module:
     """A drop-in for ``model``; raises ``WrongModelError`` when this was not generated for it."""
     refuse_other(model, MODEL)
-    return build(model, PROGRAM, read_constants(Path(__file__).with_name({file!r}), CONSTANTS, model))
+    constants = read_constants(Path(__file__).with_name({file!r}), CONSTANTS, model)
+    rewritten = {{p: build(model.get_submodule(p), _PROGRAMS[p], constants[p]) for p in {paths}}}
+    return graft(model, rewritten)
 '''
 
 
-def render(source: str, expected: Likeness, moving: dict[str, bool]) -> str:
-    """The artifact's Python: ``source`` is a program's, ``expected`` the model's likeness, ``moving`` its constants."""
-    texts = [*map(inspect.getsource, _RUNTIME), source]
+def render(sources: dict[str, str], expected: Likeness, moving: dict[str, dict[str, bool]]) -> str:
+    """The artifact's Python.
+
+    ``sources`` are those of the programs by the path of their submodule, ``moving`` says of each program's constants
+    whether they follow the parameters, ``expected`` is the model's likeness.
+    """
     imports: dict[str, set[str]] = {"from pathlib": {"Path"}}
-    *bodies, program = [_without_imports(text, imports) for text in texts]
-    end = _APPLY.format(expected=_table(expected), moving=_table(moving), file=CONSTANTS)
+    runtime = [_without_imports(inspect.getsource(module), imports) for module in _RUNTIME]
+    programs = [
+        _PROGRAM.format(
+            what=f"The forward of {path}." if path else "The model's own forward.",
+            source=_without_imports(source, imports),
+            path=path,
+        )
+        for path, source in sources.items()
+    ]
+    end = _APPLY.format(expected=_table(expected), moving=_table(moving), file=CONSTANTS, paths=list(sources))
     head = _HEAD.format(version=__version__, imports=_import_lines(imports))
-    text = head + "\n\n\n".join([*bodies, _PROGRAM + program, end.lstrip("\n")])
+    text = head + "\n\n\n".join([*runtime, *programs, end.lstrip("\n")])
     ast.parse(text)
     return text
 

@@ -25,7 +25,7 @@ from memrewrite.artifact.load import import_artifact
 from memrewrite.artifact.render import render
 from memrewrite.errors import InternalError, UsageError
 from memrewrite.report.data import Measured, Report, report_of
-from memrewrite.runtime.dropin import Program
+from memrewrite.runtime.dropin import Program, graft, programs
 from memrewrite.runtime.likeness import describe
 
 Check = Callable[[Path], Report | None]
@@ -49,15 +49,15 @@ def save(
     then nothing is left behind and an existing folder is as it was.
     """
     target = Path(os.path.abspath(directory))
-    program = _program(optimized)
+    rewritten = _programs(optimized)
     check_place(Path(directory), force=force)
     report = report or report_of(optimized)
     with _write_errors(directory), _draft(target) as draft:
-        facts = _write_model(draft, optimized, program)
+        facts = _write_model(draft, optimized, rewritten)
         if weights:
             facts |= _write_weights(draft, optimized)
         _finish(draft, facts, report)
-        _compare(draft, optimized, program)
+        _compare(draft, optimized, rewritten)
         if check is not None and (known := check(draft)) is not None:
             _finish(draft, facts, known)
         _move(draft, target)
@@ -78,13 +78,13 @@ def check_place(directory: Path, *, force: bool) -> None:
         raise UsageError(f"{directory} holds {foreign[0]}, which memrewrite did not write; give another folder.")
 
 
-def _program(optimized: nn.Module) -> Program:
-    program = getattr(optimized, "_memrewrite", None)
-    if program is None:
+def _programs(optimized: nn.Module) -> dict[str, Program]:
+    found = programs(optimized)
+    if not found:
         raise UsageError("The model is not a rewritten one, so there is nothing to save; optimize it first.")
-    if not isinstance(program, Program) or not program.source:
+    if not all(isinstance(program, Program) and "\n" in program.source for program in found.values()):
         raise UsageError("The model was made by an artifact; copy that folder instead.")
-    return program
+    return found
 
 
 @contextlib.contextmanager
@@ -106,16 +106,17 @@ def _draft(target: Path) -> Iterator[Path]:
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def _write_model(draft: Path, optimized: nn.Module, program: Program) -> dict[str, Any]:
+def _write_model(draft: Path, optimized: nn.Module, rewritten: dict[str, Program]) -> dict[str, Any]:
     """Write the code and its constants; returns what the manifest says of them."""
     likeness = describe(optimized)
-    constants = {k: v for k, v in optimized.named_buffers() if k.startswith("memrewrite_constant_")}
-    device = next((leaf[1] for leaf in program.leaves if leaf[0] != "constant"), None)
-    moving = {name: device is None or tensor.device.type == device for name, tensor in constants.items()}
-    (draft / manifest.MODEL).write_text(render(program.source, likeness, moving), encoding="utf-8")
-    if constants:
-        torch.save({name: tensor.detach().cpu() for name, tensor in constants.items()}, draft / manifest.CONSTANTS)
-    base = type(optimized).__mro__[1]
+    constants = {path: _constants(optimized.get_submodule(path)) for path in rewritten}
+    moving = {path: _moving(program, constants[path]) for path, program in rewritten.items()}
+    sources = {path: program.source for path, program in rewritten.items()}
+    (draft / manifest.MODEL).write_text(render(sources, likeness, moving), encoding="utf-8")
+    if any(constants.values()):
+        saved = {path: {name: t.detach().cpu() for name, t in found.items()} for path, found in constants.items()}
+        torch.save(saved, draft / manifest.CONSTANTS)
+    base = type(_original(optimized))
     return {
         "memrewrite": __version__,
         "model": f"{base.__module__}.{base.__qualname__}",
@@ -123,6 +124,16 @@ def _write_model(draft: Path, optimized: nn.Module, program: Program) -> dict[st
         "torch": {"written_with": torch.__version__, "minimum": manifest.TORCH_MINIMUM},
         "python": platform.python_version(),
     }
+
+
+def _constants(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {k: v for k, v in vars(module)["_buffers"].items() if k.startswith("memrewrite_constant_")}
+
+
+def _moving(program: Program, constants: dict[str, torch.Tensor]) -> dict[str, bool]:
+    """Which constants lie where the inputs do, and so have to follow the parameters."""
+    device = next((leaf[1] for leaf in program.leaves if leaf[0] != "constant"), None)
+    return {name: device is None or tensor.device.type == device for name, tensor in constants.items()}
 
 
 def _write_weights(draft: Path, optimized: nn.Module) -> dict[str, Any]:
@@ -166,7 +177,7 @@ def _peak(measured: Measured | None) -> int | None:
     return None if measured is None else measured.peak
 
 
-def _compare(draft: Path, optimized: nn.Module, program: Program) -> None:
+def _compare(draft: Path, optimized: nn.Module, rewritten: dict[str, Program]) -> None:
     """Read the draft back and apply it to the model: it must run the very instructions that were verified."""
     known = set(sys.modules)
     module = import_artifact(draft)
@@ -175,7 +186,8 @@ def _compare(draft: Path, optimized: nn.Module, program: Program) -> None:
     finally:
         if module.__name__ not in known:
             del sys.modules[module.__name__]
-    if _essence(type(applied)._memrewrite) != _essence(program):
+    read = programs(applied)
+    if {p: _essence(found) for p, found in read.items()} != {p: _essence(found) for p, found in rewritten.items()}:
         raise InternalError("The artifact runs another program than the model; please report it.")
     mine, theirs = ([(n, b.dtype, b.shape) for n, b in m.named_buffers()] for m in (optimized, applied))
     if mine != theirs:
@@ -184,10 +196,14 @@ def _compare(draft: Path, optimized: nn.Module, program: Program) -> None:
 
 def _original(optimized: nn.Module) -> nn.Module:
     """The model that ``optimized`` was made from, sharing everything with it."""
-    kind: type[nn.Module] = type(optimized).__mro__[1]
+    return graft(optimized, {path: _base(optimized.get_submodule(path)) for path in programs(optimized)})
+
+
+def _base(dropin: nn.Module) -> nn.Module:
+    kind: type[nn.Module] = type(dropin).__mro__[1]
     original = kind.__new__(kind)
-    original.__dict__.update({k: v for k, v in vars(optimized).items() if not k.startswith("_memrewrite")})
-    buffers = optimized.__dict__["_buffers"]
+    original.__dict__.update({k: v for k, v in vars(dropin).items() if not k.startswith("_memrewrite")})
+    buffers = vars(dropin)["_buffers"]
     original.__dict__["_buffers"] = {k: v for k, v in buffers.items() if not k.startswith("memrewrite_constant_")}
     return original
 
@@ -195,13 +211,14 @@ def _original(optimized: nn.Module) -> nn.Module:
 def _essence(program: Any) -> tuple[Any, ...]:
     """Everything a program is but its text and its place: what calls it takes and the instructions it runs."""
     run = program.run
-    functions = [f for f in run.__globals__.values() if inspect.isfunction(f) and _is_generated(f.__name__)]
+    prefix = run.__name__.removesuffix("graph")
+    functions = [f for f in run.__globals__.values() if inspect.isfunction(f) and _is_generated(f.__name__, prefix)]
     code = sorted((f.__name__, _instructions(f.__code__)) for f in functions)
     return program.names, program.tree, repr((program.leaves, program.training, program.dtype)), code
 
 
-def _is_generated(name: str) -> bool:
-    return name == "graph" or name.startswith(("segment_", "region_"))
+def _is_generated(name: str, prefix: str) -> bool:
+    return name == f"{prefix}graph" or name.startswith((f"{prefix}segment_", f"{prefix}region_"))
 
 
 def _instructions(code: CodeType) -> str:

@@ -11,6 +11,7 @@ from torch import nn
 
 from memrewrite.capture import dynamo, exported, hazards
 from memrewrite.capture.captured import Captured, InputSpec, TensorSpec
+from memrewrite.capture.normal import bind
 from memrewrite.capture.state import preserved
 from memrewrite.errors import CaptureError
 from memrewrite.step import Inputs
@@ -28,6 +29,7 @@ def capture(model: nn.Module, inputs: Inputs, front_end: str | None = None) -> C
     Raises ``CaptureError`` naming the hazard, or what each front end said.
     """
     said = []
+    bind(model, inputs)
     with preserved(model):
         findings = hazards.check(model, inputs)
         for name in [front_end] if front_end else FRONT_ENDS:

@@ -47,7 +47,8 @@ class Captured:
     one output whose argument is the flat tuple of outputs in the order of ``output_tree``. Node ``meta`` carries
     ``module_path`` and ``source`` (``file.py:line``) where known.
     ``constants`` are tensors the model made from Python values while it was traced.
-    ``training`` maps each submodule path to its training flag at capture.
+    ``training`` maps each submodule path to its training flag at capture; ``dtype`` is that of the model's first
+    parameter, None if it has none.
     """
 
     graph_module: fx.GraphModule
@@ -56,4 +57,5 @@ class Captured:
     constants: dict[str, torch.Tensor]
     training: dict[str, bool]
     front_end: str
+    dtype: torch.dtype | None = None
     notes: tuple[str, ...] = ()

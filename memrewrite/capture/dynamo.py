@@ -12,58 +12,30 @@ import torch
 from torch import Tensor, fx, nn
 
 from memrewrite.capture.captured import Captured
-from memrewrite.capture.normal import bind, constants, copy_into, quiet, rebuild
+from memrewrite.capture.normal import bind, constants, copy_into, first_dtype, quiet, rebuild
+from memrewrite.capture.state import Attributes
 from memrewrite.errors import CaptureError
 from memrewrite.private import tree_flatten, tree_leaves, tree_map
+from memrewrite.simulate.fake import tensors_of
 from memrewrite.step import Inputs
 
 
 def capture(model: nn.Module, inputs: Inputs) -> Captured:
-    """Capture through Dynamo. Nothing is computed: the backend hands out markers, which show where outputs go.
-
-    Changes that forward makes to attributes are made with markers, too: the caller has to put attributes back.
-    """
+    """Capture through Dynamo. Nothing is computed: the backend hands out markers, which show where outputs go."""
     spec, order = bind(model, inputs)
     mine = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, inputs.__dict__)
-    owned = _Owned(model)
-    backend = _Lookout()
-    torch.compiler.reset()
-    try:
-        with quiet():
-            compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
-            output = compiled(*mine["args"], **mine["kwargs"])
-    finally:
-        torch.compiler.reset()
-    if backend.graph_module is None:
-        raise CaptureError(f"{type(model).__name__} computes nothing with tensors: there is no graph to capture.")
-    results, tree = tree_flatten(output)
     leaves = tree_leaves((mine["args"], mine["kwargs"]))
-    tensors = [leaves[i] for i in order if isinstance(leaves[i], Tensor)]
-    given = dict(zip(backend.graph_module.graph.find_nodes(op="placeholder"), backend.example, strict=True))
-    known: dict[int, fx.Node] = {}
-    owned.add(backend.graph_module)
-
-    def replace(graph: fx.Graph, node: fx.Node, values: dict[fx.Node, Any]) -> bool:
-        if not known:
-            known.update({id(t): graph.placeholder(f"input_{i}") for i, t in enumerate(tensors)})
-        if node.op == "placeholder":
-            values[node] = known.get(id(given[node])) or owned.node(graph, given[node])
-        elif node.target is _CHECKPOINT:  # the plan decides what is recomputed
-            body = backend.graph_module.get_submodule(str(node.args[0].target))
-            inner = dict(zip(body.graph.find_nodes(op="placeholder"), (values[n] for n in node.args[1:]), strict=True))
-            values[node] = copy_into(graph, body.graph, inner, replace)
-        elif node.target is operator.getitem and isinstance(values.get(node.args[0]), tuple):
-            values[node] = values[node.args[0]][node.args[1]]
-        return node in values
-
-    def outputs(graph: fx.Graph, computed: Any) -> list[Any]:
-        nodes = {**known, **{id(marker): node for marker, node in zip(backend.markers, computed, strict=True)}}
-        return [
-            leaf if not isinstance(leaf, Tensor) else nodes.get(id(leaf)) or owned.node(graph, leaf)
-            for leaf in results
-        ]
-
-    module = rebuild(backend.graph_module.graph, owned.root, model, replace, outputs)
+    owned = _Owned(model)  # before Dynamo runs
+    backend, output = _run(model, mine)
+    results, tree = tree_flatten(output)
+    translation = _Translation(backend, owned, [leaves[i] for i in order if isinstance(leaves[i], Tensor)])
+    module = rebuild(
+        translation.graph_module.graph,
+        owned.root_with(translation.graph_module),
+        model,
+        translation.replace,
+        lambda graph, computed: translation.outputs(graph, computed, results),
+    )
     return Captured(
         graph_module=module,
         inputs=spec,
@@ -71,7 +43,57 @@ def capture(model: nn.Module, inputs: Inputs) -> Captured:
         constants=constants(module, model),
         training={path: child.training for path, child in model.named_modules()},
         front_end="dynamo",
+        dtype=first_dtype(model),
     )
+
+
+def _run(model: nn.Module, mine: dict[str, Any]) -> tuple["_Lookout", Any]:
+    backend, attributes = _Lookout(), Attributes(model)
+    torch.compiler.reset()
+    try:
+        with quiet():
+            compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
+            return backend, compiled(*mine["args"], **mine["kwargs"])
+    finally:
+        torch.compiler.reset()
+        attributes.restore()  # what forward assigns to attributes Dynamo has assigned, with markers
+
+
+class _Translation:
+    """From Dynamo's graph, with parameters as inputs, to one over the model's attributes."""
+
+    def __init__(self, backend: "_Lookout", owned: "_Owned", tensors: list[Tensor]) -> None:
+        if backend.graph_module is None:
+            raise CaptureError(f"{owned.name} computes nothing with tensors: there is no graph to capture.")
+        self.graph_module = backend.graph_module
+        self._owned, self._tensors, self._markers = owned, tensors, backend.markers
+        placeholders = backend.graph_module.graph.find_nodes(op="placeholder")
+        self._given = dict(zip(placeholders, backend.example, strict=True))
+        self._inputs: dict[int, fx.Node] = {}
+
+    def replace(self, graph: fx.Graph, node: fx.Node, values: dict[fx.Node, Any]) -> bool:
+        if not self._inputs:
+            self._inputs = {id(t): graph.placeholder(f"input_{i}") for i, t in enumerate(self._tensors)}
+        arguments: tuple[Any, ...] = node.args
+        if node.op == "placeholder":
+            values[node] = self._node(graph, self._given[node])
+        elif node.target is _CHECKPOINT:  # the plan decides what is recomputed
+            body: Any = self.graph_module.get_submodule(arguments[0].target)
+            inside = dict(zip(body.graph.find_nodes(op="placeholder"), (values[n] for n in arguments[1:]), strict=True))
+            values[node] = copy_into(graph, body.graph, inside, self.replace)
+        elif node.target is operator.getitem and isinstance(values.get(arguments[0]), tuple):
+            values[node] = values[arguments[0]][arguments[1]]
+        return node in values
+
+    def outputs(self, graph: fx.Graph, computed: Any, results: list[Any]) -> list[Any]:
+        """What forward returned (markers, inputs, attributes, plain values) as nodes."""
+        nodes = {id(marker): node for marker, node in zip(self._markers, computed, strict=True)}
+        return [
+            leaf if not isinstance(leaf, Tensor) else nodes.get(id(leaf)) or self._node(graph, leaf) for leaf in results
+        ]
+
+    def _node(self, graph: fx.Graph, tensor: Tensor) -> fx.Node:
+        return self._inputs.get(id(tensor)) or self._owned.node(graph, tensor)
 
 
 class _Lookout:
@@ -90,29 +112,38 @@ class _Lookout:
 
 
 class _Owned:
-    """The tensors a graph reaches as attributes: the model's own and, under names of their own, all others."""
+    """The tensors a graph reaches as attributes: the model's own and, under new names, those in its lists and dicts."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.root = nn.Module()
-        self.root.__dict__.update(model.__dict__)
+        self.name = type(model).__name__
+        self._root = nn.Module()
+        vars(self._root).update(vars(model))
         for name in _TABLES:
-            self.root.__dict__[name] = model.__dict__[name].copy()
+            vars(self._root)[name] = vars(model)[name].copy()
+        self._elsewhere = {id(t) for t in tensors_of(model)}
         self._paths: dict[int, str] = {}
         for path, child in reversed(list(model.named_modules())):
             tensors = {**vars(child), **child._buffers, **child._parameters}
             owned = {id(t): f"{path}.{name}".lstrip(".") for name, t in tensors.items() if isinstance(t, Tensor)}
             self._paths.update(owned)
 
-    def add(self, graph_module: fx.GraphModule) -> None:
-        """Let the root have the graph's own attributes (constants, bodies of higher-order operators), too."""
+    def root_with(self, graph_module: fx.GraphModule) -> nn.Module:
+        """The model's attributes and, beside them, the graph's own (constants, bodies of higher-order operators)."""
         for name in _TABLES:
-            self.root.__dict__[name] = {**graph_module.__dict__[name], **self.root.__dict__[name]}
+            vars(self._root)[name] = {**vars(graph_module)[name], **vars(self._root)[name]}
+        return self._root
 
     def node(self, graph: fx.Graph, tensor: Tensor) -> fx.Node:
-        """A node for an attribute of the model, or for a tensor it keeps elsewhere, which becomes a constant."""
+        """A node for an attribute of the model, or for a tensor in a list, say, which becomes a constant.
+
+        Raises ``CaptureError`` for any other tensor: it may depend on the inputs (``x.T`` does).
+        """
         if id(tensor) not in self._paths:
+            if id(tensor) not in self._elsewhere:
+                shape = tuple(tensor.shape)
+                raise CaptureError(f"The graph of {self.name} uses a tensor {shape} that is no input and not its own.")
             self._paths[id(tensor)] = f"captured_{len(self._paths)}"
-            self.root.register_buffer(self._paths[id(tensor)], tensor)
+            self._root.register_buffer(self._paths[id(tensor)], tensor)
         return graph.get_attr(self._paths[id(tensor)])
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
 
 from memrewrite.capture.captured import Captured
-from memrewrite.capture.normal import batch_size, bind, constants, dynamic, quiet, rebuild
+from memrewrite.capture.normal import batch_size, bind, constants, dynamic, first_dtype, quiet, rebuild
 from memrewrite.private import tree_leaves, tree_map
 from memrewrite.step import Inputs
 
@@ -56,6 +56,7 @@ def _normal(model: nn.Module, inputs: Inputs, program: ExportedProgram) -> Captu
         constants=constants(module, model),
         training={path: child.training for path, child in model.named_modules()},
         front_end="export",
+        dtype=first_dtype(model),
     )
 
 

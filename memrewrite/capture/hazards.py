@@ -4,7 +4,12 @@ One rehearsal of forward runs on a fake twin of the model. The functions it call
 state afterwards say what happened that no graph of tensor operators can hold.
 """
 
+import functools
+import inspect
+import itertools
+import keyword
 import os
+import re
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,12 +24,21 @@ from torch.overrides import TorchFunctionMode
 from memrewrite.capture.normal import quiet
 from memrewrite.capture.state import Attributes, random_state
 from memrewrite.errors import CaptureError
-from memrewrite.private import FAKE_TENSOR_ERRORS, FakeTensorMode, checkpoint_calls, has_global_module_hooks
+from memrewrite.private import (
+    FAKE_TENSOR_ERRORS,
+    FakeTensorMode,
+    checkpoint_calls,
+    has_global_module_hooks,
+    tree_leaves,
+    tree_map,
+)
 from memrewrite.simulate.fake import fake_inputs, fake_twin
 from memrewrite.step import Inputs
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _TENSOR_HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
+_GRADIENTS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _OF_TORCH = ("torch.utils.checkpoint", "torch._library")  # Functions that belong to what a graph does keep
 
 
@@ -43,37 +57,61 @@ def check(model: nn.Module, inputs: Inputs) -> Findings:
     """Rehearse forward. Raises ``CaptureError`` naming the hazard and its place if there is one."""
     name = type(model).__name__
     _refuse_hooks(model)
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    watch = _Watch()
+    _refuse_names(model)
     before = random_state()
     with quiet(), checkpoint_calls() as checkpoints, _function_calls() as functions:
+        rehearsal = _Rehearsal(model, inputs)
+        first = rehearsal.run()
+        if random_state() != before:
+            raise CaptureError(
+                f"{name} draws from Python's or NumPy's random in forward, or seeds a generator there; "
+                "one outcome would be baked in. Draw with torch, or outside forward."
+            )
+        _refuse_changes(name, rehearsal.attributes)
+        if functions:
+            raise CaptureError(
+                f"{name} uses the custom autograd.Function {functions[0]}, whose backward a captured graph loses."
+            )
+        for what, places in first.places.items():
+            raise CaptureError(f"{name} {_REFUSED[what].format(place=places[0])}")
+        if first.differs(second := rehearsal.run()) and (place := second.differs(rehearsal.run())):
+            raise CaptureError(  # three runs: what is cached or compiled in the first is settled in the second
+                f"{name} does something else each time forward runs (at {place}); what decides that is "
+                "outside its tensors, and one outcome would be baked in."
+            )
+    written = next(rehearsal.attributes.written(), None)
+    lost = f"writes to self.{written}, which is no buffer" if written else first.nested
+    note = "The model's own torch.utils.checkpoint calls are replaced by the plan."
+    return Findings((note,) if checkpoints else (), lost)
+
+
+class _Rehearsal:
+    """Runs of forward on one fake twin; ``attributes`` are the twin's before the first."""
+
+    def __init__(self, model: nn.Module, inputs: Inputs) -> None:
+        self._name = type(model).__name__
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        with self._explained():
+            self._twin, given = fake_twin(model, self._mode), fake_inputs(inputs, self._mode)
+            # A leaf that requires a gradient could not be written in place, as an input that was computed can.
+            copies = {id(t): t.clone() if t.requires_grad else t for t in given.tensors()}
+            self._given = Inputs(*tree_map(lambda leaf: copies.get(id(leaf), leaf), (given.args, given.kwargs)))
+        self.attributes = Attributes(self._twin)
+
+    def run(self) -> "_Watch":
+        watch = _Watch()
+        with self._explained(), self._mode, watch:
+            self._twin.forward(*self._given.args, **self._given.kwargs)
+        return watch
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
         try:
-            with mode:
-                twin, given = fake_twin(model, mode), fake_inputs(inputs, mode)
-                attributes = Attributes(twin)
-                with watch:
-                    twin(*given.args, **given.kwargs)
+            yield
         except CaptureError:
             raise
         except Exception as error:
-            raise CaptureError(_failed(name, error)) from error
-    if random_state() != before:
-        raise CaptureError(
-            f"{name} draws from Python's or NumPy's random in forward, or seeds a generator there; "
-            "one outcome would be baked in. Draw with torch, or outside forward."
-        )
-    _refuse_changes(name, attributes)
-    if functions:
-        raise CaptureError(f"{name} uses the custom autograd.Function {functions[0]}, whose backward a graph loses.")
-    if watch.hooked:
-        raise CaptureError(f"{name} registers tensor hooks in forward ({watch.hooked}); a captured graph loses them.")
-    if watch.inference:
-        raise CaptureError(
-            f"{name} enters torch.inference_mode in forward ({watch.inference}), which a captured graph loses; "
-            "use torch.no_grad there."
-        )
-    note = "The model's own torch.utils.checkpoint calls are replaced by the plan."
-    return Findings((note,) if checkpoints else (), watch.nested)
+            raise CaptureError(_failed(self._name, error)) from error
 
 
 def _refuse_hooks(model: nn.Module) -> None:
@@ -81,17 +119,27 @@ def _refuse_hooks(model: nn.Module) -> None:
     if has_global_module_hooks():
         raise CaptureError(f"Hooks for all modules are registered (torch.nn.modules.module), which {advice}")
     for path, module in model.named_modules():
+        if "_orig_mod" in module._modules or module._compiled_call_impl is not None:
+            raise CaptureError(f"{path or type(model).__name__} is compiled; optimize first, then compile the result.")
         for name in _HOOKS:
             if path and module.__dict__.get(name):
                 kind = name.strip("_").replace("_", " ")
                 raise CaptureError(f"{path} ({type(module).__name__}) has {kind}, which {advice}")
 
 
+def _refuse_names(model: nn.Module) -> None:
+    """Both front ends write attributes as text, ``self.a.b`` or ``getattr(self.a, "b-c")``, and can spell no more."""
+    for path, _ in [*model.named_parameters(), *model.named_buffers()]:
+        for part in path.split("."):
+            if keyword.iskeyword(part) or re.search(r'["\\\n]', part):
+                raise CaptureError(f"{path} goes through the name {part!r}, which no graph can spell; rename it.")
+
+
 def _failed(name: str, error: Exception) -> str:
     text = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
     frames = traceback.extract_tb(error.__traceback__)
     ours = [frame for frame in frames if not _internal(frame.filename)]
-    place = f" at {_place(ours[-1])}" if ours else ""
+    place = f" at {os.path.basename(ours[-1].filename)}:{ours[-1].lineno}" if ours else ""
     if isinstance(error, FAKE_TENSOR_ERRORS):
         return (
             f"{name} lets the values of a tensor decide what Python does{place} ({text}), which no graph can hold; "
@@ -124,40 +172,78 @@ def _function_calls() -> Iterator[list[str]]:
         yield calls
 
 
-class _Watch(TorchFunctionMode):
-    """Sees every torch function of the rehearsal, and in which modes it runs.
+_REFUSED = {
+    "hook": "registers tensor hooks in forward (at {place}); a captured graph loses them.",
+    "inference": "enters torch.inference_mode in forward (at {place}), which a graph loses; use torch.no_grad.",
+    "seed": "seeds PyTorch's generator in forward (at {place}), which a captured graph loses; seed outside forward.",
+    "data": "assigns to .data in forward (at {place}), which no graph can hold; use copy_ under torch.no_grad.",
+    "gradient": "takes gradients in forward (at {place}), which a graph would differentiate again; "
+    "detach what they are taken of, or give create_graph=True.",
+}
 
-    ``hooked`` and ``inference`` are the places of a tensor hook and of a call in inference mode, "" if there are none.
+
+class _Watch(TorchFunctionMode):
+    """Sees every torch function of a rehearsal, and in which modes it runs.
+
+    ``places`` holds where something on the list of what is refused happened; ``nested`` says where modes are in force
+    that export loses, "" if nowhere.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.hooked = self.inference = self.nested = ""
-        self._outside = (torch.is_inference_mode_enabled(), *_autocast())
+        self.places: dict[str, list[str]] = {}
+        self.nested = ""
+        self._calls: list[tuple[Any, list[str], str]] = []  # function, plain arguments, place
+        self._outside = (torch.is_inference_mode_enabled(), torch.initial_seed(), _autocast(), _attention())
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in _TENSOR_HOOKS:
-            self.hooked = self.hooked or _caller()
-        if torch.is_inference_mode_enabled() != self._outside[0]:
-            self.inference = self.inference or _caller()
-        if not self.nested and not torch.is_grad_enabled() and _autocast() != self._outside[1:]:
-            self.nested = f"no_grad nested with autocast at {_caller()}"  # it keeps the outer one only
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        inference, seed, autocast, attention = self._outside
+        happens = {
+            "hook": getattr(func, "__name__", "") in _TENSOR_HOOKS,
+            "inference": torch.is_inference_mode_enabled() != inference,
+            "seed": torch.initial_seed() != seed,
+            "data": func == _SET_DATA,
+            "gradient": func in _GRADIENTS and not kwargs.get("create_graph"),
+        }
+        for what in (what for what, happened in happens.items() if happened):
+            self.places.setdefault(what, []).append(_caller())
+        if not torch.is_grad_enabled() and _autocast() != autocast:
+            self.nested = self.nested or f"no_grad nested with autocast at {_caller()}"  # it keeps the outer one only
+        if _attention() != attention:
+            self.nested = self.nested or f"the choice of attention kernels at {_caller()}"
+        plain = [
+            repr(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, int | float | str | torch.dtype)
+        ]
+        self._calls.append((func, plain, _caller()))
+        return func(*args, **kwargs)
+
+    def differs(self, other: "_Watch") -> str:
+        """The place of the first call that the other run made differently, "" if both are the same."""
+        for mine, theirs in itertools.zip_longest(self._calls, other._calls):
+            if mine is None or theirs is None or mine[:2] != theirs[:2]:
+                return (mine or theirs)[2] or "a place unknown"
+        return ""
 
 
 def _autocast() -> tuple[Any, ...]:
     return tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda"))
 
 
+def _attention() -> tuple[bool, ...]:
+    """Which kernels scaled_dot_product_attention may use, as ``torch.nn.attention.sdpa_kernel`` sets."""
+    kinds = torch.backends.cuda
+    return kinds.flash_sdp_enabled(), kinds.mem_efficient_sdp_enabled(), kinds.math_sdp_enabled()
+
+
 def _caller() -> str:
     """File and line of the model's code that is running."""
-    frames = traceback.extract_stack()
-    return next((_place(frame) for frame in reversed(frames) if not _internal(frame.filename)), "")
+    frame = inspect.currentframe()
+    while frame is not None and _internal(frame.f_code.co_filename):
+        frame = frame.f_back
+    return "" if frame is None else f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
-def _place(frame: traceback.FrameSummary) -> str:
-    return f"{os.path.basename(frame.filename)}:{frame.lineno}"
-
-
+@functools.cache
 def _internal(file: str) -> bool:
     return file.startswith((os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__))))

@@ -20,11 +20,11 @@ from memrewrite.private import size_conditions, tree_flatten, tree_leaves, tree_
 from memrewrite.step import Inputs
 
 
-
 class UnspokenSizesError(Exception):
     """A condition on sizes that the input spec has no names for."""
 
 
+_LOGGERS = ("torch.export", "torch._dynamo", "torch._subclasses", "torch.fx", "torch.jit")
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 
 
@@ -42,7 +42,7 @@ def bind(model: nn.Module, inputs: Inputs) -> tuple[InputSpec, list[int]]:
     except TypeError as error:
         raise CaptureError(f"The example inputs do not fit forward{signature}: {error}.") from None
     kinds = [signature.parameters[name].kind for name in bound.arguments]
-    if inspect.Parameter.VAR_POSITIONAL in kinds or inspect.Parameter.VAR_KEYWORD in kinds:
+    if not kinds or inspect.Parameter.VAR_POSITIONAL in kinds or inspect.Parameter.VAR_KEYWORD in kinds:
         names: tuple[str, ...] = ()
         order, spec = tree_flatten((args, kwargs))
     else:
@@ -62,7 +62,7 @@ def leaf_tensors(model: nn.Module, inputs: Inputs) -> list[Tensor]:
 @contextmanager
 def quiet() -> Iterator[None]:
     """Hold back the warnings and log lines of a front end: its failures become sentences of our own."""
-    loggers = [logging.getLogger(name) for name in ("torch.export", "torch._dynamo", "torch.fx", "torch.jit")]
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
     levels = [logger.level for logger in loggers]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -122,6 +122,8 @@ def copy_into(
             return fx.map_arg(node.args[0], lambda n: values[n])
         if node in values or replace(graph, node, values) or _is_assertion(node):
             continue
+        if "functorch" in str(getattr(node.target, "__module__", "")):
+            raise CaptureError(f"torch.func transforms ({node.name}) cannot be run node by node; compute without them.")
         values[node] = graph.node_copy(node, lambda n: values[n])
         values[node].meta["module_path"] = _module_path(node)
         values[node].meta["source"] = _source(node)
@@ -136,6 +138,11 @@ def constants(graph_module: fx.GraphModule, model: nn.Module) -> dict[str, Tenso
         if isinstance(value, Tensor) and attribute(model, node.target) is not value:
             found[node.target] = value
     return found
+
+
+def first_dtype(model: nn.Module) -> torch.dtype | None:
+    """The dtype of the model's first parameter, None if it has none."""
+    return next((parameter.dtype for parameter in model.parameters()), None)
 
 
 def attribute(module: nn.Module, path: str) -> Any:

@@ -29,9 +29,11 @@ class Attributes:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
         self._kept: dict[int, tuple[str, Any, Any]] = {}  # path, the container itself, its copy
         self._generators: dict[int, tuple[str, Any, Any]] = {}  # path, the generator, its state
+        self._tensors: list[tuple[str, Tensor, int]] = []  # path, a tensor that is no parameter or buffer, its version
+        self._trained = [(path, p, p.requires_grad) for path, p in module.named_parameters()]
+        self._owned = {id(tensor) for tensor in [*module.parameters(), *module.buffers()]}
         for path, child in module.named_modules():
             self._keep(path, vars(child), descend=True)
 
@@ -41,7 +43,9 @@ class Attributes:
         self._kept[id(container)] = (path, container, _copied(container))
         for key, item in _items(container):
             inner = path if key in _TABLES else f"{path}.{key}".lstrip(".")
-            if type(item) in _CONTAINERS:
+            if isinstance(item, Tensor) and id(item) not in self._owned:
+                self._tensors.append((inner, item, item._version))
+            elif type(item) in _CONTAINERS:
                 self._keep(inner, item, descend)
             elif (state := _drawn(item)) is not None:
                 self._generators[id(item)] = (inner, item, state)
@@ -58,6 +62,13 @@ class Attributes:
         for path, generator, state in self._generators.values():
             if str(_drawn(generator)) != str(state):
                 yield path, generator
+        for path, parameter, trained in self._trained:
+            if parameter.requires_grad != trained:
+                yield f"{path}.requires_grad", parameter.requires_grad
+
+    def written(self) -> Iterator[str]:
+        """Path of each tensor in a plain attribute or container that was written in place."""
+        return (path for path, tensor, version in self._tensors if tensor._version != version)
 
     def restore(self) -> None:
         """Put every container back, in place, into the same objects."""
@@ -71,17 +82,20 @@ class Attributes:
                 container.update(copy)
         for _, generator, state in self._generators.values():
             _set(generator, state)
+        for _, parameter, trained in self._trained:
+            parameter.requires_grad_(trained)
 
 
 @contextmanager
 def preserved(module: nn.Module) -> Iterator[None]:
-    """Put attributes and random state back afterwards; meanwhile the hooks of the module itself are off.
+    """Put attributes and random state back afterwards; meanwhile the module's own hooks are off, and its compiled form.
 
-    Whoever calls a drop-in calls the module's hooks around its forward; a front end would trace them into the graph.
+    Whoever calls a drop-in calls those hooks around its forward; a front end would trace them into the graph.
     """
     attributes = Attributes(module)
     for name in _HOOKS:
         vars(module)[name] = OrderedDict()
+    vars(module)["_compiled_call_impl"] = None
     try:
         with _preserved_rng():
             yield

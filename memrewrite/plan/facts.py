@@ -17,19 +17,54 @@ def compute_nodes(effects: Effects) -> list[fx.Node]:
     return [node for node in effects.order if node.op not in ("placeholder", "get_attr", "output")]
 
 
+def compute_nodes_of(graph_module: fx.GraphModule) -> list[fx.Node]:
+    """``compute_nodes`` of a graph that need not be observed for it."""
+    return [node for node in graph_module.graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
+
+
+def join(chains: list[Chain]) -> Chain:
+    """The chains of regions that run one after the other as one, with a node between any two that may not run again."""
+    if len(chains) == 1:
+        return chains[0]
+    boundary = Chain(
+        ms=np.zeros(1),
+        rerun_ms=np.zeros(1),
+        saves=np.zeros(1, dtype=np.bool_),
+        movable=np.zeros(1, dtype=np.bool_),
+        work=np.zeros(1, dtype=np.int64),
+        storages=(),
+        segment_ms=chains[0].segment_ms,
+    )
+    parts = [part for each in chains for part in (boundary, each)][1:]
+    starts = np.cumsum([0, *(len(part) for part in parts)])
+    later = np.cumsum([0, *(part.gradients for part in reversed(parts))])[:-1][::-1]
+    return Chain(
+        ms=np.concatenate([part.ms for part in parts]),
+        rerun_ms=np.concatenate([part.rerun_ms for part in parts]),
+        saves=np.concatenate([part.saves for part in parts]),
+        movable=np.concatenate([part.movable for part in parts]),
+        work=np.concatenate([part.work + made for part, made in zip(parts, later, strict=True)]),
+        storages=tuple(s.moved(int(start)) for part, start in zip(parts, starts, strict=False) for s in part.storages),
+        segment_ms=chains[0].segment_ms,
+        gradients=sum(part.gradients for part in parts),
+    )
+
+
 def chain(effects: Effects, device: str, amp: torch.dtype | None) -> Chain:
     """The chain of ``compute_nodes(effects)``. Pure: nothing is run."""
     nodes = compute_nodes(effects)
     facts = [effects.of[node] for node in nodes]
     storages = _held(effects, nodes)
+    made = _made(effects, nodes)
     return Chain(
         ms=np.array([node_ms((f.flops, f.moved), device, amp) for f in facts]),
         rerun_ms=np.array([node_ms(f.rerun, device, amp) for f in facts]),
         saves=np.array([bool(f.saved) for f in facts]),
         movable=np.array(movable(effects, nodes)),
-        work=_work(effects, nodes, storages),
+        work=_passing(effects, nodes, storages) + np.cumsum(made[::-1])[::-1],
         storages=tuple(storages.values()),
         segment_ms=ROOFLINES[device].segment_ms,
+        gradients=int(made.sum()),
     )
 
 
@@ -89,8 +124,8 @@ def _held(effects: Effects, nodes: list[fx.Node]) -> dict[int, Held]:
     return held
 
 
-def _work(effects: Effects, nodes: list[fx.Node], storages: dict[int, Held]) -> Bytes:
-    """Per node: gradients of the values passing it, and the parameter gradients made once its backward has run."""
+def _passing(effects: Effects, nodes: list[fx.Node], storages: dict[int, Held]) -> Bytes:
+    """Per node, the bytes of the gradients of the values that pass it."""
     n = len(nodes)
     steps = np.zeros(n + 1, dtype=np.int64)
     trained = _differentiable(effects)
@@ -98,16 +133,21 @@ def _work(effects: Effects, nodes: list[fx.Node], storages: dict[int, Held]) -> 
         if key in trained:
             steps[held.producer] += held.bytes
             steps[min(held.last_use, n - 1) + 1] -= held.bytes
-    passing = np.cumsum(steps)[:n]
-    made = np.zeros(n, dtype=np.int64)
-    readers: dict[int, int] = defaultdict(int)
+    return np.cumsum(steps)[:n]
+
+
+def _made(effects: Effects, nodes: list[fx.Node]) -> Bytes:
+    """Per node, the bytes of the parameter gradients that its backward is the first to make."""
+    made = np.zeros(len(nodes), dtype=np.int64)
+    trained = _differentiable(effects)
+    readers: dict[int, int] = {}
     for i, node in enumerate(nodes):
         for key in effects.of[node].reads & trained:
             if effects.storages[key].origin == "parameter":
                 readers[key] = i
     for key, i in readers.items():
         made[i] += effects.storages[key].bytes
-    return passing + np.cumsum(made[::-1])[::-1]
+    return made
 
 
 def _differentiable(effects: Effects) -> set[int]:

@@ -21,6 +21,11 @@ class Held:
     last_use: int
     saver: int | None
 
+    def moved(self, by: int) -> "Held":
+        """The same storage in a chain that starts ``by`` nodes earlier."""
+        saver = None if self.saver is None else self.saver + by
+        return Held(self.bytes, self.producer + by, self.first_use + by, self.last_use + by, saver)
+
 
 @dataclass(frozen=True)
 class Chain:
@@ -28,7 +33,8 @@ class Chain:
 
     ``ms`` is the time to run each node, ``rerun_ms`` the time until its last save; ``saves`` whether autograd keeps
     anything for it; ``movable`` whether it may run again; ``work`` the bytes that are live besides what is held while
-    the node or its backward runs (values and gradients passing by, parameter gradients made so far).
+    the node or its backward runs (values and gradients passing by, parameter gradients made so far); ``gradients`` the
+    bytes of all parameter gradients the chain makes.
     """
 
     ms: NDArray[np.float64]
@@ -38,6 +44,7 @@ class Chain:
     work: Bytes
     storages: tuple[Held, ...]
     segment_ms: float
+    gradients: int = 0
 
     def __len__(self) -> int:
         return len(self.ms)

@@ -92,6 +92,26 @@ def build(model: nn.Module, program: Program, constants: dict[str, Tensor]) -> n
     return result
 
 
+def graft(model: nn.Module, children: dict[str, nn.Module]) -> nn.Module:
+    """A model that shares everything with ``model`` but has ``children`` at their paths ("" for the model itself)."""
+    if "" in children:
+        return children[""]
+    kind = type(model)
+    result = kind.__new__(kind)
+    vars(result).update(vars(model))
+    vars(result)["_modules"] = vars(model)["_modules"].copy()
+    for name in dict.fromkeys(path.partition(".")[0] for path in children):
+        inner = {path.partition(".")[2]: child for path, child in children.items() if path.partition(".")[0] == name}
+        result._modules[name] = graft(model.get_submodule(name), inner)
+    return result
+
+
+def programs(model: nn.Module) -> dict[str, Program]:
+    """The programs a rewritten model runs, by the path of the submodule ("" for the model itself)."""
+    kinds = {path: vars(type(module)) for path, module in model.named_modules()}
+    return {path: kind["_memrewrite"] for path, kind in kinds.items() if "_memrewrite" in kind}
+
+
 def _load(base: type[nn.Module], source: str) -> nn.Module:
     """What pickle and deepcopy call: the optimisation travels as text, the class by reference, the state follows."""
     return _empty(base, program_from(source))
@@ -206,7 +226,9 @@ def _match(program: Program, module: nn.Module, leaves: list[Any]) -> tuple[list
                 return None, f"an argument is {leaf!r}, captured as {spec[1]!r}"
             continue
         dtype, device, shape = spec
-        if not isinstance(leaf, Tensor) or (leaf.dtype, leaf.device.type, leaf.dim()) != (dtype, device, len(shape)):
+        if not isinstance(leaf, Tensor) or (leaf.device.type, leaf.dim()) != (device, len(shape)):
+            return None, f"an input is {_describe(leaf)}, captured as {dtype} {tuple(shape)} on {device}"
+        if leaf.dtype != dtype and not _cast_anyway(leaf, dtype):
             return None, f"an input is {_describe(leaf)}, captured as {dtype} {tuple(shape)} on {device}"
         for size, expected in zip(leaf.shape, shape, strict=True):
             if isinstance(expected, str):
@@ -221,6 +243,11 @@ def _match(program: Program, module: nn.Module, leaves: list[Any]) -> tuple[list
     if weight is not None and weight.dtype != program.dtype:
         return None, f"the parameters are {weight.dtype}, captured as {program.dtype}"
     return tensors, ""
+
+
+def _cast_anyway(leaf: Tensor, dtype: torch.dtype) -> bool:
+    """Whether autocast makes of this input what it makes of one of ``dtype`` (values between regions are its own)."""
+    return leaf.is_floating_point() and dtype.is_floating_point and torch.is_autocast_enabled(leaf.device.type)
 
 
 def _describe(leaf: Any) -> str:

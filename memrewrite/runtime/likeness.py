@@ -55,7 +55,7 @@ def describe(model: nn.Module) -> Likeness:
 
 def refuse_other(model: nn.Module, expected: Likeness) -> None:
     """Raise ``WrongModelError`` naming the first difference between ``model`` and what ``describe`` once found."""
-    if hasattr(type(model), "_memrewrite"):
+    if any("_memrewrite" in vars(type(module)) for module in model.modules()):
         raise WrongModelError("The model is a rewritten one already; apply the artifact to the original.")
     here = describe(model)
     differences = [_difference(name, here.get(name), facts) for name, facts in expected.items()]
@@ -69,14 +69,19 @@ def refuse_other(model: nn.Module, expected: Likeness) -> None:
         )
 
 
-def read_constants(file: Path, moving: dict[str, bool], model: nn.Module) -> dict[str, Tensor]:
-    """The tensors in ``file``; ``moving`` says which of them lie on the device of the model's parameters."""
-    if not moving:
-        return {}
+def read_constants(
+    file: Path, moving: dict[str, dict[str, bool]], model: nn.Module
+) -> dict[str, dict[str, Tensor]]:
+    """The tensors in ``file`` by program; ``moving`` says which of them lie on the device of the model's parameters."""
+    if not any(moving.values()):
+        return {path: {} for path in moving}
     tensors = torch.load(file, map_location="cpu", weights_only=True)
     weight = next(model.parameters(), None)
     device = torch.device("cpu") if weight is None else weight.device
-    return {name: tensors[name].to(device) if moves else tensors[name] for name, moves in moving.items()}
+    return {
+        path: {name: tensors[path][name].to(device if moves else "cpu") for name, moves in names.items()}
+        for path, names in moving.items()
+    }
 
 
 def _kind(module: nn.Module) -> type:

@@ -12,14 +12,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from memrewrite.errors import CaptureError, UsageError
+from memrewrite.errors import DataDependentError, UsageError
 from memrewrite.private import FAKE_TENSOR_ERRORS, FakeTensorMode, foreach_on_fake_tensors, tree_leaves
 from memrewrite.simulate.fake import fake_inputs, fake_twin, tensors_of
 from memrewrite.simulate.tracker import Tracker
 from memrewrite.simulate.transients import Transients, transients_on
 from memrewrite.step import PHASES, Inputs, Phase, Step, device_type
 
-__all__ = ["Timeline", "preserved_rng", "run_tracked", "simulate"]
+__all__ = ["Timeline", "preserved_rng", "run_tracked", "simulate", "with_workspaces"]
 
 PARAMETERS, BUFFERS, INPUTS = "parameters", "buffers", "inputs"
 GRADIENTS, STATE = "gradients", "optimizer state"
@@ -59,7 +59,7 @@ def simulate(module: nn.Module, inputs: Inputs, step: Step, *, workspace_bytes: 
     ``workspace_bytes`` is what libraries hold on the device besides tensors (``simulate.workspaces``); it is added
     throughout. On CUDA, what operators take while they run is measured there, one operator at a time, the first time
     its signature is met. The module, its tensors and the random state stay as they are.
-    Raises ``UsageError`` for CUDA tensors without CUDA, ``CaptureError`` where the step depends on data.
+    Raises ``UsageError`` for CUDA tensors without CUDA, ``DataDependentError`` where the step depends on data.
     """
     tensors = [*tensors_of(module), *inputs.tensors()]
     if any(tensor.is_cuda for tensor in tensors) and not torch.cuda.is_available():
@@ -72,7 +72,7 @@ def simulate(module: nn.Module, inputs: Inputs, step: Step, *, workspace_bytes: 
         timeline = _on_fakes(module, inputs, step, transients)
         if transients is not None and transients.probe():
             timeline = _on_fakes(module, inputs, step, transients)
-    return _with_workspaces(timeline, workspace_bytes)
+    return with_workspaces(timeline, workspace_bytes)
 
 
 def _on_fakes(module: nn.Module, inputs: Inputs, step: Step, transients: Transients | None) -> Timeline:
@@ -84,7 +84,7 @@ def _on_fakes(module: nn.Module, inputs: Inputs, step: Step, transients: Transie
             return run_tracked(twin, fakes, step, transients)
     except FAKE_TENSOR_ERRORS as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise CaptureError(
+        raise DataDependentError(
             f"The step of {type(module).__name__} cannot be simulated, because its course depends on values "
             f"or on an operator without shape rules ({reason}); measure it instead."
         ) from error
@@ -163,7 +163,8 @@ def _state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(list(optimizer.state.values())) if isinstance(leaf, Tensor)]
 
 
-def _with_workspaces(timeline: Timeline, size: int) -> Timeline:
+def with_workspaces(timeline: Timeline, size: int) -> Timeline:
+    """The timeline with ``size`` bytes of library workspaces throughout."""
     if not size:
         return timeline
     return replace(

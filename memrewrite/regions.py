@@ -1,0 +1,175 @@
+"""Regions: where a model cannot be captured whole, the largest submodules that can be. Python between them stays.
+
+One real forward, without gradients, shows what each submodule is called with. From the top down, each is captured with
+inputs of that kind; where that fails, its children are tried. A submodule that is called more than once in a step is
+left alone, because its calls may differ in what they need.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memrewrite.capture import Captured, capture
+from memrewrite.capture.normal import leaf_tensors
+from memrewrite.errors import CaptureError
+from memrewrite.measure import preserved_state
+from memrewrite.private import tree_map
+from memrewrite.step import Inputs, Step, autocast, device_type
+
+
+@dataclass(frozen=True)
+class Region:
+    """A captured submodule at ``path`` ("" for the whole model); ``inputs`` makes inputs like those of its call.
+
+    ``prefix`` is put before the names of its generated functions, so that one file can hold those of several regions.
+    """
+
+    path: str
+    module: nn.Module
+    captured: Captured
+    inputs: Callable[[], Inputs]
+    prefix: str = ""
+
+    @property
+    def example(self) -> list[Tensor]:
+        """Tensors like those of the graph's placeholders, in order."""
+        return leaf_tensors(self.module, self.inputs())
+
+
+@dataclass(frozen=True)
+class Regions:
+    """The regions in the order they run, and what is told of the rest, a sentence each."""
+
+    found: tuple[Region, ...]
+    notes: tuple[str, ...] = ()
+
+
+def find(model: nn.Module, inputs: Inputs, step: Step, names: Sequence[str] | None = None) -> Regions:
+    """The whole model as one region, else its largest submodules; ``names`` are patterns of paths to use instead.
+
+    Raises ``CaptureError`` when nothing can be captured, or not what ``names`` asks for.
+    """
+    if names is not None:
+        return _named(model, inputs, step, names)
+    try:
+        captured = capture(model, inputs)
+    except CaptureError as refusal:
+        regions = _largest(model, inputs, step, str(refusal))
+        if not regions.found:
+            raise
+        return regions
+    return Regions((Region("", model, captured, lambda: inputs),), captured.notes)
+
+
+def _named(model: nn.Module, inputs: Inputs, step: Step, names: Sequence[str]) -> Regions:
+    calls = _record(model, inputs, step)
+    wanted = [p for p, _ in model.named_modules() if any(fnmatchcase(p, name) for name in names)]
+    if not wanted:
+        raise CaptureError(f"{type(model).__name__} has no submodule that {', '.join(names)} names.")
+    found: list[Region] = []
+    for path in wanted:
+        if any(path.startswith(f"{region.path}.") for region in found):
+            continue
+        module = model.get_submodule(path)
+        if len(calls[module]) != 1:
+            raise CaptureError(f"{path} is called {len(calls[module])} times in a step; a region is called once.")
+        found.append(_region(path, module, calls[module][0], step))
+    return Regions(_ordered(found, calls))
+
+
+def _largest(model: nn.Module, inputs: Inputs, step: Step, refusal: str) -> Regions:
+    calls = _record(model, inputs, step)
+    found: list[Region] = []
+    notes = [f"Rewritten by regions, because: {refusal}"]
+    for path, module in _candidates(model, lambda path: any(path.startswith(f"{r.path}.") for r in found)):
+        if len(calls[module]) > 1:
+            notes.append(f"{path} is left alone: it is called {len(calls[module])} times in a step.")
+        elif calls[module]:
+            try:
+                found.append(_region(path, module, calls[module][0], step))
+            except CaptureError as error:
+                notes.append(f"{path} is not captured whole: {error}")
+    return Regions(_ordered(found, calls), tuple(notes))
+
+
+def _candidates(model: nn.Module, inside: Callable[[str], bool]) -> Iterator[tuple[str, nn.Module]]:
+    """Submodules that have submodules, parents first, but none that lies inside a region."""
+    for path, module in model.named_modules():
+        if path and any(True for _ in module.children()) and not inside(path):
+            yield path, module
+
+
+def _ordered(found: Sequence[Region], calls: dict[nn.Module, list["_Call"]]) -> tuple[Region, ...]:
+    ordered = sorted(found, key=lambda region: calls[region.module][0].number)
+    return tuple(replace(region, prefix=f"part_{i}_") for i, region in enumerate(ordered))
+
+
+@dataclass(frozen=True)
+class _Like:
+    """A tensor in words."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def make(self, dtype: torch.dtype, grad: bool) -> Tensor:
+        tensor = torch.empty_strided(self.shape, self.stride, dtype=dtype, device=self.device).zero_()
+        return tensor.requires_grad_(grad and (dtype.is_floating_point or dtype.is_complex))
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One call of a submodule: the how-manieth of all, and its arguments with tensors in words."""
+
+    number: int
+    args: Any
+    kwargs: Any
+
+    def inputs(self, grad: bool, plain: torch.dtype | None = None) -> Inputs:
+        """Inputs like those of the call; values of autocast's dtype ``plain`` are made float32."""
+
+        def make(leaf: Any) -> Any:
+            if not isinstance(leaf, _Like):
+                return leaf
+            return leaf.make(torch.float32 if leaf.dtype == plain else leaf.dtype, grad)
+
+        return Inputs(tree_map(make, self.args), tree_map(make, self.kwargs))
+
+
+def _region(path: str, module: nn.Module, call: _Call, step: Step) -> Region:
+    """Capture a submodule; autocast works on the graph as it runs, so it is captured in float32."""
+    grad = step.mode == "train"
+    captured = capture(module, call.inputs(grad, plain=step.amp))
+    for node in captured.graph_module.graph.nodes:
+        node.meta["module_path"] = f"{path}.{node.meta.get('module_path') or ''}".rstrip(".")
+    return Region(path, module, captured, lambda: call.inputs(grad))
+
+
+def _record(model: nn.Module, inputs: Inputs, step: Step) -> dict[nn.Module, list[_Call]]:
+    """What every submodule is called with in one forward pass."""
+    calls: dict[nn.Module, list[_Call]] = defaultdict(list)
+    numbers = iter(range(10**9))
+
+    def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+        calls[module].append(_Call(next(numbers), *tree_map(_in_words, (args, kwargs))))
+
+    with ExitStack() as stack:
+        stack.enter_context(preserved_state(model, inputs))
+        for _, module in model.named_modules():
+            stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+        with torch.no_grad(), autocast(step.amp, device_type(model, inputs)):
+            model(*inputs.args, **inputs.kwargs)
+    return calls
+
+
+def _in_words(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return _Like(tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device)

@@ -1,0 +1,153 @@
+"""The property every model has: what ``optimize`` returns trains alike, within the budget, as predicted.
+
+Nothing here uses ``memrewrite.verify``: the two models run from equal copies, and every number is compared again.
+"""
+
+import copy
+import random
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from memrewrite import optimize
+from memrewrite.errors import BudgetInfeasibleError, CaptureError, UsageError
+from memrewrite.private import tree_leaves, tree_map
+from memrewrite.simulate import run_tracked, simulate
+from memrewrite.step import Inputs, Step, autocast, default_loss
+from memrewrite.stepspec import optimizer_factory
+
+EXACT = ("checkpoint_segments", "inplace_activation")
+TOLERANCE = 1e-4  # relative to the largest value of a tensor's kind, where a pattern rewrite changed the arithmetic
+HALF_TOLERANCE = 3e-2  # the same where values pass through bfloat16, whose last place is 4e-3
+STEPS = 3
+RATE = 0.05
+Numbers = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Ask:
+    """How ``optimize`` is called; a number as ``share`` puts the budget between floor (0) and original peak (1)."""
+
+    share: float | Literal["min"] | None = 0.5
+    passes: tuple[str, ...] | None = None
+    optimizer: str = "none"
+    amp: torch.dtype | None = None
+    exact: bool = False
+
+
+def check(model: nn.Module, inputs: Inputs, ask: Ask, half: bool = False) -> str:
+    """Optimize and compare; returns how it ended, raises ``AssertionError`` where a promise is broken.
+
+    ``half`` says that the model computes in half precision even without autocast.
+    """
+    step = Step("train" if model.training else "inference", optimizer_factory(ask.optimizer), None, ask.amp)
+    try:
+        run_tracked(copy.deepcopy(model), _private(inputs), step)
+    except (RuntimeError, ValueError):
+        return "the original fails"
+    try:
+        before = simulate(model, inputs, step)
+    except CaptureError as error:
+        return type(error).__name__
+    share = ask.share
+    budget = before.floor + int(share * (before.peak - before.floor)) if isinstance(share, float) else share
+    twin, given = copy.deepcopy(model), _private(inputs)
+    options: dict[str, Any] = {"optimizer": ask.optimizer, "amp": ask.amp, "passes": ask.passes, "exact": ask.exact}
+    try:
+        result = optimize(model, inputs.args, budget=budget, **options)
+    except (BudgetInfeasibleError, CaptureError, UsageError) as error:
+        _compare(_state(twin), _state(model), 0.0)
+        if isinstance(error, BudgetInfeasibleError):
+            _check_infeasible(error, budget)
+        return type(error).__name__
+    _compare(_tensors("input", given.args) | _state(twin), _tensors("input", inputs.args) | _state(model), 0.0)
+    rewrites = {name for name, _, _ in result.report.rewrites}
+    exact = rewrites <= {*EXACT, "functionalize"}
+    loose = HALF_TOLERANCE if half or ask.amp is not None else TOLERANCE
+    _compare_training(twin, copy.deepcopy(result), inputs, step, 0.0 if exact else loose)
+    tracked = run_tracked(copy.deepcopy(result), _private(inputs), step).peak
+    assert tracked == result.report.predicted_after.peak, f"{tracked} B tracked, not as predicted"
+    allowed = budget if isinstance(budget, int) else max(before.peak, tracked if budget is None else 0)
+    assert tracked <= allowed, f"{tracked} B tracked, {allowed} B allowed"
+    return "exact" if exact else "close"
+
+
+def _check_infeasible(error: BudgetInfeasibleError, budget: Any) -> None:
+    assert isinstance(budget, int)
+    assert error.lowest > budget
+
+
+def _compare_training(original: nn.Module, rewritten: nn.Module, inputs: Inputs, step: Step, loose: float) -> None:
+    """Both train freely; where arithmetic changed, every step of the rewritten begins where the original's does."""
+    for number in range(STEPS):
+        if loose:
+            rewritten.load_state_dict(original.state_dict())
+        expected = _step(original, inputs, step, number)
+        _compare(expected, _step(rewritten, inputs, step, number), loose)
+
+
+def _step(model: nn.Module, inputs: Inputs, step: Step, seed: int) -> Numbers:
+    """One step of gradient descent; everything it computed, strides of the outputs and random state included."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    leaves = _private(inputs)
+    numbers: Numbers = {}
+    train = step.mode == "train"
+    with torch.set_grad_enabled(train), autocast(step.amp, "cpu"):
+        # a leaf that requires a gradient cannot be written in place; its clone can
+        output = model(*tree_map(lambda t: t.clone() if t.requires_grad else t, leaves.args))
+        numbers |= _tensors("output", output)
+        strides = [torch.tensor(t.stride()) for t in tree_leaves(output) if isinstance(t, Tensor)]
+        numbers |= {f"strides {i}": stride for i, stride in enumerate(strides)}
+        loss = default_loss(output) if train else None
+    if loss is not None:
+        loss.backward()
+        numbers["loss"] = loss.detach().clone()
+        owners = [*model.named_parameters(), *((f"input {i}", leaf) for i, leaf in enumerate(leaves.tensors()))]
+        numbers |= {f"gradient {name}": t.grad.clone() for name, t in owners if t.grad is not None}
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter -= RATE * parameter.grad
+                parameter.grad = None
+    numbers |= _tensors("input", leaves.args) | _state(model)
+    numbers["random state"] = torch.get_rng_state()
+    numbers["random draw"] = torch.tensor(random.random())  # noqa: S311
+    return numbers
+
+
+def _compare(expected: Numbers, found: Numbers, loose: float) -> None:
+    assert list(expected) == list(found)
+    largest: dict[str, float] = {}
+    for name, value in expected.items():
+        assert (value.shape, value.dtype) == (found[name].shape, found[name].dtype), name
+        finite = value[value.isfinite()].abs() if value.is_floating_point() else torch.zeros(0)
+        kind = name.split(" ", 1)[0]
+        largest[kind] = max(largest.get(kind, 0.0), float(finite.max()) if finite.numel() else 0.0)
+    for name, value in expected.items():
+        allowed = loose * largest[name.split(" ", 1)[0]] if value.is_floating_point() else 0.0
+        same = torch.allclose(value, found[name], 0.0, allowed, equal_nan=True)
+        assert same, f"{name} differs by {_distance(value, found[name])}, allowed {allowed}"
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    return float((a.double() - b.double()).abs().max())
+
+
+def _state(model: nn.Module) -> Numbers:
+    """Parameters and buffers, flags as tensors."""
+    named = [*model.named_parameters(), *((n, b) for n, b in model.named_buffers() if "memrewrite" not in n)]
+    flags = torch.tensor([m.training for m in model.modules()] + [p.requires_grad for p in model.parameters()])
+    return {f"state {name}": t.detach().clone() for name, t in named} | {"flags": flags}
+
+
+def _tensors(kind: str, tree: Any) -> Numbers:
+    leaves = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    return {f"{kind} {i}": t.detach().clone() for i, t in enumerate(leaves)}
+
+
+def _private(inputs: Inputs) -> Inputs:
+    args = tree_map(lambda t: t.detach().clone().requires_grad_(t.requires_grad), inputs.args)
+    return Inputs(args, inputs.kwargs)

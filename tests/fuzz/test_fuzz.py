@@ -1,0 +1,29 @@
+"""Random models: whatever ``optimize`` makes of them trains alike, within the budget, as predicted.
+
+    pytest -m fuzz --examples 1000      # other models every time
+"""
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from tests.fuzz.check import Ask, check
+from tests.fuzz.strategies import Recipe, asks, make, recipes
+
+ANY_TIME = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+
+
+def try_one(recipe: Recipe, ask: Ask) -> None:
+    model, inputs = make(recipe)
+    check(model, inputs, ask, model.half)
+
+
+@settings(ANY_TIME, max_examples=30, derandomize=True, database=None)
+@given(recipes(longest=9), asks())
+def test_the_same_random_models_every_time(recipe: Recipe, ask: Ask) -> None:
+    try_one(recipe, ask)
+
+
+@pytest.mark.fuzz
+def test_other_random_models_every_time(request: pytest.FixtureRequest) -> None:
+    examples = settings(ANY_TIME, max_examples=request.config.getoption("--examples"), print_blob=True)
+    examples(given(recipes(), asks())(try_one))()

@@ -1,0 +1,63 @@
+"""Models made by NNSmith, which knows operators that no strategy here draws; left out where it is not installed."""
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from memrewrite.step import Inputs
+from tests.fuzz.check import EXACT, Ask, check
+
+pytest.importorskip("nnsmith", reason="install nnsmith[torch]==0.1.0 to fuzz with its models")
+
+SEEDS = 12
+SIZE = 8  # nodes of a model
+pytestmark = pytest.mark.filterwarnings("ignore")  # NNSmith's own, and of the operators it draws
+
+
+class Fixed(nn.Module):
+    """An NNSmith model as a module that trains: its inputs pass a layer, its floating outputs are returned."""
+
+    def __init__(self, native: nn.Module, names: list[str]) -> None:
+        super().__init__()
+        self.native = native
+        self.scale = nn.Parameter(torch.tensor(0.9))
+        self.names = names
+
+    def forward(self, *tensors: Tensor) -> list[Tensor]:
+        scaled = [t * self.scale if t.is_floating_point() else t for t in tensors]
+        return list(self.native(*scaled))
+
+
+def generate(seed: int, size: int = SIZE) -> tuple[nn.Module, Inputs]:
+    """The model of ``seed`` with random inputs."""
+    from nnsmith.graph_gen import model_gen
+    from nnsmith.materialize import Model
+    from nnsmith.narrow_spec import auto_opset
+
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    kind: Any = Model.init("torch", backend_target="cpu")
+    made = model_gen(
+        opset=auto_opset(kind, None), method="symbolic-cinit", seed=seed, max_nodes=size, dtype_choices=["f32"]
+    )
+    model = kind.from_gir(made.make_concrete())
+    shapes = [tuple(shape.shape) for shape in model.input_like.values()]
+    return Fixed(model.native_model, list(model.input_like)), Inputs(tuple(torch.rand(s) for s in shapes), {})
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_a_model_of_nnsmith(seed: int) -> None:
+    model, inputs = generate(seed)
+    check(model, inputs, Ask(passes=EXACT if seed % 2 else None))
+
+
+@pytest.mark.fuzz
+def test_more_models_of_nnsmith(request: pytest.FixtureRequest) -> None:
+    for seed in range(SEEDS, SEEDS + request.config.getoption("--examples")):
+        model, inputs = generate(seed, 2 * SIZE)
+        check(model, inputs, Ask(passes=EXACT if seed % 2 else None))

@@ -1,0 +1,135 @@
+"""The direction of imports, read from the source: commands, api, pipeline, passes, plan, effects, capture, errors."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import memrewrite
+
+ROOT = Path(memrewrite.__file__).parent
+
+# From the top of the line to its bottom; a file imports only from its own room and from those below.
+ROOMS: tuple[tuple[str, ...], ...] = (
+    ("__main__",),
+    ("cli",),
+    ("commands", "measure_child"),
+    ("artifact", "config", "inputs", "progress", "report.tables", "target"),
+    ("api",),
+    ("advice",),
+    ("pipeline",),
+    ("registry",),
+    ("passes",),
+    ("plan", "codegen", "checks"),
+    ("rewrite",),
+    ("effects", "costs"),
+    ("capture",),
+    ("verify", "measure"),
+    ("compare", "reference", "report", "trial"),
+    ("simulate", "stepspec"),
+    ("child",),
+    ("step",),
+    ("runtime", "options", "private"),
+    ("errors",),
+)
+# Imports against that order, each with its reason.
+EXCEPTIONS: dict[tuple[str, str], str] = {}
+# Files that may name a pass: who lists them all, and who runs the ones that frame the others.
+NAMES_PASSES = {"registry", "pipeline"}
+
+
+def module_name(file: Path) -> str:
+    """``plan.dp`` for ``memrewrite/plan/dp.py``, ``capture`` for ``memrewrite/capture/__init__.py``."""
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+FILES = {module_name(file): file for file in sorted({*ROOT.rglob("*.py"), *(ROOT / "passes").glob("*.py")})}
+
+
+def imports(name: str, *, types: bool = False) -> set[str]:
+    """The files of the project that a file imports; with ``types`` also those for type checking alone."""
+    found: set[str] = set()
+    tree = ast.parse(FILES[name].read_text(encoding="utf-8"))
+    skipped: set[ast.AST] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING" and not types:
+            skipped |= {inner for statement in node.body for inner in ast.walk(statement)}
+        if node in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name} imports relatively"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {str(node.module)}
+    ours = {entry.removeprefix("memrewrite.") for entry in found if entry.startswith("memrewrite.")}
+    return {entry for entry in ours if entry in FILES} - {name}
+
+
+def room(name: str) -> int:
+    """The number of the room a file belongs to, from the top; the longest match wins."""
+    found = [(len(prefix), i) for i, room in enumerate(ROOMS) for prefix in room if f"{name}.".startswith(f"{prefix}.")]
+    assert found, f"{name} belongs to no room: add it to ROOMS"
+    return max(found)[1]
+
+
+def test_every_room_is_there() -> None:
+    named = {prefix for room in ROOMS for prefix in room}
+    assert not {prefix for prefix in named if not any(f"{f}.".startswith(f"{prefix}.") for f in FILES)}
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name])
+def test_imports_lead_down(name: str) -> None:
+    wrong = {other for other in imports(name) if other and room(other) < room(name)}
+    assert {other for other in wrong if (name, other) not in EXCEPTIONS} == set()
+
+
+def test_exceptions_are_real() -> None:
+    assert all(other in imports(name) for name, other in EXCEPTIONS)
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name.startswith("runtime")])
+def test_the_runtime_needs_torch_and_itself_alone(name: str) -> None:
+    assert {other for other in imports(name, types=True) if not other.startswith("runtime")} == set()
+    tree = ast.parse(FILES[name].read_text(encoding="utf-8"))
+    statements = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    sources = [node.module or "" if isinstance(node, ast.ImportFrom) else node.names[0].name for node in statements]
+    outside = {source.partition(".")[0] for source in sources}
+    assert outside <= {"torch", "memrewrite", *sys.stdlib_module_names}
+
+
+def test_only_the_registry_and_the_pipeline_name_a_pass() -> None:
+    named = {name for name in FILES if any(other.startswith("passes.") for other in imports(name, types=True))}
+    assert {name for name in named if not name.startswith("passes")} == NAMES_PASSES
+
+
+def test_there_are_no_circles() -> None:
+    graph = {name: {other for other in imports(name) if other} for name in FILES if name}
+    while graph:
+        free = {name for name, others in graph.items() if not others & graph.keys()}
+        assert free, f"these import each other: {sorted(graph)}"
+        graph = {name: others for name, others in graph.items() if name not in free}
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import memrewrite; memrewrite.Budget; memrewrite.UsageError",
+        "import memrewrite.cli",
+        "import memrewrite.report.data",
+        "import memrewrite.options, memrewrite.errors",
+    ],
+    ids=["memrewrite", "cli", "report data", "options"],
+)
+def test_torch_is_not_imported_before_it_is_needed(code: str) -> None:
+    check = f"import sys; {code}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", check]).returncode == 0
+
+
+def test_every_public_name_is_there() -> None:
+    assert sorted(memrewrite.__all__) == memrewrite.__all__
+    assert all(getattr(memrewrite, name) is not None for name in memrewrite.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'optimise'"):
+        memrewrite.optimise  # noqa: B018

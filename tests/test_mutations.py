@@ -1,0 +1,159 @@
+"""Each legality test is there for a reason: without it, a model exists whose rewrite does not pass verification.
+
+Every row takes one test away and optimizes a model that needs it. Either ``optimize`` refuses the result, or training
+it differs from training the original. With the test in place the same model passes.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from memrewrite import codegen
+from memrewrite.errors import MemrewriteError
+from memrewrite.passes import checkpoint_segments, composites, functionalize, inplace_activation, swish
+from memrewrite.plan import facts
+from memrewrite.runtime import dropin
+from memrewrite.step import Inputs
+from tests.fuzz.check import EXACT, Ask, check
+
+Forward = Callable[["Body", Tensor], Tensor]
+
+
+class Body(nn.Module):
+    """Two linear layers around a function of what the first gives."""
+
+    steps: Tensor
+
+    def __init__(self, function: Forward) -> None:
+        super().__init__()
+        self.function = function
+        self.first, self.last = nn.Linear(32, 32), nn.Linear(32, 4)
+        self.norm = nn.BatchNorm1d(32)
+        self.register_buffer("steps", torch.zeros(32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.function(self, self.first(x)))
+
+
+def written_alias(body: Body, h: Tensor) -> Tensor:
+    h = h * 1.5
+    view = h[:, :16]
+    h.mul_(2)
+    return torch.cat([view, h[:, 16:] + 1], 1)
+
+
+def swish_of_changed_input(body: Body, h: Tensor) -> Tensor:
+    x = h.detach() * 1.5
+    gate = torch.sigmoid(x)
+    x.add_(body.steps + 1)
+    body.first.bias.data.view(-1)
+    return h + x * gate
+
+
+def gelu_without_gradient(body: Body, h: Tensor) -> Tensor:
+    with torch.no_grad():
+        gate = torch.tanh(0.7978845608028654 * (h + 0.044715 * h**3))
+    return 0.5 * h * (1 + gate)
+
+
+def skip_connection(body: Body, h: Tensor) -> Tensor:
+    h = h * 1.5
+    return F.relu(h) + h
+
+
+def counted(body: Body, h: Tensor) -> Tensor:
+    """Reads a buffer that a later operation writes, so it cannot run again."""
+    for _ in range(3):
+        h = torch.tanh(h * 1.1 + body.steps)
+        h = torch.tanh(h * 1.1)
+        h = torch.tanh(h * 1.1)
+    body.steps.add_(0.5)
+    return h
+
+
+def normalised(body: Body, h: Tensor) -> Tensor:
+    for _ in range(2):
+        h = torch.tanh(body.norm(torch.tanh(h * 1.1)) * 1.1)
+    return h
+
+
+def dropped(body: Body, h: Tensor) -> Tensor:
+    for _ in range(3):
+        h = torch.tanh(F.dropout(torch.tanh(h * 1.1), 0.4) * 1.1)
+    return h
+
+
+def repeated(segment: Any, module: Any, *live_ins: Any, random: bool) -> Any:
+    return dropin_run_segment(segment, module, *live_ins, random=False)
+
+
+dropin_run_segment = dropin.run_segment
+
+
+@dataclass(frozen=True)
+class Row:
+    """One legality test: where it is looked up, what takes its place, and a model that needs it."""
+
+    owner: Any
+    name: str
+    instead: Any
+    forward: Forward
+    ask: Ask
+
+
+def nothing_wrong(*arguments: Any) -> None:
+    return None
+
+
+def all_movable(effects: Any, nodes: list[Any]) -> list[bool]:
+    return [True] * len(nodes)
+
+
+PATTERN = Ask(share=None)
+TIGHT = Ask(share="min", passes=("checkpoint_segments",))
+ROWS = {
+    "functionalize.check": Row(functionalize, "check", nothing_wrong, written_alias, Ask(None, EXACT)),
+    "swish.check": Row(swish, "check", nothing_wrong, swish_of_changed_input, PATTERN),
+    "composites.check": Row(composites, "check", nothing_wrong, gelu_without_gradient, PATTERN),
+    "inplace_activation.check": Row(inplace_activation, "check", nothing_wrong, skip_connection, Ask(None, EXACT)),
+    "movable": Row(facts, "movable", all_movable, counted, TIGHT),
+    "is_counter": Row(facts, "is_counter", lambda *_: False, normalised, TIGHT),
+    "once": Row(dropin, "once", lambda buffer, recomputing: buffer, normalised, TIGHT),
+    "preserve_rng": Row(dropin, "run_segment", repeated, dropped, TIGHT),
+}
+
+
+@contextlib.contextmanager
+def taken_away(row: Row) -> Iterator[None]:
+    """The legality test replaced wherever it is looked up; programs already compiled are forgotten."""
+    original = getattr(row.owner, row.name)
+    owners = [o for o in (row.owner, checkpoint_segments, codegen) if getattr(o, row.name, None) is original]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dropin, "_PROGRAMS", {})
+        for owner in owners:
+            patch.setattr(owner, row.name, row.instead)
+        if row.owner is dropin:
+            row.instead.__name__ = row.name
+        yield
+
+
+def train(row: Row) -> str:
+    torch.manual_seed(0)
+    return check(Body(row.forward), Inputs((torch.randn(64, 32),), {}), row.ask)
+
+
+@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
+def test_with_its_legality_test_the_model_passes(row: Row) -> None:
+    assert train(row) in ("exact", "close")
+
+
+@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
+def test_without_its_legality_test_the_model_is_caught(row: Row) -> None:
+    with taken_away(row), pytest.raises((MemrewriteError, AssertionError)):
+        train(row)

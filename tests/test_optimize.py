@@ -1,0 +1,483 @@
+"""``memrewrite.optimize`` from model to drop-in: budgets kept to the byte, the same numbers, failures told apart."""
+
+import copy
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, fx, nn
+
+import memrewrite
+from memrewrite import api, registry
+from memrewrite.effects import Effects
+from memrewrite.errors import BudgetInfeasibleError, CaptureError, NotEquivalentError, UsageError
+from memrewrite.options import Budget
+from memrewrite.passes.composites import Composites
+from memrewrite.passes.swish import Swish
+from memrewrite.report.data import Measured, Report
+from memrewrite.rewrite import Findings, Result
+from memrewrite.runtime.dropin import FallbackWarning
+from memrewrite.simulate import Timeline, run_tracked, simulate
+from memrewrite.step import Inputs, Step
+from tests.dropins import ConvNet, assert_same_bits, conv_net, image, step
+from tests.models import make
+
+
+def tracked(module: nn.Module, x: Tensor, optimizer: Any = torch.optim.AdamW, amp: Any = None) -> Timeline:
+    """The real course of memory on the CPU, of a copy so that nothing of ``module`` changes."""
+    mode: Any = "train" if module.training else "inference"
+    return run_tracked(copy.deepcopy(module), Inputs((x,), {}), Step(mode, optimizer, None, amp))
+
+
+def state(model: nn.Module) -> dict[str, Any]:
+    """All that optimizing must leave alone, by value and by identity."""
+    values: dict[str, Any] = {name: value.clone() for name, value in model.state_dict().items()}
+    values |= {f"{name} itself": id(p) for name, p in [*model.named_parameters(), *model.named_buffers()]}
+    values |= {f"{name}.grad": p.grad for name, p in model.named_parameters()}
+    values |= {f"{name}.trains": p.requires_grad for name, p in model.named_parameters()}
+    for path, module in model.named_modules():
+        values[f"{path} attributes"] = sorted(vars(module))
+        values[f"{path} class"] = type(module).__qualname__
+        values[f"{path} mode"] = module.training
+        values[f"{path} names"] = [list(d) if isinstance(d, dict | set) else None for d in vars(module).values()]
+    return values | {"random": torch.get_rng_state()}
+
+
+def assert_untouched(before: dict[str, Any], model: nn.Module) -> None:
+    after = state(model)
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        assert value.equal(after[name]) if isinstance(value, Tensor) else value == after[name], name
+
+
+class SwishStack(nn.Module):
+    """Linear layers with a composite Swish each."""
+
+    def __init__(self, depth: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            h = layer(x)
+            x = h * torch.sigmoid(h)
+        return x
+
+
+class FixedBatch(nn.Module):
+    """Its graph holds for batches of eight alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x).view(8, 2)
+
+
+def rows(batch: int = 64) -> Tensor:
+    return torch.randn(batch, 16, generator=torch.Generator().manual_seed(2))
+
+
+def seeded(build: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return build()
+
+
+def test_without_a_budget_and_with_nothing_to_rewrite_the_model_itself_comes_back() -> None:
+    model = seeded(lambda: nn.Sequential(nn.Linear(16, 16)))
+    attributes = set(vars(model))
+    result = memrewrite.optimize(model, rows())
+    assert result is model
+    assert not result.report.changed
+    assert (result.report.rewrites, result.report.segments, result.report.equivalent) == ((), (), None)
+    assert result.report.predicted_before == result.report.predicted_after
+    assert set(vars(model)) - attributes == {"report", "_memrewrite_report"}
+    again = memrewrite.optimize(model, rows(), budget="1GB")
+    assert again.report.config["budget"] != result.report.config["budget"] if again is not model else True
+
+
+@pytest.mark.parametrize("budget", ["1GB", "100%", 10**12, Budget(bytes=10**9)], ids=str)
+def test_a_budget_that_holds_already_makes_no_segments(budget: Any) -> None:
+    result = memrewrite.optimize(conv_net(), image(), budget=budget)
+    assert result.report.segments == ()
+    assert result.report.predicted_after.peak <= result.report.predicted_before.peak
+
+
+STEPS: dict[str, tuple[Any, Any]] = {
+    "sgd": (torch.optim.SGD, None),
+    "adamw": ("adamw", None),
+    "adamw bf16": ("adamw", torch.bfloat16),
+    "no optimizer": (None, None),
+}
+SHAPES: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
+    "conv": (lambda: ConvNet(dropout=0.1), image(8)),
+    "swish": (SwishStack, rows(256)),
+    "residual": (lambda: make("residual")[0], torch.randn(4, 3, 12, 12)),
+    "transformer": (lambda: make("transformer")[0], torch.randint(40, (4, 8))),
+    "tied": (lambda: make("tied")[0], torch.randint(40, (16, 8))),
+}
+
+
+@pytest.mark.parametrize(("optimizer", "amp"), STEPS.values(), ids=STEPS)
+@pytest.mark.parametrize(("build", "x"), SHAPES.values(), ids=SHAPES)
+def test_the_promised_peak_is_the_real_one_to_the_byte(
+    build: Callable[[], nn.Module], x: Tensor, optimizer: Any, amp: Any
+) -> None:
+    model = seeded(build)
+    result = memrewrite.optimize(model, x, budget="min", optimizer=optimizer, amp=amp, verify=False)
+    factory = torch.optim.AdamW if optimizer == "adamw" else optimizer
+    for module, promise in ((model, result.report.predicted_before), (result, result.report.predicted_after)):
+        real = tracked(module, x, factory, amp)
+        assert (promise.peak, promise.peak_step1) == (real.peak, real.peak_step1)
+        assert promise.phases == real.phases
+    assert result.report.predicted_after.peak <= result.report.predicted_before.peak
+
+
+@pytest.mark.parametrize("share", [0, 0.3, 0.7, 1])
+@pytest.mark.parametrize(("build", "x"), [SHAPES["conv"], SHAPES["swish"], SHAPES["residual"]], ids=list(SHAPES)[:3])
+def test_any_budget_between_lowest_and_original_is_kept_and_proved(
+    build: Callable[[], nn.Module], x: Tensor, share: float
+) -> None:
+    model = seeded(build)
+    lowest = memrewrite.optimize(model, x, budget="min", optimizer="sgd", verify=False).report
+    low, high = lowest.predicted_after.peak, lowest.predicted_before.peak
+    budget = int(low + share * (high - low))
+    before = state(model)
+    result = memrewrite.optimize(model, x, budget=budget, optimizer="sgd")
+    assert_untouched(before, model)
+    report = result.report
+    assert report.budget == budget
+    assert report.equivalent or not report.changed
+    assert report.predicted_after.peak <= budget
+    assert tracked(result, x, torch.optim.SGD).peak == report.predicted_after.peak
+
+
+@pytest.mark.parametrize("budget", ["1B", 600, "20%"], ids=["one byte", "below the parameters", "a fifth"])
+@pytest.mark.parametrize(("build", "x"), [SHAPES["conv"], SHAPES["transformer"]], ids=["conv", "transformer"])
+def test_the_lowest_peak_told_when_nothing_fits_can_be_asked_for(
+    build: Callable[[], nn.Module], x: Tensor, budget: Any
+) -> None:
+    model = seeded(build)
+    before = state(model)
+    with pytest.raises(BudgetInfeasibleError, match=r"No plan fits .*lowest reachable peak is .*What else") as caught:
+        memrewrite.optimize(model, x, budget=budget, verify=False)
+    assert_untouched(before, model)
+    assert all(line in str(caught.value) for line in caught.value.advice)
+    result = memrewrite.optimize(model, x, budget=caught.value.lowest, verify=False)
+    assert result.report.predicted_after.peak <= caught.value.lowest
+    with pytest.raises(BudgetInfeasibleError):
+        memrewrite.optimize(model, x, budget=result.report.predicted_after.peak // 2, verify=False)
+
+
+def test_advice_is_simulated_and_holds() -> None:
+    model, x = seeded(lambda: SwishStack(6)), rows(512)
+    lowest = memrewrite.optimize(model, x, budget="min", verify=False).report.predicted_after.peak
+    with pytest.raises(BudgetInfeasibleError) as caught:
+        memrewrite.optimize(model, x, budget=int(0.8 * lowest), verify=False)
+    (batches, *_) = caught.value.advice
+    assert "2 micro-batches of 256" in batches
+    smaller = memrewrite.optimize(model, x[:256], budget=int(0.8 * lowest), verify=False)
+    assert smaller.report.predicted_after.peak <= 0.8 * lowest
+
+
+def test_advice_leaves_out_batches_the_graph_does_not_hold_for() -> None:
+    model, x = seeded(FixedBatch), torch.randn(8, 16)
+    with pytest.raises(BudgetInfeasibleError) as caught:
+        memrewrite.optimize(model, x, budget=60_000, verify=False)
+    assert not any("micro-batches" in line for line in caught.value.advice)
+    assert any("SGD" in line for line in caught.value.advice)
+
+
+@pytest.mark.parametrize(
+    ("passes", "marks", "segments"),
+    [
+        ((), False, False),
+        (("swish",), True, False),
+        ("swish", True, False),
+        (["checkpoint_segments"], False, True),
+        (iter(["swish", "checkpoint_segments"]), True, True),
+    ],
+    ids=["none", "swish", "swish as text", "segments", "both, once"],
+)
+def test_only_the_passes_asked_for_run(passes: Any, marks: bool, segments: bool) -> None:
+    report = memrewrite.optimize(seeded(SwishStack), rows(256), budget="min", passes=passes).report
+    assert any(name == "swish" for name, _, _ in report.rewrites) == marks
+    assert bool(report.segments) == segments
+    assert {name for name, _, _ in report.rewrites} <= {"swish", "checkpoint_segments"}
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "pass": ({"passes": ["swich"]}, "There is no pass 'swich'; the passes are swish"),
+    "budget": ({"budget": "8"}, "Budget '8' has no known unit"),
+    "optimizer": ({"optimizer": "adamx"}, "Optimizer 'adamx' is unknown"),
+    "amp": ({"amp": "fp8"}, "Precision 'fp8' is unknown"),
+    "mode": ({"mode": "inference"}, r"The model is in train mode; call model.eval\(\) first"),
+}
+
+
+@pytest.mark.parametrize(("options", "sentence"), WRONG.values(), ids=WRONG)
+def test_wrong_use_is_told_before_anything_runs(options: dict[str, Any], sentence: str) -> None:
+    model = conv_net()
+    before = state(model)
+    with pytest.raises(UsageError, match=sentence):
+        memrewrite.optimize(model, image(), **options, progress=lambda stage: pytest.fail(f"{stage} ran"))
+    assert_untouched(before, model)
+
+
+def test_models_that_cannot_be_meant() -> None:
+    with pytest.raises(UsageError, match=r"The model is in inference mode; call model.train\(\) first"):
+        memrewrite.optimize(conv_net().eval(), image(), mode="train")
+    with pytest.raises(UsageError, match="No parameter requires a gradient"):
+        memrewrite.optimize(conv_net().requires_grad_(False), image())
+    model, wrong = conv_net(), torch.randn(2, 5, 8, 8)
+    before = state(model)
+    with pytest.raises(CaptureError, match="ConvNet fails on the example inputs"):
+        memrewrite.optimize(model, wrong)
+    assert_untouched(before, model)
+
+
+def test_exact_keeps_every_bit_of_the_forward() -> None:
+    model = seeded(SwishStack)
+    result = memrewrite.optimize(model, rows(256), budget="min", exact=True)
+    assert any(name == "swish" for name, _, _ in result.report.rewrites)
+    assert result(rows()).equal(model(rows()))
+    assert registry.patterns(None, True)
+    fast = memrewrite.optimize(model, rows(256), budget="min")
+    torch.testing.assert_close(fast(rows()), model(rows()))
+
+
+class Spoil:
+    """A pass that multiplies by something else than it says."""
+
+    name = "swish"
+    exact = False
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def __call__(self, graph_module: fx.GraphModule, effects: Effects) -> Result:
+        findings = Findings()
+        for node in graph_module.graph.find_nodes(op="call_function", target=torch.ops.aten.mul.Tensor):
+            with graph_module.graph.inserting_after(node):
+                new = graph_module.graph.call_function(torch.ops.aten.mul.Tensor, (node, self.factor))
+            node.replace_all_uses_with(new, delete_user_cb=lambda user, new=new: user is not new)
+            findings.apply(node, "spoiled")
+        graph_module.recompile()
+        return findings.result()
+
+
+@pytest.mark.parametrize("factor", [1.001, 0.0, float("nan")])
+def test_a_pass_that_does_harm_is_caught_and_named(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry.PATTERNS, "swish", lambda exact: Spoil(factor))
+    model = seeded(SwishStack)
+    before = state(model)
+    with pytest.raises(NotEquivalentError, match=r"not equivalent \(swish.*: .*(error|missing|not finite)"):
+        memrewrite.optimize(model, rows(), budget="min")
+    assert_untouched(before, model)
+    result = memrewrite.optimize(model, rows(), verify=False)
+    assert (result.report.equivalent, result.report.verdict) == (None, "not verified")
+
+
+def test_segments_that_do_harm_are_caught_behind_changed_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The float64 rule forgives a last bit; segments are forgiven none, so they are compared bit for bit besides."""
+    seen: list[bool] = []
+    real = api.verify_equal
+
+    def note(*args: Any, **kwargs: Any) -> Any:
+        seen.append(kwargs["exact"])
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(api, "verify_equal", note)
+    assert memrewrite.optimize(seeded(SwishStack), rows(256), budget="min").report.segments
+    assert seen == [False, True]
+    seen.clear()
+    assert memrewrite.optimize(conv_net(), image(8), budget="min").report.segments
+    assert seen == [True]
+
+
+def test_inference_writes_in_place_and_never_recomputes() -> None:
+    torch.manual_seed(0)
+    layers = [layer for _ in range(4) for layer in (nn.Conv2d(4, 4, 3, padding=1), nn.ReLU())]
+    model, x = nn.Sequential(*layers).eval(), torch.randn(8, 4, 16, 16)
+    result = memrewrite.optimize(model, x, mode="inference")
+    report = result.report
+    assert (report.mode, report.segments, report.equivalent) == ("inference", (), True)
+    assert {name for name, _, _ in report.rewrites} >= {"inplace_activation"}
+    assert tracked(model, x).peak == report.predicted_before.peak
+    assert tracked(result, x).peak == report.predicted_after.peak
+    assert report.predicted_after.peak <= report.predicted_before.peak
+    with torch.no_grad():
+        assert result(x).equal(model(x))
+
+
+class Doubling(nn.Module):
+    """A forward pass whose peak is an activation beside its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.fc(x)).sum(1)
+
+
+def test_a_budget_in_inference_counts_on_writes_in_place() -> None:
+    model, x = seeded(Doubling).eval(), rows(512)
+    report = memrewrite.optimize(model, x, budget="min").report
+    low, high = report.predicted_after.peak, report.predicted_before.peak
+    assert low < high
+    result = memrewrite.optimize(model, x, budget=low)
+    assert tracked(result, x).peak == low
+    with pytest.raises(BudgetInfeasibleError) as caught:
+        memrewrite.optimize(model, x, budget=low - 1)
+    assert caught.value.lowest == low
+
+
+def test_training_counts_on_writes_in_place_before_it_gives_up() -> None:
+    model, x = seeded(Doubling), rows(512)
+    low = memrewrite.optimize(model, x, budget="min", optimizer="sgd").report.predicted_after.peak
+    assert memrewrite.optimize(model, x, budget=low, optimizer="sgd").report.predicted_after.peak <= low
+
+
+def measured(peak: int) -> Measured:
+    return Measured(peak, peak, 1.0, (), "cuda")
+
+
+def test_a_device_that_takes_more_than_simulated_gets_another_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    offsets = iter([3000, 3000, 3000, 3000, 3000, 3000])
+    peaks: list[int] = []
+
+    def on_device(module: nn.Module, inputs: Inputs, step: Step, steps: int) -> Measured:
+        peaks.append(simulate(module, inputs, step).peak + next(offsets))
+        return measured(peaks[-1])
+
+    model, x = seeded(lambda: SwishStack(8)), rows(256)
+    report = memrewrite.optimize(model, x, budget="min", verify=False).report
+    low, high = report.predicted_after.peak, report.predicted_before.peak
+    monkeypatch.setattr(api, "device_type", lambda *args: "cuda")
+    monkeypatch.setattr(api, "measure", on_device)
+    monkeypatch.setattr(api, "_segments", lambda line: ())
+    budget = (low + high) // 2
+    result = memrewrite.optimize(model, x, budget=budget, verify=False)
+    assert result.report.measured_after == measured(peaks[-1])
+    assert peaks[-1] <= budget
+    with pytest.raises(BudgetInfeasibleError) as caught:
+        memrewrite.optimize(model, x, budget=low + 1000, verify=False)
+    assert caught.value.lowest > low + 1000
+
+
+@pytest.mark.parametrize("budget", [None, "min"], ids=["no budget", "min"])
+def test_the_report_is_plain_json(budget: str | None) -> None:
+    report = memrewrite.optimize(seeded(SwishStack), rows(256), budget=budget).report
+    data = json.loads(json.dumps(report.to_json()))
+    assert isinstance(report, Report)
+    assert data["schema_version"] == 1
+    assert data["predicted_after"]["peak"] == report.predicted_after.peak
+    assert data["changed"] is report.changed is True
+    assert sum(data["predicted_after"]["categories"].values()) == report.predicted_after.peak
+    assert json.loads(json.dumps(data)) == data
+
+
+@pytest.mark.parametrize("name", ["conv", "swish", "transformer"])
+def test_the_same_call_gives_the_same_source(name: str) -> None:
+    build, x = SHAPES[name]
+    model = seeded(build)
+    sources = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        result: Any = memrewrite.optimize(model, x, budget="min", verify=False)
+        sources.append(type(result)._memrewrite.source)
+    assert sources[0] == sources[1]
+
+
+def test_stages_are_told_in_order() -> None:
+    stages: list[str] = []
+    memrewrite.optimize(conv_net(), image(8), budget="min", progress=stages.append)
+    assert stages == ["simulate", "capture", "rewrite", "plan", "verify"]
+
+
+def test_keyword_inputs() -> None:
+    model = seeded(lambda: ConvNet(dropout=0.1))
+    result = memrewrite.optimize(model, (), example_kwargs={"image": image(8)}, budget="min")
+    assert_same_bits(step(result, image()), step(model, image()))
+
+
+def test_nothing_but_arithmetic_passes_change_arithmetic() -> None:
+    assert (Swish.exact, Composites.exact) == (False, False)
+    with pytest.raises(FallbackWarning):
+        memrewrite.optimize(conv_net(), image(8), budget="min")(image(1))
+
+
+class RandomNet(nn.Module):
+    """A stack that a list of words describes; shared modules, residuals, concatenations and spellings of Swish."""
+
+    def __init__(self, words: list[str]) -> None:
+        super().__init__()
+        self.words = words
+        width = 4
+        self.stem, self.shared = nn.Conv2d(width, width, 1), nn.Conv2d(width, width, 3, padding=1)
+        self.relu = nn.ReLU(inplace=True)
+        self.parts = nn.ModuleDict()
+        for i, word in enumerate(words):
+            if word == "conv":
+                self.parts[str(i)] = nn.Conv2d(width, width, 3, padding=1, bias=False)
+            elif word == "norm":
+                self.parts[str(i)] = nn.BatchNorm2d(width)
+            elif word == "dropout":
+                self.parts[str(i)] = nn.Dropout(0.3)
+            elif word == "concat":
+                self.parts[str(i)] = nn.Conv2d(2 * width, width, 1)
+            elif word == "frozen":
+                self.parts[str(i)] = nn.Conv2d(width, width, 1).requires_grad_(False)
+            elif word == "linear":
+                self.parts[str(i)] = nn.Linear(6, 6)
+        self.head = nn.Linear(width, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = x = self.stem(x)
+        for i, word in enumerate(self.words):
+            kept = x
+            if word == "concat":
+                x = self.parts[str(i)](torch.cat((x, before), 1))
+            elif word in SPELLINGS:
+                x = SPELLINGS[word](self, x, before)
+            else:
+                x = self.parts[str(i)](x)
+            before = kept
+        return self.head(x.mean((2, 3)))
+
+
+SPELLINGS: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
+    "swish": lambda net, x, before: x * torch.sigmoid(x),
+    "swish method": lambda net, x, before: x.sigmoid() * x,
+    "swish in place": lambda net, x, before: (x + 0).mul_(torch.sigmoid(x)),
+    "quick gelu": lambda net, x, before: x * torch.sigmoid(1.702 * x),
+    "hard swish": lambda net, x, before: x * F.relu6(x + 3) / 6,
+    "residual": lambda net, x, before: x + before,
+    "relu": lambda net, x, before: net.relu(x + 1),
+    "shared": lambda net, x, before: net.shared(net.shared(x)),
+    "tanh": lambda net, x, before: torch.tanh(x),
+}
+WORDS = ["conv", "norm", "dropout", "concat", "frozen", "linear", *SPELLINGS]
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(st.lists(st.sampled_from(WORDS), min_size=2, max_size=7), st.floats(0, 1), st.booleans())
+def test_random_nets_at_random_budgets(words: list[str], share: float, exact: bool) -> None:
+    model, x = seeded(lambda: RandomNet(words)), torch.randn(3, 4, 6, 6, generator=torch.Generator().manual_seed(0))
+    lowest = memrewrite.optimize(model, x, budget="min", optimizer="sgd", exact=exact, verify=False).report
+    low, high = lowest.predicted_after.peak, lowest.predicted_before.peak
+    budget = int(low + share * (high - low))
+    before = state(model)
+    result = memrewrite.optimize(model, x, budget=budget, optimizer="sgd", exact=exact)
+    assert result.report.equivalent or not result.report.changed
+    assert result.report.predicted_after.peak <= budget
+    if result is not model:
+        assert_untouched(before, model)
+    assert tracked(result, x, torch.optim.SGD).peak == result.report.predicted_after.peak

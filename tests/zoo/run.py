@@ -1,0 +1,169 @@
+"""Every model of the zoo through ``optimize``, one fresh process each; writes ``tests/benchmarks/ZOO.md``.
+
+    python -m tests.zoo.run rows.jsonl                 # everything not yet in rows.jsonl
+    python -m tests.zoo.run rows.jsonl --only timm/cait --again
+    python -m tests.zoo.run rows.jsonl --table         # only write the table
+
+The budget is the floor plus 60 % of what lies above it: floor + 0.6 * (peak - floor), both of ``simulate``. A row of an
+earlier run stays until ``--again`` replaces it. Needs timm, transformers and torchvision (see ``tests/zoo/models.py``).
+"""
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+import warnings
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+import memrewrite
+from memrewrite import api
+from memrewrite.errors import MemrewriteError
+from memrewrite.plan.facts import Chain, chain
+from memrewrite.simulate import run_tracked, simulate
+from memrewrite.step import Step
+from tests.zoo.models import ZOO, Entry, build
+from tests.zoo.table import write
+
+SHARE = 0.6
+LIMIT_S = 420
+MEMORY_BYTES = 10 * 2**30
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass
+class Row:
+    """One model: sizes in bytes, times in seconds, None where it did not come to that.
+
+    ``outcome`` is ``verified`` (rewritten, proved, within the budget), ``refused`` (``sentence`` says why) or
+    ``crashed``. ``overhead`` is the share of the forward's milliseconds that is computed again.
+    ``regions`` counts the submodules captured on their own, 0 where the whole model is one graph.
+    """
+
+    library: str
+    family: str
+    name: str
+    parameters: int | None = None
+    outcome: str = "crashed"
+    sentence: str = ""
+    front_end: str = ""
+    regions: int = 0
+    before: int | None = None
+    budget: int | None = None
+    predicted: int | None = None
+    tracked: int | None = None
+    segments: int | None = None
+    overhead: float | None = None
+    verdict: str = ""
+    seconds: float = 0.0
+
+
+def examine(entry: Entry) -> Row:
+    """Optimize one model in this process; every error ends in the row."""
+    row = Row(entry.library, entry.family, entry.name)
+    started = time.perf_counter()
+    try:
+        _fill(row, entry)
+    except MemrewriteError as error:
+        row.outcome, row.sentence = "refused", f"{type(error).__name__}: {error}"
+    except Exception as error:  # whatever comes is what the table is about
+        row.sentence = f"{type(error).__name__}: {error}".strip()
+    row.seconds = row.seconds or time.perf_counter() - started
+    return row
+
+
+def _fill(row: Row, entry: Entry) -> None:
+    torch.manual_seed(0)
+    model, inputs = build(entry)
+    row.parameters = sum(p.numel() for p in model.parameters())
+    step = Step(optimizer=torch.optim.AdamW)
+    before = simulate(model, inputs, step)
+    row.before, row.budget = before.peak, int(before.floor + SHARE * (before.peak - before.floor))
+    started = time.perf_counter()
+    forward_ms: list[float] = []
+    with mock.patch.object(api, "chain", lambda *facts: _noted(chain(*facts), forward_ms)):
+        result = memrewrite.optimize(model, inputs.args, example_kwargs=inputs.kwargs, budget=row.budget)
+    row.seconds = time.perf_counter() - started
+    report = memrewrite.report_of(result)
+    row.front_end = report.config["front_end"]
+    row.regions = sum(path != "" for path in report.config["regions"])
+    row.predicted, row.segments, row.verdict = report.predicted_after.peak, len(report.segments), report.verdict
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)  # the original forward ran instead
+        row.tracked = run_tracked(result, inputs, step).peak
+    row.overhead = sum(s.rerun_ms for s in report.segments) / sum(forward_ms)
+    proved = report.equivalent or not report.changed
+    row.outcome = "verified" if proved and row.predicted <= row.budget else "crashed"
+    row.sentence = "" if row.outcome == "verified" else "The result is over budget or unproved, and nobody said so."
+
+
+def _noted(chain: Chain, forward_ms: list[float]) -> Chain:
+    forward_ms.append(float(chain.ms.sum()))
+    return chain
+
+
+def in_child(entry: Entry) -> Row:
+    """Examine one model in a fresh process with a limit on time and memory."""
+    started = time.perf_counter()
+    command = [sys.executable, "-W", "ignore", "-m", "tests.zoo.run", "--child", entry.key]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(_ROOT), "HF_HUB_OFFLINE": "1"}
+    row = Row(entry.library, entry.family, entry.name)
+    try:
+        child = subprocess.run(
+            command, capture_output=True, text=True, timeout=LIMIT_S, cwd=_ROOT, env=environment, check=False
+        )
+    except subprocess.TimeoutExpired:
+        row.sentence = f"No answer within {LIMIT_S} s."
+    else:
+        last = child.stdout.strip().splitlines()[-1:] or [""]
+        if child.returncode == 0 and last[0].startswith("{"):
+            return Row(**json.loads(last[0]))
+        row.sentence = f"The process died ({child.returncode}): {' '.join(child.stderr.strip().splitlines()[-1:])}"
+    row.seconds = time.perf_counter() - started
+    return row
+
+
+def read(path: Path) -> dict[str, Row]:
+    """The rows of a JSON-lines file by key, the last one of each."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    rows = [Row(**json.loads(line)) for line in lines]
+    return {f"{row.library}/{row.family}": row for row in rows}
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("rows", type=Path, nargs="?", help="JSON-lines file to append to")
+    parser.add_argument("--only", default="", help="keys (library/family) that start with this, separated by commas")
+    parser.add_argument("--again", action="store_true", help="also models that have a row")
+    parser.add_argument("--failed", action="store_true", help="also models whose row is not verified")
+    parser.add_argument("--table", action="store_true", help="run nothing")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
+        torch.set_num_threads(1)
+        (entry,) = [e for e in ZOO if e.key == options.child]
+        sys.stdout.write("\n" + json.dumps(asdict(examine(entry))) + "\n")
+        return
+    for entry in [] if options.table else ZOO:
+        known = read(options.rows).get(entry.key)
+        wanted = options.again or known is None or (options.failed and known.outcome != "verified")
+        if not wanted or not entry.key.startswith(tuple(options.only.split(","))):
+            continue
+        row = in_child(entry)
+        with options.rows.open("a") as file:
+            file.write(json.dumps(asdict(row)) + "\n")
+        print(f"{row.outcome:9} {entry.key:40} {row.seconds:6.1f} s  {row.sentence[:300]}", flush=True)
+        write(list(read(options.rows).values()))
+    write(list(read(options.rows).values()))
+
+
+if __name__ == "__main__":
+    main()
