@@ -63,7 +63,7 @@ def optimize(
 
     The result shares every Parameter and buffer with ``model``, is an instance of its class, and carries ``.report``
     (where the class has a ``report`` of its own that stays, and ``memrewrite.report_of(result)`` gives ours); where
-    nothing was to rewrite it is ``model`` itself. ``model`` is left as it is; hooks on it are not called meanwhile and
+    nothing was to rewrite, or no rewrite lowers the peak, it is ``model`` itself. ``model`` is left as it is; hooks on it are not called meanwhile and
     work on the result as before. ``progress`` is told each stage.
     Raises ``CaptureError``, ``BudgetInfeasibleError``, ``NotEquivalentError``, ``MeasurementError``, ``UsageError``.
     """
@@ -90,11 +90,14 @@ def optimize(
     if not any(result.modified for result in line.results.values()):
         return _with_report(model, _report(line, limit, before, before, None, measured))
     result = line.build()
+    after = predict(result, inputs, step, workspace_bytes=workspace)
+    if after.peak > before.peak and measured is None:
+        pipeline.abandon(line)
+        return _with_report(model, _report(line, limit, before, before, None, None))
     verdict = None
     if verify:
         progress("verify")
         verdict = _prove(line, result, seed)
-    after = predict(result, inputs, step, workspace_bytes=workspace)
     pipeline.with_hooks_of(model, result)
     return _with_report(result, _report(line, limit, before, after, verdict, measured))
 
@@ -151,7 +154,7 @@ def _meet(line: pipeline.Line, limit: Budget, original: int, names: tuple[str, .
         if last:
             pipeline.mark_inplace(line, names)
             lowest = line.simulate().peak + budget - target
-            if lowest > budget:
+            if lowest > budget and (on_cuda or original > budget):  # else the model fits as it is
                 raise infeasible(line, budget, lowest)
         if not on_cuda:
             return None

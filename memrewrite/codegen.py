@@ -77,7 +77,7 @@ inf, nan = math.inf, math.nan
 _RUNTIME = ("once", "run_segment", "swish", "exact_swish", "tree_unflatten", "treespec_loads")
 _MODULES_USED = ("aten", "torch", "operator", "math", "builtins", "importlib")
 _GLOBALS = (*_MODULES_USED, "inf", "nan", "getattr", "slice", "complex", *_RUNTIME)
-_OWN = re.compile(r"(segment|region)_\d+")
+_OWN = re.compile(r"(segment|region)_\d")
 
 
 class _Writer:
@@ -175,7 +175,7 @@ class _Writer:
         """A valid, unique identifier for a node's value."""
         if node not in self.names:
             stem = re.sub(r"\W", "_", node.name)
-            stem = stem if stem[0].isalpha() and not _OWN.match(stem) else f"_{stem}"
+            stem = stem if stem[0].isalpha() and not _OWN.search(stem) else f"_{stem}"
             candidates = itertools.chain([stem], (f"{stem}_{i}" for i in itertools.count(1)))
             name = next(c for c in candidates if c not in self.taken and not keyword.iskeyword(c))
             self.taken.add(name)

@@ -79,7 +79,8 @@ def observe(
     observer = _Observer(graph_module)
     device = next((t.device.type for t in (*graph_module.parameters(), *example)), "cpu")
     # A model may write its inputs in place; PyTorch forbids that for leaves that require a gradient, hence the clone.
-    fakes = [observer.fake.from_tensor(tensor) for tensor in example]
+    # Detached, because the conversion would also copy .grad and the history of a non-leaf.
+    fakes = [observer.fake.from_tensor(t.detach()).requires_grad_(t.requires_grad) for t in example]
     inputs = [observer.known(fake.clone() if fake.requires_grad else fake, "input") for fake in fakes]
     with observer.fake, observer.recorder, saved_tensors_hooks(observer.recorder.pack, _unpack):
         with autocast(amp, device), torch.set_grad_enabled(grad):

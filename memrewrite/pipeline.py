@@ -210,6 +210,18 @@ def _observe_trained(part: Part) -> Effects:
     return observe(part.graph_module, example, grad=part.step.mode == "train")
 
 
+def abandon(line: Line) -> None:
+    """Drop every rewrite, because together they take more memory than the model as it is."""
+    for part in line.parts:
+        clear(part.graph_module)
+        for name, result in part.results.items():
+            dropped = (
+                Refused(a.where, "With all rewrites the peak would be above that of the model as it is.")
+                for a in result.applied
+            )
+            part.results[name] = Result((), (*result.refused, *dropped))
+
+
 def _written(part: Part) -> set[str]:
     """The paths of parameters that forward writes, which PyTorch allows only where they require no gradient."""
     effects = part.observe()

@@ -20,7 +20,8 @@ from memrewrite.private import tree_flatten, tree_map
 from memrewrite.runtime.dropin import FallbackWarning, build, program_from
 from memrewrite.simulate.fake import tensors_of
 from memrewrite.step import Inputs
-from tests.capture_models import CASES, Case, images, model, x
+from tests.capture_models import CASES, Case
+from tests.layers import images, model, x
 from tests.models import MODELS, make
 
 FRONT_ENDS = ("export", "dynamo")
@@ -77,7 +78,9 @@ def snapshot(module: nn.Module) -> dict[str, Any]:
     found["modes"] = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
     for path, child in module.named_modules():
         for name, value in vars(child).items():
-            items = list(value.items()) if isinstance(value, dict) else list(value) if isinstance(value, list) else value
+            items = (
+                list(value.items()) if isinstance(value, dict) else list(value) if isinstance(value, list) else value
+            )
             found[f"{path}.{name}"] = repr(items), id(value)
     for i, tensor in enumerate(tensors_of(module)):
         found[f"tensor {i}"] = id(tensor), tensor.tolist(), tensor.requires_grad, id(tensor.grad), tensor._version
@@ -111,13 +114,17 @@ def test_what_one_front_end_declines_the_other_takes(name: str, front_end: str) 
         assert capture(module, case.inputs()).front_end == "dynamo"
 
 
+@front_ends
 @pytest.mark.parametrize("name", MODELS)
-def test_both_front_ends_agree_on_the_shared_models(name: str) -> None:
-    twin, inputs = make(name)
-    original = run(twin, inputs, twin, False)
-    for front_end in FRONT_ENDS:
-        module, inputs = make(name)
-        assert_same(run(drop_in(module, capture(module, inputs, front_end)), inputs, module, False), original)
+def test_the_shared_models_compute_the_same(name: str, front_end: str) -> None:
+    (module, inputs), (twin, _) = make(name), make(name)
+    theirs = run(twin, inputs, twin, False)
+    ours = run(drop_in(module, capture(module, inputs, front_end)), inputs, module, False)
+    if name == "checkpointed":  # recomputed by the model itself, batch normalization counts every batch twice
+        theirs, ours = ({k: v for k, v in found.items() if ".bn." not in k} for found in (theirs, ours))
+        assert {int(b) for n, b in module.named_buffers() if "batches" in n} == {1}
+        assert {int(b) for n, b in twin.named_buffers() if "batches" in n} == {2}
+    assert_same(ours, theirs)
 
 
 @front_ends
@@ -239,7 +246,7 @@ def test_modes_of_every_submodule_are_kept(front_end: str) -> None:
 
 
 def spoil(self: Any, x: Tensor) -> Any:
-    random.random()
+    random.random()  # noqa: S311  (any draw)
     np.random.rand()
     torch.manual_seed(9)
     self.linear.note = self.linear(x)

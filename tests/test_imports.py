@@ -22,7 +22,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("pipeline",),
     ("registry",),
     ("passes",),
-    ("plan", "codegen", "checks"),
+    ("plan", "codegen", "checks", "regions"),
     ("rewrite",),
     ("effects", "costs"),
     ("capture",),

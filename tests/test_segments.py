@@ -73,7 +73,8 @@ def test_dropout_masks_and_the_random_state_afterwards_are_the_same(size: int) -
 
 
 def test_only_segments_that_draw_keep_the_random_state() -> None:
-    source = segmented(conv_net(dropout=0.5), image(), size=3).module._memrewrite.source  # type: ignore[union-attr]
+    module: Any = segmented(conv_net(dropout=0.5), image(), size=3).module
+    source = module._memrewrite.source
     assert source.count("random=True") == 1
     assert source.count("random=False") > 1
 

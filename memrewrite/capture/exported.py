@@ -14,7 +14,7 @@ from torch.export import Dim, ExportedProgram
 
 from memrewrite.capture.captured import Captured
 from memrewrite.capture.normal import batch_size, bind, constants, dynamic, first_dtype, quiet, rebuild
-from memrewrite.private import tree_leaves, tree_map
+from memrewrite.private import OpOverload, is_mutable, tree_leaves, tree_map
 from memrewrite.step import Inputs
 
 
@@ -41,7 +41,7 @@ def _normal(model: nn.Module, inputs: Inputs, program: ExportedProgram) -> Captu
 
     def replace(graph: fx.Graph, node: fx.Node, values: dict[fx.Node, Any]) -> bool:
         if node.op != "placeholder":
-            return False
+            return _copies_itself(node)
         if node is placeholders[0]:  # placeholders in the order of the spec, constants as what they are
             for tensor in tensors:
                 values[tensor] = graph.node_copy(tensor)
@@ -63,6 +63,21 @@ def _normal(model: nn.Module, inputs: Inputs, program: ExportedProgram) -> Captu
 def _export(model: nn.Module, inputs: Inputs, shapes: Any) -> ExportedProgram:
     with quiet():
         return torch.export.export(model, inputs.args, inputs.kwargs, dynamic_shapes=shapes, strict=False)
+
+
+def _copies_itself(node: fx.Node) -> bool:
+    """What export makes of ``self.buffer += 1``: after the update, the buffer is copied into itself.
+
+    That changes no value, but autograd takes it for a write to what it has saved.
+    """
+    return node.target is torch.ops.aten.copy_.default and _written(node.args[0]) is _written(node.args[1])
+
+
+def _written(node: Any) -> Any:
+    """The node whose tensor a chain of in-place operations returns."""
+    while isinstance(node.target, OpOverload) and is_mutable(node.target):
+        node = node.args[0]
+    return node
 
 
 def _has_batch(leaf: Any, batch: int) -> bool:

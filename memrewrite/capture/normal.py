@@ -158,20 +158,27 @@ def dynamic(spec: InputSpec, shapes: Sequence[Sequence[int | torch.SymInt]]) -> 
 
     Raises ``UnspokenSizesError`` where that speaks of anything else.
     """
-    remaining = iter(shapes)
-    symbolic = {str(s): s for shape in shapes for s in shape if not isinstance(s, int)}
-    conditions = size_conditions(next(iter(symbolic.values()))) if symbolic else []
-    for condition in conditions:
-        named = {node.id for node in ast.walk(ast.parse(condition)) if isinstance(node, ast.Name)}
-        if not named <= {*symbolic, "max", "min", "math"}:
-            raise UnspokenSizesError(condition)
+    names = [tuple(_size(size) for size in shape) for shape in shapes]
+    symbolic = {size for shape in names for size in shape if isinstance(size, str)}
+    open_sizes = [
+        size for shape in shapes for size in shape if isinstance(size, torch.SymInt) and str(size) in symbolic
+    ]
+    conditions = size_conditions(open_sizes[0]) if open_sizes else []
+    nodes = (node for text in (*symbolic, *conditions) for node in ast.walk(ast.parse(text)))
+    named = {node.id for node in nodes if isinstance(node, ast.Name)}
+    if not named <= {*symbolic, "max", "min", "math"} or not all(map(str.isidentifier, symbolic)):
+        raise UnspokenSizesError(", ".join(conditions))
+    remaining = iter(names)
     leaves = tuple(
-        TensorSpec(leaf.dtype, leaf.device_type, tuple(s if isinstance(s, int) else str(s) for s in next(remaining)))
-        if isinstance(leaf, TensorSpec)
-        else leaf
+        TensorSpec(leaf.dtype, leaf.device_type, next(remaining)) if isinstance(leaf, TensorSpec) else leaf
         for leaf in spec.leaves
     )
     return InputSpec(spec.parameters, spec.tree, leaves, tuple(conditions))
+
+
+def _size(size: int | torch.SymInt) -> int | str:
+    """A number, also where a front end settled on it after having left it open, or the name of an open size."""
+    return int(text) if (text := str(size)).isdigit() else text
 
 
 def _is_assertion(node: fx.Node) -> bool:

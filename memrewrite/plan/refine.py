@@ -38,7 +38,9 @@ def fit(chain: Chain, budget: int, kept: int, fixed: int, simulate: Simulate) ->
         peak = search.look(bound)
         if peak is None:  # the estimate allows no plan here, so what fits lies above
             low = (bound, low[1])
-        elif peak <= budget:
+            bound = (bound + high[0]) // 2
+            continue
+        if peak <= budget:
             low = (bound, peak)
             if budget - peak <= _SLACK * budget:
                 break

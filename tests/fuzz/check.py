@@ -110,7 +110,7 @@ def _step(model: nn.Module, inputs: Inputs, step: Step, seed: int) -> Numbers:
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.grad is not None:
-                    parameter -= RATE * parameter.grad
+                    parameter.sub_(RATE * parameter.grad)
                 parameter.grad = None
     numbers |= _tensors("input", leaves.args) | _state(model)
     numbers["random state"] = torch.get_rng_state()

@@ -1,5 +1,6 @@
 """Models made by NNSmith, which knows operators that no strategy here draws; left out where it is not installed."""
 
+import functools
 import random
 from typing import Any
 
@@ -11,7 +12,10 @@ from torch import Tensor, nn
 from memrewrite.step import Inputs
 from tests.fuzz.check import EXACT, Ask, check
 
-pytest.importorskip("nnsmith", reason="install nnsmith[torch]==0.1.0 to fuzz with its models")
+graph_gen, materialize, narrow_spec = (
+    pytest.importorskip(f"nnsmith.{name}", reason="install nnsmith[torch]==0.1.0 to fuzz with its models")
+    for name in ("graph_gen", "materialize", "narrow_spec")
+)
 
 SEEDS = 12
 SIZE = 8  # nodes of a model
@@ -21,33 +25,34 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # NNSmith's own, and of the o
 class Fixed(nn.Module):
     """An NNSmith model as a module that trains: its inputs pass a layer, its floating outputs are returned."""
 
-    def __init__(self, native: nn.Module, names: list[str]) -> None:
+    def __init__(self, native: nn.Module) -> None:
         super().__init__()
         self.native = native
         self.scale = nn.Parameter(torch.tensor(0.9))
-        self.names = names
 
     def forward(self, *tensors: Tensor) -> list[Tensor]:
         scaled = [t * self.scale if t.is_floating_point() else t for t in tensors]
         return list(self.native(*scaled))
 
 
+@functools.cache
+def torch_operators() -> tuple[Any, Any]:
+    """NNSmith's description of PyTorch, and the operators it has found to run there."""
+    kind = materialize.Model.init("torch", backend_target="cpu")
+    return kind, narrow_spec.auto_opset(kind, None)
+
+
 def generate(seed: int, size: int = SIZE) -> tuple[nn.Module, Inputs]:
     """The model of ``seed`` with random inputs."""
-    from nnsmith.graph_gen import model_gen
-    from nnsmith.materialize import Model
-    from nnsmith.narrow_spec import auto_opset
-
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
-    kind: Any = Model.init("torch", backend_target="cpu")
-    made = model_gen(
-        opset=auto_opset(kind, None), method="symbolic-cinit", seed=seed, max_nodes=size, dtype_choices=["f32"]
-    )
+    kind, operators = torch_operators()
+    drawn = {"seed": seed, "max_nodes": size, "dtype_choices": ["f32"]}
+    made = graph_gen.model_gen(opset=operators, method="symbolic-cinit", **drawn)
     model = kind.from_gir(made.make_concrete())
     shapes = [tuple(shape.shape) for shape in model.input_like.values()]
-    return Fixed(model.native_model, list(model.input_like)), Inputs(tuple(torch.rand(s) for s in shapes), {})
+    return Fixed(model.native_model), Inputs(tuple(torch.rand(s) for s in shapes), {})
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))

@@ -1,0 +1,171 @@
+"""Where a model cannot be captured whole, its largest submodules are rewritten and Python between them stays."""
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memrewrite
+from memrewrite.api import optimize
+from memrewrite.artifact.save import save
+from memrewrite.errors import CaptureError
+from memrewrite.runtime.dropin import programs
+
+
+class Sign(torch.autograd.Function):
+    """A straight-through estimator: its gradient is lost wherever its forward is traced."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sign()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return grad * (x.abs() < 1)
+
+
+class Quantize(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.ModuleList([nn.Identity()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = Sign.apply(x)
+        return result
+
+
+class Stage(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.ModuleList([nn.Conv2d(8, 8, 3, padding=1) for _ in range(3)])
+        self.bn = nn.ModuleList([nn.BatchNorm2d(8) for _ in range(3)])
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for conv, bn in zip(self.conv, self.bn, strict=True):
+            x = x + self.drop(torch.relu(bn(conv(x))))
+        return x
+
+
+class Net(nn.Module):
+    """A custom Function between two stages, and a branch that the values decide."""
+
+    def __init__(self, branch: bool = False, again: bool = False) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3)
+        self.first, self.quantize, self.last = Stage(), Quantize(), Stage()
+        self.head = nn.Linear(8, 2)
+        self.branch, self.again = branch, again
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(self.stem(x))
+        if self.again:
+            x = self.first(x)
+        x = self.quantize(x)
+        if self.branch and float(x.mean().detach()) > 5:
+            x = x * 2
+        result: Tensor = self.head(self.last(x).mean((2, 3)))
+        return result
+
+
+def made(**options: bool) -> tuple[Net, Tensor]:
+    torch.manual_seed(0)
+    return Net(**options).train(), torch.randn(8, 3, 16, 16)
+
+
+def step(module: nn.Module, x: Tensor, shared: nn.Module) -> list[Tensor]:
+    """Loss, gradients and buffers of one step from the state ``shared`` is in, which is put back."""
+    state = {key: value.clone() for key, value in shared.state_dict().items()}
+    torch.manual_seed(1)
+    module.zero_grad(set_to_none=True)
+    loss = module(x).square().mean()
+    loss.backward()
+    found = [loss.detach(), *(p.grad.clone() for p in module.parameters() if p.grad is not None)]
+    found += [buffer.clone() for buffer in shared.buffers()]
+    shared.load_state_dict(state)
+    return found
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("branch", [False, True], ids=["custom Function", "and a branch on values"])
+def test_the_rest_stays_and_the_whole_step_fits(branch: bool) -> None:
+    model, x = made(branch=branch)
+    optimized = optimize(model, x, budget="55%")
+    assert list(programs(optimized)) == ["first", "last"]
+    assert type(optimized) is Net
+    assert optimized.report.equivalent
+    assert optimized.report.predicted_after.peak <= (optimized.report.budget or 0)
+    assert {segment.first.partition(".")[0] for segment in optimized.report.segments} <= {"first", "last"}
+    assert any("Sign" in note or "values of a tensor" in note for note in optimized.report.notes)
+    assert same(step(model, x, model), step(optimized, x, model))
+    assert "_memrewrite" not in vars(type(model.first)), "the model itself is as it was"
+
+
+def test_the_gradient_of_the_custom_function_survives() -> None:
+    model, x = made()
+    optimized = optimize(model, x, budget="min")
+    optimized(x).square().mean().backward()
+    assert model.stem.weight.grad is not None
+    assert model.stem.weight.grad.abs().sum() > 0
+
+
+def test_a_submodule_called_twice_is_left_alone() -> None:
+    model, x = made(again=True)
+    optimized = optimize(model, x, budget="90%")
+    assert list(programs(optimized)) == ["last"]
+    assert "first is left alone: it is called 2 times in a step." in optimized.report.notes
+
+
+def test_regions_by_name_keep_their_hooks_firing() -> None:
+    model, x = made()
+    fired: list[str] = []
+    model.last.register_forward_hook(lambda module, args, output: fired.append("last"))
+    optimized = optimize(model, x, budget="90%", regions=["la*"])
+    assert list(programs(optimized)) == ["last"]
+    fired.clear()
+    optimized(x)
+    assert fired == ["last"]
+
+
+@pytest.mark.parametrize(
+    ("names", "sentence"),
+    [
+        (["nothing*"], "has no submodule that nothing* names"),
+        (["first"], "first is called 2 times in a step; a region is called once"),
+        (["quantize"], "uses the custom autograd.Function Sign"),
+    ],
+    ids=["no such submodule", "called twice", "cannot be captured"],
+)
+def test_regions_that_cannot_be(names: list[str], sentence: str) -> None:
+    model, x = made(again=True)
+    with pytest.raises(CaptureError, match=sentence.replace("*", r"\*")):
+        optimize(model, x, budget="90%", regions=names)
+
+
+def by_pickle(optimized: nn.Module, model: nn.Module, folder: Path) -> nn.Module:
+    result: nn.Module = pickle.loads(pickle.dumps(optimized))
+    return result
+
+
+def by_artifact(optimized: nn.Module, model: nn.Module, folder: Path) -> nn.Module:
+    save(optimized, folder / "out")
+    return memrewrite.load(folder / "out", model)
+
+
+@pytest.mark.parametrize("way", [by_pickle, by_artifact])
+def test_regions_travel(way: Callable[[nn.Module, nn.Module, Path], nn.Module], tmp_path: Path) -> None:
+    model, x = made()
+    optimized = optimize(model, x, budget="60%")
+    expected = step(optimized, x, model)
+    arrived = way(optimized, model, tmp_path)
+    assert list(programs(arrived)) == ["first", "last"]
+    assert same(step(arrived, x, arrived), expected)
