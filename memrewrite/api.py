@@ -63,8 +63,8 @@ def optimize(
 
     The result shares every Parameter and buffer with ``model``, is an instance of its class, and carries ``.report``
     (where the class has a ``report`` of its own that stays, and ``memrewrite.report_of(result)`` gives ours); where
-    nothing was to rewrite, or no rewrite lowers the peak, it is ``model`` itself. ``model`` is left as it is; hooks on it are not called meanwhile and
-    work on the result as before. ``progress`` is told each stage.
+    nothing was to rewrite, or the rewrites would raise the peak, it is ``model`` itself. ``model`` is left as it is;
+    hooks on it are not called meanwhile and work on the result as before. ``progress`` is told each stage.
     Raises ``CaptureError``, ``BudgetInfeasibleError``, ``NotEquivalentError``, ``MeasurementError``, ``UsageError``.
     """
     names = (passes,) if isinstance(passes, str) else None if passes is None else tuple(passes)

@@ -82,9 +82,14 @@ def observe(
     # Detached, because the conversion would also copy .grad and the history of a non-leaf.
     fakes = [observer.fake.from_tensor(t.detach()).requires_grad_(t.requires_grad) for t in example]
     inputs = [observer.known(fake.clone() if fake.requires_grad else fake, "input") for fake in fakes]
-    with observer.fake, observer.recorder, saved_tensors_hooks(observer.recorder.pack, _unpack):
-        with autocast(amp, device), torch.set_grad_enabled(grad):
-            observer.run(*inputs)
+    with (
+        observer.fake,
+        observer.recorder,
+        saved_tensors_hooks(observer.recorder.pack, _unpack),
+        autocast(amp, device),
+        torch.set_grad_enabled(grad),
+    ):
+        observer.run(*inputs)
     return Effects(tuple(graph_module.graph.nodes), observer.facts, observer.recorder.storages)
 
 

@@ -188,11 +188,6 @@ def integers_and_booleans(self: Any, i: Tensor, b: Tensor) -> Any:
     return F.embedding(i, self.linear.weight), b & True, i % 3, i // 2, i << 1, ~b
 
 
-@case(lambda: x().bfloat16(), prepare=lambda m: m.bfloat16())
-def bfloat16_model(self: Any, x: Tensor) -> Any:
-    return self.linear(x)
-
-
 @case(x)
 def dtype_changes(self: Any, x: Tensor) -> Any:
     hidden = self.linear(x)
@@ -219,11 +214,6 @@ def in_place(self: Any, x: Tensor) -> Any:
 
 
 # Parameters, buffers and attributes.
-
-
-@case(x, prepare=lambda m: setattr(m.other, "weight", m.linear.weight))
-def tied_weights(self: Any, x: Tensor) -> Any:
-    return self.other(torch.tanh(self.linear(x)))
 
 
 @case(x, prepare=lambda m: setattr(m, "alias", m.linear))
@@ -314,11 +304,6 @@ def odd_module_names(self: Any, x: Tensor) -> Any:
 # Modes and modules.
 
 
-@case(images)
-def conv_norm_relu(self: Any, x: Tensor) -> Any:
-    return self.relu(self.norm(self.conv(x))).mean((2, 3))
-
-
 @case(images, prepare=lambda m: m.eval())
 def eval_mode(self: Any, x: Tensor) -> Any:
     return self.relu(self.norm(self.dropout(self.conv(x))))
@@ -365,15 +350,15 @@ def checkpoints(self: Any, x: Tensor) -> Any:
     return first + checkpoint(lambda t: self.dropout(self.other(t)).tanh(), x, use_reentrant=False)
 
 
+@case(x, export="loses the gradients of checkpoint(use_reentrant=True)")
+def reentrant_checkpoint(self: Any, x: Tensor) -> Any:
+    return checkpoint(lambda t: self.other(t).tanh(), self.linear(x), use_reentrant=True)
+
+
 @case(x)
 def random_numbers(self: Any, x: Tensor) -> Any:
     hidden = self.dropout(self.linear(x)) + torch.rand_like(x) + torch.randn(x.shape[0], 1)
     return F.rrelu(hidden, training=True), F.gumbel_softmax(hidden)
-
-
-@case(lambda: x(2, 5, WIDTH), prepare=lambda m: m.add_module("block", nn.TransformerEncoderLayer(WIDTH, 2, 8)))
-def transformer_layer(self: Any, x: Tensor) -> Any:
-    return self.block(x)
 
 
 @case(lambda: x(2, 5, WIDTH), prepare=lambda m: m.add_module("rnn", nn.GRU(WIDTH, 4, 2)), dynamo="GRU")

@@ -1,4 +1,4 @@
-"""A module with a few tiny layers at hand for whatever forward a test gives, its inputs, and a segment over its graph."""
+"""A module with tiny layers at hand for whatever forward a test gives, its inputs, and segments over its graph."""
 
 from collections.abc import Callable
 from typing import Any

@@ -65,7 +65,7 @@ def graph(self, x):
     conv2d = aten.conv2d.default(x, self.conv.weight);  x = None
     (relu, ) = run_segment(segment_0, self, conv2d, random=False);  conv2d = None
     mean = aten.mean.dim(relu, [2, 3]);  relu = None
-    return {'features': mean, 'more': (None, 'text')}
+    return {'features': mean, 'more': (None, 'text', )}
 """
 
 

@@ -47,7 +47,7 @@ class StraightThrough(torch.autograd.Function):
         return gradients[0]
 
 
-straight_through = StraightThrough.apply
+straight_through: Callable[[Tensor], Tensor] = StraightThrough.apply
 
 
 class Box:
@@ -65,7 +65,7 @@ def custom_function(self: Any, x: Tensor) -> Tensor:
 
 @hazard(r"uses the custom autograd\.Function StraightThrough")
 def custom_function_on_an_input(self: Any, x: Tensor) -> Tensor:
-    return self.linear(straight_through(x))
+    return self.linear(StraightThrough.apply(x))  # type: ignore[no-untyped-call]
 
 
 for kind in ("forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"):
@@ -317,7 +317,7 @@ WARM: list[Any] = []
 
 def fine(self: Any, x: Tensor) -> Tensor:
     with torch.no_grad():
-        signs = straight_through(x)
+        signs = StraightThrough.apply(x)  # type: ignore[no-untyped-call]
     hidden = self.linear(x).requires_grad_()
     (slope,) = torch.autograd.grad(hidden.square().sum(), hidden, create_graph=True)
     return hidden * signs * slope.mean()

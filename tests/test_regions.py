@@ -36,7 +36,7 @@ class Quantize(nn.Module):
         self.scale = nn.ModuleList([nn.Identity()])
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = Sign.apply(x)
+        result: Tensor = Sign.apply(x)  # type: ignore[no-untyped-call]
         return result
 
 
@@ -101,7 +101,7 @@ def test_the_rest_stays_and_the_whole_step_fits(branch: bool) -> None:
     model, x = made(branch=branch)
     optimized = optimize(model, x, budget="55%")
     assert list(programs(optimized)) == ["first", "last"]
-    assert type(optimized) is Net
+    assert type(optimized).__name__ == "Net"
     assert optimized.report.equivalent
     assert optimized.report.predicted_after.peak <= (optimized.report.budget or 0)
     assert {segment.first.partition(".")[0] for segment in optimized.report.segments} <= {"first", "last"}

@@ -68,6 +68,7 @@ def check(model: nn.Module, inputs: Inputs) -> Findings:
                 "one outcome would be baked in. Draw with torch, or outside forward."
             )
         _refuse_changes(name, rehearsal.attributes)
+        functions += _functions_behind(first.output)  # applied through a name bound to ``apply`` before
         if functions:
             raise CaptureError(
                 f"{name} uses the custom autograd.Function {functions[0]}, whose backward a captured graph loses."
@@ -81,6 +82,8 @@ def check(model: nn.Module, inputs: Inputs) -> Findings:
             )
     written = next(rehearsal.attributes.written(), None)
     lost = f"writes to self.{written}, which is no buffer" if written else first.nested
+    if "apply" in checkpoints:
+        lost = "the gradients of checkpoint(use_reentrant=True)"
     note = "The model's own torch.utils.checkpoint calls are replaced by the plan."
     return Findings((note,) if checkpoints else (), lost)
 
@@ -101,7 +104,7 @@ class _Rehearsal:
     def run(self) -> "_Watch":
         watch = _Watch()
         with self._explained(), self._mode, watch:
-            self._twin.forward(*self._given.args, **self._given.kwargs)
+            watch.output = self._twin.forward(*self._given.args, **self._given.kwargs)
         return watch
 
     @contextmanager
@@ -172,6 +175,22 @@ def _function_calls() -> Iterator[list[str]]:
         yield calls
 
 
+def _functions_behind(output: Any) -> list[str]:
+    """The names of custom ``autograd.Function`` classes in the autograd graph of what forward returned."""
+    queue = [leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
+    seen = set(queue)
+    names: list[str] = []
+    while queue:
+        node = queue.pop()
+        kind = getattr(node, "_forward_cls", None)  # only custom ones have it
+        if kind is not None and not kind.__module__.startswith(_OF_TORCH):
+            names.append(kind.__name__)
+        new = {child for child, _ in node.next_functions if child is not None} - seen
+        seen |= new
+        queue.extend(new)
+    return names
+
+
 _REFUSED = {
     "hook": "registers tensor hooks in forward (at {place}); a captured graph loses them.",
     "inference": "enters torch.inference_mode in forward (at {place}), which a graph loses; use torch.no_grad.",
@@ -186,13 +205,14 @@ class _Watch(TorchFunctionMode):
     """Sees every torch function of a rehearsal, and in which modes it runs.
 
     ``places`` holds where something on the list of what is refused happened; ``nested`` says where modes are in force
-    that export loses, "" if nowhere.
+    that export loses, "" if nowhere. ``output`` is what forward returned.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.places: dict[str, list[str]] = {}
         self.nested = ""
+        self.output: Any = None
         self._calls: list[tuple[Any, list[str], str]] = []  # function, plain arguments, place
         self._outside = (torch.is_inference_mode_enabled(), torch.initial_seed(), _autocast(), _attention())
 

@@ -42,7 +42,7 @@ class Entry:
 
 def build(entry: Entry) -> tuple[nn.Module, Inputs]:
     """The model with random weights, in training mode, and its inputs."""
-    _declare_operators()
+    declare_operators()
     model = _BUILDERS[entry.library](entry)
     if isinstance(entry.inputs, str):
         return model.train(), Inputs((), _INPUTS[entry.inputs]())
@@ -50,7 +50,7 @@ def build(entry: Entry) -> tuple[nn.Module, Inputs]:
     return model.train(), Inputs((torch.randn(shape),), {})
 
 
-def _declare_operators() -> None:
+def declare_operators() -> None:
     """Declare the operators that torchvision expects its binary to bring, once; none of the models calls them."""
     if not hasattr(torch.ops.torchvision, "nms"):
         library = torch.library.Library("torchvision", "DEF")
@@ -217,7 +217,6 @@ _TIMM: dict[str, tuple[str, Arguments]] = {
 }
 # Instead of two images of the model's own size: enough activations to plan, and no more computing than that takes.
 _TIMM_SHAPES = {
-    "byoanet": (2, 3, 128, 128),
     "byobnet": (4, 3, 160, 160),
     "convmixer": (2, 3, 112, 112),
     "convnext": (2, 3, 160, 160),

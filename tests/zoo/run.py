@@ -1,6 +1,6 @@
 """Every model of the zoo through ``optimize``, one fresh process each; writes ``tests/benchmarks/ZOO.md``.
 
-    python -m tests.zoo.run rows.jsonl                 # everything not yet in rows.jsonl
+    OMP_NUM_THREADS=1 python -m tests.zoo.run rows.jsonl     # everything not yet in rows.jsonl
     python -m tests.zoo.run rows.jsonl --only timm/cait --again
     python -m tests.zoo.run rows.jsonl --table         # only write the table
 
@@ -10,13 +10,12 @@ earlier run stays until ``--again`` replaces it. Needs timm, transformers and to
 
 import argparse
 import json
-import os
+import multiprocessing
 import resource
-import subprocess
-import sys
 import time
 import warnings
 from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from unittest import mock
 
@@ -25,7 +24,8 @@ import torch
 import memrewrite
 from memrewrite import api
 from memrewrite.errors import MemrewriteError
-from memrewrite.plan.facts import Chain, chain
+from memrewrite.plan.facts import chain
+from memrewrite.plan.segments import Chain
 from memrewrite.simulate import run_tracked, simulate
 from memrewrite.step import Step
 from tests.zoo.models import ZOO, Entry, build
@@ -34,7 +34,9 @@ from tests.zoo.table import write
 SHARE = 0.6
 LIMIT_S = 420
 MEMORY_BYTES = 10 * 2**30
-_ROOT = Path(__file__).resolve().parents[2]
+# One server imports everything once; every process is a fork of it that has run nothing yet.
+_PROCESSES = multiprocessing.get_context("forkserver")
+_PROCESSES.set_forkserver_preload(["tests.zoo.libraries"])
 
 
 @dataclass
@@ -109,24 +111,31 @@ def _noted(chain: Chain, forward_ms: list[float]) -> Chain:
 
 
 def in_child(entry: Entry) -> Row:
-    """Examine one model in a fresh process with a limit on time and memory."""
+    """Examine one model in a fresh process with a limit on time and memory; the libraries are imported once for all."""
     started = time.perf_counter()
-    command = [sys.executable, "-W", "ignore", "-m", "tests.zoo.run", "--child", entry.key]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(_ROOT), "HF_HUB_OFFLINE": "1"}
     row = Row(entry.library, entry.family, entry.name)
-    try:
-        child = subprocess.run(
-            command, capture_output=True, text=True, timeout=LIMIT_S, cwd=_ROOT, env=environment, check=False
-        )
-    except subprocess.TimeoutExpired:
-        row.sentence = f"No answer within {LIMIT_S} s."
+    receiver, sender = _PROCESSES.Pipe(duplex=False)
+    child = _PROCESSES.Process(target=_send, args=(entry, sender), daemon=True)
+    child.start()
+    sender.close()
+    if receiver.poll(LIMIT_S):
+        try:
+            return Row(**json.loads(receiver.recv()))
+        except EOFError:
+            child.join()
+            row.sentence = f"The process died ({child.exitcode})."
     else:
-        last = child.stdout.strip().splitlines()[-1:] or [""]
-        if child.returncode == 0 and last[0].startswith("{"):
-            return Row(**json.loads(last[0]))
-        row.sentence = f"The process died ({child.returncode}): {' '.join(child.stderr.strip().splitlines()[-1:])}"
+        child.kill()
+        row.sentence = f"No answer within {LIMIT_S} s."
     row.seconds = time.perf_counter() - started
     return row
+
+
+def _send(entry: Entry, sender: Connection) -> None:
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    sender.send(json.dumps(asdict(examine(entry))))
 
 
 def read(path: Path) -> dict[str, Row]:
@@ -144,14 +153,7 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="also models that have a row")
     parser.add_argument("--failed", action="store_true", help="also models whose row is not verified")
     parser.add_argument("--table", action="store_true", help="run nothing")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.child:
-        resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
-        torch.set_num_threads(1)
-        (entry,) = [e for e in ZOO if e.key == options.child]
-        sys.stdout.write("\n" + json.dumps(asdict(examine(entry))) + "\n")
-        return
     for entry in [] if options.table else ZOO:
         known = read(options.rows).get(entry.key)
         wanted = options.again or known is None or (options.failed and known.outcome != "verified")

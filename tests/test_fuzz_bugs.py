@@ -1,0 +1,70 @@
+"""What random models found, each as the smallest model that shows it."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memrewrite
+from memrewrite.step import Inputs
+from tests.fuzz.check import EXACT, Ask, check
+from tests.fuzz.strategies import Do, Part, Recipe, make
+
+CASES = {
+    "an in-place activation on the model's input": (
+        Recipe("rows", (Part("hardswish"),), (Do("part"),)),
+        Ask(None),
+    ),
+    "an in-place ELU whose input needs a gradient only when the caller asks": (
+        Recipe("rows", (Part("elu"),), (Do("write_part"), Do("part"))),
+        Ask(None, EXACT),
+    ),
+    "an inference peak that out-of-place spelling would raise, budget min": (
+        Recipe(
+            "rows",
+            (Part("relu6", eval=True),),
+            (Do("attend", 1), Do("part"), Do("swish_timm")),
+            double=True,
+            input_gradient=True,
+            training=False,
+        ),
+        Ask("min", EXACT),
+    ),
+    "the same, budget the original peak": (
+        Recipe("rows", (Part("relu6", eval=True),), (Do("attend", 1), Do("part"), Do("swish_timm")), training=False),
+        Ask(1.0, EXACT),
+    ),
+}
+
+
+@pytest.mark.parametrize(("recipe", "ask"), CASES.values(), ids=CASES)
+def test_a_random_model_that_failed(recipe: Recipe, ask: Ask) -> None:
+    model, inputs = make(recipe)
+    assert check(model, inputs, ask) in ("exact", "close")
+
+
+class Averaged(nn.Module):
+    """Writes a frozen parameter in place, as PyTorch allows where it needs no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+        self.level = nn.Parameter(torch.ones(64), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.layer(x).relu()
+        self.level.mul_(0.9)
+        return (hidden * self.level).sigmoid() * 2
+
+
+def test_a_frozen_parameter_written_in_place() -> None:
+    torch.manual_seed(0)
+    assert check(Averaged(), Inputs((torch.randn(64, 64),), {}), Ask(None)) == "exact"
+
+
+def test_rewrites_that_raise_the_peak_are_dropped_and_said() -> None:
+    recipe, _ = CASES["an inference peak that out-of-place spelling would raise, budget min"]
+    model, inputs = make(recipe)
+    result = memrewrite.optimize(model, inputs.args, budget="min", optimizer="none", passes=EXACT)
+    assert id(result) == id(model)
+    assert result.report.rewrites == ()
+    assert any("above that of the model as it is" in reason for _, _, reason in result.report.refusals)
