@@ -602,7 +602,10 @@ class Gate(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm(self.fc(x))
-        kept = {"frozen": h * self.scale, "input": h * x, "linear": self.after(h)}[self.other]
+        if self.other == "linear":
+            kept = self.after(h)
+        else:
+            kept = h * (x if self.other == "input" else self.scale)
         return torch.relu(h) + kept
 
 

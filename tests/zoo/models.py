@@ -11,14 +11,13 @@ that activations, which are what is planned, outweigh the gradients.
 """
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from memrewrite.step import Inputs
-
-Arguments = dict[str, Any]
+from tests.zoo.architectures import TRANSFORMERS, VOCABULARY, Arguments
 
 
 @dataclass(frozen=True)
@@ -62,36 +61,36 @@ def declare_operators() -> None:
 def _timm(entry: Entry) -> nn.Module:
     import timm
 
-    return timm.create_model(entry.name, pretrained=False, **entry.arguments)
+    return cast(nn.Module, timm.create_model(entry.name, pretrained=False, **entry.arguments))
 
 
 def _timm_size(model: nn.Module) -> tuple[int, ...]:
     from timm.data import resolve_model_data_config
 
-    return resolve_model_data_config(model)["input_size"]
+    return cast(tuple[int, ...], resolve_model_data_config(model)["input_size"])
 
 
 def _torchvision(entry: Entry) -> nn.Module:
     from torchvision.models import get_model
 
-    return get_model(entry.name, weights=None, **entry.arguments)
+    return cast(nn.Module, get_model(entry.name, weights=None, **entry.arguments))
 
 
 def _transformers(entry: Entry) -> nn.Module:
     import transformers
 
     config = transformers.AutoConfig.for_model(entry.family, **entry.arguments)
-    return getattr(transformers, f"AutoModelFor{entry.name}").from_config(config)
+    return cast(nn.Module, getattr(transformers, f"AutoModelFor{entry.name}").from_config(config))
 
 
 _LIBRARIES: list[torch.library.Library] = []  # a library's operators go with it
 _BUILDERS = {"timm": _timm, "torchvision": _torchvision, "transformers": _transformers}
 
-_BATCH, _LENGTH, _VOCABULARY = 4, 32, 128
+_BATCH, _LENGTH = 4, 32
 
 
 def _tokens() -> Tensor:
-    return torch.randint(5, _VOCABULARY, (_BATCH, _LENGTH))
+    return torch.randint(5, VOCABULARY, (_BATCH, _LENGTH))
 
 
 # The arguments of forward by what the model reads.
@@ -241,7 +240,6 @@ _TIMM_SHAPES = {
     "xception_aligned": (2, 3, 160, 160),
 }
 
-_SMALL = (4, 3, 96, 96)
 _TORCHVISION: dict[str, tuple[str, tuple[int, ...], Arguments]] = {
     "alexnet": ("alexnet", (16, 3, 128, 128), {"num_classes": 10}),
     "convnext": ("convnext_tiny", (8, 3, 128, 128), {}),
@@ -269,258 +267,6 @@ _TORCHVISION: dict[str, tuple[str, tuple[int, ...], Arguments]] = {
     "video.swin_transformer": ("swin3d_t", (2, 3, 8, 112, 112), {}),
 }
 
-_TEXT: Arguments = {
-    "vocab_size": _VOCABULARY,
-    "hidden_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "intermediate_size": 128,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "use_cache": False,
-}
-_EXPERTS: Arguments = {
-    **_TEXT,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 64,
-    "shared_expert_intermediate_size": 64,
-}
-_LATENT: Arguments = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 16}
-_SEQ2SEQ: Arguments = {
-    **_TEXT,
-    "d_model": 64,
-    "encoder_layers": 3,
-    "decoder_layers": 3,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 128,
-    "decoder_ffn_dim": 128,
-    "decoder_start_token_id": 1,
-    "forced_eos_token_id": None,
-}
-_T5: Arguments = {**_TEXT, "decoder_start_token_id": 0, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 3, "num_decoder_layers": 3, "num_heads": 4}
-_VIT: Arguments = {
-    "hidden_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "intermediate_size": 128,
-    "image_size": 64,
-    "patch_size": 8,
-}
-_SPEECH: Arguments = {
-    "hidden_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "intermediate_size": 128,
-    "conv_dim": (32, 32, 32),
-    "conv_stride": (5, 4, 2),
-    "conv_kernel": (10, 3, 2),
-    "num_feat_extract_layers": 3,
-    "num_conv_pos_embeddings": 16,
-    "num_conv_pos_embedding_groups": 4,
-    "layerdrop": 0.0,
-    "apply_spec_augment": False,
-    "vocab_size": 32,
-}
-_STATES: Arguments = {**_TEXT, "state_size": 8, "time_step_rank": 8, "expand": 2}
-_SSM2: Arguments = {"mamba_d_state": 16, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_chunk_size": 16}
-
-_ZAMBA_LAYERS = ["mamba", "hybrid", "mamba", "mamba"]
-
-# Head of AutoModelFor..., inputs, and the model types with what they need besides the shared arguments.
-_TRANSFORMERS: tuple[tuple[str, str, Arguments, dict[str, Arguments]], ...] = (
-    (
-        "CausalLM",
-        "text",
-        _TEXT,
-        {
-            "llama": {},
-            "mistral": {},
-            "qwen2": {},
-            "qwen3": {},
-            "gemma": {},
-            "gemma2": {},
-            "gemma3_text": {},
-            "gpt2": {},
-            "gpt_neo": {"attention_types": [[["global", "local"], 2]], "num_layers": 4},
-            "gpt_neox": {},
-            "gptj": {"rotary_dim": 8},
-            "gpt_bigcode": {},
-            "codegen": {"rotary_dim": 8},
-            "opt": {"ffn_dim": 128, "word_embed_proj_dim": 64, "layerdrop": 0.0},
-            "bloom": {},
-            "mpt": {"max_seq_len": 128},
-            "falcon": {"head_dim": ...},
-            "phi": {},
-            "phi3": {},
-            "stablelm": {},
-            "starcoder2": {},
-            "olmo": {},
-            "olmo2": {},
-            "cohere": {},
-            "granite": {},
-            "glm": {},
-            "helium": {},
-            "persimmon": {},
-            "nemotron": {},
-            "smollm3": {},
-            "xglm": {"ffn_dim": 128, "layerdrop": 0.0},
-            "openai-gpt": {},
-            "ctrl": {"dff": 128},
-            "biogpt": {"layerdrop": 0.0},
-        },
-    ),
-    (
-        "CausalLM",
-        "text",
-        _EXPERTS,
-        {
-            "mixtral": {},
-            "qwen2_moe": {},
-            "qwen3_moe": {},
-            "olmoe": {},
-            "granitemoe": {},
-            "phimoe": {},
-            "deepseek_v2": {**_LATENT, "head_dim": None, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4},
-            "gpt_oss": {},
-        },
-    ),
-    (
-        "CausalLM",
-        "text",
-        _STATES,
-        {
-            "mamba": {},
-            "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 1, "chunk_size": 16},
-            "falcon_mamba": {},
-            "rwkv": {"attention_hidden_size": 64, "context_length": 64},
-            "bamba": {**_SSM2, "attn_layer_indices": [2]},
-            "zamba2": {"mamba_d_state": 16, "chunk_size": 16, "num_mem_blocks": 1, "layer_types": _ZAMBA_LAYERS},
-            "recurrent_gemma": {"lru_width": 64, "attention_window_size": 32},
-        },
-    ),
-    (
-        "MaskedLM",
-        "masked text",
-        _TEXT,
-        {
-            "bert": {},
-            "roberta": {},
-            "distilbert": {"dim": 64, "n_layers": 3, "n_heads": 4, "hidden_dim": 128},
-            "albert": {"embedding_size": 32},
-            "electra": {"embedding_size": 32},
-            "deberta-v2": {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]},
-            "deberta": {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]},
-            "mpnet": {},
-            "camembert": {},
-            "convbert": {"embedding_size": 64},
-            "esm": {"mask_token_id": 3, "position_embedding_type": "rotary"},
-            "fnet": {"use_tpu_fourier_optimizations": False},
-            "funnel": {"num_hidden_layers": ..., "block_sizes": [2, 2], "d_model": 64, "n_head": 4, "d_head": 16, "d_inner": 128},
-            "mobilebert": {"embedding_size": 32, "intra_bottleneck_size": 32, "true_hidden_size": 32},
-            "modernbert": {"global_attn_every_n_layers": 2, "local_attention": 16},
-            "nystromformer": {"num_landmarks": 32, "segment_means_seq_len": 32},
-            "roformer": {"embedding_size": 64},
-            "squeezebert": {"embedding_size": 64},
-            "xlm": {"emb_dim": 64, "n_layers": 3, "n_heads": 4},
-            "xlm-roberta": {},
-            "rembert": {"input_embedding_size": 32, "output_embedding_size": 64},
-            "longformer": {"attention_window": 16},
-        },
-    ),
-    (
-        "Seq2SeqLM",
-        "pair",
-        _SEQ2SEQ,
-        {
-            "bart": {},
-            "mbart": {},
-            "pegasus": {},
-            "marian": {},
-            "blenderbot": {},
-            "m2m_100": {"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0},
-            "plbart": {},
-            "mvp": {},
-            "led": {"attention_window": 16, "max_encoder_position_embeddings": 128, "max_decoder_position_embeddings": 128},
-            "prophetnet": {"num_hidden_layers": ..., "num_encoder_layers": 3, "num_decoder_layers": 3},
-        },
-    ),
-    (
-        "Seq2SeqLM",
-        "pair",
-        _T5,
-        {"t5": {}, "mt5": {}, "umt5": {}, "longt5": {}, "switch_transformers": {"num_experts": 4, "expert_capacity": 64}},
-    ),
-    (
-        "ImageClassification",
-        "image",
-        _VIT,
-        {
-            "vit": {},
-            "beit": {},
-            "dinov2": {},
-            "ijepa": {},
-            "vit_msn": {},
-            "data2vec-vision": {},
-            "siglip2": {"vision_config": _VIT} ,
-            "convnext": {"hidden_sizes": [16, 32, 64, 64], "depths": [1, 1, 2, 1]},
-            "convnextv2": {"hidden_sizes": [16, 32, 64, 64], "depths": [1, 1, 2, 1]},
-            "resnet": {"embedding_size": 16, "hidden_sizes": [16, 32, 64, 64], "depths": [1, 1, 2, 1]},
-            "regnet": {"embedding_size": 16, "hidden_sizes": [16, 32, 64, 64], "depths": [1, 1, 2, 1], "groups_width": 8},
-            "swin": {"embed_dim": 16, "depths": [1, 1, 2], "num_heads": [2, 2, 4], "window_size": 4, "patch_size": 4},
-            "swinv2": {"embed_dim": 16, "depths": [1, 1, 2], "num_heads": [2, 2, 4], "window_size": 4, "patch_size": 4},
-            "focalnet": {"embed_dim": 16, "depths": [1, 1, 2, 1], "patch_size": 4},
-            "poolformer": {"hidden_sizes": [16, 32, 64, 64], "depths": [1, 1, 2, 1], "patch_size": 7},
-            "mobilenet_v2": {},
-            "mobilevit": {"patch_size": 2},
-            "pvt_v2": {"hidden_sizes": [16, 32, 64, 64], "depths": [1, 1, 2, 1], "num_attention_heads": [1, 2, 4, 4]},
-            "segformer": {"hidden_sizes": [16, 32, 64, 64], "depths": [1, 1, 2, 1], "num_attention_heads": [1, 2, 4, 4]},
-            "levit": {"hidden_sizes": [32, 48, 64], "num_attention_heads": [2, 3, 4], "depths": [2, 2, 2], "patch_size": 16},
-            "efficientnet": {"width_coefficient": 0.5, "depth_coefficient": 0.5, "hidden_dim": 640},
-            "bit": {"embedding_size": 16, "hidden_sizes": [32, 32, 64, 64], "depths": [1, 1, 2, 1], "num_groups": 8},
-            "cvt": {"embed_dim": [16, 32, 64], "depth": [1, 1, 2], "num_heads": [1, 2, 4]},
-        },
-    ),
-    (
-        "AudioClassification",
-        "wave",
-        _SPEECH,
-        {
-            "wav2vec2": {},
-            "hubert": {},
-            "wavlm": {},
-            "unispeech": {},
-            "sew": {"squeeze_factor": 2},
-            "data2vec-audio": {"conv_pos_kernel_size": 3},
-            "wav2vec2-conformer": {},
-        },
-    ),
-    (
-        "AudioClassification",
-        "spectrogram",
-        {**_VIT, "num_mel_bins": 32, "max_length": 64},
-        {"audio-spectrogram-transformer": {"patch_size": 8, "frequency_stride": 8, "time_stride": 8}},
-    ),
-    (
-        "SpeechSeq2Seq",
-        "speech",
-        {**_SEQ2SEQ, "num_mel_bins": 16, "max_source_positions": 64, "max_target_positions": 64},
-        {"whisper": {"suppress_tokens": None, "begin_suppress_tokens": None}},
-    ),
-    (
-        "VideoClassification",
-        "video",
-        {**_VIT, "image_size": 32, "num_frames": 4},
-        {"videomae": {"tubelet_size": 2}, "timesformer": {}, "vivit": {"tubelet_size": [2, 8, 8]}},
-    ),
-)
 
 def _without(arguments: Arguments) -> Arguments:
     """Less those that a model type takes no value for, which the table gives as ``...``."""
@@ -532,7 +278,7 @@ ZOO = (
     *[Entry("torchvision", family, name, shape, args) for family, (name, shape, args) in _TORCHVISION.items()],
     *[
         Entry("transformers", family, head, inputs, _without({**shared, **arguments}))
-        for head, inputs, shared, families in _TRANSFORMERS
+        for head, inputs, shared, families in TRANSFORMERS
         for family, arguments in families.items()
     ],
 )

@@ -4,7 +4,7 @@
     python -m tests.zoo.run rows.jsonl --only timm/cait --again
     python -m tests.zoo.run rows.jsonl --table         # only write the table
 
-The budget is the floor plus 60 % of what lies above it: floor + 0.6 * (peak - floor), both of ``simulate``. A row of an
+The budget is the floor plus 60 % of what lies above it: floor + 0.6 * (peak - floor), both predicted. A row of an
 earlier run stays until ``--again`` replaces it. Needs timm, transformers and torchvision (see ``tests/zoo/models.py``).
 """
 
@@ -24,9 +24,10 @@ import torch
 import memrewrite
 from memrewrite import api
 from memrewrite.errors import MemrewriteError
+from memrewrite.measure import predict
 from memrewrite.plan.facts import chain
 from memrewrite.plan.segments import Chain
-from memrewrite.simulate import run_tracked, simulate
+from memrewrite.simulate import run_tracked
 from memrewrite.step import Step
 from tests.zoo.models import ZOO, Entry, build
 from tests.zoo.table import write
@@ -85,7 +86,7 @@ def _fill(row: Row, entry: Entry) -> None:
     model, inputs = build(entry)
     row.parameters = sum(p.numel() for p in model.parameters())
     step = Step(optimizer=torch.optim.AdamW)
-    before = simulate(model, inputs, step)
+    before = predict(model, inputs, step)
     row.before, row.budget = before.peak, int(before.floor + SHARE * (before.peak - before.floor))
     started = time.perf_counter()
     forward_ms: list[float] = []
