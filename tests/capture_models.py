@@ -221,11 +221,6 @@ def shared_module(self: Any, x: Tensor) -> Any:
     return self.alias(self.relu(self.linear(x)))
 
 
-@case(x, prepare=lambda m: m.linear.requires_grad_(False))
-def frozen_layer(self: Any, x: Tensor) -> Any:
-    return self.other(self.linear(x).tanh())
-
-
 @case(x, prepare=lambda m: parametrizations.weight_norm(m.linear))
 def weight_norm(self: Any, x: Tensor) -> Any:
     return self.linear(x)

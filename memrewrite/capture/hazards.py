@@ -1,7 +1,7 @@
 """What a capture would silently lose, found before it: each is refused by name, none is guessed around.
 
-One rehearsal of forward runs on a fake twin of the model. The functions it calls, the twin's attributes and the random
-state afterwards say what happened that no graph of tensor operators can hold.
+Forward is rehearsed on a fake twin of the model. The functions it calls, the twin's attributes and the random state
+afterwards say what happened that no graph of tensor operators can hold; a second run has to do the same as the first.
 """
 
 import functools

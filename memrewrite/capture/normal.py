@@ -19,11 +19,6 @@ from memrewrite.errors import CaptureError, InternalError
 from memrewrite.private import size_conditions, tree_flatten, tree_leaves, tree_unflatten
 from memrewrite.step import Inputs
 
-
-class UnspokenSizesError(Exception):
-    """A condition on sizes that the input spec has no names for."""
-
-
 _LOGGERS = ("torch.export", "torch._dynamo", "torch._subclasses", "torch.fx", "torch.jit")
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 
@@ -156,7 +151,7 @@ def attribute(module: nn.Module, path: str) -> Any:
 def dynamic(spec: InputSpec, shapes: Sequence[Sequence[int | torch.SymInt]]) -> InputSpec:
     """The spec with the sizes that a front end left symbolic named by their symbol, and what it assumed about them.
 
-    Raises ``UnspokenSizesError`` where that speaks of anything else.
+    Raises ``ValueError`` where that speaks of anything else.
     """
     names = [tuple(_size(size) for size in shape) for shape in shapes]
     symbolic = {size for shape in names for size in shape if isinstance(size, str)}
@@ -167,7 +162,7 @@ def dynamic(spec: InputSpec, shapes: Sequence[Sequence[int | torch.SymInt]]) -> 
     nodes = (node for text in (*symbolic, *conditions) for node in ast.walk(ast.parse(text)))
     named = {node.id for node in nodes if isinstance(node, ast.Name)}
     if not named <= {*symbolic, "max", "min", "math"} or not all(map(str.isidentifier, symbolic)):
-        raise UnspokenSizesError(", ".join(conditions))
+        raise ValueError(f"a condition on sizes that are no inputs': {conditions}")
     remaining = iter(names)
     leaves = tuple(
         TensorSpec(leaf.dtype, leaf.device_type, next(remaining)) if isinstance(leaf, TensorSpec) else leaf
