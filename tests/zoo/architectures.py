@@ -31,6 +31,7 @@ _EXPERTS: Arguments = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 64,
     "shared_expert_intermediate_size": 64,
+    "experts_implementation": "batched_mm",
 }
 _LATENT: Arguments = {
     "q_lora_rank": 16,
