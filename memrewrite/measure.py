@@ -75,13 +75,19 @@ def predict(module: nn.Module, inputs: Inputs, step: Step, *, workspace_bytes: i
     try:
         return simulate(module, inputs, step, workspace_bytes=workspace_bytes)
     except DataDependentError:
-        pass  # decided by values: only real ones will do
+        return with_workspaces(_tracked(module, inputs, step), workspace_bytes)
+
+
+def _tracked(module: nn.Module, inputs: Inputs, step: Step) -> Timeline:
     with preserved_state(module, inputs):
         try:
-            return with_workspaces(run_tracked(module, inputs, step), workspace_bytes)
-        except torch.OutOfMemoryError:
-            text = f"The step of {type(module).__name__} depends on values, so its memory cannot be predicted"
-    raise MeasurementError(f"{text}, and it does not fit the device; give smaller example inputs.")
+            return run_tracked(module, inputs, step)
+        except torch.OutOfMemoryError as error:
+            name = type(module).__name__
+            raise MeasurementError(
+                f"The step of {name} depends on values, so its memory cannot be predicted, and it does not fit the "
+                "device; give smaller example inputs."
+            ) from error
 
 
 def measure(module: nn.Module, inputs: Inputs, step: Step, *, steps: int = 10) -> Measured:
