@@ -1,7 +1,7 @@
 """Small configurations of transformers architectures, as a table.
 
-One row: the head (``AutoModelFor...``), what the model is fed, arguments that the row's model types share, and the model
-types, each with what it needs besides; ``...`` takes a shared argument away.
+One row: the head (``AutoModelFor...``), what the model is fed, arguments that the row's model types share, and the
+model types, each with what it needs besides; ``...`` takes a shared argument away.
 """
 
 from typing import Any
@@ -31,7 +31,6 @@ _EXPERTS: Arguments = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 64,
     "shared_expert_intermediate_size": 64,
-    "experts_implementation": "batched_mm",
 }
 _LATENT: Arguments = {
     "q_lora_rank": 16,
@@ -249,6 +248,7 @@ TRANSFORMERS: tuple[tuple[str, str, Arguments, dict[str, Arguments]], ...] = (
         _VIT,
         {
             "vit": {},
+            "deit": {},
             "beit": {},
             "dinov2": {},
             "ijepa": {},
