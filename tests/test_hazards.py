@@ -2,7 +2,6 @@
 
 import random
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -159,12 +158,6 @@ def buffer_reassigned(self: Any, x: Tensor) -> Tensor:
     return self.linear(x) * self.counter
 
 
-@hazard(r"assigns a new tensor to self\.scale in forward")
-def parameter_reassigned(self: Any, x: Tensor) -> Tensor:
-    self.scale = nn.Parameter(self.scale * 2)
-    return self.linear(x)
-
-
 @hazard(r"assigns a new tensor to self\.linear\.cache in forward")
 def cache_in_an_attribute(self: Any, x: Tensor) -> Tensor:
     self.linear.cache = self.linear(x)
@@ -177,10 +170,20 @@ def appended_list(self: Any, x: Tensor) -> Tensor:
     return self.history[-1]
 
 
-@hazard(r"assigns a new tensor to self\.history\.0", lambda m: setattr(m, "history", deque([1], maxlen=1)))
-def ring_buffer(self: Any, x: Tensor) -> Tensor:
-    self.history.append(self.linear(x))
-    return self.history[-1]
+@hazard(r"assigns a new value to self\.ready in forward", lambda m: setattr(m, "ready", False))
+def set_up_by_the_first_batch(self: Any, x: Tensor) -> Tensor:
+    if not self.ready:
+        with torch.no_grad():
+            self.scale.copy_(1 / x.std())
+        self.ready = True
+    return self.linear(x) * self.scale
+
+
+@hazard(r"assigns a new tensor to self\.table in forward", lambda m: setattr(m, "table", None))
+def table_made_once(self: Any, x: Tensor) -> Tensor:
+    if self.table is None:
+        self.table = torch.arange(WIDTH)
+    return self.linear(x) + self.table
 
 
 @hazard(r"assigns a new tensor to self\.named\.k", lambda m: setattr(m, "named", {"k": torch.ones(WIDTH)}))
@@ -315,6 +318,15 @@ def first_step(self: Any, x: Tensor) -> Tensor:
 WARM: list[Any] = []
 
 
+def noted(self: Any, x: Tensor) -> Tensor:
+    self._noted, self.width, self.box.count = True, x.shape[1], 1
+    if not self._forward_pre_hooks:
+        self.linear.register_state_dict_pre_hook(lambda *args: None)
+        self.register_forward_pre_hook(lambda *args: None)
+    self.box.count = 0
+    return self.linear(x)
+
+
 def fine(self: Any, x: Tensor) -> Tensor:
     with torch.no_grad():
         signs = StraightThrough.apply(x)  # type: ignore[no-untyped-call]
@@ -323,9 +335,12 @@ def fine(self: Any, x: Tensor) -> Tensor:
     return hidden * signs * slope.mean()
 
 
-@pytest.mark.parametrize("function", [first_step, fine], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("function", [first_step, fine, noted], ids=lambda f: f.__name__)
 def test_what_only_looks_like_a_hazard_is_taken(function: Callable[..., Any]) -> None:
-    capture(model(function), Inputs((x(),), {}))
+    module = model(function, lambda m: setattr(m, "box", Box()))
+    before = Attributes(module)
+    capture(module, Inputs((x(),), {}))
+    assert list(before.changed()) == []
 
 
 def test_a_tensor_hook_on_a_parameter_is_not_the_models_business() -> None:

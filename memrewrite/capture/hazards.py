@@ -11,7 +11,7 @@ import keyword
 import os
 import re
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -67,20 +67,16 @@ def check(model: nn.Module, inputs: Inputs) -> Findings:
                 f"{name} draws from Python's or NumPy's random in forward, or seeds a generator there; "
                 "one outcome would be baked in. Draw with torch, or outside forward."
             )
-        _refuse_changes(name, rehearsal.attributes)
         functions += _functions_behind(first.output)  # applied through a name bound to ``apply`` before
         if functions:
             raise CaptureError(
                 f"{name} uses the custom autograd.Function {functions[0]}, whose backward a captured graph loses."
             )
+        _refuse_changes(name, rehearsal.before, _always_matters)
         for what, places in first.places.items():
             raise CaptureError(f"{name} {_REFUSED[what].format(place=places[0])}")
-        if first.differs(second := rehearsal.run()) and (place := second.differs(rehearsal.run())):
-            raise CaptureError(  # three runs: what is cached or compiled in the first is settled in the second
-                f"{name} does something else each time forward runs (at {place}); what decides that is "
-                "outside its tensors, and one outcome would be baked in."
-            )
-    written = next(rehearsal.attributes.written(), None)
+        _refuse_difference(name, rehearsal, first)
+    written = next(rehearsal.before.written(), None)
     lost = f"writes to self.{written}, which is no buffer" if written else first.nested
     if "apply" in checkpoints:
         lost = "the gradients of checkpoint(use_reentrant=True)"
@@ -89,7 +85,7 @@ def check(model: nn.Module, inputs: Inputs) -> Findings:
 
 
 class _Rehearsal:
-    """Runs of forward on one fake twin; ``attributes`` are the twin's before the first."""
+    """Runs of forward on one fake twin; ``before`` and ``between`` are its attributes before the first and the last."""
 
     def __init__(self, model: nn.Module, inputs: Inputs) -> None:
         self._name = type(model).__name__
@@ -99,10 +95,11 @@ class _Rehearsal:
             # A leaf that requires a gradient could not be written in place, as an input that was computed can.
             copies = {id(t): t.clone() if t.requires_grad else t for t in given.tensors()}
             self._given = Inputs(*tree_map(lambda leaf: copies.get(id(leaf), leaf), (given.args, given.kwargs)))
-        self.attributes = Attributes(self._twin)
+        self.before = self.between = Attributes(self._twin)
 
     def run(self) -> "_Watch":
         watch = _Watch()
+        self.between = Attributes(self._twin)
         with self._explained(), self._mode, watch:
             watch.output = self._twin.forward(*self._given.args, **self._given.kwargs)
         return watch
@@ -151,13 +148,37 @@ def _failed(name: str, error: Exception) -> str:
     return f"{name} does not run on the example inputs{place}: {type(error).__name__}: {text}."
 
 
-def _refuse_changes(name: str, attributes: Attributes) -> None:
+def _refuse_difference(name: str, rehearsal: _Rehearsal, first: "_Watch") -> None:
+    """A second run must do the same as the first and change nothing. What is set up once and then kept is no hazard."""
+    try:
+        second = rehearsal.run()
+    except CaptureError:
+        _refuse_changes(name, rehearsal.before)  # which is then the reason
+        raise
+    _refuse_changes(name, rehearsal.between)
+    if first.differs(second):
+        _refuse_changes(name, rehearsal.before)
+        if place := second.differs(rehearsal.run()):  # what is cached or compiled in the first run is settled by now
+            raise CaptureError(
+                f"{name} does something else each time forward runs (at {place}); what decides that is "
+                "outside its tensors, and one outcome would be baked in."
+            )
+
+
+def _always_matters(path: str, value: Any) -> bool:
+    return isinstance(value, Tensor) or path.endswith((".training", ".requires_grad"))
+
+
+def _refuse_changes(
+    name: str, attributes: Attributes, matters: Callable[[str, Any], bool] = lambda path, value: True
+) -> None:
     for path, value in attributes.changed():
-        what = "a new tensor" if isinstance(value, Tensor) else "a new value"
-        raise CaptureError(
-            f"{name} assigns {what} to self.{path} in forward; a captured graph would keep the first one for ever. "
-            "Update a buffer in place (copy_) instead."
-        )
+        if matters(path, value):
+            what = "a new tensor" if isinstance(value, Tensor) else "a new value"
+            raise CaptureError(
+                f"{name} assigns {what} to self.{path} in forward; a captured graph would keep the first one for ever. "
+                "Update a buffer in place (copy_) instead."
+            )
 
 
 @contextmanager
