@@ -51,8 +51,8 @@ def build(entry: Entry) -> tuple[nn.Module, Inputs]:
 
 
 def declare_operators() -> None:
-    """Declare the operators that torchvision expects its binary to bring, once; none of the models calls them."""
-    if not hasattr(torch.ops.torchvision, "nms"):
+    """Declare, once, operators that no model calls but torchvision expects of its binary, which needs CUDA to load."""
+    if torch.version.cuda is None and not hasattr(torch.ops.torchvision, "nms"):
         library = torch.library.Library("torchvision", "DEF")
         _LIBRARIES.append(library)
         library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")

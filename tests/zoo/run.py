@@ -2,6 +2,7 @@
 
     OMP_NUM_THREADS=1 python -m tests.zoo.run rows.jsonl     # everything not yet in rows.jsonl
     python -m tests.zoo.run rows.jsonl --only timm/cait --again
+    python -m tests.zoo.run rows.jsonl --jobs 16       # so many models at a time, one core each
     python -m tests.zoo.run rows.jsonl --table         # only write the table
 
 The budget is the floor plus 60 % of what lies above it: floor + 0.6 * (peak - floor), both predicted. A row of an
@@ -14,6 +15,7 @@ import multiprocessing
 import resource
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -65,6 +67,11 @@ class Row:
     overhead: float | None = None
     verdict: str = ""
     seconds: float = 0.0
+
+    @property
+    def key(self) -> str:
+        """The key of its ``Entry``."""
+        return f"{self.library}/{self.family}"
 
 
 def examine(entry: Entry) -> Row:
@@ -143,7 +150,7 @@ def read(path: Path) -> dict[str, Row]:
     """The rows of a JSON-lines file by key, the last one of each."""
     lines = path.read_text().splitlines() if path.exists() else []
     rows = [Row(**json.loads(line)) for line in lines]
-    return {f"{row.library}/{row.family}": row for row in rows}
+    return {row.key: row for row in rows}
 
 
 def main() -> None:
@@ -154,17 +161,20 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="also models that have a row")
     parser.add_argument("--failed", action="store_true", help="also models whose row is not verified")
     parser.add_argument("--table", action="store_true", help="run nothing")
+    parser.add_argument("--jobs", type=int, default=1, help="models at a time")
     options = parser.parse_args()
-    for entry in [] if options.table else ZOO:
-        known = read(options.rows).get(entry.key)
-        wanted = options.again or known is None or (options.failed and known.outcome != "verified")
-        if not wanted or not entry.key.startswith(tuple(options.only.split(","))):
-            continue
-        row = in_child(entry)
-        with options.rows.open("a") as file:
-            file.write(json.dumps(asdict(row)) + "\n")
-        print(f"{row.outcome:9} {entry.key:40} {row.seconds:6.1f} s  {row.sentence[:300]}", flush=True)
-        write(list(read(options.rows).values()))
+    known = read(options.rows)
+    wanted = [
+        entry
+        for entry in ([] if options.table else ZOO)
+        if entry.key.startswith(tuple(options.only.split(",")))
+        and (options.again or entry.key not in known or (options.failed and known[entry.key].outcome != "verified"))
+    ]
+    with ThreadPoolExecutor(options.jobs) as threads, options.rows.open("a") as file:
+        for done in as_completed([threads.submit(in_child, entry) for entry in wanted]):
+            row = done.result()
+            print(json.dumps(asdict(row)), file=file, flush=True)
+            print(f"{row.outcome:9} {row.key:40} {row.seconds:6.1f} s  {row.sentence[:300]}", flush=True)
     write(list(read(options.rows).values()))
 
 
