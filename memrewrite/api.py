@@ -9,12 +9,13 @@ from torch import Tensor, nn
 
 from memrewrite import pipeline, registry
 from memrewrite.advice import infeasible
+from memrewrite.coverage import kept
 from memrewrite.errors import CaptureError, MemrewriteError, NotEquivalentError, UsageError
 from memrewrite.measure import measure, predict
 from memrewrite.options import Budget
 from memrewrite.plan.facts import chain, compute_nodes
 from memrewrite.regions import find
-from memrewrite.report.data import Measured, Peaks, Report, Segment, attach
+from memrewrite.report.data import Measured, Peaks, Report, Segment, Share, attach
 from memrewrite.rewrite import where
 from memrewrite.simulate import Timeline
 from memrewrite.simulate.workspaces import workspace_bytes
@@ -79,7 +80,7 @@ def optimize(
     progress("capture")
     found = find(bare, inputs, step, regions)
     parts = [pipeline.Part(region, step) for region in found.found]
-    line = pipeline.Line(bare, inputs, step, workspace, parts, found.notes)
+    line = pipeline.Line(bare, inputs, step, workspace, parts, found.notes, found.left)
     progress("rewrite")
     pipeline.rewrite(line, names, exact)
     measured = None
@@ -87,10 +88,13 @@ def optimize(
         progress("plan")
         measured = _meet(line, limit, before.peak, names)
     pipeline.mark_inplace(line, names)
-    if not any(result.modified for result in line.results.values()):
+    modified = any(result.modified for result in line.results.values())
+    after = line.simulate()
+    if not modified and (limit is None or before.peak <= max(limit.resolve(before.peak) or 0, after.peak)):
         return _with_report(model, _report(line, limit, before, before, None, measured))
+    if not modified:
+        line.notes += ("Nothing had to be rewritten: written out as a program, the model lets go of values sooner.",)
     result = line.build()
-    after = predict(result, inputs, step, workspace_bytes=workspace)
     if after.peak > before.peak and measured is None:
         pipeline.abandon(line)
         return _with_report(model, _report(line, limit, before, before, None, None))
@@ -220,7 +224,17 @@ def _report(
         measured_after=measured,
         notes=line.notes,
         versions={"torch": torch.__version__, "python": platform.python_version()},
+        shares=_shares(line),
     )
+
+
+def _shares(line: pipeline.Line) -> tuple[Share, ...]:
+    regions = {part.region.path: "" for part in line.parts}
+    if "" in regions or line.step.mode == "inference":
+        return ()
+    untouched = {**line.left, **regions}
+    found = kept(line.model, line.inputs, line.step, untouched)
+    return tuple(Share(path, size, untouched[path]) for path, size in found.items())
 
 
 def _peaks(timeline: Timeline) -> Peaks:

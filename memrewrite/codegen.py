@@ -5,7 +5,7 @@
         return (aten.relu.default(y),)
 
     def graph(self, x):
-        (relu,) = run_segment(segment_0, self, x, random=False); x = None
+        (relu,) = run_segment(segment_0, self, x, random=False, reads=("conv.weight",)); x = None
         return relu
 
 Parameters are reached as attributes of ``self``, so they stay the model's own; every local is dropped after its last
@@ -24,9 +24,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from memrewrite.capture.captured import Captured, TensorSpec
+from memrewrite.capture.normal import attribute
 from memrewrite.errors import CaptureError
 from memrewrite.private import C_FUNCTIONS, OpOverload, TreeSpec, treespec_dumps
 from memrewrite.runtime import swish as swish_runtime
@@ -123,8 +124,16 @@ class _Writer:
         arguments = [self.name(n) for n in live_ins]
         self.function(f"{self.prefix}segment_{number}", ["self", "recomputing", *arguments], lines)
         random = any(n.meta.get("random") for n in nodes)
-        call = ", ".join([f"{self.prefix}segment_{number}", "self", *arguments, f"random={random}"])
+        reads = self.parameters(nodes)
+        keywords = [f"random={random}", *([f"reads={reads!r}"] if reads else [])]
+        call = ", ".join([f"{self.prefix}segment_{number}", "self", *arguments, *keywords])
         return f"({results}) = run_segment({call})" if live_outs else f"run_segment({call})"
+
+    def parameters(self, nodes: list[fx.Node]) -> tuple[str, ...]:
+        """The names of the parameters that these nodes read."""
+        owner = self.captured.graph_module
+        used = dict.fromkeys(str(n.target) for node in nodes for n in node.all_input_nodes if n.op == "get_attr")
+        return tuple(path for path in used if isinstance(attribute(owner, path), nn.Parameter))
 
     def function(self, name: str, parameters: list[str], lines: list[str]) -> None:
         body = "\n    ".join(lines)

@@ -213,7 +213,8 @@ def _same_object(a: Any, b: Any) -> bool:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+    whole = tensor.contiguous()  # of one element or none, it may still have any stride
+    return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
 
 
 def _wide(tensor: Tensor) -> Tensor:

@@ -13,7 +13,8 @@ from torch import Tensor, fx, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import flop_registry
 
-from memrewrite.private import FakeTensorMode, TorchDispatchMode, tree_iter
+from memrewrite.private import FakeTensorMode, TorchDispatchMode, real_rules_on_fake_tensors, tree_iter
+from memrewrite.simulate.reserves import TrueReserves
 from memrewrite.step import autocast
 
 Origin = Literal["parameter", "buffer", "input", "node"]
@@ -83,7 +84,9 @@ def observe(
     fakes = [observer.fake.from_tensor(t.detach()).requires_grad_(t.requires_grad) for t in example]
     inputs = [observer.known(fake.clone() if fake.requires_grad else fake, "input") for fake in fakes]
     with (
+        real_rules_on_fake_tensors(),
         observer.fake,
+        TrueReserves(),
         observer.recorder,
         saved_tensors_hooks(observer.recorder.pack, _unpack),
         autocast(amp, device),

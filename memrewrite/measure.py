@@ -67,21 +67,21 @@ def measure_in_child(loader: Loader, step: StepSpec, *, timeout_s: float, steps:
     return Measured(**{**answer, "phases": tuple((name, size) for name, size in answer["phases"])})
 
 
-def predict(module: nn.Module, inputs: Inputs, step: Step, *, workspace_bytes: int = 0) -> Timeline:
-    """``simulate``, or where the step depends on values two real steps under the tracker, after which all is put back.
+def predict(module: nn.Module, inputs: Inputs, step: Step, *, workspace_bytes: int = 0, steps: int = 2) -> Timeline:
+    """``simulate``, or where the step depends on values real steps under the tracker, after which all is put back.
 
     Raises ``MeasurementError`` when those run out of memory.
     """
     try:
-        return simulate(module, inputs, step, workspace_bytes=workspace_bytes)
+        return simulate(module, inputs, step, workspace_bytes=workspace_bytes, steps=steps)
     except DataDependentError:
-        return with_workspaces(_tracked(module, inputs, step), workspace_bytes)
+        return with_workspaces(_tracked(module, inputs, step, steps), workspace_bytes)
 
 
-def _tracked(module: nn.Module, inputs: Inputs, step: Step) -> Timeline:
+def _tracked(module: nn.Module, inputs: Inputs, step: Step, steps: int) -> Timeline:
     with preserved_state(module, inputs):
         try:
-            return run_tracked(module, inputs, step)
+            return run_tracked(module, inputs, step, steps=steps)
         except torch.OutOfMemoryError as error:
             name = type(module).__name__
             raise MeasurementError(
@@ -166,10 +166,7 @@ def _median_ms(
 ) -> float:
     """The median time between CUDA events around each of ``steps`` steps, in ms."""
     with torch.cuda.device(device):
-        marks = [
-            torch.cuda.Event(enable_timing=True)
-            for _ in range(max(steps, 1) + 1)
-        ]
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(max(steps, 1) + 1)]
         marks[0].record()
         for mark in marks[1:]:
             step.run(module, inputs, optimizer)

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -34,6 +34,7 @@ class Part:
     step: Step
     results: dict[str, Result] = field(default_factory=dict)
     arithmetic_changed: bool = False
+    _observed: tuple[list[fx.Node], str, Effects] | None = None  # the graph they are of, and the facts
 
     @property
     def graph_module(self) -> fx.GraphModule:
@@ -41,12 +42,19 @@ class Part:
         return self.region.captured.graph_module
 
     def observe(self) -> Effects:
-        """Fresh facts about the graph as it is now."""
-        return observe(self.graph_module, self.region.example, self.step.amp, grad=self.step.mode == "train")
+        """Facts about the graph as it is now; marks for segments do not change them."""
+        nodes, code = list(self.graph_module.graph.nodes), self.graph_module.code
+        if self._observed is None or self._observed[:2] != (nodes, code):
+            effects = observe(self.graph_module, self.region.example, self.step.amp, grad=self.step.mode == "train")
+            self._observed = nodes, code, effects
+        return self._observed[2]
 
     def apply(self, graph_pass: Pass, look: Callable[[], Effects] | None = None) -> Result:
         """Run one pass on what ``look`` sees (``observe`` by default) and hold it to what it says about itself."""
-        look = look or self.observe
+        if look is None:
+            look = self.observe
+        else:
+            self._observed = None  # another way to look leaves other values in the nodes
         before = self.graph_module.code
         effects = look()
         healthy = health(effects)
@@ -62,6 +70,11 @@ class Part:
         self.arithmetic_changed |= result.modified and not graph_pass.exact
         return result
 
+    @property
+    def source(self) -> str:
+        """The program that the graph is now."""
+        return generate(self.region.captured, self.region.prefix)[0]
+
     def build(self) -> nn.Module:
         """The drop-in for the region's module, of the graph as it is now."""
         source, constants = generate(self.region.captured, self.region.prefix)
@@ -70,7 +83,10 @@ class Part:
 
 @dataclass
 class Line:
-    """A model on its way: its regions in the order they run (one, the whole model, wherever that can be captured)."""
+    """A model on its way: its regions in the order they run (one, the whole model, wherever that can be captured).
+
+    ``left`` says of parts outside, by path, why they stay as they are.
+    """
 
     model: nn.Module
     inputs: Inputs
@@ -78,6 +94,8 @@ class Line:
     workspace: int
     parts: list[Part]
     notes: tuple[str, ...] = ()
+    left: dict[str, str] = field(default_factory=dict)
+    _simulated: dict[tuple[str, ...], Timeline] = field(default_factory=dict)  # by what was simulated
 
     @property
     def results(self) -> dict[str, Result]:
@@ -100,7 +118,19 @@ class Line:
 
     def simulate(self) -> Timeline:
         """The exact timeline of two steps of the graphs as they are now."""
-        return predict(self.build(), self.inputs, self.step, workspace_bytes=self.workspace)
+        programs = tuple(part.source for part in self.parts)
+        if programs not in self._simulated:
+            self._simulated[programs] = predict(self.build(), self.inputs, self.step, workspace_bytes=self.workspace)
+        return self._simulated[programs]
+
+    def rehearse(self, usual: Timeline) -> int:
+        """The peak in bytes, by one forward and backward pass, as ``usual`` has it in its second step and optimizer.
+
+        That of ``simulate`` in a third of its time, unless the model's second step differs from its first.
+        """
+        step = replace(self.step, optimizer=None)
+        once = predict(self.build(), self.inputs, step, workspace_bytes=self.workspace, steps=1)
+        return max(once.peak + usual.before_last_step - once.before_last_step, usual.peak_of_optimizer)
 
     def segments(self, plan: Plan) -> None:
         """Turn a plan over the regions' joined chains into segments."""
@@ -150,12 +180,18 @@ def plan(line: Line, budget: int) -> Fitted:
     chains = join([chain(part.observe(), device, line.step.amp) for part in line.parts])
     fixed = timeline.floor - sum(_rounded(p) for p in line.model.parameters() if p.requires_grad)
 
+    def rehearsed(candidate: Plan) -> int:
+        line.segments(candidate)
+        return line.rehearse(timeline)
+
     def simulated(candidate: Plan) -> int:
         line.segments(candidate)
         return line.simulate().peak
 
-    fitted = fit(chains, budget, timeline.peak, fixed, simulated)
-    line.segments(fitted.plan)
+    fitted = fit(chains, budget, timeline.peak, fixed, rehearsed)
+    if simulated(fitted.plan) != fitted.peak:
+        fitted = fit(chains, budget, timeline.peak, fixed, simulated)
+        line.segments(fitted.plan)
     return fitted
 
 

@@ -4,16 +4,22 @@ Each name is checked on every supported version by ``tests/test_private.py``.
 """
 
 import contextlib
-from collections.abc import Iterator
+import sys
+import types
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.utils.checkpoint as checkpoint_module
 
+# The shape of a grouped matrix product, and the rules that fake tensors follow before all others.
+from torch._meta_registrations import _create_grouped_mm_output_tensor as _grouped_mm_output
+
 # Fake tensors and dispatch modes have no public spelling, though torch.distributed, torch.export and
 # PyTorch's own memory tools are built on them: they are how a step is observed without memory.
 from torch._ops import OpOverload
+from torch._subclasses.fake_impls import op_implementations_dict as _FAKE_RULES  # noqa: N812
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -22,6 +28,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
+from torch._subclasses.fake_tensor import unset_fake_temporarily as real_tensors
 
 # The types that optimizers run with their foreach kernels when nothing else is asked for.
 from torch.optim.optimizer import _foreach_supported_types as _foreach_types
@@ -68,8 +75,11 @@ __all__ = [
     "is_mutable",
     "is_view",
     "named_arguments",
+    "real_rules_on_fake_tensors",
+    "real_tensors",
     "returns_view",
     "size_conditions",
+    "tracing_untold",
     "tree_flatten",
     "tree_iter",
     "tree_leaves",
@@ -91,6 +101,73 @@ def foreach_on_fake_tensors() -> Iterator[None]:
         yield
     finally:
         _foreach_types.remove(FakeTensor)
+
+
+@contextlib.contextmanager
+def tracing_untold() -> Iterator[list[str]]:
+    """Deny to everybody but PyTorch itself that a graph is being made; gives the names of the modules that asked.
+
+    Code that asks does something else then (transformers makes the masks that it leaves to kernels otherwise), which
+    is not what the model does whenever it is called. Dynamo never calls the two questions: it takes them for constants.
+    """
+    asked: list[str] = []
+    with contextlib.ExitStack() as stack:
+        for question in (torch.compiler.is_compiling, torch.compiler.is_exporting):
+            stack.enter_context(_denied(question, asked))
+        yield asked
+
+
+@contextlib.contextmanager
+def _denied(question: Any, asked: list[str]) -> Iterator[None]:
+    # The function stays the object it is, because Dynamo knows it by that and others import it by name: it gets other
+    # code, and what that needs as the default of an argument.
+    code, defaults = question.__code__, question.__defaults__
+    truth = types.FunctionType(code, question.__globals__, question.__name__, defaults)
+
+    def answer() -> bool:
+        name = str(sys._getframe(2).f_globals.get("__name__"))
+        if name.partition(".")[0] == "torch":
+            return bool(truth())
+        asked.append(name)
+        return False
+
+    question.__code__, question.__defaults__ = _ask.__code__, (answer,)
+    try:
+        yield
+    finally:
+        question.__code__, question.__defaults__ = code, defaults
+
+
+def _ask(answer: Callable[[], bool]) -> bool:
+    return answer()
+
+
+@contextlib.contextmanager
+def real_rules_on_fake_tensors() -> Iterator[None]:
+    """Let fake tensors take what real ones take, where PyTorch's rules for them are narrower.
+
+    Grouped matrix products: the rule for their shapes takes bfloat16 alone, though the kernels take float32, too.
+    ``module.to(...)`` in forward: parameters are swapped with their converted twins, which fails for those that weak
+    references point to, as they do to fake ones; where nothing is to convert nothing is swapped.
+    """
+    operator = torch.ops.aten._grouped_mm.default
+    swap: Any = torch.utils.swap_tensors
+
+    def shaped(mode: FakeTensorMode, func: OpOverload, *args: Any, **kwargs: Any) -> Any:
+        given = named_arguments(func, args, kwargs)
+        with mode:
+            return _grouped_mm_output(given["self"], given["mat2"], given["offs"], given["out_dtype"])
+
+    def swapped(old: torch.Tensor, new: torch.Tensor) -> None:
+        fake = isinstance(old, FakeTensor) and isinstance(new, FakeTensor)
+        if not fake or old.dtype != new.dtype or old.untyped_storage() is not new.untyped_storage():
+            swap(old, new)
+
+    with (
+        mock.patch.dict(_FAKE_RULES, {operator: shaped}),
+        mock.patch.object(torch.utils, "swap_tensors", swapped),
+    ):
+        yield
 
 
 def has_global_module_hooks() -> bool:

@@ -1,14 +1,15 @@
 """Regions: where a model cannot be captured whole, the largest submodules that can be. Python between them stays.
 
-One real forward, without gradients, shows what each submodule is called with. From the top down, each is captured with
-inputs of that kind; where that fails, its children are tried. A submodule that is called more than once in a step is
-left alone, because its calls may differ in what they need.
+One real forward, without gradients where it can, shows what each submodule is called with. From the top down, each is
+captured with inputs of that kind; where that fails, its children are tried. A submodule that is called more than once
+in a step is left alone, because its calls may differ in what they need, and so is one that the model runs under a
+checkpoint of its own.
 """
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -16,10 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from memrewrite.capture import Captured, capture
+from memrewrite.capture.hazards import in_checkpoint
 from memrewrite.capture.normal import leaf_tensors
+from memrewrite.codegen import generate
 from memrewrite.errors import CaptureError
 from memrewrite.measure import preserved_state
-from memrewrite.private import tree_map
+from memrewrite.private import FakeTensorMode, real_rules_on_fake_tensors, tree_leaves, tree_map
+from memrewrite.runtime.dropin import build, program_from
+from memrewrite.simulate import preserved_rng
+from memrewrite.simulate.fake import fake_inputs, fake_twin, tensors_of
 from memrewrite.step import Inputs, Step, autocast, device_type
 
 
@@ -44,10 +50,11 @@ class Region:
 
 @dataclass(frozen=True)
 class Regions:
-    """The regions in the order they run, and what is told of the rest, a sentence each."""
+    """The regions in the order they run, what is told of them, a sentence each, and why what is ``left`` by path is."""
 
     found: tuple[Region, ...]
     notes: tuple[str, ...] = ()
+    left: dict[str, str] = field(default_factory=dict)
 
 
 def find(model: nn.Module, inputs: Inputs, step: Step, names: Sequence[str] | None = None) -> Regions:
@@ -58,7 +65,7 @@ def find(model: nn.Module, inputs: Inputs, step: Step, names: Sequence[str] | No
     if names is not None:
         return _named(model, inputs, step, names)
     try:
-        captured = capture(model, inputs)
+        captured = _captured(model, inputs, inputs, step)
     except CaptureError as refusal:
         regions = _largest(model, inputs, step, str(refusal))
         if not regions.found:
@@ -79,23 +86,45 @@ def _named(model: nn.Module, inputs: Inputs, step: Step, names: Sequence[str]) -
         module = model.get_submodule(path)
         if len(calls[module]) != 1:
             raise CaptureError(f"{path} is called {len(calls[module])} times in a step; a region is called once.")
+        if calls[module][0].checkpointed:
+            raise CaptureError(f"{path} cannot be a region: {_CHECKPOINTED}.")
         found.append(_region(path, module, calls[module][0], step))
-    return Regions(_ordered(found, calls))
+    return Regions(_ordered(found, calls), _told(found), {"": "Other regions were asked for."})
 
 
 def _largest(model: nn.Module, inputs: Inputs, step: Step, refusal: str) -> Regions:
     calls = _record(model, inputs, step)
     found: list[Region] = []
+    left = {"": refusal}
     notes = [f"Rewritten by regions, because: {refusal}"]
     for path, module in _candidates(model, lambda path: any(path.startswith(f"{r.path}.") for r in found)):
-        if len(calls[module]) > 1:
-            notes.append(f"{path} is left alone: it is called {len(calls[module])} times in a step.")
-        elif calls[module]:
-            try:
-                found.append(_region(path, module, calls[module][0], step))
-            except CaptureError as error:
-                notes.append(f"{path} is not captured whole: {error}")
-    return Regions(_ordered(found, calls), tuple(notes))
+        if not calls[module]:
+            continue
+        if reason := _unfit(calls[module]):
+            if not any(path.startswith(f"{above}.") and left[above] == reason for above in left):
+                notes.append(f"{path} is left alone: {reason}.")
+                left[path] = reason
+            continue
+        try:
+            found.append(_region(path, module, calls[module][0], step))
+        except CaptureError as error:
+            notes.append(f"{path} is not captured whole: {error}")
+            left[path] = str(error)
+    return Regions(_ordered(found, calls), (*notes, *_told(found)), left)
+
+
+_CHECKPOINTED = "the model runs it under its own torch.utils.checkpoint"
+
+
+def _unfit(calls: list["_Call"]) -> str:
+    """Why a submodule that is called like this can be no region, "" if it can."""
+    if len(calls) > 1:
+        return f"it is called {len(calls)} times in a step"
+    return _CHECKPOINTED if calls[0].checkpointed else ""
+
+
+def _told(found: Sequence[Region]) -> tuple[str, ...]:
+    return tuple(f"{region.path}: {note}" for region in found for note in region.captured.notes)
 
 
 def _candidates(model: nn.Module, inside: Callable[[str], bool]) -> Iterator[tuple[str, nn.Module]]:
@@ -126,11 +155,12 @@ class _Like:
 
 @dataclass(frozen=True)
 class _Call:
-    """One call of a submodule: the how-manieth of all, and its arguments with tensors in words."""
+    """One call of a submodule: the how-manieth of all, its arguments with tensors in words, whether in a checkpoint."""
 
     number: int
     args: Any
     kwargs: Any
+    checkpointed: bool
 
     def inputs(self, grad: bool, plain: torch.dtype | None = None) -> Inputs:
         """Inputs like those of the call; values of autocast's dtype ``plain`` are made float32."""
@@ -143,10 +173,35 @@ class _Call:
         return Inputs(tree_map(make, self.args), tree_map(make, self.kwargs))
 
 
+def _captured(module: nn.Module, inputs: Inputs, called_with: Inputs, step: Step) -> Captured:
+    """Capture a module on ``inputs``; raises ``CaptureError`` also for a graph that cannot stand for it in the step."""
+    captured = capture(module, inputs)
+    source, constants = generate(captured)
+    if step.amp is not None:
+        program = build(module, program_from(source), constants)
+        theirs, ours = (_types(each, called_with, step) for each in (module, program))
+        if theirs != ours:
+            raise CaptureError(
+                f"{type(module).__name__} asks for the type of a tensor and returns {theirs} under autocast, where a "
+                f"captured graph returns {ours}; name the type in forward, or optimize without amp."
+            )
+    return captured
+
+
+def _types(module: nn.Module, inputs: Inputs, step: Step) -> str:
+    """The types of the tensors that a module returns under autocast, found on fake ones."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with preserved_rng([*tensors_of(module), *inputs.tensors()]), real_rules_on_fake_tensors():
+        twin, fakes = fake_twin(module, mode), fake_inputs(inputs, mode)
+        with mode, torch.no_grad(), autocast(step.amp, device_type(module, inputs)):
+            output = twin.forward(*fakes.args, **fakes.kwargs)
+    return ", ".join(str(leaf.dtype) for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+
+
 def _region(path: str, module: nn.Module, call: _Call, step: Step) -> Region:
     """Capture a submodule; autocast works on the graph as it runs, so it is captured in float32."""
     grad = step.mode == "train"
-    captured = capture(module, call.inputs(grad, plain=step.amp))
+    captured = _captured(module, call.inputs(grad, plain=step.amp), call.inputs(grad), step)
     for node in captured.graph_module.graph.nodes:
         node.meta["module_path"] = f"{path}.{node.meta.get('module_path') or ''}".rstrip(".")
     return Region(path, module, captured, lambda: call.inputs(grad))
@@ -154,17 +209,27 @@ def _region(path: str, module: nn.Module, call: _Call, step: Step) -> Region:
 
 def _record(model: nn.Module, inputs: Inputs, step: Step) -> dict[nn.Module, list[_Call]]:
     """What every submodule is called with in one forward pass."""
+    try:
+        return _calls(model, inputs, step, grad=False)  # keeps no activations, in case all of them do not fit
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:  # a forward that takes gradients or registers hooks on tensors
+        return _calls(model, inputs, step, grad=True)
+
+
+def _calls(model: nn.Module, inputs: Inputs, step: Step, grad: bool) -> dict[nn.Module, list[_Call]]:
     calls: dict[nn.Module, list[_Call]] = defaultdict(list)
     numbers = iter(range(10**9))
 
     def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-        calls[module].append(_Call(next(numbers), *tree_map(_in_words, (args, kwargs))))
+        described = tree_map(_in_words, args), tree_map(_in_words, kwargs)
+        calls[module].append(_Call(next(numbers), *described, in_checkpoint()))
 
     with ExitStack() as stack:
         stack.enter_context(preserved_state(model, inputs))
         for _, module in model.named_modules():
             stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
-        with torch.no_grad(), autocast(step.amp, device_type(model, inputs)):
+        with torch.set_grad_enabled(grad), autocast(step.amp, device_type(model, inputs)):
             model(*inputs.args, **inputs.kwargs)
     return calls
 

@@ -21,7 +21,7 @@ from torch import fx
 from memrewrite.effects import Effects
 from memrewrite.errors import InternalError
 from memrewrite.options import format_bytes
-from memrewrite.plan.facts import compute_nodes, is_counter, movable
+from memrewrite.plan.facts import compute_nodes, is_counter, reach
 from memrewrite.plan.segments import Plan
 from memrewrite.rewrite import Findings, Result
 
@@ -39,9 +39,9 @@ class CheckpointSegments:
         findings = Findings()
         nodes = compute_nodes(effects)
         clear(graph_module)
-        may_move = movable(effects, nodes)
+        ends = reach(effects, nodes)
         for number, (a, b) in enumerate(self.plan.intervals):
-            if not all(may_move[a:b]):
+            if b > ends[a]:
                 raise InternalError(
                     f"The plan recomputes {nodes[a].name}..{nodes[b - 1].name}, which may not run twice."
                 )

@@ -85,6 +85,8 @@ def match(root: fx.Node) -> Found | None:
         if len(factors) != 2 or x not in factors:
             continue
         gate = factors[1] if factors[0] is x else factors[0]
+        if not isinstance(gate, fx.Node):  # a complex number
+            continue
         for native in NATIVES:
             inner = native.gate(coefficient, gate, x)
             if inner is not None:

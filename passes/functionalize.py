@@ -18,12 +18,13 @@ Writes to parameters and buffers are state and stay as they are.
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import fx
+from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from memrewrite.effects import Effects
 from memrewrite.passes.matching import kept_by
 from memrewrite.passes.spelling import Spelling, only_metadata, operand, operation, out_of_place, tensor
+from memrewrite.private import is_view
 from memrewrite.rewrite import Findings, Result
 
 # Their gradient asks only on which side of a bound a value lies, so input and result give the same one, bit for bit.
@@ -80,7 +81,7 @@ def check(node: fx.Node, spelling: Spelling | None, effects: Effects, position: 
             late = [user.name for user in alias.users if position[user] > position[node]]
             if late:
                 return f"Its storage is also seen through {alias.name}, which {late[0]} reads later."
-    return _differs(node, target, spelling)
+    return _rearranged(node, value, effects.order[effects.storages[key].producer]) or _differs(node, target, spelling)
 
 
 def rewrite(node: fx.Node, spelling: Spelling, effects: Effects, position: dict[fx.Node, int]) -> None:
@@ -104,6 +105,17 @@ def _same_tensor(node: fx.Node) -> fx.Node:
     while out_of_place(node) is not None and isinstance(source := operand(node), fx.Node):
         node = source
     return node
+
+
+def _rearranged(node: fx.Node, value: Tensor, maker: fx.Node) -> str | None:
+    """Written in place, a view passes on a gradient that lies in memory as the whole tensor does.
+
+    Laid out otherwise the gradient has the same values, but a product of it rounds differently.
+    """
+    whole = value.is_contiguous() and value.untyped_storage().nbytes() == value.nbytes
+    if is_view(value) and not whole and (value.is_floating_point() or value.is_complex()):
+        return f"{node.name} writes a view inside {maker.name}, whose gradient would have another memory format."
+    return None
 
 
 def _differs(node: fx.Node, target: fx.Node, spelling: Spelling) -> str | None:

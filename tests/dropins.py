@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 from memrewrite import pipeline
 from memrewrite.capture import capture
 from memrewrite.passes.functionalize import Functionalize
-from memrewrite.plan.facts import compute_nodes, movable
+from memrewrite.plan.facts import compute_nodes, reach
 from memrewrite.plan.segments import Plan
 from memrewrite.regions import Region
 from memrewrite.simulate import run_tracked
@@ -44,11 +44,11 @@ def conv_net(dropout: float = 0.0) -> ConvNet:
 
 @dataclass(frozen=True)
 class Segmented:
-    """A drop-in ``module`` with ``count`` segments, its graph's ``nodes`` and which of them may run twice."""
+    """A drop-in ``module`` with ``count`` segments, its graph's ``nodes`` and how far one may ``reach`` from each."""
 
     module: nn.Module
     nodes: list[fx.Node]
-    may_move: list[bool]
+    reach: list[int]
     count: int
 
     def inside(self) -> list[str]:
@@ -56,27 +56,27 @@ class Segmented:
         return [node.name for node in self.nodes if "segment" in node.meta]
 
 
-def segmented(model: nn.Module, *args: Any, size: int = 4, amp: torch.dtype | None = None) -> Segmented:
-    """``model`` with a segment over every run of up to ``size`` nodes that may move."""
-    inputs = Inputs(args, {})
+def segmented(
+    model: nn.Module, *args: Any, size: int = 4, amp: torch.dtype | None = None, kwargs: dict[str, Any] | None = None
+) -> Segmented:
+    """``model`` with segments of up to ``size`` nodes wherever they may be."""
+    inputs = Inputs(args, kwargs or {})
     step = Step("train", None, None, amp)
     part = pipeline.Part(Region("", model, capture(model, inputs), lambda: inputs), step)
     line = pipeline.Line(model, inputs, step, 0, [part])
     part.apply(Functionalize())
     effects = part.observe()
     nodes = compute_nodes(effects)
-    may = movable(effects, nodes)
+    ends = reach(effects, nodes)
     intervals = []
     start = 0
     while start < len(nodes):
-        stop = start
-        while stop < min(len(nodes), start + size) and may[stop]:
-            stop += 1
+        stop = min(int(ends[start]), start + size)
         if stop > start:
             intervals.append((start, stop))
         start = max(stop, start + 1)
     line.segments(Plan(tuple(intervals)))
-    return Segmented(line.build(), nodes, may, len(intervals))
+    return Segmented(line.build(), nodes, ends.tolist(), len(intervals))
 
 
 def loss_of(output: Any) -> Tensor:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memrewrite.plan import refine
+from memrewrite.plan.coarse import coarsen
 from memrewrite.plan.dp import intervals, lowest_bound, plan
 from memrewrite.plan.refine import Fitted, fit
 from memrewrite.plan.segments import Chain, Held, Plan
@@ -37,7 +38,7 @@ def chains(draw: st.DrawFn, longest: int = 7, unit: int = 1) -> Chain:
         ms=ms,
         rerun_ms=ms * share,
         saves=np.array(draw(flags)),
-        movable=np.array(draw(flags)) | np.array(draw(flags)),
+        reach=np.array([draw(st.sampled_from([i, *range(i, n + 1), n, n, n])) for i in range(n)], dtype=np.int64),
         work=work,
         storages=tuple(storages),
         segment_ms=draw(st.sampled_from([0.0, 3.0])),
@@ -94,13 +95,13 @@ def evaluate(chain: Chain, chosen: tuple[Interval, ...]) -> tuple[int, float]:
 
 
 def all_plans(chain: Chain) -> Iterator[tuple[Interval, ...]]:
-    """Every set of disjoint intervals of nodes that may run again."""
+    """Every set of disjoint intervals that may run again."""
 
     def after(start: int) -> Iterator[tuple[Interval, ...]]:
         yield ()
         for a in range(start, len(chain)):
             for b in range(a + 1, len(chain) + 1):
-                if all(chain.movable[a:b]):
+                if b <= chain.reach[a]:
                     for rest in after(b):
                         yield ((a, b), *rest)
 
@@ -112,7 +113,7 @@ def all_plans(chain: Chain) -> Iterator[tuple[Interval, ...]]:
 def test_the_tables_say_what_the_cost_model_says(chain: Chain) -> None:
     table = intervals(chain)
     for a, b in itertools.combinations(range(len(chain) + 1), 2):
-        if all(chain.movable[a:b]):
+        if b <= chain.reach[a]:
             held, peak, ms = interval_facts(chain, a, b)
             assert (table.held[a, b], table.peak[a, b]) == (held, peak)
             assert table.ms[a, b] == pytest.approx(ms)
@@ -152,7 +153,7 @@ def test_large_sizes_never_break_the_bound_and_lose_at_most_a_slot(chain: Chain,
 
 @SMALL
 @given(chains(longest=10))
-def test_intervals_are_disjoint_ordered_and_movable_and_more_memory_never_costs_more(chain: Chain) -> None:
+def test_intervals_are_disjoint_ordered_and_legal_and_more_memory_never_costs_more(chain: Chain) -> None:
     table = intervals(chain)
     before = np.inf
     for bound in range(0, 60, 3):
@@ -164,7 +165,7 @@ def test_intervals_are_disjoint_ordered_and_movable_and_more_memory_never_costs_
         before = found.ms
         ends = [0, *itertools.chain.from_iterable(found.intervals), len(chain)]
         assert ends == sorted(ends)
-        assert all(a < b and all(chain.movable[a:b]) for a, b in found.intervals)
+        assert all(a < b <= chain.reach[a] for a, b in found.intervals)
 
 
 @SMALL
@@ -185,7 +186,7 @@ def layers(n: int, size: int = 512) -> Chain:
     """A plain stack: each node keeps its output, which the next one reads."""
     storages = tuple(Held(size, i, min(i + 1, n), min(i + 1, n), i) for i in range(n))
     ones = np.ones(n)
-    return Chain(ones, ones, ones > 0, ones > 0, np.full(n, size, dtype=np.int64), storages, 0.1)
+    return Chain(ones, ones, ones > 0, np.full(n, n, dtype=np.int64), np.full(n, size, dtype=np.int64), storages, 0.1)
 
 
 def test_no_nodes() -> None:
@@ -202,6 +203,37 @@ def test_600_nodes_take_seconds() -> None:
     assert found is not None
     assert found.intervals
     assert time.monotonic() - start < 10
+
+
+def test_views_are_no_place_for_a_segment_to_begin_and_nothing_is_lost_by_that() -> None:
+    n, size = 12, 512
+    views = np.arange(n) % 3 == 2  # every third node makes nothing and costs nothing
+    makers = np.flatnonzero(~views)
+    following = dict(zip(makers, [*makers[1:], n], strict=True))
+    storages = tuple(Held(size, i, following[i], following[i], i) for i in makers.tolist())
+    ms = np.where(views, 0.0, 1.0)
+    chain = Chain(ms, ms, ~views, np.full(n, n, dtype=np.int64), np.full(n, size, dtype=np.int64), storages, 0.1)
+    coarse = coarsen(chain)
+    assert coarse.starts.tolist() == [*makers, n]
+    for bound in range(2 * size, 12 * size, size):
+        fine, found = plan(chain, intervals(chain), bound), plan(coarse.chain, intervals(coarse.chain), bound)
+        assert (fine is None) == (found is None)
+        if fine is not None and found is not None:
+            assert found.ms == fine.ms
+            assert evaluate(chain, coarse.expand(found).intervals) == (evaluate(chain, fine.intervals)[0], fine.ms)
+
+
+@SMALL
+@given(chains(longest=12), st.integers(1, 6), st.integers(0, 60))
+def test_intervals_of_a_shortened_chain_are_legal_in_the_long_one(chain: Chain, longest: int, bound: int) -> None:
+    coarse = coarsen(chain, longest)
+    assert coarse.starts[0] == 0
+    assert coarse.starts[-1] == len(chain)
+    assert coarse.chain.ms.sum() == pytest.approx(chain.ms.sum())
+    found = plan(coarse.chain, intervals(coarse.chain), bound)
+    if found is not None:
+        for a, b in coarse.expand(found).intervals:
+            assert a < b <= chain.reach[a]
 
 
 class Machine:

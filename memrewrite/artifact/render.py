@@ -26,13 +26,13 @@ file can be imported under the same name.
 
 
 '''
-_PROGRAM = '''# {what}
+_PROGRAM = """# {what}
 
 {source}
 
 PROGRAM.source = {path!r}
 _PROGRAMS[PROGRAM.source] = PROGRAM  # what a pickle or a deep copy of the result finds
-'''
+"""
 _APPLY = '''
 # What the model must look like.
 MODEL = {expected}

@@ -5,6 +5,7 @@ where it fails, Dynamo is tried. Hazards that would make either graph silently w
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 
 from torch import nn
@@ -14,12 +15,14 @@ from memrewrite.capture.captured import Captured, InputSpec, TensorSpec
 from memrewrite.capture.normal import bind
 from memrewrite.capture.state import preserved
 from memrewrite.errors import CaptureError
+from memrewrite.private import real_rules_on_fake_tensors, tracing_untold
 from memrewrite.step import Inputs
 
 __all__ = ["Captured", "InputSpec", "TensorSpec", "capture"]
 
 FrontEnd = Callable[[nn.Module, Inputs], Captured]
 FRONT_ENDS: dict[str, FrontEnd] = {"export": exported.capture, "dynamo": dynamo.capture}
+_TOLD = "The model asks whether it is being traced (in {}), and only what it does then could be captured."
 
 
 def capture(model: nn.Module, inputs: Inputs, front_end: str | None = None) -> Captured:
@@ -30,18 +33,25 @@ def capture(model: nn.Module, inputs: Inputs, front_end: str | None = None) -> C
     """
     said = []
     bind(model, inputs)
-    with preserved(model):
+    with preserved(model), real_rules_on_fake_tensors():
         findings = hazards.check(model, inputs)
+        if findings.asks and front_end != "dynamo" and not findings.export_loses:
+            # Not told that it is traced, it does what it always does; nothing else is as good, but it may not work.
+            with suppress(Exception), tracing_untold():
+                return replace(exported.capture(model, inputs), notes=findings.notes)
         for name in [front_end] if front_end else FRONT_ENDS:
             if name == "export" and findings.export_loses:
                 said.append(f"export: it loses {findings.export_loses}")
                 continue
             try:
-                return replace(FRONT_ENDS[name](model, inputs), notes=findings.notes)
+                captured = FRONT_ENDS[name](model, inputs)
             except CaptureError:
                 raise
             except Exception as error:  # front ends raise anything; every reason is passed on
                 said.append(f"{name}: {_first_line(error)}")
+            else:
+                told = (_TOLD.format(findings.asks),) if findings.asks else ()
+                return replace(captured, notes=(*findings.notes, *told))
     raise CaptureError(
         f"{type(model).__name__} cannot be captured as one graph ({'; '.join(said)}). Control flow that depends on "
         "tensor values has to be written with tensors (torch.where, masks) or moved out of forward."

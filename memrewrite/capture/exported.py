@@ -48,6 +48,7 @@ def _normal(model: nn.Module, inputs: Inputs, program: ExportedProgram) -> Captu
         values.update({n: leaf for n, leaf in fixed.items() if n is node})
         return True
 
+    _keep_casts(exported)
     module = rebuild(exported.graph, exported, model, replace, outputs=lambda graph, results: results)
     return Captured(
         graph_module=module,
@@ -63,6 +64,14 @@ def _normal(model: nn.Module, inputs: Inputs, program: ExportedProgram) -> Captu
 def _export(model: nn.Module, inputs: Inputs, shapes: Any) -> ExportedProgram:
     with quiet():
         return torch.export.export(model, inputs.args, inputs.kwargs, dynamic_shapes=shapes, strict=False)
+
+
+def _keep_casts(exported: fx.GraphModule) -> None:
+    """Let autocast regions keep the weights they cast, as PyTorch does by default: export notes that none is kept."""
+    bodies = (module for module in exported.modules() if isinstance(module, fx.GraphModule))
+    for node in (node for body in bodies for node in body.graph.nodes):
+        if node.target is torch.ops.higher_order.wrap_with_autocast:
+            node.update_arg(3, None)
 
 
 def _copies_itself(node: fx.Node) -> bool:

@@ -18,6 +18,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -29,9 +30,12 @@ from memrewrite.private import (
     FakeTensorMode,
     checkpoint_calls,
     has_global_module_hooks,
+    tracing_untold,
+    tree_flatten,
     tree_leaves,
     tree_map,
 )
+from memrewrite.runtime.segment import run_segment
 from memrewrite.simulate.fake import fake_inputs, fake_twin
 from memrewrite.step import Inputs
 
@@ -46,11 +50,13 @@ _OF_TORCH = ("torch.utils.checkpoint", "torch._library")  # Functions that belon
 class Findings:
     """What is worth knowing about a model that is safe to capture.
 
-    ``notes`` are sentences for the user; ``export_loses`` is what ``torch.export``'s graph would lack, "" if nothing.
+    ``notes`` are sentences for the user; ``export_loses`` is what ``torch.export``'s graph would lack, ``asks`` the
+    Python module that asks whether it is being traced, "" if there is none.
     """
 
     notes: tuple[str, ...] = ()
     export_loses: str = ""
+    asks: str = ""
 
 
 def check(model: nn.Module, inputs: Inputs) -> Findings:
@@ -59,7 +65,7 @@ def check(model: nn.Module, inputs: Inputs) -> Findings:
     _refuse_hooks(model)
     _refuse_names(model)
     before = random_state()
-    with quiet(), checkpoint_calls() as checkpoints, _function_calls() as functions:
+    with quiet(), tracing_untold() as asked, checkpoint_calls() as checkpoints, _function_calls() as functions:
         rehearsal = _Rehearsal(model, inputs)
         first = rehearsal.run()
         if random_state() != before:
@@ -81,7 +87,7 @@ def check(model: nn.Module, inputs: Inputs) -> Findings:
     if "apply" in checkpoints:
         lost = "the gradients of checkpoint(use_reentrant=True)"
     note = "The model's own torch.utils.checkpoint calls are replaced by the plan."
-    return Findings((note,) if checkpoints else (), lost)
+    return Findings((note,) if checkpoints else (), lost, asked[0] if asked else "")
 
 
 class _Rehearsal:
@@ -98,10 +104,18 @@ class _Rehearsal:
         self.before = self.between = Attributes(self._twin)
 
     def run(self) -> "_Watch":
-        watch = _Watch()
+        # Only a training step runs backward, where a checkpoint would write them once more.
+        watch = _Watch({id(b) for b in self._twin.buffers()} if self._twin.training else set())
         self.between = Attributes(self._twin)
+        leaves, nesting = tree_flatten((self._given.args, self._given.kwargs))
         with self._explained(), self._mode, watch:
             watch.output = self._twin.forward(*self._given.args, **self._given.kwargs)
+        now, as_nested = tree_flatten((self._given.args, self._given.kwargs))
+        if as_nested != nesting or any(new is not old for new, old in zip(now, leaves, strict=True)):
+            raise CaptureError(
+                f"{self._name} changes a list or dictionary that it is given, which a captured graph would not; "
+                "return what is added to it."
+            )
         return watch
 
     @contextmanager
@@ -177,7 +191,7 @@ def _refuse_changes(
             what = "a new tensor" if isinstance(value, Tensor) else "a new value"
             raise CaptureError(
                 f"{name} assigns {what} to self.{path} in forward; a captured graph would keep the first one for ever. "
-                "Update a buffer in place (copy_) instead."
+                "Update a buffer in place (copy_) instead; if forward sets it once and keeps it, call the model first."
             )
 
 
@@ -217,6 +231,8 @@ _REFUSED = {
     "inference": "enters torch.inference_mode in forward (at {place}), which a graph loses; use torch.no_grad.",
     "seed": "seeds PyTorch's generator in forward (at {place}), which a captured graph loses; seed outside forward.",
     "data": "assigns to .data in forward (at {place}), which no graph can hold; use copy_ under torch.no_grad.",
+    "twice": "updates buffers under its own torch.utils.checkpoint (at {place}), which does so once more in backward; "
+    "switch the model's checkpointing off, and the plan says what is recomputed.",
     "gradient": "takes gradients in forward (at {place}), which a graph would differentiate again; "
     "detach what they are taken of, or give create_graph=True.",
 }
@@ -225,16 +241,19 @@ _REFUSED = {
 class _Watch(TorchFunctionMode):
     """Sees every torch function of a rehearsal, and in which modes it runs.
 
-    ``places`` holds where something on the list of what is refused happened; ``nested`` says where modes are in force
+    ``places`` holds where something on the list of what is refused happened, a write to one of ``buffers`` (by id)
+    under a checkpoint among it; ``nested`` says where modes are in force
     that export loses, "" if nowhere. ``output`` is what forward returned.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, buffers: set[int]) -> None:
         super().__init__()
+        self._buffers = buffers
         self.places: dict[str, list[str]] = {}
         self.nested = ""
         self.output: Any = None
         self._calls: list[tuple[Any, list[str], str]] = []  # function, plain arguments, place
+        self._cache = torch.is_autocast_cache_enabled()
         self._outside = (torch.is_inference_mode_enabled(), torch.initial_seed(), _autocast(), _attention())
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -251,13 +270,19 @@ class _Watch(TorchFunctionMode):
             self.places.setdefault(what, []).append(_caller())
         if not torch.is_grad_enabled() and _autocast() != autocast:
             self.nested = self.nested or f"no_grad nested with autocast at {_caller()}"  # it keeps the outer one only
+        if torch.is_autocast_cache_enabled() != self._cache:
+            self.nested = self.nested or f"autocast without its cache at {_caller()}"
         if _attention() != attention:
             self.nested = self.nested or f"the choice of attention kernels at {_caller()}"
         plain = [
             repr(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, int | float | str | torch.dtype)
         ]
         self._calls.append((func, plain, _caller()))
-        return func(*args, **kwargs)
+        versions = [(value, value._version) for value in args if id(value) in self._buffers]
+        result = func(*args, **kwargs)
+        if any(buffer._version != version for buffer, version in versions) and in_checkpoint():
+            self.places.setdefault("twice", []).append(_caller())
+        return result
 
     def differs(self, other: "_Watch") -> str:
         """The place of the first call that the other run made differently, "" if both are the same."""
@@ -275,6 +300,25 @@ def _attention() -> tuple[bool, ...]:
     """Which kernels scaled_dot_product_attention may use, as ``torch.nn.attention.sdpa_kernel`` sets."""
     kinds = torch.backends.cuda
     return kinds.flash_sdp_enabled(), kinds.mem_efficient_sdp_enabled(), kinds.math_sdp_enabled()
+
+
+def in_checkpoint() -> bool:
+    """Whether a ``torch.utils.checkpoint`` of the model's own runs the code that asks.
+
+    Those of a model rewritten before do not count: their segments update buffers once.
+    """
+    frame = inspect.currentframe()
+    inside = False
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file == torch.utils.checkpoint.__file__:
+            inside = True
+        elif inside and not file.startswith(os.path.dirname(torch.__file__)):
+            if frame.f_code.co_name != run_segment.__name__:
+                return True
+            inside = False
+        frame = frame.f_back
+    return False
 
 
 def _caller() -> str:

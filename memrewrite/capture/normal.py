@@ -94,6 +94,7 @@ def rebuild(
     ``replace(graph, node, values)`` may put its own value for a node into ``values`` and return True;
     ``outputs`` turns the output's argument, already in values of the new graph, into the flat sequence of results.
     """
+    _drop_assertions_in_bodies(root, source)
     graph = fx.Graph()
     graph.output(tuple(outputs(graph, copy_into(graph, source, {}, replace))))
     module = fx.GraphModule(root, graph, class_name=type(model).__name__)
@@ -179,6 +180,17 @@ def _size(size: int | torch.SymInt) -> int | str:
 def _is_assertion(node: fx.Node) -> bool:
     name = getattr(node.target, "__name__", str(node.target))
     return not node.users and ("_assert" in name or "sym_constrain" in name or node.target == "_guards_fn")
+
+
+def _drop_assertions_in_bodies(root: nn.Module, graph: fx.Graph) -> None:
+    """Erase them from the graphs that higher-order operators run: in a dtype, say, that autocast may change."""
+    for node in graph.find_nodes(op="get_attr"):
+        body = attribute(root, node.target)
+        if isinstance(body, fx.GraphModule):
+            _drop_assertions_in_bodies(body, body.graph)
+            for inner in [*filter(_is_assertion, body.graph.nodes)]:
+                body.graph.erase_node(inner)
+            body.recompile()
 
 
 def _module_path(node: fx.Node) -> str:

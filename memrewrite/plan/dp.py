@@ -22,7 +22,7 @@ class Intervals:
     """Tables over all intervals [a, b) of a chain, in bytes and ms.
 
     ``held`` is what an interval adds to what is held after it, ``peak`` what its backward needs besides what was held
-    before it, ``ms`` its cost (infinite where a node may not run again). ``keep`` and ``work`` say the same of a single
+    before it, ``ms`` its cost (infinite where it may not run again). ``keep`` and ``work`` say the same of a single
     node that is kept.
     """
 
@@ -48,9 +48,8 @@ def intervals(chain: Chain) -> Intervals:
     ms = np.full((n + 1, n + 1), np.inf)
     time = np.concatenate([[0.0], chain.ms.cumsum()])
     last_save = np.maximum.accumulate(np.where(chain.saves, np.arange(n), -1))
-    stop = n
     for a in range(n - 1, -1, -1):
-        stop = stop if chain.movable[a] else a
+        stop = int(chain.reach[a])
         if stop == a:
             continue
         b = np.arange(a + 1, stop + 1)
@@ -75,47 +74,69 @@ def _count(n: int, entries: list[tuple[int, int, int]]) -> Bytes:
     return table.cumsum(axis=0)[:, ::-1].cumsum(axis=1)[:, ::-1]
 
 
-def plan(chain: Chain, table: Intervals, bound: int, slots: int = 256) -> Plan | None:
+def plan(chain: Chain, table: Intervals, bound: int, slots: int = 512) -> Plan | None:
     """The cheapest plan whose estimated peak stays within ``bound`` bytes, None when there is none."""
     n = len(chain)
-    width = max(bound // (slots - 1), 1)
-    cost = np.full((n + 1, slots), np.inf)
-    held = np.zeros((n + 1, slots), dtype=np.int64)
-    origin = np.full((n + 1, slots, 2), -1, dtype=np.int64)  # (start of the interval, slot there); start -2: kept
-    cost[0, 0] = 0.0
+    labels = _Labels(n, slots, max(bound // (slots - 1), 1))
+    labels.add(0, np.zeros(1, dtype=np.int64), np.zeros(1), np.full(1, -1))
     for b in range(1, n + 1):
-        starts = np.flatnonzero(np.isfinite(table.ms[:b, b]))
-        before = held[starts]
-        total = np.vstack([before + table.held[starts, b][:, None], held[b - 1] + table.keep[b - 1]])
-        ms = np.vstack([cost[starts] + table.ms[starts, b][:, None], cost[b - 1]])
-        needed = np.vstack([before + table.peak[starts, b][:, None], total[-1] + table.work[b - 1]])
+        usable = np.flatnonzero(np.isfinite(table.ms[:b, b]))
+        first = labels.first[usable[0] if len(usable) else b]
+        last, kept = labels.first[b], labels.first[b - 1]
+        start, held = labels.position[first:last], labels.held[first:last]
+        total = np.append(held + table.held[start, b], labels.held[kept:last] + table.keep[b - 1])
+        needed = np.append(held + table.peak[start, b], total[len(start) :] + table.work[b - 1])
+        ms = np.append(labels.ms[first:last] + table.ms[start, b], labels.ms[kept:last])
+        # An origin at or after `last` stands for the label that many before it, of which the node b - 1 is kept.
+        origin = np.append(np.arange(first, last), np.arange(kept, last) + last)
         fits = (np.maximum(needed, total) <= bound) & np.isfinite(ms)
-        where = np.argwhere(fits)
-        if not len(where):
-            continue
-        values, size = ms[fits], total[fits]
-        slot = np.minimum(size // width, slots - 1)
-        order = np.lexsort((size, values, slot))
-        first = order[np.unique(slot[order], return_index=True)[1]]
-        target = slot[first]
-        cost[b, target], held[b, target] = values[first], size[first]
-        origin[b, target, 0] = np.append(starts, -2)[where[first, 0]]
-        origin[b, target, 1] = where[first, 1]
-    if not np.isfinite(cost[n]).any():
-        return None
-    return _trace(origin, n, int(cost[n].argmin()), float(cost[n].min()))
+        labels.add(b, total[fits], ms[fits], origin[fits])
+    return labels.cheapest()
 
 
-def _trace(origin: NDArray[np.int64], b: int, slot: int, ms: float) -> Plan:
-    found = []
-    while b > 0:
-        a, before = (int(v) for v in origin[b, slot])
-        if a == -2:
-            b, slot = b - 1, before
-        else:
-            found.append((a, b))
-            b, slot = a, before
-    return Plan(tuple(reversed(found)), ms)
+class _Labels:
+    """What can be reached: at each position, bytes held against milliseconds, none as large and as dear as another.
+
+    Of those within one of ``slots`` parts of the bound, ``width`` bytes each, the cheapest stays.
+    """
+
+    def __init__(self, n: int, slots: int, width: int) -> None:
+        size = (n + 1) * slots
+        self.first = np.zeros(n + 2, dtype=np.int64)  # where the labels of each position begin
+        self.position = np.zeros(size, dtype=np.int64)
+        self.held = np.zeros(size, dtype=np.int64)
+        self.ms = np.zeros(size)
+        self._origin = np.zeros(size, dtype=np.int64)
+        self._slots, self._width = slots, width
+
+    def add(self, position: int, held: Bytes, ms: NDArray[np.float64], origin: Bytes) -> None:
+        """Add the labels of the next position, less those that another one makes needless."""
+        slot = np.minimum(held // self._width, self._slots - 1)
+        cheapest = np.full(self._slots + 1, np.inf)
+        np.minimum.at(cheapest, slot + 1, ms)
+        below = np.minimum.accumulate(cheapest)[slot]
+        order = np.flatnonzero((ms == cheapest[slot + 1]) & (ms < below))
+        order = order[np.lexsort((held[order], slot[order]))]
+        order = order[np.unique(slot[order], return_index=True)[1]]
+        start = self.first[position]
+        self.first[position + 1 :] = end = start + len(order)
+        self.position[start:end], self.held[start:end] = position, held[order]
+        self.ms[start:end], self._origin[start:end] = ms[order], origin[order]
+
+    def cheapest(self) -> Plan | None:
+        """The plan that leads to the cheapest label of the last position, None if that has none."""
+        start, end = self.first[-2], self.first[-1]
+        if start == end:
+            return None
+        found = []
+        label = end - 1  # they are in order of bytes, so of falling cost
+        ms = float(self.ms[label])
+        while (b := int(self.position[label])) > 0:
+            kept = self._origin[label] >= self.first[b]
+            label = self._origin[label] - self.first[b] if kept else self._origin[label]
+            if not kept:
+                found.append((int(self.position[label]), b))
+        return Plan(tuple(reversed(found)), ms)
 
 
 def lowest_bound(chain: Chain, table: Intervals, upper: int) -> int:

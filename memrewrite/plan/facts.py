@@ -30,7 +30,7 @@ def join(chains: list[Chain]) -> Chain:
         ms=np.zeros(1),
         rerun_ms=np.zeros(1),
         saves=np.zeros(1, dtype=np.bool_),
-        movable=np.zeros(1, dtype=np.bool_),
+        reach=np.zeros(1, dtype=np.int64),
         work=np.zeros(1, dtype=np.int64),
         storages=(),
         segment_ms=chains[0].segment_ms,
@@ -42,7 +42,7 @@ def join(chains: list[Chain]) -> Chain:
         ms=np.concatenate([part.ms for part in parts]),
         rerun_ms=np.concatenate([part.rerun_ms for part in parts]),
         saves=np.concatenate([part.saves for part in parts]),
-        movable=np.concatenate([part.movable for part in parts]),
+        reach=np.concatenate([part.reach + start for part, start in zip(parts, starts, strict=False)]),
         work=np.concatenate([part.work + made for part, made in zip(parts, later, strict=True)]),
         storages=tuple(s.moved(int(start)) for part, start in zip(parts, starts, strict=False) for s in part.storages),
         segment_ms=chains[0].segment_ms,
@@ -60,7 +60,7 @@ def chain(effects: Effects, device: str, amp: torch.dtype | None) -> Chain:
         ms=np.array([node_ms((f.flops, f.moved), device, amp) for f in facts]),
         rerun_ms=np.array([node_ms(f.rerun, device, amp) for f in facts]),
         saves=np.array([bool(f.saved) for f in facts]),
-        movable=np.array(movable(effects, nodes)),
+        reach=reach(effects, nodes),
         work=_passing(effects, nodes, storages) + np.cumsum(made[::-1])[::-1],
         storages=tuple(storages.values()),
         segment_ms=ROOFLINES[device].segment_ms,
@@ -68,23 +68,49 @@ def chain(effects: Effects, device: str, amp: torch.dtype | None) -> Chain:
     )
 
 
-def movable(effects: Effects, nodes: list[fx.Node]) -> list[bool]:
-    """Whether each node gives the same values when it runs a second time, after the whole forward pass.
+def reach(effects: Effects, nodes: list[fx.Node]) -> Bytes:
+    """Per node, the first node that an interval beginning there may not hold; itself where none may begin there.
 
-    Not so: a node that reads what any node writes, one that writes what was there before it (statistics and counters
-    nobody reads are updated once, see ``passes/checkpoint_segments.py``), one that changes what it has saved, and
-    nodes between switches of the grad or autocast mode.
+    An interval runs again as a whole after the forward pass and has to give the same values. So nothing in it may touch
+    an activation that was there before the interval and is written in it or after it: the values of before are gone.
+    What an interval makes itself it may also write, and what was written before it is as it was.
     """
-    facts = [effects.of[node] for node in nodes]
-    written = {key for f in facts for key in f.writes}
-    may = []
+    never = _never(effects, nodes)
+    found = np.full(len(nodes), len(nodes), dtype=np.int64)
+    for i in np.flatnonzero(never)[::-1]:
+        found[: i + 1] = i
+    index = {node: i for i, node in enumerate(nodes)}
+    touching: dict[int, list[int]] = defaultdict(list)
+    last: dict[int, int] = {}
+    for i, node in enumerate(nodes):
+        facts = effects.of[node]
+        for key in facts.reads | facts.writes:
+            touching[key].append(i)
+        last |= dict.fromkeys((key for key in facts.writes if effects.storages[key].origin == "node"), i)
+    for key, end in last.items():
+        made = index.get(effects.order[effects.storages[key].producer], -1)
+        for a in range(made + 1, end + 1):
+            found[a] = min(found[a], next(i for i in touching[key] if i >= a))
+    return found
+
+
+def _never(effects: Effects, nodes: list[fx.Node]) -> list[bool]:
+    """Whether each node may run again in no interval at all.
+
+    So it is with a node that touches what is not the forward pass's own and is written in it (statistics and counters
+    nobody reads are updated once, see ``passes/checkpoint_segments.py``): a later forward pass may write it again
+    before backward. So with one that changes what it has saved, and with those between switches of the grad or
+    autocast mode.
+    """
+    written = {key for node in nodes for key in effects.of[node].writes if effects.storages[key].origin != "node"}
+    found = []
     depth = 0
-    for node, f in zip(nodes, facts, strict=True):
+    for node in nodes:
+        f = effects.of[node]
         depth += _switch(node)
-        counter = is_counter(effects, node)
-        clean = not (f.reads & written) - f.statistics and not f.writes - f.statistics
-        may.append((clean or counter) and not f.stale_save and depth == 0 and not _switch(node))
-    return may
+        dirty = bool((f.reads | f.writes) & written - f.statistics) and not is_counter(effects, node)
+        found.append(dirty or f.stale_save or depth > 0 or _switch(node) != 0)
+    return found
 
 
 def is_counter(effects: Effects, node: fx.Node) -> bool:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from memrewrite.plan.coarse import coarsen
 from memrewrite.plan.dp import intervals, lowest_bound, plan
 from memrewrite.plan.segments import Chain, Plan
 
@@ -58,17 +59,18 @@ class _Search:
     """What has been tried so far, and the best of it: the cheapest plan that fits, else that of the lowest peak."""
 
     def __init__(self, chain: Chain, budget: int, fixed: int, simulate: Simulate, best: Fitted) -> None:
-        self.chain, self.budget, self.simulate = chain, budget, simulate
+        self.coarse, self.budget, self.simulate = coarsen(chain), budget, simulate
         self.kept = self.best = best
-        self.table = intervals(chain)
-        self.lowest = lowest_bound(chain, self.table, max(best.peak - fixed, 1))
+        self.table = intervals(self.coarse.chain)
+        self.lowest = lowest_bound(self.coarse.chain, self.table, max(best.peak - fixed, 1))
         self._peaks: dict[Plan, int] = {}
 
     def look(self, bound: int) -> int | None:
         """The exact peak of the cheapest plan under a bound on the estimate; None where there is no plan."""
-        found = plan(self.chain, self.table, bound)
-        if found is None:
+        cheapest = plan(self.coarse.chain, self.table, bound)
+        if cheapest is None:
             return None
+        found = self.coarse.expand(cheapest)
         if found not in self._peaks:
             self._peaks[found] = self.simulate(found)
         peak = self._peaks[found]

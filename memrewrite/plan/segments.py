@@ -32,15 +32,15 @@ class Chain:
     """Nodes v0..vn-1 in execution order, as numbers.
 
     ``ms`` is the time to run each node, ``rerun_ms`` the time until its last save; ``saves`` whether autograd keeps
-    anything for it; ``movable`` whether it may run again; ``work`` the bytes that are live besides what is held while
-    the node or its backward runs (values and gradients passing by, parameter gradients made so far); ``gradients`` the
-    bytes of all parameter gradients the chain makes.
+    anything for it; ``reach`` the first node that an interval beginning there may not hold (itself: none begins there);
+    ``work`` the bytes that are live besides what is held while the node or its backward runs (values and gradients
+    passing by, parameter gradients made so far); ``gradients`` the bytes of all parameter gradients the chain makes.
     """
 
     ms: NDArray[np.float64]
     rerun_ms: NDArray[np.float64]
     saves: NDArray[np.bool_]
-    movable: NDArray[np.bool_]
+    reach: Bytes
     work: Bytes
     storages: tuple[Held, ...]
     segment_ms: float

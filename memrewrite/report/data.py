@@ -50,8 +50,23 @@ class Segment:
 
 
 @dataclass(frozen=True)
+class Share:
+    """A part of the model, by path ("" for what lies in no other part), and the bytes its forward keeps for backward.
+
+    ``untouched`` says why the part stays as it is, "" where it is open to rewrites.
+    """
+
+    path: str
+    kept_bytes: int
+    untouched: str = ""
+
+
+@dataclass(frozen=True)
 class Report:
-    """Everything a user is told. ``rewrites`` and ``refusals`` are (pass, where, what or why)."""
+    """Everything a user is told. ``rewrites`` and ``refusals`` are (pass, where, what or why).
+
+    ``shares`` splits a model that could not be captured whole; it is empty for one that was, and in inference.
+    """
 
     model: str
     mode: str
@@ -69,15 +84,23 @@ class Report:
     measured_after: Measured | None = None
     notes: tuple[str, ...] = ()
     versions: dict[str, str] | None = None
+    shares: tuple[Share, ...] = ()
+
+    @property
+    def captured_share(self) -> float:
+        """Which part, between 0 and 1, of the activations that forward keeps was open to rewrites."""
+        kept = sum(share.kept_bytes for share in self.shares)
+        return sum(share.kept_bytes for share in self.shares if not share.untouched) / kept if kept else 1.0
 
     @property
     def changed(self) -> bool:
-        """Whether anything in the model was rewritten."""
-        return bool(self.rewrites or self.segments)
+        """Whether the result is another program than the model."""
+        return bool(self.rewrites or self.segments) or self.predicted_after != self.predicted_before
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for ``json.dumps``; carries ``schema_version``."""
-        return {"schema_version": SCHEMA_VERSION, **asdict(self), "changed": self.changed}
+        known = {"changed": self.changed, "captured_share": self.captured_share}
+        return {"schema_version": SCHEMA_VERSION, **asdict(self), **known}
 
 
 def attach(module: "nn.Module", report: Report) -> None:

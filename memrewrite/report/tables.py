@@ -54,6 +54,7 @@ def _parts(report: Report, verbose: bool, written: Path | None, fits: bool) -> I
     yield _peaks(report, fits)
     yield Text()
     if report.changed:
+        yield from _shares(report, verbose)
         yield from _rewrites(report, verbose)
         yield Text(plain(f"Equivalence: {report.verdict}"), style="red" if report.equivalent is False else "")
     else:
@@ -86,6 +87,22 @@ def _peaks(report: Report, fits: bool) -> Table:
 
 def _change(before: int, after: int) -> str:
     return f"{100 * (after - before) / before:+.1f} %" if before else ""
+
+
+def _shares(report: Report, verbose: bool) -> Iterator[RenderableType]:
+    if not report.shares:
+        return
+    kept = sum(share.kept_bytes for share in report.shares)
+    regions = sum(not share.untouched for share in report.shares)
+    percent = f"{100 * report.captured_share:.1f} %"
+    yield Text(f"Regions: {regions}, with {percent} of the {format_bytes(kept)} of activations that forward keeps")
+    untouched = [share for share in report.shares if share.untouched and (verbose or share.kept_bytes)]
+    if untouched:
+        table = _table("untouched", "of the activations", "because")
+        for share in untouched:
+            part = 100 * share.kept_bytes / kept if kept else 0.0
+            table.add_row(_text(share.path or "all else"), f"{part:.1f} %", _text(share.untouched))
+        yield table
 
 
 def _rewrites(report: Report, verbose: bool) -> Iterator[RenderableType]:

@@ -23,6 +23,7 @@ from memrewrite.runtime.segment import OWNERS, once, run_segment
 from memrewrite.runtime.swish import exact_swish, swish
 
 _PARTS = "_memrewrite_parts"  # kept per object, with OWNERS, because they are looked at in every call
+_SETTINGS = "_memrewrite_settings"  # kept per object and in its copies: numbers and switches as they were at capture
 _WARNED = "_memrewrite_warned"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _PROGRAMS: dict[str, "Program"] = {}
@@ -69,14 +70,16 @@ def program_from(source: str) -> Program:
 
 @dataclass
 class _Parts:
-    """What every call looks at: the submodules, and the dictionaries their hooks are registered in.
+    """What every call looks at: the submodules, their settings, and the dictionaries of their hooks and parameters.
 
     ``children`` holds for each its path, the parent's ``_modules``, its name there, itself and the training flag it was
-    captured with.
+    captured with; ``settings`` has a path, the module, an attribute and the value the generated code holds.
     """
 
     children: list[tuple[str, dict[str, Any], str, nn.Module, bool]]
     hooks: list[tuple[str, dict[int, Any]]]
+    owners: list[dict[str, Any]]
+    settings: list[tuple[str, nn.Module, str, Any]]
 
 
 def build(model: nn.Module, program: Program, constants: dict[str, Tensor]) -> nn.Module:
@@ -131,8 +134,30 @@ def _prepare(module: nn.Module, program: Program) -> None:
             parent, _, name = path.rpartition(".")
             children.append((path, vars(modules[parent])["_modules"], name, modules[path], flag))
     hooks = [(path, vars(modules[path]).get(kind, {})) for path, *_ in children for kind in _HOOKS]
-    vars(module)[_PARTS] = _Parts(children, hooks)
-    vars(module)[OWNERS] = [vars(child)["_parameters"] for child in modules.values()]
+    owners = [vars(child)["_parameters"] for child in modules.values()]
+    known = vars(module).setdefault(_SETTINGS, {path: _settings(child) for path, child in modules.items()})
+    settings = [
+        (f"{path}.{name}".lstrip("."), modules[path], name, value)
+        for path, values in known.items()
+        if path in modules
+        for name, value in values.items()
+    ]
+    vars(module)[_PARTS] = _Parts(children, hooks, owners, settings)
+    vars(module)[OWNERS] = {
+        f"{path}.{name}".lstrip("."): (owner, name)
+        for path, child in module.named_modules(remove_duplicate=False)
+        for owner in [vars(child)["_parameters"]]
+        for name in owner
+    }
+
+
+def _settings(module: nn.Module) -> dict[str, bool | float]:
+    """Attributes such as a rate of dropout. Other types are left out: forward itself may set sizes and labels."""
+    plain = {name: value for name, value in vars(module).items() if isinstance(value, bool | float)}
+    return {name: value for name, value in plain.items() if name not in _OWN and not name.startswith("_memrewrite")}
+
+
+_OWN = frozenset(vars(nn.Module()))
 
 
 def _subclass(base: type[nn.Module], program: Program) -> type[nn.Module]:
@@ -202,11 +227,15 @@ def _changed(module: nn.Module) -> str:
         for path, hooks in parts.hooks:
             if hooks:
                 return f"{path} has a hook, which the rewritten forward would not call"
-        for owner in vars(module)[OWNERS]:
+        for owner in parts.owners:
             for parameter in owner.values():
                 if not (type(parameter) is Parameter or parameter is None or isinstance(parameter, Parameter)):
                     # recomputation in backward would find the module's own again
                     return "its parameters are replaced for this call (torch.func.functional_call)"
+        for path, child, name, value in parts.settings:
+            now = vars(child).get(name)
+            if now is not value and now != value:
+                return f"{path} is {now!r}, captured as {value!r}"
     return ""
 
 

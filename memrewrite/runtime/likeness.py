@@ -69,9 +69,7 @@ def refuse_other(model: nn.Module, expected: Likeness) -> None:
         )
 
 
-def read_constants(
-    file: Path, moving: dict[str, dict[str, bool]], model: nn.Module
-) -> dict[str, dict[str, Tensor]]:
+def read_constants(file: Path, moving: dict[str, dict[str, bool]], model: nn.Module) -> dict[str, dict[str, Tensor]]:
     """The tensors in ``file`` by program; ``moving`` says which of them lie on the device of the model's parameters."""
     if not any(moving.values()):
         return {path: {} for path in moving}

@@ -1,4 +1,4 @@
-"""The exact allocation timeline of two training steps, on fake tensors: no device memory, no change to the module.
+"""The exact allocation timeline of training steps, on fake tensors: no device memory, no change to the module.
 
 The real module's whole step runs (forward, loss, backward, optimizer) on a fake twin while every storage is counted
 from birth to death. ``run_tracked`` does the same on real tensors, which is how memory is measured on the CPU.
@@ -13,8 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from memrewrite.errors import DataDependentError, UsageError
-from memrewrite.private import FAKE_TENSOR_ERRORS, FakeTensorMode, foreach_on_fake_tensors, tree_leaves
+from memrewrite.private import (
+    FAKE_TENSOR_ERRORS,
+    FakeTensorMode,
+    foreach_on_fake_tensors,
+    real_rules_on_fake_tensors,
+    tree_leaves,
+)
 from memrewrite.simulate.fake import fake_inputs, fake_twin, tensors_of
+from memrewrite.simulate.reserves import TrueReserves
 from memrewrite.simulate.tracker import Tracker
 from memrewrite.simulate.transients import Transients, transients_on
 from memrewrite.step import PHASES, Inputs, Phase, Step, device_type
@@ -37,9 +44,9 @@ _BORN_AS: dict[Phase, str] = {
 
 @dataclass(frozen=True)
 class Timeline:
-    """Where memory stands during two steps; everything in bytes, storages rounded up to 512.
+    """Where memory stands during the steps taken, two as a rule; everything in bytes, storages rounded up to 512.
 
-    ``peak`` is that of the second step, ``phases`` the bytes in use as each phase of both steps ends, ``categories``
+    ``peak`` is that of the last step, ``phases`` the bytes in use as each phase of every step ends, ``categories``
     the bytes in use at ``peak`` by kind (they sum to it). ``events`` are (bytes in use, ``step 2 backward: operator``)
     after each operator that changed them. ``floor`` is what no plan can lower: parameters, buffers, inputs, gradients,
     optimizer state and library workspaces.
@@ -52,9 +59,19 @@ class Timeline:
     events: list[tuple[int, str]]
     floor: int
 
+    @property
+    def before_last_step(self) -> int:
+        """Bytes in use as the last step begins: parameters, buffers, inputs, optimizer state."""
+        return [size for phase, size in self.phases if phase == "data"][-1]
 
-def simulate(module: nn.Module, inputs: Inputs, step: Step, *, workspace_bytes: int = 0) -> Timeline:
-    """Run two steps on a fake twin of ``module`` and count.
+    @property
+    def peak_of_optimizer(self) -> int:
+        """The peak in bytes of the second step's last phase, in which the optimizer works."""
+        return max(size for size, label in self.events if label.startswith("step 2 step"))
+
+
+def simulate(module: nn.Module, inputs: Inputs, step: Step, *, workspace_bytes: int = 0, steps: int = 2) -> Timeline:
+    """Run ``steps`` steps on a fake twin of ``module`` and count.
 
     ``workspace_bytes`` is what libraries hold on the device besides tensors (``simulate.workspaces``); it is added
     throughout. On CUDA, what operators take while they run is measured there, one operator at a time, the first time
@@ -69,19 +86,19 @@ def simulate(module: nn.Module, inputs: Inputs, step: Step, *, workspace_bytes: 
         )
     with preserved_rng(tensors):
         transients = transients_on(next((tensor.device for tensor in tensors if tensor.is_cuda), torch.device("cpu")))
-        timeline = _on_fakes(module, inputs, step, transients)
+        timeline = _on_fakes(module, inputs, step, transients, steps)
         if transients is not None and transients.probe():
-            timeline = _on_fakes(module, inputs, step, transients)
+            timeline = _on_fakes(module, inputs, step, transients, steps)
     return with_workspaces(timeline, workspace_bytes)
 
 
-def _on_fakes(module: nn.Module, inputs: Inputs, step: Step, transients: Transients | None) -> Timeline:
+def _on_fakes(module: nn.Module, inputs: Inputs, step: Step, transients: Transients | None, steps: int) -> Timeline:
     # Constants outside the module (globals of its file) are real; they are read as fakes and not counted.
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     twin, fakes = fake_twin(module, mode), fake_inputs(inputs, mode)
     try:
-        with foreach_on_fake_tensors(), mode:
-            return run_tracked(twin, fakes, step, transients)
+        with foreach_on_fake_tensors(), real_rules_on_fake_tensors(), mode, TrueReserves():
+            return run_tracked(twin, fakes, step, transients, steps)
     except FAKE_TENSOR_ERRORS as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise DataDependentError(
@@ -90,21 +107,23 @@ def _on_fakes(module: nn.Module, inputs: Inputs, step: Step, transients: Transie
         ) from error
 
 
-def run_tracked(module: nn.Module, inputs: Inputs, step: Step, transients: Transients | None = None) -> Timeline:
-    """Run two steps on the module itself, real or fake, and count the storages on its device type."""
+def run_tracked(
+    module: nn.Module, inputs: Inputs, step: Step, transients: Transients | None = None, steps: int = 2
+) -> Timeline:
+    """Run ``steps`` steps on the module itself, real or fake, and count the storages on its device type."""
     tracker = Tracker(device_type(module, inputs), transients)
     tracker.register(tensors_of(module), BUFFERS)
     tracker.register(module.parameters(), PARAMETERS)
     tracker.register(inputs.tensors(), INPUTS)
     recorder = _Recorder(tracker, module, inputs, step.make_optimizer(module))
     peaks = []
-    for number in (1, 2):
+    for number in range(1, steps + 1):
         tracker.reset_peak()
         recorder.start(number)
         with tracker:
             step.run(module, inputs, recorder.optimizer, recorder.on_phase)
         peaks.append(tracker.peak)
-    return Timeline(peaks[1], peaks[0], tuple(recorder.phases), tracker.categories(), tracker.events, recorder.floor)
+    return Timeline(peaks[-1], peaks[0], tuple(recorder.phases), tracker.categories(), tracker.events, recorder.floor)
 
 
 class _Recorder:

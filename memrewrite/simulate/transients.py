@@ -48,7 +48,7 @@ class Transients:
         """Bytes that this call takes beyond its results while it runs; 0 as long as that is not known."""
         if not isinstance(func, OpOverload) or func.namespace != "aten" or func.__name__.startswith("_foreach"):
             return 0  # foreach operators work tensor by tensor and would each be a signature of its own
-        call = (func, _like(args), _like(tuple(kwargs.items())))
+        call = (func, like(args), like(tuple(kwargs.items())))
         try:
             known = self._known.get(call)
         except TypeError:  # an argument that cannot be part of a signature
@@ -71,17 +71,19 @@ def transients_on(device: torch.device) -> Transients | None:
     return Transients(functools.partial(_measured, device)) if device.type == "cuda" else None
 
 
-def _like(value: Any) -> Any:
+def like(value: Any) -> Any:
+    """An argument with every tensor in it as a signature, lists as tuples."""
     if isinstance(value, Tensor):
         device = value.fake_device if isinstance(value, FakeTensor) else value.device
         return _Like(tuple(value.shape), value.stride(), value.dtype, device)
-    return tuple(_like(item) for item in value) if isinstance(value, list | tuple) else value
+    return tuple(like(item) for item in value) if isinstance(value, list | tuple) else value
 
 
-def _made(value: Any) -> Any:
+def made(value: Any) -> Any:
+    """An argument again, of what ``like`` made of it; tuples come as lists."""
     if isinstance(value, _Like):
         return value.make()
-    return [_made(item) for item in value] if isinstance(value, tuple) else value
+    return [made(item) for item in value] if isinstance(value, tuple) else value
 
 
 def _measured(device: torch.device, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
@@ -91,13 +93,13 @@ def _measured(device: torch.device, func: OpOverload, args: tuple[Any, ...], kwa
     try:
         with torch.no_grad():
             for _ in range(2):
-                made, named = [_made(arg) for arg in args], {name: _made(value) for name, value in kwargs.items()}
+                given, named = [made(arg) for arg in args], {name: made(value) for name, value in kwargs.items()}
                 before = torch.cuda.memory_allocated(device)
                 torch.cuda.reset_peak_memory_stats(device)
-                result = func(*made, **named)
+                result = func(*given, **named)
                 after = torch.cuda.memory_allocated(device)
                 extra = torch.cuda.max_memory_allocated(device) - max(before, after)
-                del made, named, result
+                del given, named, result
     except RuntimeError:
         return 0  # it does not run on such values, or there is no room for it alone: nothing is known
     return extra

@@ -8,7 +8,7 @@ from memrewrite.effects import Effects, observe
 from memrewrite.errors import InternalError
 from memrewrite.passes.checkpoint_segments import CheckpointSegments, clear
 from memrewrite.passes.functionalize import Functionalize
-from memrewrite.plan.facts import compute_nodes, movable
+from memrewrite.plan.facts import compute_nodes, reach
 from memrewrite.plan.segments import Plan
 from tests.models import make
 
@@ -65,9 +65,7 @@ def test_random_nodes_are_marked_so_that_their_state_is_kept() -> None:
 
 def test_what_may_not_run_twice_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     graph_module, effects, nodes = observed("residual")
-    assert all(movable(effects, nodes))
-    monkeypatch.setattr(
-        "memrewrite.passes.checkpoint_segments.movable", lambda effects, nodes: [node is not nodes[1] for node in nodes]
-    )
+    assert (reach(effects, nodes) == len(nodes)).all()
+    monkeypatch.setattr("memrewrite.passes.checkpoint_segments.reach", lambda effects, nodes: [1] * len(nodes))
     with pytest.raises(InternalError, match="may not run twice"):
         CheckpointSegments(Plan(((0, 2),)))(graph_module, effects)

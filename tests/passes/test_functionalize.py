@@ -102,9 +102,14 @@ def _copied(m: Any, x: Tensor) -> Tensor:
     return torch.empty_like(x).copy_(x) + 1
 
 
+def _permuted(m: Any, x: Tensor) -> Tensor:
+    return x.view(-1, 2, 3).transpose(1, 2).div_(1.7).transpose(1, 2).relu()
+
+
 REFUSED: dict[str, tuple[Function, str]] = {
     "view read later": (_view_read_later, "Its storage is also seen through view, which"),
     "written through a view": (_write_through_a_view, "Its storage is also seen through"),
+    "permuted view": (_permuted, "whose gradient would have another memory format"),
     "gradient from the result": (lambda m, x: F.elu(x, 0.5, True), "takes its gradient from its result"),
     "selu is elu": (lambda m, x: F.selu(x, inplace=True), "takes its gradient from its result"),
     "promotion": (_stays_low, "would have another dtype, shape or memory format"),

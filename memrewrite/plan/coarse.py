@@ -1,0 +1,85 @@
+"""A long chain as a shorter one whose every node stands for a few: segments begin and end only between those."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from memrewrite.plan.segments import Bytes, Chain, Held, Plan
+
+_LONGEST = 1500  # nodes; planning time grows with the square: seconds at this length
+
+
+@dataclass(frozen=True)
+class Coarse:
+    """``chain`` stands for a longer one: its node i for the nodes ``starts[i]`` to ``starts[i + 1]`` of that."""
+
+    chain: Chain
+    starts: NDArray[np.int64]
+
+    def expand(self, plan: Plan) -> Plan:
+        """The plan for the longer chain that a plan for ``chain`` means."""
+        return Plan(tuple((int(self.starts[a]), int(self.starts[b])) for a, b in plan.intervals), plan.ms)
+
+
+def coarsen(chain: Chain, longest: int = _LONGEST) -> Coarse:
+    """Merge nodes that make and cost nothing (views) into the node before them, then, down to ``longest``, others.
+
+    Of those the boundaries stay that the fewest bytes cross, one of every stretch of the chain.
+    """
+    n = len(chain)
+    makes = np.zeros(n, dtype=np.bool_)
+    makes[[s.producer for s in chain.storages]] = True
+    begins = chain.reach > np.arange(n)
+    fixed = np.append(True, begins[1:] != begins[:-1])[:n] | ~begins
+    boundary = fixed | makes | (chain.ms > 0)
+    if boundary.sum() > longest:
+        boundary = fixed | _lightest(boundary, _crossing(chain), longest)
+    return _merged(chain, np.append(np.flatnonzero(boundary), n))
+
+
+def _crossing(chain: Chain) -> Bytes:
+    """Per node, the bytes made before it and used by it or after it."""
+    steps = np.zeros(len(chain) + 1, dtype=np.int64)
+    for s in chain.storages:
+        steps[s.producer + 1] += s.bytes
+        steps[min(s.last_use, len(chain) - 1) + 1] -= s.bytes
+    return np.cumsum(steps)[:-1]
+
+
+def _lightest(boundary: NDArray[np.bool_], crossing: Bytes, longest: int) -> NDArray[np.bool_]:
+    """Of the boundaries, one in each of ``longest`` stretches: where the fewest bytes cross."""
+    chosen = np.zeros(len(boundary), dtype=np.bool_)
+    for stretch in np.array_split(np.flatnonzero(boundary), longest):
+        chosen[stretch[crossing[stretch].argmin()]] = True
+    return chosen
+
+
+def _merged(chain: Chain, starts: NDArray[np.int64]) -> Coarse:
+    """The chain of the groups that begin at ``starts``; its last entry is the end of the chain."""
+    if len(starts) == len(chain) + 1:
+        return Coarse(chain, starts)
+    group = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
+    first = starts[:-1]
+    elapsed = np.append(0.0, np.cumsum(chain.ms))[:-1] - np.append(0.0, np.cumsum(chain.ms))[starts[group]]
+    until_save = np.where(chain.saves, elapsed + chain.rerun_ms, 0.0)
+
+    def at(node: int) -> int:
+        return int(group[node]) if node < len(chain) else len(first)
+
+    return Coarse(
+        Chain(
+            ms=np.add.reduceat(chain.ms, first),
+            rerun_ms=np.maximum.reduceat(until_save, first),
+            saves=np.logical_or.reduceat(chain.saves, first),
+            reach=np.array([at(int(end)) for end in chain.reach[first]], dtype=np.int64),
+            work=np.maximum.reduceat(chain.work, first),
+            storages=tuple(
+                Held(s.bytes, at(s.producer), at(s.first_use), at(s.last_use), None if s.saver is None else at(s.saver))
+                for s in chain.storages
+            ),
+            segment_ms=chain.segment_ms,
+            gradients=chain.gradients,
+        ),
+        starts,
+    )

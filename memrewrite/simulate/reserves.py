@@ -1,0 +1,45 @@
+"""What recurrent layers keep for their backward in one piece, the reserve, whose size only the library knows.
+
+PyTorch's shape rules give it 0 bytes, and it can be half of a step. The layer is run once per signature on real tensors
+like its arguments.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memrewrite.private import FakeTensor, TorchDispatchMode, real_tensors
+from memrewrite.simulate.transients import like, made
+
+# The operators by name, as not every build of PyTorch has all, and which of their results is the reserve.
+_RESERVES = {"aten::_cudnn_rnn": 3, "aten::mkldnn_rnn_layer": 3}
+_BYTES: dict[Any, int] = {}
+
+
+class TrueReserves(TorchDispatchMode):
+    """While it is active inside a fake mode, reserves have their true size."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        results = func(*args, **kwargs)
+        position = _RESERVES.get(func.name())
+        if position is None or not isinstance(results[position], FakeTensor):
+            return results
+        call = (func, like(args), like(tuple(kwargs.items())), torch.is_grad_enabled())
+        if call not in _BYTES:
+            _BYTES[call] = _measured(position, *call)
+        reserve: Tensor = results[position]
+        return (*results[:position], reserve.new_empty(_BYTES[call] // reserve.itemsize), *results[position + 1 :])
+
+
+def _measured(position: int, func: Any, args: Any, kwargs: Any, grad: bool) -> int:
+    with real_tensors(), torch.set_grad_enabled(grad):
+        reserve: Tensor | None = func(*made(args), **{name: made(value) for name, value in kwargs})[position]
+        return 0 if reserve is None else reserve.nbytes
