@@ -63,7 +63,7 @@ conv2d = None
 
 def graph(self, x):
     conv2d = aten.conv2d.default(x, self.conv.weight);  x = None
-    (relu, ) = run_segment(segment_0, self, conv2d, random=False);  conv2d = None
+    (relu, ) = run_segment(segment_0, self, conv2d, random=False, reads=('norm.weight', 'norm.bias'));  conv2d = None
     mean = aten.mean.dim(relu, [2, 3]);  relu = None
     return {'features': mean, 'more': (None, 'text', )}
 """

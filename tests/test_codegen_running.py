@@ -140,7 +140,7 @@ def test_a_segment_without_results_runs() -> None:
     captured = capture(module, inputs, "export")
     mark(module, inputs, captured, "conv2d", "batch_norm")
     source, _ = generate(captured)
-    assert "\n    run_segment(segment_0, self, x, random=False)" in source
+    assert "\n    run_segment(segment_0, self, x, random=False, reads=(" in source
     build(module, program_from(source), {})(images()).backward()
     assert module.norm.num_batches_tracked == 1
     assert not module.norm.running_mean.eq(0).all()

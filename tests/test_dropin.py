@@ -164,6 +164,16 @@ def hook_child_backward(result: Any) -> Any:
     return image()
 
 
+def set_rate(result: Any) -> Any:
+    result.dropout.p = 0.5
+    return image()
+
+
+def set_momentum(result: Any) -> Any:
+    result.norm.momentum = None
+    return image()
+
+
 FALLBACKS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "frozen child": (freeze_child, "norm was captured in train mode"),
     "dtype of everything": (widen, "an input is torch.float64 (2, 3, 8, 8) on cpu, captured as torch.float32"),
@@ -171,6 +181,8 @@ FALLBACKS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "no batch dimension of two": (lambda result: image(1), "an input is torch.float32 (1, 3, 8, 8)"),
     "other module": (swap_child, "head is another module than at capture"),
     "hook on a child": (hook_child, "second has a hook"),
+    "another rate of dropout": (set_rate, "dropout.p is 0.5, captured as 0.0"),
+    "another momentum": (set_momentum, "norm.momentum is None, captured as 0.1"),
     "backward hook on a child": (hook_child_backward, "second has a hook"),
 }
 
@@ -288,6 +300,17 @@ def test_copies_are_independent_and_keep_the_segments(
     assert runs_rewritten(result, image())
     with fallback("norm was captured in train mode"):
         twin(image())
+
+
+@pytest.mark.parametrize("duplicate", [deep_copy, pickled, averaged, saved], ids=lambda function: function.__name__)
+def test_copies_know_the_settings_they_were_captured_with(
+    duplicate: Callable[[nn.Module], nn.Module], pair: tuple[ConvNet, Any]
+) -> None:
+    _, result = pair
+    assert runs_rewritten(duplicate(result), image())
+    result.dropout.p = 0.5
+    with fallback("dropout.p is 0.5, captured as 0.0"):
+        duplicate(result)(image())
 
 
 PROCESS = """

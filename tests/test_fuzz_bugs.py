@@ -29,6 +29,20 @@ CASES = {
         ),
         Ask("min", EXACT),
     ),
+    "a pattern that reads a value after it was written in place": (
+        Recipe(
+            "image",
+            (Part("silu_inplace"),),
+            (Do("part", 0, 2, 6), Do("part", 0, 2, 6), Do("swish_quick", 1, 4, 2), Do("swish_method", 0, 5, 2)),
+            output="head",
+            training=False,
+        ),
+        Ask(None),
+    ),
+    "a program that fits where the model does not, with nothing to rewrite": (
+        Recipe("image", (Part("relu"),), (Do("part", 0, 0, 0), Do("part", 0, 0, 0)), output="head"),
+        Ask(0.875),
+    ),
     "the same, budget the original peak": (
         Recipe("rows", (Part("relu6", eval=True),), (Do("attend", 1), Do("part"), Do("swish_timm")), training=False),
         Ask(1.0, EXACT),
@@ -54,6 +68,33 @@ class Averaged(nn.Module):
         hidden = self.layer(x).relu()
         self.level.mul_(0.9)
         return (hidden * self.level).sigmoid() * 2
+
+
+def test_a_type_that_was_asked_for_outside_autocast_is_refused() -> None:
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(4, 4), nn.SiLU())
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden: Tensor = self.body(x)
+            return hidden.to(torch.bfloat16).to(hidden.dtype)
+
+    result = memrewrite.optimize(Half(), torch.randn(8, 4), budget="min", amp="bf16")
+    assert result.report.config["regions"] == ["body"]
+    assert "returns torch.bfloat16 under autocast" in result.report.notes[0]
+
+
+def test_values_of_one_element_with_any_stride_are_compared() -> None:
+    class One(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (torch.sigmoid(x) * x * self.scale).sum((0, 1)).as_strided((1, 1), (0, 46))
+
+    assert memrewrite.optimize(One(), torch.randn(4, 5, 1), budget="min").report.equivalent
 
 
 def test_a_frozen_parameter_written_in_place() -> None:

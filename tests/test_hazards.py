@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  (its customary name)
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.module import register_module_forward_hook
+from torch.utils.checkpoint import checkpoint
 
 from memrewrite.capture import capture
 from memrewrite.capture.state import Attributes
@@ -246,6 +247,23 @@ def inference_mode(self: Any, x: Tensor) -> Tensor:
 def gradients_in_forward(self: Any, x: Tensor) -> Tensor:
     (gradient,) = torch.autograd.grad(self.linear(x).sum(), self.linear.weight)
     return self.linear(x) * gradient.mean()
+
+
+@hazard(
+    rf"updates buffers under its own torch\.utils\.checkpoint \(at {HERE}\)",
+    lambda m: m.add_module("features", nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))),
+)
+def batch_norm_in_a_checkpoint(self: Any, x: Tensor) -> Tensor:
+    return self.linear(checkpoint(self.features, x, use_reentrant=False))
+
+
+@hazard(r"does so once more in backward; switch the model's checkpointing off")
+def counter_in_a_reentrant_checkpoint(self: Any, x: Tensor) -> Tensor:
+    def body(x: Tensor) -> Tensor:
+        self.counter += 1
+        return self.other(x)
+
+    return checkpoint(body, self.linear(x), use_reentrant=True)
 
 
 @hazard(r"torch\.func transforms")

@@ -26,7 +26,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("rewrite",),
     ("effects", "costs"),
     ("capture",),
-    ("verify", "measure"),
+    ("coverage", "verify", "measure"),
     ("compare", "reference", "report", "trial"),
     ("simulate", "stepspec"),
     ("child",),

@@ -56,6 +56,33 @@ def assert_untouched(before: dict[str, Any], model: nn.Module) -> None:
         assert value.equal(after[name]) if isinstance(value, Tensor) else value == after[name], name
 
 
+class Tabulated(nn.Module):
+    """Layers that make a table when they are first called and keep it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+        self.table: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table is None:
+            self.table = torch.arange(32.0).sin()
+        for layer in self.layers:
+            x = torch.tanh(layer(x) * self.table)
+        return x
+
+
+def test_a_table_that_forward_makes_once_is_there_after_one_call() -> None:
+    model, x = Tabulated(), torch.randn(64, 32)
+    with pytest.raises(CaptureError, match=r"new tensor to self\.table .* call the model first"):
+        memrewrite.optimize(model, x)
+    model(x)
+    result = memrewrite.optimize(model, x, budget="min")
+    assert result.report.equivalent
+    assert result.report.segments
+    assert result.report.config["regions"] == [""]
+
+
 class SwishStack(nn.Module):
     """Linear layers with a composite Swish each."""
 

@@ -44,6 +44,13 @@ def test_dispatch_mode_sees_operators_on_fake_tensors() -> None:
     assert "aten.add.Tensor" in ops.names
 
 
+def test_real_tensors_can_be_made_inside_a_fake_mode() -> None:
+    with private.FakeTensorMode():
+        with private.real_tensors():
+            assert type(torch.ones(2)) is torch.Tensor
+        assert isinstance(torch.ones(2), private.FakeTensor)
+
+
 def test_fake_views_of_one_storage_share_one() -> None:
     mode = private.FakeTensorMode()
     whole = torch.zeros(10)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import memrewrite
 from memrewrite.api import optimize
@@ -123,6 +124,155 @@ def test_a_submodule_called_twice_is_left_alone() -> None:
     optimized = optimize(model, x, budget="90%")
     assert list(programs(optimized)) == ["last"]
     assert "first is left alone: it is called 2 times in a step." in optimized.report.notes
+
+
+class Loop(nn.Module):
+    """One block called over and over, on other shapes and in other modes, between blocks that are called once."""
+
+    def __init__(self, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.before, self.shared, self.after = Stage(), Stage(), Stage()
+        self.wrapper = nn.ModuleDict({"inner": Stage()})
+        self.quantize, self.checkpointed = Quantize(), checkpointed
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.quantize(self.before(x))
+        x = self.shared(x) + self.shared(x[..., 2:-2, 2:-2].contiguous()).mean()
+        if self.checkpointed:
+            x = checkpoint(self.wrapper["inner"], x, use_reentrant=False)
+        else:
+            self.shared.eval()
+            x = self.wrapper["inner"](self.shared(x))
+            self.shared.train()
+        result: Tensor = self.after(x)
+        return result
+
+
+def test_a_block_called_over_and_over_is_left_alone_and_its_neighbours_are_not() -> None:
+    torch.manual_seed(0)
+    model, x = Loop().train(), torch.randn(8, 8, 16, 16)
+    optimized = optimize(model, x, budget="70%")
+    assert sorted(programs(optimized)) == ["after", "before", "wrapper.inner"]
+    alone = [note for note in optimized.report.notes if "left alone" in note]
+    assert alone == ["shared is left alone: it is called 3 times in a step."]
+    assert same(step(model, x, model), step(optimized, x, model))
+
+
+def test_what_the_model_checkpoints_itself_is_left_alone() -> None:
+    torch.manual_seed(0)
+    model, x = Loop(checkpointed=True).train(), torch.randn(8, 8, 16, 16)
+    optimized = optimize(model, x, budget="80%")
+    assert list(programs(optimized)) == ["before", "after"]
+    reason = "wrapper.inner is left alone: the model runs it under its own torch.utils.checkpoint."
+    assert reason in optimized.report.notes
+    assert same(step(model, x, model), step(optimized, x, model))
+    with pytest.raises(CaptureError, match=r"^wrapper\.inner cannot be a region: the model runs it under its own"):
+        optimize(model, x, regions=["wrapper.inner"])
+
+
+class CheckpointsInside(Stage):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(checkpoint(self.conv[0], x, use_reentrant=False))
+
+
+def test_a_region_whose_own_checkpoints_are_replaced_says_so() -> None:
+    model, x = made()
+    model.last = CheckpointsInside()
+    optimized = optimize(model, x, budget="80%")
+    assert list(programs(optimized)) == ["first", "last"]
+    told = "last: The model's own torch.utils.checkpoint calls are replaced by the plan."
+    assert told in optimized.report.notes
+    assert same(step(model, x, model), step(optimized, x, model))
+
+
+class Shelf:
+    """Something Python hands around, which no graph can hold."""
+
+    def __init__(self) -> None:
+        self.items: list[Tensor] = []
+
+
+class Shelved(Stage):
+    """A stage that takes what it was given along, on a shelf or in a list."""
+
+    def forward(self, x: Tensor, shelf: Any = None) -> Tensor:
+        x = super().forward(x)
+        (shelf.items if isinstance(shelf, Shelf) else shelf).append(x * 2)
+        return x
+
+
+class WithShelf(nn.Module):
+    def __init__(self, shelf: Callable[[], Any]) -> None:
+        super().__init__()
+        self.shelf = shelf
+        self.first, self.second, self.third = Stage(), Shelved(), Stage()
+
+    def forward(self, x: Tensor) -> Tensor:
+        shelf = self.shelf()
+        x = self.second(self.first(x), shelf)
+        if float(x.sum()) > 1e9:
+            x = x + 1
+        return self.third(x) + sum(shelf.items if isinstance(shelf, Shelf) else shelf)
+
+
+@pytest.mark.parametrize("shelf", [list, Shelf])
+def test_a_submodule_that_hands_on_through_what_it_is_given_is_left_alone(shelf: Callable[[], Any]) -> None:
+    torch.manual_seed(0)
+    model, x = WithShelf(shelf), torch.randn(2, 8, 16, 16)
+    optimized = optimize(model, x, budget="min")
+    assert optimized.report.config["regions"] == ["first", "third"]
+    assert optimized.report.equivalent
+    assert same(step(optimized, x, model), step(model, x, model))
+
+
+def test_a_list_that_forward_fills_is_refused_by_name() -> None:
+    with pytest.raises(CaptureError, match="Shelved changes a list or dictionary that it is given"):
+        optimize(Shelved(), (torch.randn(2, 8, 16, 16), []))
+
+
+def saved_bytes(model: Net, x: Tensor) -> dict[str, int]:
+    """What each stage of the net keeps for backward, counted by autograd's own hooks, and all of the net."""
+    given = {t.untyped_storage().data_ptr() for t in (x, *model.parameters(), *model.buffers())}
+    made: dict[str, dict[int, int]] = {"first": {}, "last": {}, "": {}}
+    running = [""]
+    handles = []
+    for path in ("first", "last"):
+        stage = model.get_submodule(path)
+        handles.append(stage.register_forward_pre_hook(lambda *args, path=path: running.append(path)))
+        handles.append(stage.register_forward_hook(lambda *args: running.__delitem__(-1)))
+    storages = []
+
+    def pack(saved: Tensor) -> Tensor:
+        storage = saved.untyped_storage()
+        storages.append(storage)
+        seen = any(storage.data_ptr() in found for found in made.values())
+        if storage.data_ptr() not in given and not seen:
+            made[running[-1]][storage.data_ptr()] = -(-storage.nbytes() // 512) * 512
+        return saved.detach()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+        model(x)
+    for handle in handles:
+        handle.remove()
+    return {path: sum(found.values()) for path, found in made.items()}
+
+
+@pytest.mark.parametrize("branch", [False, True], ids=["on fake tensors", "on real ones"])
+def test_the_report_says_what_share_of_the_activations_lies_in_regions(branch: bool) -> None:
+    model, x = made(branch=branch)
+    report = optimize(model, x, budget="70%", verify=False).report
+    shares = {share.path: share for share in report.shares}
+    assert [path for path, share in shares.items() if not share.untouched] == ["first", "last"]
+    assert next(iter(shares)) == ""
+    assert "custom autograd.Function Sign" in shares["quantize"].untouched
+    assert shares[""].untouched
+    counted = saved_bytes(model, x)
+    total = sum(share.kept_bytes for share in report.shares)
+    assert 0.9 * total <= sum(counted.values()) <= 1.1 * total
+    assert report.captured_share == pytest.approx((counted["first"] + counted["last"]) / sum(counted.values()), abs=0.1)
+    assert report.to_json()["captured_share"] == report.captured_share < 1
+    whole = optimize(nn.Sequential(Stage(), Stage()), torch.randn(8, 8, 16, 16), budget="70%", verify=False).report
+    assert (whole.shares, whole.captured_share) == ((), 1.0)
 
 
 def test_regions_by_name_keep_their_hooks_firing() -> None:

@@ -265,7 +265,7 @@ def test_buffers_that_something_else_reads_are_written_outside_segments(
     model = build()
     found = segmented(model, x, size=100)
     assert_same_bits(step(found.module, x), step(model, x))
-    kept = [node.name for node, may in zip(found.nodes, found.may_move, strict=True) if not may]
+    kept = [node.name for i, node in enumerate(found.nodes) if found.reach[i] == i]
     assert kept
     assert not set(kept) & set(found.inside())
 
@@ -302,13 +302,56 @@ def test_memory_really_falls() -> None:
     assert peak(found.module, x) < 0.6 * peak(model, x)
 
 
-def test_parameters_replaced_between_forward_and_backward_are_no_silent_matter() -> None:
+def replace_weight(module: Any) -> None:
+    module.first.weight = nn.Parameter(torch.zeros_like(module.first.weight))
+
+
+def load(module: Any) -> None:
+    module.load_state_dict(ConvNet().state_dict())
+
+
+def clip_bias(module: Any) -> None:
+    with torch.no_grad():
+        module.first.bias.clamp_(max=0.01)  # autograd keeps no bias, so the original goes on, but with the old values
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (replace_weight, r"^first\.weight was replaced between the forward and the backward pass"),
+        (load, r"^\w+\.\w+ was written in place between the forward and the backward pass.*at version 2; expected"),
+        (clip_bias, r"^first\.bias was written in place between the forward and the backward pass"),
+    ],
+    ids=["replaced", "loaded", "clipped"],
+)
+def test_a_parameter_changed_between_forward_and_backward_is_no_silent_matter(
+    change: Callable[[Any], None], sentence: str
+) -> None:
+    module = segmented(conv_net(), image()).module
+    output = module(image())
+    change(module)
+    with pytest.raises(RuntimeError, match=sentence):
+        loss_of(output).backward()
+    loss_of(module(image())).backward()
+
+
+def stepped_in_backward(module: nn.Module, x: Tensor) -> Any:
+    """The optimizer steps for each parameter as soon as its gradient is there, while backward still runs."""
+    handles = []
+    for parameter in module.parameters():
+        optimizer = torch.optim.SGD([parameter], 0.1)
+        handles.append(parameter.register_post_accumulate_grad_hook(lambda p, optimizer=optimizer: optimizer.step()))
+    loss_of(module(x)).backward()
+    for handle in handles:
+        handle.remove()
+    return module(x)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_an_optimizer_may_step_inside_backward(size: int) -> None:
     model = conv_net()
-    found = segmented(model, image())
-    output = found.module(image())
-    found.module.first.weight = nn.Parameter(torch.zeros_like(model.first.weight))  # type: ignore[union-attr]
-    with pytest.raises(RuntimeError, match="were replaced between its forward and its backward pass"):
-        output.sum().backward()
+    module = segmented(copy.deepcopy(model), image(), size=size).module
+    assert_same_bits(step(module, image(), stepped_in_backward), step(model, image(), stepped_in_backward))
 
 
 def test_two_copies_in_one_backward_pass() -> None:

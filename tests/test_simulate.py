@@ -5,7 +5,7 @@ import functools
 import gc
 import random
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from memrewrite.private import FakeTensor, FakeTensorMode, TorchDispatchMode
 from memrewrite.simulate import Timeline, run_tracked, simulate
 from memrewrite.simulate.fake import fake_inputs, fake_twin, tensors_of
 from memrewrite.simulate.tracker import OPERATOR_WORKSPACE, Tracker, rounded
-from memrewrite.simulate.transients import Transients, _like, _made, transients_on
+from memrewrite.simulate.transients import Transients, like, made, transients_on
 from memrewrite.simulate.workspaces import workspace_bytes
 from memrewrite.step import PHASES, Inputs, Step
 from memrewrite.stepspec import OPTIMIZERS, optimizer_factory
@@ -65,6 +65,15 @@ def test_simulated_inference_equals_real(model: str, amp: str) -> None:
     assert simulated == real
     assert [name for name, _ in simulated.phases] == ["data", "forward"] * 2
     assert "gradients" not in simulated.categories
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN], ids=lambda kind: kind.__name__)
+def test_the_reserve_of_recurrent_layers_is_counted(kind: Callable[..., nn.Module], training: bool) -> None:
+    module = kind(16, 24, 2, batch_first=True, bidirectional=True, dropout=0.1).train(training)
+    step = Step("train" if training else "inference", optimizer_factory("sgd" if training else "none"))
+    simulated, real = both(module, Inputs((torch.randn(8, 20, 16),), {}), step)
+    assert (simulated.peak, simulated.phases) == (real.peak, real.phases)
 
 
 def test_checkpointing_lowers_the_peak() -> None:
@@ -353,8 +362,8 @@ def test_what_operators_take_while_they_run_counts_towards_the_peak() -> None:
     ids=["transposed", "expanded", "empty", "integers"],
 )
 def test_probing_tensors_look_like_what_they_stand_for(tensor: Tensor, value: int | None) -> None:
-    made = _made(_like((tensor, [tensor], 2)))
-    assert made[2] == 2
-    for like in (made[0], made[1][0]):
-        assert (like.shape, like.stride(), like.dtype) == (tensor.shape, tensor.stride(), tensor.dtype)
-        assert value is None or bool((like == value).all())
+    again = made(like((tensor, [tensor], 2)))
+    assert again[2] == 2
+    for found in (again[0], again[1][0]):
+        assert (found.shape, found.stride(), found.dtype) == (tensor.shape, tensor.stride(), tensor.dtype)
+        assert value is None or bool((found == value).all())

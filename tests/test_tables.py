@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from memrewrite.report.data import Measured, Peaks, Report, Segment
+from memrewrite.report.data import Measured, Peaks, Report, Segment, Share
 from memrewrite.report.tables import WIDTH, diff, over_budget, plain, show
 
 BEFORE = Peaks(10 * 10**9, 9 * 10**9, (), {})
@@ -61,6 +61,21 @@ def test_a_full_report(sentence: str) -> None:
 def test_verbose_lists_everything(sentence: str) -> None:
     assert sentence in squeeze(printed(FULL, verbose=True))
     assert sentence not in squeeze(printed(FULL))
+
+
+def test_the_share_of_the_activations_in_regions() -> None:
+    shares = (
+        Share("", 10**9, "x is a hazard"),
+        Share("a", 6 * 10**9),
+        Share("b", 3 * 10**9, "twice"),
+        Share("c", 0, "no"),
+    )
+    text = squeeze(printed(replace(FULL, shares=shares)))
+    assert "Regions: 1, with 60.0 % of the 10.00 GB (9.31 GiB) of activations that forward keeps" in text
+    assert "all else 10.0 % x is a hazard b 30.0 % twice" in text
+    assert "c 0.0 % no" not in text
+    assert "c 0.0 % no" in squeeze(printed(replace(FULL, shares=shares), verbose=True))
+    assert "Regions" not in printed(FULL)
 
 
 def test_nothing_to_rewrite() -> None:

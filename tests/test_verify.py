@@ -502,3 +502,17 @@ def test_verdicts_name_figures(model: Net, inputs: Inputs) -> None:
     assert all(t.error > t.allowed > t.reference_error for t in worst)
     assert f"{len(worst)} of {len(verdict.tensors)} values differ" in verdict.summary
     assert "times the original's own" in verdict.summary
+
+
+class Frozen(dict[str, Any]):
+    """A dictionary that refuses to be written, as the configurations of diffusers do."""
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        raise TypeError("frozen")
+
+
+def test_a_dictionary_that_cannot_be_written_needs_no_restoring() -> None:
+    net = Net()
+    vars(net)["config"] = config = Frozen(width=6)
+    assert verify(net, net, Inputs((torch.randn(4, 3, 8, 8),), {}), ADAM, exact=True).equivalent
+    assert config == {"width": 6}

@@ -165,6 +165,11 @@ def _statistics(net: RandomNet, a: Tensor, b: Tensor, k: int) -> Tensor:
     return out
 
 
+def _checkpointed(part: nn.Module, a: Tensor) -> Tensor:
+    """RReLU is left alone: PyTorch's own checkpoint gives it wrong gradients (pytorch#193671)."""
+    return part(a) if isinstance(part, nn.RReLU) else checkpoint(part, a, use_reentrant=False)
+
+
 def _write_part(net: RandomNet, a: Tensor, b: Tensor, k: int) -> Tensor:
     out = a.clone()
     out[..., : 1 + k % 4] = b[..., : 1 + k % 4]
@@ -215,7 +220,7 @@ OPS: dict[str, Op] = {
     "detach": lambda net, a, b, k: a + b.detach(),
     "no_grad": _frozen_path,
     "statistics": _statistics,
-    "checkpoint": lambda net, a, b, k: checkpoint(net.part(k), a, use_reentrant=False),
+    "checkpoint": lambda net, a, b, k: _checkpointed(net.part(k), a),
     "where": lambda net, a, b, k: torch.where(a > 0, a, b),
     "half": lambda net, a, b, k: a.to(torch.bfloat16).to(a.dtype),
     "swish": lambda net, a, b, k: a * torch.sigmoid(a),

@@ -1,12 +1,12 @@
 """Random models: whatever ``optimize`` makes of them trains alike, within the budget, as predicted.
 
-pytest -m fuzz --examples 1000      # other models every time
+pytest -m fuzz --examples 1000      # other models every time; with pytest-xdist, -n 8 for eight at a time
 """
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
-from tests.fuzz.check import Ask, check
+from tests.fuzz.check import PARTS, Ask, check
 from tests.fuzz.strategies import Recipe, asks, make, recipes
 
 ANY_TIME = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
@@ -24,6 +24,8 @@ def test_the_same_random_models_every_time(recipe: Recipe, ask: Ask) -> None:
 
 
 @pytest.mark.fuzz
-def test_other_random_models_every_time(request: pytest.FixtureRequest) -> None:
-    examples = settings(ANY_TIME, max_examples=request.config.getoption("--examples"), print_blob=True)
-    examples(given(recipes(), asks())(try_one))()
+@pytest.mark.parametrize("part", range(PARTS))
+def test_other_random_models_every_time(part: int, request: pytest.FixtureRequest) -> None:
+    examples = -(-request.config.getoption("--examples") // PARTS)
+    some = settings(ANY_TIME, max_examples=examples, print_blob=True)
+    some(given(recipes(), asks())(try_one))()

@@ -3,10 +3,11 @@
 import memrewrite
 from tests.zoo.models import declare_operators
 
-declare_operators()  # before torchvision is imported, which timm and transformers do
+declare_operators()  # before torchvision is imported, which the others do
 
+import diffusers  # noqa: E402
 import timm  # noqa: E402
 import torchvision  # noqa: E402
 import transformers  # noqa: E402
 
-__all__ = ["memrewrite", "timm", "torchvision", "transformers"]
+__all__ = ["diffusers", "memrewrite", "timm", "torchvision", "transformers"]

@@ -1,13 +1,13 @@
-"""The models of the zoo as tables: the smallest of every timm family, every torchvision family, small transformers.
+"""The models of the zoo as tables: the smallest of every timm and torchvision family, small transformers, diffusers.
 
-Random weights, small inputs, nothing is downloaded. The three libraries are no dependency of memrewrite:
+Random weights, small inputs, nothing is downloaded. The four libraries are no dependency of memrewrite:
 
-    pip install -e ".[zoo]"                 # timm and transformers
+    pip install -e ".[zoo]"                 # timm, transformers and diffusers
     pip install --no-deps torchvision       # its binary operators need not load
 
 timm's families are its model modules, torchvision's the modules that define builders; each is stood for by its member
-with the fewest parameters, byobnet and vision_transformer_relpos by a larger one. Members of more than a few tens of
-millions are narrowed by the arguments in the table, so that activations, which are what is planned, outweigh the
+with the fewest parameters, byobnet, vgg and vision_transformer_relpos by a larger one. Members of more than a few tens
+of millions are narrowed by the arguments in the table, so that activations, which are what is planned, outweigh the
 gradients.
 """
 
@@ -19,13 +19,16 @@ from torch import Tensor, nn
 
 from memrewrite.step import Inputs
 from tests.zoo.architectures import TRANSFORMERS, VOCABULARY, Arguments
+from tests.zoo.diffusion import DIFFUSERS, given
 
 
 @dataclass(frozen=True)
 class Entry:
     """One model: which library and family, its name there, what it is built with and what it is fed.
 
-    ``inputs`` is a name in ``_INPUTS`` or a shape of random numbers.
+    ``inputs`` is a name in ``_INPUTS`` or a shape of random numbers. ``optimizer`` is ``"sgd"`` where the parameters
+    outweigh the activations and cannot be narrowed: the temporaries of AdamW's step would be the peak then, which no
+    plan can lower.
     """
 
     library: str
@@ -33,6 +36,7 @@ class Entry:
     name: str
     inputs: str | tuple[int, ...] = ()
     arguments: Arguments = field(default_factory=dict)
+    optimizer: str = "adamw"
 
     @property
     def key(self) -> str:
@@ -44,6 +48,8 @@ def build(entry: Entry) -> tuple[nn.Module, Inputs]:
     """The model with random weights, in training mode, and its inputs."""
     declare_operators()
     model = _BUILDERS[entry.library](entry)
+    if entry.library == "diffusers":
+        return model.train(), Inputs((), given(DIFFUSERS[entry.name][1]))
     if isinstance(entry.inputs, str):
         return model.train(), Inputs((), _INPUTS[entry.inputs]())
     shape = entry.inputs or (2, *_timm_size(model))
@@ -84,8 +90,14 @@ def _transformers(entry: Entry) -> nn.Module:
     return cast(nn.Module, getattr(transformers, f"AutoModelFor{entry.name}").from_config(config))
 
 
+def _diffusers(entry: Entry) -> nn.Module:
+    import diffusers
+
+    return cast(nn.Module, getattr(diffusers, entry.name)(**entry.arguments))
+
+
 _LIBRARIES: list[torch.library.Library] = []  # a library's operators go with it
-_BUILDERS = {"timm": _timm, "torchvision": _torchvision, "transformers": _transformers}
+_BUILDERS = {"timm": _timm, "torchvision": _torchvision, "transformers": _transformers, "diffusers": _diffusers}
 
 _BATCH, _LENGTH = 4, 32
 
@@ -101,7 +113,13 @@ _INPUTS = {
     "pair": lambda: {"input_ids": _tokens(), "labels": _tokens()},
     "image": lambda: {"pixel_values": torch.randn(_BATCH, 3, 64, 64)},
     "large image": lambda: {"pixel_values": torch.randn(_BATCH, 3, 224, 224)},
+    "patches": lambda: {
+        "pixel_values": torch.randn(_BATCH, 64, 3 * 8 * 8),
+        "pixel_attention_mask": torch.ones(_BATCH, 64, dtype=torch.long),
+        "spatial_shapes": torch.full((_BATCH, 2), 8),
+    },
     "video": lambda: {"pixel_values": torch.randn(2, 4, 3, 32, 32)},
+    "large video": lambda: {"pixel_values": torch.randn(_BATCH, 4, 3, 64, 64)},
     "wave": lambda: {"input_values": torch.randn(_BATCH, 4000)},
     "spectrogram": lambda: {"input_values": torch.randn(_BATCH, 64, 32)},
     "features": lambda: {"input_features": torch.randn(_BATCH, 64, 160)},
@@ -188,7 +206,7 @@ _TIMM: dict[str, tuple[str, Arguments]] = {
     "resnet": ("test_resnet", {}),
     "resnetv2": ("resnetv2_18", {}),
     "rexnet": ("rexnet_100", {}),
-    "selecsls": ("selecsls42", {}),
+    "selecsls": ("selecsls42", {"num_classes": 10}),
     "senet": ("legacy_seresnet18", {}),
     "sequencer": ("sequencer2d_s", {}),
     "shvit": ("shvit_s1", {}),
@@ -202,7 +220,7 @@ _TIMM: dict[str, tuple[str, Arguments]] = {
     "tnt": ("tnt_s_legacy_patch16_224", {"depth": 4}),
     "tresnet": ("tresnet_m", {}),
     "twins": ("twins_svt_small", {}),
-    "vgg": ("vgg11", {"num_classes": 10}),
+    "vgg": ("vgg16", {"num_classes": 10, "mlp_ratio": 0.02}),
     "visformer": ("visformer_tiny", {}),
     "vision_transformer": ("test_vit", {}),
     "vision_transformer_hybrid": ("vit_tiny_r_s16_p8_224", {}),
@@ -234,39 +252,44 @@ _TIMM_SHAPES = {
     "nasnet": (4, 3, 192, 192),
     "pnasnet": (2, 3, 192, 192),
     "repvit": (2, 3, 160, 160),
+    "selecsls": (8, 3, 224, 224),
     "shvit": (8, 3, 224, 224),
     "tresnet": (4, 3, 224, 224),
+    "vgg": (8, 3, 112, 112),
     "vision_transformer_hybrid": (8, 3, 224, 224),
     "xception": (2, 3, 160, 160),
     "xception_aligned": (2, 3, 160, 160),
 }
 
 _TORCHVISION: dict[str, tuple[str, tuple[int, ...], Arguments]] = {
-    "alexnet": ("alexnet", (16, 3, 128, 128), {"num_classes": 10}),
+    "alexnet": ("alexnet", (32, 3, 128, 128), {"num_classes": 10}),
     "convnext": ("convnext_tiny", (8, 3, 128, 128), {}),
     "densenet": ("densenet121", (4, 3, 96, 96), {}),
     "efficientnet": ("efficientnet_b0", (4, 3, 96, 96), {}),
     "googlenet": ("googlenet", (4, 3, 128, 128), {"init_weights": False}),
     "inception": ("inception_v3", (4, 3, 299, 299), {"init_weights": False}),
     "maxvit": ("maxvit_t", (4, 3, 224, 224), {}),
-    "mnasnet": ("mnasnet0_5", (4, 3, 96, 96), {}),
+    "mnasnet": ("mnasnet0_5", (8, 3, 128, 128), {"num_classes": 10}),
     "mobilenetv2": ("mobilenet_v2", (4, 3, 96, 96), {}),
     "mobilenetv3": ("mobilenet_v3_small", (4, 3, 128, 128), {}),
     "regnet": ("regnet_y_400mf", (4, 3, 96, 96), {}),
     "resnet": ("resnet18", (8, 3, 128, 128), {}),
-    "shufflenetv2": ("shufflenet_v2_x0_5", (4, 3, 128, 128), {}),
+    "shufflenetv2": ("shufflenet_v2_x0_5", (8, 3, 160, 160), {"num_classes": 10}),
     "squeezenet": ("squeezenet1_1", (4, 3, 96, 96), {}),
     "swin_transformer": ("swin_t", (4, 3, 224, 224), {}),
-    "vgg": ("vgg11", (4, 3, 224, 224), {"num_classes": 10}),
+    "vgg": ("vgg16", (8, 3, 112, 112), {"num_classes": 10}),
     "vision_transformer": ("vit_b_16", (4, 3, 224, 224), {}),
     "segmentation.deeplabv3": ("deeplabv3_mobilenet_v3_large", (2, 3, 160, 160), {"weights_backbone": None}),
-    "segmentation.fcn": ("fcn_resnet50", (2, 3, 160, 160), {"weights_backbone": None}),
+    "segmentation.fcn": ("fcn_resnet50", (4, 3, 160, 160), {"weights_backbone": None}),
     "segmentation.lraspp": ("lraspp_mobilenet_v3_large", (4, 3, 160, 160), {"weights_backbone": None}),
     "video.mvit": ("mvit_v2_s", (2, 3, 16, 224, 224), {}),
     "video.resnet": ("mc3_18", (2, 3, 8, 64, 64), {}),
-    "video.s3d": ("s3d", (2, 3, 16, 96, 96), {}),
+    "video.s3d": ("s3d", (1, 3, 16, 224, 224), {}),
     "video.swin_transformer": ("swin3d_t", (2, 3, 8, 112, 112), {}),
 }
+
+
+_OPTIMIZERS = {"alexnet": "sgd", "vgg16": "sgd"}  # their linear layers hold nearly everything, whatever they are fed
 
 
 def _without(arguments: Arguments) -> Arguments:
@@ -276,10 +299,14 @@ def _without(arguments: Arguments) -> Arguments:
 
 ZOO = (
     *[Entry("timm", family, name, _TIMM_SHAPES.get(family, ()), args) for family, (name, args) in _TIMM.items()],
-    *[Entry("torchvision", family, name, shape, args) for family, (name, shape, args) in _TORCHVISION.items()],
+    *[
+        Entry("torchvision", family, name, shape, args, _OPTIMIZERS.get(name, "adamw"))
+        for family, (name, shape, args) in _TORCHVISION.items()
+    ],
     *[
         Entry("transformers", family, head, inputs, _without({**shared, **arguments}))
         for head, inputs, shared, families in TRANSFORMERS
         for family, arguments in families.items()
     ],
+    *[Entry("diffusers", name, name, (), arguments) for name, (arguments, _) in DIFFUSERS.items()],
 )

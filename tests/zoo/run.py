@@ -6,7 +6,8 @@
     python -m tests.zoo.run rows.jsonl --table         # only write the table
 
 The budget is the floor plus 60 % of what lies above it: floor + 0.6 * (peak - floor), both predicted. A row of an
-earlier run stays until ``--again`` replaces it. Needs timm, transformers and torchvision (see ``tests/zoo/models.py``).
+earlier run stays until ``--again`` replaces it. Needs timm, transformers, diffusers and torchvision (see
+``tests/zoo/models.py``). The optimizer is AdamW, but SGD where an entry says so.
 """
 
 import argparse
@@ -31,6 +32,7 @@ from memrewrite.plan.facts import chain
 from memrewrite.plan.segments import Chain
 from memrewrite.simulate import run_tracked
 from memrewrite.step import Step
+from memrewrite.stepspec import optimizer_factory
 from tests.zoo.models import ZOO, Entry, build
 from tests.zoo.table import write
 
@@ -92,13 +94,15 @@ def _fill(row: Row, entry: Entry) -> None:
     torch.manual_seed(0)
     model, inputs = build(entry)
     row.parameters = sum(p.numel() for p in model.parameters())
-    step = Step(optimizer=torch.optim.AdamW)
+    step = Step(optimizer=optimizer_factory(entry.optimizer))
     before = predict(model, inputs, step)
     row.before, row.budget = before.peak, int(before.floor + SHARE * (before.peak - before.floor))
     started = time.perf_counter()
     forward_ms: list[float] = []
     with mock.patch.object(api, "chain", lambda *facts: _noted(chain(*facts), forward_ms)):
-        result = memrewrite.optimize(model, inputs.args, example_kwargs=inputs.kwargs, budget=row.budget)
+        result = memrewrite.optimize(
+            model, inputs.args, example_kwargs=inputs.kwargs, budget=row.budget, optimizer=entry.optimizer
+        )
     row.seconds = time.perf_counter() - started
     report = memrewrite.report_of(result)
     row.front_end = report.config["front_end"]
