@@ -1,6 +1,6 @@
 """ResNet-50 with in-place ReLUs and in-place residual sums, as torchvision spells it; random weights.
 
-    memrewrite optimize examples/resnet50.py --budget 60% -o out
+memrewrite optimize examples/resnet50.py --budget 60% -o out
 """
 
 import torch

@@ -1,6 +1,6 @@
 """U-Net (Ronneberger et al., 2015) with BatchNorm and padded convolutions; random weights.
 
-    memrewrite optimize examples/unet.py --budget 60% -o out
+memrewrite optimize examples/unet.py --budget 60% -o out
 """
 
 import torch
