@@ -189,7 +189,8 @@ def _prove(line: pipeline.Line, result: nn.Module, seed: int) -> Verdict:
     if not verdict.equivalent:
         done = ", ".join(name for name, r in line.results.items() if r.modified)
         notes = "".join(f" {note}" for note in line.notes)
-        raise NotEquivalentError(f"The rewritten model is not equivalent ({done}): {verdict.summary}.{notes}")
+        advice = " exact=True leaves out the rewrites that change the arithmetic." if line.arithmetic_changed else ""
+        raise NotEquivalentError(f"The rewritten model is not equivalent ({done}): {verdict.summary}.{notes}{advice}")
     return verdict
 
 

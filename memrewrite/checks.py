@@ -14,19 +14,21 @@ from torch import Tensor
 from memrewrite.effects import Effects
 from memrewrite.private import tree_leaves
 
+Wrong = tuple[str, ...]  # a sentence with gaps, and the names of nodes that fill them
+_KEPT = "{} writes what autograd keeps for {}."
+_LATE = "{} reads {} after {} has overwritten it."
+
 
 @dataclass(frozen=True)
 class Health:
-    """How the values of a graph look, by node name, and what is wrong with it, a sentence each.
+    """How the values of a graph look, by node name, and what is wrong with it: a sentence with the names of its nodes.
 
     ``gradients`` says which have a gradient; not of values written in place, which may have come by it only then.
-    ``late`` are the nodes (reader, value, writer) that read a value after its storage was written.
     """
 
     forms: dict[str, str]
     gradients: dict[str, str]
-    wrongs: frozenset[str]
-    late: frozenset[tuple[str, str, str]]
+    wrongs: frozenset[Wrong]
 
 
 def health(effects: Effects) -> Health:
@@ -36,7 +38,7 @@ def health(effects: Effects) -> Health:
     forms = {node.name: _each(_form, node.meta["val"]) for node in nodes}
     settled = [node for node in nodes if not effects.of[node].outputs & written]
     gradients = {node.name: _each(_gradient, node.meta["val"]) for node in settled}
-    return Health(forms, gradients, *_overwritten(effects))
+    return Health(forms, gradients, frozenset(_overwritten(effects)))
 
 
 def broken(before: Health, after: Health) -> list[str]:
@@ -47,18 +49,26 @@ def broken(before: Health, after: Health) -> list[str]:
         for name, form in new.items()
         if old.get(name, form) != form
     ]
-    # What stands in the place of late readers may read as late as they did.
-    replaced = {(value, writer) for reader, value, writer in before.late if reader not in after.forms}
-    late = [read for read in sorted(after.late - before.late) if read[1:] not in replaced]
-    sentences = [f"{reader} reads {value} after {writer} has overwritten it." for reader, value, writer in late]
-    return [*changed, *sorted(after.wrongs - before.wrongs), *sentences]
+    new = [
+        wrong
+        for wrong in sorted(after.wrongs - before.wrongs)
+        if not any(_stands_for(wrong, old, before, after) for old in before.wrongs)
+    ]
+    return [*changed, *(sentence.format(*names) for sentence, *names in new)]
 
 
-def _overwritten(effects: Effects) -> tuple[frozenset[str], frozenset[tuple[str, str, str]]]:
-    """Writes to what autograd keeps, and reads of a value after its storage was written."""
+def _stands_for(wrong: Wrong, old: Wrong, before: Health, after: Health) -> bool:
+    """Whether a wrong is one that was there before, but for nodes that a pass has put in the place of others."""
+    return all(
+        now == then or (now not in before.forms and then not in after.forms)
+        for now, then in zip(wrong, old, strict=False)
+    )
+
+
+def _overwritten(effects: Effects) -> set[Wrong]:
+    """Reads of a value after its storage was written, and writes to what autograd keeps."""
     position = {node: i for i, node in enumerate(effects.order)}
-    wrongs: set[str] = set()
-    late: set[tuple[str, str, str]] = set()
+    found: set[Wrong] = set()
     for writer, facts in effects.of.items():
         for key in facts.writes - facts.statistics:
             if effects.storages[key].origin not in ("node", "input"):
@@ -66,11 +76,11 @@ def _overwritten(effects: Effects) -> tuple[frozenset[str], frozenset[tuple[str,
             for holder in effects.order[: position[writer]]:
                 held = effects.of[holder]
                 if key in held.saved:
-                    wrongs.add(f"{writer.name} writes what autograd keeps for {holder.name}.")
+                    found.add((_KEPT, writer.name, holder.name))
                 if key in held.outputs:
-                    users = [user.name for user in holder.users if position[user] > position[writer]]
-                    late |= {(user, holder.name, writer.name) for user in users}
-    return frozenset(wrongs), frozenset(late)
+                    late = [user.name for user in holder.users if position[user] > position[writer]]
+                    found |= {(_LATE, name, holder.name, writer.name) for name in late}
+    return found
 
 
 def _each(say: Callable[[Tensor], str], value: Any) -> str:

@@ -78,5 +78,5 @@ def test_the_users_own_in_place_operations_are_no_defect() -> None:
 
     x = torch.randn(3)
     before = health(observe(capture(Own().eval(), Inputs((x,), {})).graph_module, [x]))
-    assert before.late, "the graph does write what is read later"
+    assert before.wrongs, "the graph does write what is read later"
     assert broken(before, before) == []

@@ -39,6 +39,25 @@ CASES = {
         ),
         Ask(None),
     ),
+    "a pattern in the place of what the model then writes over": (
+        Recipe(
+            "image",
+            (Part("relu_inplace"),),
+            (Do("swish_learned", 0, 0, 0), Do("part", 1, 0, 0)),
+            output="dict",
+        ),
+        Ask(None),
+    ),
+    "a pattern whose value is read after it is written through a view": (
+        Recipe(
+            "tokens",
+            (Part("silu_inplace"),),
+            (Do("swish", 1, 0, 6), Do("write_through_view", 0, 3, 2), Do("bernoulli", 1, 2, 2), Do("part", 3, 3, 5)),
+            output="last",
+            double=True,
+        ),
+        Ask(None, optimizer="sgd", amp=torch.bfloat16),
+    ),
     "a program that fits where the model does not, with nothing to rewrite": (
         Recipe("image", (Part("relu"),), (Do("part", 0, 0, 0), Do("part", 0, 0, 0)), output="head"),
         Ask(0.875),

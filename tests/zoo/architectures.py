@@ -269,7 +269,7 @@ TRANSFORMERS: tuple[tuple[str, str, Arguments, dict[str, Arguments]], ...] = (
             "ijepa": {},
             "vit_msn": {},
             "data2vec-vision": {},
-            "resnet": {"embedding_size": 16, "hidden_sizes": [16, 32, 64, 64], "depths": [1, 1, 2, 1]},
+            "resnet": {"embedding_size": 16, "hidden_sizes": [16, 32, 64, 64], "depths": [2, 2, 3, 2]},
             "regnet": {
                 "num_hidden_layers": ...,
                 "embedding_size": 16,

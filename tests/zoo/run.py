@@ -69,6 +69,7 @@ class Row:
     overhead: float | None = None
     verdict: str = ""
     seconds: float = 0.0
+    torch: str = torch.__version__.partition("+")[0]
 
     @property
     def key(self) -> str:

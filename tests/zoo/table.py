@@ -4,8 +4,6 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 if TYPE_CHECKING:
     from tests.zoo.run import Row
 
@@ -32,7 +30,8 @@ def write(rows: "list[Row]") -> None:
     """Replace ``ZOO.md``."""
     libraries = list(dict.fromkeys(row.library for row in rows))
     counts = "\n".join(_count(name, [row for row in rows if row.library == name]) for name in libraries)
-    text = [_INTRO.format(torch=torch.__version__.partition("+")[0], counts=counts)]
+    versions = " and ".join(sorted({row.torch for row in rows}))
+    text = [_INTRO.format(torch=versions, counts=counts)]
     for name in libraries:
         text += [f"## {name}\n", f"| {' | '.join(_COLUMNS)} |", "|" + "---|" * len(_COLUMNS)]
         text += [_line(row) for row in sorted(rows, key=lambda row: row.family) if row.library == name]
