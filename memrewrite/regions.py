@@ -86,8 +86,8 @@ def _named(model: nn.Module, inputs: Inputs, step: Step, names: Sequence[str]) -
         module = model.get_submodule(path)
         if len(calls[module]) != 1:
             raise CaptureError(f"{path} is called {len(calls[module])} times in a step; a region is called once.")
-        if calls[module][0].checkpointed:
-            raise CaptureError(f"{path} cannot be a region: {_CHECKPOINTED}.")
+        if reason := calls[module][0].unfit:
+            raise CaptureError(f"{path} cannot be a region: {reason}.")
         found.append(_region(path, module, calls[module][0], step))
     return Regions(_ordered(found, calls), _told(found), {"": "Other regions were asked for."})
 
@@ -113,14 +113,20 @@ def _largest(model: nn.Module, inputs: Inputs, step: Step, refusal: str) -> Regi
     return Regions(_ordered(found, calls), (*notes, *_told(found)), left)
 
 
-_CHECKPOINTED = "the model runs it under its own torch.utils.checkpoint"
-
-
 def _unfit(calls: list["_Call"]) -> str:
     """Why a submodule that is called like this can be no region, "" if it can."""
-    if len(calls) > 1:
-        return f"it is called {len(calls)} times in a step"
-    return _CHECKPOINTED if calls[0].checkpointed else ""
+    return f"it is called {len(calls)} times in a step" if len(calls) > 1 else calls[0].unfit
+
+
+def _unfit_now(module: nn.Module) -> str:
+    """Why a submodule can be no region when it is called now, while one hook of ours is on every module."""
+    if in_checkpoint():
+        return "the model runs it under its own torch.utils.checkpoint"
+    for path, inner in module.named_modules():
+        kinds = (inner._forward_pre_hooks, inner._forward_hooks, inner._backward_hooks, inner._backward_pre_hooks)
+        if path and sum(map(len, kinds)) > 1:
+            return f"the model registers a hook on its {path} when it runs, which a region would not call"
+    return ""
 
 
 def _told(found: Sequence[Region]) -> tuple[str, ...]:
@@ -155,12 +161,15 @@ class _Like:
 
 @dataclass(frozen=True)
 class _Call:
-    """One call of a submodule: the how-manieth of all, its arguments with tensors in words, whether in a checkpoint."""
+    """One call of a submodule: the how-manieth of all, and its arguments with tensors in words.
+
+    ``unfit`` says why a submodule that is called so can be no region, "" if it can.
+    """
 
     number: int
     args: Any
     kwargs: Any
-    checkpointed: bool
+    unfit: str
 
     def inputs(self, grad: bool, plain: torch.dtype | None = None) -> Inputs:
         """Inputs like those of the call; values of autocast's dtype ``plain`` are made float32."""
@@ -223,7 +232,7 @@ def _calls(model: nn.Module, inputs: Inputs, step: Step, grad: bool) -> dict[nn.
 
     def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
         described = tree_map(_in_words, args), tree_map(_in_words, kwargs)
-        calls[module].append(_Call(next(numbers), *described, in_checkpoint()))
+        calls[module].append(_Call(next(numbers), *described, _unfit_now(module)))
 
     with ExitStack() as stack:
         stack.enter_context(preserved_state(model, inputs))

@@ -1,6 +1,7 @@
 """Where a model cannot be captured whole, its largest submodules are rewritten and Python between them stays."""
 
 import pickle
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -319,3 +320,30 @@ def test_regions_travel(way: Callable[[nn.Module, nn.Module, Path], nn.Module], 
     arrived = way(optimized, model, tmp_path)
     assert list(programs(arrived)) == ["first", "last"]
     assert same(step(arrived, x, arrived), expected)
+
+
+def test_a_hook_that_the_model_registers_as_it_runs_is_called() -> None:
+    class Tapped(Net):
+        """Collects what the convolutions give, by hooks that it registers when it is called first."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.wrapper = nn.Sequential(Stage(), Stage())
+            self.seen: list[int] = []
+            self.tapped = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not self.tapped:
+                self.tapped = True
+                self.wrapper[0].register_forward_hook(lambda module, args, output: self.seen.append(output.numel()))
+            return super().forward(self.wrapper(self.stem(x))[:, :3])
+
+    torch.manual_seed(0)
+    model, x = Tapped().train(), torch.randn(8, 3, 16, 16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        result = memrewrite.optimize(model, x, budget="min", verify=False)
+        result(x)
+    assert result.report.config["regions"] == ["wrapper.0", "wrapper.1", "first", "last"]
+    assert model.seen[-1] == 8 * 8 * 14 * 14
+    assert any("wrapper is left alone: the model registers a hook on its 0" in note for note in result.report.notes)
