@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
 
 from memrewrite.capture import Captured, capture
 from memrewrite.capture.captured import TensorSpec
@@ -338,3 +339,28 @@ def test_tree_of_inputs_is_kept_for_nested_constants() -> None:
     leaves = capture(case.make(), case.inputs()).inputs.leaves
     assert [leaf for leaf in leaves if not isinstance(leaf, TensorSpec)] == [None, 3]
     assert tree_map(type, list(leaves[:1])) == [TensorSpec]
+
+
+@pytest.mark.parametrize("mode", ["bilinear by size", "bilinear by factor", "trilinear", "replicate"])
+def test_functions_that_have_a_deterministic_kernel_stay_functions(mode: str) -> None:
+    class Resized(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.conv(x)
+            if mode == "bilinear by size":
+                return F.interpolate(y, size=x.shape[-2:], mode="bilinear", align_corners=True)
+            if mode == "bilinear by factor":
+                return F.interpolate(y, scale_factor=1.5, mode="bilinear")
+            if mode == "trilinear":
+                return F.interpolate(y[None], size=(4, 9, 9), mode="trilinear")
+            return F.pad(y, (1, 2, 1, 2), mode="replicate")
+
+    module, x = Resized(), torch.randn(2, 3, 8, 8)
+    captured = capture(module, Inputs((x,), {}), "export")
+    function = F.pad if mode == "replicate" else F.interpolate
+    assert [n.target for n in captured.graph_module.graph.nodes if n.op == "call_function"][-1] is function
+    batch = torch.randn(5, 3, 8, 8)
+    assert torch.equal(drop_in(module, captured)(batch), module(batch))

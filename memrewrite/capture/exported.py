@@ -11,11 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
+from torch.nn import functional
 
 from memrewrite.capture.captured import Captured
 from memrewrite.capture.normal import batch_size, bind, constants, dynamic, first_dtype, quiet, rebuild
-from memrewrite.private import OpOverload, is_mutable, tree_leaves, tree_map
+from memrewrite.private import OpOverload, is_mutable, named_arguments, tree_leaves, tree_map
 from memrewrite.step import Inputs
+
+aten = torch.ops.aten
 
 
 def capture(model: nn.Module, inputs: Inputs) -> Captured:
@@ -48,7 +51,9 @@ def _normal(model: nn.Module, inputs: Inputs, program: ExportedProgram) -> Captu
         values.update({n: leaf for n, leaf in fixed.items() if n is node})
         return True
 
-    _keep_casts(exported)
+    for graph in _graphs(exported):
+        _keep_casts(graph)
+        _choose_kernels_late(graph)
     module = rebuild(exported.graph, exported, model, replace, outputs=lambda graph, results: results)
     return Captured(
         graph_module=module,
@@ -66,12 +71,38 @@ def _export(model: nn.Module, inputs: Inputs, shapes: Any) -> ExportedProgram:
         return torch.export.export(model, inputs.args, inputs.kwargs, dynamic_shapes=shapes, strict=False)
 
 
-def _keep_casts(exported: fx.GraphModule) -> None:
+def _graphs(exported: fx.GraphModule) -> list[fx.Graph]:
+    """The graph and the bodies of its higher-order operators."""
+    return [module.graph for module in exported.modules() if isinstance(module, fx.GraphModule)]
+
+
+def _keep_casts(graph: fx.Graph) -> None:
     """Let autocast regions keep the weights they cast, as PyTorch does by default: export notes that none is kept."""
-    bodies = (module for module in exported.modules() if isinstance(module, fx.GraphModule))
-    for node in (node for body in bodies for node in body.graph.nodes):
+    for node in graph.nodes:
         if node.target is torch.ops.higher_order.wrap_with_autocast:
             node.update_arg(3, None)
+
+
+_LINEAR = {aten.upsample_bilinear2d.vec: "bilinear", aten.upsample_trilinear3d.vec: "trilinear"}
+
+
+def _choose_kernels_late(graph: fx.Graph) -> None:
+    """Call the Python functions that take another kernel under ``torch.use_deterministic_algorithms``.
+
+    The operator that export saw stands for one kernel, on CUDA one whose gradients differ from run to run.
+    """
+    for node in graph.nodes:
+        if node.target in _LINEAR:
+            given = named_arguments(node.target, node.args, node.kwargs)
+            node.kwargs = {
+                "size": given["output_size"],
+                "scale_factor": given["scale_factors"],
+                "mode": _LINEAR[node.target],
+                "align_corners": given["align_corners"],
+            }
+            node.target, node.args = functional.interpolate, (given["input"],)
+        elif node.target is aten.pad.default and "replicate" in node.args:
+            node.target = functional.pad
 
 
 def _copies_itself(node: fx.Node) -> bool:

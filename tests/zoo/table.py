@@ -12,13 +12,12 @@ _COLUMNS = ["family", "model", "parameters", "front end", "regions", "before", "
 _COLUMNS += ["segments", "recomputed", "seconds", "outcome"]
 _INTRO = """# The zoo
 
-Models that nobody here wrote, with random weights, through `memrewrite.optimize` with AdamW (torchvision's AlexNet and VGG
-with SGD) at a budget of
-floor + 60 % of (peak - floor), where the floor is parameters, gradients, optimizer state and inputs. Each ran in a
-fresh process on the CPU (PyTorch {torch}): `python -m tests.zoo.run rows.jsonl`. *Predicted* is the simulated peak of
-the result, *tracked* that of a real step under `memrewrite.simulate.run_tracked`; *recomputed* is the share of the
-forward's estimated milliseconds that runs a second time; *seconds* is the whole `optimize` call with its proof.
-Sizes in bytes.
+Models that nobody here wrote, with random weights, through `memrewrite.optimize` with AdamW (torchvision's AlexNet and
+VGG with SGD) at a budget of floor + 60 % of (peak - floor), where the floor is parameters, gradients, optimizer state
+and inputs. Each ran in a fresh process on one CPU core (PyTorch {torch}): `python -m tests.zoo.run rows.jsonl`.
+*Predicted* is the simulated peak of the result, *tracked* that of a real step under
+`memrewrite.simulate.run_tracked`; *recomputed* is the share of the forward's estimated milliseconds that runs a second
+time; *seconds* is the whole `optimize` call with its proof. Sizes in bytes.
 
 | library | models | verified within the budget | refused by name | crashed | predicted = tracked |
 |---|---|---|---|---|---|
