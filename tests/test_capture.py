@@ -364,3 +364,27 @@ def test_functions_that_have_a_deterministic_kernel_stay_functions(mode: str) ->
     assert [n.target for n in captured.graph_module.graph.nodes if n.op == "call_function"][-1] is function
     batch = torch.randn(5, 3, 8, 8)
     assert torch.equal(drop_in(module, captured)(batch), module(batch))
+
+
+@front_ends
+@pytest.mark.parametrize("grad", [True, False], ids=["with gradients", "without"])
+def test_a_region_ends_in_the_mode_that_forward_was_called_in(front_end: str, grad: bool) -> None:
+    class Partly(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                gate = self.first(x).sigmoid()
+                with torch.enable_grad():
+                    gate = gate * x
+            y: Tensor = self.last(x * gate)
+            return y
+
+    module, batch = Partly(), torch.randn(2, 4)
+    result = drop_in(module, capture(module, Inputs((batch,), {}), front_end))
+    with torch.set_grad_enabled(grad):
+        assert torch.equal(result(batch), module(batch))
+        assert torch.is_grad_enabled() is grad
+        assert result(batch).requires_grad is grad

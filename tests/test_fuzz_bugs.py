@@ -58,6 +58,17 @@ CASES = {
         ),
         Ask(None, optimizer="sgd", amp=torch.bfloat16),
     ),
+    "a region without gradients in an inference step": (
+        Recipe(
+            "image",
+            (Part("relu_inplace"),),
+            (Do("no_grad", 0, 0, 0), Do("part", 1, 0, 0)),
+            output="all",
+            input_gradient=True,
+            training=False,
+        ),
+        Ask(None),
+    ),
     "a program that fits where the model does not, with nothing to rewrite": (
         Recipe("image", (Part("relu"),), (Do("part", 0, 0, 0), Do("part", 0, 0, 0)), output="head"),
         Ask(0.875),

@@ -36,6 +36,8 @@ def capture(model: nn.Module, inputs: Inputs) -> Captured:
         translation.replace,
         lambda graph, computed: translation.outputs(graph, computed, results),
     )
+    _hand_back_grad_mode(module.graph)
+    module.recompile()
     return Captured(
         graph_module=module,
         inputs=spec,
@@ -57,6 +59,23 @@ def _run(model: nn.Module, mine: dict[str, Any]) -> tuple["_Lookout", Any]:
     finally:
         torch.compiler.reset()
         attributes.restore()  # what forward assigns to attributes Dynamo has assigned, with markers
+
+
+def _hand_back_grad_mode(graph: fx.Graph) -> None:
+    """Let regions end in the grad mode forward was called in, where Dynamo wrote down the one it was traced in."""
+    switches = [node for node in graph.nodes if node.target is torch._C._set_grad_enabled]
+    if not switches:
+        return
+    with graph.inserting_before(next(n for n in graph.nodes if n.op not in ("placeholder", "get_attr"))):
+        called_in = graph.call_function(torch.is_grad_enabled)
+    modes = [torch.is_grad_enabled()]
+    for node in switches:
+        if len(modes) > 1 and node.args[0] == modes[-2]:
+            modes.pop()
+            if len(modes) == 1:
+                node.args = (called_in,)
+        else:
+            modes.append(bool(node.args[0]))
 
 
 class _Translation:

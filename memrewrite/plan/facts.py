@@ -109,7 +109,8 @@ def _never(effects: Effects, nodes: list[fx.Node]) -> list[bool]:
         f = effects.of[node]
         depth += _switch(node)
         dirty = bool((f.reads | f.writes) & written - f.statistics) and not is_counter(effects, node)
-        found.append(dirty or f.stale_save or depth > 0 or _switch(node) != 0)
+        asks = node.target is torch.is_grad_enabled  # for the mode of the forward pass
+        found.append(dirty or f.stale_save or depth > 0 or _switch(node) != 0 or asks)
     return found
 
 
