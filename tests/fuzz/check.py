@@ -46,7 +46,7 @@ def check(model: nn.Module, inputs: Inputs, ask: Ask, half: bool = False) -> str
     """
     step = Step("train" if model.training else "inference", optimizer_factory(ask.optimizer), None, ask.amp)
     try:
-        run_tracked(copy.deepcopy(model), _private(inputs), step)
+        real = run_tracked(copy.deepcopy(model), _private(inputs), step).peak
     except (RuntimeError, ValueError, UsageError):  # the last where no output has a gradient
         return "the original fails"
     try:
@@ -76,7 +76,8 @@ def check(model: nn.Module, inputs: Inputs, ask: Ask, half: bool = False) -> str
     loose = HALF_TOLERANCE if half or ask.amp is not None else TOLERANCE
     _compare_training(twin, copy.deepcopy(result), inputs, step, 0.0 if exact else loose)
     tracked = run_tracked(copy.deepcopy(result), _private(inputs), step).peak
-    assert tracked == result.report.predicted_after.peak, f"{tracked} B tracked, not as predicted"
+    if real == before.peak:  # not so where PyTorch's shape rules miss already the original (RReLU, transposed)
+        assert tracked == result.report.predicted_after.peak, f"{tracked} B tracked, not as predicted"
     allowed = budget if isinstance(budget, int) else max(before.peak, tracked if budget is None else 0)
     assert tracked <= allowed, f"{tracked} B tracked, {allowed} B allowed"
     return "exact" if exact else "close"
