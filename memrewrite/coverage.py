@@ -7,9 +7,9 @@ from typing import Any
 from torch import nn
 
 from memrewrite.measure import preserved_state
-from memrewrite.private import FAKE_TENSOR_ERRORS, FakeTensorMode, real_rules_on_fake_tensors
+from memrewrite.private import FAKE_TENSOR_ERRORS
 from memrewrite.simulate import preserved_rng
-from memrewrite.simulate.fake import fake_inputs, fake_twin, tensors_of
+from memrewrite.simulate.fake import on_fakes, tensors_of
 from memrewrite.simulate.tracker import Tracker
 from memrewrite.step import Inputs, Step, autocast, device_type
 
@@ -20,12 +20,9 @@ def kept(model: nn.Module, inputs: Inputs, step: Step, paths: Collection[str]) -
     Parameters, buffers and inputs do not count; storages are rounded up to 512 bytes. Runs forward once on a fake twin
     or, where values decide its course, on the model itself, which is then put back.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
-        with preserved_rng([*tensors_of(model), *inputs.tensors()]):
-            twin, fakes = fake_twin(model, mode), fake_inputs(inputs, mode)
-            with real_rules_on_fake_tensors(), mode:
-                return _forward(twin, fakes, step, paths)
+        with preserved_rng([*tensors_of(model), *inputs.tensors()]), on_fakes(model, inputs) as (twin, fakes):
+            return _forward(twin, fakes, step, paths)
     except FAKE_TENSOR_ERRORS:
         with preserved_state(model, inputs):
             return _forward(model, inputs, step, paths)

@@ -78,6 +78,7 @@ __all__ = [
     "real_rules_on_fake_tensors",
     "real_tensors",
     "returns_view",
+    "set_grad_enabled",
     "size_conditions",
     "tracing_untold",
     "tree_flatten",
@@ -87,6 +88,10 @@ __all__ = [
     "tree_unflatten",
     "treespec_dumps",
 ]
+
+
+# How a graph by Dynamo spells the borders of no_grad and enable_grad; the public name makes a context manager.
+set_grad_enabled = torch._C._set_grad_enabled
 
 
 @contextlib.contextmanager

@@ -22,10 +22,10 @@ from memrewrite.capture.normal import leaf_tensors
 from memrewrite.codegen import generate
 from memrewrite.errors import CaptureError
 from memrewrite.measure import preserved_state
-from memrewrite.private import FakeTensorMode, real_rules_on_fake_tensors, tree_leaves, tree_map
+from memrewrite.private import tree_leaves, tree_map
 from memrewrite.runtime.dropin import build, program_from
 from memrewrite.simulate import preserved_rng
-from memrewrite.simulate.fake import fake_inputs, fake_twin, tensors_of
+from memrewrite.simulate.fake import on_fakes, tensors_of
 from memrewrite.step import Inputs, Step, autocast, device_type
 
 
@@ -199,11 +199,13 @@ def _captured(module: nn.Module, inputs: Inputs, called_with: Inputs, step: Step
 
 def _types(module: nn.Module, inputs: Inputs, step: Step) -> str:
     """The types of the tensors that a module returns under autocast, found on fake ones."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with preserved_rng([*tensors_of(module), *inputs.tensors()]), real_rules_on_fake_tensors():
-        twin, fakes = fake_twin(module, mode), fake_inputs(inputs, mode)
-        with mode, torch.no_grad(), autocast(step.amp, device_type(module, inputs)):
-            output = twin.forward(*fakes.args, **fakes.kwargs)
+    with (
+        preserved_rng([*tensors_of(module), *inputs.tensors()]),
+        on_fakes(module, inputs) as (twin, fakes),
+        torch.no_grad(),
+        autocast(step.amp, device_type(module, inputs)),
+    ):
+        output = twin.forward(*fakes.args, **fakes.kwargs)
     return ", ".join(str(leaf.dtype) for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
 
 

@@ -15,7 +15,7 @@ from memrewrite.capture.captured import Captured
 from memrewrite.capture.normal import bind, constants, copy_into, first_dtype, quiet, rebuild
 from memrewrite.capture.state import Attributes
 from memrewrite.errors import CaptureError
-from memrewrite.private import tree_flatten, tree_leaves, tree_map
+from memrewrite.private import set_grad_enabled, tree_flatten, tree_leaves, tree_map
 from memrewrite.simulate.fake import tensors_of
 from memrewrite.step import Inputs
 
@@ -63,7 +63,7 @@ def _run(model: nn.Module, mine: dict[str, Any]) -> tuple["_Lookout", Any]:
 
 def _hand_back_grad_mode(graph: fx.Graph) -> None:
     """Let regions end in the grad mode forward was called in, where Dynamo wrote down the one it was traced in."""
-    switches = [node for node in graph.nodes if node.target is torch._C._set_grad_enabled]
+    switches = [node for node in graph.nodes if node.target is set_grad_enabled]
     if not switches:
         return
     with graph.inserting_before(next(n for n in graph.nodes if n.op not in ("placeholder", "get_attr"))):

@@ -110,7 +110,7 @@ def _copies_itself(node: fx.Node) -> bool:
 
     That changes no value, but autograd takes it for a write to what it has saved.
     """
-    return node.target is torch.ops.aten.copy_.default and _written(node.args[0]) is _written(node.args[1])
+    return node.target is aten.copy_.default and _written(node.args[0]) is _written(node.args[1])
 
 
 def _written(node: Any) -> Any:

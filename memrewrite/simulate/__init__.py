@@ -13,14 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from memrewrite.errors import DataDependentError, UsageError
-from memrewrite.private import (
-    FAKE_TENSOR_ERRORS,
-    FakeTensorMode,
-    foreach_on_fake_tensors,
-    real_rules_on_fake_tensors,
-    tree_leaves,
-)
-from memrewrite.simulate.fake import fake_inputs, fake_twin, tensors_of
+from memrewrite.private import FAKE_TENSOR_ERRORS, foreach_on_fake_tensors, tree_leaves
+from memrewrite.simulate.fake import on_fakes, tensors_of
 from memrewrite.simulate.reserves import TrueReserves
 from memrewrite.simulate.tracker import Tracker
 from memrewrite.simulate.transients import Transients, transients_on
@@ -93,11 +87,8 @@ def simulate(module: nn.Module, inputs: Inputs, step: Step, *, workspace_bytes: 
 
 
 def _on_fakes(module: nn.Module, inputs: Inputs, step: Step, transients: Transients | None, steps: int) -> Timeline:
-    # Constants outside the module (globals of its file) are real; they are read as fakes and not counted.
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    twin, fakes = fake_twin(module, mode), fake_inputs(inputs, mode)
     try:
-        with foreach_on_fake_tensors(), real_rules_on_fake_tensors(), mode, TrueReserves():
+        with foreach_on_fake_tensors(), on_fakes(module, inputs) as (twin, fakes), TrueReserves():
             return run_tracked(twin, fakes, step, transients, steps)
     except FAKE_TENSOR_ERRORS as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)

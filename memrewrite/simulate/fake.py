@@ -4,13 +4,14 @@ import copy
 import functools
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import is_dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
-from memrewrite.private import FakeTensorMode, tree_map
+from memrewrite.private import FakeTensorMode, real_rules_on_fake_tensors, tree_map
 from memrewrite.step import Inputs
 
 
@@ -32,6 +33,16 @@ def fake_inputs(inputs: Inputs, mode: FakeTensorMode) -> Inputs:
         return copier.copy(leaf) if isinstance(leaf, Tensor) else leaf
 
     return Inputs(tree_map(convert, inputs.args), tree_map(convert, inputs.kwargs))
+
+
+@contextmanager
+def on_fakes(module: nn.Module, inputs: Inputs) -> Iterator[tuple[nn.Module, Inputs]]:
+    """The fake twin of a module and its fake inputs, in the mode they run in."""
+    # Constants outside the module (globals of its file) are real; they are read as fakes and not counted.
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    twin, fakes = fake_twin(module, mode), fake_inputs(inputs, mode)
+    with real_rules_on_fake_tensors(), mode:
+        yield twin, fakes
 
 
 def tensors_of(module: nn.Module) -> list[Tensor]:
