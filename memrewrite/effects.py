@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import flop_registry
 
 from memrewrite.private import FakeTensorMode, TorchDispatchMode, real_rules_on_fake_tensors, tree_iter
-from memrewrite.simulate.reserves import TrueReserves
+from memrewrite.simulate.true_results import TrueResults
 from memrewrite.step import autocast
 
 Origin = Literal["parameter", "buffer", "input", "node"]
@@ -86,7 +86,7 @@ def observe(
     with (
         real_rules_on_fake_tensors(),
         observer.fake,
-        TrueReserves(),
+        TrueResults(),
         observer.recorder,
         saved_tensors_hooks(observer.recorder.pack, _unpack),
         autocast(amp, device),

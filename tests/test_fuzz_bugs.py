@@ -73,7 +73,16 @@ CASES = {
         Recipe("image", (Part("relu"),), (Do("part", 0, 0, 0), Do("part", 0, 0, 0)), output="head"),
         Ask(0.875),
     ),
-    "the same, budget the original peak": (
+    "a first BatchNorm whose input needs no gradient": (
+        Recipe(
+            "rows",
+            (Part("batch_norm"), Part("mix"), Part("hardswish"), Part("mix"), Part("mix")),
+            (Do("part", 0, 0, 7), Do("part", 0, 0, 0), Do("part", 0, 0, 7), Do("part", 3, 0, 0)),
+            output="head",
+        ),
+        Ask(None),
+    ),
+    "a program that fits where the model does not, budget the original peak": (
         Recipe("rows", (Part("relu6", eval=True),), (Do("attend", 1), Do("part"), Do("swish_timm")), training=False),
         Ask(1.0, EXACT),
     ),

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from memrewrite.errors import DataDependentError, UsageError
 from memrewrite.private import FAKE_TENSOR_ERRORS, foreach_on_fake_tensors, tree_leaves
 from memrewrite.simulate.fake import on_fakes, tensors_of
-from memrewrite.simulate.reserves import TrueReserves
 from memrewrite.simulate.tracker import Tracker
 from memrewrite.simulate.transients import Transients, transients_on
+from memrewrite.simulate.true_results import TrueResults
 from memrewrite.step import PHASES, Inputs, Phase, Step, device_type
 
 __all__ = ["Timeline", "preserved_rng", "run_tracked", "simulate", "with_workspaces"]
@@ -88,7 +88,7 @@ def simulate(module: nn.Module, inputs: Inputs, step: Step, *, workspace_bytes: 
 
 def _on_fakes(module: nn.Module, inputs: Inputs, step: Step, transients: Transients | None, steps: int) -> Timeline:
     try:
-        with foreach_on_fake_tensors(), on_fakes(module, inputs) as (twin, fakes), TrueReserves():
+        with foreach_on_fake_tensors(), on_fakes(module, inputs) as (twin, fakes), TrueResults():
             return run_tracked(twin, fakes, step, transients, steps)
     except FAKE_TENSOR_ERRORS as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)

@@ -1,7 +1,8 @@
-"""What recurrent layers keep for their backward in one piece, the reserve, whose size only the library knows.
+"""Results that PyTorch's shape rules get wrong.
 
-PyTorch's shape rules give it 0 bytes, and it can be half of a step. The layer is run once per signature on real tensors
-like its arguments.
+Recurrent layers keep one piece for their backward, the reserve, whose size only the library knows: the rules give it
+0 bytes, and it can be half of a step. The layer is run once per signature on real tensors like its arguments.
+Backward of BatchNorm makes no gradient of an input that needs none; the rules make it all the same.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memrewrite.private import FakeTensor, TorchDispatchMode, real_tensors
+from memrewrite.private import FakeTensor, TorchDispatchMode, named_arguments, real_tensors
 from memrewrite.simulate.transients import like, made
 
 # The operators by name, as not every build of PyTorch has all, and which of their results is the reserve.
@@ -18,8 +19,8 @@ _RESERVES = {"aten::_cudnn_rnn": 3, "aten::mkldnn_rnn_layer": 3}
 _BYTES: dict[Any, int] = {}
 
 
-class TrueReserves(TorchDispatchMode):
-    """While it is active inside a fake mode, reserves have their true size."""
+class TrueResults(TorchDispatchMode):
+    """While it is active inside a fake mode, operators give what they give for real tensors."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -29,6 +30,9 @@ class TrueReserves(TorchDispatchMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         results = func(*args, **kwargs)
+        if func is torch.ops.aten.native_batch_norm_backward.default:
+            mask = named_arguments(func, args, kwargs)["output_mask"]
+            return tuple(result if wanted else None for result, wanted in zip(results, mask, strict=True))
         position = _RESERVES.get(func.name())
         if position is None or not isinstance(results[position], FakeTensor):
             return results
