@@ -5,12 +5,15 @@ Each name is checked on every supported version by ``tests/test_private.py``.
 
 import contextlib
 import sys
+import threading
 import types
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.optim.optimizer as optimizer_module
 import torch.utils.checkpoint as checkpoint_module
 
 # The shape of a grouped matrix product, and the rules that fake tensors follow before all others.
@@ -30,8 +33,12 @@ from torch._subclasses.fake_tensor import (
 )
 from torch._subclasses.fake_tensor import unset_fake_temporarily as real_tensors
 
-# The types that optimizers run with their foreach kernels when nothing else is asked for.
+# A registration that lasts as long as a context.
+from torch.library import _scoped_library
+
+# The types and devices that optimizers run their foreach kernels on when nothing else is asked for.
 from torch.optim.optimizer import _foreach_supported_types as _foreach_types
+from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices as _foreach_devices
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # The structure of nested inputs and outputs; torch.export speaks of them in these specs.
@@ -60,21 +67,32 @@ C_FUNCTIONS: dict[str, Any] = {
     **{f"torch._C.{name}": getattr(torch._C, name) for name in ("_nn", "_fft", "_linalg", "_special")},
 }
 
+_CYCLES_PER_MS = 2_000_000  # of a clock of 2 GHz, which no device exceeds by much
+
 __all__ = [
     "C_FUNCTIONS",
     "FAKE_TENSOR_ERRORS",
     "FakeTensor",
     "FakeTensorMode",
+    "Kernel",
     "OpOverload",
     "TorchDispatchMode",
     "TreeSpec",
+    "autocast_operators",
+    "backward_number",
+    "below_autograd",
+    "beyond_autocast",
     "checkpoint_calls",
     "clear_cublas_workspaces",
     "foreach_on_fake_tensors",
     "has_global_module_hooks",
+    "in_place_of_modes",
     "is_mutable",
     "is_view",
+    "keep_device_busy",
+    "known_as_real",
     "named_arguments",
+    "next_backward_number",
     "real_rules_on_fake_tensors",
     "real_tensors",
     "returns_view",
@@ -87,6 +105,7 @@ __all__ = [
     "tree_map",
     "tree_unflatten",
     "treespec_dumps",
+    "without_autocast",
 ]
 
 
@@ -95,15 +114,22 @@ set_grad_enabled = torch._C._set_grad_enabled
 
 
 @contextlib.contextmanager
-def foreach_on_fake_tensors() -> Iterator[None]:
+def foreach_on_fake_tensors(as_cuda: bool = False) -> Iterator[None]:
     """Let optimizers choose their foreach kernels for fake CUDA parameters, as they do for real ones.
 
     They decide by the exact type of a parameter, which for a fake one is FakeTensor. Foreach steps hold a
-    temporary for every parameter at once, so the choice can decide the peak.
+    temporary for every parameter at once, so the choice can decide the peak. ``as_cuda`` lets them choose so for
+    fake parameters on the CPU, too.
     """
+    devices = _foreach_devices()
+    allowed = [*devices, "cpu"] if as_cuda else devices
+    chosen = mock.patch.object(
+        optimizer_module, "_get_foreach_kernels_supported_devices", autospec=True, return_value=allowed
+    )
     _foreach_types.append(FakeTensor)
     try:
-        yield
+        with chosen:
+            yield
     finally:
         _foreach_types.remove(FakeTensor)
 
@@ -148,6 +174,57 @@ def _ask(answer: Callable[[], bool]) -> bool:
 
 
 @contextlib.contextmanager
+def known_as_real(knows: Callable[[object], bool]) -> Iterator[None]:
+    """Let code outside PyTorch take a fake tensor for a real one if ``knows`` says so.
+
+    Code that would read a tensor's values asks first ``isinstance(x, torch._subclasses.FakeTensor)`` (transformers
+    does), and does without if it is. The name is taken out of that package meanwhile and given on request, so that
+    PyTorch's own modules get the class itself, also those that are imported meanwhile.
+    """
+
+    package = vars(torch._subclasses)
+    with _ASKING:
+        if not _KNOWING:
+            package.pop("FakeTensor")
+            package["__getattr__"] = _fake_tensor_class
+        _KNOWING.append(knows)
+    try:
+        yield
+    finally:
+        with _ASKING:
+            _KNOWING.remove(knows)
+            if not _KNOWING:
+                package["FakeTensor"] = FakeTensor
+                del package["__getattr__"]
+
+
+_ASKING = threading.Lock()
+_KNOWING: list[Callable[[object], bool]] = []
+
+
+class _Answer(type):
+    def __instancecheck__(cls, value: object) -> bool:
+        return isinstance(value, FakeTensor) and not any(knows(value) for knows in _KNOWING)
+
+
+_SEEMING = _Answer("FakeTensor", (), {})
+
+
+def _fake_tensor_class(name: str) -> Any:
+    if name != "FakeTensor":
+        raise AttributeError(f"module {torch._subclasses.__name__!r} has no attribute {name!r}")
+    asker = str(sys._getframe(1).f_globals.get("__name__"))
+    return FakeTensor if asker.partition(".")[0] == "torch" else _SEEMING
+
+
+@contextlib.contextmanager
+def in_place_of_modes() -> Iterator[None]:
+    """Operators run on real tensors, and no mode sees them."""
+    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+        yield
+
+
+@contextlib.contextmanager
 def real_rules_on_fake_tensors() -> Iterator[None]:
     """Let fake tensors take what real ones take, where PyTorch's rules for them are narrower.
 
@@ -173,6 +250,17 @@ def real_rules_on_fake_tensors() -> Iterator[None]:
         mock.patch.object(torch.utils, "swap_tensors", swapped),
     ):
         yield
+
+
+def next_backward_number() -> int:
+    """The number autograd gives to what it is the next to note for backward in this thread; they rise in forward."""
+    return int(torch._C._autograd._get_sequence_nr())
+
+
+def backward_number() -> int | None:
+    """The number of what autograd is running now; None outside backward and while it adds to ``.grad``."""
+    node = torch._C._current_autograd_node()
+    return None if node is None or node.name().endswith("AccumulateGrad") else int(node._sequence_nr())
 
 
 def has_global_module_hooks() -> bool:
@@ -213,6 +301,14 @@ def clear_cublas_workspaces() -> None:
     torch._C._cuda_clearCublasWorkspaces()
 
 
+def keep_device_busy(ms: float) -> None:
+    """Let the current CUDA device do nothing for at least ``ms`` milliseconds, while the CPU goes on.
+
+    PyTorch has this for its own tests; whatever else takes as long takes memory, too, or has its own price.
+    """
+    torch.cuda._sleep(int(ms * _CYCLES_PER_MS))
+
+
 def returns_view(operator: torch._ops.OpOverload) -> bool:
     """Whether the operator returns a view of an argument instead of a new tensor or the argument it wrote."""
     aliases = [result.alias_info for result in operator._schema.returns]
@@ -246,3 +342,64 @@ def checkpoint_calls() -> Iterator[list[str]]:
         mock.patch.object(reentrant, "apply", counted(reentrant.apply)),
     ):
         yield calls
+
+
+Kernel = Callable[[OpOverload, Any, tuple[Any, ...], dict[str, Any]], Any]  # operator, keys of the call, its arguments
+
+
+@contextlib.contextmanager
+def kernels_in_this_thread(kernels: Mapping[tuple[str, str], Kernel]) -> Iterator[None]:
+    """Run ``kernels``, by name of an ATen operator and dispatch key, in place of what is registered there.
+
+    Operators that C++ calls inside others are seen by no mode and no patch, only by the dispatcher. Registrations
+    hold for all threads, so that others are led to what was there before; names that PyTorch lacks are left out.
+    """
+    here = threading.get_ident()
+    with _scoped_library("aten", "IMPL") as library:
+        for (name, key), kernel in kernels.items():
+            packet, _, overload = name.partition(".")
+            operator = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
+            if isinstance(operator, OpOverload):
+                instead = _only_in(here, operator, key, kernel)
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # the dispatcher warns of kernels that are overridden
+                    library.impl(name, instead, key, with_keyset=True)
+        yield
+
+
+def _only_in(thread: int, operator: OpOverload, key: str, kernel: Kernel) -> Callable[..., Any]:
+    cast = key.startswith("Autocast") and not torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key)
+    before = None if cast else torch.library.get_kernel(operator, key)
+
+    def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() == thread:
+            return kernel(operator, keys, args, kwargs)
+        if before is None:
+            return beyond_autocast(operator, keys, args, kwargs)
+        return before.call_boxed(keys, *args, **kwargs)
+
+    return run
+
+
+def beyond_autocast(operator: OpOverload, keys: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Go on with a call that autocast of the CPU was asked about as if it had nothing to say; it stays on inside."""
+    after = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.AutocastCPU)
+    return operator.redispatch(keys & after, *args, **kwargs)
+
+
+# What is called inside goes to the kernels below autograd, as an operator's own derivative formula calls them.
+below_autograd = torch._C._AutoDispatchBelowAutograd
+
+
+def without_autocast() -> contextlib.AbstractContextManager[None]:
+    """Autocast of the CPU is off, as it is inside its own kernels; ``torch.autocast`` is slower, at every operator."""
+    guard: contextlib.AbstractContextManager[None] = torch._C._ExcludeDispatchKeyGuard(
+        torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+    )
+    return guard
+
+
+def autocast_operators(device: str) -> frozenset[str]:
+    """The names of the ATen operators that autocast of ``device`` has a rule for, in builds without it, too."""
+    names = torch._C._dispatch_get_registrations_for_dispatch_key(f"Autocast{device.upper()}")
+    return frozenset(name.removeprefix("aten::") for name in names if name.startswith("aten::"))

@@ -76,6 +76,15 @@ def test_the_reserve_of_recurrent_layers_is_counted(kind: Callable[..., nn.Modul
     assert (simulated.peak, simulated.phases) == (real.peak, real.phases)
 
 
+@pytest.mark.parametrize("affine", [True, False], ids=["weights", "none"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_layer_norm_keeps_of_each_row_is_counted(dtype: torch.dtype, affine: bool) -> None:
+    module = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16, elementwise_affine=affine), nn.Linear(16, 16)).to(dtype)
+    amp = torch.bfloat16 if dtype is torch.float32 else None
+    simulated, real = both(module, Inputs((torch.randn(512, 16, dtype=dtype),), {}), Step(amp=amp))
+    assert simulated == real
+
+
 def test_checkpointing_lowers_the_peak() -> None:
     plain, _ = both(*make("residual"), Step())
     checkpointed, _ = both(*make("checkpointed"), Step())

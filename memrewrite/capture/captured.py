@@ -48,7 +48,8 @@ class Captured:
     ``module_path`` and ``source`` (``file.py:line``) where known.
     ``constants`` are tensors the model made from Python values while it was traced.
     ``training`` maps each submodule path to its training flag at capture; ``dtype`` is that of the model's first
-    parameter, None if it has none.
+    parameter, None if it has none. ``exact`` is False where the model, on the example's values, takes a way of its
+    own to the same result and the graph the way that fits any values, so that their bits may differ.
     """
 
     graph_module: fx.GraphModule
@@ -59,3 +60,4 @@ class Captured:
     front_end: str
     dtype: torch.dtype | None = None
     notes: tuple[str, ...] = ()
+    exact: bool = True

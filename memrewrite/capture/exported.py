@@ -6,16 +6,19 @@ architectures whole, where ``fx.symbolic_trace`` kept 78 and 0. Its silent hazar
 
 import contextlib
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from memrewrite.capture.captured import Captured
 from memrewrite.capture.normal import batch_size, bind, constants, dynamic, first_dtype, quiet, rebuild
 from memrewrite.private import OpOverload, is_mutable, named_arguments, tree_leaves, tree_map
+from memrewrite.simulate.known import known_values
 from memrewrite.step import Inputs
 
 aten = torch.ops.aten
@@ -53,6 +56,8 @@ def _normal(model: nn.Module, inputs: Inputs, program: ExportedProgram) -> Captu
 
     for graph in _graphs(exported):
         _keep_casts(graph)
+        _drop_aliases(graph)
+        _drop_questions(graph)
         _choose_kernels_late(graph)
     module = rebuild(exported.graph, exported, model, replace, outputs=lambda graph, results: results)
     return Captured(
@@ -66,9 +71,70 @@ def _normal(model: nn.Module, inputs: Inputs, program: ExportedProgram) -> Captu
     )
 
 
+class _CastsStayApart(TorchFunctionMode):
+    """Casts what a model casts through an alias, because a cast that changes nothing returns its input itself.
+
+    The tracer would take all later uses of that input for uses of the cast, which under autocast has another type.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _CASTS and isinstance(args[0], Tensor):
+            args = (torch.ops.aten.alias.default(args[0]), *args[1:])
+        return func(*args, **(kwargs or {}))
+
+
+_CASTS = (Tensor.to, Tensor.type, Tensor.type_as, Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.double)
+
+
+def _drop_aliases(graph: fx.Graph) -> None:
+    """Cast what ``_CastsStayApart`` made an alias of."""
+    for node in list(graph.nodes):
+        if node.target is aten.alias.default and all(user.target in _CAST_TARGETS for user in node.users):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+
+
+_CAST_TARGETS = [
+    *(getattr(aten.to, name) for name in aten.to.overloads()),
+    aten.type_as.default,
+    aten._assert_tensor_metadata.default,  # which export puts before each
+]
+
+
+def _drop_questions(graph: fx.Graph) -> None:
+    """Leave out what was computed only to be asked for a number that is known: each would wait for the device."""
+    questions = (n for n in graph.nodes if n.target in _QUESTIONS and not isinstance(n.meta.get("val"), torch.SymInt))
+    unused = [node for node in questions if not node.users]
+    while unused:
+        node = unused.pop()
+        before = node.all_input_nodes
+        graph.erase_node(node)
+        unused += [n for n in before if not n.users and _only_computes(n.target)]
+
+
+def _only_computes(target: Any) -> bool:
+    seeded = torch.Tag.nondeterministic_seeded
+    return isinstance(target, OpOverload) and not is_mutable(target) and seeded not in target.tags
+
+
+_QUESTIONS = (aten.item.default, aten._local_scalar_dense.default, aten.equal.default)
+
+
 def _export(model: nn.Module, inputs: Inputs, shapes: Any) -> ExportedProgram:
-    with quiet():
+    with quiet(), _unmarked(inputs.tensors()), known_values(), _CastsStayApart():
         return torch.export.export(model, inputs.args, inputs.kwargs, dynamic_shapes=shapes, strict=False)
+
+
+@contextlib.contextmanager
+def _unmarked(tensors: list[Tensor]) -> Iterator[None]:
+    """Undo what is noted on tensors meanwhile: sizes that export takes for dynamic it marks, also for the next time."""
+    before = [(tensor, dict(vars(tensor))) for tensor in tensors]
+    try:
+        yield
+    finally:
+        for tensor, attributes in before:
+            vars(tensor).clear()
+            vars(tensor).update(attributes)
 
 
 def _graphs(exported: fx.GraphModule) -> list[fx.Graph]:

@@ -11,7 +11,7 @@ import keyword
 import os
 import re
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -35,8 +35,8 @@ from memrewrite.private import (
     tree_leaves,
     tree_map,
 )
-from memrewrite.runtime.segment import run_segment
 from memrewrite.simulate.fake import fake_inputs, fake_twin
+from memrewrite.simulate.known import known_values
 from memrewrite.step import Inputs
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -51,12 +51,14 @@ class Findings:
     """What is worth knowing about a model that is safe to capture.
 
     ``notes`` are sentences for the user; ``export_loses`` is what ``torch.export``'s graph would lack, ``asks`` the
-    Python module that asks whether it is being traced, "" if there is none.
+    Python module that asks whether it is being traced, "" if there is none. ``exact`` is False where the model takes
+    another way on the values of these inputs than on values it cannot see.
     """
 
     notes: tuple[str, ...] = ()
     export_loses: str = ""
     asks: str = ""
+    exact: bool = True
 
 
 def check(model: nn.Module, inputs: Inputs) -> Findings:
@@ -86,8 +88,10 @@ def check(model: nn.Module, inputs: Inputs) -> Findings:
     lost = f"writes to self.{written}, which is no buffer" if written else first.nested
     if "apply" in checkpoints:
         lost = "the gradients of checkpoint(use_reentrant=True)"
-    note = "The model's own torch.utils.checkpoint calls are replaced by the plan."
-    return Findings((note,) if checkpoints else (), lost, asked[0] if asked else "")
+    notes = ["The model's own torch.utils.checkpoint calls are replaced by the plan."] if checkpoints else []
+    if place := rehearsal.decided_by_values(first):
+        notes.append(_DECIDED.format(name=name, place=place))
+    return Findings(tuple(notes), lost, asked[0] if asked else "", exact=not place)
 
 
 class _Rehearsal:
@@ -101,15 +105,28 @@ class _Rehearsal:
             # A leaf that requires a gradient could not be written in place, as an input that was computed can.
             copies = {id(t): t.clone() if t.requires_grad else t for t in given.tensors()}
             self._given = Inputs(*tree_map(lambda leaf: copies.get(id(leaf), leaf), (given.args, given.kwargs)))
+        self._real = inputs.tensors()
+        self._asked = False
         self.before = self.between = Attributes(self._twin)
 
-    def run(self) -> "_Watch":
+    def decided_by_values(self, first: "_Watch") -> str:
+        """Where forward does something else once it can see the values of its inputs, "" if nowhere."""
+        if not self._asked:
+            return ""
+        try:
+            return first.differs(self.run(list(zip(self._given.tensors(), self._real, strict=True))), computing=True)
+        except CaptureError:  # no graph can hold what it does then
+            return ""
+
+    def run(self, given: Sequence[tuple[Tensor, Tensor]] = ()) -> "_Watch":
+        """Run forward once; ``given`` are fake inputs and the real ones whose values it may see."""
         # Only a training step runs backward, where a checkpoint would write them once more.
         watch = _Watch({id(b) for b in self._twin.buffers()} if self._twin.training else set())
         self.between = Attributes(self._twin)
         leaves, nesting = tree_flatten((self._given.args, self._given.kwargs))
-        with self._explained(), self._mode, watch:
+        with self._explained(), self._mode, known_values(given) as values, watch:
             watch.output = self._twin.forward(*self._given.args, **self._given.kwargs)
+        self._asked |= values.asked
         now, as_nested = tree_flatten((self._given.args, self._given.kwargs))
         if as_nested != nesting or any(new is not old for new, old in zip(now, leaves, strict=True)):
             raise CaptureError(
@@ -226,6 +243,10 @@ def _functions_behind(output: Any) -> list[str]:
     return names
 
 
+_DECIDED = (
+    "The values of its inputs decide what {name} does (at {place}); the program does what fits any values, which can "
+    "take more time and memory. A mask that masks nothing is best left out of the inputs."
+)
 _REFUSED = {
     "hook": "registers tensor hooks in forward (at {place}); a captured graph loses them.",
     "inference": "enters torch.inference_mode in forward (at {place}), which a graph loses; use torch.no_grad.",
@@ -236,6 +257,9 @@ _REFUSED = {
     "gradient": "takes gradients in forward (at {place}), which a graph would differentiate again; "
     "detach what they are taken of, or give create_graph=True.",
 }
+
+
+_FunctionCall = tuple[Any, list[str], str]  # the function, its plain arguments and how many tensors, the place
 
 
 class _Watch(TorchFunctionMode):
@@ -252,7 +276,8 @@ class _Watch(TorchFunctionMode):
         self.places: dict[str, list[str]] = {}
         self.nested = ""
         self.output: Any = None
-        self._calls: list[tuple[Any, list[str], str]] = []  # function, plain arguments, place
+        self._calls: list[_FunctionCall] = []
+        self._computing: list[_FunctionCall] = []  # those of them that gave numbers with fractions
         self._cache = torch.is_autocast_cache_enabled()
         self._outside = (torch.is_inference_mode_enabled(), torch.initial_seed(), _autocast(), _attention())
 
@@ -277,16 +302,23 @@ class _Watch(TorchFunctionMode):
         plain = [
             repr(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, int | float | str | torch.dtype)
         ]
+        plain.append(f"{sum(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs)))} tensors")
         self._calls.append((func, plain, _caller()))
         versions = [(value, value._version) for value in args if id(value) in self._buffers]
         result = func(*args, **kwargs)
+        if any(isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in tree_leaves(result)):
+            self._computing.append(self._calls[-1])
         if any(buffer._version != version for buffer, version in versions) and in_checkpoint():
             self.places.setdefault("twice", []).append(_caller())
         return result
 
-    def differs(self, other: "_Watch") -> str:
-        """The place of the first call that the other run made differently, "" if both are the same."""
-        for mine, theirs in itertools.zip_longest(self._calls, other._calls):
+    def differs(self, other: "_Watch", computing: bool = False) -> str:
+        """The place of the first call that the other run made differently, "" if both are the same.
+
+        With ``computing``, calls do not count that give integers or truth values only.
+        """
+        calls = (self._computing, other._computing) if computing else (self._calls, other._calls)
+        for mine, theirs in itertools.zip_longest(*calls):
             if mine is None or theirs is None or mine[:2] != theirs[:2]:
                 return (mine or theirs)[2] or "a place unknown"
         return ""
@@ -303,20 +335,11 @@ def _attention() -> tuple[bool, ...]:
 
 
 def in_checkpoint() -> bool:
-    """Whether a ``torch.utils.checkpoint`` of the model's own runs the code that asks.
-
-    Those of a model rewritten before do not count: their segments update buffers once.
-    """
+    """Whether a ``torch.utils.checkpoint`` runs the code that asks."""
     frame = inspect.currentframe()
-    inside = False
     while frame is not None:
-        file = frame.f_code.co_filename
-        if file == torch.utils.checkpoint.__file__:
-            inside = True
-        elif inside and not file.startswith(os.path.dirname(torch.__file__)):
-            if frame.f_code.co_name != run_segment.__name__:
-                return True
-            inside = False
+        if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
+            return True
         frame = frame.f_back
     return False
 

@@ -2,6 +2,7 @@
 
 Recurrent layers keep one piece for their backward, the reserve, whose size only the library knows: the rules give it
 0 bytes, and it can be half of a step. The layer is run once per signature on real tensors like its arguments.
+LayerNorm with weights in float32 keeps the mean and deviation of each row so, which the rules give its input's type.
 Backward of BatchNorm makes no gradient of an input that needs none; the rules make it all the same.
 """
 
@@ -33,6 +34,8 @@ class TrueResults(TorchDispatchMode):
         if func is torch.ops.aten.native_batch_norm_backward.default:
             mask = named_arguments(func, args, kwargs)["output_mask"]
             return tuple(result if wanted else None for result, wanted in zip(results, mask, strict=True))
+        if func is torch.ops.aten.native_layer_norm.default:
+            return (results[0], *(_as_precise(of_rows, args[2]) for of_rows in results[1:]))
         position = _RESERVES.get(func.name())
         if position is None or not isinstance(results[position], FakeTensor):
             return results
@@ -41,6 +44,11 @@ class TrueResults(TorchDispatchMode):
             _BYTES[call] = _measured(position, *call)
         reserve: Tensor = results[position]
         return (*results[:position], reserve.new_empty(_BYTES[call] // reserve.itemsize), *results[position + 1 :])
+
+
+def _as_precise(of_rows: Tensor, weight: Tensor | None) -> Tensor:
+    wanted = of_rows.dtype if weight is None else torch.promote_types(of_rows.dtype, weight.dtype)
+    return of_rows if of_rows.dtype == wanted else of_rows.new_empty(of_rows.shape, dtype=wanted)
 
 
 def _measured(position: int, func: Any, args: Any, kwargs: Any, grad: bool) -> int:
