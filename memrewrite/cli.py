@@ -101,7 +101,9 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--loss", help="module:function from the model's output to a scalar."),
         click.option("--amp", type=choices(["off", "bf16", "fp16"]), default="off", help="Forward under autocast."),
         click.option("--mode", type=choices(["train", "inference"]), default="train", help="What a step is."),
-        click.option("--device", default="auto", help="auto, cpu or cuda:0."),
+        click.option(
+            "--device", default="auto", help="auto, cpu or cuda:0; where there is no CUDA, cuda plans for it."
+        ),
         click.option("--passes", help="Comma-separated passes to run; all by default."),
         click.option("--exact/--no-exact", default=False, help="Only rewrites that keep every bit."),
         click.option("--seed", type=int, default=0, help="Seed for the model, verification and measuring."),

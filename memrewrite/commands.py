@@ -71,14 +71,17 @@ def optimize(request: "Request") -> int:
     with contextlib.redirect_stdout(sys.stderr), Stages(quiet=request.quiet, verbose=request.verbose) as stage:
         stage("load")
         torch.manual_seed(request.seed)
-        device = _device(request.device)
+        wanted = _device(request.device)
+        as_cuda = wanted.type == "cuda" and not torch.cuda.is_available()
+        device = torch.device("cpu") if as_cuda else wanted
         loaded = target.load(request.target, request.input, request.batch_size)
         with target.importable(loaded.folder), _memory_errors(), _quiet_logs(request.verbose):
             module = loaded.module.to(device)
             if module.training != (request.mode == "train"):  # else leave submodules the user froze as they are
                 module.train(request.mode == "train")
             inputs = to_device(loaded.inputs, device)
-            job = _Job(request, module, inputs, loaded.name, budget, spec, spec.build(), device)
+            step = replace(spec.build(), as_cuda=as_cuda)
+            job = _Job(request, module, inputs, loaded.name, budget, spec, step, device)
             outcome = _check(job, stage) if request.check else _optimize(job, stage)
     text = json.dumps({**outcome.payload, "exit_code": outcome.code}, indent=2)
     if request.json == "-":
@@ -93,7 +96,7 @@ def optimize(request: "Request") -> int:
 def _check(job: _Job, stage: Stages) -> _Outcome:
     """Whether the original fits the budget as predicted; nothing is changed or written."""
     stage("simulate")
-    workspace = workspace_bytes(job.device, job.step.amp, job.step.mode)
+    workspace = workspace_bytes(job.device, job.step.amp, job.step.mode, job.step.as_cuda)
     peak = api.simulate_original(job.module, job.inputs, job.step, workspace).peak
     limit = job.budget.resolve(peak) if job.budget else None
     if limit is None:
@@ -122,6 +125,7 @@ def _optimize(job: _Job, stage: Stages) -> _Outcome:
         loss_fn=job.step.loss_fn,
         amp=job.step.amp,
         mode=request.mode,
+        device="cuda" if job.step.as_cuda else None,
         passes=None if request.passes is None else tuple(request.passes.split(",")),
         exact=request.exact,
         verify=request.verify,
@@ -132,7 +136,7 @@ def _optimize(job: _Job, stage: Stages) -> _Outcome:
     changes = _changes(job, optimized) if request.diff else None
     report = _finish(job, optimized, report, stage)
     written = request.output if report.changed else None
-    fits = report.measured_before is not None or not request.measure
+    fits = report.measured_before is not None or not _measures(job)
     payload = {**report.to_json(), "command": _command(request), "written": written and str(written)}
     if changes is not None:
         payload["diff"] = changes
@@ -153,23 +157,28 @@ def _finish(job: _Job, optimized: nn.Module, report: Report, stage: Stages) -> R
     """
     request = job.request
     if not report.changed:
-        return _measured(job, report, None, stage) if request.measure else report
+        return _measured(job, report, None, stage) if _measures(job) else report
     known = report
 
     def check(draft: Path) -> Report:
         nonlocal known
         if request.output is not None and request.verify:
             _verify_saved(job, report, draft, stage)
-        known = _measured(job, report, draft, stage) if request.measure else report
+        known = _measured(job, report, draft, stage) if _measures(job) else report
         return known
 
     stage("save")
     if request.output is not None:
         save(optimized, request.output, force=request.force, report=report, check=check)
-    elif request.measure:
+    elif _measures(job):
         with tempfile.TemporaryDirectory(prefix="memrewrite-") as scratch:
             save(optimized, Path(scratch) / "rewritten", report=report, check=check)
     return known
+
+
+def _measures(job: _Job) -> bool:
+    """Whether to measure: it is asked for, and the device is there."""
+    return job.request.measure and not job.step.as_cuda
 
 
 def _measured(job: _Job, report: Report, artifact: Path | None, stage: Stages) -> Report:
@@ -243,7 +252,10 @@ def _check_places(request: "Request") -> None:
 
 
 def _device(name: str) -> torch.device:
-    """The device that ``--device`` names; raises ``UsageError`` where there is none of that name."""
+    """The device that ``--device`` names; raises ``UsageError`` where there is none of that name.
+
+    A first CUDA device is one to plan for, where there is no CUDA.
+    """
     if name == "auto":
         return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     try:
@@ -252,7 +264,7 @@ def _device(name: str) -> torch.device:
         raise UsageError(f"Device {name!r} is unknown; give auto, cpu or cuda:0.") from error
     if device.type not in ("cpu", "cuda"):
         raise UsageError(f"Device {name!r} is not supported; give auto, cpu or cuda:0.")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+    if device.type == "cuda" and (device.index or 0) >= max(1, torch.cuda.device_count()):
         raise UsageError(f"There is no device {name!r}: PyTorch sees {torch.cuda.device_count()} CUDA devices.")
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 

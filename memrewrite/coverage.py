@@ -21,7 +21,10 @@ def kept(model: nn.Module, inputs: Inputs, step: Step, paths: Collection[str]) -
     or, where values decide its course, on the model itself, which is then put back.
     """
     try:
-        with preserved_rng([*tensors_of(model), *inputs.tensors()]), on_fakes(model, inputs) as (twin, fakes):
+        with (
+            preserved_rng([*tensors_of(model), *inputs.tensors()]),
+            on_fakes(model, inputs, step.as_cuda, these=True) as (twin, fakes),
+        ):
             return _forward(twin, fakes, step, paths)
     except FAKE_TENSOR_ERRORS:
         with preserved_state(model, inputs):

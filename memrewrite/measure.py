@@ -70,11 +70,13 @@ def measure_in_child(loader: Loader, step: StepSpec, *, timeout_s: float, steps:
 def predict(module: nn.Module, inputs: Inputs, step: Step, *, workspace_bytes: int = 0, steps: int = 2) -> Timeline:
     """``simulate``, or where the step depends on values real steps under the tracker, after which all is put back.
 
-    Raises ``MeasurementError`` when those run out of memory.
+    Raises ``MeasurementError`` when those run out of memory, ``DataDependentError`` for such a step ``as_cuda``.
     """
     try:
         return simulate(module, inputs, step, workspace_bytes=workspace_bytes, steps=steps)
     except DataDependentError:
+        if step.as_cuda:
+            raise
         return with_workspaces(_tracked(module, inputs, step, steps), workspace_bytes)
 
 

@@ -201,7 +201,7 @@ def _types(module: nn.Module, inputs: Inputs, step: Step) -> str:
     """The types of the tensors that a module returns under autocast, found on fake ones."""
     with (
         preserved_rng([*tensors_of(module), *inputs.tensors()]),
-        on_fakes(module, inputs) as (twin, fakes),
+        on_fakes(module, inputs, step.as_cuda) as (twin, fakes),
         torch.no_grad(),
         autocast(step.amp, device_type(module, inputs)),
     ):

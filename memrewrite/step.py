@@ -34,12 +34,21 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Step:
-    """How one step is taken. ``optimizer`` None counts no optimizer state; ``amp`` None runs without autocast."""
+    """How one step is taken. ``optimizer`` None counts no optimizer state; ``amp`` None runs without autocast.
+
+    ``as_cuda`` plans for CUDA on tensors that lie on the CPU: what runs on fake tensors runs as it does on CUDA; what
+    runs on real ones runs on the CPU as ever.
+    """
 
     mode: Literal["train", "inference"] = "train"
     optimizer: OptimizerFactory | None = None
     loss_fn: Callable[[Any], Tensor] | None = None
     amp: torch.dtype | None = None
+    as_cuda: bool = False
+
+    def device_type(self, module: nn.Module, inputs: Inputs) -> str:
+        """``"cuda"`` or ``"cpu"``: what the step is planned for."""
+        return "cuda" if self.as_cuda else device_type(module, inputs)
 
     def make_optimizer(self, module: nn.Module) -> torch.optim.Optimizer | None:
         """The optimizer over the parameters that train, or None where there is nothing to train."""
@@ -82,9 +91,9 @@ class Step:
         return value
 
 
-def autocast(amp: torch.dtype | None, device: str) -> contextlib.AbstractContextManager[Any]:
-    """``torch.autocast`` for ``amp``, or nothing."""
-    return torch.autocast(device, amp) if amp is not None else contextlib.nullcontext()
+def autocast(amp: torch.dtype | None, device: str, cached: bool = True) -> contextlib.AbstractContextManager[Any]:
+    """``torch.autocast`` for ``amp``, or nothing; ``cached`` says whether it keeps its casts of weights."""
+    return torch.autocast(device, amp, cache_enabled=cached) if amp is not None else contextlib.nullcontext()
 
 
 def device_type(module: nn.Module, inputs: Inputs) -> str:

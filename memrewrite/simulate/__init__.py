@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from memrewrite.errors import DataDependentError, UsageError
 from memrewrite.private import FAKE_TENSOR_ERRORS, foreach_on_fake_tensors, tree_leaves
+from memrewrite.simulate.as_cuda import Scratch
 from memrewrite.simulate.fake import on_fakes, tensors_of
 from memrewrite.simulate.tracker import Tracker
 from memrewrite.simulate.transients import Transients, transients_on
@@ -69,7 +70,8 @@ def simulate(module: nn.Module, inputs: Inputs, step: Step, *, workspace_bytes: 
 
     ``workspace_bytes`` is what libraries hold on the device besides tensors (``simulate.workspaces``); it is added
     throughout. On CUDA, what operators take while they run is measured there, one operator at a time, the first time
-    its signature is met. The module, its tensors and the random state stay as they are.
+    its signature is met; for a step ``as_cuda`` it is known of attention alone. The module, its tensors and the random
+    state stay as they are.
     Raises ``UsageError`` for CUDA tensors without CUDA, ``DataDependentError`` where the step depends on data.
     """
     tensors = [*tensors_of(module), *inputs.tensors()]
@@ -79,7 +81,8 @@ def simulate(module: nn.Module, inputs: Inputs, step: Step, *, workspace_bytes: 
             "The model is on CUDA but PyTorch finds no CUDA device; move the model and its inputs to the CPU."
         )
     with preserved_rng(tensors):
-        transients = transients_on(next((tensor.device for tensor in tensors if tensor.is_cuda), torch.device("cpu")))
+        device = next((tensor.device for tensor in tensors if tensor.is_cuda), torch.device("cpu"))
+        transients = Scratch() if step.as_cuda else transients_on(device)
         timeline = _on_fakes(module, inputs, step, transients, steps)
         if transients is not None and transients.probe():
             timeline = _on_fakes(module, inputs, step, transients, steps)
@@ -88,7 +91,11 @@ def simulate(module: nn.Module, inputs: Inputs, step: Step, *, workspace_bytes: 
 
 def _on_fakes(module: nn.Module, inputs: Inputs, step: Step, transients: Transients | None, steps: int) -> Timeline:
     try:
-        with foreach_on_fake_tensors(), on_fakes(module, inputs) as (twin, fakes), TrueResults():
+        with (
+            foreach_on_fake_tensors(step.as_cuda),
+            on_fakes(module, inputs, step.as_cuda, these=True) as (twin, fakes),
+            TrueResults(),
+        ):
             return run_tracked(twin, fakes, step, transients, steps)
     except FAKE_TENSOR_ERRORS as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)

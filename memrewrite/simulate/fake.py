@@ -5,13 +5,15 @@ import functools
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import is_dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
 from memrewrite.private import FakeTensorMode, real_rules_on_fake_tensors, tree_map
+from memrewrite.simulate.as_cuda import as_cuda
+from memrewrite.simulate.known import known_values
 from memrewrite.step import Inputs
 
 
@@ -36,12 +38,18 @@ def fake_inputs(inputs: Inputs, mode: FakeTensorMode) -> Inputs:
 
 
 @contextmanager
-def on_fakes(module: nn.Module, inputs: Inputs) -> Iterator[tuple[nn.Module, Inputs]]:
-    """The fake twin of a module and its fake inputs, in the mode they run in."""
+def on_fakes(
+    module: nn.Module, inputs: Inputs, cuda: bool = False, these: bool = False
+) -> Iterator[tuple[nn.Module, Inputs]]:
+    """The fake twin of a module and its fake inputs, in the mode they run in; with ``cuda`` as on CUDA.
+
+    With ``these``, the run is about these inputs alone, and the values of small ones without fractions are known.
+    """
     # Constants outside the module (globals of its file) are real; they are read as fakes and not counted.
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     twin, fakes = fake_twin(module, mode), fake_inputs(inputs, mode)
-    with real_rules_on_fake_tensors(), mode:
+    given = zip(fakes.tensors(), inputs.tensors(), strict=True) if these else ()
+    with real_rules_on_fake_tensors(), mode, known_values(given), as_cuda() if cuda else nullcontext():
         yield twin, fakes
 
 

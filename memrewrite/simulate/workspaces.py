@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from memrewrite.child import run_job
+from memrewrite.simulate.as_cuda import library_bytes
 from memrewrite.step import autocast
 
 _NAMES = {None: "off", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -19,11 +20,17 @@ _TIMEOUT_S = 300.0
 _WIDTH = 64
 
 
-def workspace_bytes(device: torch.device, amp: torch.dtype | None = None, mode: str = "train") -> int:
+def workspace_bytes(
+    device: torch.device, amp: torch.dtype | None = None, mode: str = "train", as_cuda: bool = False
+) -> int:
     """Bytes that stay allocated on ``device`` once a step of ``mode`` under ``amp`` has run there; 0 on the CPU.
+
+    With ``as_cuda`` what they are by PyTorch's sources, see ``library_bytes``.
 
     Measured in a fresh process the first time, then remembered. Raises ``MeasurementError`` when that process fails.
     """
+    if as_cuda:
+        return library_bytes(mode)
     if device.type != "cuda":
         return 0
     return _measured(str(device), _NAMES[amp], mode)
