@@ -66,6 +66,8 @@ class Report:
     """Everything a user is told. ``rewrites`` and ``refusals`` are (pass, where, what or why).
 
     ``shares`` splits a model that could not be captured whole; it is empty for one that was, and in inference.
+    ``predicted_ms_before`` and ``predicted_ms_after`` are the step's time in ms as its operators' own times make it,
+    None where these are not known (off CUDA, or where the model could not be captured whole).
     """
 
     model: str
@@ -85,6 +87,8 @@ class Report:
     notes: tuple[str, ...] = ()
     versions: dict[str, str] | None = None
     shares: tuple[Share, ...] = ()
+    predicted_ms_before: float | None = None
+    predicted_ms_after: float | None = None
 
     @property
     def captured_share(self) -> float:

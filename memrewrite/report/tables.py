@@ -78,11 +78,20 @@ def _peaks(report: Report, fits: bool) -> Table:
     change = _change(old.peak, new.peak) if old and new else ""
     peaks = [format_bytes(old.peak) if old else missing, format_bytes(new.peak) if new else NOT_MEASURED]
     table.add_row("measured peak", *peaks, change)
+    known = report.predicted_ms_before, report.predicted_ms_after
+    if known != (None, None):
+        table.add_row("predicted step time", *_times(*known, "not predicted", "not predicted"))
     if old or new:
-        ratio = f"x{new.step_ms / old.step_ms:.2f}" if old and new and old.step_ms else ""
-        times = [f"{old.step_ms:.1f} ms" if old else missing, f"{new.step_ms:.1f} ms" if new else NOT_MEASURED]
-        table.add_row("step time", *times, ratio)
+        before_ms, after_ms = (each.step_ms if each else None for each in (old, new))
+        table.add_row("measured step time", *_times(before_ms, after_ms, missing, NOT_MEASURED))
     return table
+
+
+def _times(before: float | None, after: float | None, missing_before: str, missing_after: str) -> tuple[str, str, str]:
+    """Two times in ms, or what to say for want of one, and by how much the second is longer."""
+    first = missing_before if before is None else f"{before:.1f} ms"
+    second = missing_after if after is None else f"{after:.1f} ms"
+    return first, second, f"x{after / before:.2f}" if before and after is not None else ""
 
 
 def _change(before: int, after: int) -> str:

@@ -1,0 +1,117 @@
+"""A node as a call that can be made on other tensors: its operator and the signature of its arguments."""
+
+import operator
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from memrewrite.effects import NodeEffects
+from memrewrite.private import OpOverload, tree_iter, tree_leaves, tree_map
+from memrewrite.simulate.transients import like, made
+
+_PLAIN = (
+    *(int, float, complex, bool, str, types.NoneType, types.EllipsisType, slice),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
+)
+_FIXED = ("torch", "_operator")  # the packages whose functions are the same in every process with this version
+
+
+@dataclass(frozen=True)
+class Argument:
+    """A tensor argument: which one (the same tensor given twice is one), its signature, whether it has a gradient."""
+
+    number: int
+    like: Any
+    trained: bool
+
+    def make(self, written: bool) -> Tensor:
+        """A real tensor like it, of numbers between 0 and 1: with equal ones a product takes less power and time.
+
+        In a call that has ``written`` arguments it is no leaf, as autograd lets no one write those.
+        """
+        tensor: Tensor = made(self.like)
+        if tensor.is_floating_point():
+            whole = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,))
+            whole.uniform_()
+        tensor.requires_grad_(self.trained)
+        return tensor.clone() if self.trained and written else tensor
+
+
+@dataclass(frozen=True)
+class Call:
+    """One distinct call. ``text`` is its signature, equal for equal calls; ``grad`` says that it has a backward.
+
+    ``lasting`` says that the operator is PyTorch's own, so that the signature means the same in another process.
+    """
+
+    text: str
+    target: Callable[..., Any] | str
+    args: Any
+    kwargs: dict[str, Any]
+    amp: torch.dtype | None
+    grad: bool
+    writes: bool
+    lasting: bool
+
+    def prepared(self) -> tuple[Callable[[], Any], list[Tensor]]:
+        """A function that makes the call on real tensors, and those."""
+        numbered: dict[int, Tensor] = {}
+
+        def real(leaf: Any) -> Any:
+            if not isinstance(leaf, Argument):
+                return leaf
+            if leaf.number not in numbered:
+                numbered[leaf.number] = leaf.make(self.writes)
+            return numbered[leaf.number]
+
+        args, kwargs = tree_map(real, (self.args, self.kwargs))
+
+        def run() -> Any:
+            if isinstance(self.target, str):
+                return getattr(args[0], self.target)(*args[1:], **kwargs)
+            return self.target(*args, **kwargs)
+
+        return run, list(numbered.values())
+
+
+def call_of(node: fx.Node, facts: NodeEffects, amp: torch.dtype | None) -> Call | None:
+    """The call a node is, by the fake values in ``meta["val"]``.
+
+    None where it takes no tensor (it may switch a mode, or makes one from nothing) or gives none (it may assert what
+    does not hold for other values), where it takes anything but tensors and plain values, and for picking from a
+    tuple, which is no work.
+    """
+    if node.op not in ("call_function", "call_method"):
+        return None
+    numbers: dict[int, int] = {}
+
+    def described(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided:
+            return leaf
+        return Argument(numbers.setdefault(id(leaf), len(numbers)), like(leaf), leaf.requires_grad)
+
+    given = fx.node.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
+    args, kwargs = tree_map(described, given)
+    plain = all(isinstance(leaf, (Argument, *_PLAIN)) for leaf in tree_leaves((args, kwargs)))
+    picks = node.target is operator.getitem and not isinstance(args[0], Argument)
+    results = [value for value in tree_iter(node.meta["val"]) if isinstance(value, Tensor)]
+    if not plain or not numbers or not results or picks:
+        return None
+    grad = any(result.requires_grad for result in results)
+    name, lasting = _name(node.target)
+    text = f"{name} {args!r} {kwargs!r} amp={amp} grad={grad}"
+    return Call(text, node.target, args, dict(kwargs), amp, grad, bool(facts.writes), lasting)
+
+
+def _name(target: Any) -> tuple[str, bool]:
+    if isinstance(target, str):
+        return f"method {target}", True
+    if isinstance(target, OpOverload):
+        return str(target), target.namespace == "aten"
+    module = str(getattr(target, "__module__", None) or getattr(type(target), "__module__", ""))
+    name = str(getattr(target, "__qualname__", None) or getattr(target, "__name__", target))
+    return f"{module}.{name}", module.partition(".")[0] in _FIXED

@@ -1,0 +1,93 @@
+"""A short profile of a graph's nodes on their device: each distinct operator and signature is timed once."""
+
+import functools
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+from torch import fx
+
+from memrewrite.costs import ROOFLINES, Costs
+from memrewrite.costs.calls import Call, call_of
+from memrewrite.costs.table import Table, cache_file
+from memrewrite.costs.table import environment as environment_of
+from memrewrite.costs.timer import Measure, timing_on
+from memrewrite.effects import Effects
+
+_SECONDS = 10.0  # for one model, all its variants together
+_AUTOCAST = {"_enter_autocast": 1, "_exit_autocast": -1}
+
+
+class Profile:
+    """Times nodes for one model; what is not timed when ``seconds`` are spent, or cannot be, is left to the roofline.
+
+    ``table`` remembers times, ``timing`` opens what measures a call, ``clock`` gives seconds.
+    """
+
+    def __init__(
+        self,
+        table: Table,
+        timing: Callable[[], AbstractContextManager[Measure]],
+        *,
+        seconds: float = _SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._table, self._timing, self._clock = table, timing, clock
+        self._left = seconds
+
+    def costs(self, effects: Effects, amp: torch.dtype | None) -> Costs:
+        """The costs of a CUDA graph's nodes as observed (``effects``) under ``amp``, after timing what is unknown."""
+        roofline = ROOFLINES["cuda"]
+        calls = _calls(effects, amp)
+        expected = {node: roofline.ms((f.flops, f.moved), amp) for node, f in effects.of.items()}
+        weights: dict[str, float] = defaultdict(float)
+        for node, call in calls:
+            weights[call.text] += expected[node]
+        distinct = {call.text: call for _, call in calls if call.text not in self._table.known}
+        # The dearest first, so that the time runs out on those that matter least.
+        self._measure(sorted(distinct.values(), key=lambda call: weights[call.text], reverse=True))
+        known = ((node, self._table.known.get(call.text)) for node, call in calls)
+        measured = {node: times for node, times in known if times is not None}
+        guessed = sum(expected[node] for node in measured)
+        real = sum(times.forward for node, times in measured.items() if expected[node])
+        return Costs(roofline, amp, measured, real / guessed if real and guessed else 1.0)
+
+    def _measure(self, calls: list[Call]) -> None:
+        if not calls or self._left <= 0:
+            return
+        known = self._table.known
+        began = self._clock()
+        done = set()
+        with self._timing() as measure:
+            for call in calls:
+                if self._clock() - began >= self._left:
+                    break
+                known[call.text] = measure(call)
+                done |= {call.text} if call.lasting else set()
+        self._left -= self._clock() - began
+        self._table.save(done)
+
+
+def profile_on(device: torch.device) -> Profile | None:
+    """A profile for one model on ``device``; None on devices other than CUDA, where the roofline has to do."""
+    if device.type != "cuda":
+        return None
+    return Profile(_table(environment_of(device)), functools.partial(timing_on, device))
+
+
+@functools.cache
+def _table(environment: str) -> Table:
+    return Table(environment, cache_file(environment))
+
+
+def _calls(effects: Effects, amp: torch.dtype | None) -> list[tuple[fx.Node, Call]]:
+    """The nodes that can be timed, which those are not that run where the graph itself switches autocast."""
+    found = []
+    depth = 0
+    for node in effects.order:
+        depth += _AUTOCAST.get(getattr(node.target, "__name__", ""), 0)
+        if depth == 0 and (call := call_of(node, effects.of[node], amp)) is not None:
+            found.append((node, call))
+    return found

@@ -1,0 +1,52 @@
+"""The time of a whole step, predicted: that of the device or that of the CPU that starts everything, the longer one.
+
+The step's operators are put in a queue and the CPU waits for none of them, so the two run side by side.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+from torch import Tensor, fx
+
+from memrewrite.costs import Costs
+from memrewrite.costs.work import Work
+from memrewrite.effects import Effects
+from memrewrite.private import tree_iter
+
+
+def step_ms(effects: Effects, costs: Costs, others: Iterable[Work]) -> float:
+    """Milliseconds of a step: the graph's nodes, their backward, the segments marked in it, and ``others``.
+
+    A segment costs the CPU its fixed time besides that of starting its nodes again. ``others`` (loss, optimizer) move
+    their bytes at the roofline's rate.
+    """
+    device = cpu = 0.0
+    segments: dict[tuple[int, ...], list[fx.Node]] = defaultdict(list)
+    for node, facts in effects.of.items():
+        if node.op not in ("call_function", "call_method"):
+            continue
+        times = costs.times(node, facts, _trained(node))
+        device += times.forward + times.backward + _sums_bytes(node) / costs.roofline.bytes_per_ms
+        cpu += times.forward_cpu + times.backward_cpu
+        inside = node.meta.get("segment", ())
+        for depth in range(len(inside)):
+            segments[inside[: depth + 1]].append(node)
+    for members in segments.values():
+        device += costs.segment(members, effects)
+        cpu += costs.roofline.segment_ms + sum(costs.times(n, effects.of[n], False).forward_cpu for n in members)
+    for work in others:
+        device += work.moved / costs.roofline.bytes_per_ms
+        cpu += work.operators * costs.roofline.node_ms
+    return max(device, cpu)
+
+
+def _trained(node: fx.Node) -> bool:
+    return any(isinstance(value, Tensor) and value.requires_grad for value in tree_iter(node.meta["val"]))
+
+
+def _sums_bytes(node: fx.Node) -> int:
+    """The bytes moved to add up the gradients that several users of a value send it: two read, one written each."""
+    value = node.meta["val"]
+    if not isinstance(value, Tensor) or not value.requires_grad:
+        return 0
+    return 3 * value.nbytes * max(sum(_trained(user) for user in node.users) - 1, 0)

@@ -1,0 +1,95 @@
+"""What a step does outside the graph, the loss and the optimizer, counted on fake tensors: bytes and operators."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memrewrite.effects import Effects
+from memrewrite.private import (
+    FAKE_TENSOR_ERRORS,
+    FakeTensor,
+    TorchDispatchMode,
+    foreach_on_fake_tensors,
+    tree_iter,
+)
+from memrewrite.simulate.fake import on_fakes
+from memrewrite.step import Inputs, Step, autocast, default_loss
+
+
+class Work(TorchDispatchMode):
+    """Counts while it is active: ``moved``, the bytes that operators read and write, and the ``operators`` themselves.
+
+    Views move nothing. The bytes of what is written in place count twice.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.moved = self.operators = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        given = {id(t): t for t in _tensors((args, kwargs))}
+        storages = {id(t.untyped_storage()) for t in given.values()}
+        written = [t for t in _tensors(_written(func, args, kwargs)) if t.nbytes]
+        written += [t for t in _tensors(result) if id(t.untyped_storage()) not in storages]
+        if written:
+            self.moved += sum(t.nbytes for t in [*given.values(), *written])
+            self.operators += 1
+        return result
+
+
+def of_optimizer(model: nn.Module, inputs: Inputs, step: Step) -> Work:
+    """The work of a steady step's optimizer; none where it cannot run on fake tensors."""
+    work = Work()
+    try:
+        with foreach_on_fake_tensors(), on_fakes(model, inputs) as (twin, _):
+            if (optimizer := step.make_optimizer(twin)) is None:
+                return work
+            for parameter in twin.parameters():
+                parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+            optimizer.step()  # makes its state
+            with work:
+                optimizer.step()
+    except FAKE_TENSOR_ERRORS:
+        return Work()
+    return work
+
+
+def of_loss(effects: Effects, restore: Callable[[list[Any]], Any], step: Step, device: str) -> Work:
+    """The work of the loss, forward and backward; ``restore`` makes the model's output of the graph's flat one.
+
+    None where the loss depends on values.
+    """
+    work = Work()
+    flat = [_leaf(value) for value in tree_iter(effects.order[-1].meta["val"])]
+    fakes = [value for value in flat if isinstance(value, FakeTensor)]
+    trained = [value for value in fakes if value.requires_grad]
+    if step.mode == "inference" or not trained:
+        return work
+    try:
+        with fakes[0].fake_mode, work:
+            with autocast(step.amp, device):
+                loss = (step.loss_fn or default_loss)(restore(flat))
+            if loss.requires_grad:
+                torch.autograd.grad(loss, trained, allow_unused=True)
+    except FAKE_TENSOR_ERRORS:
+        return Work()
+    return work
+
+
+def _leaf(value: Any) -> Any:
+    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in tree_iter(tree) if isinstance(leaf, Tensor))
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The arguments an operator's schema says it writes."""
+    formal = enumerate(func._schema.arguments)
+    named = [(i, a.name) for i, a in formal if a.alias_info is not None and a.alias_info.is_write]
+    return [args[i] if i < len(args) else kwargs.get(name) for i, name in named]
