@@ -19,7 +19,7 @@ import math
 import operator
 import re
 import sys
-from collections import namedtuple
+from collections import Counter, namedtuple
 from collections.abc import Iterable
 from typing import Any
 
@@ -75,7 +75,7 @@ inf, nan = math.inf, math.nan
 
 
 # What the functions below refer to by a bare name; a local of that name would hide it.
-_RUNTIME = ("once", "run_segment", "swish", "exact_swish", "tree_unflatten", "treespec_loads")
+_RUNTIME = ("keep", "once", "run_segment", "swish", "exact_swish", "tree_unflatten", "treespec_loads")
 _MODULES_USED = ("aten", "torch", "operator", "math", "builtins", "importlib")
 _GLOBALS = (*_MODULES_USED, "inf", "nan", "getattr", "slice", "complex", *_RUNTIME)
 _OWN = re.compile(r"(segment|region)_\d")
@@ -88,52 +88,59 @@ class _Writer:
         self.functions: list[str] = []
         self.constants = {path: CONSTANT.format(i) for i, path in enumerate(captured.constants)}
         self.names: dict[fx.Node, str] = {}
+        attributes = captured.graph_module.graph.find_nodes(op="get_attr")
+        values = [attribute(captured.graph_module, str(n.target)) for n in attributes for _ in n.users]
+        self.readers = Counter(map(id, values))
         self.taken: set[str] = {"self", "recomputing", *_GLOBALS}
 
     def graph(self) -> None:
         """Write one function per segment and ``graph``, which calls them."""
         graph = self.captured.graph_module.graph
-        lines: list[str] = []
-        groups = _groups(node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output"))
+        nodes = [node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
         (output,) = graph.find_nodes(op="output")
-        uses = _last_uses([*groups, [output]])
         parameters = [self.name(node) for node in graph.find_nodes(op="placeholder")]
-        for position, nodes in enumerate(groups):
-            if (segment := nodes[0].meta.get("segment")) is None:
-                lines.append(self.statement(nodes[0], recomputed=False))
-                dead = [n for n in (*nodes[0].all_input_nodes, nodes[0]) if uses.get(n, position) == position]
-            else:
-                lines.append(self.segment(segment, nodes, position, uses))
-                dead = [n for n in _live_ins(nodes) if uses[n] == position]
-            lines[-1] += self.drop(dead)
+        lines = self.body(nodes, 0, output.all_input_nodes)
         lines.append(f"return {_nested(self.captured.output_tree, [self.value(v) for v in output.args[0]])}")
         self.function(f"{self.prefix}graph", ["self", *parameters], lines)
 
-    def segment(self, number: int, nodes: list[fx.Node], position: int, uses: dict[fx.Node, int]) -> str:
-        """Write the function of one segment; returns the statement that calls it."""
-        live_ins = _live_ins(nodes)
-        live_outs = [n for n in nodes if uses.get(n, position) > position]
-        last = {user: i for i, n in enumerate(nodes) for user in n.all_input_nodes}
+    def body(self, nodes: list[fx.Node], depth: int, results: list[fx.Node]) -> list[str]:
+        """The statements of the nodes inside ``depth`` segments; ``results`` are used after them."""
+        groups = _groups(nodes, depth)
+        uses = _last_uses(groups) | dict.fromkeys(results, len(groups))
         lines = []
-        for i, node in enumerate(nodes):
-            dead = [n for n in node.all_input_nodes if last[n] == i and n not in live_outs]
-            dead += [node] if node not in last and node not in live_outs else []
-            lines.append(self.statement(node, recomputed=True) + self.drop(dead))
-        results = "".join(f"{self.name(n)}, " for n in live_outs)
-        lines.append(f"return ({results})")
-        arguments = [self.name(n) for n in live_ins]
-        self.function(f"{self.prefix}segment_{number}", ["self", "recomputing", *arguments], lines)
-        random = any(n.meta.get("random") for n in nodes)
-        reads = self.parameters(nodes)
-        keywords = [f"random={random}", *([f"reads={reads!r}"] if reads else [])]
-        call = ", ".join([f"{self.prefix}segment_{number}", "self", *arguments, *keywords])
-        return f"({results}) = run_segment({call})" if live_outs else f"run_segment({call})"
+        for position, members in enumerate(groups):
+            if len(_segment(members[0])) > depth:
+                live_ins, live_outs = _live_ins(members), [n for n in members if uses.get(n, position) > position]
+                lines.append(self.segment(members, depth + 1, live_ins, live_outs))
+                dead = [n for n in live_ins if uses[n] == position]
+            else:
+                lines.append(self.statement(members[0], recomputed=depth > 0))
+                dead = [n for n in (*members[0].all_input_nodes, members[0]) if uses.get(n, position) == position]
+            lines[-1] += self.drop(dead)
+        return lines
 
-    def parameters(self, nodes: list[fx.Node]) -> tuple[str, ...]:
-        """The names of the parameters that these nodes read."""
+    def segment(self, nodes: list[fx.Node], depth: int, live_ins: list[fx.Node], live_outs: list[fx.Node]) -> str:
+        """Write the function of a segment, itself inside ``depth - 1`` others; returns the statement that calls it."""
+        results = "".join(f"{self.name(n)}, " for n in live_outs)
+        arguments = [self.name(n) for n in live_ins]
+        name = f"{self.prefix}segment_{'_'.join(map(str, _segment(nodes[0])[:depth]))}"
+        lines = [*self.body(nodes, depth, live_outs), f"return ({results})"]
+        self.function(name, ["self", "recomputing", *arguments], lines)
+        keywords = [f"random={any(n.meta.get('random') for n in nodes)}"]
+        if reads := self.parameters(nodes):
+            keywords.append(f"reads={tuple(reads)!r}")
+            several = any(count > 1 for count in reads.values()) or any(n.target in _REGIONS for n in nodes)
+            keywords += ["cached=True"] * several  # one cast for all uses of a weight also adds up their gradients
+        keywords += ["within=recomputing"] * (depth > 1)
+        call = f"run_segment({', '.join([name, 'self', *arguments, *keywords])})"
+        return f"({results}) = {call}" if live_outs else call
+
+    def parameters(self, nodes: list[fx.Node]) -> dict[str, int]:
+        """The names of the parameters that these nodes read, and how many nodes of the graph read each."""
         owner = self.captured.graph_module
-        used = dict.fromkeys(str(n.target) for node in nodes for n in node.all_input_nodes if n.op == "get_attr")
-        return tuple(path for path in used if isinstance(attribute(owner, path), nn.Parameter))
+        used = dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n.op == "get_attr")
+        values = {str(n.target): attribute(owner, str(n.target)) for n in used}
+        return {path: self.readers[id(value)] for path, value in values.items() if isinstance(value, nn.Parameter)}
 
     def function(self, name: str, parameters: list[str], lines: list[str]) -> None:
         body = "\n    ".join(lines)
@@ -155,7 +162,11 @@ class _Writer:
         keywords = [f"{k}={self.value(v)}" for k, v in node.kwargs.items()]
         if node.op == "call_method":
             return f"{arguments[0]}.{node.target}({', '.join([*arguments[1:], *keywords])})"
-        return f"{function_name(node.target)}({', '.join([*arguments, *keywords])})"
+        name = function_name(node.target)
+        if "keep" in node.meta:
+            kept = ["recomputing", str(node.meta["keep"]), str(bool(node.meta.get("random"))), name]
+            return f"keep({', '.join([*kept, *arguments, *keywords])})"
+        return f"{name}({', '.join([*arguments, *keywords])})"
 
     def region(self, node: fx.Node) -> str:
         """A ``no_grad`` or ``autocast`` region: its body as a function under the context manager."""
@@ -263,12 +274,18 @@ def _body(node: fx.Node, body: Any) -> fx.GraphModule:
     return module
 
 
-def _groups(nodes: Iterable[fx.Node]) -> list[list[fx.Node]]:
-    """Single nodes, and the nodes of each segment together; execution order is kept."""
+def _segment(node: fx.Node) -> tuple[int, ...]:
+    """The numbers of the segments a node stands in, the outermost first."""
+    found: tuple[int, ...] = node.meta.get("segment", ())
+    return found
+
+
+def _groups(nodes: Iterable[fx.Node], depth: int) -> list[list[fx.Node]]:
+    """Single nodes, and the nodes of each segment inside ``depth`` others together; execution order is kept."""
     groups: list[list[fx.Node]] = []
     for node in nodes:
-        segment = node.meta.get("segment")
-        if segment is not None and groups and groups[-1][0].meta.get("segment") == segment:
+        segment = _segment(node)[: depth + 1]
+        if len(segment) > depth and groups and _segment(groups[-1][0])[: depth + 1] == segment:
             groups[-1].append(node)
         else:
             groups.append([node])

@@ -8,9 +8,10 @@ Before:
 After:
     (relu,) = run_segment(segment_0, self, x, random=False)
 
-The graph keeps its nodes; ``meta["segment"]`` numbers those of a segment, ``meta["random"]`` says that a node draws
-random numbers, and ``meta["run_once"]`` what must not happen again in recomputation: ``"skip"`` for a counter nobody
-reads, or the attributes of the running statistics, which recomputation writes into scratch memory.
+The graph keeps its nodes; ``meta["segment"]`` of one in segment 1 inside segment 0 is (0, 1), ``meta["random"]`` says
+that a node draws random numbers, and ``meta["run_once"]`` what must not happen again in recomputation: ``"skip"`` for a
+counter nobody reads, or the attributes of the running statistics, which recomputation writes into scratch memory.
+``meta["keep"]`` numbers a node that does not run again with its segment.
 """
 
 from dataclasses import dataclass
@@ -21,9 +22,11 @@ from torch import fx
 from memrewrite.effects import Effects
 from memrewrite.errors import InternalError
 from memrewrite.options import format_bytes
-from memrewrite.plan.facts import compute_nodes, is_counter, reach
+from memrewrite.plan.facts import compute_nodes, is_counter, own_bytes, reach
 from memrewrite.plan.segments import Plan
 from memrewrite.rewrite import Findings, Result
+
+MARKS = ("segment", "random", "run_once", "keep")
 
 
 @dataclass(frozen=True)
@@ -40,13 +43,18 @@ class CheckpointSegments:
         nodes = compute_nodes(effects)
         clear(graph_module)
         ends = reach(effects, nodes)
-        for number, (a, b) in enumerate(self.plan.intervals):
+        for path, (a, b) in self.plan.numbered():
             if b > ends[a]:
                 raise InternalError(
                     f"The plan recomputes {nodes[a].name}..{nodes[b - 1].name}, which may not run twice."
                 )
             for node in nodes[a:b]:
-                _mark(node, number, effects)
+                _mark(node, path, effects)
+        for a, b in self.plan.keeping:
+            for number in range(a, b):
+                if own_bytes(effects, nodes[number]) >= 0:
+                    nodes[number].meta["keep"] = number
+        for _, (a, b) in self.plan.numbered():
             freed = sum(effects.storages[key].bytes for key in _freed(effects, nodes[a:b]))
             findings.apply(nodes[a], f"{b - a} nodes up to {nodes[b - 1].name}, {format_bytes(freed)} not kept")
         return findings.result()
@@ -55,13 +63,13 @@ class CheckpointSegments:
 def clear(graph_module: fx.GraphModule) -> None:
     """Take every segment mark off the graph."""
     for node in graph_module.graph.nodes:
-        for key in ("segment", "random", "run_once"):
+        for key in MARKS:
             node.meta.pop(key, None)
 
 
-def _mark(node: fx.Node, number: int, effects: Effects) -> None:
+def _mark(node: fx.Node, path: tuple[int, ...], effects: Effects) -> None:
     facts = effects.of[node]
-    node.meta["segment"] = number
+    node.meta["segment"] = path
     node.meta["random"] = facts.random
     if is_counter(effects, node):
         node.meta["run_once"] = "skip"

@@ -46,7 +46,7 @@ class InplaceActivation:
             if not match(node, effects):
                 continue
             spelling = in_place(node)
-            reason = check(node, effects, keeping) or copied(node, spelling)
+            reason = check(node, effects, keeping) or copied(node, spelling) or _overwritten(node, spelling, effects)
             if reason or spelling is None:
                 findings.refuse(node, reason or f"{node.name} has no in-place form.")
                 continue
@@ -87,6 +87,16 @@ def copied(node: fx.Node, spelling: Spelling | None) -> str | None:
         return f"{node.name} has no in-place form."
     before, after = (kept_by(node, call).private for call in (Spelling(node.target, node.args, node.kwargs), spelling))
     return f"In place, autograd would copy {after - before} bytes to keep them." if after > before else None
+
+
+def _overwritten(node: fx.Node, spelling: Spelling | None, effects: Effects) -> str | None:
+    """Why its result may not be kept: it is written later, which the input that is kept otherwise survives."""
+    if spelling is None or not kept_by(node, spelling).result:
+        return None
+    writers = (
+        other for other in effects.order if other is not node and effects.of[other].writes & effects.of[node].outputs
+    )
+    return next((f"In place, its result would be kept, which {writer.name} writes later." for writer in writers), None)
 
 
 def _unsupported(node: fx.Node, value: Tensor) -> str | None:

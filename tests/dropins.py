@@ -11,7 +11,7 @@ from memrewrite import pipeline
 from memrewrite.capture import capture
 from memrewrite.passes.functionalize import Functionalize
 from memrewrite.plan.facts import compute_nodes, reach
-from memrewrite.plan.segments import Plan
+from memrewrite.plan.segments import Bytes, Plan
 from memrewrite.regions import Region
 from memrewrite.simulate import run_tracked
 from memrewrite.step import Inputs, Step
@@ -57,9 +57,17 @@ class Segmented:
 
 
 def segmented(
-    model: nn.Module, *args: Any, size: int = 4, amp: torch.dtype | None = None, kwargs: dict[str, Any] | None = None
+    model: nn.Module,
+    *args: Any,
+    size: int | tuple[int, ...] = 4,
+    amp: torch.dtype | None = None,
+    kwargs: dict[str, Any] | None = None,
+    keeping: bool = False,
 ) -> Segmented:
-    """``model`` with segments of up to ``size`` nodes wherever they may be."""
+    """``model`` with segments of up to ``size`` nodes wherever they may be, of several sizes one inside the other.
+
+    ``keeping`` keeps in them what can be kept.
+    """
     inputs = Inputs(args, kwargs or {})
     step = Step("train", None, None, amp)
     part = pipeline.Part(Region("", model, capture(model, inputs), lambda: inputs), step)
@@ -68,15 +76,20 @@ def segmented(
     effects = part.observe()
     nodes = compute_nodes(effects)
     ends = reach(effects, nodes)
-    intervals = []
-    start = 0
-    while start < len(nodes):
-        stop = min(int(ends[start]), start + size)
-        if stop > start:
-            intervals.append((start, stop))
-        start = max(stop, start + 1)
-    line.segments(Plan(tuple(intervals)))
+    intervals = _intervals(ends, 0, len(nodes), size if isinstance(size, tuple) else (size,))
+    kept = [pair for path, pair in Plan(tuple(intervals)).numbered() if len(path) == 1] if keeping else []
+    line.segments(Plan(tuple(intervals), keeping=tuple(kept)))
     return Segmented(line.build(), nodes, ends.tolist(), len(intervals))
+
+
+def _intervals(ends: Bytes, start: int, end: int, sizes: tuple[int, ...]) -> list[tuple[int, int]]:
+    found = []
+    while start < end and sizes:
+        stop = min(int(ends[start]), start + sizes[0], end)
+        if stop > start:
+            found += [(start, stop), *_intervals(ends, start, stop, sizes[1:])]
+        start = max(stop, start + 1)
+    return list(dict.fromkeys(found))
 
 
 def loss_of(output: Any) -> Tensor:

@@ -73,6 +73,25 @@ CASES = {
         Recipe("image", (Part("relu"),), (Do("part", 0, 0, 0), Do("part", 0, 0, 0)), output="head"),
         Ask(0.875),
     ),
+    "an activation in place whose result is written through a view": (
+        Recipe(
+            "image",
+            (Part("leaky_relu"), Part("mix"), Part("dropout"), Part("mix")),
+            (Do("part", 0, 0, 2), Do("part", 0, 0, 0), Do("part", 0, 0, 2), Do("write_through_view", 1, 0, 0)),
+            output="all",
+        ),
+        Ask(None),
+    ),
+    "an inference step that writes what a training step would keep": (
+        Recipe(
+            "image",
+            (Part("mix"),),
+            (Do("part"), Do("part"), Do("mul_", 2)),
+            output="all",
+            training=False,
+        ),
+        Ask(None),
+    ),
     "a first BatchNorm whose input needs no gradient": (
         Recipe(
             "rows",

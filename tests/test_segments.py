@@ -14,12 +14,13 @@ from memrewrite.errors import CaptureError
 from memrewrite.runtime import segment as runtime
 from tests.dropins import ConvNet, Segmented, assert_same_bits, conv_net, image, loss_of, peak, segmented, step
 
-SIZES = (1, 3, 5, 100)
+Size = int | tuple[int, ...]
+SIZES: tuple[Size, ...] = (1, 3, 5, 100, (6, 3), (100, 7), (100, 8, 3), (100, 12, 5, 2))  # the last four nested
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("special", [None, torch.inf, -torch.inf, torch.nan], ids=["finite", "inf", "-inf", "nan"])
-def test_batch_norm_counts_every_batch_once(size: int, special: float | None) -> None:
+def test_batch_norm_counts_every_batch_once(size: Size, special: float | None) -> None:
     model, x = conv_net(), image()
     if special is not None:
         x[0, 0, 0, 0] = special
@@ -55,7 +56,7 @@ class SharedNorm(nn.Module):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_norm_called_twice_updates_its_statistics_twice(size: int) -> None:
+def test_a_norm_called_twice_updates_its_statistics_twice(size: Size) -> None:
     torch.manual_seed(0)
     model = SharedNorm()
     ours = step(segmented(model, image(), size=size).module, image())
@@ -64,7 +65,7 @@ def test_a_norm_called_twice_updates_its_statistics_twice(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_dropout_masks_and_the_random_state_afterwards_are_the_same(size: int) -> None:
+def test_dropout_masks_and_the_random_state_afterwards_are_the_same(size: Size) -> None:
     model = conv_net(dropout=0.5)
     found = segmented(model, image(), size=size)
     ours = step(found.module, image())
@@ -168,17 +169,17 @@ CALLS = [
 ]
 
 
-@pytest.mark.parametrize("size", [3, 100])
+@pytest.mark.parametrize("size", [3, 100, (100, 5)])
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
-def test_calls(call: Callable[[nn.Module, Tensor], Any], size: int) -> None:
+def test_calls(call: Callable[[nn.Module, Tensor], Any], size: Size) -> None:
     model = conv_net(dropout=0.3)
     found = segmented(model, image(), size=size)
     assert_same_bits(step(found.module, image(), call), step(model, image(), call))
 
 
-@pytest.mark.parametrize("size", [3, 100])
+@pytest.mark.parametrize("size", [3, 100, (100, 5)])
 @pytest.mark.parametrize("call", [in_checkpoint, in_reentrant_checkpoint, between_layers], ids=lambda c: c.__name__)
-def test_in_a_checkpoint_of_the_users(call: Callable[[nn.Module, Tensor], Any], size: int) -> None:
+def test_in_a_checkpoint_of_the_users(call: Callable[[nn.Module, Tensor], Any], size: Size) -> None:
     """It updates statistics once more; where it stops early, before the last segment, those in there are not."""
     model = conv_net(dropout=0.3)
     found = segmented(model, image(), size=size)
@@ -193,7 +194,7 @@ def test_in_a_checkpoint_of_the_users(call: Callable[[nn.Module, Tensor], Any], 
 def test_no_grad_keeps_and_recomputes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     model = conv_net()
     found = segmented(model, image())
-    monkeypatch.setattr(runtime, "checkpoint", None)
+    monkeypatch.setattr(runtime, "_Recomputation", None)
     with torch.no_grad():
         assert found.module(image()).equal(model(image()))
     with torch.inference_mode():
@@ -271,22 +272,21 @@ def test_buffers_that_something_else_reads_are_written_outside_segments(
 
 
 def watched(found: Segmented, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The arguments of every checkpoint call of one step."""
+    """What all segments of one step start from."""
     seen: list[Any] = []
 
-    def note(function: Any, *args: Any, **kwargs: Any) -> Any:
-        seen.extend(args)
-        return checkpoint(function, *args, **kwargs)
+    class Noted(runtime._Recomputation):
+        def run(self) -> Any:
+            seen.extend(self.live_ins)
+            return super().run()
 
-    monkeypatch.setattr(runtime, "checkpoint", note)
+    monkeypatch.setattr(runtime, "_Recomputation", Noted)
     step(found.module, image())
     return seen
 
 
 @pytest.mark.parametrize("build", [ConvNet, Counted], ids=["statistics", "step count"])
-def test_a_buffer_is_never_an_argument_of_a_checkpoint(
-    build: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_segment_starts_from_a_buffer(build: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
     model = build()
     arguments = watched(segmented(model, image()), monkeypatch)
     owned = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
@@ -348,7 +348,7 @@ def stepped_in_backward(module: nn.Module, x: Tensor) -> Any:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_an_optimizer_may_step_inside_backward(size: int) -> None:
+def test_an_optimizer_may_step_inside_backward(size: Size) -> None:
     model = conv_net()
     module = segmented(copy.deepcopy(model), image(), size=size).module
     assert_same_bits(step(module, image(), stepped_in_backward), step(model, image(), stepped_in_backward))
@@ -367,8 +367,8 @@ def test_two_copies_in_one_backward_pass() -> None:
 def test_run_segment_alone() -> None:
     module, runs = nn.Linear(2, 2), []
 
-    def body(module: nn.Module, recomputing: bool, x: Tensor) -> Any:
-        runs.append(recomputing)
+    def body(module: nn.Module, recomputing: Any, x: Tensor) -> Any:
+        runs.append(bool(recomputing))
         return (torch.tanh(module(x)),)
 
     (y,) = runtime.run_segment(body, module, torch.ones(1, 2), random=False)

@@ -1,44 +1,251 @@
-"""What a checkpoint segment needs while it runs. This text is also part of every generated artifact: torch only."""
+"""What a checkpoint segment needs while it runs. This text is also part of every generated artifact: torch only.
 
+As in ``torch.utils.checkpoint``, forward keeps a token in place of each tensor that autograd would save, and the first
+token backward asks for runs the segment again, as far as its last saved tensor. That one serves any function, at 150 to
+200 us of CPU a call. Generated code needs less, and more: segments inside segments, weights whose casts are not cached,
+and buffers that are updated once.
+"""
+
+import contextlib
 import functools
-import itertools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
 
 OWNERS = "_memrewrite_owners"  # where the module keeps its parameters: full name -> (dictionary, name in there)
 
 
 def run_segment(
-    segment: Callable[..., Any], module: torch.nn.Module, *live_ins: Any, random: bool, reads: tuple[str, ...] = ()
+    segment: Callable[..., Any],
+    module: torch.nn.Module,
+    *live_ins: Any,
+    random: bool,
+    reads: tuple[str, ...] = (),
+    cached: bool = False,
+    within: Any = None,
 ) -> Any:
     """Run ``segment(module, recomputing, *live_ins)`` and keep only its live-ins for backward.
 
     ``random`` says that the segment draws random numbers, so that recomputation must see the same random state;
-    ``reads`` names the parameters it reads. ``recomputing`` is False in the forward pass and True whenever backward
-    runs the segment again, which is how buffers are updated exactly once.
-    Raises ``RuntimeError`` in backward when a parameter it reads is another than in the forward pass, or was written
-    since: autograd would notice only if it had kept that parameter.
+    ``reads`` names the parameters it reads; ``cached`` lets autocast keep its casts of them until it ends.
+    ``recomputing`` is false in the forward pass and true whenever backward runs the segment again, which is how buffers
+    are updated exactly once; a segment inside another one gets what that one got as ``within``, and is a part of it as
+    long as that one runs for the first time.
+    Raises ``RuntimeError`` in backward when a parameter or live-in is another than in the forward pass, or was written
+    since: autograd would notice only if it had kept it.
     """
     if not torch.is_grad_enabled():
         return segment(module, False, *live_ins)
+    if within is not None and not (within and within.again):
+        return segment(module, within, *live_ins)
     if torch.compiler.is_compiling():  # AOTAutograd functionalizes buffer updates, so they happen once by themselves
         run = functools.partial(segment, module, False)
         return checkpoint(run, *live_ins, use_reentrant=False, preserve_rng_state=random)
-    runs = itertools.count()
-    parameters = _parameters(module, reads)
-    versions = [_version(parameter) for parameter in parameters]
+    return _Recomputation(segment, module, live_ins, random, reads, cached, within).run()
 
-    def run_again(*tensors: Any) -> Any:
-        recomputing = next(runs) > 0
-        if recomputing:
-            _refuse_changed(reads, parameters, versions, _parameters(module, reads))
-        return segment(module, recomputing, *tensors)
 
-    return checkpoint(run_again, *live_ins, use_reentrant=False, preserve_rng_state=random)
+def keep(recomputing: Any, number: int, random: bool, operator: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``operator(*args, **kwargs)`` in a segment, never run again: what it gives and what only it saves stay.
+
+    Of what it saves, the segment makes those tensors again that are among ``args``. ``number`` tells it from others in
+    the segment; ``random`` says that it draws.
+    """
+    if not isinstance(recomputing, _Recomputation):
+        return operator(*args, **kwargs)
+    return recomputing.keep(number, operator, args, kwargs, random)
+
+
+class _Token:
+    """Stands for the ``index``-th tensor that a segment saved; the segment lives as long as its tokens."""
+
+    __slots__ = ("__weakref__", "index", "segment")
+
+    def __init__(self, segment: "_Recomputation", index: int) -> None:
+        self.segment, self.index = segment, index
+
+
+class _Stop(Exception):  # noqa: N818  (nothing went wrong)
+    """Everything that was saved is there again."""
+
+
+class _Recomputation:
+    """One call of a segment, and the tensors it saved as long as backward has them made again."""
+
+    def __init__(
+        self,
+        segment: Callable[..., Any],
+        module: torch.nn.Module,
+        live_ins: tuple[Any, ...],
+        random: bool,
+        reads: tuple[str, ...],
+        cached: bool,
+        within: "_Recomputation | None",
+    ) -> None:
+        self.segment, self.module, self.live_ins, self.cached, self.within = segment, module, live_ins, cached, within
+        self.saved: list[tuple[weakref.ref[_Token], torch.Size, torch.dtype]] = []
+        self.found: dict[int, Any] = {}  # index -> the tensor, or the token of a segment inside this one
+        self.count = 0
+        self.again = False
+        self.kept: dict[int, _Kept] = {}  # by the outermost segment
+        self.keeping: _Kept | None = None  # the one that runs
+        self.reads = reads
+        self.parameters = _parameters(module, reads)
+        self.versions = [_version(value) for value in (*self.parameters, *live_ins)]
+        self.autocast = _autocast_state(live_ins)
+        self.random = (torch.get_rng_state(), get_device_states(*live_ins)) if random else None
+
+    def run(self) -> Any:
+        """Run the segment for the first time."""
+        with saved_tensors_hooks(self._pack, _unpack):
+            return self._call()
+
+    def __bool__(self) -> bool:
+        return self.again or self.within is not None
+
+    def _pack(self, tensor: Tensor) -> Any:
+        if self.keeping is not None and not self.keeping.gave(tensor):
+            return tensor.detach()  # a node that held its own result would never be freed
+        token = _Token(self, len(self.saved))
+        self.saved.append((weakref.ref(token), tensor.shape, tensor.dtype))
+        return token if self.within is None else self.within.collect(token, tensor)
+
+    def collect(self, value: Any, tensor: Tensor) -> Any:
+        """Take what is saved while the segment runs again; ``value`` stands for ``tensor``."""
+        index = self.count
+        self.count += 1
+        token, shape, dtype = self.saved[index]
+        if tensor.shape != shape or tensor.dtype != dtype:
+            raise RuntimeError(
+                f"A segment saved a tensor of {dtype} {tuple(shape)} in the forward pass and one of {tensor.dtype} "
+                f"{tuple(tensor.shape)} when backward ran it again: what it depends on has changed in between."
+            )
+        if token() is not None:
+            self.found[index] = value
+        if self.count == len(self.saved):
+            raise _Stop
+        return value
+
+    def unpack(self, index: int) -> Tensor:
+        """The tensor that was saved as the ``index``-th."""
+        if index not in self.found:
+            self._run_again()
+        return _unpack(self.found.pop(index))
+
+    def _run_again(self) -> None:
+        now = _parameters(self.module, self.reads)
+        _refuse_changed(self.reads, self.parameters, self.versions, now, self.live_ins)
+        self.count, self.again = 0, True
+        with contextlib.ExitStack() as stack:
+            if self.random is not None:
+                stack.enter_context(_random_state(*self.random))
+            if self.autocast != _autocast_state(self.live_ins):
+                for kind, enabled, dtype in self.autocast:
+                    stack.enter_context(torch.autocast(kind, dtype if enabled else None, enabled))
+            with torch.enable_grad(), saved_tensors_hooks(self._collect_tensor, _unpack), contextlib.suppress(_Stop):
+                self._call()
+
+    def _collect_tensor(self, tensor: Tensor) -> Any:
+        return self.collect(tensor.detach(), tensor)
+
+    def _call(self) -> Any:
+        """Call the segment; autocast keeps no casts of its weights, which would stay until autocast ends."""
+        if self.cached or not any(enabled for _, enabled, _ in self.autocast) or not torch.is_autocast_cache_enabled():
+            return self.segment(self.module, self, *self.live_ins)
+        torch.set_autocast_cache_enabled(False)
+        try:
+            return self.segment(self.module, self, *self.live_ins)
+        finally:
+            torch.set_autocast_cache_enabled(True)
+
+    def keep(self, number: int, operator: Callable[..., Any], args: Any, kwargs: Any, random: bool) -> Any:
+        """Run ``operator`` in the forward pass, and later give what it gave then."""
+        if not self:
+            self.keeping = kept = self.kept[number] = _Kept(args)
+            try:
+                result = operator(*args, **kwargs)
+            finally:
+                self.keeping = None
+            kept.take(result, (torch.get_rng_state(), get_device_states(*args)) if random else None)
+            return result
+        outermost = self
+        while outermost.within is not None:
+            outermost = outermost.within
+        kept = outermost.kept[number]
+        for position in kept.saved:
+            _ = self._collect_tensor(args[position]) if self.again else self._pack(args[position])
+        return kept.give()
+
+
+class _Kept:
+    """What an operator gave, which of its arguments it saved, and the random state it left."""
+
+    def __init__(self, args: tuple[Any, ...]) -> None:
+        self.args: tuple[Any, ...] = args
+        self.saved: list[int] = []
+        self.outputs: Any = None
+        self.random: Any = None
+
+    def gave(self, tensor: Tensor) -> bool:
+        """Whether a tensor it saves is an argument, which is noted then."""
+        for position, value in enumerate(self.args):
+            if isinstance(value, Tensor) and _same(value, tensor):
+                self.saved.append(position)
+                return True
+        return False
+
+    def take(self, result: Any, random: Any) -> None:
+        self.args, self.random = (), random
+        outputs = result if isinstance(result, tuple) else (result,)
+        self.outputs = [(v.detach(), v._version, v.requires_grad) if isinstance(v, Tensor) else v for v in outputs]
+        self.single = not isinstance(result, tuple)
+
+    def give(self) -> Any:
+        if self.random is not None:
+            torch.set_rng_state(self.random[0])
+            set_device_states(*self.random[1])
+        outputs = tuple(_again(*value) if isinstance(value, tuple) else value for value in self.outputs)
+        return outputs[0] if self.single else outputs
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are the same part of one storage, seen alike."""
+    alike = a.dtype == b.dtype and a.shape == b.shape and a.stride() == b.stride()
+    return alike and a.storage_offset() == b.storage_offset() and a.untyped_storage() is b.untyped_storage()
+
+
+def _again(value: Tensor, version: int, trained: bool) -> Tensor:
+    if value._version != version:
+        raise RuntimeError(
+            "What a segment keeps was written in place between the forward and the backward pass, which computes "
+            f"with it (it is at version {value._version}; expected version {version})."
+        )
+    return value.detach().requires_grad_(trained)
+
+
+@contextlib.contextmanager
+def _random_state(state: Tensor, of_devices: tuple[list[int], list[Tensor]]) -> Any:
+    devices, states = of_devices
+    with torch.random.fork_rng(devices=devices):
+        torch.set_rng_state(state)
+        set_device_states(devices, states)
+        yield
+
+
+def _unpack(value: Any) -> Tensor:
+    found: Tensor = value.segment.unpack(value.index) if isinstance(value, _Token) else value
+    return found
+
+
+def _autocast_state(values: tuple[Any, ...]) -> tuple[tuple[str, bool, torch.dtype], ...]:
+    """Whether autocast is on, and its type, on the CPU and on the device of the first tensor."""
+    device = next((value.device.type for value in values if isinstance(value, Tensor)), "cpu")
+    kinds = ("cpu",) if device == "cpu" else ("cpu", device)
+    return tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
 
 
 def _parameters(module: torch.nn.Module, names: tuple[str, ...]) -> list[Any]:
@@ -48,25 +255,29 @@ def _parameters(module: torch.nn.Module, names: tuple[str, ...]) -> list[Any]:
     return [None if place is None else place[0].get(place[1]) for place in places]
 
 
-def _version(parameter: Tensor | None) -> int:
+def _version(value: Any) -> int:
     """How often it was written in place, as autograd counts for what it keeps."""
-    return 0 if parameter is None or parameter.is_inference() else parameter._version
+    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
 
 
-def _refuse_changed(names: tuple[str, ...], before: list[Any], versions: list[int], now: list[Any]) -> None:
-    for name, old, version, new in zip(names, before, versions, now, strict=True):
+def _refuse_changed(
+    names: tuple[str, ...], before: list[Any], versions: list[int], now: list[Any], live_ins: tuple[Any, ...]
+) -> None:
+    for name, old, new in zip(names, before, now, strict=True):
         if new is not old:
             raise RuntimeError(
                 f"{name} was replaced between the forward and the backward pass, which computes with it."
             )
-        if _version(new) != version:
+    named = [*zip(names, now, strict=True), *(("A value that a segment starts from", value) for value in live_ins)]
+    for (name, value), version in zip(named, versions, strict=True):
+        if _version(value) != version:
             raise RuntimeError(
                 f"{name} was written in place between the forward and the backward pass, which computes with it "
-                f"(it is at version {_version(new)}; expected version {version})."
+                f"(it is at version {_version(value)}; expected version {version})."
             )
 
 
-def once(buffer: Tensor, recomputing: bool) -> Tensor:
+def once(buffer: Tensor, recomputing: Any) -> Tensor:
     """The buffer an operator updates, or a scratch copy nobody reads when the operator runs again.
 
     Exact for every value, unlike running batch normalization again with momentum 0 (0 times infinity is not a number).

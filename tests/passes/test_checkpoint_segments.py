@@ -21,7 +21,7 @@ def observed(name: str) -> tuple[fx.GraphModule, Effects, list[fx.Node]]:
     return graph_module, effects, compute_nodes(effects)
 
 
-def marks(nodes: list[fx.Node]) -> list[int | None]:
+def marks(nodes: list[fx.Node]) -> list[tuple[int, ...] | None]:
     return [node.meta.get("segment") for node in nodes]
 
 
@@ -32,12 +32,18 @@ def test_the_nodes_of_each_interval_carry_its_number(intervals: tuple[tuple[int,
     graph_module, effects, nodes = observed("residual")
     code = graph_module.code
     result = CheckpointSegments(Plan(intervals))(graph_module, effects)
-    expected: list[int | None] = [None] * len(nodes)
+    expected: list[tuple[int, ...] | None] = [None] * len(nodes)
     for number, (a, b) in enumerate(intervals):
-        expected[a:b] = [number] * (b - a)
+        expected[a:b] = [(number,)] * (b - a)
     assert marks(nodes) == expected
     assert len(result.applied) == len(intervals)
     assert graph_module.code == code
+
+
+def test_intervals_in_intervals_are_numbered_from_outside_in() -> None:
+    graph_module, effects, nodes = observed("residual")
+    CheckpointSegments(Plan(((0, 6), (0, 2), (2, 5), (3, 5), (6, 7))))(graph_module, effects)
+    assert marks(nodes)[:7] == [(0, 0), (0, 0), (0, 1), (0, 1, 0), (0, 1, 0), (0,), (1,)]
 
 
 def test_a_new_plan_replaces_the_old_one_and_clear_takes_all_marks() -> None:

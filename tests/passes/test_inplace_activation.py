@@ -190,7 +190,7 @@ def _marked_with(segments: dict[str, int]) -> Result:
     graph_module = capture(model, Inputs((x,), {})).graph_module
     for node in graph_module.graph.nodes:
         if node.name in segments:
-            node.meta["segment"] = segments[node.name]
+            node.meta["segment"] = (segments[node.name],)
     return InplaceActivation()(graph_module, observe(graph_module, [x]))
 
 
@@ -218,7 +218,7 @@ def test_a_segments_input_is_kept_for_its_second_run() -> None:
     graph_module = capture(model, Inputs((x,), {})).graph_module
     for node in graph_module.graph.nodes:
         if node.name == "mul":
-            node.meta["segment"] = 0
+            node.meta["segment"] = (0,)
     result = InplaceActivation()(graph_module, observe(graph_module, [x]))
     assert [r.reason for r in result.refused] == [
         "Its input is also used by mul in another checkpoint segment, which may run again."
