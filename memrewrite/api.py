@@ -2,6 +2,7 @@
 
 import platform
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Literal, cast
 
 import torch
@@ -9,15 +10,18 @@ from torch import Tensor, nn
 
 from memrewrite import pipeline, registry
 from memrewrite.advice import infeasible
+from memrewrite.costs import Costs
+from memrewrite.costs.profile import profile_on
 from memrewrite.coverage import kept
 from memrewrite.errors import CaptureError, MemrewriteError, NotEquivalentError, UsageError
 from memrewrite.measure import measure, predict
 from memrewrite.options import Budget
-from memrewrite.plan.facts import chain, compute_nodes
+from memrewrite.plan.facts import compute_nodes, held_storages
 from memrewrite.regions import find
 from memrewrite.report.data import Measured, Peaks, Report, Segment, Share, attach
 from memrewrite.rewrite import where
 from memrewrite.simulate import Timeline
+from memrewrite.simulate.as_cuda import NOTE
 from memrewrite.simulate.workspaces import workspace_bytes
 from memrewrite.step import Inputs, Step, device_type
 from memrewrite.stepspec import amp_dtype, optimizer_factory
@@ -25,7 +29,8 @@ from memrewrite.verify import Verdict
 from memrewrite.verify import verify as verify_equal
 
 Optimizer = str | type[torch.optim.Optimizer] | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None
-_CORRECTIONS = 4  # plans made after the device's own peak was seen
+_CORRECTIONS = 6  # plans made after the device's own peak was seen
+_MARGIN = 0.0005  # what each of them leaves of the budget besides, times its number
 
 
 class OptimizedModule(nn.Module):
@@ -44,6 +49,7 @@ def optimize(
     loss_fn: Callable[[Any], Tensor] | None = None,
     amp: str | torch.dtype | None = None,
     mode: Literal["train", "inference"] | None = None,
+    device: str | torch.device | None = None,
     regions: Sequence[str] | None = None,
     passes: Iterable[str] | None = None,
     exact: bool = False,
@@ -57,10 +63,12 @@ def optimize(
     bytes or a ``Budget``, and bounds the peak of a steady step: parameters, gradients, optimizer state, inputs,
     activations, temporaries and library workspaces. ``optimizer`` is ``"none"``, ``"sgd"``, ``"sgd-momentum"``,
     ``"adam"``, ``"adamw"``, a ``torch.optim`` class, a factory of one, or None; ``loss_fn(output)`` gives a scalar;
-    ``amp`` is ``"bf16"`` or ``"fp16"``; ``mode`` is by default the one the model is in. ``regions`` are patterns of
-    submodule paths (``"layers.*"``) to capture one by one, whose own hooks keep firing; by default the whole model is
-    captured, else its largest submodules that can be. ``passes`` names those allowed, ``exact`` keeps the forward
-    bit-equal. ``verify=False`` returns the result unproved.
+    ``amp`` is ``"bf16"`` or ``"fp16"``; ``mode`` is by default the one the model is in. ``device`` is where the model
+    lies, or, for a model on the CPU where there is no CUDA, ``"cuda"`` to plan for it: then peaks are predicted for
+    CUDA, nothing is measured, equivalence is verified on the CPU, and the result takes inputs on the CPU. ``regions``
+    are patterns of submodule paths (``"layers.*"``) to capture one by one, whose own hooks keep firing; by default the
+    whole model is captured, else its largest submodules that can be. ``passes`` names those allowed, ``exact`` keeps
+    the forward bit-equal. ``verify=False`` returns the result unproved.
 
     The result shares every Parameter and buffer with ``model``, is an instance of its class, and carries ``.report``
     (where the class has a ``report`` of its own that stays, and ``memrewrite.report_of(result)`` gives ours); where
@@ -71,16 +79,20 @@ def optimize(
     names = (passes,) if isinstance(passes, str) else None if passes is None else tuple(passes)
     registry.check(names)
     inputs = Inputs(example_inputs if isinstance(example_inputs, tuple) else (example_inputs,), example_kwargs or {})
-    step = make_step(model, optimizer, loss_fn, amp, mode)
+    step = replace(make_step(model, optimizer, loss_fn, amp, mode), as_cuda=_as_cuda(device, _device(model, inputs)))
     bare = pipeline.without_hooks(model)
     limit = None if budget is None else Budget.parse(budget)
     progress("simulate")
-    workspace = workspace_bytes(_device(model, inputs), step.amp, step.mode)
+    workspace = workspace_bytes(_device(model, inputs), step.amp, step.mode, step.as_cuda)
     before = simulate_original(bare, inputs, step, workspace)
     progress("capture")
     found = find(bare, inputs, step, regions)
     parts = [pipeline.Part(region, step) for region in found.found]
-    line = pipeline.Line(bare, inputs, step, workspace, parts, found.notes, found.left)
+    profile = profile_on(_device(model, inputs))
+    line = pipeline.Line(bare, inputs, step, workspace, parts, found.notes, found.left, profile)
+    if profile is not None:
+        progress("profile")
+        line.original_ms = line.step_ms()
     progress("rewrite")
     pipeline.rewrite(line, names, exact)
     measured = None
@@ -101,7 +113,7 @@ def optimize(
     verdict = None
     if verify:
         progress("verify")
-        verdict = _prove(line, result, seed)
+        verdict = _prove(line, result, seed, exact)
     pipeline.with_hooks_of(model, result)
     return _with_report(result, _report(line, limit, before, after, verdict, measured))
 
@@ -150,9 +162,9 @@ def _meet(line: pipeline.Line, limit: Budget, original: int, names: tuple[str, .
     Raises ``BudgetInfeasibleError`` when the lowest reachable peak is above it.
     """
     budget = limit.resolve(original) or 0
-    target = budget
+    target, missed = budget, 0
     on_cuda = device_type(line.model, line.inputs) == "cuda"
-    for _ in range(_CORRECTIONS):
+    for attempt in range(1, _CORRECTIONS + 1):
         fitted = pipeline.plan(line, target) if _may_checkpoint(line, names) else pipeline.no_plan(line, target)
         last = not fitted.fits and not limit.minimum
         if last:
@@ -167,7 +179,8 @@ def _meet(line: pipeline.Line, limit: Budget, original: int, names: tuple[str, .
             return measured
         if last:
             break
-        target -= measured.peak - budget
+        missed = max(missed, measured.peak - fitted.peak)
+        target = min(target, budget - missed) - int(attempt * _MARGIN * budget)  # each plan misses by its own bytes
     raise infeasible(line, budget, measured.peak)
 
 
@@ -175,11 +188,15 @@ def _may_checkpoint(line: pipeline.Line, names: tuple[str, ...] | None) -> bool:
     return line.step.mode == "train" and (names is None or "checkpoint_segments" in names)
 
 
-def _prove(line: pipeline.Line, result: nn.Module, seed: int) -> Verdict:
+def _prove(line: pipeline.Line, result: nn.Module, seed: int, exact: bool) -> Verdict:
     """Verify against the original; where arithmetic changed, also bit for bit against the program without segments."""
-    verdict = verify_equal(line.model, result, line.inputs, line.step, exact=not line.arithmetic_changed, seed=seed)
+    changed = line.arithmetic_changed
+    verdict = verify_equal(line.model, result, line.inputs, line.step, exact=not changed, seed=seed)
+    if not (verdict.equivalent or changed or exact or line.captured_exactly):
+        changed = True
+        verdict = verify_equal(line.model, result, line.inputs, line.step, exact=False, seed=seed)
     segmented = line.results.get("checkpoint_segments")
-    if verdict.equivalent and line.arithmetic_changed and segmented and segmented.modified:
+    if verdict.equivalent and changed and segmented and segmented.modified:
         restore = pipeline.without_segments(line)
         plain = line.build()
         restore()
@@ -212,7 +229,7 @@ def _report(
     return Report(
         model=type(line.model).__name__,
         mode=line.step.mode,
-        device=device_type(line.model, line.inputs),
+        device=line.step.device_type(line.model, line.inputs),
         config=config,
         budget=None if limit is None else limit.resolve(before.peak),
         predicted_before=_peaks(before),
@@ -223,9 +240,11 @@ def _report(
         equivalent=None if verdict is None else verdict.equivalent,
         verdict="not verified" if verdict is None else verdict.summary,
         measured_after=measured,
-        notes=line.notes,
+        notes=(*line.notes, NOTE) if line.step.as_cuda else line.notes,
         versions={"torch": torch.__version__, "python": platform.python_version()},
         shares=_shares(line),
+        predicted_ms_before=line.original_ms,
+        predicted_ms_after=line.original_ms if after is before else line.step_ms(),
     )
 
 
@@ -243,24 +262,38 @@ def _peaks(timeline: Timeline) -> Peaks:
 
 
 def _segments(line: pipeline.Line) -> tuple[Segment, ...]:
-    return tuple(segment for part in line.parts for segment in _segments_of(part, device_type(line.model, line.inputs)))
+    return tuple(segment for part in line.parts for segment in _segments_of(part, line.costs(part)))
 
 
-def _segments_of(part: pipeline.Part, device: str) -> Iterator[Segment]:
+def _segments_of(part: pipeline.Part, costs: Costs) -> Iterator[Segment]:
     effects = part.observe()
     nodes = compute_nodes(effects)
-    numbers = chain(effects, device, part.step.amp)
-    for number in sorted({n.meta["segment"] for n in nodes if "segment" in n.meta}):
-        members = [i for i, n in enumerate(nodes) if n.meta.get("segment") == number]
-        made = (s for s in numbers.storages if s.saver is not None and members[0] <= s.producer <= members[-1])
+    storages = held_storages(effects, nodes).values()
+    paths = [n.meta.get("segment", ()) for n in nodes]
+    for segment in sorted({path[:depth] for path in paths for depth in range(1, len(path) + 1)}):
+        members = [i for i, path in enumerate(paths) if path[: len(segment)] == segment]
+        made = (s for s in storages if s.saver is not None and members[0] <= s.producer <= members[-1])
         freed = sum(s.bytes for s in made if s.last_use <= members[-1])
-        ms = float(numbers.ms[members].sum())
+        ms = costs.segment((nodes[i] for i in members), effects)
         yield Segment(where(nodes[members[0]]), where(nodes[members[-1]]), len(members), freed, ms)
 
 
 def _with_report(module: nn.Module, report: Report) -> OptimizedModule:
     attach(module, report)
     return cast(OptimizedModule, module)
+
+
+def _as_cuda(wanted: str | torch.device | None, here: torch.device) -> bool:
+    """Whether to plan for CUDA without it; raises ``UsageError`` where the model does not lie on ``wanted``."""
+    try:
+        kind = here.type if wanted is None else torch.device(wanted).type
+    except RuntimeError as error:
+        raise UsageError(f"Device {wanted!r} is unknown; give cpu or cuda.") from error
+    if kind == here.type:
+        return False
+    if (kind, here.type) == ("cuda", "cpu") and not torch.cuda.is_available():
+        return True
+    raise UsageError(f"The model is on {here}, not on {wanted}; move it and its inputs there, or leave out device.")
 
 
 def _device(model: nn.Module, inputs: Inputs) -> torch.device:

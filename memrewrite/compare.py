@@ -12,9 +12,9 @@ noise of a group in proportion to its tensors' largest values.
 This is the accuracy check of PyTorch's own benchmarks (``torch._dynamo.utils.same``), multiplier included, with the
 tolerance made relative and never less than one unit in the last place: ``scale`` is the root mean square of the
 float64 tensor, and at least ``GROUP_SHARE`` of that of its group (all gradients, say), so that a gradient that is zero
-in mathematics (a convolution's bias before batch normalization) may be noise. A tensor of fewer than ``SMALL`` values
-is too small a sample to be its own yardstick: for it the original's relative error over the whole group counts too.
-Integers must be equal.
+in mathematics (a convolution's bias before batch normalization) may be noise. One tensor's errors come from few sources
+(a rounding of a mean shows in all its values), too small a sample to be the only yardstick: the original's relative
+error over the whole group counts too. Integers must be equal.
 """
 
 import math
@@ -36,8 +36,6 @@ training under autocast; float64, which is its own reference, gets the same care
 GROUP_SHARE = 1e-3
 """The least scale of a tensor, as a share of its group's root mean square: small enough that the inner gradients of
 networks with layer scale, some 1e-6 of the group, are still judged at their own size by the original's error."""
-SMALL = 64
-"""Fewer values than this are no sample; from here on two equal error levels look 2 times apart in 1 of 10^7 pairs."""
 NOISE_RUNS = 3
 """How often the original runs again to see how far it is from itself, where models that run freely differ."""
 NOISE_FACTOR = 4.0
@@ -148,7 +146,7 @@ class Comparison:
 
     def _allowed(self, sums: Sums, group: Sums) -> float:
         size, own = sums.rms(sums.values), sums.rms(sums.original)
-        if sums.count < SMALL and group.values:
+        if group.values:
             own = max(own, size * math.sqrt(group.original / group.values))
         scale = max(size, GROUP_SHARE * group.rms(group.values))
         return (HALF_MULTIPLIER if self.half else MULTIPLIER) * own + sums.tolerance / 10 * scale

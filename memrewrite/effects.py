@@ -4,7 +4,9 @@ The graph runs node by node on fake tensors under a dispatch mode and ``saved_te
 graph (ATen overloads, torch functions, methods, higher-order ops) does not matter and no table of operators is kept.
 """
 
+import math
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,6 +16,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import flop_registry
 
 from memrewrite.private import FakeTensorMode, TorchDispatchMode, real_rules_on_fake_tensors, tree_iter
+from memrewrite.simulate.as_cuda import as_cuda
+from memrewrite.simulate.known import known_values
 from memrewrite.simulate.true_results import TrueResults
 from memrewrite.step import autocast
 
@@ -70,11 +74,16 @@ class Effects:
 
 
 def observe(
-    graph_module: fx.GraphModule, example: list[Tensor], amp: torch.dtype | None = None, grad: bool = True
+    graph_module: fx.GraphModule,
+    example: list[Tensor],
+    amp: torch.dtype | None = None,
+    grad: bool = True,
+    cuda: bool = False,
 ) -> Effects:
     """Run every node once on fake copies of ``example`` (one tensor per placeholder) and record what it does.
 
-    ``grad`` False observes it under ``torch.no_grad``, where nothing is saved.
+    ``grad`` False observes it under ``torch.no_grad``, where nothing is saved; ``cuda`` observes what CPU tensors would
+    do on CUDA.
     Leaves each node's fake result in ``node.meta["val"]``. No real memory is touched.
     """
     observer = _Observer(graph_module)
@@ -86,10 +95,12 @@ def observe(
     with (
         real_rules_on_fake_tensors(),
         observer.fake,
+        known_values(),
         TrueResults(),
         observer.recorder,
         saved_tensors_hooks(observer.recorder.pack, _unpack),
         autocast(amp, device),
+        as_cuda() if cuda else nullcontext(),
         torch.set_grad_enabled(grad),
     ):
         observer.run(*inputs)
@@ -102,6 +113,18 @@ _UNDECLARED_WRITES = {
     "aten::native_batch_norm": ((3, 4), 5),
     "aten::cudnn_batch_norm": ((3, 4), 5),
     "aten::miopen_batch_norm": ((3, 4), 5),
+}
+
+
+def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> int:
+    """Two products over all pairs of positions; PyTorch's counter refuses fewer heads of keys than of queries."""
+    return 2 * math.prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+
+
+_ATTENTION = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
+_FLOPS = {
+    **flop_registry,
+    **{getattr(torch.ops.aten, f"_scaled_dot_product_{name}"): _attention_flops for name in _ATTENTION},
 }
 
 
@@ -155,7 +178,7 @@ class _Recorder(TorchDispatchMode):
         touched = {key for key, _ in inputs}
         if self.writes or any(key not in touched for key, _ in outputs):  # a pure view moves nothing
             self.moved += sum(t.nbytes for _, t in inputs + outputs)
-        if (count := flop_registry.get(func.overloadpacket)) is not None:
+        if (count := _FLOPS.get(func.overloadpacket)) is not None:
             self.flops += int(count(*args, **kwargs, out_val=result))
         return result
 

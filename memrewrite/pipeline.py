@@ -11,19 +11,25 @@ from torch import Tensor, fx, nn
 from memrewrite import registry
 from memrewrite.checks import broken, health
 from memrewrite.codegen import generate
+from memrewrite.costs import Costs, roofline_costs
+from memrewrite.costs.profile import Profile
+from memrewrite.costs.steptime import step_ms
+from memrewrite.costs.work import of_loss, of_optimizer
 from memrewrite.effects import GRANULE, Effects, observe
 from memrewrite.errors import InternalError
 from memrewrite.measure import predict
-from memrewrite.passes.checkpoint_segments import CheckpointSegments, clear
+from memrewrite.passes.checkpoint_segments import MARKS, CheckpointSegments, clear
 from memrewrite.passes.inplace_activation import InplaceActivation
 from memrewrite.plan.facts import chain, compute_nodes_of, join
-from memrewrite.plan.refine import Fitted, fit
-from memrewrite.plan.segments import Plan
+from memrewrite.plan.refine import Fitted, Search
+from memrewrite.plan.segments import Chain, Plan
+from memrewrite.private import tree_unflatten
 from memrewrite.regions import Region
 from memrewrite.rewrite import Pass, Refused, Result
 from memrewrite.runtime.dropin import build, graft, program_from
-from memrewrite.simulate import Timeline
-from memrewrite.step import Inputs, Step, device_type
+from memrewrite.simulate import Timeline, preserved_rng
+from memrewrite.step import Inputs, Step, default_loss
+from memrewrite.working import Levels, levels
 
 
 @dataclass
@@ -35,6 +41,7 @@ class Part:
     results: dict[str, Result] = field(default_factory=dict)
     arithmetic_changed: bool = False
     _observed: tuple[list[fx.Node], str, Effects] | None = None  # the graph they are of, and the facts
+    _levels: tuple[list[fx.Node], str, dict[fx.Node, Levels]] | None = None  # likewise
 
     @property
     def graph_module(self) -> fx.GraphModule:
@@ -45,9 +52,23 @@ class Part:
         """Facts about the graph as it is now; marks for segments do not change them."""
         nodes, code = list(self.graph_module.graph.nodes), self.graph_module.code
         if self._observed is None or self._observed[:2] != (nodes, code):
-            effects = observe(self.graph_module, self.region.example, self.step.amp, grad=self.step.mode == "train")
+            grad = self.step.mode == "train"
+            effects = observe(self.graph_module, self.region.example, self.step.amp, grad, self.step.as_cuda)
             self._observed = nodes, code, effects
         return self._observed[2]
+
+    def chain(self, costs: Costs) -> Chain:
+        """The graph as it is now, as numbers for the planner."""
+        nodes, code = list(self.graph_module.graph.nodes), self.graph_module.code
+        if self._levels is None or self._levels[:2] != (nodes, code):
+            loss_of = self._loss_of if not self.region.path else None
+            self._levels = nodes, code, levels(self.graph_module, self.region.example, self.step, loss_of)
+        return chain(self.observe(), self._levels[2], costs)
+
+    def _loss_of(self, leaves: Any) -> Tensor:
+        """The loss of what the graph returns, if that is all the model returns."""
+        output = tree_unflatten(list(leaves), self.region.captured.output_tree)
+        return (self.step.loss_fn or default_loss)(output)
 
     def apply(self, graph_pass: Pass, look: Callable[[], Effects] | None = None) -> Result:
         """Run one pass on what ``look`` sees (``observe`` by default) and hold it to what it says about itself."""
@@ -85,7 +106,8 @@ class Part:
 class Line:
     """A model on its way: its regions in the order they run (one, the whole model, wherever that can be captured).
 
-    ``left`` says of parts outside, by path, why they stay as they are.
+    ``left`` says of parts outside, by path, why they stay as they are; ``profile`` times nodes on their device,
+    ``original_ms`` is the predicted time of a step of the model as it is.
     """
 
     model: nn.Module
@@ -95,6 +117,11 @@ class Line:
     parts: list[Part]
     notes: tuple[str, ...] = ()
     left: dict[str, str] = field(default_factory=dict)
+    profile: Profile | None = None
+    original_ms: float | None = None
+    _searches: dict[bool, tuple[tuple[str, ...], Search]] = field(
+        default_factory=dict
+    )  # with the programs they are for
     _simulated: dict[tuple[str, ...], Timeline] = field(default_factory=dict)  # by what was simulated
 
     @property
@@ -111,6 +138,11 @@ class Line:
     def arithmetic_changed(self) -> bool:
         """Whether any rewrite computes other bits than the original."""
         return any(part.arithmetic_changed for part in self.parts)
+
+    @property
+    def captured_exactly(self) -> bool:
+        """Whether every graph, before any rewrite, computes the bits of the original."""
+        return all(part.region.captured.exact for part in self.parts)
 
     def build(self) -> nn.Module:
         """The drop-in for the model, of the graphs as they are now."""
@@ -132,13 +164,55 @@ class Line:
         once = predict(self.build(), self.inputs, step, workspace_bytes=self.workspace, steps=1)
         return max(once.peak + usual.before_last_step - once.before_last_step, usual.peak_of_optimizer)
 
+    def costs(self, part: Part) -> Costs:
+        """What the nodes of a region's graph, as it is now, take: measured where there is a profile."""
+        effects = part.observe()
+        if self.profile is None:
+            return roofline_costs(self.step.device_type(self.model, self.inputs), self.step.amp)
+        return self.profile.costs(effects, self.step.amp)
+
+    def step_ms(self) -> float | None:
+        """The predicted time of a step in ms; None without a profile, and where parts of the model are no graph."""
+        if self.profile is None or [part.region.path for part in self.parts] != [""]:
+            return None
+        (part,) = self.parts
+        tree = part.region.captured.output_tree
+        device = self.step.device_type(self.model, self.inputs)
+        with preserved_rng(self.inputs.tensors()):  # a loss of the user's may draw
+            loss = of_loss(part.observe(), lambda flat: tree_unflatten(flat, tree), self.step, device)
+            optimizer = of_optimizer(self.model, self.inputs, self.step)
+        return step_ms(part.observe(), self.costs(part), (loss, optimizer))
+
+    def searches(self, exact: bool) -> Search:
+        """The search for plans of the graphs as they are now, whose segments are cleared.
+
+        It simulates both steps and the optimizer (``exact``), or only ``rehearse``.
+        """
+        for part in self.parts:
+            clear(part.graph_module)
+        programs = tuple(part.source for part in self.parts)
+        found = self._searches.get(exact)
+        if found is None or found[0] != programs:
+            self._searches[exact] = found = programs, self._search(exact)
+        return found[1]
+
+    def _search(self, exact: bool) -> Search:
+        plain = self.simulate()
+        chains = join([part.chain(self.costs(part)) for part in self.parts])
+        fixed = plain.floor - sum(_rounded(p) for p in self.model.parameters() if p.requires_grad)
+
+        def peak(candidate: Plan) -> int:
+            self.segments(candidate)
+            return self.simulate().peak if exact else self.rehearse(plain)
+
+        return Search(chains, plain.peak, fixed, peak)
+
     def segments(self, plan: Plan) -> None:
         """Turn a plan over the regions' joined chains into segments."""
         start = 0
         for part in self.parts:
             end = start + len(compute_nodes_of(part.graph_module))
-            inside = tuple((a - start, b - start) for a, b in plan.intervals if start <= a and b <= end)
-            part.apply(CheckpointSegments(Plan(inside)))
+            part.apply(CheckpointSegments(plan.part(start, end)))
             start = end + 1  # the boundary that `join` puts between regions
 
 
@@ -173,24 +247,10 @@ def plan(line: Line, budget: int) -> Fitted:
 
     One plan over all regions in the order they run. Marks the plan of the lowest peak when none fits.
     """
-    for part in line.parts:
-        clear(part.graph_module)
-    timeline = line.simulate()
-    device = device_type(line.model, line.inputs)
-    chains = join([chain(part.observe(), device, line.step.amp) for part in line.parts])
-    fixed = timeline.floor - sum(_rounded(p) for p in line.model.parameters() if p.requires_grad)
-
-    def rehearsed(candidate: Plan) -> int:
-        line.segments(candidate)
-        return line.rehearse(timeline)
-
-    def simulated(candidate: Plan) -> int:
-        line.segments(candidate)
-        return line.simulate().peak
-
-    fitted = fit(chains, budget, timeline.peak, fixed, rehearsed)
-    if simulated(fitted.plan) != fitted.peak:
-        fitted = fit(chains, budget, timeline.peak, fixed, simulated)
+    fitted = line.searches(exact=False).fit(budget)
+    line.segments(fitted.plan)
+    if line.simulate().peak != fitted.peak:
+        fitted = line.searches(exact=True).fit(budget)
         line.segments(fitted.plan)
     return fitted
 
@@ -286,9 +346,8 @@ def _differentiable(tensor: Tensor) -> bool:
 
 def without_segments(line: Line) -> Callable[[], None]:
     """Take the segments off the graphs; calling the result puts them back (to compare the programs bit for bit)."""
-    keys = ("segment", "random", "run_once")
     nodes = [node for part in line.parts for node in compute_nodes_of(part.graph_module)]
-    kept = [{key: node.meta[key] for key in keys if key in node.meta} for node in nodes]
+    kept = [{key: node.meta[key] for key in MARKS if key in node.meta} for node in nodes]
     for part in line.parts:
         clear(part.graph_module)
 

@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from memrewrite.plan import refine
-from memrewrite.plan.coarse import coarsen
-from memrewrite.plan.dp import intervals, lowest_bound, plan
+from memrewrite.plan.coarse import coarsen, cuts
+from memrewrite.plan.dp import Space, lowest_bound, nested, plan
 from memrewrite.plan.refine import Fitted, fit
 from memrewrite.plan.segments import Chain, Held, Plan
+from memrewrite.plan.tables import intervals
 
 Interval = tuple[int, int]
 SMALL = settings(max_examples=80, deadline=None, derandomize=True)
@@ -33,29 +35,39 @@ def chains(draw: st.DrawFn, longest: int = 7, unit: int = 1) -> Chain:
     ms = np.array(draw(st.lists(st.integers(1, 20), min_size=n, max_size=n)), dtype=float)
     share = np.array(draw(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=n, max_size=n)))
     flags = st.lists(st.booleans(), min_size=n, max_size=n)
-    work = unit * np.array(draw(st.lists(st.integers(0, 5), min_size=n, max_size=n)), dtype=np.int64)
+    work, forward, pending = (
+        unit * np.array(draw(st.lists(st.integers(0, most), min_size=n, max_size=n)), dtype=np.int64)
+        for most in (5, 5, 3)
+    )
     return Chain(
         ms=ms,
         rerun_ms=ms * share,
         saves=np.array(draw(flags)),
         reach=np.array([draw(st.sampled_from([i, *range(i, n + 1), n, n, n])) for i in range(n)], dtype=np.int64),
         work=work,
+        forward=forward,
+        pending=pending,
         storages=tuple(storages),
         segment_ms=draw(st.sampled_from([0.0, 3.0])),
     )
 
 
-def interval_facts(chain: Chain, a: int, b: int) -> tuple[int, int, float]:
-    """(held, peak, ms) of the interval [a, b), from the sentences of the cost model, one storage at a time."""
-    held = peak_base = 0
+def interval_facts(chain: Chain, a: int, b: int, since: int = 0) -> tuple[int, int, int, float]:
+    """(held, base, peak, ms) of the interval [a, b), from the sentences of the cost model, one storage at a time.
+
+    Only what is made at node ``since`` or later counts.
+    """
+    held = base = 0
     for s in chain.storages:
+        if s.producer < since:
+            continue
         if s.saver is not None and a <= s.producer < b <= s.last_use:
             held += s.bytes  # saved, and used after the interval: a live-out
         if s.saver is None and s.producer < a <= s.last_use < b:
             held += s.bytes  # nobody saves it, but the interval needs it to run again
-            peak_base += s.bytes
+            base += s.bytes
         if s.saver is not None and s.producer < a and s.first_use >= b:
-            peak_base -= s.bytes  # saved before, first used after: free again when backward comes here
+            base -= s.bytes  # saved before, first used after: free again when backward comes here
     peak = -(10**15)
     for last in range(a, b):
         inside = sum(
@@ -64,30 +76,42 @@ def interval_facts(chain: Chain, a: int, b: int) -> tuple[int, int, float]:
             if s.saver is not None and s.producer < last + 1 and a <= s.saver <= last
             if s.producer >= a
         )
-        peak = max(peak, inside + int(chain.work[last]))
+        made = sum(s.bytes for s in chain.storages if s.saver is not None and a <= s.producer <= last)
+        peak = max(peak, inside + int(chain.work[last]), made + int(chain.forward[last] + chain.pending[b - 1]))
     savers = [i for i in range(a, b) if chain.saves[i]]
     rerun = sum(chain.ms[a : savers[-1]]) + chain.rerun_ms[savers[-1]] if savers else 0.0
-    return held, peak + peak_base, float(rerun) + chain.segment_ms
+    return held, base, peak + base, float(rerun) + chain.segment_ms
 
 
-def kept_facts(chain: Chain, i: int) -> tuple[int, int]:
-    """(held after, working bytes) of the kept node ``i``."""
-    made = sum(s.bytes for s in chain.storages if s.saver is not None and s.producer == i)
-    free = sum(s.bytes for s in chain.storages if s.saver is not None and s.producer <= i < s.saver)
-    return made, int(chain.work[i]) - free
+def kept_facts(chain: Chain, i: int, since: int = 0) -> tuple[int, int]:
+    """(held after, working bytes) of the kept node ``i``; only what is made at ``since`` or later counts."""
+    here = [s for s in chain.storages if s.saver is not None and s.producer >= since]
+    made = sum(s.bytes for s in here if s.producer == i)
+    free = sum(s.bytes for s in here if s.producer <= i < (s.saver or 0))
+    return made, max(int(chain.work[i]) - free, int(chain.forward[i]))
 
 
 def evaluate(chain: Chain, chosen: tuple[Interval, ...]) -> tuple[int, float]:
-    """(estimated peak, ms) of a plan: walk the chain from left to right."""
-    starts = dict(chosen)
-    held, most, ms, i = 0, 0, 0.0, 0
-    while i < len(chain):
-        if i in starts:
-            more, peak, cost = interval_facts(chain, i, starts[i])
+    """(estimated peak, ms) of a plan, which may hold intervals inside intervals."""
+    return walk(chain, chosen, 0, len(chain))
+
+
+def walk(chain: Chain, chosen: tuple[Interval, ...], since: int, end: int) -> tuple[int, float]:
+    """``evaluate`` of the nodes [since, end): from left to right."""
+    ends = {a: b for a, b in reversed(chosen) if since <= a and b <= end}  # the outermost that begins at a
+    held, most, ms, i = 0, 0, 0.0, since
+    while i < end:
+        if i in ends:
+            b = ends[i]
+            more, base, peak, cost = interval_facts(chain, i, b, since)
+            within = tuple((c, d) for c, d in chosen if i <= c and d <= b and (c, d) != (i, b))
+            if within:
+                inside, extra = walk(chain, within, i, b)
+                peak, cost = base + inside, cost + extra
             most = max(most, held + peak, held + more)
-            held, ms, i = held + more, ms + cost, starts[i]
+            held, ms, i = held + more, ms + cost, b
         else:
-            more, work = kept_facts(chain, i)
+            more, work = kept_facts(chain, i, since)
             held += more
             most = max(most, held, held + work)
             i += 1
@@ -114,19 +138,19 @@ def test_the_tables_say_what_the_cost_model_says(chain: Chain) -> None:
     table = intervals(chain)
     for a, b in itertools.combinations(range(len(chain) + 1), 2):
         if b <= chain.reach[a]:
-            held, peak, ms = interval_facts(chain, a, b)
-            assert (table.held[a, b], table.peak[a, b]) == (held, peak)
+            held, base, peak, ms = interval_facts(chain, a, b)
+            assert (table.held[a, b], table.base[a, b], table.peak[a, b]) == (held, base, peak)
             assert table.ms[a, b] == pytest.approx(ms)
         else:
             assert np.isinf(table.ms[a, b])
     for i in range(len(chain)):
-        assert (table.keep[i], table.work[i]) == kept_facts(chain, i)
+        assert (table.keep[i], max(table.work[i], table.forward[i])) == kept_facts(chain, i)
 
 
 @SMALL
 @given(chains(), st.integers(0, 40))
 def test_the_plan_is_the_cheapest_of_all(chain: Chain, bound: int) -> None:
-    found = plan(chain, intervals(chain), bound)
+    found = plan(intervals(chain), bound)
     costs = [ms for chosen in all_plans(chain) for most, ms in [evaluate(chain, chosen)] if most <= bound]
     if found is None:
         assert not costs
@@ -141,7 +165,7 @@ def test_the_plan_is_the_cheapest_of_all(chain: Chain, bound: int) -> None:
 @given(chains(longest=6, unit=10_007), st.integers(0, 40))
 def test_large_sizes_never_break_the_bound_and_lose_at_most_a_slot(chain: Chain, units: int) -> None:
     bound = 10_007 * units
-    found = plan(chain, intervals(chain), bound, slots=64)
+    found = plan(intervals(chain), bound, slots=64)
     evaluated = [evaluate(chain, chosen) for chosen in all_plans(chain)]
     slack = len(chain) * (bound // 63 + 1)
     if found is None:
@@ -157,7 +181,7 @@ def test_intervals_are_disjoint_ordered_and_legal_and_more_memory_never_costs_mo
     table = intervals(chain)
     before = np.inf
     for bound in range(0, 60, 3):
-        found = plan(chain, table, bound)
+        found = plan(table, bound)
         if found is None:
             assert before == np.inf
             continue
@@ -169,29 +193,59 @@ def test_intervals_are_disjoint_ordered_and_legal_and_more_memory_never_costs_mo
 
 
 @SMALL
+@given(chains(longest=9, unit=512), st.integers(1, 60), st.integers(2, 9))
+def test_what_a_plan_with_segments_in_segments_says_is_so(chain: Chain, units: int, count: int) -> None:
+    table, bound = intervals(chain), 512 * units
+    inner = nested(table, cuts(chain, count), 512 * np.arange(1, units + 1))
+    flat, found = plan(table, bound), plan(Space(table, inner), bound)
+    if found is None:
+        assert flat is None
+        return
+    most, ms = evaluate(chain, found.intervals)
+    assert most <= bound
+    assert found.ms == pytest.approx(ms)
+    assert flat is None or ms <= flat.ms
+    assert all(a < b <= chain.reach[a] for a, b in found.intervals)
+    assert [pair for _, pair in found.numbered()] == list(found.intervals)
+
+
+def test_segments_in_segments_reach_where_segments_alone_do_not() -> None:
+    chain = layers(64)
+    table = intervals(chain)
+    flat = lowest_bound(table, 64 * 512)
+    inner = nested(table, cuts(chain, 24), np.arange(512, flat, 512))
+    assert lowest_bound(Space(table, inner), flat) <= 0.75 * flat
+
+
+@SMALL
 @given(chains(), st.integers(1, 100))
 def test_lowest_bound(chain: Chain, upper: int) -> None:
     table = intervals(chain)
-    found = lowest_bound(chain, table, upper)
+    found = lowest_bound(table, upper)
     true = min(most for most, _ in (evaluate(chain, chosen) for chosen in all_plans(chain)))
     assert found <= upper
     if true > upper:
         assert found == upper
     else:
-        assert plan(chain, table, found) is not None
+        assert plan(table, found) is not None
         assert found - max(upper // 200, 1) <= true <= found
 
 
 def layers(n: int, size: int = 512) -> Chain:
     """A plain stack: each node keeps its output, which the next one reads."""
     storages = tuple(Held(size, i, min(i + 1, n), min(i + 1, n), i) for i in range(n))
-    ones = np.ones(n)
-    return Chain(ones, ones, ones > 0, np.full(n, n, dtype=np.int64), np.full(n, size, dtype=np.int64), storages, 0.1)
+    return chain_of(np.ones(n), np.ones(n) > 0, storages, size)
+
+
+def chain_of(ms: NDArray[np.float64], saves: NDArray[np.bool_], storages: tuple[Held, ...], size: int) -> Chain:
+    """A chain whose nodes may all run again and need ``size`` bytes to work."""
+    sizes, reach = np.full(len(ms), size, dtype=np.int64), np.full(len(ms), len(ms), dtype=np.int64)
+    return Chain(ms, ms, saves, reach, sizes, sizes, sizes, storages, 0.1)
 
 
 def test_no_nodes() -> None:
     chain = layers(0)
-    assert plan(chain, intervals(chain), 10) == Plan()
+    assert plan(intervals(chain), 10) == Plan()
     assert fit(chain, 5, 10, 3, lambda candidate: 10) == Fitted(Plan(), 10, False)
 
 
@@ -199,7 +253,7 @@ def test_600_nodes_take_seconds() -> None:
     chain = layers(600)
     start = time.monotonic()
     table = intervals(chain)
-    found = plan(chain, table, 600 * 512 // 8)
+    found = plan(table, 600 * 512 // 8)
     assert found is not None
     assert found.intervals
     assert time.monotonic() - start < 10
@@ -212,11 +266,11 @@ def test_views_are_no_place_for_a_segment_to_begin_and_nothing_is_lost_by_that()
     following = dict(zip(makers, [*makers[1:], n], strict=True))
     storages = tuple(Held(size, i, following[i], following[i], i) for i in makers.tolist())
     ms = np.where(views, 0.0, 1.0)
-    chain = Chain(ms, ms, ~views, np.full(n, n, dtype=np.int64), np.full(n, size, dtype=np.int64), storages, 0.1)
+    chain = chain_of(ms, ~views, storages, size)
     coarse = coarsen(chain)
     assert coarse.starts.tolist() == [*makers, n]
     for bound in range(2 * size, 12 * size, size):
-        fine, found = plan(chain, intervals(chain), bound), plan(coarse.chain, intervals(coarse.chain), bound)
+        fine, found = plan(intervals(chain), bound), plan(intervals(coarse.chain), bound)
         assert (fine is None) == (found is None)
         if fine is not None and found is not None:
             assert found.ms == fine.ms
@@ -230,7 +284,7 @@ def test_intervals_of_a_shortened_chain_are_legal_in_the_long_one(chain: Chain, 
     assert coarse.starts[0] == 0
     assert coarse.starts[-1] == len(chain)
     assert coarse.chain.ms.sum() == pytest.approx(chain.ms.sum())
-    found = plan(coarse.chain, intervals(coarse.chain), bound)
+    found = plan(intervals(coarse.chain), bound)
     if found is not None:
         for a, b in coarse.expand(found).intervals:
             assert a < b <= chain.reach[a]
@@ -308,7 +362,7 @@ def test_where_the_estimate_has_no_plan_the_search_goes_up(monkeypatch: pytest.M
     machine = Machine(chain, lambda estimate, segments: 0.8 * estimate)
     kept = machine(Plan())
     real = plan
-    monkeypatch.setattr(refine, "plan", lambda c, t, bound: real(c, t, bound) if bound >= 0.625 * kept else None)
+    monkeypatch.setattr(refine, "plan", lambda among, bound: real(among, bound) if bound >= 0.625 * kept else None)
     assert fit(chain, int(0.53 * kept), kept, 0, machine).fits
 
 

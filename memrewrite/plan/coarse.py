@@ -19,7 +19,10 @@ class Coarse:
 
     def expand(self, plan: Plan) -> Plan:
         """The plan for the longer chain that a plan for ``chain`` means."""
-        return Plan(tuple((int(self.starts[a]), int(self.starts[b])) for a, b in plan.intervals), plan.ms)
+        return Plan(self._longer(plan.intervals), plan.ms, self._longer(plan.keeping))
+
+    def _longer(self, intervals: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+        return tuple((int(self.starts[a]), int(self.starts[b])) for a, b in intervals)
 
 
 def coarsen(chain: Chain, longest: int = _LONGEST) -> Coarse:
@@ -36,6 +39,16 @@ def coarsen(chain: Chain, longest: int = _LONGEST) -> Coarse:
     if boundary.sum() > longest:
         boundary = fixed | _lightest(boundary, _crossing(chain), longest)
     return _merged(chain, np.append(np.flatnonzero(boundary), n))
+
+
+def cuts(chain: Chain, most: int) -> Bytes:
+    """Up to ``most`` positions where few bytes cross, spread over the chain, with its beginning and its end."""
+    inside = (chain.reach > np.arange(len(chain))) & (np.arange(len(chain)) > 0)
+    if most > 2 and inside.any():
+        inside = _lightest(inside, _crossing(chain), min(most - 2, int(inside.sum())))
+    else:
+        inside = np.zeros_like(inside)
+    return np.array([0, *np.flatnonzero(inside), len(chain)], dtype=np.int64)
 
 
 def _crossing(chain: Chain) -> Bytes:
@@ -74,12 +87,15 @@ def _merged(chain: Chain, starts: NDArray[np.int64]) -> Coarse:
             saves=np.logical_or.reduceat(chain.saves, first),
             reach=np.array([at(int(end)) for end in chain.reach[first]], dtype=np.int64),
             work=np.maximum.reduceat(chain.work, first),
+            forward=np.maximum.reduceat(chain.forward, first),
+            pending=np.maximum.reduceat(chain.pending, first),
             storages=tuple(
                 Held(s.bytes, at(s.producer), at(s.first_use), at(s.last_use), None if s.saver is None else at(s.saver))
                 for s in chain.storages
             ),
             segment_ms=chain.segment_ms,
             gradients=chain.gradients,
+            own=None if chain.own is None else np.maximum.reduceat(chain.own, first),
         ),
         starts,
     )

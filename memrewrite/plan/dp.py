@@ -1,150 +1,250 @@
-"""The interval plan of least recomputation time under a bound on bytes, by dynamic programming.
+"""The plan of least recomputation time under a bound on bytes, by dynamic programming.
 
 A plan walks the chain from left to right: a node is either kept (what autograd saves of it stays) or lies in an
 interval that is recomputed as a whole when backward reaches it. Each storage is charged once, where it is made, and is
 free again in backward below the first node that saves it.
 State: (position, bytes held so far). Labels carry their exact bytes; slots only decide which labels compete, so
 nothing is lost to rounding, which per node would overcount by 30 %.
+
+An interval whose backward has M bytes to work in may itself be walked that way, under the bound M: segments in a
+segment. ``Nested`` solves that for intervals between a few cuts of the chain and a few M, once for all plans.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from memrewrite.plan.segments import Bytes, Chain, Plan
+from memrewrite.plan.tables import Intervals, intervals, keeping
 
-_NEVER = np.iinfo(np.int64).max // 4
+# What leads to a label: a kept node; an interval that as it runs again is all kept, or is planned for a level (1 + its
+# number); and the same of one whose nodes that can be kept are, counted from `_KEEPING`.
+_KEPT, _WHOLE, _KEEPING = -1, 0, 1000
+_INNER_SLOTS = 32
 
 
 @dataclass(frozen=True)
-class Intervals:
-    """Tables over all intervals [a, b) of a chain, in bytes and ms.
+class Nested:
+    """Intervals between ``cuts`` (ascending positions) with segments in them.
 
-    ``held`` is what an interval adds to what is held after it, ``peak`` what its backward needs besides what was held
-    before it, ``ms`` its cost (infinite where it may not run again). ``keep`` and ``work`` say the same of a single
-    node that is kept.
+    ``ms[i, j, l]`` is the cost of [cuts[i], cuts[j]) when what runs again there is planned under the bound
+    ``levels[l]`` (ascending bytes); infinite where there is no such plan, or one without segments, which is the same
+    as the interval alone.
     """
 
-    held: Bytes
-    peak: Bytes
+    cuts: Bytes
+    levels: Bytes
     ms: NDArray[np.float64]
-    keep: Bytes
-    work: Bytes
 
 
-def intervals(chain: Chain) -> Intervals:
-    """Tabulate all intervals of a chain; entry [a, b] of each table is the interval [a, b)."""
-    n = len(chain)
-    saved = [s for s in chain.storages if s.saver is not None]
-    passing = [s for s in chain.storages if s.saver is None]
-    out = _count(n, [(s.producer, s.last_use, s.bytes) for s in saved])
-    entering = _count(n, [(s.producer, s.last_use, s.bytes) for s in passing])
-    later = _count(n, [(s.producer, s.first_use, s.bytes) for s in saved])
-    unsaved_yet = _count(n, [(s.producer, s.saver or 0, s.bytes) for s in saved])
-    kept = _count(n, [(s.producer, s.saver or 0, s.bytes) for s in saved])
-    held = np.zeros((n + 1, n + 1), dtype=np.int64)
-    peak = np.full((n + 1, n + 1), _NEVER, dtype=np.int64)
-    ms = np.full((n + 1, n + 1), np.inf)
-    time = np.concatenate([[0.0], chain.ms.cumsum()])
-    last_save = np.maximum.accumulate(np.where(chain.saves, np.arange(n), -1))
-    for a in range(n - 1, -1, -1):
-        stop = int(chain.reach[a])
-        if stop == a:
+def nested(table: Intervals, cuts: Bytes, levels: Bytes) -> Nested:
+    """Plan the inside of all intervals between ``cuts`` under each of ``levels`` bytes."""
+    ms = np.full((len(cuts), len(cuts), len(levels)), np.inf)
+    for i, a in enumerate(cuts[:-1]):
+        reached = np.flatnonzero(np.isfinite(table.ms[a, cuts]))
+        if not len(reached):
             continue
-        b = np.arange(a + 1, stop + 1)
-        # live-ins that nobody saves are held for the interval; what is first used after it is free again by then
-        live_in = entering[a, a] - entering[a, b] + 0 * b
-        held[a, b] = out[b, b] - out[a, b] + live_in
-        inside = kept[b, a] - kept[b, b] - (kept[a, a] - kept[a, b])
-        peak[a, b] = np.maximum.accumulate(inside + chain.work[a:stop]) + live_in - later[a, b]
-        j = last_save[b - 1]
-        ms[a, b] = np.where(j >= a, time[j] - time[a] + chain.rerun_ms[j], 0.0) + chain.segment_ms
-    position = np.arange(n)
-    keep = out[position + 1, 0] - out[position, 0]
-    work = chain.work - unsaved_yet[position + 1, position + 1]
-    return Intervals(held, peak, ms, keep, work)
+        ends = cuts[reached]
+        for number, level in enumerate(levels):
+            inside = _walk(Space(table), int(a), int(ends[-1]), int(level), _INNER_SLOTS)
+            more = inside.least(ends - a)
+            ms[i, reached, number] = np.where(more > 0, table.ms[a, ends] + more, np.inf)
+    return Nested(cuts, levels, ms)
 
 
-def _count(n: int, entries: list[tuple[int, int, int]]) -> Bytes:
-    """For (made at p, used at u, bytes): table[x, y] is the bytes made before x and used at y or later."""
-    table = np.zeros((n + 1, n + 2), dtype=np.int64)
-    for producer, use, size in entries:
-        table[producer + 1, min(use, n)] += size
-    return table.cumsum(axis=0)[:, ::-1].cumsum(axis=1)[:, ::-1]
+@dataclass(frozen=True)
+class Space:
+    """The plans there are: of intervals, of segments in them, and both again with nodes kept inside intervals."""
+
+    table: Intervals
+    inner: Nested | None = None
+    keeping: Intervals | None = None
+    keeping_inner: Nested | None = None
+
+    def ways(self) -> "Iterator[tuple[int, Intervals, Nested | None]]":
+        """The kind, the tables and the insides of intervals."""
+        yield _WHOLE, self.table, self.inner
+        if self.keeping is not None:
+            yield _KEEPING, self.keeping, self.keeping_inner
 
 
-def plan(chain: Chain, table: Intervals, bound: int, slots: int = 512) -> Plan | None:
+def space(chain: Chain, cuts: Bytes, levels: Bytes) -> Space:
+    """All plans for a chain, with segments in the segments between ``cuts`` for inner bounds of ``levels`` bytes."""
+    table = intervals(chain)
+    kept = keeping(table, chain)
+    if kept is None:
+        return Space(table, nested(table, cuts, levels))
+    return Space(table, nested(table, cuts, levels), kept, nested(replace(table, ms=kept.ms), cuts, levels))
+
+
+def plan(among: Space | Intervals, bound: int, slots: int = 256) -> Plan | None:
     """The cheapest plan whose estimated peak stays within ``bound`` bytes, None when there is none."""
-    n = len(chain)
-    labels = _Labels(n, slots, max(bound // (slots - 1), 1))
-    labels.add(0, np.zeros(1, dtype=np.int64), np.zeros(1), np.full(1, -1))
-    for b in range(1, n + 1):
-        usable = np.flatnonzero(np.isfinite(table.ms[:b, b]))
-        first = labels.first[usable[0] if len(usable) else b]
-        last, kept = labels.first[b], labels.first[b - 1]
-        start, held = labels.position[first:last], labels.held[first:last]
-        total = np.append(held + table.held[start, b], labels.held[kept:last] + table.keep[b - 1])
-        needed = np.append(held + table.peak[start, b], total[len(start) :] + table.work[b - 1])
-        ms = np.append(labels.ms[first:last] + table.ms[start, b], labels.ms[kept:last])
-        # An origin at or after `last` stands for the label that many before it, of which the node b - 1 is kept.
-        origin = np.append(np.arange(first, last), np.arange(kept, last) + last)
-        fits = (np.maximum(needed, total) <= bound) & np.isfinite(ms)
-        labels.add(b, total[fits], ms[fits], origin[fits])
-    return labels.cheapest()
+    if isinstance(among, Intervals):
+        among = Space(among)
+    n = len(among.table)
+    found = _walk(among, 0, n, bound, slots).back(n)
+    if found is None:
+        return None
+    ms, steps = found
+    chosen: list[tuple[int, int]] = []
+    for a, b, kind in steps:
+        chosen.append((a, b))
+        base, table, inner = [way for way in among.ways() if way[0] <= kind][-1]
+        if inner is not None and kind > base:
+            inside = Space(replace(among.table, ms=table.ms))
+            within = _walk(inside, a, b, int(inner.levels[kind - base - 1]), _INNER_SLOTS).back(b - a)
+            chosen += [(c + a, d + a) for c, d, _ in within[1]] if within is not None else []
+    return Plan(tuple(chosen), ms, tuple((a, b) for a, b, kind in steps if kind >= _KEEPING))
+
+
+def _walk(among: Space, start: int, stop: int, bound: int, slots: int) -> "_Labels":
+    """Label the positions of [start, stop), counting only what is made in it."""
+    table = among.table
+    labels = _Labels(stop - start, slots, max(bound // (slots - 1), 1))
+    labels.add(_Moves.beginning())
+    # counted in the tables are also storages made before `start`; these are not part of what is held here
+    unsaved = table.unsaved[start]
+    for b in range(start + 1, stop + 1):
+        last, kept = labels.first[b - start], labels.first[b - start - 1]
+        total = labels.held[kept:last] + table.keep[b - 1]
+        need = max(int(table.work[b - 1] + unsaved[b]), int(table.forward[b - 1]))
+        ways = [_Moves(total, total + need, labels.ms[kept:last], np.arange(kept, last), np.full(last - kept, _KEPT))]
+        for kind, way, inner in among.ways():
+            ways.append(_whole(labels, way, start, b, kind))
+            if inner is not None and b in inner.cuts:
+                ways.append(_nested_moves(labels, way, inner, b, bound, kind))
+        labels.add(_Moves.among(ways, bound))
+        if labels.first[b - start + 1] == last and among.inner is None and _stuck(labels, table, start, b, bound):
+            break
+    return labels
+
+
+def _stuck(labels: "_Labels", table: Intervals, start: int, b: int, bound: int) -> bool:
+    """Whether no interval leads from the labels there are to ``b`` or beyond."""
+    last = labels.first[b - start]
+    a = labels.position[:last] + start
+    return bool((labels.held[:last] + table.least[a, b] - table.passing[start, a] > bound).all())
+
+
+def _whole(labels: "_Labels", table: Intervals, start: int, b: int, kind: int) -> "_Moves":
+    """Intervals that end at ``b`` and begin at ``start`` or later, all kept as they run again."""
+    usable = np.flatnonzero(np.isfinite(table.ms[start:b, b]))
+    last = labels.first[b - start]
+    first = labels.first[usable[0]] if len(usable) else last
+    a, before = labels.position[first:last] + start, labels.held[first:last]
+    live_in = table.passing[start, a] - table.passing[start, b]
+    return _Moves(
+        held=before + table.held[a, b] - live_in,
+        needed=before + table.peak[a, b] - live_in + table.later[start, b],
+        ms=labels.ms[first:last] + table.ms[a, b],
+        origin=np.arange(first, last),
+        kind=np.full(last - first, kind),
+    )
+
+
+@dataclass(frozen=True)
+class _Moves:
+    """Ways to reach a position: bytes held then and needed on the way, cost, the label it starts from, and how."""
+
+    held: Bytes
+    needed: Bytes
+    ms: NDArray[np.float64]
+    origin: Bytes
+    kind: Bytes
+
+    @classmethod
+    def beginning(cls) -> "_Moves":
+        nothing = np.zeros(1, dtype=np.int64)
+        return cls(nothing, nothing, np.zeros(1), nothing - 1, nothing)
+
+    @classmethod
+    def among(cls, ways: "list[_Moves]", bound: int) -> "_Moves":
+        """Those that stay within ``bound`` and cost something finite."""
+        held, needed = (np.concatenate([getattr(way, name) for way in ways]) for name in ("held", "needed"))
+        ms = np.concatenate([way.ms for way in ways])
+        fits = np.flatnonzero((np.maximum(needed, held) <= bound) & np.isfinite(ms))
+        origin, kind = (np.concatenate([getattr(way, name) for way in ways])[fits] for name in ("origin", "kind"))
+        return cls(held[fits], needed[fits], ms[fits], origin, kind)
+
+
+def _nested_moves(labels: "_Labels", table: Intervals, inner: Nested, b: int, bound: int, kind: int) -> _Moves:
+    """Intervals from earlier cuts to ``b``, each planned inside under the largest level there is room for."""
+    end = int(np.searchsorted(inner.cuts, b))
+    here = [np.arange(labels.first[cut], labels.first[cut + 1]) for cut in inner.cuts[:end]]
+    origin = np.concatenate([np.empty(0, np.int64), *here])
+    start = np.repeat(np.arange(end), [len(each) for each in here])
+    a, before = inner.cuts[start], labels.held[origin]
+    around = before + table.base[a, b]
+    level = np.searchsorted(inner.levels, bound - around, side="right") - 1
+    usable = np.where(np.isfinite(inner.ms[:, end]), np.arange(len(inner.levels)), -1)
+    level = np.where(level >= 0, np.maximum.accumulate(usable, axis=1)[start, level], -1)
+    ms = np.where(level >= 0, inner.ms[start, end, level], np.inf)
+    needed = around + inner.levels[np.maximum(level, 0)]
+    return _Moves(before + table.held[a, b], needed, labels.ms[origin] + ms, origin, kind + level + 1)
 
 
 class _Labels:
     """What can be reached: at each position, bytes held against milliseconds, none as large and as dear as another.
 
-    Of those within one of ``slots`` parts of the bound, ``width`` bytes each, the cheapest stays.
+    All of them stay where there are up to ``slots``; else, of those within one of ``slots`` parts of the bound,
+    ``width`` bytes each, the lightest and the cheapest.
     """
 
     def __init__(self, n: int, slots: int, width: int) -> None:
-        size = (n + 1) * slots
+        size = 2 * (n + 1) * slots
         self.first = np.zeros(n + 2, dtype=np.int64)  # where the labels of each position begin
         self.position = np.zeros(size, dtype=np.int64)
         self.held = np.zeros(size, dtype=np.int64)
         self.ms = np.zeros(size)
         self._origin = np.zeros(size, dtype=np.int64)
-        self._slots, self._width = slots, width
+        self._kind = np.zeros(size, dtype=np.int64)
+        self._slots, self._width, self._next = slots, width, 0
 
-    def add(self, position: int, held: Bytes, ms: NDArray[np.float64], origin: Bytes) -> None:
+    def add(self, moves: _Moves) -> None:
         """Add the labels of the next position, less those that another one makes needless."""
-        slot = np.minimum(held // self._width, self._slots - 1)
+        slot = np.minimum(moves.held // self._width, self._slots - 1)
         cheapest = np.full(self._slots + 1, np.inf)
-        np.minimum.at(cheapest, slot + 1, ms)
-        below = np.minimum.accumulate(cheapest)[slot]
-        order = np.flatnonzero((ms == cheapest[slot + 1]) & (ms < below))
-        order = order[np.lexsort((held[order], slot[order]))]
-        order = order[np.unique(slot[order], return_index=True)[1]]
-        start = self.first[position]
-        self.first[position + 1 :] = end = start + len(order)
-        self.position[start:end], self.held[start:end] = position, held[order]
-        self.ms[start:end], self._origin[start:end] = ms[order], origin[order]
+        np.minimum.at(cheapest, slot + 1, moves.ms)
+        order = np.flatnonzero(moves.ms < np.minimum.accumulate(cheapest)[slot])
+        order = order[np.lexsort((moves.ms[order], moves.held[order]))]
+        ms = moves.ms[order]
+        order = order[ms < np.minimum.accumulate(np.append(np.inf, ms))[:-1]]  # rising bytes, falling cost
+        if len(order) > self._slots:
+            changes = np.diff(slot[order], prepend=-1, append=self._slots) > 0
+            order = order[changes[:-1] | changes[1:]]
+        start = self.first[self._next]
+        self.first[self._next + 1 :] = end = start + len(order)
+        self.position[start:end], self.held[start:end] = self._next, moves.held[order]
+        self.ms[start:end], self._origin[start:end] = moves.ms[order], moves.origin[order]
+        self._kind[start:end] = moves.kind[order]
+        self._next += 1
 
-    def cheapest(self) -> Plan | None:
-        """The plan that leads to the cheapest label of the last position, None if that has none."""
-        start, end = self.first[-2], self.first[-1]
-        if start == end:
+    def least(self, positions: Bytes) -> NDArray[np.float64]:
+        """The cost of the cheapest label of each position, infinite where there is none."""
+        last = self.first[positions + 1] - 1  # they are in order of bytes, so of falling cost
+        return np.where(last >= self.first[positions], self.ms[last], np.inf)
+
+    def back(self, position: int) -> tuple[float, list[tuple[int, int, int]]] | None:
+        """The cost of the cheapest label of a position and its intervals (a, b, kind); None if there is no label."""
+        label = int(self.first[position + 1]) - 1
+        if label < self.first[position]:
             return None
-        found = []
-        label = end - 1  # they are in order of bytes, so of falling cost
-        ms = float(self.ms[label])
+        ms, found = float(self.ms[label]), []
         while (b := int(self.position[label])) > 0:
-            kept = self._origin[label] >= self.first[b]
-            label = self._origin[label] - self.first[b] if kept else self._origin[label]
-            if not kept:
-                found.append((int(self.position[label]), b))
-        return Plan(tuple(reversed(found)), ms)
+            kind, label = int(self._kind[label]), int(self._origin[label])
+            if kind != _KEPT:
+                found.append((int(self.position[label]), b, kind))
+        return ms, found[::-1]
 
 
-def lowest_bound(chain: Chain, table: Intervals, upper: int) -> int:
+def lowest_bound(among: Space | Intervals, upper: int) -> int:
     """The lowest bound in bytes for which a plan exists, within 0.5 % of ``upper``, by bisection."""
     low, high = 0, upper
     while high - low > max(upper // 200, 1):
         middle = (low + high) // 2
-        if plan(chain, table, middle, slots=64) is None:
+        if plan(among, middle, slots=64) is None:
             low = middle
         else:
             high = middle

@@ -1,15 +1,17 @@
 """Observed effects as the numbers a planner works on."""
 
 from collections import defaultdict
+from collections.abc import Mapping
 
 import numpy as np
 import torch
 from torch import Tensor, fx
 
-from memrewrite.costs import ROOFLINES, node_ms
+from memrewrite.costs import Costs
 from memrewrite.effects import Effects
 from memrewrite.plan.segments import Bytes, Chain, Held
 from memrewrite.private import tree_iter
+from memrewrite.working import Levels
 
 
 def compute_nodes(effects: Effects) -> list[fx.Node]:
@@ -32,6 +34,8 @@ def join(chains: list[Chain]) -> Chain:
         saves=np.zeros(1, dtype=np.bool_),
         reach=np.zeros(1, dtype=np.int64),
         work=np.zeros(1, dtype=np.int64),
+        forward=np.zeros(1, dtype=np.int64),
+        pending=np.zeros(1, dtype=np.int64),
         storages=(),
         segment_ms=chains[0].segment_ms,
     )
@@ -44,27 +48,32 @@ def join(chains: list[Chain]) -> Chain:
         saves=np.concatenate([part.saves for part in parts]),
         reach=np.concatenate([part.reach + start for part, start in zip(parts, starts, strict=False)]),
         work=np.concatenate([part.work + made for part, made in zip(parts, later, strict=True)]),
+        forward=np.concatenate([part.forward for part in parts]),
+        pending=np.concatenate([part.pending + made for part, made in zip(parts, later, strict=True)]),
         storages=tuple(s.moved(int(start)) for part, start in zip(parts, starts, strict=False) for s in part.storages),
         segment_ms=chains[0].segment_ms,
         gradients=sum(part.gradients for part in parts),
     )
 
 
-def chain(effects: Effects, device: str, amp: torch.dtype | None) -> Chain:
+def chain(effects: Effects, levels: Mapping[fx.Node, Levels], costs: Costs) -> Chain:
     """The chain of ``compute_nodes(effects)``. Pure: nothing is run."""
     nodes = compute_nodes(effects)
     facts = [effects.of[node] for node in nodes]
-    storages = _held(effects, nodes)
-    made = _made(effects, nodes)
+    storages = held_storages(effects, nodes)
+    forward, work, pending = _beside(storages, [levels[node] for node in nodes])
     return Chain(
-        ms=np.array([node_ms((f.flops, f.moved), device, amp) for f in facts]),
-        rerun_ms=np.array([node_ms(f.rerun, device, amp) for f in facts]),
+        ms=np.array([costs.ms(node, effects.of[node]) for node in nodes]),
+        rerun_ms=np.array([costs.rerun_ms(node, effects.of[node]) for node in nodes]),
         saves=np.array([bool(f.saved) for f in facts]),
         reach=reach(effects, nodes),
-        work=_passing(effects, nodes, storages) + np.cumsum(made[::-1])[::-1],
+        work=work,
+        forward=forward,
+        pending=pending,
         storages=tuple(storages.values()),
-        segment_ms=ROOFLINES[device].segment_ms,
-        gradients=int(made.sum()),
+        segment_ms=costs.roofline.segment_ms,
+        gradients=_gradients(effects),
+        own=np.array([own_bytes(effects, node) for node in nodes], dtype=np.int64),
     )
 
 
@@ -131,7 +140,7 @@ def _switch(node: fx.Node) -> int:
     return {"_enter_autocast": 1, "_exit_autocast": -1}.get(name, 0)
 
 
-def _held(effects: Effects, nodes: list[fx.Node]) -> dict[int, Held]:
+def held_storages(effects: Effects, nodes: list[fx.Node]) -> dict[int, Held]:
     """The storages that nodes make, in order of making."""
     index = {node: i for i, node in enumerate(nodes)}
     uses: dict[int, list[int]] = defaultdict(list)
@@ -151,30 +160,43 @@ def _held(effects: Effects, nodes: list[fx.Node]) -> dict[int, Held]:
     return held
 
 
-def _passing(effects: Effects, nodes: list[fx.Node], storages: dict[int, Held]) -> Bytes:
-    """Per node, the bytes of the gradients of the values that pass it."""
-    n = len(nodes)
-    steps = np.zeros(n + 1, dtype=np.int64)
-    trained = _differentiable(effects)
-    for key, held in storages.items():
-        if key in trained:
-            steps[held.producer] += held.bytes
-            steps[min(held.last_use, n - 1) + 1] -= held.bytes
-    return np.cumsum(steps)[:n]
+def own_bytes(effects: Effects, node: fx.Node) -> int:
+    """What it takes to keep what only ``node`` makes instead of running it again with its segment; -1 if it has to run.
+
+    Worth it is what computes much and saves its result besides what it is given: attention, recurrent layers. Nothing
+    may write what is kept.
+    """
+    f = effects.of[node]
+    inputs = {key for source in node.all_input_nodes for key in effects.of[source].outputs}
+    made = (f.saved | f.outputs) - inputs
+    written = any(other.writes & made for other in effects.of.values())
+    saves_inputs = any(effects.storages[key].origin == "node" for key in f.saved & inputs)
+    if node.op != "call_function" or not f.rerun[0] or f.writes or written or not (saves_inputs and f.saves_output):
+        return -1
+    return sum(effects.storages[key].bytes for key in made)
 
 
-def _made(effects: Effects, nodes: list[fx.Node]) -> Bytes:
-    """Per node, the bytes of the parameter gradients that its backward is the first to make."""
-    made = np.zeros(len(nodes), dtype=np.int64)
+def _beside(storages: dict[int, Held], levels: list[Levels]) -> tuple[Bytes, Bytes, Bytes]:
+    """What was in use at each node, forward, backward and as backward came to it, besides what autograd kept then."""
+    made, saved = np.zeros(len(levels), dtype=np.int64), np.zeros(len(levels), dtype=np.int64)
+    for held in storages.values():
+        if held.saver is not None:
+            made[held.producer] += held.bytes
+            saved[held.saver] += held.bytes
+    forward = np.array([level.forward for level in levels], dtype=np.int64) - made.cumsum()
+    backward = np.array([level.backward for level in levels], dtype=np.int64) - saved.cumsum()
+    pending = np.array([level.pending for level in levels], dtype=np.int64) - saved.cumsum()
+    for i in range(1, len(levels)):
+        if not levels[i].backward:  # backward passes it by
+            pending[i] = pending[i - 1]
+    return np.maximum(forward, 0), np.maximum(backward, 0), np.maximum(pending, 0)
+
+
+def _gradients(effects: Effects) -> int:
+    """The bytes of the parameter gradients that the backward of the graph makes."""
     trained = _differentiable(effects)
-    readers: dict[int, int] = {}
-    for i, node in enumerate(nodes):
-        for key in effects.of[node].reads & trained:
-            if effects.storages[key].origin == "parameter":
-                readers[key] = i
-    for key, i in readers.items():
-        made[i] += effects.storages[key].bytes
-    return made
+    read = {key for node, facts in effects.of.items() if node.op != "get_attr" for key in facts.reads & trained}
+    return sum(effects.storages[key].bytes for key in read if effects.storages[key].origin == "parameter")
 
 
 def _differentiable(effects: Effects) -> set[int]:

@@ -1,14 +1,20 @@
 """From a budget to a plan whose simulated peak fits it: plan on estimates, simulate exactly, correct, repeat."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from memrewrite.plan.coarse import coarsen
-from memrewrite.plan.dp import intervals, lowest_bound, plan
+import numpy as np
+
+from memrewrite.plan.coarse import Coarse, coarsen, cuts
+from memrewrite.plan.dp import Space, lowest_bound, plan, space
 from memrewrite.plan.segments import Chain, Plan
+from memrewrite.plan.tables import intervals
 
 Simulate = Callable[[Plan], int]
 _ROUNDS = 9
+_CUTS = 24  # between which segments may hold segments
+_LEVELS = 12  # bounds they are planned for
 _SLACK = 0.01  # a plan that leaves less than this share of the budget unused is good enough
 
 
@@ -22,70 +28,94 @@ class Fitted:
 
 
 def fit(chain: Chain, budget: int, kept: int, fixed: int, simulate: Simulate) -> Fitted:
-    """The cheapest plan found whose simulated peak is at most ``budget`` bytes; else the one of the lowest peak.
+    """``Search(chain, kept, fixed, simulate).fit(budget)``."""
+    return Search(chain, kept, fixed, simulate).fit(budget)
+
+
+class Search:
+    """What is known about the plans for a chain, from one budget to the next.
 
     ``kept`` is the simulated peak in bytes without any segment, ``fixed`` the bytes that no plan can move (parameters,
-    optimizer state, inputs, workspaces). The planner's bound is moved by what the simulation shows until it fits.
+    optimizer state, inputs, workspaces), ``simulate`` gives the exact peak of a plan.
     """
-    best = Fitted(Plan(), kept, kept <= budget)
-    if best.fits:
-        return best
-    search = _Search(chain, budget, fixed, simulate, best)
-    low = (search.lowest, 0)  # (bound, peak) of a plan that fits, peak 0 while none is known
-    high = (max(kept - fixed, search.lowest), kept)  # of one that does not
-    bound = budget - fixed
-    for _ in range(_ROUNDS):
-        bound = min(max(bound, search.lowest), high[0])
-        peak = search.look(bound)
-        if peak is None:  # the estimate allows no plan here, so what fits lies above
-            low = (bound, low[1])
-            bound = (bound + high[0]) // 2
-            continue
-        if peak <= budget:
-            low = (bound, peak)
-            if budget - peak <= _SLACK * budget:
+
+    def __init__(self, chain: Chain, kept: int, fixed: int, simulate: Simulate) -> None:
+        self.chain, self.kept, self.fixed, self.simulate = chain, kept, fixed, simulate
+        self.peaks: dict[Plan, int] = {}
+        self._plans: dict[int, Plan | None] = {}
+
+    def fit(self, budget: int) -> Fitted:
+        """The cheapest plan found whose simulated peak is at most ``budget`` bytes; else the one of the lowest peak.
+
+        The planner's bound is moved by what the simulation shows until it fits.
+        """
+        self.best = Fitted(Plan(), self.kept, self.kept <= budget)
+        if self.best.fits:
+            return self.best
+        low = (self.lowest, 0)  # (bound, peak) of a plan that fits, peak 0 while none is known
+        high = (max(self.kept - self.fixed, self.lowest), self.kept)  # of one that does not
+        bound = budget - self.fixed
+        for _ in range(_ROUNDS):
+            bound = min(max(bound, self.lowest), high[0])
+            peak = self._look(bound, budget)
+            if peak is None:  # the estimate allows no plan here, so what fits lies above
+                low = (bound, low[1])
+                bound = (bound + high[0]) // 2
+                continue
+            if peak <= budget:
+                low = (bound, peak)
+                if budget - peak <= _SLACK * budget:
+                    break
+            else:
+                high = (bound, peak)
+                if bound == self.lowest:
+                    break
+            if high[0] - low[0] <= _SLACK * _SLACK * budget:
                 break
-        else:
-            high = (bound, peak)
-            if bound == search.lowest:
-                break
-        if high[0] - low[0] <= _SLACK * _SLACK * budget:
-            break
-        bound = _between(low, high, budget)
-    return search.best if search.best.fits else search.explore()
+            bound = _between(low, high, budget)
+        return self.best if self.best.fits else self._explore(budget)
 
+    @functools.cached_property
+    def coarse(self) -> Coarse:
+        """The chain as it is planned."""
+        return coarsen(self.chain)
 
-class _Search:
-    """What has been tried so far, and the best of it: the cheapest plan that fits, else that of the lowest peak."""
+    @functools.cached_property
+    def space(self) -> Space:
+        """The plans there are."""
+        chain = self.coarse.chain
+        flat = lowest_bound(intervals(chain), max(self.kept - self.fixed, 1))
+        levels = np.geomspace(flat / 8, flat, _LEVELS).astype(np.int64)
+        return space(chain, cuts(chain, _CUTS), levels)
 
-    def __init__(self, chain: Chain, budget: int, fixed: int, simulate: Simulate, best: Fitted) -> None:
-        self.coarse, self.budget, self.simulate = coarsen(chain), budget, simulate
-        self.kept = self.best = best
-        self.table = intervals(self.coarse.chain)
-        self.lowest = lowest_bound(self.coarse.chain, self.table, max(best.peak - fixed, 1))
-        self._peaks: dict[Plan, int] = {}
+    @functools.cached_property
+    def lowest(self) -> int:
+        """The lowest bound on the estimate for which there is a plan."""
+        return lowest_bound(self.space, max(self.kept - self.fixed, 1))
 
-    def look(self, bound: int) -> int | None:
+    def _look(self, bound: int, budget: int) -> int | None:
         """The exact peak of the cheapest plan under a bound on the estimate; None where there is no plan."""
-        cheapest = plan(self.coarse.chain, self.table, bound)
-        if cheapest is None:
+        if bound not in self._plans:
+            cheapest = plan(self.space, bound)
+            self._plans[bound] = None if cheapest is None else self.coarse.expand(cheapest)
+        found = self._plans[bound]
+        if found is None:
             return None
-        found = self.coarse.expand(cheapest)
-        if found not in self._peaks:
-            self._peaks[found] = self.simulate(found)
-        peak = self._peaks[found]
-        self.best = min(self.best, Fitted(found, peak, peak <= self.budget), key=_rank)
+        if found not in self.peaks:
+            self.peaks[found] = self.simulate(found)
+        peak = self.peaks[found]
+        self.best = min(self.best, Fitted(found, peak, peak <= budget), key=_rank)
         return peak
 
-    def explore(self) -> Fitted:
+    def _explore(self, budget: int) -> Fitted:
         """Look around the lowest bound, where the estimate and the exact peak need not have their minima together.
 
         What was tried before is forgotten, so that the lowest peak does not depend on the budget and is found again
         when it is asked for.
         """
-        self.best = self.kept
+        self.best = Fitted(Plan(), self.kept, self.kept <= budget)
         for factor in (1.0, 1.03, 1.07, 1.12, 1.2, 1.35):
-            self.look(int(self.lowest * factor))
+            self._look(int(self.lowest * factor), budget)
         return self.best
 
 

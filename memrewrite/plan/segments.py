@@ -1,5 +1,7 @@
 """The data of planning: what is known about a chain of nodes, and a plan over it."""
 
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,8 +35,10 @@ class Chain:
 
     ``ms`` is the time to run each node, ``rerun_ms`` the time until its last save; ``saves`` whether autograd keeps
     anything for it; ``reach`` the first node that an interval beginning there may not hold (itself: none begins there);
-    ``work`` the bytes that are live besides what is held while the node or its backward runs (values and gradients
-    passing by, parameter gradients made so far); ``gradients`` the bytes of all parameter gradients the chain makes.
+    ``work`` and ``forward`` the bytes in use besides what is held while the backward of the node and the node itself
+    run (values and gradients passing by, temporaries, parameter gradients made so far), ``pending`` those in use as
+    backward comes to the node; ``gradients`` the bytes of all parameter gradients the chain makes; ``own`` what it
+    takes to keep what only the node makes, so that it does not run again with its segment (-1 where it has to).
     """
 
     ms: NDArray[np.float64]
@@ -42,9 +46,12 @@ class Chain:
     saves: NDArray[np.bool_]
     reach: Bytes
     work: Bytes
+    forward: Bytes
+    pending: Bytes
     storages: tuple[Held, ...]
     segment_ms: float
     gradients: int = 0
+    own: Bytes | None = None
 
     def __len__(self) -> int:
         return len(self.ms)
@@ -52,7 +59,33 @@ class Chain:
 
 @dataclass(frozen=True)
 class Plan:
-    """Disjoint half-open intervals [a, b) of a chain to recompute in backward, at a cost of ``ms``; others are kept."""
+    """Half-open intervals [a, b) of a chain to recompute in backward, at a cost of ``ms``; all other nodes are kept.
+
+    Any two are disjoint, or one lies inside the other and comes after it: when backward reaches the outer one, that is
+    run again and keeps only live-ins of the inner one, which is run once more when backward reaches it. In those of
+    ``keeping``, none of which lies in another, nodes that can be kept do not run again.
+    """
 
     intervals: tuple[tuple[int, int], ...] = ()
     ms: float = 0.0
+    keeping: tuple[tuple[int, int], ...] = ()
+
+    def part(self, start: int, end: int) -> "Plan":
+        """The plan of the nodes [start, end) as a chain of their own."""
+        kinds = (self.intervals, self.keeping)
+        inside = (tuple((a - start, b - start) for a, b in kind if start <= a and b <= end) for kind in kinds)
+        intervals, keeping = inside
+        return Plan(intervals, self.ms, keeping)
+
+    def numbered(self) -> Iterator[tuple[tuple[int, ...], tuple[int, int]]]:
+        """Each interval with its number among those in the same interval, after the numbers of those it lies in."""
+        around: list[tuple[tuple[int, ...], int]] = []  # the intervals that are open: their numbers and ends
+        counts: Counter[tuple[int, ...]] = Counter()
+        for a, b in self.intervals:
+            while around and around[-1][1] <= a:
+                around.pop()
+            outer = around[-1][0] if around else ()
+            path = (*outer, counts[outer])
+            counts[outer] += 1
+            around.append((path, b))
+            yield path, (a, b)

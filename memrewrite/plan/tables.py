@@ -1,0 +1,104 @@
+"""What every interval of a chain would cost: bytes and milliseconds, tabulated once for all plans."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from memrewrite.plan.segments import Bytes, Chain
+
+NEVER = np.iinfo(np.int64).max // 4
+
+
+@dataclass(frozen=True)
+class Intervals:
+    """Tables over all intervals [a, b) of a chain, in bytes and ms.
+
+    ``held`` is what an interval adds to what is held after it, ``base`` what is held besides while backward is in it,
+    ``peak`` what its backward needs in all beyond what was held before it, ``ms`` its cost (infinite where it may not
+    run again). ``keep``, ``work`` and ``forward`` say the same of a single node that is kept: what it adds, and what
+    its backward and its forward need beyond what is held after it.
+    ``passing``, ``later`` and ``unsaved`` at [x, y] are the bytes made before x that nobody saves and that are used at
+    y or later, that are saved and first used at y or later, and that are first saved at y or later; ``least`` is the
+    least ``peak`` of the intervals [x, y) and longer.
+    """
+
+    held: Bytes
+    base: Bytes
+    peak: Bytes
+    ms: NDArray[np.float64]
+    keep: Bytes
+    work: Bytes
+    forward: Bytes
+    passing: Bytes
+    later: Bytes
+    unsaved: Bytes
+    least: Bytes
+
+    def __len__(self) -> int:
+        return len(self.keep)
+
+
+def intervals(chain: Chain) -> Intervals:
+    """Tabulate all intervals of a chain; entry [a, b] of each table is the interval [a, b)."""
+    n = len(chain)
+    saved = [(s, s.saver) for s in chain.storages if s.saver is not None]
+    out = _count(n, [(s.producer, s.last_use, s.bytes) for s, _ in saved])
+    passing = _count(n, [(s.producer, s.last_use, s.bytes) for s in chain.storages if s.saver is None])
+    later = _count(n, [(s.producer, s.first_use, s.bytes) for s, _ in saved])
+    unsaved = _count(n, [(s.producer, saver, s.bytes) for s, saver in saved])
+    made = out[:, 0]
+    held, base = np.zeros((n + 1, n + 1), dtype=np.int64), np.zeros((n + 1, n + 1), dtype=np.int64)
+    peak = np.full((n + 1, n + 1), NEVER, dtype=np.int64)
+    for a in range(n - 1, -1, -1):
+        stop = int(chain.reach[a])
+        if stop == a:
+            continue
+        b = np.arange(a + 1, stop + 1)
+        # live-ins that nobody saves are held for the interval; what is first used after it is free again by then
+        live_in = passing[a, a] - passing[a, b]
+        held[a, b] = out[b, b] - out[a, b] + live_in
+        base[a, b] = live_in - later[a, b]
+        inside = unsaved[b, a] - unsaved[b, b] - (unsaved[a, a] - unsaved[a, b])
+        backward = np.maximum.accumulate(inside + chain.work[a:stop])
+        again = np.maximum.accumulate(made[b] - made[a] + chain.forward[a:stop]) + chain.pending[a:stop]
+        peak[a, b] = np.maximum(backward, again) + base[a, b]
+    least = np.minimum.accumulate(peak[:, ::-1], axis=1)[:, ::-1]
+    keep = made[1:] - made[:-1]
+    after = np.arange(1, n + 1)
+    work = chain.work - unsaved[after, after]
+    return Intervals(held, base, peak, rerun_ms(chain), keep, work, chain.forward, passing, later, unsaved, least)
+
+
+def keeping(table: Intervals, chain: Chain) -> Intervals | None:
+    """The same tables where every node that can be kept inside an interval is; None where there is no such node."""
+    if chain.own is None or (chain.own < 0).all():
+        return None
+    kept = chain.own >= 0
+    before = np.concatenate([[0], np.where(kept, chain.own, 0).cumsum()])
+    count = np.concatenate([[0], kept.cumsum()])
+    still = replace(chain, ms=np.where(kept, 0.0, chain.ms), rerun_ms=np.where(kept, 0.0, chain.rerun_ms))
+    a, b = np.ogrid[: len(before), : len(before)]
+    ms = np.where(count[b] > count[a], rerun_ms(still), np.inf)
+    return replace(table, held=table.held + before[b] - before[a], ms=ms)
+
+
+def rerun_ms(chain: Chain) -> NDArray[np.float64]:
+    """What it costs to run each interval again, infinite where it may not."""
+    n = len(chain)
+    ms = np.full((n + 1, n + 1), np.inf)
+    time = np.concatenate([[0.0], chain.ms.cumsum()])
+    last_save = np.maximum.accumulate(np.where(chain.saves, np.arange(n), -1))
+    for a in range(n):
+        b = np.arange(a + 1, int(chain.reach[a]) + 1)
+        j = last_save[b - 1]
+        ms[a, b] = np.where(j >= a, time[j] - time[a] + chain.rerun_ms[j], 0.0) + chain.segment_ms
+    return ms
+
+
+def _count(n: int, entries: list[tuple[int, int, int]]) -> Bytes:
+    """For (made at p, used at u, bytes): table[x, y] is the bytes made before x and used at y or later."""
+    table = np.zeros((n + 1, n + 2), dtype=np.int64)
+    for producer, use, size in entries:
+        table[producer + 1, min(use, n)] += size
+    return table.cumsum(axis=0)[:, ::-1].cumsum(axis=1)[:, ::-1]
