@@ -1,136 +1,208 @@
-"""The rows of ``budgets.py`` as Markdown tables: every row in RESULTS.md, one line per workload in README.md.
+"""The rows of the benchmarks as Markdown: everything in RESULTS.md, one line per workload in README.md.
 
-    python -m tests.benchmarks.results rows.jsonl
+    python -m tests.benchmarks.results FOLDER     # with pareto, predict, plantime and maxbatch.jsonl in it
 
-Each table replaces what stands between the lines ``<!-- results:begin -->`` and ``<!-- results:end -->`` of its file.
+Prints the targets and replaces what stands between the lines ``<!-- results:begin -->`` and ``<!-- results:end -->`` of
+either file. Files that are not in the folder leave their section out.
 """
 
-import json
+import argparse
 import re
 import sys
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-EAGER = "eager"
+from tests.benchmarks.plots import PLOTS
+from tests.benchmarks.rows import (
+    INFEASIBLE,
+    MAXBATCH,
+    PARETO,
+    PLANTIME,
+    PREDICT,
+    BatchRow,
+    ParetoRow,
+    PlanRow,
+    PredictRow,
+    Row,
+    read,
+)
+from tests.benchmarks.targets import Target, pareto_targets, prediction_targets
+
 RESULTS = Path(__file__).with_name("RESULTS.md")
 README = Path(__file__).resolve().parents[2] / "README.md"
-_COLUMNS = ["workload", "budget", "bound", "predicted", "measured"]
-_COLUMNS += ["of eager", "step", "time", "segments", "optimize", "verdict"]
 _BLOCK = re.compile(r"(<!-- results:begin -->\n).*?(<!-- results:end -->)", re.DOTALL)
+_HOW = (
+    "Each cell is the peak and the step time against eager. Percentages are shares of eager's activations; `block` is "
+    "the model's own block checkpointing, `ours block` our plan for the same peak."
+)
+_SHORT = ["eager", "block", "ours block", "ours 50%", "ours 27%", "ours min", "compile", "ours+compile min"]
 
 
-@dataclass(frozen=True)
-class Row:
-    """One workload under one budget (``eager``: unchanged), sizes in bytes; None where there is no such figure.
-
-    ``bound`` is the budget in bytes, ``lowest`` the lowest reachable peak when the budget is infeasible,
-    ``optimize_s`` the seconds of the whole ``optimize`` call, its verification included.
-    """
-
-    workload: str
-    budget: str
-    batch_size: int
-    amp: str
-    device: str
-    torch: str
-    passed: bool
-    verdict: str
-    bound: int | None = None
-    predicted: int | None = None
-    measured: int | None = None
-    step_ms: float | None = None
-    segments: int | None = None
-    optimize_s: float | None = None
-    lowest: int | None = None
-
-
-def read(path: Path) -> list[Row]:
-    """The rows of a JSON-lines file, none if there is no file."""
-    return [Row(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def fill(text: str, table: str) -> str:
-    """``text`` with ``table`` in its marked block; raises ``ValueError`` when there is not exactly one block."""
-    filled, count = _BLOCK.subn(lambda match: f"{match[1]}{table}\n{match[2]}", text)
+def fill(text: str, block: str) -> str:
+    """``text`` with ``block`` between the marks; raises ``ValueError`` when there is not exactly one such place."""
+    filled, count = _BLOCK.subn(lambda match: f"{match[1]}{block}\n{match[2]}", text)
     if count != 1:
         raise ValueError(f"The text has {count} blocks between results:begin and results:end; it needs one.")
     return filled
 
 
-def full_table(rows: list[Row]) -> str:
-    """One line per row."""
-    eager = _eager(rows)
-    return _table(rows, _COLUMNS, [_full_line(row, eager.get(row.workload)) for row in rows])
+def targets_table(targets: list[Target]) -> str:
+    """One line per target."""
+    return _table(["target", "result"], ([target.name, target.value] for target in targets))
 
 
-def short_table(rows: list[Row]) -> str:
-    """One line per workload, one column per budget: measured peak and step time against eager."""
+def pareto_table(rows: list[ParetoRow]) -> str:
+    """One line per workload and contender."""
     eager = _eager(rows)
-    budgets = list(dict.fromkeys(row.budget for row in rows if row.bound is not None or row.budget == "min"))
-    cells = {(row.workload, row.budget): _cell(row, eager.get(row.workload)) for row in rows}
-    body = [
-        [_name(row), f"{_gb(row.measured)}, {_ms(row)}", *(cells.get((name, budget), "") for budget in budgets)]
-        for name, row in eager.items()
+    columns = ["workload", "contender", "budget", "predicted", "peak", "activations", "step", "quartiles", "time"]
+    columns += ["segments", "ready after", "remark"]
+    return _table(columns, (_pareto_line(row, eager.get(row.workload)) for row in rows))
+
+
+def short_table(rows: list[ParetoRow]) -> str:
+    """One line per workload, one column per contender: peak and step time against eager."""
+    eager = _eager(rows)
+    cells = {(row.workload, row.contender): _cell(row, eager.get(row.workload)) for row in rows}
+    shown = [name for name in _SHORT if any(row.contender == name for row in rows)]
+    names = {row.workload: _name(row) for row in rows}
+    body = ([about, *(cells.get((name, contender), "") for contender in shown)] for name, about in names.items())
+    return f"{_setting(rows)} {_HOW}\n\n{_table(['workload', *shown], body)}"
+
+
+def predict_table(rows: list[PredictRow]) -> str:
+    """One line per case."""
+    return _table(["case", "predicted", "measured", "error", "prediction took", "remark"], map(_predict_line, rows))
+
+
+def plan_table(rows: list[PlanRow]) -> str:
+    """One line per graph."""
+    columns = ["graph", "nodes", "captured after", "planned after", "remark"]
+    return _table(columns, ([r.workload, _int(r.nodes), _s(r.capture_s), _s(r.plan_s), r.note] for r in rows))
+
+
+def batch_table(rows: list[BatchRow]) -> str:
+    """One line per workload and budget, one column per contender: the largest batch, and samples per second at it."""
+    shown = list(dict.fromkeys(row.contender for row in rows))
+    lines: dict[tuple[str, int], dict[str, str]] = {}
+    for row in rows:
+        cell = f"{row.batch}, {row.per_second:,.0f}/s" if row.per_second else row.note
+        lines.setdefault((row.workload, row.budget), {})[row.contender] = cell
+    body = ([name, _gb(budget), *(of.get(c, "") for c in shown)] for (name, budget), of in lines.items())
+    return _table(["workload", "budget", *shown], body)
+
+
+def report(folder: Path) -> tuple[str, str, list[Target]]:
+    """The blocks for RESULTS.md and README.md, and the targets."""
+    pareto, predicted = read(folder / PARETO, ParetoRow), read(folder / PREDICT, PredictRow)
+    planned, batches = read(folder / PLANTIME, PlanRow), read(folder / MAXBATCH, BatchRow)
+    targets = [*prediction_targets(predicted), *(pareto_targets(pareto) if pareto else [])]
+    pictures = [f"![{p.stem}]({PLOTS.name}/{p.name})" for p in sorted(PLOTS.glob("*.png"))]
+    sections: list[tuple[str, Sequence[Row], str]] = [
+        ("Targets", [], targets_table(targets) if targets else ""),
+        ("Peak against step time", pareto, pareto_table(pareto) if pareto else ""),
+        ("Plots", [], "\n".join(pictures)),
+        ("Predicted peaks", predicted, predict_table(predicted) if predicted else ""),
+        ("Time to plan", planned, plan_table(planned) if planned else ""),
+        ("Largest batch", batches, batch_table(batches) if batches else ""),
     ]
-    return _table(rows, ["workload", EAGER, *budgets], body)
+    texts = []
+    for title, rows, text in sections:
+        if text:
+            texts.append("\n\n".join([f"## {title}", *([_setting(rows)] if rows else []), text]))
+    return "\n\n".join(texts), short_table(pareto) if pareto else "", targets
 
 
-def _eager(rows: list[Row]) -> dict[str, Row]:
-    return {row.workload: row for row in rows if row.budget == EAGER}
+def _eager(rows: list[ParetoRow]) -> dict[str, ParetoRow]:
+    return {row.workload: row for row in rows if row.contender == "eager" and row.ok}
 
 
-def _full_line(row: Row, eager: Row | None) -> list[str]:
+def _pareto_line(row: ParetoRow, eager: ParetoRow | None) -> list[str]:
+    quartiles = row.quartiles_ms
     return [
         _name(row),
-        row.budget,
-        _gb(row.bound),
+        row.contender,
+        _gb(row.budget),
         _gb(row.predicted),
-        _gb(row.measured),
-        f"{row.measured / eager.measured:.0%}" if eager and row.measured and eager.measured else "",
-        _ms(row),
+        _gb(row.peak),
+        _activations(row, eager),
+        _ms(row.step_ms),
+        f"{quartiles[0]:.1f} - {quartiles[1]:.1f} ms" if quartiles else "",
         _ratio(row, eager),
-        "" if row.segments is None else str(row.segments),
-        "" if row.optimize_s is None else f"{row.optimize_s:.0f} s",
-        row.verdict,
+        _int(row.segments),
+        _s(row.setup_s),
+        _remark(row),
     ]
 
 
-def _cell(row: Row, eager: Row | None) -> str:
-    if row.lowest is not None:
-        return row.verdict
-    return f"{_gb(row.measured)}, {_ratio(row, eager)}" if row.passed else "failed"
+def _predict_line(row: PredictRow) -> list[str]:
+    error = f"{row.predicted / row.measured - 1:+.2%}" if row.predicted and row.measured else ""
+    return [row.workload, _gb(row.predicted), _gb(row.measured), error, _s(row.seconds), row.note]
+
+
+def _activations(row: ParetoRow, eager: ParetoRow | None) -> str:
+    if eager is None or not (row.peak and row.fixed and eager.peak and eager.fixed and eager.peak > eager.fixed):
+        return ""
+    return f"{(row.peak - row.fixed) / (eager.peak - eager.fixed):.0%}"
+
+
+def _remark(row: ParetoRow) -> str:
+    lowest = f", lowest {_gb(row.lowest)}" if row.lowest is not None else ""
+    return (row.note + lowest).replace("|", "\\|")
+
+
+def _cell(row: ParetoRow, eager: ParetoRow | None) -> str:
+    if not row.ok:
+        return row.note if row.note == INFEASIBLE else "failed"
+    return f"{_gb(row.peak)}, {_ms(row.step_ms) if row is eager else _ratio(row, eager)}"
 
 
 def _name(row: Row) -> str:
-    return f"{row.workload}, batch {row.batch_size}"
+    return f"{row.workload}, batch {row.batch}{'' if row.amp == 'off' else f', {row.amp}'}"
 
 
 def _gb(count: int | None) -> str:
     return "" if count is None else f"{count / 1e9:.2f} GB"
 
 
-def _ms(row: Row) -> str:
-    return "" if row.step_ms is None else f"{row.step_ms:.1f} ms"
+def _ms(time: float | None) -> str:
+    return "" if time is None else f"{time:.1f} ms"
 
 
-def _ratio(row: Row, eager: Row | None) -> str:
+def _s(time: float | None) -> str:
+    return "" if time is None else f"{time:.1f} s"
+
+
+def _int(count: int | None) -> str:
+    return "" if count is None else f"{count:,}"
+
+
+def _ratio(row: ParetoRow, eager: ParetoRow | None) -> str:
     return f"x{row.step_ms / eager.step_ms:.2f}" if eager and row.step_ms and eager.step_ms else ""
 
 
-def _table(rows: list[Row], columns: list[str], body: list[list[str]]) -> str:
-    settings = dict.fromkeys(f"{row.device}, torch {row.torch}" for row in rows)
-    lines = [f"| {' | '.join(cells)} |" for cells in (columns, ["---"] * len(columns), *body)]
-    return "\n".join([f"Measured on {'; '.join(settings)}. GB = 10^9 bytes.", "", *lines])
+def _setting(rows: Sequence[Row]) -> str:
+    about = {f"{row.device}, {', '.join(f'{k} {v}' for k, v in row.versions.items())}": None for row in rows}
+    return f"Measured on {'; '.join(about)}. GB = 10^9 bytes."
+
+
+def _table(columns: list[str], body: Iterable[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (columns, ["---"] * len(columns), *body))
 
 
 def main() -> int:
-    """Read the rows named on the command line and fill both files."""
-    if len(sys.argv) != 2:
-        print("usage: results.py ROWS.jsonl", file=sys.stderr)
-        return 2
-    rows = read(Path(sys.argv[1]))
-    for path, table in ((RESULTS, full_table(rows)), (README, short_table(rows))):
-        path.write_text(fill(path.read_text(), table))
+    """Print the targets and fill both files."""
+    parser = argparse.ArgumentParser(description="Rows of the benchmarks as tables in RESULTS.md and README.md.")
+    parser.add_argument("folder", type=Path, help="where the rows are")
+    parser.add_argument("--print", action="store_true", dest="only_print", help="print the targets, write nothing")
+    options = parser.parse_args()
+    full, short, targets = report(options.folder)
+    for target in targets:
+        print(f"{target.name}: {target.value}")
+        for name, value in target.by.items():
+            print(f"    {name}: {value:.4f}")
+    for path, block in ((RESULTS, full), (README, short)):
+        if block and not options.only_print:
+            path.write_text(fill(path.read_text(), block))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Rows of the benchmark become the tables of RESULTS.md and README.md."""
+"""Rows of the benchmarks become tables, targets and curves."""
 
 import json
 from dataclasses import asdict
@@ -7,48 +7,133 @@ from typing import Any
 
 import pytest
 
-from tests.benchmarks import results
+from tests.benchmarks import plots, results, targets
+from tests.benchmarks.rows import BatchRow, ParetoRow, PlanRow, PredictRow, read
+
+GB = 10**9
+ABOUT: dict[str, Any] = {
+    "batch": 8,
+    "amp": "off",
+    "optimizer": "adamw",
+    "device": "a GPU",
+    "versions": {"torch": "2.13.0"},
+}
 
 
-def rows() -> list[results.Row]:
-    about: dict[str, Any] = {"workload": "net", "batch_size": 8, "amp": "off", "device": "a GPU", "torch": "2.13.0"}
-    fits: dict[str, Any] = {"predicted": 48 * 10**8, "measured": 5 * 10**9, "step_ms": 12.0, "segments": 3}
-    fits["optimize_s"] = 4.2
-    infeasible: dict[str, Any] = {"bound": 33 * 10**8, "lowest": 4 * 10**9, "verdict": "infeasible, lowest 4.00 GB"}
-    return [
-        results.Row(**about, budget="eager", passed=True, verdict="eager", measured=10**10, step_ms=10.0),
-        results.Row(**about, budget="60%", passed=True, verdict="equivalent", bound=6 * 10**9, **fits),
-        results.Row(**about, budget="33%", passed=True, **infeasible),
-        results.Row(**about, budget="min", passed=False, verdict="not equivalent", **fits),
-    ]
+def point(contender: str, peak: float, step_ms: float, **figures: Any) -> ParetoRow:
+    """A measured row; 2 GB of the peak are fixed."""
+    about = {**ABOUT, "workload": "net", "ok": True, "fixed": 2 * GB, **figures}
+    return ParetoRow(contender=contender, peak=int(peak * GB), step_ms=step_ms, quartiles_ms=(9.5, 10.5), **about)
 
 
-def test_full_table() -> None:
-    assert results.full_table(rows()).splitlines() == [
-        "Measured on a GPU, torch 2.13.0. GB = 10^9 bytes.",
-        "",
-        "| workload | budget | bound | predicted | measured | of eager | step | time | segments | optimize | verdict |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-        "| net, batch 8 | eager |  |  | 10.00 GB | 100% | 10.0 ms | x1.00 |  |  | eager |",
-        "| net, batch 8 | 60% | 6.00 GB | 4.80 GB | 5.00 GB | 50% | 12.0 ms | x1.20 | 3 | 4 s | equivalent |",
-        "| net, batch 8 | 33% | 3.30 GB |  |  |  |  |  |  |  | infeasible, lowest 4.00 GB |",
-        "| net, batch 8 | min |  | 4.80 GB | 5.00 GB | 50% | 12.0 ms | x1.20 | 3 | 4 s | not equivalent |",
-    ]
+def missing(contender: str, note: str, **figures: Any) -> ParetoRow:
+    return ParetoRow(contender=contender, workload="net", ok=False, note=note, **ABOUT, **figures)
+
+
+ROWS = [
+    point("eager", 10, 10.0),
+    point("block", 5, 13.0),
+    missing("sqrt", "out of memory"),
+    point("ours 50%", 5.9, 11.0, budget=6 * GB, predicted=59 * GB // 10, segments=3, setup_s=4.2),
+    point("ours block", 5, 11.7, budget=5 * GB),
+    point("ours 27%", 4.5, 12.0, budget=4 * GB),
+    missing("ours 20%", "infeasible", budget=3 * GB, lowest=35 * GB // 10),
+    point("ours min", 3.5, 14.0, note="bit-equal"),
+    point("compile", 8, 8.0),
+    point("compile 0.5", 6, 9.0),
+    point("compile 0", 3, 10.0),
+    point("ours+compile 50%", 5, 8.1),
+]
+PREDICTED = [
+    PredictRow(workload=f"case {i}", ok=True, predicted=GB + i * GB // 100, measured=GB, seconds=1.0, **ABOUT)
+    for i in (0, 1, -5)
+] + [PredictRow(workload="case 4", ok=False, note="out of memory", **ABOUT)]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "by"),
+    [
+        ("measured peak within the budget", "2 of 3 feasible rows", {"net ours 27%": 1.125}),
+        ("lowest activation peak, ours / lowest of any peer", None, {"net": 1.5 / 1}),
+        ("step time at the peak of block checkpointing, ours / its", None, {"net": 11.7 / 13}),
+        ("step time at 50% of eager's activations, ours / eager", None, {"net": 1.1}),
+        ("step time at 27% of eager's activations, ours / eager", None, {"net": 1.4}),
+        ("step time at the peak of activation_memory_budget, ours+compile / its", None, {"net compile 0.5": 0.9}),
+    ],
+)
+def test_pareto_targets(name: str, value: str | None, by: dict[str, float]) -> None:
+    (target,) = (t for t in targets.pareto_targets(ROWS) if t.name == name)
+    assert target.by == pytest.approx(by)
+    mean = next(iter(by.values()))
+    assert target.value == (value or f"geometric mean x{mean:.3f} over 1, worst x{mean:.3f}")
+
+
+def test_targets_without_rows() -> None:
+    assert [t.value for t in targets.pareto_targets([])] == ["0 of 0 feasible rows"] + 5 * ["no rows"]
+    assert targets.prediction_targets([]) == []
+
+
+def test_prediction_targets() -> None:
+    (target,) = targets.prediction_targets(PREDICTED)
+    assert target.value == "median 1.00%, worst 5.00% (case -5), 3 cases"
+
+
+def test_curves_are_sorted_by_peak() -> None:
+    found = plots.curves(ROWS)
+    assert list(found) == ["eager", "block", "ours", "compile", "ours+compile"]
+    assert found["compile"] == [(3.0, 10.0, "0"), (6.0, 9.0, "0.5"), (8.0, 8.0, "")]
+
+
+def test_pareto_table() -> None:
+    lines = results.pareto_table(ROWS).splitlines()
+    assert lines[0].count("|") == lines[2].count("|")
+    assert lines[2] == "| net, batch 8 | eager |  |  | 10.00 GB | 100% | 10.0 ms | 9.5 - 10.5 ms | x1.00 |  |  |  |"
+    assert lines[5].endswith(
+        "| ours 50% | 6.00 GB | 5.90 GB | 5.90 GB | 49% | 11.0 ms | 9.5 - 10.5 ms | x1.10 | 3 | 4.2 s |  |"
+    )
+    assert lines[8].endswith("| infeasible, lowest 3.50 GB |")
 
 
 def test_short_table() -> None:
-    assert results.short_table(rows()).splitlines()[2:] == [
-        "| workload | eager | 60% | 33% | min |",
-        "| --- | --- | --- | --- | --- |",
-        "| net, batch 8 | 10.00 GB, 10.0 ms | 5.00 GB, x1.20 | infeasible, lowest 4.00 GB | failed |",
+    assert results.short_table(ROWS).splitlines() == [
+        f"Measured on a GPU, torch 2.13.0. GB = 10^9 bytes. {results._HOW}",
+        "",
+        "| workload | eager | block | ours block | ours 50% | ours 27% | ours min | compile |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| net, batch 8 | 10.00 GB, 10.0 ms | 5.00 GB, x1.30 | 5.00 GB, x1.17 | 5.90 GB, x1.10 | 4.50 GB, x1.20 "
+        "| 3.50 GB, x1.40 | 8.00 GB, x0.80 |",
     ]
+
+
+def test_report_has_a_section_for_every_file(tmp_path: Path) -> None:
+    planned = [PlanRow(workload="net", ok=True, nodes=1200, capture_s=2.0, plan_s=3.5, **ABOUT)]
+    about = {key: value for key, value in ABOUT.items() if key != "batch"}
+    batches = [
+        BatchRow(
+            workload="net", contender=c, ok=True, budget=8 * GB, batch=b, per_second=100.0 * b, step_ms=1.0, **about
+        )
+        for c, b in (("eager", 32), ("ours", 96))
+    ]
+    for name, rows in (("pareto", ROWS), ("predict", PREDICTED), ("plantime", planned), ("maxbatch", batches)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows))
+    full, short, found = results.report(tmp_path)
+    titles = [line for line in full.splitlines() if line.startswith("## ") and line != "## Plots"]
+    assert titles == [
+        f"## {t}" for t in ("Targets", "Peak against step time", "Predicted peaks", "Time to plan", "Largest batch")
+    ]
+    assert "| net | 8.00 GB | 32, 3,200/s | 96, 9,600/s |" in full
+    assert "| net | 1,200 | 2.0 s | 3.5 s |  |" in full
+    assert "| case 1 | 1.01 GB | 1.00 GB | +1.00% | 1.0 s |  |" in full
+    assert short == results.short_table(ROWS)
+    assert len(found) == 7
+    assert results.report(tmp_path / "none") == ("", "", [])
 
 
 def test_rows_survive_the_file(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows()))
-    assert results.read(path) == rows()
-    assert results.read(tmp_path / "none.jsonl") == []
+    path.write_text("".join(json.dumps(asdict(row)) + "\n" for row in ROWS))
+    assert read(path, ParetoRow) == ROWS
+    assert read(tmp_path / "none.jsonl", ParetoRow) == []
 
 
 def test_fill_replaces_the_block_alone() -> None:

@@ -1,0 +1,111 @@
+"""Who trains a workload in ``pareto.py``: the model itself, its peers, and memrewrite at several budgets.
+
+``ours`` and ``ours+compile`` are followed by a budget: ``min``, ``block`` (the peak that block checkpointing takes) or
+a share of the bytes that eager training takes beyond parameters, gradients, optimizer state and inputs. ``compile`` may
+be followed by PyTorch's own ``activation_memory_budget``.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+import torch._functorch.config as functorch
+from torch import nn
+
+from memrewrite.api import optimize
+from memrewrite.errors import BudgetInfeasibleError
+from memrewrite.step import Inputs, Step
+from tests.benchmarks.models import Workload, sqrt_segments
+from tests.benchmarks.rows import ParetoRow
+
+EAGER, BLOCK, SQRT, OURS, COMPILE, BOTH = "eager", "block", "sqrt", "ours", "compile", "ours+compile"
+MINIMUM = f"{OURS} min"
+_OURS = [f"{OURS} {budget}" for budget in ("min", "block", "80%", "65%", "50%", "40%", "33%", "27%")]
+_RATIOS = [f"{COMPILE} {ratio}" for ratio in ("0.8", "0.5", "0.3", "0.2", "0.1", "0")]
+_BOTH = [f"{BOTH} {budget}" for budget in ("min", "27%", "50%", "80%")]
+CONTENDERS = [EAGER, BLOCK, SQRT, *_OURS, COMPILE, *_RATIOS, *_BOTH]
+
+Rows = Mapping[str, ParetoRow]
+"""What is known of a workload already, by contender."""
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A contender about to train: its module, and what memrewrite said about it (bytes)."""
+
+    module: nn.Module
+    budget: int | None = None
+    predicted: int | None = None
+    segments: int | None = None
+    note: str = ""
+
+
+def kind(contender: str) -> str:
+    """The contender's name without its budget."""
+    return contender.split()[0]
+
+
+def is_compiled(contender: str) -> bool:
+    """Whether it runs under ``torch.compile``."""
+    return kind(contender) in (COMPILE, BOTH)
+
+
+def bound(contender: str, rows: Rows) -> int | None:
+    """The budget in bytes, None for the lowest reachable; ``ValueError`` while the peak it refers to is unknown."""
+    text = contender.split()[1]
+    if text == "min":
+        return None
+    reference = rows.get(BLOCK if text == "block" else EAGER)
+    if reference is None or reference.peak is None or reference.fixed is None:
+        raise ValueError(f"the peak of {BLOCK if text == 'block' else EAGER} is not known")
+    if text == "block":
+        return reference.peak
+    return reference.fixed + int(float(text.rstrip("%")) / 100 * (reference.peak - reference.fixed))
+
+
+def prepare(
+    contender: str, workload: Workload, model: nn.Module, inputs: Inputs, rows: Rows, *, verify: bool = False
+) -> Ready:
+    """Make ``model`` the contender; it may be changed in place.
+
+    Raises ``BudgetInfeasibleError``, at once where the lowest reachable peak is known already, and what the contender
+    itself raises.
+    """
+    if kind(contender) in (OURS, BOTH):
+        ready = _optimized(contender, workload.step(), model, inputs, rows, verify)
+        if kind(contender) == OURS:
+            return ready
+        compiled = cast(nn.Module, torch.compile(ready.module, fullgraph=True))
+        return Ready(compiled, ready.budget, ready.predicted, ready.segments)
+    if kind(contender) == COMPILE:
+        functorch.activation_memory_budget = float((*contender.split(), "1.0")[1])
+        return Ready(cast(nn.Module, torch.compile(model)))
+    if contender == BLOCK:
+        workload.checkpoint_blocks(model)
+    if contender == SQRT:
+        return Ready(model, note=f"{sqrt_segments(model, workload.blocks)} segments")
+    return Ready(model)
+
+
+def _optimized(contender: str, step: Step, model: nn.Module, inputs: Inputs, rows: Rows, verify: bool) -> Ready:
+    budget, lowest = bound(contender, rows), rows.get(MINIMUM)
+    if budget is not None and lowest is not None and budget < (lowest.peak or 0):
+        raise BudgetInfeasibleError(f"The lowest peak, measured, is {lowest.peak} bytes.", lowest=lowest.peak or 0)
+    return rewritten(budget, step, model, inputs, verify=verify)
+
+
+def rewritten(budget: int | None, step: Step, model: nn.Module, inputs: Inputs, *, verify: bool = False) -> Ready:
+    """``model`` within ``budget`` bytes, or at its lowest peak; raises what ``optimize`` raises."""
+    optimized = optimize(
+        model,
+        inputs.args,
+        example_kwargs=inputs.kwargs,
+        budget="min" if budget is None else budget,
+        optimizer=step.optimizer,
+        amp=step.amp,
+        verify=verify,
+    )
+    report = optimized.report
+    note = report.verdict if verify else ""
+    return Ready(optimized, budget, report.predicted_after.peak, len(report.segments), note)

@@ -1,0 +1,233 @@
+"""Peak against step time on one CUDA device: eager, block checkpointing, sqrt(n) segments, torch.compile, memrewrite.
+
+    python -m tests.benchmarks.pareto FOLDER [--only resnet50 unet] [--contenders eager ours] [--deadline-s 540]
+
+Every (workload, contender) becomes a row of ``FOLDER/pareto.jsonl``; a stopped run resumes where it was. What runs
+without ``torch.compile`` shares one process per workload. Compiled contenders have a process each; ``--jobs`` of them
+compile side by side, then free what they can and train one after another, each alone on the device.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from memrewrite.errors import BudgetInfeasibleError
+from tests.benchmarks import contenders
+from tests.benchmarks.contenders import CONTENDERS, EAGER, MINIMUM, is_compiled, kind
+from tests.benchmarks.models import WORKLOADS
+from tests.benchmarks.rows import INFEASIBLE, PARETO, ParetoRow, append, attempt, machine, read
+from tests.benchmarks.trial import Trial, clear
+
+ROOT = Path(__file__).resolve().parents[2]
+READY = "ready"
+_NO_MEMORY = "out of memory"
+CROWDED = 3  # the exit code of a process that ran out of memory while others had some of it
+_USABLE = 0.9  # of the device's memory, for processes side by side
+_STEPS = {"cuda": 15, "cpu": 5}
+
+
+@dataclass
+class Bench:
+    """One workload on its device. ``gate`` is called when a contender is ready to be timed."""
+
+    name: str
+    path: Path
+    device: torch.device
+    tiny: bool = False
+    batch: int | None = None
+    gate: Callable[[], None] | None = None
+
+    def rows(self) -> dict[str, ParetoRow]:
+        """What the file has of this workload, by contender."""
+        return {row.contender: row for row in read(self.path, ParetoRow) if row.workload == self.name}
+
+    def run(self, names: list[str], end: float = float("inf")) -> None:
+        """Add the rows that the file lacks, as long as ``time.monotonic()`` is before ``end``."""
+        for contender in names:
+            if contender not in self.rows() and time.monotonic() < end:
+                append(self.path, self.contend(contender))
+
+    def contend(self, contender: str) -> ParetoRow:
+        """Train one contender; what it fails with is a result too. The lowest peak is verified where memory allows."""
+        verify = contender == MINIMUM
+        row = attempt(lambda: self._contend(contender, verify), lambda why: self._failed(contender, why))
+        if verify and not row.ok and _NO_MEMORY in row.note:
+            row = attempt(lambda: self._contend(contender, False), lambda why: self._failed(contender, why))
+        return row
+
+    def _contend(self, contender: str, verify: bool) -> ParetoRow:
+        workload, batch = WORKLOADS[self.name], self.batch or WORKLOADS[self.name].batch
+        others = clear(self.device)
+        torch.manual_seed(0)
+        with self.device:
+            model, inputs = workload.build(self.tiny), workload.inputs(batch, self.tiny)
+        started = time.perf_counter()
+        try:
+            ready = contenders.prepare(contender, workload, model, inputs, self.rows(), verify=verify)
+        except BudgetInfeasibleError as error:
+            budget = contenders.bound(contender, self.rows())
+            return self.row(contender, ok=False, note=INFEASIBLE, budget=budget, lowest=error.lowest)
+        trial = Trial(ready.module, inputs, workload.step(), others)
+        trial.warm_up()
+        seconds = time.perf_counter() - started
+        if self.gate is not None:
+            self.gate()
+        about = {"budget": ready.budget, "predicted": ready.predicted, "segments": ready.segments, "note": ready.note}
+        return self.row(contender, ok=True, setup_s=seconds, **about, **trial.figures(_STEPS[self.device.type]))
+
+    def _failed(self, contender: str, why: str) -> ParetoRow:
+        if self.gate is not None and _NO_MEMORY in why:
+            sys.exit(CROWDED)
+        return self.row(contender, ok=False, note=why)
+
+    def row(self, contender: str, **figures: Any) -> ParetoRow:
+        """A row of this workload."""
+        workload = WORKLOADS[self.name]
+        return ParetoRow(
+            workload=self.name,
+            batch=self.batch or workload.batch,
+            amp=workload.amp,
+            optimizer=workload.optimizer,
+            contender=contender,
+            **machine(self.device),
+            **figures,
+        )
+
+
+def main() -> int:
+    """Run what the file lacks; see the module docstring."""
+    options = _parse()
+    end = time.monotonic() + options.deadline_s
+    wanted = [c for c in CONTENDERS if options.contenders is None or {c, kind(c)} & set(options.contenders)]
+    for name in options.only or WORKLOADS:
+        gate = _wait_for_turn if options.gate else None
+        device = torch.device(options.device)
+        bench = Bench(name, options.folder / PARETO, device, options.tiny, options.batch, gate)
+        if options.child:
+            bench.run(wanted, end)
+        else:
+            _Parent(bench, options, end).run(wanted)
+    return 0
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Peak against step time, one row per workload and contender.")
+    parser.add_argument("folder", type=Path, help="where pareto.jsonl is kept and resumed from")
+    parser.add_argument("--only", nargs="+", choices=WORKLOADS, help="run these workloads only")
+    parser.add_argument("--contenders", nargs="+", help="run these only: eager, ours, 'ours 50%%', compile, ...")
+    parser.add_argument("--deadline-s", type=float, default=float("inf"), help="stop after that many seconds")
+    parser.add_argument("--jobs", type=int, default=6, help="how many may compile side by side")
+    parser.add_argument("--batch", type=int, help="instead of each workload's own")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="tiny models of the same families")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--gate", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def _wait_for_turn() -> None:
+    print(READY, flush=True)
+    if not sys.stdin.readline():
+        sys.exit("Whoever gives the turns is gone.")
+
+
+@dataclass
+class _Parent:
+    """Gives the contenders of one workload their processes."""
+
+    bench: Bench
+    options: argparse.Namespace
+    end: float
+
+    def run(self, wanted: list[str]) -> None:
+        """Run what is missing, compiled contenders last: their budgets come from the others' rows."""
+        together = [c for c in wanted if not is_compiled(c)]
+        while missing := self._missing(together):
+            with self._process(missing) as process:
+                code = process.wait()
+            self._account_for(missing[0], code)
+        missing = self._missing([c for c in wanted if is_compiled(c)])
+        jobs = self._jobs()
+        for start in range(0, len(missing), jobs):
+            self._side_by_side(missing[start : start + jobs])
+        for contender in self._missing(missing):  # what ran out of memory beside others
+            with self._process([contender]) as process:
+                code = process.wait()
+            self._account_for(contender, code)
+
+    def _jobs(self) -> int:
+        """How many processes have room on the device, if each takes no more than eager training."""
+        eager = self.bench.rows().get(EAGER)
+        if self.bench.device.type != "cuda" or eager is None or not eager.peak:
+            return 1
+        total = torch.cuda.get_device_properties(self.bench.device).total_memory
+        return max(1, min(self.options.jobs, int(_USABLE * total / eager.peak)))
+
+    def _missing(self, wanted: list[str]) -> list[str]:
+        rows = self.bench.rows()
+        return [c for c in wanted if c not in rows] if time.monotonic() < self.end else []
+
+    def _side_by_side(self, names: list[str], running: tuple[tuple[str, "subprocess.Popen[str]"], ...] = ()) -> None:
+        """Start a process for each name; once all are ready, give them their turns."""
+        if names and time.monotonic() < self.end:
+            with self._process(names[:1], gate=True) as process:
+                return self._side_by_side(names[1:], (*running, (names[0], process)))
+        at_gate = [(name, process) for name, process in running if _reaches_gate(process)]
+        for _, process in at_gate:
+            print(process.communicate("go\n")[0], end="", flush=True)
+        for name, process in running:
+            if process.wait() != CROWDED:
+                self._account_for(name, process.returncode)
+        return None
+
+    def _account_for(self, contender: str, code: int) -> None:
+        """A row for a contender whose process ended without one, unless it was for lack of time."""
+        if self._missing([contender]):
+            append(self.bench.path, self.bench.row(contender, ok=False, note=f"its process ended with code {code}"))
+
+    @contextmanager
+    def _process(self, names: list[str], gate: bool = False) -> Iterator["subprocess.Popen[str]"]:
+        """A process that runs ``names``, killed when time is up."""
+        left = self.end - time.monotonic()
+        command = [sys.executable, "-m", "tests.benchmarks.pareto", str(self.options.folder.resolve()), "--child"]
+        command += ["--only", self.bench.name, "--device", self.options.device, "--deadline-s", str(left)]
+        command += ["--contenders", *names]
+        command += ["--tiny"] * self.options.tiny + ["--gate"] * gate
+        if self.bench.batch is not None:
+            command += ["--batch", str(self.bench.batch)]
+        pipe = subprocess.PIPE if gate else None
+        threads = str(max(1, (os.cpu_count() or 1) // self.options.jobs))
+        environment = {**os.environ, **({"TORCHINDUCTOR_COMPILE_THREADS": threads} if gate else {})}
+        process = subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True, env=environment)
+        clock = threading.Timer(min(left, threading.TIMEOUT_MAX), process.kill)
+        clock.daemon = True
+        clock.start()
+        try:
+            yield process
+        finally:
+            clock.cancel()
+            process.kill()
+            process.wait()
+
+
+def _reaches_gate(process: "subprocess.Popen[str]") -> bool:
+    """Whether the process says that it is ready, rather than ending."""
+    for line in process.stdout or ():
+        if line.strip() == READY:
+            return True
+        print(line, end="", flush=True)
+    return False
+
+
+if __name__ == "__main__":
+    sys.exit(main())

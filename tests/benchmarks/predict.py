@@ -1,0 +1,184 @@
+"""The predicted peak of a training step against the real one, over models, batch sizes, dtypes and optimizers.
+
+    python -m tests.benchmarks.predict FOLDER [--only resnet50 bert_base] [--deadline-s 540]
+
+Every case becomes a row of ``FOLDER/predict.jsonl``; a stopped run resumes where it was. The prediction is made first,
+without running the model; where a step depends on values, real steps are tracked instead, and the row says so.
+Accumulated gradients are not among the cases, because a step is one forward and one backward pass.
+"""
+
+import argparse
+import re
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from memrewrite.api import optimize
+from memrewrite.errors import DataDependentError
+from memrewrite.measure import measure, predict
+from memrewrite.simulate import simulate
+from memrewrite.simulate.workspaces import workspace_bytes
+from memrewrite.step import Inputs, OptimizerFactory, Step
+from memrewrite.stepspec import amp_dtype, optimizer_factory
+from tests.benchmarks.predict_models import MODELS
+from tests.benchmarks.rows import PREDICT, PredictRow, append, attempt, machine, read
+from tests.benchmarks.trial import clear
+
+_FACTORIES: dict[str, OptimizerFactory] = {
+    "adamw-fused": lambda parameters: torch.optim.AdamW(parameters, fused=True),
+    "adamw-loop": lambda parameters: torch.optim.AdamW(parameters, foreach=False),
+    "adafactor": torch.optim.Adafactor,
+}
+_STEPS = 3
+_TINY_BATCH = 4
+
+
+@dataclass(frozen=True)
+class Case:
+    """One step. Parameters whose names match ``frozen`` do not train; ``budget`` is that of the rewritten model."""
+
+    model: str
+    batch: int
+    amp: str = "off"
+    optimizer: str = "adamw"
+    frozen: str = ""
+    budget: str = ""
+
+    @property
+    def name(self) -> str:
+        """What the rows call it."""
+        frozen, ours = (" frozen" if self.frozen else ""), (f" ours {self.budget}" if self.budget else "")
+        return f"{self.model} b{self.batch} {self.amp} {self.optimizer}{frozen}{ours}"
+
+    def step(self) -> Step:
+        """The step it takes."""
+        factory = _FACTORIES.get(self.optimizer) or optimizer_factory(self.optimizer)
+        return Step("train", factory, None, amp_dtype(self.amp))
+
+
+CASES = [
+    Case("resnet50", 64),
+    Case("resnet50", 32, optimizer="sgd"),
+    Case("resnet50", 128, optimizer="adam"),
+    Case("resnet50", 256, "bf16", "sgd-momentum"),
+    Case("resnet50", 128, "bf16", "adamw-fused"),
+    Case("resnet50", 64, frozen=r"conv1|bn1|layer[123]\."),
+    Case("resnet50", 128, budget="60%"),
+    Case("efficientnet_b4", 16),
+    Case("efficientnet_b4", 32, "bf16", "adam"),
+    Case("efficientnet_b4", 16, budget="40%"),
+    Case("densenet121", 64, optimizer="sgd-momentum"),
+    Case("densenet121", 64, "bf16"),
+    Case("convnext_tiny", 128, "bf16"),
+    Case("convnext_tiny", 64, optimizer="adafactor"),
+    Case("vit_base", 128, "bf16"),
+    Case("vit_base", 64, optimizer="sgd"),
+    Case("vit_base", 64, optimizer="adamw-fused"),
+    Case("vit_base", 128, "bf16", frozen=r"(?!head|blocks\.1[01])"),
+    Case("swin_tiny", 128, "bf16"),
+    Case("swin_tiny", 64, "fp16", "adam"),
+    Case("unet", 4),
+    Case("unet", 8, "bf16", "sgd-momentum"),
+    Case("unet", 8, budget="60%"),
+    Case("mobilenet_v3", 128),
+    Case("vgg16", 64, optimizer="sgd-momentum"),
+    Case("deeplabv3", 8, optimizer="sgd-momentum"),
+    Case("fcn", 8, "bf16"),
+    Case("retinanet", 4, optimizer="sgd-momentum"),
+    Case("ssdlite", 32),
+    Case("bert_base", 16, "bf16"),
+    Case("bert_base", 8, optimizer="adamw-loop"),
+    Case("bert_base", 16, "bf16", frozen=r"bert\.embeddings|bert\.encoder\.layer\.[0-7]\."),
+    Case("t5_base", 8, "bf16"),
+    Case("opt_125m", 8, "bf16", "sgd"),
+    Case("gpt2_medium", 4, "bf16"),
+    Case("gpt2_medium", 2, optimizer="adam"),
+    Case("gpt2_medium", 4, "bf16", "adafactor"),
+    Case("gpt2_medium", 4, "bf16", budget="60%"),
+    Case("llama_1b", 1, "bf16"),
+    Case("llama_1b", 2, "bf16", "sgd"),
+]
+
+
+def run(case: Case, device: torch.device, tiny: bool = False) -> PredictRow:
+    """Predict, measure; a case that fails is a row with the reason."""
+    clear(device)
+    about: dict[str, Any] = {
+        "workload": case.name,
+        "batch": case.batch,
+        "amp": case.amp,
+        "optimizer": case.optimizer,
+        **machine(device),
+    }
+    return attempt(
+        lambda: PredictRow(ok=True, **about, **_figures(case, device, tiny)),
+        lambda why: PredictRow(ok=False, note=why, **about),
+    )
+
+
+def _figures(case: Case, device: torch.device, tiny: bool) -> dict[str, Any]:
+    torch.manual_seed(0)
+    with device:
+        module, inputs = (
+            MODELS[case.model].build(tiny),
+            MODELS[case.model].inputs(_TINY_BATCH if tiny else case.batch, tiny),
+        )
+    module.train()
+    for name, parameter in module.named_parameters():
+        if case.frozen and re.match(case.frozen, name):
+            parameter.requires_grad_(False)
+    step, started = case.step(), time.perf_counter()
+    if case.budget:
+        module, predicted, note = _optimized(case, module, inputs, step)
+    else:
+        predicted, note = _predicted(module, inputs, step, device)
+    seconds = time.perf_counter() - started
+    measured = measure(module, inputs, step, steps=_STEPS)
+    return {"predicted": predicted, "measured": measured.peak, "seconds": seconds, "note": note}
+
+
+def _optimized(case: Case, module: nn.Module, inputs: Inputs, step: Step) -> tuple[nn.Module, int, str]:
+    optimized = optimize(
+        module,
+        inputs.args,
+        example_kwargs=inputs.kwargs,
+        budget=case.budget,
+        optimizer=step.optimizer,
+        amp=step.amp,
+        verify=False,
+    )
+    return optimized, optimized.report.predicted_after.peak, f"{len(optimized.report.segments)} segments"
+
+
+def _predicted(module: nn.Module, inputs: Inputs, step: Step, device: torch.device) -> tuple[int, str]:
+    workspace = workspace_bytes(device, step.amp, step.mode)
+    try:
+        return simulate(module, inputs, step, workspace_bytes=workspace).peak, ""
+    except DataDependentError:
+        return predict(module, inputs, step, workspace_bytes=workspace).peak, "depends on values: real steps tracked"
+
+
+def main() -> int:
+    """Run the cases that the file lacks; see the module docstring."""
+    parser = argparse.ArgumentParser(description="Predicted against measured peaks.")
+    parser.add_argument("folder", type=Path, help="where predict.jsonl is kept and resumed from")
+    parser.add_argument("--only", nargs="+", choices=MODELS, help="run these models only")
+    parser.add_argument("--deadline-s", type=float, default=float("inf"), help="start no case after that many seconds")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="tiny models of the same families")
+    options = parser.parse_args()
+    end, path = time.monotonic() + options.deadline_s, options.folder / PREDICT
+    for case in CASES:
+        wanted = options.only is None or case.model in options.only
+        if wanted and time.monotonic() < end and case.name not in {row.workload for row in read(path, PredictRow)}:
+            append(path, run(case, torch.device(options.device), options.tiny))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,138 @@
+"""Rows of the benchmarks in JSON-lines files, and what every row says about its machine."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from memrewrite import __version__
+
+PARETO, PREDICT, PLANTIME, MAXBATCH = "pareto.jsonl", "predict.jsonl", "plantime.jsonl", "maxbatch.jsonl"
+INFEASIBLE = "infeasible"
+_LIBRARIES = ("torch", "timm", "transformers", "torchvision", "triton")
+
+R = TypeVar("R", bound="Row")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What every row has. ``note`` is why there are no figures where ``ok`` is False, else a remark or ""."""
+
+    workload: str
+    batch: int
+    amp: str
+    optimizer: str
+    ok: bool
+    note: str = ""
+    device: str = ""
+    versions: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParetoRow(Row):
+    """One contender at one workload: bytes and ms over steady steps.
+
+    ``fixed`` are the bytes of parameters, buffers, gradients, optimizer state and inputs, ``setup_s`` the seconds until
+    the model was ready to train (optimized, compiled, two steps taken), ``lowest`` the lowest reachable peak where the
+    budget is infeasible.
+    """
+
+    contender: str
+    budget: int | None = None
+    predicted: int | None = None
+    peak: int | None = None
+    reserved: int | None = None
+    fixed: int | None = None
+    step_ms: float | None = None
+    quartiles_ms: tuple[float, float] | None = None
+    steps: int | None = None
+    setup_s: float | None = None
+    segments: int | None = None
+    lowest: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictRow(Row):
+    """Predicted against measured peak bytes of a step; ``seconds`` is what the prediction took."""
+
+    predicted: int | None = None
+    measured: int | None = None
+    seconds: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRow(Row):
+    """Seconds until a graph of ``nodes`` nodes was captured, rewritten and observed, and until it was planned for
+    ``budget`` bytes; ``peak`` is the simulated peak of the plan."""
+
+    nodes: int | None = None
+    budget: int | None = None
+    peak: int | None = None
+    capture_s: float | None = None
+    plan_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchRow(Row):
+    """The largest ``batch`` that a contender trains within ``budget`` bytes, and samples per second at it."""
+
+    contender: str
+    budget: int
+    peak: int | None = None
+    step_ms: float | None = None
+    per_second: float | None = None
+    trials: int | None = None
+
+
+def read(path: Path, kind: type[R]) -> list[R]:
+    """The rows of a file, none if there is no file."""
+    if not path.exists():
+        return []
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return [kind(**{name: _frozen(value) for name, value in row.items()}) for row in rows]
+
+
+def _frozen(value: Any) -> Any:
+    """What JSON made a list of as the tuple that it was."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+def append(path: Path, row: Row) -> None:
+    """Add a row to the file and print it."""
+    line = json.dumps(asdict(row))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(line + "\n")
+    print(line, flush=True)
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """The fields ``device`` and ``versions`` of a row."""
+    versions = {"memrewrite": __version__, "torch": torch.__version__}
+    for name in _LIBRARIES[1:]:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return {"device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU", "versions": versions}
+
+
+def reason(error: BaseException) -> str:
+    """Why something failed, on one line."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return "out of memory"
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {line}"[:300]
+
+
+def attempt(run: Callable[[], R], failed: Callable[[str], R], known: Sequence[type[Exception]] = (Exception,)) -> R:
+    """``run()``, or ``failed(reason)`` once nothing refers to the failed attempt's tensors any more."""
+    try:
+        return run()
+    except tuple(known) as error:
+        why = reason(error)
+    return failed(why)

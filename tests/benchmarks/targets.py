@@ -1,0 +1,113 @@
+"""What the benchmarks are held to, computed from their rows.
+
+"Activations" are a peak without parameters, buffers, gradients, optimizer state and inputs. Where two contenders are
+compared at one peak, ours is the fastest of our points that take no more memory.
+"""
+
+import math
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from tests.benchmarks.contenders import BLOCK, BOTH, COMPILE, EAGER, OURS, kind
+from tests.benchmarks.rows import INFEASIBLE, ParetoRow, PredictRow
+
+SHARES = (0.50, 0.27)
+
+
+@dataclass(frozen=True)
+class Target:
+    """One figure in words; ``by`` has the figures it comes from, by workload or contender."""
+
+    name: str
+    value: str
+    by: dict[str, float]
+
+
+def pareto_targets(rows: list[ParetoRow]) -> list[Target]:
+    """The targets of ``pareto.py``."""
+    models = {name: [row for row in rows if row.workload == name] for name in dict.fromkeys(r.workload for r in rows)}
+    targets = [within_budget(rows)]
+    lowest = {name: value for name, of in models.items() if (value := lowest_ratio(of)) is not None}
+    targets.append(_means("lowest activation peak, ours / lowest of any peer", lowest))
+    block = {name: value for name, of in models.items() if (value := at_block_peak(of)) is not None}
+    targets.append(_means("step time at the peak of block checkpointing, ours / its", block))
+    for share in SHARES:
+        overhead = {name: value for name, of in models.items() if (value := at_share(of, share)) is not None}
+        targets.append(_means(f"step time at {share:.0%} of eager's activations, ours / eager", overhead))
+    compiled = {f"{name} {c}": value for name, of in models.items() for c, value in at_compiled(of).items()}
+    targets.append(_means("step time at the peak of activation_memory_budget, ours+compile / its", compiled))
+    return targets
+
+
+def prediction_targets(rows: list[PredictRow]) -> list[Target]:
+    """Median and worst share by which a predicted peak is off the measured one, over the rows that have both."""
+    errors = {row.workload: abs(row.predicted / row.measured - 1) for row in rows if row.predicted and row.measured}
+    if not errors:
+        return []
+    worst = max(errors, key=lambda name: errors[name])
+    value = f"median {statistics.median(errors.values()):.2%}, worst {errors[worst]:.2%} ({worst}), {len(errors)} cases"
+    return [Target("error of the predicted peak", value, errors)]
+
+
+def within_budget(rows: list[ParetoRow]) -> Target:
+    """How many of the eager rewritten models that were feasible stay within their budget in bytes."""
+    budgeted = [row for row in rows if kind(row.contender) == OURS and row.budget is not None]
+    tried = [row for row in budgeted if row.note != INFEASIBLE]
+    excess = {
+        f"{row.workload} {row.contender}": row.peak / row.budget
+        for row in tried
+        if row.peak is not None and row.budget is not None
+    }
+    good = sum(share <= 1 for share in excess.values())
+    over = {name: share for name, share in excess.items() if share > 1}
+    return Target("measured peak within the budget", f"{good} of {len(tried)} feasible rows", over)
+
+
+def lowest_ratio(rows: list[ParetoRow]) -> float | None:
+    """Our lowest activation peak over that of the best peer; None where one of them has no point."""
+    ours = [_activations(row) for row in _measured(rows) if kind(row.contender) in (OURS, BOTH)]
+    peers = [_activations(row) for row in _measured(rows) if kind(row.contender) not in (OURS, BOTH)]
+    return min(ours) / min(peers) if ours and peers else None
+
+
+def at_block_peak(rows: list[ParetoRow]) -> float | None:
+    """Our step time over block checkpointing's, at its peak."""
+    block = next((row for row in _measured(rows) if row.contender == BLOCK), None)
+    return None if block is None else _ratio(rows, OURS, block.peak or 0, block)
+
+
+def at_share(rows: list[ParetoRow], share: float) -> float | None:
+    """Our step time over eager's, at a share of its activations."""
+    eager = next((row for row in _measured(rows) if row.contender == EAGER), None)
+    if eager is None:
+        return None
+    return _ratio(rows, OURS, (eager.fixed or 0) + share * _activations(eager), eager)
+
+
+def at_compiled(rows: list[ParetoRow]) -> dict[str, float]:
+    """Our compiled step time over torch.compile's, at the peak of each of its memory budgets that we reach."""
+    points = [row for row in _measured(rows) if kind(row.contender) == COMPILE and row.contender != COMPILE]
+    ratios = {row.contender: _ratio(rows, BOTH, row.peak or 0, row) for row in points}
+    return {contender: ratio for contender, ratio in ratios.items() if ratio is not None}
+
+
+def _measured(rows: Iterable[ParetoRow]) -> list[ParetoRow]:
+    return [row for row in rows if row.ok and row.peak is not None and row.step_ms is not None]
+
+
+def _activations(row: ParetoRow) -> int:
+    return (row.peak or 0) - (row.fixed or 0)
+
+
+def _ratio(rows: list[ParetoRow], ours: str, limit: float, other: ParetoRow) -> float | None:
+    points = [row for row in _measured(rows) if kind(row.contender) == ours and (row.peak or 0) <= limit]
+    return min(row.step_ms or 0 for row in points) / (other.step_ms or 0) if points else None
+
+
+def _means(name: str, by: dict[str, float]) -> Target:
+    """The geometric mean."""
+    if not by:
+        return Target(name, "no rows", by)
+    mean = math.exp(statistics.fmean(math.log(max(value, 1e-9)) for value in by.values()))
+    return Target(name, f"geometric mean x{mean:.3f} over {len(by)}, worst x{max(by.values()):.3f}", by)

@@ -1,0 +1,64 @@
+"""The other benchmarks on the CPU, in tiny form."""
+
+import math
+
+import pytest
+import torch
+
+from memrewrite.stepspec import StepSpec
+from tests.benchmarks import contenders, maxbatch, plantime, predict
+
+CPU = torch.device("cpu")
+_NODES = 150
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        predict.Case("unet", 4, optimizer="adafactor", frozen=r"inc|down"),
+        predict.Case("unet", 4, optimizer="sgd-momentum", budget="80%"),
+    ],
+    ids=lambda case: case.name,
+)
+def test_predictions_are_right_on_the_cpu(case: predict.Case) -> None:
+    row = predict.run(case, CPU, tiny=True)
+    assert row.ok, row.note
+    assert row.predicted == row.measured
+
+
+def test_there_are_thirty_different_cases() -> None:
+    assert len({case.name for case in predict.CASES}) == len(predict.CASES) >= 30
+
+
+@pytest.mark.parametrize("stack", plantime.STACKS)
+def test_stacks_are_about_as_large_as_asked_for(stack: str) -> None:
+    module, inputs = plantime.STACKS[stack].made(_NODES)
+    row = plantime.run(stack, 1, module, inputs, StepSpec())
+    assert row.ok, row.note
+    assert row.nodes is not None
+    assert math.isclose(row.nodes, _NODES, rel_tol=0.1)
+    assert row.plan_s is not None
+    assert row.plan_s > 0
+
+
+@pytest.mark.parametrize("limit", [0, 1, 2, 7, 8, 9, 63, 100, 1000])
+@pytest.mark.parametrize("guess", [-5, 0, 1, 8, 90, 5000])
+def test_largest_is_within_an_eighth(limit: int, guess: int) -> None:
+    tried = []
+
+    def fits(batch: int) -> bool:
+        tried.append(batch)
+        return batch <= limit
+
+    found = maxbatch.largest(fits, guess)
+    assert found <= limit <= found + max(1, found // 8)
+    assert len(tried) == len(set(tried)) <= 16
+
+
+@pytest.mark.parametrize("contender", [contenders.EAGER, pytest.param(contenders.OURS, marks=pytest.mark.zoo)])
+def test_largest_batch_of_a_workload(contender: str) -> None:
+    row = maxbatch.Search("unet", contender, CPU, tiny=True).largest(12 * 10**6)
+    assert row.ok, row.note
+    assert row.peak is not None
+    assert row.peak <= row.budget
+    assert row.per_second
