@@ -383,3 +383,12 @@ def test_once_gives_the_buffer_or_scratch_memory() -> None:
     scratch = runtime.once(buffer, True)
     assert scratch.data_ptr() != buffer.data_ptr()
     assert (scratch.shape, scratch.dtype) == (buffer.shape, buffer.dtype)
+
+
+def test_a_segment_that_saves_less_when_it_runs_again_is_no_silent_matter() -> None:
+    def body(module: Any, recomputing: Any, x: Tensor) -> Any:
+        return (x.exp() if recomputing else x.exp().exp(),)
+
+    (y,) = runtime.run_segment(body, nn.Linear(1, 1), torch.ones(2, requires_grad=True), random=False)
+    with pytest.raises(RuntimeError, match="A segment saved 2 tensors in the forward pass and 1 when backward ran it"):
+        y.sum().backward()

@@ -148,6 +148,11 @@ class _Recomputation:
                     stack.enter_context(torch.autocast(kind, dtype if enabled else None, enabled))
             with torch.enable_grad(), saved_tensors_hooks(self._collect_tensor, _unpack), contextlib.suppress(_Stop):
                 self._call()
+        if self.count != len(self.saved):
+            raise RuntimeError(
+                f"A segment saved {len(self.saved)} tensors in the forward pass and {self.count} when backward ran it "
+                "again: what it depends on has changed in between."
+            )
 
     def _collect_tensor(self, tensor: Tensor) -> Any:
         return self.collect(tensor.detach(), tensor)
