@@ -105,7 +105,8 @@ def test_short_table() -> None:
     ]
 
 
-def test_report_has_a_section_for_every_file(tmp_path: Path) -> None:
+def test_report_has_a_section_for_every_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results, "PLOTS", tmp_path / "plots")
     planned = [PlanRow(workload="net", ok=True, nodes=1200, capture_s=2.0, plan_s=3.5, **ABOUT)]
     about = {key: value for key, value in ABOUT.items() if key != "batch"}
     batches = [
