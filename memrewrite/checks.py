@@ -65,6 +65,11 @@ def _stands_for(wrong: Wrong, old: Wrong, before: Health, after: Health) -> bool
     )
 
 
+def writes_what_is_kept(effects: Effects) -> bool:
+    """Whether a node writes what autograd keeps for one before it, so that backward would raise."""
+    return any(wrong[0] == _KEPT for wrong in _overwritten(effects))
+
+
 def _overwritten(effects: Effects) -> set[Wrong]:
     """Reads of a value after its storage was written, and writes to what autograd keeps."""
     position = {node: i for i, node in enumerate(effects.order)}

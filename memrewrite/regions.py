@@ -19,7 +19,9 @@ from torch import Tensor, nn
 from memrewrite.capture import Captured, capture
 from memrewrite.capture.hazards import in_checkpoint
 from memrewrite.capture.normal import leaf_tensors
+from memrewrite.checks import writes_what_is_kept
 from memrewrite.codegen import generate
+from memrewrite.effects import observe
 from memrewrite.errors import CaptureError
 from memrewrite.measure import preserved_state
 from memrewrite.private import tree_leaves, tree_map
@@ -186,6 +188,12 @@ def _captured(module: nn.Module, inputs: Inputs, called_with: Inputs, step: Step
     """Capture a module on ``inputs``; raises ``CaptureError`` also for a graph that cannot stand for it in the step."""
     captured = capture(module, inputs)
     source, constants = generate(captured)
+    if step.mode == "train" and any("torch.utils.checkpoint" in note for note in captured.notes):
+        example = Region("", module, captured, lambda: called_with).example
+        if writes_what_is_kept(observe(captured.graph_module, example, step.amp, cuda=step.as_cuda)):
+            raise CaptureError(
+                f"{type(module).__name__} writes in place what autograd would keep without the model's own checkpoint."
+            )
     if step.amp is not None:
         program = build(module, program_from(source), constants)
         theirs, ours = (_types(each, called_with, step) for each in (module, program))

@@ -15,7 +15,9 @@ import memrewrite
 from memrewrite.api import optimize
 from memrewrite.artifact.save import save
 from memrewrite.errors import CaptureError
+from memrewrite.regions import find
 from memrewrite.runtime.dropin import programs
+from memrewrite.step import Inputs, Step
 
 
 class Sign(torch.autograd.Function):
@@ -347,3 +349,22 @@ def test_a_hook_that_the_model_registers_as_it_runs_is_called() -> None:
     assert result.report.config["regions"] == ["wrapper.0", "wrapper.1", "first", "last"]
     assert model.seen[-1] == 8 * 8 * 14 * 14
     assert any("wrapper is left alone: the model registers a hook on its 0" in note for note in result.report.notes)
+
+
+class WrittenAfterCheckpoint(nn.Module):
+    """Its checkpoint keeps what comes before the softmax, so the result may be written; the softmax would keep that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = checkpoint(torch.softmax, self.first(x), -1, use_reentrant=False)
+        y.mul_(2)
+        return self.second(y)
+
+
+def test_what_only_its_own_checkpoint_allows_is_refused_by_name() -> None:
+    model, inputs = WrittenAfterCheckpoint(), Inputs((torch.randn(4, 8),), {})
+    with pytest.raises(CaptureError, match="what autograd would keep without the model's own checkpoint"):
+        find(model, inputs, Step())
