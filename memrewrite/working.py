@@ -16,10 +16,10 @@ from torch import Tensor, fx, nn
 
 from memrewrite.private import FAKE_TENSOR_ERRORS, backward_number, next_backward_number, tree_leaves
 from memrewrite.simulate import preserved_rng
-from memrewrite.simulate.as_cuda import Scratch
+from memrewrite.simulate.as_cuda import transients_for
 from memrewrite.simulate.fake import on_fakes
 from memrewrite.simulate.tracker import Tracker
-from memrewrite.simulate.transients import Transients, transients_on
+from memrewrite.simulate.transients import Transients
 from memrewrite.simulate.true_results import TrueResults
 from memrewrite.step import Inputs, Step, autocast
 
@@ -61,7 +61,7 @@ def _levels(
     graph_module: fx.GraphModule, example: list[Tensor], step: Step, loss_of: Callable[[Any], Tensor] | None
 ) -> dict[fx.Node, Levels]:
     device = next((t.device for t in (*graph_module.parameters(), *example)), torch.device("cpu"))
-    transients = Scratch() if step.as_cuda else transients_on(device)
+    transients = transients_for(device, step.as_cuda)
     with on_fakes(graph_module, Inputs(tuple(example), {}), step.as_cuda) as (twin, fakes), TrueResults():
         # A model may write its inputs in place; PyTorch forbids that for leaves that require a gradient.
         inputs = [fake.clone() if fake.requires_grad else fake for fake in fakes.tensors()]

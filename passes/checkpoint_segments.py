@@ -50,13 +50,12 @@ class CheckpointSegments:
                 )
             for node in nodes[a:b]:
                 _mark(node, path, effects)
+            freed = sum(effects.storages[key].bytes for key in _freed(effects, nodes[a:b]))
+            findings.apply(nodes[a], f"{b - a} nodes up to {nodes[b - 1].name}, {format_bytes(freed)} not kept")
         for a, b in self.plan.keeping:
             for number in range(a, b):
                 if own_bytes(effects, nodes[number]) >= 0:
                     nodes[number].meta["keep"] = number
-        for _, (a, b) in self.plan.numbered():
-            freed = sum(effects.storages[key].bytes for key in _freed(effects, nodes[a:b]))
-            findings.apply(nodes[a], f"{b - a} nodes up to {nodes[b - 1].name}, {format_bytes(freed)} not kept")
         return findings.result()
 
 

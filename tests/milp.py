@@ -213,7 +213,7 @@ def graph(seed: int) -> Graph:
     table, program = intervals(chain), Program.of(chain)
     low, kept = program.lowest(), evaluate(chain, ())[0]
     flat = lowest_bound(table, max(kept, 1))
-    deep = space(chain, cuts(chain, _CUTS), np.geomspace(flat / 8, flat, _LEVELS).astype(np.int64))
+    deep = space(chain, table, cuts(chain, _CUTS), np.geomspace(flat / 8, flat, _LEVELS).astype(np.int64))
     found = []
     for share in _SHARES if kept > low else _SHARES[:1]:
         bound = low + int(share * (kept - low))

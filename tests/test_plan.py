@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from memrewrite.plan import refine
 from memrewrite.plan.coarse import coarsen, cuts
 from memrewrite.plan.dp import Space, lowest_bound, nested, plan
-from memrewrite.plan.refine import Fitted, fit
+from memrewrite.plan.refine import Fitted, Search, Simulate
 from memrewrite.plan.segments import Chain, Held, Plan
 from memrewrite.plan.tables import intervals
 
@@ -288,6 +288,10 @@ def test_intervals_of_a_shortened_chain_are_legal_in_the_long_one(chain: Chain, 
     if found is not None:
         for a, b in coarse.expand(found).intervals:
             assert a < b <= chain.reach[a]
+
+
+def fit(chain: Chain, budget: int, kept: int, fixed: int, simulate: Simulate) -> Fitted:
+    return Search(chain, kept, fixed, simulate).fit(budget)
 
 
 class Machine:

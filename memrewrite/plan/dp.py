@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memrewrite.plan.segments import Bytes, Chain, Plan
-from memrewrite.plan.tables import Intervals, intervals, keeping
+from memrewrite.plan.tables import Intervals, keeping
 
 # What leads to a label: a kept node; an interval that as it runs again is all kept, or is planned for a level (1 + its
 # number); and the same of one whose nodes that can be kept are, counted from `_KEEPING`.
@@ -70,9 +70,11 @@ class Space:
             yield _KEEPING, self.keeping, self.keeping_inner
 
 
-def space(chain: Chain, cuts: Bytes, levels: Bytes) -> Space:
-    """All plans for a chain, with segments in the segments between ``cuts`` for inner bounds of ``levels`` bytes."""
-    table = intervals(chain)
+def space(chain: Chain, table: Intervals, cuts: Bytes, levels: Bytes) -> Space:
+    """All plans for a chain, whose intervals are tabulated in ``table``.
+
+    Segments lie in the segments between ``cuts``, for inner bounds of ``levels`` bytes.
+    """
     kept = keeping(table, chain)
     if kept is None:
         return Space(table, nested(table, cuts, levels))

@@ -167,11 +167,12 @@ def own_bytes(effects: Effects, node: fx.Node) -> int:
     may write what is kept.
     """
     f = effects.of[node]
+    if node.op != "call_function" or not f.rerun[0] or f.writes or not f.saves_output:
+        return -1
     inputs = {key for source in node.all_input_nodes for key in effects.of[source].outputs}
     made = (f.saved | f.outputs) - inputs
-    written = any(other.writes & made for other in effects.of.values())
     saves_inputs = any(effects.storages[key].origin == "node" for key in f.saved & inputs)
-    if node.op != "call_function" or not f.rerun[0] or f.writes or written or not (saves_inputs and f.saves_output):
+    if not saves_inputs or any(other.writes & made for other in effects.of.values()):
         return -1
     return sum(effects.storages[key].bytes for key in made)
 

@@ -27,11 +27,6 @@ class Fitted:
     fits: bool
 
 
-def fit(chain: Chain, budget: int, kept: int, fixed: int, simulate: Simulate) -> Fitted:
-    """``Search(chain, kept, fixed, simulate).fit(budget)``."""
-    return Search(chain, kept, fixed, simulate).fit(budget)
-
-
 class Search:
     """What is known about the plans for a chain, from one budget to the next.
 
@@ -84,9 +79,10 @@ class Search:
     def space(self) -> Space:
         """The plans there are."""
         chain = self.coarse.chain
-        flat = lowest_bound(intervals(chain), max(self.kept - self.fixed, 1))
+        table = intervals(chain)
+        flat = lowest_bound(table, max(self.kept - self.fixed, 1))
         levels = np.geomspace(flat / 8, flat, _LEVELS).astype(np.int64)
-        return space(chain, cuts(chain, _CUTS), levels)
+        return space(chain, table, cuts(chain, _CUTS), levels)
 
     @functools.cached_property
     def lowest(self) -> int:

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from memrewrite.errors import DataDependentError, UsageError
 from memrewrite.private import FAKE_TENSOR_ERRORS, foreach_on_fake_tensors, tree_leaves
-from memrewrite.simulate.as_cuda import Scratch
+from memrewrite.simulate.as_cuda import transients_for
 from memrewrite.simulate.fake import on_fakes, tensors_of
 from memrewrite.simulate.tracker import Tracker
-from memrewrite.simulate.transients import Transients, transients_on
+from memrewrite.simulate.transients import Transients
 from memrewrite.simulate.true_results import TrueResults
 from memrewrite.step import PHASES, Inputs, Phase, Step, device_type
 
@@ -82,7 +82,7 @@ def simulate(module: nn.Module, inputs: Inputs, step: Step, *, workspace_bytes: 
         )
     with preserved_rng(tensors):
         device = next((tensor.device for tensor in tensors if tensor.is_cuda), torch.device("cpu"))
-        transients = Scratch() if step.as_cuda else transients_on(device)
+        transients = transients_for(device, step.as_cuda)
         timeline = _on_fakes(module, inputs, step, transients, steps)
         if transients is not None and transients.probe():
             timeline = _on_fakes(module, inputs, step, transients, steps)

@@ -33,7 +33,7 @@ from memrewrite.private import (
     tree_map,
     without_autocast,
 )
-from memrewrite.simulate.transients import Transients
+from memrewrite.simulate.transients import Transients, transients_on
 
 STATED_ERROR = "5 %"  # of the peak; see tests/benchmarks
 NOTE = (
@@ -100,6 +100,11 @@ class Scratch(Transients):
         """Bytes by the sources of the kernels: float32 sums of the gradient of q, two floats per row."""
         count = _SCRATCH.get(func)
         return 0 if count is None else count(named_arguments(func, args, kwargs))
+
+
+def transients_for(device: torch.device, cuda: bool) -> Transients | None:
+    """What operators take while they run on ``device``, or, with ``cuda``, would take on CUDA."""
+    return Scratch() if cuda else transients_on(device)
 
 
 def _flash_backward(given: dict[str, Any]) -> int:
