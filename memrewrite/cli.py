@@ -5,68 +5,23 @@ Nothing here imports torch, so that ``--help`` answers at once; the work is in `
 
 import sys
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import click
 
-from memrewrite import __version__, config
+from memrewrite import __version__, config, flags
+from memrewrite.commands.requests import OptimizeRequest
 from memrewrite.errors import InternalError, MemrewriteError, UsageError
 
 EXIT_INTERRUPTED = 130
-# What a project may set once for all; what writes, prints or overwrites is said at each call.
-_CONFIGURABLE: dict[str, type] = {
-    "budget": str,
-    "input": list,
-    "batch_size": int,
-    "optimizer": str,
-    "loss": str,
-    "amp": str,
-    "mode": str,
-    "device": str,
-    "passes": str,
-    "exact": bool,
-    "seed": int,
-    "verify": bool,
-    "measure": bool,
-    "timeout": float,
-}
 
 
 class InterruptedRunError(MemrewriteError):
     """The user pressed Ctrl-C."""
 
     exit_code = EXIT_INTERRUPTED
-
-
-@dataclass(frozen=True)
-class Request:
-    """One ``memrewrite optimize``: its options as parsed, defaults of ``pyproject.toml`` included."""
-
-    target: str
-    budget: str | None
-    input: tuple[str, ...]
-    batch_size: int | None
-    optimizer: str
-    loss: str | None
-    amp: Literal["off", "bf16", "fp16"]
-    mode: Literal["train", "inference"]
-    device: str
-    passes: str | None
-    exact: bool
-    seed: int
-    output: Path | None
-    force: bool
-    check: bool
-    diff: bool
-    json: str | None
-    verbose: bool
-    quiet: bool
-    verify: bool
-    measure: bool
-    timeout: float
 
 
 class _Group(click.Group):
@@ -84,53 +39,22 @@ class _Group(click.Group):
 @click.pass_context
 def main(context: click.Context) -> None:
     """Rewrite PyTorch models so that their training step fits a byte budget."""
-    context.default_map = {"optimize": config.defaults(Path.cwd(), _CONFIGURABLE)}
-
-
-def _options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The options of ``optimize``, in the order of ``--help``."""
-    size = click.IntRange(min=1)
-    choices = click.Choice
-    options = [
-        click.option("--budget", help="Peak of a step: 8GB (10^9), 8GiB (2^30), 60% of the original, or min."),
-        click.option(
-            "--input", multiple=True, help="[NAME=]32x3x224x224[:float32], ids=8x128:int64:50257; repeatable."
-        ),
-        click.option("--batch-size", type=size, help="Repeat or cut the example inputs to this batch size."),
-        click.option("--optimizer", default="adamw", help="none, sgd, sgd-momentum, adam, adamw, or module:factory."),
-        click.option("--loss", help="module:function from the model's output to a scalar."),
-        click.option("--amp", type=choices(["off", "bf16", "fp16"]), default="off", help="Forward under autocast."),
-        click.option("--mode", type=choices(["train", "inference"]), default="train", help="What a step is."),
-        click.option(
-            "--device", default="auto", help="auto, cpu or cuda:0; where there is no CUDA, cuda plans for it."
-        ),
-        click.option("--passes", help="Comma-separated passes to run; all by default."),
-        click.option("--exact/--no-exact", default=False, help="Only rewrites that keep every bit."),
-        click.option("--seed", type=int, default=0, help="Seed for the model, verification and measuring."),
-        click.option("-o", "--output", type=click.Path(path_type=Path), help="Folder for the rewritten model."),
-        click.option("--force", is_flag=True, help="Replace an existing output folder."),
-        click.option("--check", is_flag=True, help="Change nothing; exit 0 if the model fits the budget, else 1."),
-        click.option("--diff", is_flag=True, help="Print what changed in the graph's code."),
-        click.option("--json", help="Write the report as JSON to this file, replacing it, or to stdout with -."),
-        click.option("-v", "--verbose", is_flag=True, help="Every rewrite and refusal; tracebacks of errors."),
-        click.option("-q", "--quiet", is_flag=True, help="No progress."),
-        click.option("--verify/--no-verify", default=True, help="Prove that results stay the same."),
-        click.option("--measure/--no-measure", default=True, help="Run both variants in processes of their own."),
-        click.option(
-            "--timeout",
-            type=click.FloatRange(min=0, min_open=True),
-            default=600.0,
-            help="Seconds one measurement may take.",
-        ),
-    ]
-    for option in reversed(options):
-        command = option(command)
-    return command
+    context.default_map = dict.fromkeys(main.commands, config.defaults(Path.cwd(), flags.CONFIGURABLE))
 
 
 @main.command(context_settings={"show_default": True})
-@click.argument("target")
-@_options
+@flags.model
+@flags.budget
+@click.option("--passes", help="Comma-separated passes to run; all by default.")
+@click.option("--exact/--no-exact", default=False, help="Only rewrites that keep every bit.")
+@click.option("--verify/--no-verify", default=True, help="Prove that results stay the same.")
+@click.option("--measure/--no-measure", default=True, help="Run both variants in processes of their own.")
+@flags.timeout
+@click.option("--check", is_flag=True, help="Change nothing; exit 0 if the model fits the budget, else 1.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Folder for the rewritten model.")
+@click.option("--force", is_flag=True, help="Replace an existing output folder.")
+@click.option("--diff", is_flag=True, help="Print what changed in the graph's code.")
+@flags.output
 def optimize(**given: Any) -> int:
     """Rewrite the model TARGET so that its step fits a budget; verify, measure and save it.
 
@@ -142,14 +66,10 @@ def optimize(**given: Any) -> int:
     Exit codes: 0 done; 1 --check failed or the measured peak is over budget; 2 usage; 3 cannot capture; 4 not
     equivalent; 5 out of memory or measuring died; 6 budget infeasible; 70 internal; 130 interrupted.
     """
-    request = Request(**given)
-    if request.verbose and request.quiet:
-        raise UsageError("Give -v or -q, not both.")
-    if request.check and request.budget is None:
-        raise UsageError("--check needs a budget to check against; give --budget.")
-    from memrewrite import commands
+    request = OptimizeRequest(**given)
+    from memrewrite.commands import optimize
 
-    return commands.optimize(request)
+    return optimize.run(request)
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -145,14 +145,14 @@ def test_options_reach_the_work(net: str, option: str, capsys: pytest.CaptureFix
 def test_an_original_that_does_not_fit_is_said_and_passed(
     net: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from memrewrite import commands
+    from memrewrite.commands import optimize
 
     def measure(loader: Loader, *_: object, **__: object) -> Measured:
         if loader.artifact is None:
             raise MeasurementError("The model ran out of memory on cuda:0.")
         return Measured(2_000_000, 2_000_000, 5.0, (), "cuda:0")
 
-    monkeypatch.setattr(commands, "measure_in_child", measure)
+    monkeypatch.setattr(optimize, "measure_in_child", measure)
     assert cli.run(["optimize", net, "--no-verify", "--budget", "1MB"]) == 1
     out = capsys.readouterr().out
     assert re.search(r"measured peak +does not fit +2.0 MB", out)
@@ -173,12 +173,12 @@ def test_the_rewritten_model_is_saved_with_what_was_measured(net: str, capsys: p
 
 
 def test_no_folder_is_left_when_measuring_fails(net: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from memrewrite import commands
+    from memrewrite.commands import optimize
 
     def measure(*_: object, **__: object) -> Measured:
         raise MeasurementError("The measuring process died.")
 
-    monkeypatch.setattr(commands, "measure_in_child", measure)
+    monkeypatch.setattr(optimize, "measure_in_child", measure)
     assert cli.run(["optimize", net, "--no-verify", "-o", "out"]) == 5
     assert sorted({*os.listdir()} - {"__pycache__"}) == ["small_net.py"]
 

@@ -114,12 +114,12 @@ def test_wrong_use(arguments: list[str], code: int, sentence: str, capsys: pytes
 def test_the_unexpected_is_one_line_and_v_shows_the_rest(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from memrewrite import commands
+    from memrewrite.commands import optimize
 
-    def fail(request: cli.Request) -> int:
+    def fail(request: object) -> int:
         raise KeyError("surprise\nsecond line")
 
-    monkeypatch.setattr(commands, "optimize", fail)
+    monkeypatch.setattr(optimize, "run", fail)
     assert cli.run(["optimize", "good.py"]) == 70
     err = capsys.readouterr().err
     assert err.count("\n") == 1

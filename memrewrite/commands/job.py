@@ -1,0 +1,160 @@
+"""What the commands share: a request made concrete, the answer on stdout or as JSON, errors of the device."""
+
+import contextlib
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Generic, TextIO, TypeVar
+
+import torch
+from rich.console import Console
+from torch import nn
+
+from memrewrite import target
+from memrewrite.commands.requests import ModelRequest, Request
+from memrewrite.errors import MeasurementError, UsageError
+from memrewrite.inputs import first_line, to_device
+from memrewrite.measure import Loader
+from memrewrite.progress import Stages
+from memrewrite.report import tables
+from memrewrite.step import Inputs, Step
+from memrewrite.stepspec import StepSpec
+
+R = TypeVar("R", bound=ModelRequest)
+
+
+@dataclass(frozen=True)
+class Job(Generic[R]):
+    """A request made concrete: the model and its inputs on their device, and the step."""
+
+    request: R
+    module: nn.Module
+    inputs: Inputs
+    name: str
+    spec: StepSpec
+    step: Step
+    device: torch.device
+
+    def loader(self, **other: Any) -> Loader:
+        """How another process loads the model, with ``other`` fields; this one gives up the device for it."""
+        self.module.to("cpu")
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        asked = self.request
+        loader = Loader(asked.target, asked.input, asked.batch_size, device=str(self.device), seed=asked.seed)
+        return replace(loader, **other)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a command found: the JSON it answers, how to print it, and its exit code."""
+
+    payload: dict[str, Any]
+    show: Callable[[Console], None]
+    code: int = 0
+
+
+def run(request: R, work: Callable[[Job[R], Stages], Outcome]) -> int:
+    """Load the model, do the work, answer, and give the exit code; raises what ``memrewrite.errors`` names."""
+    out = sys.stdout
+    # What the user's code prints must not mix with the result.
+    with contextlib.redirect_stdout(sys.stderr), Stages(quiet=request.quiet, verbose=request.verbose) as stage:
+        stage("load")
+        with loaded(request) as job:
+            outcome = work(job, stage)
+    return answer(request, outcome, out)
+
+
+def answer(request: Request, outcome: Outcome, out: TextIO) -> int:
+    """Print what was found to ``out``, or write it as JSON; returns the exit code."""
+    payload = {**outcome.payload, "command": request.effective(), "exit_code": outcome.code}
+    text = json.dumps(payload, indent=2)
+    if request.json == "-":
+        print(text, file=out)
+        return outcome.code
+    if request.json is not None:
+        write_text(Path(request.json), text + "\n")
+    outcome.show(Console(file=out, width=tables.WIDTH))
+    return outcome.code
+
+
+@contextlib.contextmanager
+def loaded(request: R) -> Iterator[Job[R]]:
+    """The model and its inputs, in the mode of the step and on the device; while it lasts its imports are found."""
+    spec = StepSpec(request.mode, request.optimizer, request.loss, request.amp)
+    torch.manual_seed(request.seed)
+    wanted = _device(request.device)
+    as_cuda = wanted.type == "cuda" and not torch.cuda.is_available()
+    device = torch.device("cpu") if as_cuda else wanted
+    found = target.load(request.target, request.input, request.batch_size)
+    with target.importable(found.folder), memory_errors(), _quiet_logs(request.verbose):
+        module = found.module.to(device)
+        if module.training != (request.mode == "train"):  # else leave submodules the user froze as they are
+            module.train(request.mode == "train")
+        step = replace(spec.build(), as_cuda=as_cuda)
+        yield Job(request, module, to_device(found.inputs, device), found.name, spec, step, device)
+
+
+@contextlib.contextmanager
+def memory_errors() -> Iterator[None]:
+    """Turn the device's own errors into ``MeasurementError``."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        text = f"The device ran out of memory: {first_line(error)}; try a smaller --batch-size or --device cpu."
+        raise MeasurementError(text) from error
+    except torch.AcceleratorError as error:
+        text = f"The device failed while the model ran: {first_line(error)}; are all indices in the inputs in range?"
+        raise MeasurementError(text) from error
+
+
+def write_text(file: Path, text: str) -> None:
+    """Write ``file`` whole or not at all; raises ``UsageError`` when the disk refuses."""
+    draft = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        try:
+            draft.write_text(text, encoding="utf-8")
+            os.replace(draft, file)
+        finally:
+            draft.unlink(missing_ok=True)
+    except OSError as error:
+        raise UsageError(f"{file} cannot be written: {error.strerror}; nothing was written.") from error
+
+
+def say(console: Console, text: str) -> None:
+    """Print ``text``, which may hold foreign names, as it is."""
+    console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
+
+
+def _device(name: str) -> torch.device:
+    """The device that ``--device`` names; raises ``UsageError`` where there is none of that name.
+
+    A first CUDA device is one to plan for, where there is no CUDA.
+    """
+    if name == "auto":
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UsageError(f"Device {name!r} is unknown; give auto, cpu or cuda:0.") from error
+    if device.type not in ("cpu", "cuda"):
+        raise UsageError(f"Device {name!r} is not supported; give auto, cpu or cuda:0.")
+    if device.type == "cuda" and (device.index or 0) >= max(1, torch.cuda.device_count()):
+        raise UsageError(f"There is no device {name!r}: PyTorch sees {torch.cuda.device_count()} CUDA devices.")
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
+
+
+@contextlib.contextmanager
+def _quiet_logs(verbose: bool) -> Iterator[None]:
+    """Keep PyTorch's own traceback of an operator that fails on fake tensors from stderr; the error itself is told."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.disabled
+    logger.disabled = not verbose
+    try:
+        yield
+    finally:
+        logger.disabled = before

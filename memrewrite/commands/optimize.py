@@ -1,0 +1,163 @@
+"""``memrewrite optimize``: optimize, measure, save, report; with ``--check``, only predict."""
+
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+from torch import nn
+
+from memrewrite import api, registry
+from memrewrite.artifact.recheck import verify_in_child
+from memrewrite.artifact.save import check_place, save
+from memrewrite.codegen import generate
+from memrewrite.commands import job as jobs
+from memrewrite.commands.job import Outcome, say
+from memrewrite.commands.requests import OptimizeRequest
+from memrewrite.errors import MeasurementError, UsageError
+from memrewrite.measure import Loader, measure_in_child
+from memrewrite.options import Budget, format_bytes
+from memrewrite.progress import Stages
+from memrewrite.regions import find
+from memrewrite.report import tables
+from memrewrite.report.data import SCHEMA_VERSION, Measured, Report, report_of
+from memrewrite.runtime.dropin import programs
+from memrewrite.simulate.workspaces import workspace_bytes
+
+EXIT_OVER_BUDGET = 1
+Job = jobs.Job[OptimizeRequest]
+
+
+def run(request: OptimizeRequest) -> int:
+    """Carry out the request and give the exit code; raises what ``memrewrite.errors`` names."""
+    budget = None if request.budget is None else Budget.parse(request.budget)
+    if request.output is not None:  # refuse at once what could not be written in the end
+        check_place(request.output, force=request.force)
+    work = _check if request.check else _optimize
+    return jobs.run(request, lambda job, stage: work(job, budget, stage))
+
+
+def _check(job: Job, budget: Budget | None, stage: Stages) -> Outcome:
+    """Whether the original fits the budget as predicted; nothing is changed or written."""
+    stage("simulate")
+    workspace = workspace_bytes(job.device, job.step.amp, job.step.mode, job.step.as_cuda)
+    peak = api.simulate_original(job.module, job.inputs, job.step, workspace).peak
+    limit = budget.resolve(peak) if budget else None
+    if limit is None:
+        raise UsageError("--check needs a budget in bytes or per cent; min says nothing about the model as it is.")
+    verdict = "fits" if peak <= limit else "does not fit"
+    line = f"{job.name}: predicted peak {format_bytes(peak)}, budget {format_bytes(limit)}: {verdict}"
+    payload = {
+        "schema_version": SCHEMA_VERSION,
+        "model": job.name,
+        "predicted_peak": peak,
+        "budget": limit,
+        "fits": peak <= limit,
+    }
+    return Outcome(payload, lambda console: say(console, line), 0 if peak <= limit else EXIT_OVER_BUDGET)
+
+
+def _optimize(job: Job, budget: Budget | None, stage: Stages) -> Outcome:
+    request = job.request
+    optimized = api.optimize(
+        job.module,
+        job.inputs.args,
+        example_kwargs=job.inputs.kwargs,
+        budget=budget,
+        optimizer=job.step.optimizer,
+        loss_fn=job.step.loss_fn,
+        amp=job.step.amp,
+        mode=request.mode,
+        device="cuda" if job.step.as_cuda else None,
+        passes=None if request.passes is None else tuple(request.passes.split(",")),
+        exact=request.exact,
+        verify=request.verify,
+        seed=request.seed,
+        progress=stage,
+    )
+    report: Report = replace(report_of(optimized), model=job.name)
+    changes = _changes(job, optimized) if request.diff else None
+    report = _finish(job, optimized, report, stage)
+    written = request.output if report.changed else None
+    fits = report.measured_before is not None or not _measures(job)
+    payload = {**report.to_json(), "written": written and str(written)}
+    if changes is not None:
+        payload["diff"] = changes
+
+    def show(console: Console) -> None:
+        if changes is not None:
+            say(console, changes)
+        tables.show(report, console, verbose=request.verbose, written=written, fits=fits)
+
+    return Outcome(payload, show, EXIT_OVER_BUDGET if tables.over_budget(report) else 0)
+
+
+def _finish(job: Job, optimized: nn.Module, report: Report, stage: Stages) -> Report:
+    """Measure and save what is asked for; the report with what was measured.
+
+    What is saved is verified once more, in a fresh process. That one and the measuring process load the rewritten
+    model from its folder, which gets its name only after both went well.
+    """
+    request = job.request
+    if not report.changed:
+        return _measured(job, report, None, stage) if _measures(job) else report
+    known = report
+
+    def check(draft: Path) -> Report:
+        nonlocal known
+        if request.output is not None and request.verify:
+            _verify_saved(job, report, draft, stage)
+        known = _measured(job, report, draft, stage) if _measures(job) else report
+        return known
+
+    stage("save")
+    if request.output is not None:
+        save(optimized, request.output, force=request.force, report=report, check=check)
+    elif _measures(job):
+        with tempfile.TemporaryDirectory(prefix="memrewrite-") as scratch:
+            save(optimized, Path(scratch) / "rewritten", report=report, check=check)
+    return known
+
+
+def _measures(job: Job) -> bool:
+    """Whether to measure: it is asked for, and the device is there."""
+    return job.request.measure and not job.step.as_cuda
+
+
+def _measured(job: Job, report: Report, artifact: Path | None, stage: Stages) -> Report:
+    """The report with what really happens, each variant in a fresh process; an original out of memory does not fit.
+
+    ``artifact`` is the saved rewritten model, None where nothing was rewritten.
+    """
+
+    def measured(what: Loader, name: str) -> Measured:
+        stage(f"measure {name}")
+        return measure_in_child(what, job.spec, timeout_s=job.request.timeout)
+
+    before = None
+    try:
+        before = measured(job.loader(), "original")
+    except MeasurementError as error:
+        if artifact is None or "out of memory" not in str(error):
+            raise
+        report = replace(report, notes=(*report.notes, f"The original does not fit: {error}"))
+    after = before if artifact is None else measured(job.loader(artifact=str(artifact)), "rewritten")
+    return replace(report, measured_before=before, measured_after=after)
+
+
+def _verify_saved(job: Job, report: Report, artifact: Path, stage: Stages) -> None:
+    """Raise ``NotEquivalentError`` unless the artifact is what was proved; bit for bit where arithmetic was kept."""
+    stage("verify saved")
+    exact_passes = {each.name for each in registry.patterns(None, job.request.exact) if each.exact}
+    inexact = set(registry.PATTERNS) - exact_passes
+    exact = inexact.isdisjoint(name for name, _, _ in report.rewrites)
+    verify_in_child(job.loader(artifact=str(artifact)), job.spec, exact=exact, timeout_s=job.request.timeout)
+
+
+def _changes(job: Job, optimized: nn.Module) -> str:
+    """A unified diff of the graph's code, as captured against as rewritten; empty where nothing was."""
+    after = [program.source for program in programs(optimized).values()]
+    if not after:
+        return ""
+    before = [generate(each.captured, each.prefix)[0] for each in find(job.module, job.inputs, job.step).found]
+    return tables.diff("\n".join(before), "\n".join(after))

@@ -1,0 +1,67 @@
+"""What a command was asked for: its options as parsed, defaults of ``pyproject.toml`` included.
+
+A request that cannot be meant is refused when it is made, before PyTorch is imported.
+"""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from memrewrite.errors import UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What every command takes: where its JSON goes (a file, or ``-`` for stdout) and how much it says."""
+
+    json: str | None
+    verbose: bool
+    quiet: bool
+
+    def __post_init__(self) -> None:
+        if self.verbose and self.quiet:
+            raise UsageError("Give -v or -q, not both.")
+        if self.json not in (None, "-") and not Path(str(self.json)).absolute().parent.is_dir():
+            raise UsageError(f"There is no folder for the JSON file {self.json}; make it first.")
+
+    def effective(self) -> dict[str, Any]:
+        """The options as plain data for ``json.dumps``."""
+        return {key: str(value) if isinstance(value, Path) else value for key, value in asdict(self).items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelRequest(Request):
+    """What every command takes that runs a model: the target, its inputs, the step and the device."""
+
+    target: str
+    input: tuple[str, ...]
+    batch_size: int | None
+    optimizer: str
+    loss: str | None
+    amp: Literal["off", "bf16", "fp16"]
+    mode: Literal["train", "inference"]
+    device: str
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizeRequest(ModelRequest):
+    """``memrewrite optimize``."""
+
+    budget: str | None
+    passes: str | None
+    exact: bool
+    output: Path | None
+    force: bool
+    check: bool
+    diff: bool
+    verify: bool
+    measure: bool
+    timeout: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.check and self.budget is None:
+            raise UsageError("--check needs a budget to check against; give --budget.")
+        if self.check and self.output is not None:
+            raise UsageError("--check writes nothing; leave out -o.")
