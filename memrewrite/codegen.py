@@ -1,7 +1,7 @@
 """A rewritten graph as Python source: the one form that runs in memory, pickles, and is written as an artifact.
 
     def segment_0(self, recomputing, x):
-        y = aten.conv2d.default(x, self.conv.weight)
+        y = aten.conv2d.default(x, self.conv.weight)  # conv
         return (aten.relu.default(y),)
 
     def graph(self, x):
@@ -9,7 +9,7 @@
         return relu
 
 Parameters are reached as attributes of ``self``, so they stay the model's own; every local is dropped after its last
-use, so that activations live no longer than they must.
+use, so that activations live no longer than they must. The comments name the submodules that nodes come from.
 """
 
 import builtins
@@ -79,6 +79,7 @@ _RUNTIME = ("keep", "once", "run_segment", "swish", "exact_swish", "tree_unflatt
 _MODULES_USED = ("aten", "torch", "operator", "math", "builtins", "importlib")
 _GLOBALS = (*_MODULES_USED, "inf", "nan", "getattr", "slice", "complex", *_RUNTIME)
 _OWN = re.compile(r"(segment|region)_\d")
+_PLAIN = re.compile(r"[\w.]+")
 
 
 class _Writer:
@@ -111,12 +112,12 @@ class _Writer:
         for position, members in enumerate(groups):
             if len(_segment(members[0])) > depth:
                 live_ins, live_outs = _live_ins(members), [n for n in members if uses.get(n, position) > position]
-                lines.append(self.segment(members, depth + 1, live_ins, live_outs))
-                dead = [n for n in live_ins if uses[n] == position]
+                call = self.segment(members, depth + 1, live_ins, live_outs)
+                lines.append(call + self.drop(n for n in live_ins if uses[n] == position))
             else:
-                lines.append(self.statement(members[0], recomputed=depth > 0))
-                dead = [n for n in (*members[0].all_input_nodes, members[0]) if uses.get(n, position) == position]
-            lines[-1] += self.drop(dead)
+                (node,) = members
+                dead = [n for n in (*node.all_input_nodes, node) if uses.get(n, position) == position]
+                lines.append(self.statement(node, recomputed=depth > 0) + self.drop(dead) + _place(node))
         return lines
 
     def segment(self, nodes: list[fx.Node], depth: int, live_ins: list[fx.Node], live_outs: list[fx.Node]) -> str:
@@ -188,7 +189,7 @@ class _Writer:
         return f"{name}({', '.join(['self', *(self.value(a) for a in operands)])})"
 
     def drop(self, nodes: Iterable[fx.Node]) -> str:
-        names = [self.name(n) for n in dict.fromkeys(nodes) if n.op not in ("get_attr",)]
+        names = [self.name(n) for n in dict.fromkeys(nodes) if n.op != "get_attr"]
         return f";  {' = '.join(names)} = None" if names else ""
 
     def name(self, node: fx.Node) -> str:
@@ -263,6 +264,12 @@ def function_name(target: Any) -> str:
         if own and getattr(module, own, None) is target:
             return f"{name}.{own}"
     raise CaptureError(f"The graph calls {target}, which cannot be written as source.")
+
+
+def _place(node: fx.Node) -> str:
+    """The path of the submodule a node comes from as a comment, which ``simulate.places`` reads; quoted if odd."""
+    path = node.meta.get("module_path") or ""
+    return f"  # {path if _PLAIN.fullmatch(path) else repr(path)}" if path else ""
 
 
 def _body(node: fx.Node, body: Any) -> fx.GraphModule:

@@ -67,23 +67,31 @@ def measure_in_child(loader: Loader, step: StepSpec, *, timeout_s: float, steps:
     return Measured(**{**answer, "phases": tuple((name, size) for name, size in answer["phases"])})
 
 
-def predict(module: nn.Module, inputs: Inputs, step: Step, *, workspace_bytes: int = 0, steps: int = 2) -> Timeline:
+def predict(
+    module: nn.Module,
+    inputs: Inputs,
+    step: Step,
+    *,
+    workspace_bytes: int = 0,
+    steps: int = 2,
+    attribute: bool = False,
+) -> Timeline:
     """``simulate``, or where the step depends on values real steps under the tracker, after which all is put back.
 
     Raises ``MeasurementError`` when those run out of memory, ``DataDependentError`` for such a step ``as_cuda``.
     """
     try:
-        return simulate(module, inputs, step, workspace_bytes=workspace_bytes, steps=steps)
+        return simulate(module, inputs, step, workspace_bytes=workspace_bytes, steps=steps, attribute=attribute)
     except DataDependentError:
         if step.as_cuda:
             raise
-        return with_workspaces(_tracked(module, inputs, step, steps), workspace_bytes)
+        return with_workspaces(_tracked(module, inputs, step, steps, attribute), workspace_bytes)
 
 
-def _tracked(module: nn.Module, inputs: Inputs, step: Step, steps: int) -> Timeline:
+def _tracked(module: nn.Module, inputs: Inputs, step: Step, steps: int, attribute: bool) -> Timeline:
     with preserved_state(module, inputs):
         try:
-            return run_tracked(module, inputs, step, steps=steps)
+            return run_tracked(module, inputs, step, steps=steps, attribute=attribute)
         except torch.OutOfMemoryError as error:
             name = type(module).__name__
             raise MeasurementError(

@@ -53,16 +53,16 @@ def graph_of(captured: Captured) -> Callable[..., Any]:
 
 GOLDEN = """
 def segment_0(self, recomputing, conv2d):
-    add_ = None if recomputing else aten.add_.Tensor(self.norm.num_batches_tracked, 1);  add_ = None
+    add_ = None if recomputing else aten.add_.Tensor(self.norm.num_batches_tracked, 1);  add_ = None  # norm
     batch_norm = aten.batch_norm.default(conv2d, self.norm.weight, self.norm.bias, \
 once(self.norm.running_mean, recomputing), once(self.norm.running_var, recomputing), True, 0.1, 1e-05, False);  \
-conv2d = None
+conv2d = None  # norm
     relu = aten.relu.default(batch_norm);  batch_norm = None
     return (relu, )
 
 
 def graph(self, x):
-    conv2d = aten.conv2d.default(x, self.conv.weight);  x = None
+    conv2d = aten.conv2d.default(x, self.conv.weight);  x = None  # conv
     (relu, ) = run_segment(segment_0, self, conv2d, random=False, reads=('norm.weight', 'norm.bias'));  conv2d = None
     mean = aten.mean.dim(relu, [2, 3]);  relu = None
     return {'features': mean, 'more': (None, 'text', )}

@@ -6,8 +6,9 @@ from birth to death. ``run_tracked`` does the same on real tensors, which is how
 
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +17,13 @@ from memrewrite.errors import DataDependentError, UsageError
 from memrewrite.private import FAKE_TENSOR_ERRORS, foreach_on_fake_tensors, tree_leaves
 from memrewrite.simulate.as_cuda import transients_for
 from memrewrite.simulate.fake import on_fakes, tensors_of
-from memrewrite.simulate.tracker import Tracker
+from memrewrite.simulate.places import Places
+from memrewrite.simulate.tracker import OPERATOR_WORKSPACE, Life, Tracker
 from memrewrite.simulate.transients import Transients
 from memrewrite.simulate.true_results import TrueResults
 from memrewrite.step import PHASES, Inputs, Phase, Step, device_type
 
-__all__ = ["Timeline", "preserved_rng", "run_tracked", "simulate", "with_workspaces"]
+__all__ = ["Life", "Timeline", "preserved_rng", "run_tracked", "simulate", "with_workspaces"]
 
 PARAMETERS, BUFFERS, INPUTS = "parameters", "buffers", "inputs"
 GRADIENTS, STATE = "gradients", "optimizer state"
@@ -44,7 +46,10 @@ class Timeline:
     ``peak`` is that of the last step, ``phases`` the bytes in use as each phase of every step ends, ``categories``
     the bytes in use at ``peak`` by kind (they sum to it). ``events`` are (bytes in use, ``step 2 backward: operator``)
     after each operator that changed them. ``floor`` is what no plan can lower: parameters, buffers, inputs, gradients,
-    optimizer state and library workspaces.
+    optimizer state and library workspaces. ``peak_event`` is the number of the event at which ``peak`` was reached.
+
+    Where submodules were followed, ``lives`` has every storage and ``modules`` for each event the path of the submodule
+    whose operator it is: in backward, the one whose forward is undone; "" for the module itself, None outside of it.
     """
 
     peak: int
@@ -53,6 +58,27 @@ class Timeline:
     categories: dict[str, int]
     events: list[tuple[int, str]]
     floor: int
+    peak_event: int = 0
+    lives: tuple[Life, ...] = ()
+    modules: tuple[str | None, ...] = ()
+
+    def living(self, event: int) -> list[Life]:
+        """The storages in use at the event of that number."""
+        return [life for life in self.lives if life.born <= event < life.died]
+
+    def split(self) -> dict[str, list[int]]:
+        """Bytes in use at each event by category, from ``lives``; they sum to those in ``events``."""
+        changes: dict[str, list[int]] = {}
+        for life in self.lives:
+            changed = changes.setdefault(life.category, [0] * (len(self.events) + 1))
+            changed[life.born] += life.bytes
+            changed[life.died] -= life.bytes
+        series = {category: list(accumulate(changed))[:-1] for category, changed in changes.items()}
+        library = self.categories.get(WORKSPACES, 0)
+        known = [sum(sizes) + library for sizes in zip(*series.values(), strict=True)]
+        operator = [size - other for (size, _), other in zip(self.events, known, strict=True)]
+        extra = {WORKSPACES: [library] * len(known)} if library else {}
+        return series | extra | ({OPERATOR_WORKSPACE: operator} if any(operator) else {})
 
     @property
     def before_last_step(self) -> int:
@@ -65,13 +91,21 @@ class Timeline:
         return max(size for size, label in self.events if label.startswith("step 2 step"))
 
 
-def simulate(module: nn.Module, inputs: Inputs, step: Step, *, workspace_bytes: int = 0, steps: int = 2) -> Timeline:
+def simulate(
+    module: nn.Module,
+    inputs: Inputs,
+    step: Step,
+    *,
+    workspace_bytes: int = 0,
+    steps: int = 2,
+    attribute: bool = False,
+) -> Timeline:
     """Run ``steps`` steps on a fake twin of ``module`` and count.
 
     ``workspace_bytes`` is what libraries hold on the device besides tensors (``simulate.workspaces``); it is added
     throughout. On CUDA, what operators take while they run is measured there, one operator at a time, the first time
-    its signature is met; for a step ``as_cuda`` it is known of attention alone. The module, its tensors and the random
-    state stay as they are.
+    its signature is met; for a step ``as_cuda`` it is known of attention alone. ``attribute`` says by which submodule
+    every storage was made. The module, its tensors and the random state stay as they are.
     Raises ``UsageError`` for CUDA tensors without CUDA, ``DataDependentError`` where the step depends on data.
     """
     tensors = [*tensors_of(module), *inputs.tensors()]
@@ -83,20 +117,22 @@ def simulate(module: nn.Module, inputs: Inputs, step: Step, *, workspace_bytes: 
     with preserved_rng(tensors):
         device = next((tensor.device for tensor in tensors if tensor.is_cuda), torch.device("cpu"))
         transients = transients_for(device, step.as_cuda)
-        timeline = _on_fakes(module, inputs, step, transients, steps)
+        timeline = _on_fakes(module, inputs, step, transients, steps, attribute)
         if transients is not None and transients.probe():
-            timeline = _on_fakes(module, inputs, step, transients, steps)
+            timeline = _on_fakes(module, inputs, step, transients, steps, attribute)
     return with_workspaces(timeline, workspace_bytes)
 
 
-def _on_fakes(module: nn.Module, inputs: Inputs, step: Step, transients: Transients | None, steps: int) -> Timeline:
+def _on_fakes(
+    module: nn.Module, inputs: Inputs, step: Step, transients: Transients | None, steps: int, attribute: bool
+) -> Timeline:
     try:
         with (
             foreach_on_fake_tensors(step.as_cuda),
             on_fakes(module, inputs, step.as_cuda, these=True) as (twin, fakes),
             TrueResults(),
         ):
-            return run_tracked(twin, fakes, step, transients, steps)
+            return run_tracked(twin, fakes, step, transients, steps, attribute)
     except FAKE_TENSOR_ERRORS as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise DataDependentError(
@@ -106,22 +142,47 @@ def _on_fakes(module: nn.Module, inputs: Inputs, step: Step, transients: Transie
 
 
 def run_tracked(
-    module: nn.Module, inputs: Inputs, step: Step, transients: Transients | None = None, steps: int = 2
+    module: nn.Module,
+    inputs: Inputs,
+    step: Step,
+    transients: Transients | None = None,
+    steps: int = 2,
+    attribute: bool = False,
 ) -> Timeline:
     """Run ``steps`` steps on the module itself, real or fake, and count the storages on its device type."""
-    tracker = Tracker(device_type(module, inputs), transients)
+    places = Places(module) if attribute else None
+    tracker = Tracker(device_type(module, inputs), transients, places)
     tracker.register(tensors_of(module), BUFFERS)
-    tracker.register(module.parameters(), PARAMETERS)
+    for name, buffer in module.named_buffers():
+        tracker.register([buffer], BUFFERS, _owner(name))
+    for name, parameter in module.named_parameters():
+        tracker.register([parameter], PARAMETERS, _owner(name))
     tracker.register(inputs.tensors(), INPUTS)
     recorder = _Recorder(tracker, module, inputs, step.make_optimizer(module))
     peaks = []
-    for number in range(1, steps + 1):
-        tracker.reset_peak()
-        recorder.start(number)
-        with tracker:
-            step.run(module, inputs, recorder.optimizer, recorder.on_phase)
-        peaks.append(tracker.peak)
-    return Timeline(peaks[-1], peaks[0], tuple(recorder.phases), tracker.categories(), tracker.events, recorder.floor)
+    with places.followed() if places else nullcontext():
+        for number in range(1, steps + 1):
+            tracker.reset_peak()
+            recorder.start(number)
+            with tracker:
+                step.run(module, inputs, recorder.optimizer, recorder.on_phase)
+            peaks.append(tracker.peak)
+    return Timeline(
+        peaks[-1],
+        peaks[0],
+        tuple(recorder.phases),
+        tracker.categories(),
+        tracker.events,
+        recorder.floor,
+        tracker.peak_event,
+        tracker.lives() if attribute else (),
+        tuple(tracker.modules) if attribute else (),
+    )
+
+
+def _owner(name: str) -> str:
+    """The path of the submodule that has the parameter or buffer of that full name."""
+    return name.rpartition(".")[0]
 
 
 class _Recorder:
@@ -134,10 +195,10 @@ class _Recorder:
         self.optimizer = optimizer
         self.phases: list[tuple[str, int]] = []
         self.floor = 0
-        self._owners = [*module.parameters(), *inputs.tensors()]
+        self._owners = {id(parameter): _owner(name) for name, parameter in module.named_parameters()}
+        self._leaves = [*module.parameters(), *inputs.tensors()]
         self._number = 0
-        if optimizer is not None:
-            tracker.register(_state(optimizer), STATE)  # some make their state as they are made
+        self._register_state()  # some optimizers make theirs as they are made
 
     def start(self, number: int) -> None:
         """Begin step ``number``."""
@@ -147,14 +208,21 @@ class _Recorder:
     def on_phase(self, phase: Phase) -> None:
         """Record the end of ``phase`` and begin the next one."""
         if phase == "backward":
-            self.tracker.register(_gradients(self._owners), GRADIENTS)
-        if phase == "step" and self.optimizer is not None:
-            self.tracker.register(_state(self.optimizer), STATE)
+            for leaf in self._leaves:
+                if leaf.is_leaf and leaf.grad is not None:
+                    self.tracker.register([leaf.grad], GRADIENTS, self._owners.get(id(leaf)))
+        if phase == "step":
+            self._register_state()
         living = self.tracker.living()
         self.floor = max(self.floor, sum(living.get(category, 0) for category in _PERSISTENT))
         self.phases.append((phase, self.tracker.current))
         self.tracker.mark(f"step {self._number} {phase} ends")
         self._begin(PHASES[min(PHASES.index(phase) + 1, len(PHASES) - 1)])
+
+    def _register_state(self) -> None:
+        for owner, state in self.optimizer.state.items() if self.optimizer is not None else ():
+            tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
+            self.tracker.register(tensors, STATE, self._owners.get(id(owner)))
 
     def _begin(self, phase: Phase) -> None:
         self.tracker.begin(f"step {self._number} {phase}", _BORN_AS[phase])
@@ -170,14 +238,6 @@ def preserved_rng(tensors: list[Tensor]) -> Iterator[None]:
             yield
     finally:
         random.setstate(state)
-
-
-def _gradients(owners: list[Tensor]) -> list[Tensor]:
-    return [owner.grad for owner in owners if owner.is_leaf and owner.grad is not None]
-
-
-def _state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(list(optimizer.state.values())) if isinstance(leaf, Tensor)]
 
 
 def with_workspaces(timeline: Timeline, size: int) -> Timeline:

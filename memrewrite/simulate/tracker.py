@@ -3,12 +3,14 @@
 import math
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from memrewrite.private import FakeTensor, TorchDispatchMode
+from memrewrite.simulate.places import Places
 from memrewrite.simulate.transients import Transients
 
 OPERATOR_WORKSPACE = "operator workspace"
@@ -20,32 +22,64 @@ def rounded(size: int) -> int:
     return -(-size // GRANULE) * GRANULE
 
 
-class _Block(weakref.ref[torch.UntypedStorage]):
-    """One storage, held weakly: its bytes and category, and between which ticks of the tracker's clock it lived."""
+@dataclass(frozen=True)
+class Life:
+    """One storage: in use at the events numbered ``born`` to ``died - 1``, where ``died`` may be their count.
 
-    __slots__ = ("born", "category", "died", "key", "nbytes", "size")
+    ``bytes`` are rounded up to 512. ``module`` is the path of the submodule that made it or, for a gradient or
+    optimizer state, whose parameter it belongs to; "" is the module itself, None what lies outside (inputs, the loss).
+    ``operator`` is the label of its birth, ``step 1 forward: aten.relu.default``, without an operator where it was
+    there before.
+    """
+
+    born: int
+    died: int
+    bytes: int
+    category: str
+    module: str | None
+    operator: str
+
+
+class _Block(weakref.ref[torch.UntypedStorage]):
+    """One storage, held weakly: its bytes and category, and between which ticks of the tracker's clock it lived.
+
+    ``events`` are those it saw, as in ``Life``.
+    """
+
+    __slots__ = ("born", "category", "died", "events", "func", "key", "label", "module", "nbytes", "size")
     key: int
     nbytes: int
     size: int
     category: str
     born: float
     died: float
+    module: str | None
+    label: str
+    func: Any
+    events: tuple[int, int | None]
 
 
 class Tracker(TorchDispatchMode):
     """While it is active, every storage an operator makes on ``device_type`` is counted until it is freed.
 
-    ``current`` and ``peak`` are bytes; ``events`` lists (bytes in use, label) after each operator that made a storage.
+    ``current`` and ``peak`` are bytes; ``events`` lists (bytes in use, label) after each operator that made a storage,
+    ``modules`` the submodule of each.
     No tensor is kept alive. Storages from before count once they are given to ``register``. What an operator takes
-    while it runs counts towards the peak as far as ``transients`` knows it.
+    while it runs counts towards the peak as far as ``transients`` knows it. With ``places``, storages know the
+    submodule that made them.
     """
 
-    def __init__(self, device_type: str, transients: Transients | None = None) -> None:
+    def __init__(self, device_type: str, transients: Transients | None = None, places: Places | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.device_type = device_type
         self.current = 0
         self.peak = 0
         self.events: list[tuple[int, str]] = []
+        self.modules: list[str | None] = []
+        self.peak_event = 0  # the number of the event at which the peak was reached
+        self._places = places
+        self._place: str | None = None
+        self._func: Any = None
         self._label = ""
         self._labels: dict[Any, str] = {}
         self._category = ""
@@ -56,12 +90,16 @@ class Tracker(TorchDispatchMode):
         self._live: dict[int, _Block] = {}
         self._blocks: list[_Block] = []
 
-    def register(self, tensors: Iterable[Tensor], category: str) -> None:
-        """Count the storages of ``tensors`` as ``category``, also those that were counted as something else."""
+    def register(self, tensors: Iterable[Tensor], category: str, module: str | None = None) -> None:
+        """Count the storages of ``tensors`` as ``category``, also those that were counted as something else.
+
+        ``module`` is the path of the submodule they belong to, None where that is not known better than before.
+        """
         for part in (part for tensor in tensors for part in _parts(tensor)):
             block = self._see(part)
             if block is not None:
                 block.category = category
+                block.module = block.module if module is None else module
 
     def begin(self, label: str, category: str) -> None:
         """From here on, storages are born as ``category`` and events are labelled ``label: operator``."""
@@ -70,11 +108,12 @@ class Tracker(TorchDispatchMode):
     def mark(self, label: str) -> None:
         """Add an event between operators."""
         self.events.append((self.current, label))
+        self.modules.append(None)
 
     def reset_peak(self) -> None:
         """Forget the peak so far: ``peak`` and ``categories`` speak of what follows."""
+        self._clock += 1  # what died until now is in use at no moment that follows
         self._set_peak(0)
-        self._blocks = list(self._live.values())
 
     def categories(self) -> dict[str, int]:
         """Bytes in use at the peak by category; they sum to ``peak``."""
@@ -83,6 +122,20 @@ class Tracker(TorchDispatchMode):
             if block.size and block.born <= self._peak_clock <= block.died:
                 totals[block.category] = totals.get(block.category, 0) + block.size
         return totals
+
+    def lives(self) -> tuple[Life, ...]:
+        """Every storage that was counted, in the order of their births."""
+        return tuple(
+            Life(
+                block.events[0],
+                len(self.events) if block.events[1] is None else block.events[1],
+                block.size,
+                block.category,
+                block.module,
+                block.label if block.func is None else f"{block.label}: {block.func}",
+            )
+            for block in self._blocks
+        )
 
     def living(self) -> dict[str, int]:
         """Bytes in use now by category."""
@@ -95,7 +148,10 @@ class Tracker(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         clock = self._clock
+        if self._places is not None:
+            self._place = self._places.now()
         result = func(*args, **(kwargs or {}))
+        self._func = func
         self._see_all(result)
         extra = 0 if self._transients is None else self._transients.lookup(func, args, dict(kwargs or {}))
         if self.current + extra > self.peak:
@@ -106,10 +162,13 @@ class Tracker(TorchDispatchMode):
             if label is None:
                 label = self._labels[func] = f"{self._label}: {func}"
             self.events.append((self.current + extra, label))
+            self.modules.append(self._place)
+        self._place = self._func = None
         return result
 
     def _set_peak(self, extra: int) -> None:
         self.peak, self._peak_clock, self._peak_extra = self.current + extra, self._clock, extra
+        self.peak_event = len(self.events)
 
     def _see_all(self, result: Any) -> None:
         if isinstance(result, Tensor):
@@ -139,6 +198,8 @@ class Tracker(TorchDispatchMode):
         block = _Block(storage, self._died)
         block.key, block.nbytes, block.size, block.category = id(storage), nbytes, rounded(nbytes), category
         block.born, block.died = self._clock, math.inf
+        block.module, block.label, block.func = self._place, self._label, self._func
+        block.events = len(self.events), None
         self._live[block.key] = block
         self._blocks.append(block)
         self.current += block.size
@@ -151,6 +212,7 @@ class Tracker(TorchDispatchMode):
         if self._live.get(block.key) is block:
             del self._live[block.key]
             block.died = self._clock
+            block.events = block.events[0], len(self.events)
             self.current -= block.size
 
 
