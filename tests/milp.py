@@ -33,9 +33,9 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array, csr_array
 
 from memrewrite.plan.coarse import cuts
-from memrewrite.plan.dp import lowest_bound, plan, space
+from memrewrite.plan.dp import flat, lowest_bound, plan, with_nested
 from memrewrite.plan.segments import Chain, Plan
-from memrewrite.plan.tables import Intervals, intervals
+from memrewrite.plan.tables import Intervals
 from tests.random_chains import KINDS, random_chain
 from tests.test_plan import evaluate, interval_facts, kept_facts
 
@@ -210,18 +210,18 @@ class Graph:
 def graph(seed: int) -> Graph:
     """The random graph of a seed, planned and solved."""
     kind, chain = random_chain(seed)
-    table, program = intervals(chain), Program.of(chain)
+    among, program = flat(chain), Program.of(chain)
     low, kept = program.lowest(), evaluate(chain, ())[0]
-    flat = lowest_bound(table, max(kept, 1))
-    deep = space(chain, table, cuts(chain, _CUTS), np.geomspace(flat / 8, flat, _LEVELS).astype(np.int64))
+    lowest = lowest_bound(among.table, max(kept, 1))
+    deep = with_nested(among, cuts(chain, _CUTS), np.geomspace(lowest / 8, lowest, _LEVELS).astype(np.int64))
     found = []
     for share in _SHARES if kept > low else _SHARES[:1]:
         bound = low + int(share * (kept - low))
         best = program.optimum(bound)
         if best is None:
             raise AssertionError(f"seed {seed}: no plan within {bound} bytes, and the lowest peak is {low}")
-        found.append(Case(seed, kind, len(chain), share, bound, best, plan(table, bound), plan(deep, bound)))
-    return Graph(chain, table, low, tuple(found))
+        found.append(Case(seed, kind, len(chain), share, bound, best, plan(among.table, bound), plan(deep, bound)))
+    return Graph(chain, among.table, low, tuple(found))
 
 
 def summary(found: list[Case]) -> tuple[float, float]:

@@ -366,7 +366,9 @@ def test_where_the_estimate_has_no_plan_the_search_goes_up(monkeypatch: pytest.M
     machine = Machine(chain, lambda estimate, segments: 0.8 * estimate)
     kept = machine(Plan())
     real = plan
-    monkeypatch.setattr(refine, "plan", lambda among, bound: real(among, bound) if bound >= 0.625 * kept else None)
+    monkeypatch.setattr(
+        refine, "plan", lambda among, bound, slots: real(among, bound, slots) if bound >= 0.625 * kept else None
+    )
     assert fit(chain, int(0.53 * kept), kept, 0, machine).fits
 
 

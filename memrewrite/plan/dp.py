@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memrewrite.plan.segments import Bytes, Chain, Plan
-from memrewrite.plan.tables import Intervals, keeping
+from memrewrite.plan.tables import Intervals, intervals, keeping
 
 # What leads to a label: a kept node; an interval that as it runs again is all kept, or is planned for a level (1 + its
 # number); and the same of one whose nodes that can be kept are, counted from `_KEEPING`.
@@ -70,15 +70,18 @@ class Space:
             yield _KEEPING, self.keeping, self.keeping_inner
 
 
-def space(chain: Chain, table: Intervals, cuts: Bytes, levels: Bytes) -> Space:
-    """All plans for a chain, whose intervals are tabulated in ``table``.
+def flat(chain: Chain) -> Space:
+    """The plans for a chain without segments in segments."""
+    table = intervals(chain)
+    return Space(table, keeping=keeping(table, chain))
 
-    Segments lie in the segments between ``cuts``, for inner bounds of ``levels`` bytes.
-    """
-    kept = keeping(table, chain)
-    if kept is None:
-        return Space(table, nested(table, cuts, levels))
-    return Space(table, nested(table, cuts, levels), kept, nested(replace(table, ms=kept.ms), cuts, levels))
+
+def with_nested(among: Space, cuts: Bytes, levels: Bytes) -> Space:
+    """The plans of ``among``, and those with segments in segments between ``cuts``, for inner bounds of ``levels``."""
+    inner = nested(among.table, cuts, levels)
+    if among.keeping is None:
+        return Space(among.table, inner)
+    return Space(among.table, inner, among.keeping, nested(replace(among.table, ms=among.keeping.ms), cuts, levels))
 
 
 def plan(among: Space | Intervals, bound: int, slots: int = 256) -> Plan | None:

@@ -7,14 +7,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from memrewrite.plan.coarse import Coarse, coarsen, cuts
-from memrewrite.plan.dp import Space, lowest_bound, plan, space
+from memrewrite.plan.dp import Space, flat, lowest_bound, plan, with_nested
 from memrewrite.plan.segments import Chain, Plan
-from memrewrite.plan.tables import intervals
 
 Simulate = Callable[[Plan], int]
 _ROUNDS = 9
 _CUTS = 24  # between which segments may hold segments
 _LEVELS = 12  # bounds they are planned for
+# Segments in segments do not pay where there is this much more room than the lowest plan without them needs: the plans
+# of eight models, from ResNet-50 to GPT-2, cost the same to the last digit.
+_ROOMY = 1.25
+_ROUGH, _SLOTS = 64, 256  # for a first look, and for a plan that is to be used
 _SLACK = 0.01  # a plan that leaves less than this share of the budget unused is good enough
 
 
@@ -37,7 +40,7 @@ class Search:
     def __init__(self, chain: Chain, kept: int, fixed: int, simulate: Simulate) -> None:
         self.chain, self.kept, self.fixed, self.simulate = chain, kept, fixed, simulate
         self.peaks: dict[Plan, int] = {}
-        self._plans: dict[int, Plan | None] = {}
+        self._plans: dict[tuple[int, int], Plan | None] = {}
 
     def fit(self, budget: int) -> Fitted:
         """The cheapest plan found whose simulated peak is at most ``budget`` bytes; else the one of the lowest peak.
@@ -47,15 +50,15 @@ class Search:
         self.best = Fitted(Plan(), self.kept, self.kept <= budget)
         if self.best.fits:
             return self.best
-        low = (self.lowest, 0)  # (bound, peak) of a plan that fits, peak 0 while none is known
-        high = (max(self.kept - self.fixed, self.lowest), self.kept)  # of one that does not
-        bound = budget - self.fixed
+        low = (0, 0)  # (bound, peak) of a plan that fits, 0 while none is known
+        high = (self.kept - self.fixed, self.kept)  # of one that does not
+        bound, slots = min(budget - self.fixed, high[0]), _ROUGH
         for _ in range(_ROUNDS):
-            bound = min(max(bound, self.lowest), high[0])
-            peak = self._look(bound, budget)
+            peak = self._look(bound, budget, slots)
+            slots = _SLOTS
             if peak is None:  # the estimate allows no plan here, so what fits lies above
-                low = (bound, low[1])
-                bound = (bound + high[0]) // 2
+                low = (bound, 0)
+                bound = self.lowest if bound < self.lowest else (bound + high[0]) // 2
                 continue
             if peak <= budget:
                 low = (bound, peak)
@@ -63,11 +66,11 @@ class Search:
                     break
             else:
                 high = (bound, peak)
-                if bound == self.lowest:
+                if bound == vars(self).get("lowest"):
                     break
             if high[0] - low[0] <= _SLACK * _SLACK * budget:
                 break
-            bound = _between(low, high, budget)
+            bound = _next(bound, peak, low, high, budget)
         return self.best if self.best.fits else self._explore(budget)
 
     @functools.cached_property
@@ -76,25 +79,33 @@ class Search:
         return coarsen(self.chain)
 
     @functools.cached_property
-    def space(self) -> Space:
-        """The plans there are."""
-        chain = self.coarse.chain
-        table = intervals(chain)
-        flat = lowest_bound(table, max(self.kept - self.fixed, 1))
-        levels = np.geomspace(flat / 8, flat, _LEVELS).astype(np.int64)
-        return space(chain, table, cuts(chain, _CUTS), levels)
+    def flat(self) -> Space:
+        """The plans without segments in segments."""
+        return flat(self.coarse.chain)
+
+    @functools.cached_property
+    def nested(self) -> Space:
+        """All plans."""
+        lowest = lowest_bound(self.flat.table, max(self.kept - self.fixed, 1))
+        levels = np.geomspace(lowest / 8, lowest, _LEVELS).astype(np.int64)
+        return with_nested(self.flat, cuts(self.coarse.chain, _CUTS), levels)
 
     @functools.cached_property
     def lowest(self) -> int:
         """The lowest bound on the estimate for which there is a plan."""
-        return lowest_bound(self.space, max(self.kept - self.fixed, 1))
+        return lowest_bound(self.nested, max(self.kept - self.fixed, 1))
 
-    def _look(self, bound: int, budget: int) -> int | None:
+    def _cheapest(self, bound: int, slots: int) -> Plan | None:
+        """The cheapest plan under a bound on the estimate; None where there is none."""
+        roomy = plan(self.flat, int(bound / _ROOMY), _ROUGH) is not None
+        return plan(self.flat if roomy else self.nested, bound, slots)
+
+    def _look(self, bound: int, budget: int, slots: int = _SLOTS) -> int | None:
         """The exact peak of the cheapest plan under a bound on the estimate; None where there is no plan."""
-        if bound not in self._plans:
-            cheapest = plan(self.space, bound)
-            self._plans[bound] = None if cheapest is None else self.coarse.expand(cheapest)
-        found = self._plans[bound]
+        if (bound, slots) not in self._plans:
+            cheapest = self._cheapest(bound, slots)
+            self._plans[bound, slots] = None if cheapest is None else self.coarse.expand(cheapest)
+        found = self._plans[bound, slots]
         if found is None:
             return None
         if found not in self.peaks:
@@ -115,12 +126,14 @@ class Search:
         return self.best
 
 
-def _between(low: tuple[int, int], high: tuple[int, int], budget: int) -> int:
-    """The next bound to try: where a straight line through what is known meets the budget, kept off both ends."""
+def _next(bound: int, peak: int, low: tuple[int, int], high: tuple[int, int], budget: int) -> int:
+    """The next bound to try: the last one moved by what its peak is off the budget, or between what is known."""
+    wanted = int(budget * (1 - _SLACK / 2))
+    moved = bound + wanted - peak
+    if low[0] < moved < high[0]:
+        return moved
     width = high[0] - low[0]
-    if not low[1]:
-        return int(high[0] - max(high[1] - budget, 0.05 * width))
-    share = (budget * (1 - _SLACK / 2) - low[1]) / max(high[1] - low[1], 1)
+    share = (wanted - low[1]) / max(high[1] - low[1], 1) if low[1] else 0.5
     return int(low[0] + width * min(max(share, 0.1), 0.9))
 
 
