@@ -1,8 +1,6 @@
 """The middle of the line: a captured model is rewritten, planned under the budget and built, all on fake tensors."""
 
-import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,7 +14,7 @@ from memrewrite.costs.profile import Profile
 from memrewrite.costs.steptime import step_ms
 from memrewrite.costs.work import of_loss, of_optimizer
 from memrewrite.effects import GRANULE, Effects, observe
-from memrewrite.errors import InternalError
+from memrewrite.errors import CaptureError, InternalError
 from memrewrite.measure import predict
 from memrewrite.passes.checkpoint_segments import MARKS, CheckpointSegments, clear
 from memrewrite.passes.inplace_activation import InplaceActivation
@@ -29,6 +27,7 @@ from memrewrite.rewrite import Pass, Refused, Result
 from memrewrite.runtime.dropin import build, graft, program_from
 from memrewrite.simulate import Timeline, preserved_rng
 from memrewrite.step import Inputs, Step, default_loss
+from memrewrite.trained import observe_trained
 from memrewrite.working import Levels, levels
 
 
@@ -57,6 +56,10 @@ class Part:
             self._observed = nodes, code, effects
         return self._observed[2]
 
+    def forget(self) -> None:
+        """Observe again next time: another way to look has left other values in the nodes."""
+        self._observed = None
+
     def chain(self, costs: Costs) -> Chain:
         """The graph as it is now, as numbers for the planner."""
         nodes, code = list(self.graph_module.graph.nodes), self.graph_module.code
@@ -75,7 +78,7 @@ class Part:
         if look is None:
             look = self.observe
         else:
-            self._observed = None  # another way to look leaves other values in the nodes
+            self.forget()
         before = self.graph_module.code
         effects = look()
         healthy = health(effects)
@@ -273,8 +276,7 @@ def mark_inplace(line: Line, names: tuple[str, ...] | None) -> None:
     parts = [part for part in line.parts if InplaceActivation.name not in part.results]
     before = _spellings(parts)
     for part in parts:
-        with _all_trained(part.region.module, _written(part)):
-            part.apply(InplaceActivation(), functools.partial(_observe_trained, part))
+        _mark_inplace(part)
     after = _spellings(parts)
     if before == after:
         return
@@ -289,6 +291,24 @@ def mark_inplace(line: Line, names: tuple[str, ...] | None) -> None:
         part.results[InplaceActivation.name] = Result((), (*done.refused, *refused))
 
 
+def _mark_inplace(part: Part) -> None:
+    effects = part.observe()
+
+    def look() -> Effects:
+        return observe_trained(
+            part.region.module, part.graph_module, part.region.example, effects, grad=part.step.mode == "train"
+        )
+
+    try:
+        first = [look()]
+    except CaptureError as error:
+        part.forget()
+        where = part.region.path or "(root)"
+        part.results[InplaceActivation.name] = Result((), (Refused(where, f"What would be kept is unknown: {error}"),))
+        return
+    part.apply(InplaceActivation(), lambda: first.pop() if first else look())
+
+
 def _spellings(parts: list[Part]) -> list[tuple[Any, ...]]:
     return [(node.target, node.args, node.kwargs) for part in parts for node in part.graph_module.graph.nodes]
 
@@ -301,11 +321,6 @@ def _spell(parts: list[Part], spellings: list[tuple[Any, ...]]) -> None:
         part.graph_module.recompile()
 
 
-def _observe_trained(part: Part) -> Effects:
-    example = [t.detach().requires_grad_(_differentiable(t)) for t in part.region.example]
-    return observe(part.graph_module, example, grad=part.step.mode == "train")
-
-
 def abandon(line: Line) -> None:
     """Drop every rewrite, because together they take more memory than the model as it is."""
     for part in line.parts:
@@ -316,32 +331,6 @@ def abandon(line: Line) -> None:
                 for a in result.applied
             )
             part.results[name] = Result((), (*result.refused, *dropped))
-
-
-def _written(part: Part) -> set[str]:
-    """The paths of parameters that forward writes, which PyTorch allows only where they require no gradient."""
-    effects = part.observe()
-    keys = {key for facts in effects.of.values() for key in facts.writes}
-    attributes = part.graph_module.graph.find_nodes(op="get_attr")
-    return {str(node.target) for node in attributes if effects.of[node].outputs & keys}
-
-
-@contextmanager
-def _all_trained(model: nn.Module, written: set[str]) -> Iterator[None]:
-    names = model.named_parameters(remove_duplicate=False)
-    spared = {id(parameter) for name, parameter in names if name in written}
-    frozen = [p for p in model.parameters() if not p.requires_grad and _differentiable(p) and id(p) not in spared]
-    try:
-        for parameter in frozen:
-            parameter.requires_grad_(True)
-        yield
-    finally:
-        for parameter in frozen:
-            parameter.requires_grad_(False)
-
-
-def _differentiable(tensor: Tensor) -> bool:
-    return (tensor.is_floating_point() or tensor.is_complex()) and not tensor.is_inference()
 
 
 def without_segments(line: Line) -> Callable[[], None]:

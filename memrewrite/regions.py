@@ -8,7 +8,7 @@ checkpoint of its own.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -29,6 +29,7 @@ from memrewrite.runtime.dropin import build, program_from
 from memrewrite.simulate import preserved_rng
 from memrewrite.simulate.fake import on_fakes, tensors_of
 from memrewrite.step import Inputs, Step, autocast, device_type
+from memrewrite.trained import observe_trained
 
 
 @dataclass(frozen=True)
@@ -188,12 +189,8 @@ def _captured(module: nn.Module, inputs: Inputs, called_with: Inputs, step: Step
     """Capture a module on ``inputs``; raises ``CaptureError`` also for a graph that cannot stand for it in the step."""
     captured = capture(module, inputs)
     source, constants = generate(captured)
-    if step.mode == "train" and any("torch.utils.checkpoint" in note for note in captured.notes):
-        example = Region("", module, captured, lambda: called_with).example
-        if writes_what_is_kept(observe(captured.graph_module, example, step.amp, cuda=step.as_cuda)):
-            raise CaptureError(
-                f"{type(module).__name__} writes in place what autograd would keep without the model's own checkpoint."
-            )
+    if step.mode == "train" and captured.checkpoints:
+        _refuse_writes_of_kept(Region("", module, captured, lambda: called_with), step)
     if step.amp is not None:
         program = build(module, program_from(source), constants)
         theirs, ours = (_types(each, called_with, step) for each in (module, program))
@@ -203,6 +200,21 @@ def _captured(module: nn.Module, inputs: Inputs, called_with: Inputs, step: Step
                 f"captured graph returns {ours}; name the type in forward, or optimize without amp."
             )
     return captured
+
+
+def _refuse_writes_of_kept(region: Region, step: Step) -> None:
+    """The model's own checkpoints lose what autograd would keep; whoever calls the result may ask for any gradient."""
+    module, graph_module, example = region.module, region.captured.graph_module, region.example
+    effects = observe(graph_module, example, step.amp, cuda=step.as_cuda)
+    found = writes_what_is_kept(effects)
+    for amp in dict.fromkeys((step.amp, None)):  # a copy that autocast keeps survives writes to what it is made of
+        with suppress(CaptureError):
+            trained = observe_trained(module, graph_module, example, effects, amp, cuda=step.as_cuda)
+            found = found or writes_what_is_kept(trained)
+    if found:
+        raise CaptureError(
+            f"{type(module).__name__} writes in place what autograd would keep without the model's own checkpoint."
+        )
 
 
 def _types(module: nn.Module, inputs: Inputs, step: Step) -> str:

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor, nn
 
 import memrewrite
+from memrewrite.errors import CaptureError
 from memrewrite.step import Inputs
 from tests.fuzz.check import EXACT, Ask, check
 from tests.fuzz.strategies import Do, Part, Recipe, make
@@ -126,6 +127,35 @@ class Averaged(nn.Module):
         hidden = self.layer(x).relu()
         self.level.mul_(0.9)
         return (hidden * self.level).sigmoid() * 2
+
+
+def test_what_only_its_own_checkpoint_allows_once_the_input_needs_a_gradient_is_refused_by_name() -> None:
+    recipe = Recipe("rows", (Part("softmax"),), (Do("checkpoint"), Do("write_through_view")))
+    model, inputs = make(recipe)  # the input needs none, but whoever calls the result may ask for it
+    with pytest.raises(CaptureError, match="what autograd would keep without the model's own checkpoint"):
+        memrewrite.optimize(model, inputs.args, budget="min")
+
+
+class HalfWritten(nn.Module):
+    """Writes one of several views of what it made of its input, as PyTorch allows where that needs no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        left, right = x.clone().chunk(2, -1)
+        left.mul_(2)
+        return self.head(self.layer(torch.cat([left, right], -1)).relu()) * 2
+
+
+def test_a_model_that_takes_no_input_with_a_gradient() -> None:
+    torch.manual_seed(0)
+    model, inputs = HalfWritten(), Inputs((torch.randn(64, 64),), {})
+    assert check(model, inputs, Ask("min")) == "exact"
+    report = memrewrite.optimize(model, inputs.args, budget="min").report
+    (reason,) = (reason for name, _, reason in report.refusals if name == "inplace_activation")
+    assert "HalfWritten does not run where all its inputs and parameters need gradients" in reason
 
 
 def test_a_type_that_was_asked_for_outside_autocast_is_refused() -> None:

@@ -24,7 +24,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("passes",),
     ("plan", "codegen", "checks", "regions"),
     ("rewrite",),
-    ("effects", "costs", "working"),
+    ("effects", "costs", "trained", "working"),
     ("capture",),
     ("coverage", "verify", "measure"),
     ("compare", "reference", "report", "trial"),

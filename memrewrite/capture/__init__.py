@@ -38,7 +38,7 @@ def capture(model: nn.Module, inputs: Inputs, front_end: str | None = None) -> C
         if findings.asks and front_end != "dynamo" and not findings.export_loses:
             # Not told that it is traced, it does what it always does; nothing else is as good, but it may not work.
             with suppress(Exception), tracing_untold():
-                return replace(exported.capture(model, inputs), notes=findings.notes, exact=findings.exact)
+                return _with(findings, exported.capture(model, inputs))
         for name in [front_end] if front_end else FRONT_ENDS:
             if name == "export" and findings.export_loses:
                 said.append(f"export: it loses {findings.export_loses}")
@@ -51,11 +51,16 @@ def capture(model: nn.Module, inputs: Inputs, front_end: str | None = None) -> C
                 said.append(f"{name}: {_first_line(error)}")
             else:
                 told = (_TOLD.format(findings.asks),) if findings.asks else ()
-                return replace(captured, notes=(*findings.notes, *told), exact=findings.exact)
+                return _with(findings, captured, *told)
     raise CaptureError(
         f"{type(model).__name__} cannot be captured as one graph ({'; '.join(said)}). Control flow that depends on "
         "tensor values has to be written with tensors (torch.where, masks) or moved out of forward."
     )
+
+
+def _with(findings: hazards.Findings, captured: Captured, *told: str) -> Captured:
+    notes = (*findings.notes, *told)
+    return replace(captured, notes=notes, exact=findings.exact, checkpoints=findings.checkpoints)
 
 
 def _first_line(error: BaseException) -> str:

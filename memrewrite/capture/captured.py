@@ -50,6 +50,7 @@ class Captured:
     ``training`` maps each submodule path to its training flag at capture; ``dtype`` is that of the model's first
     parameter, None if it has none. ``exact`` is False where the model, on the example's values, takes a way of its
     own to the same result and the graph the way that fits any values, so that their bits may differ.
+    ``checkpoints`` says that forward calls ``torch.utils.checkpoint``, which the graph does not.
     """
 
     graph_module: fx.GraphModule
@@ -61,3 +62,4 @@ class Captured:
     dtype: torch.dtype | None = None
     notes: tuple[str, ...] = ()
     exact: bool = True
+    checkpoints: bool = False

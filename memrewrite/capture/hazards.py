@@ -52,13 +52,14 @@ class Findings:
 
     ``notes`` are sentences for the user; ``export_loses`` is what ``torch.export``'s graph would lack, ``asks`` the
     Python module that asks whether it is being traced, "" if there is none. ``exact`` is False where the model takes
-    another way on the values of these inputs than on values it cannot see.
+    another way on the values of these inputs than on values it cannot see; ``checkpoints`` says that it checkpoints.
     """
 
     notes: tuple[str, ...] = ()
     export_loses: str = ""
     asks: str = ""
     exact: bool = True
+    checkpoints: bool = False
 
 
 def check(model: nn.Module, inputs: Inputs) -> Findings:
@@ -91,7 +92,7 @@ def check(model: nn.Module, inputs: Inputs) -> Findings:
     notes = ["The model's own torch.utils.checkpoint calls are replaced by the plan."] if checkpoints else []
     if place := rehearsal.decided_by_values(first):
         notes.append(_DECIDED.format(name=name, place=place))
-    return Findings(tuple(notes), lost, asked[0] if asked else "", exact=not place)
+    return Findings(tuple(notes), lost, asked[0] if asked else "", exact=not place, checkpoints=bool(checkpoints))
 
 
 class _Rehearsal:
