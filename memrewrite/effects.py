@@ -107,6 +107,11 @@ def observe(
     return Effects(tuple(graph_module.graph.nodes), observer.facts, observer.recorder.storages)
 
 
+def autocast_switch(node: fx.Node) -> int:
+    """+1 where an autocast region opens, -1 where it closes (Dynamo's graphs spell them as calls)."""
+    return {"_enter_autocast": 1, "_exit_autocast": -1}.get(getattr(node.target, "__name__", ""), 0)
+
+
 # Batch normalization writes its running statistics without saying so in its schema (positions of the two buffers and
 # of the flag that makes it do so); every other write is declared and observed.
 _UNDECLARED_WRITES = {

@@ -14,10 +14,9 @@ from memrewrite.costs.calls import Call, call_of
 from memrewrite.costs.table import Table, cache_file
 from memrewrite.costs.table import environment as environment_of
 from memrewrite.costs.timer import Measure, timing_on
-from memrewrite.effects import Effects
+from memrewrite.effects import Effects, autocast_switch
 
 _SECONDS = 10.0  # for one model, all its variants together
-_AUTOCAST = {"_enter_autocast": 1, "_exit_autocast": -1}
 
 
 class Profile:
@@ -87,7 +86,7 @@ def _calls(effects: Effects, amp: torch.dtype | None) -> list[tuple[fx.Node, Cal
     found = []
     depth = 0
     for node in effects.order:
-        depth += _AUTOCAST.get(getattr(node.target, "__name__", ""), 0)
+        depth += autocast_switch(node)
         if depth == 0 and (call := call_of(node, effects.of[node], amp)) is not None:
             found.append((node, call))
     return found

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from memrewrite.costs import Costs
-from memrewrite.effects import Effects
+from memrewrite.effects import Effects, autocast_switch
 from memrewrite.plan.segments import Bytes, Chain, Held
 from memrewrite.private import tree_iter
 from memrewrite.working import Levels
@@ -133,11 +133,10 @@ def is_counter(effects: Effects, node: fx.Node) -> bool:
 
 
 def _switch(node: fx.Node) -> int:
-    """+1 where a mode region opens, -1 where it closes (Dynamo's graphs spell them as calls)."""
-    name = getattr(node.target, "__name__", "")
-    if name == "_set_grad_enabled":
+    """+1 where a grad or autocast region opens, -1 where it closes."""
+    if getattr(node.target, "__name__", "") == "_set_grad_enabled":
         return -1 if node.args[0] else 1
-    return {"_enter_autocast": 1, "_exit_autocast": -1}.get(name, 0)
+    return autocast_switch(node)
 
 
 def held_storages(effects: Effects, nodes: list[fx.Node]) -> dict[int, Held]:
