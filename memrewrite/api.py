@@ -14,7 +14,7 @@ from memrewrite.costs import Costs
 from memrewrite.costs.profile import profile_on
 from memrewrite.coverage import kept
 from memrewrite.errors import CaptureError, MemrewriteError, NotEquivalentError, UsageError
-from memrewrite.measure import measure, predict
+from memrewrite.measuring import measure, predict
 from memrewrite.options import Budget
 from memrewrite.plan.facts import compute_nodes, held_storages
 from memrewrite.regions import find
@@ -25,8 +25,8 @@ from memrewrite.simulate.as_cuda import NOTE
 from memrewrite.simulate.workspaces import workspace_bytes
 from memrewrite.step import Inputs, Step, device_type
 from memrewrite.stepspec import amp_dtype, optimizer_factory
-from memrewrite.verify import Verdict
-from memrewrite.verify import verify as verify_equal
+from memrewrite.verifying import Verdict
+from memrewrite.verifying import verify as verify_equal
 
 Optimizer = str | type[torch.optim.Optimizer] | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None
 _CORRECTIONS = 6  # plans made after the device's own peak was seen

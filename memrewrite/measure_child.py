@@ -14,7 +14,7 @@ from torch import nn
 
 from memrewrite.errors import MemrewriteError, UsageError
 from memrewrite.inputs import to_device
-from memrewrite.measure import Loader, measure, out_of_memory
+from memrewrite.measuring import Loader, measure, out_of_memory
 from memrewrite.simulate.workspaces import allocated_by_libraries
 from memrewrite.step import Inputs, Step
 from memrewrite.stepspec import StepSpec, amp_dtype
@@ -63,7 +63,7 @@ def _measure(job: dict[str, Any]) -> dict[str, Any]:
 
 def _verify(job: dict[str, Any]) -> dict[str, Any]:
     from memrewrite.artifact.load import load as load_artifact
-    from memrewrite.verify import verify
+    from memrewrite.verifying import verify
 
     loader = Loader.from_json(job["loader"])
     original, inputs, step = _load(replace(loader, artifact=None), StepSpec.from_json(job["step"]))

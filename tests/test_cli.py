@@ -11,7 +11,7 @@ import pytest
 
 from memrewrite import cli, config
 from memrewrite.errors import MeasurementError, UsageError
-from memrewrite.measure import Loader
+from memrewrite.measuring import Loader
 from memrewrite.report.data import Measured
 
 NET = """

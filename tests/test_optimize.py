@@ -24,7 +24,7 @@ from memrewrite.rewrite import Findings, Result
 from memrewrite.runtime.dropin import FallbackWarning
 from memrewrite.simulate import Timeline, run_tracked, simulate
 from memrewrite.step import Inputs, Step
-from memrewrite.verify import verify
+from memrewrite.verifying import verify
 from tests.dropins import ConvNet, assert_same_bits, conv_net, image, step
 from tests.models import make
 

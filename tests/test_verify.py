@@ -21,7 +21,7 @@ from memrewrite.errors import MeasurementError, UsageError
 from memrewrite.reference import Recorder, Replay, double_copy
 from memrewrite.runtime.dropin import FallbackWarning
 from memrewrite.step import Inputs, Step
-from memrewrite.verify import Verdict, verify
+from memrewrite.verifying import Verdict, verify
 
 ADAM = Step(optimizer=lambda parameters: torch.optim.Adam(parameters, lr=1e-2))
 

@@ -4,7 +4,7 @@ from dataclasses import asdict
 
 from memrewrite.child import run_job
 from memrewrite.errors import NotEquivalentError
-from memrewrite.measure import Loader
+from memrewrite.measuring import Loader
 from memrewrite.stepspec import StepSpec
 
 

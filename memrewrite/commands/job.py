@@ -18,7 +18,7 @@ from memrewrite import target
 from memrewrite.commands.requests import ModelRequest, Request
 from memrewrite.errors import MeasurementError, UsageError
 from memrewrite.inputs import first_line, to_device
-from memrewrite.measure import Loader
+from memrewrite.measuring import Loader
 from memrewrite.progress import Stages
 from memrewrite.report import tables
 from memrewrite.step import Inputs, Step

@@ -15,7 +15,7 @@ from memrewrite.commands import job as jobs
 from memrewrite.commands.job import Outcome, say
 from memrewrite.commands.requests import OptimizeRequest
 from memrewrite.errors import MeasurementError, UsageError
-from memrewrite.measure import Loader, measure_in_child
+from memrewrite.measuring import Loader, measure_in_child
 from memrewrite.options import Budget, format_bytes
 from memrewrite.progress import Stages
 from memrewrite.regions import find
