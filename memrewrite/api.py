@@ -239,6 +239,7 @@ def _report(
         segments=_segments(line),
         equivalent=None if verdict is None else verdict.equivalent,
         verdict="not verified" if verdict is None else verdict.summary,
+        checks=() if verdict is None else verdict.checks,
         measured_after=measured,
         notes=(*line.notes, NOTE) if line.step.as_cuda else line.notes,
         versions={"torch": torch.__version__, "python": platform.python_version()},

@@ -62,9 +62,29 @@ class Share:
 
 
 @dataclass(frozen=True)
+class Check:
+    """What verification found in one group of values (all gradients, say) over all steps.
+
+    ``bit_equal`` of its ``count`` values had the same bits. Of the others ``worst`` came nearest to, or went farthest
+    beyond, what is ``allowed``: its ``error``, and the original's ``own_error``, as ``compare.TensorVerdict`` has them.
+    A figure that is no number is None, and so are all three where every value is bit-equal.
+    """
+
+    group: str
+    count: int
+    bit_equal: int
+    passed: bool
+    worst: str = ""
+    error: float | None = None
+    own_error: float | None = None
+    allowed: float | None = None
+
+
+@dataclass(frozen=True)
 class Report:
     """Everything a user is told. ``rewrites`` and ``refusals`` are (pass, where, what or why).
 
+    ``checks`` is the verdict by group of values, empty where nothing was verified.
     ``shares`` splits a model that could not be captured whole; it is empty for one that was, and in inference.
     ``predicted_ms_before`` and ``predicted_ms_after`` are the step's time in ms as its operators' own times make it,
     None where these are not known (off CUDA, or where the model could not be captured whole).
@@ -89,6 +109,7 @@ class Report:
     shares: tuple[Share, ...] = ()
     predicted_ms_before: float | None = None
     predicted_ms_after: float | None = None
+    checks: tuple[Check, ...] = ()
 
     @property
     def captured_share(self) -> float:
