@@ -13,10 +13,17 @@ import subprocess
 import sys
 from typing import Any
 
-from memrewrite.errors import CaptureError, MeasurementError, MemrewriteError, TargetError, UsageError
+from memrewrite.errors import (
+    CaptureError,
+    DoesNotFitError,
+    MeasurementError,
+    MemrewriteError,
+    TargetError,
+    UsageError,
+)
 
 _ERRORS: dict[str, type[MemrewriteError]] = {
-    error.__name__: error for error in (CaptureError, MeasurementError, TargetError, UsageError)
+    error.__name__: error for error in (CaptureError, DoesNotFitError, MeasurementError, TargetError, UsageError)
 }
 
 

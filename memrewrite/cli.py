@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import click
 
 from memrewrite import __version__, config, flags
-from memrewrite.commands.requests import OptimizeRequest
+from memrewrite.commands.requests import MeasureRequest, OptimizeRequest, ShowRequest, VerifyRequest
 from memrewrite.errors import InternalError, MemrewriteError, UsageError
 
 EXIT_INTERRUPTED = 130
@@ -70,6 +70,59 @@ def optimize(**given: Any) -> int:
     from memrewrite.commands import optimize
 
     return optimize.run(request)
+
+
+def _sizes(context: click.Context, option: click.Parameter, text: str | None) -> tuple[int, ...]:
+    """The numbers in ``32,64,128``."""
+    try:
+        sizes = tuple(int(size) for size in (text or "").split(",") if text)
+    except ValueError:
+        sizes = (0,)
+    if any(size < 1 for size in sizes) or len(set(sizes)) < len(sizes):
+        raise click.BadParameter(f"{text!r} is not a list of different batch sizes such as 32,64,128.")
+    return sizes
+
+
+@main.command(context_settings={"show_default": True})
+@flags.model
+@click.option("--artifact", type=click.Path(path_type=Path), help="Folder that optimize -o wrote, measured besides.")
+@click.option("--batch-sizes", callback=_sizes, help="Measure the peak at each of these batch sizes: 32,64,128.")
+@click.option(
+    "--plot", type=click.Path(path_type=Path), help="Draw peak against batch size in this .png, .svg or .pdf."
+)
+@flags.timeout
+@flags.output
+def measure(**given: Any) -> int:
+    """Measure what one step of the model TARGET really takes: peak bytes, bytes after each phase, time."""
+    request = MeasureRequest(**given)
+    from memrewrite.commands import measure
+
+    return measure.run(request)
+
+
+@main.command(context_settings={"show_default": True})
+@click.argument("artifact", type=click.Path(path_type=Path))
+@flags.model
+@click.option("--exact/--no-exact", default=False, help="Demand the same bits.")
+@flags.timeout
+@flags.output
+def verify(**given: Any) -> int:
+    """Verify that the folder ARTIFACT, applied to the model TARGET, takes the same steps as TARGET does."""
+    request = VerifyRequest(**given)
+    from memrewrite.commands import verify
+
+    return verify.run(request)
+
+
+@main.command()
+@click.argument("artifact", type=click.Path(path_type=Path))
+@flags.output
+def show(**given: Any) -> int:
+    """Show what the folder ARTIFACT holds; nothing in it is run or imported."""
+    request = ShowRequest(**given)
+    from memrewrite.commands import show
+
+    return show.run(request)
 
 
 def run(arguments: Sequence[str]) -> int:

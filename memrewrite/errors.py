@@ -39,6 +39,10 @@ class MeasurementError(MemrewriteError):
     exit_code = 5
 
 
+class DoesNotFitError(MeasurementError):
+    """A step takes more memory than the device has."""
+
+
 class BudgetInfeasibleError(MemrewriteError):
     """No plan fits the budget.
 

@@ -29,13 +29,23 @@ class Peaks:
 
 @dataclass(frozen=True)
 class Measured:
-    """What really happened on the device: bytes allocated and reserved at the peak, median step time in ms."""
+    """What really happened on the device: bytes allocated and reserved at the peak, median step time in ms.
+
+    ``phases`` is as in ``Peaks``. ``device_used`` is what the whole CUDA device holds after the steps, for everybody on
+    it: the CUDA context and the allocator's unused blocks count; None elsewhere.
+    """
 
     peak: int
     reserved: int
     step_ms: float
     phases: tuple[tuple[str, int], ...]
     device: str
+    device_used: int | None = None
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> "Measured":
+        """The inverse of ``dataclasses.asdict`` through JSON."""
+        return cls(**{**data, "phases": tuple((name, size) for name, size in data["phases"])})
 
 
 @dataclass(frozen=True)

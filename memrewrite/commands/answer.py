@@ -1,0 +1,67 @@
+"""How a command answers: printed on stdout, or as JSON there or in a file. Imports no PyTorch."""
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich.console import Console
+
+from memrewrite.commands.requests import Request
+from memrewrite.errors import UsageError
+from memrewrite.progress import Stages
+from memrewrite.report import tables
+from memrewrite.report.data import SCHEMA_VERSION
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a command found: the JSON it answers, how to print it, and its exit code."""
+
+    payload: dict[str, Any]
+    show: Callable[[Console], None]
+    code: int = 0
+
+
+def respond(request: Request, work: Callable[[Stages], Outcome]) -> int:
+    """Do the work, answer, and give the exit code; raises what the work raises."""
+    out = sys.stdout
+    # What the user's code prints must not mix with the result.
+    with contextlib.redirect_stdout(sys.stderr), Stages(quiet=request.quiet, verbose=request.verbose) as stage:
+        outcome = work(stage)
+    return _answer(request, outcome, out)
+
+
+def _answer(request: Request, outcome: Outcome, out: TextIO) -> int:
+    command = {"command": request.effective(), "exit_code": outcome.code}
+    payload = {"schema_version": SCHEMA_VERSION, **outcome.payload, **command}
+    text = json.dumps(payload, indent=2)
+    if request.json == "-":
+        print(text, file=out)
+        return outcome.code
+    if request.json is not None:
+        write_text(Path(request.json), text + "\n")
+    outcome.show(Console(file=out, width=tables.WIDTH))
+    return outcome.code
+
+
+def write_text(file: Path, text: str) -> None:
+    """Write ``file`` whole or not at all; raises ``UsageError`` when the disk refuses."""
+    draft = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        try:
+            draft.write_text(text, encoding="utf-8")
+            os.replace(draft, file)
+        finally:
+            draft.unlink(missing_ok=True)
+    except OSError as error:
+        raise UsageError(f"{file} cannot be written: {error.strerror}; nothing was written.") from error
+
+
+def say(console: Console, text: str) -> None:
+    """Print ``text``, which may hold foreign names, as it is."""
+    console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
