@@ -14,7 +14,7 @@ from typing import Any, TextIO
 import torch
 from torch import nn
 
-from memrewrite.errors import MemrewriteError, UsageError
+from memrewrite.errors import MemrewriteError, OtherInputsError, UsageError
 from memrewrite.inputs import to_device
 from memrewrite.measuring import Loader, measure, out_of_memory
 from memrewrite.runtime.dropin import FallbackWarning, programs
@@ -67,7 +67,7 @@ def _measure(job: dict[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _refused_fallback() -> Iterator[None]:
-    """Raise ``UsageError`` where a rewritten model would run its original forward: that is not what was asked for."""
+    """Raise ``OtherInputsError`` where a rewritten model would run its original forward, which nobody asked for."""
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=r".*ran its original forward")
         try:
@@ -75,7 +75,7 @@ def _refused_fallback() -> Iterator[None]:
         except UserWarning as warning:  # an artifact has a FallbackWarning of its own
             if type(warning).__name__ != FallbackWarning.__name__:
                 raise
-            raise UsageError(f"The rewritten model does not take these inputs. {warning}") from warning
+            raise OtherInputsError(f"The rewritten model was not made for these inputs. {warning}") from warning
 
 
 def _refuse_other_mode(model: nn.Module) -> None:

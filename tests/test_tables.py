@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from memrewrite.report.data import Measured, Peaks, Report, Segment, Share
-from memrewrite.report.tables import WIDTH, diff, over_budget, plain, show
+from memrewrite.report.tables import WIDTH, over_budget, plain, show
 
 BEFORE = Peaks(10 * 10**9, 9 * 10**9, (), {})
 AFTER = Peaks(6 * 10**9, 6 * 10**9, (), {})
@@ -132,10 +132,3 @@ def test_foreign_names_have_no_effect() -> None:
 
 def test_plain_keeps_letters() -> None:
     assert plain("blocks.0 größe") == "blocks.0 größe"
-
-
-def test_diff() -> None:
-    lines = diff("a = x\nb = a\n", "a = x\nb = a * \x1b\n").splitlines()
-    assert lines[:2] == ["--- original", "+++ rewritten"]
-    assert lines[-2:] == ["-b = a", r"+b = a * \x1b"]
-    assert diff("same", "same") == ""

@@ -6,7 +6,7 @@ from memrewrite.artifact import manifest
 from memrewrite.commands.answer import Outcome, respond
 from memrewrite.commands.job import device_named, loader_of
 from memrewrite.commands.requests import MeasureRequest
-from memrewrite.errors import DoesNotFitError, MeasurementError
+from memrewrite.errors import DoesNotFitError, MeasurementError, OtherInputsError
 from memrewrite.measuring import Loader, measure_in_child
 from memrewrite.progress import Stages
 from memrewrite.report import batch_plot
@@ -48,8 +48,10 @@ def _pair(request: MeasureRequest, loader: Loader, stage: Stages) -> Pair:
         stage(f"measure {name}" + (f" at batch {what.batch_size}" if request.batch_sizes else ""))
         try:
             return measure_in_child(what, spec, timeout_s=request.timeout)
-        except MeasurementError as error:
-            return Failure(error, isinstance(error, DoesNotFitError))
+        except (MeasurementError, OtherInputsError) as error:
+            if not (request.batch_sizes or isinstance(error, DoesNotFitError)):
+                raise
+            return Failure(error)
 
     original = measured(loader, "original")
     if request.artifact is None:

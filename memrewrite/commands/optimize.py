@@ -20,6 +20,7 @@ from memrewrite.options import Budget, format_bytes
 from memrewrite.progress import Stages
 from memrewrite.regions import find
 from memrewrite.report import tables
+from memrewrite.report.code_diff import code_diff
 from memrewrite.report.data import Measured, Report, report_of
 from memrewrite.runtime.dropin import programs
 from memrewrite.simulate.workspaces import workspace_bytes
@@ -154,9 +155,9 @@ def _verify_saved(job: Job, report: Report, artifact: Path, stage: Stages) -> No
 
 
 def _changes(job: Job, optimized: nn.Module) -> str:
-    """A unified diff of the graph's code, as captured against as rewritten; empty where nothing was."""
-    after = [program.source for program in programs(optimized).values()]
+    """What changed in the code of the graphs, as captured against as rewritten; empty where nothing was."""
+    after = {path: program.source for path, program in programs(optimized).items()}
     if not after:
         return ""
-    before = [generate(each.captured, each.prefix)[0] for each in find(job.module, job.inputs, job.step).found]
-    return tables.diff("\n".join(before), "\n".join(after))
+    found = find(job.module, job.inputs, job.step).found
+    return code_diff({each.path: generate(each.captured, each.prefix)[0] for each in found}, after)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from memrewrite.options import format_bytes
@@ -36,7 +36,8 @@ class Contents:
 def show(contents: Contents, console: Console, *, verbose: bool = False) -> None:
     """Print who made the artifact for what, its report, its code's size, its files."""
     facts = contents.manifest
-    torch = facts.get("torch", {})
+    known = facts.get("torch")
+    torch = known if isinstance(known, dict) else {}
     made = (
         f"made by memrewrite {facts.get('memrewrite')}, torch {torch.get('written_with')}, Python {facts.get('python')}"
     )
@@ -45,5 +46,5 @@ def show(contents: Contents, console: Console, *, verbose: bool = False) -> None
     console.print(Group(*(Text(tables.plain(line)) for line in head)), markup=False, highlight=False, emoji=False)
     if contents.report is not None:
         tables.show(contents.report, console, verbose=verbose, written=Path(contents.folder))
-    parts = [Text(code), Text(), digests(facts["files"], contents.sizes)]
+    parts: list[RenderableType] = [Text(code), Text(), digests(facts["files"], contents.sizes)]
     console.print(Group(*parts), markup=False, highlight=False, emoji=False)

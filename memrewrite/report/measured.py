@@ -9,7 +9,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from memrewrite.errors import MeasurementError
+from memrewrite.errors import DoesNotFitError, MemrewriteError, OtherInputsError
 from memrewrite.options import format_bytes
 from memrewrite.report.data import Measured
 from memrewrite.report.tables import change, plain, ratio, table
@@ -20,13 +20,13 @@ _UNITS = ((10**9, "GB (10^9 bytes)", 3), (10**6, "MB (10^6 bytes)", 1), (10**3, 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why there is nothing measured; ``memory`` where the step does not fit."""
+    """Why there is nothing measured: a step that does not fit, inputs a rewritten model is not for, or worse."""
 
-    error: MeasurementError
-    memory: bool
+    error: MemrewriteError
 
     def __str__(self) -> str:
-        return "does not fit" if self.memory else "failed"
+        words = {DoesNotFitError: "does not fit", OtherInputsError: "other inputs"}
+        return words.get(type(self.error), "failed")
 
 
 Variant = Measured | Failure

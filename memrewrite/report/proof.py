@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -15,7 +15,7 @@ _SHOWN = 16  # digits of a SHA-256, of 64; all are in the JSON
 def show(title: str, checks: Sequence[Check], summary: str, files: Mapping[str, str], console: Console) -> None:
     """Print the verdict on every group of values, the files that were checked, and the sentence."""
     passed = all(check.passed for check in checks) and bool(checks)
-    parts = [
+    parts: list[RenderableType] = [
         Text(plain(title), style="bold"),
         *([_checks(checks)] if checks else []),
         Text(),

@@ -3,7 +3,6 @@
 Names of layers and reasons come from foreign code, so they are printed without markup and without control characters.
 """
 
-import difflib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,12 +32,6 @@ def show(
 def plain(text: str) -> str:
     """``text`` with control characters spelled out, so that a layer's name cannot steer the terminal."""
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
-
-
-def diff(before: str, after: str) -> str:
-    """A unified diff of the original graph's code against the rewritten one; empty when they are equal."""
-    lines = difflib.unified_diff(before.splitlines(), after.splitlines(), "original", "rewritten", lineterm="")
-    return "\n".join("".join(char if char == "\t" else plain(char) for char in line) for line in lines)
 
 
 def over_budget(report: Report) -> bool:
@@ -133,15 +126,19 @@ def _rewrites(report: Report, verbose: bool) -> Iterator[RenderableType]:
         rerun = sum(segment.rerun_ms for segment in report.segments)
         yield Text(f"Checkpoint segments: {len(report.segments)}, free {format_bytes(saved)}, run again {rerun:.1f} ms")
     if report.segments and verbose:
-        rows = table("segment", "nodes", "frees", "runs again")
-        for part in report.segments:
-            rows.add_row(
-                _text(f"{part.first} .. {part.last}"),
-                str(part.nodes),
-                format_bytes(part.saved_bytes),
-                f"{part.rerun_ms:.2f} ms",
-            )
-        yield rows
+        reach = "reach the lowest peak" if report.budget is None else "free enough for the budget in the least time"
+        yield Text(f"A segment keeps what enters it and runs again in backward; these {reach} found:")
+        yield _segments(report)
+
+
+def _segments(report: Report) -> Table:
+    rows = table("segment", "nodes", "frees", "runs again", "frees per ms")
+    for part in report.segments:
+        rate = format_bytes(round(part.saved_bytes / part.rerun_ms)) if part.rerun_ms else "costs nothing"
+        names = f"{part.first} .. {part.last}"
+        size, time = format_bytes(part.saved_bytes), f"{part.rerun_ms:.2f} ms"
+        rows.add_row(_text(names), str(part.nodes), size, time, rate.partition(" (")[0])
+    return rows
 
 
 def _refusals(report: Report, verbose: bool) -> Iterator[RenderableType]:
