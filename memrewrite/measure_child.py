@@ -30,7 +30,7 @@ def main() -> None:
     job = json.loads(sys.stdin.readline())
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
-        answer = {"ok": _JOBS[job["kind"]](job)}
+        answer = {"ok": JOBS[job["kind"]](job)}
     except MemrewriteError as error:
         answer = {"error": [type(error).__name__, str(error)]}
     except torch.OutOfMemoryError:
@@ -127,7 +127,7 @@ def _workspaces(job: dict[str, Any]) -> int:
     return allocated_by_libraries(torch.device(job["device"]), amp_dtype(job["amp"]), job["mode"])
 
 
-_JOBS: dict[str, Callable[[dict[str, Any]], Any]] = {
+JOBS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "measure": _measure,
     "verify": _verify,
     "workspaces": _workspaces,
