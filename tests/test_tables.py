@@ -63,6 +63,19 @@ def test_verbose_lists_everything(sentence: str) -> None:
     assert sentence not in squeeze(printed(FULL))
 
 
+def test_verbose_explains_segments() -> None:
+    text = squeeze(printed(FULL, verbose=True))
+    assert "these free enough for the budget in the least time found" in text
+    assert "conv1 .. conv2 7 2.00 GB (1.86 GiB) 3.25 ms 615.4 MB" in text
+    lowest = replace(FULL, budget=None)
+    assert "these reach the lowest peak found" in squeeze(printed(lowest, verbose=True))
+    none = replace(FULL, segments=())
+    assert "none; the predicted peak fits the budget without them" in squeeze(printed(none, verbose=True))
+    assert "without them" not in printed(none)
+    listed = (("swish", "act1", "silu"), ("checkpoint_segments", "conv1", "7 nodes"))
+    assert "7 nodes" not in printed(replace(FULL, rewrites=listed), verbose=True)
+
+
 def test_the_share_of_the_activations_in_regions() -> None:
     shares = (
         Share("", 10**9, "x is a hazard"),

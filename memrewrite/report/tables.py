@@ -17,6 +17,7 @@ from memrewrite.report.data import Report
 WIDTH = 80
 NOT_MEASURED = "not measured"
 DOES_NOT_FIT = "does not fit"
+_SEGMENTS = "checkpoint_segments"
 
 
 def show(
@@ -52,6 +53,8 @@ def _parts(report: Report, verbose: bool, written: Path | None, fits: bool) -> I
         yield Text(plain(f"Equivalence: {report.verdict}"), style="red" if report.equivalent is False else "")
     else:
         yield Text("Nothing was to rewrite: the model is returned unchanged.")
+    if report.refusals and verbose:
+        yield Text()
     if report.refusals:
         yield from _refusals(report, verbose)
     if report.budget is not None:
@@ -116,8 +119,11 @@ def _rewrites(report: Report, verbose: bool) -> Iterator[RenderableType]:
     if report.rewrites and verbose:
         rows = table("pass", "where", "rewrite")
         for name, where, what in report.rewrites:
-            rows.add_row(_text(name), _text(where), _text(what))
-        yield rows
+            if not (report.segments and name == _SEGMENTS):  # they have a table of their own
+                rows.add_row(_text(name), _text(where), _text(what))
+        if rows.row_count:
+            yield rows
+            yield Text()
     elif report.rewrites:
         counts = Counter(name for name, _, _ in report.rewrites)
         yield _text("Rewrites: " + ", ".join(f"{name} {count}" for name, count in counts.items()))
@@ -129,6 +135,9 @@ def _rewrites(report: Report, verbose: bool) -> Iterator[RenderableType]:
         reach = "reach the lowest peak" if report.budget is None else "free enough for the budget in the least time"
         yield Text(f"A segment keeps what enters it and runs again in backward; these {reach} found:")
         yield _segments(report)
+        yield Text()
+    if verbose and not report.segments and report.predicted_after.peak <= (report.budget or 0):
+        yield Text("Checkpoint segments: none; the predicted peak fits the budget without them")
 
 
 def _segments(report: Report) -> Table:
