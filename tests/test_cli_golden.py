@@ -62,7 +62,9 @@ MANIFEST = {
     "python": "3.11.7",
     "files": DIGESTS,
 }
-CONTENTS = Contents("out", MANIFEST, FULL, {"memrewrite_model.py": 39922, "report.json": 5801}, 881)
+CONTENTS = Contents(
+    "out", MANIFEST, FULL, {"memrewrite_model.py": 39922, "report.json": 5801}, "memrewrite_model.py", 881
+)
 
 Show = Callable[[Console], None]
 TABLES: dict[str, Show] = {

@@ -33,7 +33,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("simulate", "stepspec"),
     ("child",),
     ("step",),
-    ("runtime", "options", "private"),
+    ("runtime", "files", "options", "private"),
     ("errors",),
 )
 # Imports against that order, each with its reason.

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import Any, TextIO
 from rich.console import Console
 
 from memrewrite.commands.requests import Request
-from memrewrite.errors import UsageError
+from memrewrite.files import whole
 from memrewrite.progress import Stages
 from memrewrite.report import tables
 from memrewrite.report.data import SCHEMA_VERSION
@@ -44,22 +43,10 @@ def _answer(request: Request, outcome: Outcome, out: TextIO) -> int:
         print(text, file=out)
         return outcome.code
     if request.json is not None:
-        write_text(Path(request.json), text + "\n")
+        with whole(Path(request.json)) as draft:
+            draft.write_text(text + "\n", encoding="utf-8")
     outcome.show(Console(file=out, width=tables.WIDTH))
     return outcome.code
-
-
-def write_text(file: Path, text: str) -> None:
-    """Write ``file`` whole or not at all; raises ``UsageError`` when the disk refuses."""
-    draft = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
-        try:
-            draft.write_text(text, encoding="utf-8")
-            os.replace(draft, file)
-        finally:
-            draft.unlink(missing_ok=True)
-    except OSError as error:
-        raise UsageError(f"{file} cannot be written: {error.strerror}; nothing was written.") from error
 
 
 def say(console: Console, text: str) -> None:

@@ -18,7 +18,9 @@ def run(request: ShowRequest) -> int:
     facts = manifest.read(request.artifact)
     code = (request.artifact / manifest.MODEL).read_text(encoding="utf-8")
     sizes = {name: (request.artifact / name).stat().st_size for name in facts["files"]}
-    contents = Contents(str(request.artifact), facts, _report(request.artifact, facts), sizes, len(code.splitlines()))
+    contents = Contents(
+        str(request.artifact), facts, _report(request.artifact, facts), sizes, manifest.MODEL, len(code.splitlines())
+    )
     return respond(
         request,
         lambda stage: Outcome(contents.to_json(), lambda console: show(contents, console, verbose=request.verbose)),

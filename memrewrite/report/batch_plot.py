@@ -1,11 +1,11 @@
 """The measured peak against the batch size, original and rewritten, as a picture. Needs matplotlib, an extra."""
 
 import importlib.util
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from memrewrite.errors import UsageError
+from memrewrite.files import whole
 from memrewrite.report.measured import Pair
 from memrewrite.report.tables import plain
 
@@ -38,15 +38,8 @@ def draw(pairs: Sequence[Pair], file: Path, title: str) -> None:
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     axes.legend()
-    draft = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
-        try:
-            figure.savefig(draft, format=file.suffix[1:], dpi=150)
-            os.replace(draft, file)
-        finally:
-            draft.unlink(missing_ok=True)
-    except OSError as error:
-        raise UsageError(f"{file} cannot be written: {error.strerror}; nothing was written.") from error
+    with whole(file) as draft:
+        figure.savefig(draft, format=file.suffix[1:], dpi=150)
 
 
 def _peaks(pairs: Sequence[Pair]) -> list[int]:

@@ -13,22 +13,21 @@ from memrewrite.report import tables
 from memrewrite.report.data import Report
 from memrewrite.report.proof import digests
 
-_CODE = "memrewrite_model.py"
-
 
 @dataclass(frozen=True)
 class Contents:
-    """An artifact as read: its manifest, its report, the size of each file in bytes, lines of generated code."""
+    """An artifact as read: its manifest, its report, the size of each file in bytes, the name and lines of its code."""
 
     folder: str
     manifest: dict[str, Any]
     report: Report | None
     sizes: Mapping[str, int]
+    code: str
     lines: int
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for ``json.dumps``."""
-        code = {"bytes": self.sizes[_CODE], "lines": self.lines}
+        code = {"bytes": self.sizes[self.code], "lines": self.lines}
         report = None if self.report is None else self.report.to_json()
         return {"artifact": self.folder, "manifest": self.manifest, "code": code, "report": report}
 
@@ -41,7 +40,9 @@ def show(contents: Contents, console: Console, *, verbose: bool = False) -> None
     made = (
         f"made by memrewrite {facts.get('memrewrite')}, torch {torch.get('written_with')}, Python {facts.get('python')}"
     )
-    code = f"Generated code: {contents.lines} lines, {format_bytes(contents.sizes[_CODE])}; not run, not imported"
+    code = (
+        f"Generated code: {contents.lines} lines, {format_bytes(contents.sizes[contents.code])}; not run, not imported"
+    )
     head = [f"{contents.folder}: {made}", f"For {facts.get('model')}, with torch {torch.get('minimum')} or newer", ""]
     console.print(Group(*(Text(tables.plain(line)) for line in head)), markup=False, highlight=False, emoji=False)
     if contents.report is not None:
