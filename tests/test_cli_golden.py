@@ -85,6 +85,9 @@ TABLES: dict[str, Show] = {
     "verify": lambda c: proof.show(
         "out against net.py: train step on cpu", CHECKS, "not equivalent: gradient a, error 0.25", DIGESTS, c
     ),
+    "verify-verbose": lambda c: proof.show(
+        "out against net.py: train step on cpu", CHECKS[::3], "equivalent: worst output", DIGESTS, c, verbose=True
+    ),
     "show": lambda c: contents.show(CONTENTS, c),
 }
 

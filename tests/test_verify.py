@@ -514,7 +514,7 @@ def test_checks_sum_up_each_group(model: Net, inputs: Inputs) -> None:
     assert (output.count, output.bit_equal, output.passed, output.worst) == (2, 1, True, tensor.name)
     assert (output.error, output.own_error, output.allowed) == (tensor.error, tensor.reference_error, tensor.allowed)
     missing = verify(model, rewrite(model, finish=lambda self, x: x[:2]), inputs, ADAM, exact=True).checks
-    assert [(check.group, check.error) for check in missing if not check.passed][0] == ("output", None)
+    assert next((check.group, check.error) for check in missing if not check.passed) == ("output", None)
 
 
 class Frozen(dict[str, Any]):

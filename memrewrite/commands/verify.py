@@ -28,6 +28,6 @@ def _verify(request: VerifyRequest, files: dict[str, str], stage: Stages) -> Out
     title = f"{request.artifact} against {request.target}: {request.mode} step on {loader.device}"
     return Outcome(
         payload,
-        lambda console: show(title, verdict.checks, verdict.summary, files, console),
+        lambda console: show(title, verdict.checks, verdict.summary, files, console, verbose=request.verbose),
         0 if verdict.equivalent else NotEquivalentError.exit_code,
     )

@@ -12,12 +12,24 @@ from memrewrite.report.tables import plain, table
 _SHOWN = 16  # digits of a SHA-256, of 64; all are in the JSON
 
 
-def show(title: str, checks: Sequence[Check], summary: str, files: Mapping[str, str], console: Console) -> None:
-    """Print the verdict on every group of values, the files that were checked, and the sentence."""
+def show(
+    title: str,
+    checks: Sequence[Check],
+    summary: str,
+    files: Mapping[str, str],
+    console: Console,
+    *,
+    verbose: bool = False,
+) -> None:
+    """Print the verdict on every group of values, the files that were checked, and the sentence.
+
+    Which value of a group is the worst is said where it differs too much, with ``verbose`` wherever one differs.
+    """
     passed = all(check.passed for check in checks) and bool(checks)
     parts: list[RenderableType] = [
         Text(plain(title), style="bold"),
         *([_checks(checks)] if checks else []),
+        *(_worst(check) for check in checks if check.worst and (verbose or not check.passed)),
         Text(),
         digests(files),
         Text(),
@@ -41,6 +53,10 @@ def _checks(checks: Sequence[Check]) -> Table:
         row = Text(plain(check.group)), f"{check.bit_equal} of {check.count}", *_figures(check)
         rows.add_row(*row, "same" if check.passed else Text("differs", style="red"))
     return rows
+
+
+def _worst(check: Check) -> Text:
+    return Text(plain(f"The worst {check.group}: {check.worst}"))
 
 
 def _figures(check: Check) -> tuple[str, str, str]:
