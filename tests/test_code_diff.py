@@ -1,8 +1,15 @@
 """``--diff``: what changed, module by module; what only moved or is dropped elsewhere is no change."""
 
 import pytest
+import torch
+from torch import Tensor, nn
 
+import memrewrite
+from memrewrite.codegen import generate
+from memrewrite.regions import find
 from memrewrite.report.code_diff import code_diff
+from memrewrite.runtime.dropin import programs
+from memrewrite.step import Inputs, Step
 
 BEFORE = """
 import torch
@@ -67,13 +74,41 @@ def test_the_same_code_and_a_region_that_stayed() -> None:
     assert code_diff({"": BEFORE, "left.alone": AFTER}, {"": moved}) == ""
 
 
-def test_a_region_names_its_modules_by_their_path_in_the_model() -> None:
+def test_what_is_of_no_submodule_is_the_regions() -> None:
     text = code_diff({"layers.0": BEFORE}, {"layers.0": AFTER})
-    assert [line for line in text.splitlines() if line.startswith("==")] == [
-        "== layers.0",
-        "== layers.0.act",
-        "== layers.0.second",
-    ]
+    heads = [line for line in text.splitlines() if line.startswith("==")]
+    assert heads == ["== layers.0", "== act", "== second"]  # comments hold paths in the whole model
+
+
+def test_paths_in_generated_code_are_those_of_the_model() -> None:
+    torch.manual_seed(0)
+    model = RegionNet()
+    optimized = memrewrite.optimize(model, torch.randn(4, 8), regions=["layers.*"], optimizer="sgd", verify=False)
+    found = find(model, Inputs((torch.randn(4, 8),), {}), Step(optimizer=torch.optim.SGD), ["layers.*"]).found
+    after = {path: program.source for path, program in programs(optimized).items()}
+    text = code_diff({each.path: generate(each.captured, each.prefix)[0] for each in found}, after)
+    heads = [line for line in text.splitlines() if line.startswith("==")]
+    assert heads == ["== layers.0", "== layers.0.second", "== layers.1", "== layers.1.second"]
+    assert text.count("+silu") == 2
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.second(x * torch.sigmoid(x))
+
+
+class RegionNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(Layer(), Layer())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
 
 
 @pytest.mark.parametrize(

@@ -49,10 +49,9 @@ def _by_module(source: str, region: str) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for line in _functions(source):
         comment = _COMMENT.search(line)
-        inner = "" if comment is None else _unquoted(comment["path"])
-        path = ".".join(each for each in (region, inner) if each)
-        code = line[: comment.start()] if comment else line
-        found.setdefault(path, []).append(_DROPPED.sub("", code).removeprefix("    " if inner else ""))
+        path = _unquoted(comment["path"]) if comment else region
+        code = line[: comment.start()].removeprefix("    ") if comment else line
+        found.setdefault(path, []).append(_DROPPED.sub("", code))
     return found
 
 
