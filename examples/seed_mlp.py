@@ -96,7 +96,7 @@ def variants(width: int, batch_size: int, device: str) -> Iterator[tuple[str, nn
 
 def main() -> None:
     """Print the phases of both steps at the first batch size, and the peak of step 2 at every batch size."""
-    from memrewrite.measure import measure
+    from memrewrite.measuring import measure
     from memrewrite.simulate import simulate
     from memrewrite.step import Inputs, Step
 

@@ -1,8 +1,19 @@
-"""memrewrite: rewrite a PyTorch model so that its training step fits a byte budget, and prove nothing else changed.
+"""Rewrite a PyTorch model so that its training step fits a byte budget, and prove nothing else changed.
 
-    optimized = memrewrite.optimize(model, example_inputs, budget="8GB")
+Fit a model, with the inputs of one step, into 8 GB of device memory::
 
-``optimized`` is a drop-in for ``model``; ``optimized.report`` says what was done, refused, predicted and proved.
+    optimized = memrewrite.optimize(model, example_inputs, budget="8GB", optimizer="adamw", amp="bf16")
+
+``optimized`` is a drop-in for ``model``: it shares its parameters and ``state_dict`` keys and is an instance of its
+class, so the training loop stays as it is. ``optimized.report``, a ``Report``, says what was rewritten, refused,
+predicted and proved. What cannot be done raises a ``MemrewriteError``, one sentence that says what to do.
+
+See for yourself what a step takes, and that two models take the same one::
+
+    memrewrite.measure(model, example_inputs).peak              # bytes, on the device itself
+    memrewrite.verify(model, optimized, example_inputs).summary
+
+``memrewrite.load`` applies a folder that ``memrewrite optimize -o`` wrote on the command line to a model.
 """
 
 from typing import TYPE_CHECKING
@@ -19,23 +30,28 @@ from memrewrite.errors import (
 from memrewrite.options import Budget
 
 if TYPE_CHECKING:
-    from memrewrite.api import OptimizedModule, optimize
+    from memrewrite.api import OptimizedModule, measure, optimize, verify
     from memrewrite.artifact.load import load
-    from memrewrite.report.data import Report, report_of
+    from memrewrite.report.data import Measured, Report, report_of
     from memrewrite.runtime.dropin import FallbackWarning
     from memrewrite.runtime.swish import Swish, swish
+    from memrewrite.verifying import Verdict
 
 __version__ = "0.1.0"
 
 _LAZY = {
     "FallbackWarning": "memrewrite.runtime.dropin",
+    "Measured": "memrewrite.report.data",
     "OptimizedModule": "memrewrite.api",
     "Report": "memrewrite.report.data",
     "Swish": "memrewrite.runtime.swish",
+    "Verdict": "memrewrite.verifying",
     "load": "memrewrite.artifact.load",
+    "measure": "memrewrite.api",
     "optimize": "memrewrite.api",
     "report_of": "memrewrite.report.data",
     "swish": "memrewrite.runtime.swish",
+    "verify": "memrewrite.api",
 }
 
 __all__ = [
@@ -43,6 +59,7 @@ __all__ = [
     "BudgetInfeasibleError",
     "CaptureError",
     "FallbackWarning",
+    "Measured",
     "MeasurementError",
     "MemrewriteError",
     "NotEquivalentError",
@@ -51,10 +68,13 @@ __all__ = [
     "Swish",
     "TargetError",
     "UsageError",
+    "Verdict",
     "load",
+    "measure",
     "optimize",
     "report_of",
     "swish",
+    "verify",
 ]
 
 
@@ -65,3 +85,8 @@ def __getattr__(name: str) -> object:
     from importlib import import_module
 
     return getattr(import_module(_LAZY[name]), name)
+
+
+def __dir__() -> list[str]:
+    """Also what is not imported yet, so that completion and ``help(memrewrite)`` show it."""
+    return sorted({*globals(), *__all__})

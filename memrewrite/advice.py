@@ -9,7 +9,7 @@ from torch import Tensor
 
 from memrewrite.capture.normal import batch_size
 from memrewrite.errors import BudgetInfeasibleError, MemrewriteError
-from memrewrite.measure import predict
+from memrewrite.measuring import predict
 from memrewrite.options import format_bytes
 from memrewrite.pipeline import Line
 from memrewrite.private import tree_map

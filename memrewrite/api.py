@@ -1,4 +1,7 @@
-"""``optimize``: capture, observe, rewrite, plan, verify, measure. Each stage lives in a room of its own."""
+"""``optimize``: capture, observe, rewrite, plan, verify, measure. Each stage lives in a room of its own.
+
+``measure`` and ``verify`` are the last two stages by themselves, for any module.
+"""
 
 import platform
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -8,13 +11,13 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from memrewrite import pipeline, registry
+from memrewrite import measuring, pipeline, registry, verifying
 from memrewrite.advice import infeasible
 from memrewrite.costs import Costs
 from memrewrite.costs.profile import profile_on
 from memrewrite.coverage import kept
 from memrewrite.errors import CaptureError, MemrewriteError, NotEquivalentError, UsageError
-from memrewrite.measure import measure, predict
+from memrewrite.measuring import predict
 from memrewrite.options import Budget
 from memrewrite.plan.facts import compute_nodes, held_storages
 from memrewrite.regions import find
@@ -25,8 +28,7 @@ from memrewrite.simulate.as_cuda import NOTE
 from memrewrite.simulate.workspaces import workspace_bytes
 from memrewrite.step import Inputs, Step, device_type
 from memrewrite.stepspec import amp_dtype, optimizer_factory
-from memrewrite.verify import Verdict
-from memrewrite.verify import verify as verify_equal
+from memrewrite.verifying import Verdict
 
 Optimizer = str | type[torch.optim.Optimizer] | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None
 _CORRECTIONS = 6  # plans made after the device's own peak was seen
@@ -78,7 +80,8 @@ def optimize(
     """
     names = (passes,) if isinstance(passes, str) else None if passes is None else tuple(passes)
     registry.check(names)
-    inputs = Inputs(example_inputs if isinstance(example_inputs, tuple) else (example_inputs,), example_kwargs or {})
+    inputs = _inputs(example_inputs, example_kwargs)
+    _refuse_replaced(model)
     step = replace(make_step(model, optimizer, loss_fn, amp, mode), as_cuda=_as_cuda(device, _device(model, inputs)))
     bare = pipeline.without_hooks(model)
     limit = None if budget is None else Budget.parse(budget)
@@ -118,6 +121,58 @@ def optimize(
     return _with_report(result, _report(line, limit, before, after, verdict, measured))
 
 
+def measure(
+    model: nn.Module,
+    example_inputs: Any,
+    *,
+    example_kwargs: dict[str, Any] | None = None,
+    optimizer: Optimizer = "adamw",
+    loss_fn: Callable[[Any], Tensor] | None = None,
+    amp: str | torch.dtype | None = None,
+    mode: Literal["train", "inference"] | None = None,
+    steps: int = 10,
+) -> Measured:
+    """What a step of ``model`` really takes where it lies: peak bytes, bytes after each phase, milliseconds.
+
+    The arguments are those of ``optimize``; ``model`` may be what that returned, or any module. Two steps are taken for
+    the bytes and ``steps`` more for the time; afterwards everything is as it was. On the CPU every storage is tracked,
+    on CUDA the allocator's own counters are read: there, what ran before in the process may have fragmented memory,
+    which ``memrewrite measure`` avoids by a fresh process for each model.
+    Raises ``MeasurementError`` when memory runs out, ``UsageError`` for arguments that cannot be meant.
+    """
+    step = make_step(model, optimizer, loss_fn, amp, mode)
+    return measuring.measure(model, _inputs(example_inputs, example_kwargs), step, steps=steps)
+
+
+def verify(
+    original: nn.Module,
+    rewritten: nn.Module,
+    example_inputs: Any,
+    *,
+    example_kwargs: dict[str, Any] | None = None,
+    optimizer: Optimizer = "adamw",
+    loss_fn: Callable[[Any], Tensor] | None = None,
+    amp: str | torch.dtype | None = None,
+    mode: Literal["train", "inference"] | None = None,
+    exact: bool = False,
+    steps: int = 3,
+    seed: int = 0,
+) -> Verdict:
+    """Whether ``rewritten`` takes the same training steps as ``original``; a difference is a verdict, not an error.
+
+    The arguments are those of ``optimize``. Over ``steps`` steps, outputs, loss, gradients, buffers, random state and
+    flags are compared: with ``exact`` each must have the same bits, else its error against a float64 reference may be
+    no larger than the original's own (``memrewrite.compare`` has the rule). Afterwards both models are as they were.
+    Raises ``MeasurementError`` when nothing could be verified, ``UsageError`` for arguments that cannot be meant, and
+    what the original itself raises.
+    """
+    if original.training != rewritten.training:
+        raise UsageError("One model is in train mode and the other is not; call train() or eval() on both.")
+    step = make_step(original, optimizer, loss_fn, amp, mode)
+    inputs = _inputs(example_inputs, example_kwargs)
+    return verifying.verify(original, rewritten, inputs, step, exact=exact, steps=steps, seed=seed)
+
+
 def simulate_original(model: nn.Module, inputs: Inputs, step: Step, workspace: int) -> Timeline:
     """The timeline of the model as it is; raises ``CaptureError`` where the model itself fails on the inputs."""
     try:
@@ -139,21 +194,29 @@ def make_step(
     amp: str | torch.dtype | None,
     mode: Literal["train", "inference"] | None,
 ) -> Step:
-    """The step ``optimize``'s arguments mean.
+    """The step that the arguments of ``optimize`` and the like mean.
 
     Raises ``UsageError`` for names that mean nothing, and for a mode the model is not in.
     """
     now: Literal["train", "inference"] = "train" if model.training else "inference"
     if mode is not None and mode != now:
         raise UsageError(f"The model is in {now} mode; call model.{'train' if mode == 'train' else 'eval'}() first.")
-    if "forward" in vars(model):
-        raise UsageError("The model's forward was replaced on the object; define it in the model's class instead.")
-    if hasattr(type(model), "_memrewrite"):
-        raise UsageError("The model is already optimized; optimize the original again with the new budget.")
     if now == "train" and not any(p.requires_grad for p in model.parameters()):
         raise UsageError("No parameter requires a gradient, so there is no training step; call model.eval() first.")
     factory = optimizer_factory(optimizer) if isinstance(optimizer, str) else optimizer
     return Step(now, factory, loss_fn, amp_dtype(amp) if isinstance(amp, str) else amp)
+
+
+def _inputs(args: Any, kwargs: dict[str, Any] | None) -> Inputs:
+    return Inputs(args if isinstance(args, tuple) else (args,), kwargs or {})
+
+
+def _refuse_replaced(model: nn.Module) -> None:
+    """Raise ``UsageError`` for a model whose forward is not its class's own."""
+    if "forward" in vars(model):
+        raise UsageError("The model's forward was replaced on the object; define it in the model's class instead.")
+    if hasattr(type(model), "_memrewrite"):
+        raise UsageError("The model is already optimized; optimize the original again with the new budget.")
 
 
 def _meet(line: pipeline.Line, limit: Budget, original: int, names: tuple[str, ...] | None) -> Measured | None:
@@ -174,7 +237,7 @@ def _meet(line: pipeline.Line, limit: Budget, original: int, names: tuple[str, .
                 raise infeasible(line, budget, lowest)
         if not on_cuda:
             return None
-        measured = measure(line.build(), line.inputs, line.step, steps=3)
+        measured = measuring.measure(line.build(), line.inputs, line.step, steps=3)
         if limit.minimum or measured.peak <= budget:
             return measured
         if last:
@@ -191,16 +254,16 @@ def _may_checkpoint(line: pipeline.Line, names: tuple[str, ...] | None) -> bool:
 def _prove(line: pipeline.Line, result: nn.Module, seed: int, exact: bool) -> Verdict:
     """Verify against the original; where arithmetic changed, also bit for bit against the program without segments."""
     changed = line.arithmetic_changed
-    verdict = verify_equal(line.model, result, line.inputs, line.step, exact=not changed, seed=seed)
+    verdict = verifying.verify(line.model, result, line.inputs, line.step, exact=not changed, seed=seed)
     if not (verdict.equivalent or changed or exact or line.captured_exactly):
         changed = True
-        verdict = verify_equal(line.model, result, line.inputs, line.step, exact=False, seed=seed)
+        verdict = verifying.verify(line.model, result, line.inputs, line.step, exact=False, seed=seed)
     segmented = line.results.get("checkpoint_segments")
     if verdict.equivalent and changed and segmented and segmented.modified:
         restore = pipeline.without_segments(line)
         plain = line.build()
         restore()
-        segments = verify_equal(plain, result, line.inputs, line.step, exact=True, seed=seed)
+        segments = verifying.verify(plain, result, line.inputs, line.step, exact=True, seed=seed)
         if not segments.equivalent:
             verdict = segments
     if not verdict.equivalent:
@@ -239,6 +302,7 @@ def _report(
         segments=_segments(line),
         equivalent=None if verdict is None else verdict.equivalent,
         verdict="not verified" if verdict is None else verdict.summary,
+        checks=() if verdict is None else verdict.checks,
         measured_after=measured,
         notes=(*line.notes, NOTE) if line.step.as_cuda else line.notes,
         versions={"torch": torch.__version__, "python": platform.python_version()},

@@ -13,11 +13,8 @@ import subprocess
 import sys
 from typing import Any
 
-from memrewrite.errors import CaptureError, MeasurementError, MemrewriteError, TargetError, UsageError
-
-_ERRORS: dict[str, type[MemrewriteError]] = {
-    error.__name__: error for error in (CaptureError, MeasurementError, TargetError, UsageError)
-}
+from memrewrite import errors
+from memrewrite.errors import MeasurementError
 
 
 def run_job(job: dict[str, Any], *, timeout_s: float) -> Any:
@@ -74,8 +71,15 @@ def _answer(output: str, status: int) -> Any:
         raise MeasurementError(_obituary(status)) from None
     if "error" in answer:
         kind, message = answer["error"]
-        raise _ERRORS.get(kind, MeasurementError)(message)
+        raise _known_error(kind)(message)
     return answer["ok"]
+
+
+def _known_error(name: str) -> type[errors.MemrewriteError]:
+    """The error of that name, if a sentence is all it takes."""
+    kind = getattr(errors, name, MeasurementError)
+    plain = issubclass(kind, errors.MemrewriteError) and kind is not errors.BudgetInfeasibleError
+    return kind if plain else MeasurementError
 
 
 def _obituary(status: int) -> str:

@@ -12,10 +12,11 @@ from typing import Any, NoReturn
 import click
 
 from memrewrite import __version__, config, flags
-from memrewrite.commands.requests import OptimizeRequest
+from memrewrite.commands.requests import MeasureRequest, OptimizeRequest, ShowRequest, VerifyRequest
 from memrewrite.errors import InternalError, MemrewriteError, UsageError
 
 EXIT_INTERRUPTED = 130
+HELP = {"help_option_names": ["-h", "--help"], "show_default": True}
 
 
 class InterruptedRunError(MemrewriteError):
@@ -27,6 +28,8 @@ class InterruptedRunError(MemrewriteError):
 class _Group(click.Group):
     """A group whose commands report Ctrl-C as an error of the family: click prints a line of its own for it."""
 
+    command_class = flags.Command
+
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
@@ -34,42 +37,100 @@ class _Group(click.Group):
             raise InterruptedRunError("interrupted; nothing half-written is left.") from error
 
 
-@click.group(cls=_Group, no_args_is_help=False, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(__version__, message="%(prog)s %(version)s")
+@click.group(cls=_Group, no_args_is_help=False, context_settings=HELP, epilog=flags.EXIT_CODES)
+@click.version_option(__version__, message="%(prog)s %(version)s", help="Print the version and exit.")
 @click.pass_context
 def main(context: click.Context) -> None:
-    """Rewrite PyTorch models so that their training step fits a byte budget."""
+    """Rewrite PyTorch models so that their training step fits a byte budget.
+
+    What a command finds goes to stdout; progress and errors go to stderr. [tool.memrewrite] in pyproject.toml sets
+    defaults for the options of all commands.
+
+    Let the shell complete commands, options and their values:
+
+    \b
+      bash  eval "$(_MEMREWRITE_COMPLETE=bash_source memrewrite)"
+      zsh   eval "$(_MEMREWRITE_COMPLETE=zsh_source memrewrite)"
+      fish  _MEMREWRITE_COMPLETE=fish_source memrewrite | source
+    """
     context.default_map = dict.fromkeys(main.commands, config.defaults(Path.cwd(), flags.CONFIGURABLE))
 
 
-@main.command(context_settings={"show_default": True})
+@main.command(short_help="Rewrite a model so that its step fits a budget.")
 @flags.model
 @flags.budget
-@click.option("--passes", help="Comma-separated passes to run; all by default.")
-@click.option("--exact/--no-exact", default=False, help="Only rewrites that keep every bit.")
-@click.option("--verify/--no-verify", default=True, help="Prove that results stay the same.")
-@click.option("--measure/--no-measure", default=True, help="Run both variants in processes of their own.")
+@click.option("--passes", help="Run only these passes, separated by commas; by default all.")
+@click.option("--exact/--no-exact", default=False, help="Allow only rewrites that keep every bit of the outputs.")
+@click.option("--verify/--no-verify", default=True, help="Prove that the rewritten model takes the same steps.")
+@click.option("--measure/--no-measure", default=True, help="Run both variants, each in a process of its own.")
 @flags.timeout
-@click.option("--check", is_flag=True, help="Change nothing; exit 0 if the model fits the budget, else 1.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Folder for the rewritten model.")
-@click.option("--force", is_flag=True, help="Replace an existing output folder.")
-@click.option("--diff", is_flag=True, help="Print what changed in the graph's code.")
+@click.option(
+    "--check", is_flag=True, help="Change nothing; exit with 0 if the model fits the budget as it is, else 1."
+)
+@click.option("-o", "--output", type=flags.PATH, help="Write the rewritten model to this folder.")
+@click.option("--force", is_flag=True, help="Replace the output folder if it exists.")
+@click.option("--diff", is_flag=True, help="Print what changed in the code of the graph, module by module.")
 @flags.output
 def optimize(**given: Any) -> int:
-    """Rewrite the model TARGET so that its step fits a budget; verify, measure and save it.
-
-    TARGET is path/model.py[:attr] or package.module:attr. It runs that file with your rights.
-
-    Without attr: get_model, build_model, model, then the only nn.Module subclass in the file. Example inputs come from
-    --input, get_inputs() or example_inputs in the file. [tool.memrewrite] in pyproject.toml sets defaults.
-
-    Exit codes: 0 done; 1 --check failed or the measured peak is over budget; 2 usage; 3 cannot capture; 4 not
-    equivalent; 5 out of memory or measuring died; 6 budget infeasible; 70 internal; 130 interrupted.
-    """
+    """Rewrite the model TARGET so that its step fits a budget; verify, measure and save it."""
     request = OptimizeRequest(**given)
     from memrewrite.commands import optimize
 
     return optimize.run(request)
+
+
+@main.command(short_help="Measure what a step of a model really takes.")
+@flags.model
+@click.option("--artifact", type=flags.PATH, help="Measure the rewritten model in this folder, too.")
+@click.option("--batch-sizes", callback=flags.sizes, help="Measure the peak at each of these: 32,64,128.")
+@click.option("--plot", type=flags.PATH, help="Draw the peak against the batch size: a .png, .svg or .pdf file.")
+@flags.timeout
+@flags.output
+def measure(**given: Any) -> int:
+    """Measure what a step of the model TARGET really takes, in a fresh process.
+
+    Steps 1 and 2 are followed phase by phase: bytes in use after the inputs are there, forward, loss, backward and the
+    optimizer's step. Then come the peak of what is allocated and reserved, what the whole CUDA device holds, and the
+    time of a step. With --artifact the rewritten model is measured beside the original, with --batch-sizes the peak at
+    each of several batch sizes.
+    """
+    request = MeasureRequest(**given)
+    from memrewrite.commands import measure
+
+    return measure.run(request)
+
+
+@main.command(short_help="Verify a rewritten model against its original.")
+@click.argument("artifact", type=flags.PATH)
+@flags.model
+@click.option("--exact/--no-exact", default=False, help="Demand the same bits, and compare parameters, too.")
+@flags.timeout
+@flags.output
+def verify(**given: Any) -> int:
+    """Verify that the rewritten model in the folder ARTIFACT takes the same steps as the model TARGET.
+
+    Outputs, loss, gradients, buffers and random state are compared over three steps, in a fresh process. Each must have
+    the same bits, or an error against float64 that is no larger than the original's own. The files of the artifact are
+    checked against its manifest first.
+    """
+    request = VerifyRequest(**given)
+    from memrewrite.commands import verify
+
+    return verify.run(request)
+
+
+@main.command(short_help="Show what a folder with a rewritten model holds.")
+@click.argument("artifact", type=flags.PATH)
+@flags.output
+def show(**given: Any) -> int:
+    """Show what the folder ARTIFACT holds: its report, the size of its code, its files.
+
+    The files are read and checked against the manifest; nothing in them is run or imported.
+    """
+    request = ShowRequest(**given)
+    from memrewrite.commands import show
+
+    return show.run(request)
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -79,7 +140,9 @@ def run(arguments: Sequence[str]) -> int:
         code = main.main(list(arguments), prog_name="memrewrite", standalone_mode=False)
         return code if isinstance(code, int) else 0
     except click.ClickException as error:
-        return _fail(UsageError(f"{error.format_message()} See memrewrite optimize --help."), verbose)
+        context = getattr(error, "ctx", None)
+        where = context.command_path if context else "memrewrite"
+        return _fail(UsageError(f"{error.format_message()} See {where} --help."), verbose)
     except click.Abort:
         return _fail(InterruptedRunError("interrupted."), verbose)
     except MemrewriteError as error:

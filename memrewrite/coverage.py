@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from memrewrite.measure import preserved_state
+from memrewrite.measuring import preserved_state
 from memrewrite.private import FAKE_TENSOR_ERRORS
 from memrewrite.simulate import preserved_rng
 from memrewrite.simulate.fake import on_fakes, tensors_of

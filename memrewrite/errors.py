@@ -13,6 +13,10 @@ class UsageError(MemrewriteError):
     exit_code = 2
 
 
+class OtherInputsError(UsageError):
+    """A rewritten model was given inputs it was not made for, so that it would run as the original."""
+
+
 class TargetError(UsageError):
     """No model, several models, or no inputs where the target points."""
 
@@ -37,6 +41,10 @@ class MeasurementError(MemrewriteError):
     """The device ran out of memory or the measuring process died."""
 
     exit_code = 5
+
+
+class DoesNotFitError(MeasurementError):
+    """A step takes more memory than the device has."""
 
 
 class BudgetInfeasibleError(MemrewriteError):

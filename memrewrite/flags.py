@@ -1,12 +1,15 @@
 """The options of the command line that several commands share, each defined once, in groups: ``@flags.model``."""
 
+import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import click
 
-Command = Callable[..., Any]
+Function = Callable[..., Any]
 
+PATH = click.Path(path_type=Path)
 # What a project may set once for all; what writes, prints or overwrites is said at each call.
 CONFIGURABLE: dict[str, type] = {
     "budget": str,
@@ -24,38 +27,94 @@ CONFIGURABLE: dict[str, type] = {
     "measure": bool,
     "timeout": float,
 }
+TARGET = """TARGET is path/model.py[:attr] or package.module:attr. Its code runs with your rights.
+
+Without attr it is get_model, build_model, model, or the only nn.Module subclass in the file. Example inputs come from
+--input, else from get_inputs() or example_inputs in the file. [tool.memrewrite] in pyproject.toml sets defaults."""
+EXIT_CODES = """\b
+Exit codes:
+  0    The command did what it was asked to.
+  1    --check failed, or the measured peak is over the budget.
+  2    The request cannot be meant: a target, an input, an option, a folder.
+  3    The model cannot be captured.
+  4    The rewritten model is not equivalent; nothing was written.
+  5    The device ran out of memory, or the measuring process died.
+  6    No plan fits the budget; the lowest peak that can be reached is told.
+  70   Something is wrong in memrewrite itself.
+  130  The run was interrupted.
+"""
 
 
-def group(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
+class Command(click.Command):
+    """A command that says what a TARGET is, if it takes one, and what the exit codes mean."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"epilog": EXIT_CODES, **kwargs})
+        if any(parameter.name == "target" for parameter in self.params):
+            self.help = f"{inspect.cleandoc(self.help or '')}\n\n{TARGET}"
+
+
+def group(*options: Callable[[Function], Function]) -> Callable[[Function], Function]:
     """Several arguments and options as one decorator, in the order of ``--help``."""
 
-    def add(command: Command) -> Command:
+    def add(function: Function) -> Function:
         for option in reversed(options):
-            command = option(command)
-        return command
+            function = option(function)
+        return function
 
     return add
 
 
-budget = click.option("--budget", help="Peak of a step: 8GB (10^9), 8GiB (2^30), 60% of the original, or min.")
+def sizes(context: click.Context, option: click.Parameter, text: str | None) -> tuple[int, ...]:
+    """The batch sizes in ``32,64,128``; raises ``click.BadParameter`` for anything else."""
+    words = text.split(",") if text else []
+    if not all(word.isascii() and word.isdigit() and int(word) for word in words) or len({*words}) < len(words):
+        raise click.BadParameter(f"{text!r} is not a list of different batch sizes such as 32,64,128.")
+    return tuple(map(int, words))
+
+
+budget = click.option("--budget", help="Bound the peak: 8GB (10^9), 8GiB (2^30), 60% of the original's, or min.")
 timeout = click.option(
-    "--timeout", type=click.FloatRange(min=0, min_open=True), default=600.0, help="Seconds one measurement may take."
+    "--timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    default=600.0,
+    metavar="SECONDS",
+    help="Wait this long for each measuring process.",
 )
 model = group(
-    click.argument("target"),
-    click.option("--input", multiple=True, help="[NAME=]32x3x224x224[:float32], ids=8x128:int64:50257; repeatable."),
+    click.argument("target", type=click.Path()),
     click.option(
-        "--batch-size", type=click.IntRange(min=1), help="Repeat or cut the example inputs to this batch size."
+        "--input",
+        multiple=True,
+        metavar="SPEC",
+        help="Draw this input: [NAME=]32x3x224x224[:float32], for integers ids=8x128:int64:50257. Repeatable.",
     ),
-    click.option("--optimizer", default="adamw", help="none, sgd, sgd-momentum, adam, adamw, or module:factory."),
-    click.option("--loss", help="module:function from the model's output to a scalar."),
-    click.option("--amp", type=click.Choice(["off", "bf16", "fp16"]), default="off", help="Forward under autocast."),
-    click.option("--mode", type=click.Choice(["train", "inference"]), default="train", help="What a step is."),
-    click.option("--device", default="auto", help="auto, cpu or cuda:0; where there is no CUDA, cuda plans for it."),
-    click.option("--seed", type=int, default=0, help="Seed for the model, verification and measuring."),
+    click.option(
+        "--batch-size",
+        type=click.IntRange(min=1),
+        metavar="N",
+        help="Repeat or cut the example inputs to this batch size.",
+    ),
+    click.option(
+        "--optimizer", default="adamw", help="Use none, sgd, sgd-momentum, adam, adamw, or your own module:factory."
+    ),
+    click.option("--loss", help="Use this module:function to make a scalar of the model's output."),
+    click.option(
+        "--amp", type=click.Choice(["off", "bf16", "fp16"]), default="off", help="Run the forward under autocast."
+    ),
+    click.option(
+        "--mode",
+        type=click.Choice(["train", "inference"]),
+        default="train",
+        help="Take training steps, or only forwards.",
+    ),
+    click.option(
+        "--device", default="auto", help="Run on auto, cpu or cuda:0. Without CUDA, optimize plans for cuda:0."
+    ),
+    click.option("--seed", type=int, default=0, metavar="N", help="Seed all random numbers."),
 )
 output = group(
-    click.option("--json", help="Write the result as JSON to this file, replacing it, or to stdout with -."),
-    click.option("-v", "--verbose", is_flag=True, help="Every rewrite and refusal; tracebacks of errors."),
-    click.option("-q", "--quiet", is_flag=True, help="No progress."),
+    click.option("--json", metavar="FILE", help="Write the result as JSON to this file; - is stdout."),
+    click.option("-v", "--verbose", is_flag=True, help="Explain every decision; show tracebacks of errors."),
+    click.option("-q", "--quiet", is_flag=True, help="Show no progress."),
 )

@@ -1,20 +1,23 @@
 """The main program of a measuring process: one job as JSON on stdin, one answer as JSON on the last line of stdout."""
 
+import contextlib
 import json
 import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from typing import Any, TextIO
 
 import torch
 from torch import nn
 
-from memrewrite.errors import MemrewriteError, UsageError
+from memrewrite.errors import MemrewriteError, OtherInputsError, UsageError
 from memrewrite.inputs import to_device
-from memrewrite.measure import Loader, measure, out_of_memory
+from memrewrite.measuring import Loader, measure, out_of_memory
+from memrewrite.runtime.dropin import FallbackWarning, programs
 from memrewrite.simulate.workspaces import allocated_by_libraries
 from memrewrite.step import Inputs, Step
 from memrewrite.stepspec import StepSpec, amp_dtype
@@ -27,11 +30,11 @@ def main() -> None:
     job = json.loads(sys.stdin.readline())
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
-        answer = {"ok": _JOBS[job["kind"]](job)}
+        answer = {"ok": JOBS[job["kind"]](job)}
     except MemrewriteError as error:
         answer = {"error": [type(error).__name__, str(error)]}
     except torch.OutOfMemoryError:
-        answer = {"error": ["MeasurementError", out_of_memory("The model", job["device"])]}
+        answer = {"error": ["DoesNotFitError", out_of_memory("The model", job["device"])]}
     except Exception as error:
         traceback.print_exc()
         reason = next(iter(str(error).splitlines()), "")
@@ -58,18 +61,47 @@ def _measure(job: dict[str, Any]) -> dict[str, Any]:
     loader = Loader.from_json(job["loader"])
     module, inputs, step = _load(loader, StepSpec.from_json(job["step"]))
     torch.manual_seed(loader.seed)
-    return asdict(measure(module, inputs, step, steps=job["steps"]))
+    with _refused_fallback():
+        return asdict(measure(module, inputs, step, steps=job["steps"]))
+
+
+@contextlib.contextmanager
+def _refused_fallback() -> Iterator[None]:
+    """Raise ``OtherInputsError`` where a rewritten model would run its original forward, which nobody asked for."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=r".*ran its original forward")
+        try:
+            yield
+        except UserWarning as warning:  # an artifact has a FallbackWarning of its own
+            if type(warning).__name__ != FallbackWarning.__name__:
+                raise
+            raise OtherInputsError(f"The rewritten model was not made for these inputs. {warning}") from warning
+
+
+def _refuse_other_mode(model: nn.Module) -> None:
+    for path, program in programs(model).items():
+        if model.get_submodule(path).training != program.training[""]:
+            mode = "train" if program.training[""] else "inference"
+            raise UsageError(f"The rewritten model was made for steps in {mode} mode; say --mode {mode}.")
 
 
 def _verify(job: dict[str, Any]) -> dict[str, Any]:
     from memrewrite.artifact.load import load as load_artifact
-    from memrewrite.verify import verify
+    from memrewrite.verifying import verify
 
     loader = Loader.from_json(job["loader"])
     original, inputs, step = _load(replace(loader, artifact=None), StepSpec.from_json(job["step"]))
     rewritten = load_artifact(str(loader.artifact), original)
-    verdict = verify(original, rewritten, inputs, step, exact=job["exact"], seed=loader.seed)
-    return {"equivalent": verdict.equivalent, "summary": verdict.summary}
+    _refuse_other_mode(rewritten)
+    with _refused_fallback():  # a part that runs its original forward would be compared with itself
+        verdict = verify(original, rewritten, inputs, step, exact=job["exact"], seed=loader.seed)
+    return {
+        "equivalent": verdict.equivalent,
+        "exact": verdict.exact,
+        "summary": verdict.summary,
+        "batch": verdict.batch,
+        "checks": [asdict(check) for check in verdict.checks],
+    }
 
 
 def _load(loader: Loader, spec: StepSpec) -> tuple[nn.Module, Inputs, Step]:
@@ -88,6 +120,7 @@ def _load(loader: Loader, spec: StepSpec) -> tuple[nn.Module, Inputs, Step]:
         from memrewrite.artifact.load import apply
 
         module = apply(loader.artifact, module)
+        _refuse_other_mode(module)
     return module, to_device(loaded.inputs, device), spec.build()
 
 
@@ -95,7 +128,7 @@ def _workspaces(job: dict[str, Any]) -> int:
     return allocated_by_libraries(torch.device(job["device"]), amp_dtype(job["amp"]), job["mode"])
 
 
-_JOBS: dict[str, Callable[[dict[str, Any]], Any]] = {
+JOBS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "measure": _measure,
     "verify": _verify,
     "workspaces": _workspaces,

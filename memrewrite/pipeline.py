@@ -15,7 +15,7 @@ from memrewrite.costs.steptime import step_ms
 from memrewrite.costs.work import of_loss, of_optimizer
 from memrewrite.effects import GRANULE, Effects, observe
 from memrewrite.errors import CaptureError, InternalError
-from memrewrite.measure import predict
+from memrewrite.measuring import predict
 from memrewrite.passes.checkpoint_segments import MARKS, CheckpointSegments, clear
 from memrewrite.passes.inplace_activation import InplaceActivation
 from memrewrite.plan.facts import chain, compute_nodes_of, join

@@ -23,7 +23,7 @@ from memrewrite.checks import writes_what_is_kept
 from memrewrite.codegen import generate
 from memrewrite.effects import observe
 from memrewrite.errors import CaptureError
-from memrewrite.measure import preserved_state
+from memrewrite.measuring import preserved_state
 from memrewrite.private import tree_leaves, tree_map
 from memrewrite.runtime.dropin import build, program_from
 from memrewrite.simulate import preserved_rng

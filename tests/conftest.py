@@ -1,8 +1,28 @@
 """Options of the test run."""
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
+
+GOLDEN = Path(__file__).with_name("golden")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """``--examples``: how many random models ``pytest -m fuzz`` tries."""
+    """``--examples``: how many random models ``pytest -m fuzz`` tries; ``--update-golden``: take texts as they are."""
     parser.addoption("--examples", type=int, default=200, help="random models that `pytest -m fuzz` tries")
+    parser.addoption("--update-golden", action="store_true", help="write tests/golden anew from what is printed now")
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """Compare a text with ``tests/golden/NAME.txt``, but for blanks at the ends of lines."""
+
+    def check(name: str, text: str) -> None:
+        file = GOLDEN / f"{name}.txt"
+        text = "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
+        if request.config.getoption("--update-golden"):
+            file.write_text(text, encoding="utf-8")
+        assert text == file.read_text(encoding="utf-8"), "if that is right: python -m pytest --update-golden"
+
+    return check

@@ -24,7 +24,7 @@ from memrewrite.artifact.load import import_artifact, load
 from memrewrite.artifact.recheck import verify_in_child
 from memrewrite.artifact.save import save
 from memrewrite.errors import NotEquivalentError, UsageError
-from memrewrite.measure import Loader
+from memrewrite.measuring import Loader
 from memrewrite.stepspec import StepSpec
 from tests.artifacts import NET, assert_equal, listing, net, optimized, take_step, written
 

@@ -18,7 +18,7 @@ import memrewrite
 from memrewrite import cli
 from memrewrite.effects import observe
 from memrewrite.errors import DataDependentError, UsageError
-from memrewrite.measure import predict
+from memrewrite.measuring import predict
 from memrewrite.private import FakeTensorMode, autocast_operators
 from memrewrite.simulate import run_tracked, simulate
 from memrewrite.simulate.as_cuda import NOTE, Scratch, _kernels, as_cuda, library_bytes

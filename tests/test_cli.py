@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from memrewrite import cli, config
-from memrewrite.errors import MeasurementError, UsageError
-from memrewrite.measure import Loader
+from memrewrite.errors import DoesNotFitError, MeasurementError, UsageError
+from memrewrite.measuring import Loader
 from memrewrite.report.data import Measured
 
 NET = """
@@ -149,7 +149,7 @@ def test_an_original_that_does_not_fit_is_said_and_passed(
 
     def measure(loader: Loader, *_: object, **__: object) -> Measured:
         if loader.artifact is None:
-            raise MeasurementError("The model ran out of memory on cuda:0.")
+            raise DoesNotFitError("The model ran out of memory on cuda:0.")
         return Measured(2_000_000, 2_000_000, 5.0, (), "cuda:0")
 
     monkeypatch.setattr(optimize, "measure_in_child", measure)

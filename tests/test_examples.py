@@ -10,7 +10,7 @@ import torch
 
 from memrewrite import target
 from memrewrite.api import optimize
-from memrewrite.measure import measure
+from memrewrite.measuring import measure
 from memrewrite.step import Inputs, Step
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from memrewrite import child
 from memrewrite.errors import MeasurementError, TargetError, UsageError
-from memrewrite.measure import Loader, measure, measure_in_child, out_of_memory, preserved_state
+from memrewrite.measuring import Loader, measure, measure_in_child, out_of_memory, preserved_state
 from memrewrite.simulate import simulate
 from memrewrite.step import PHASES, Inputs, Step
 from memrewrite.stepspec import StepSpec

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
 import memrewrite
-from memrewrite import api, registry
+from memrewrite import api, measuring, registry, verifying
 from memrewrite.effects import Effects
 from memrewrite.errors import BudgetInfeasibleError, CaptureError, NotEquivalentError, UsageError
 from memrewrite.options import Budget
@@ -24,7 +24,7 @@ from memrewrite.rewrite import Findings, Result
 from memrewrite.runtime.dropin import FallbackWarning
 from memrewrite.simulate import Timeline, run_tracked, simulate
 from memrewrite.step import Inputs, Step
-from memrewrite.verify import verify
+from memrewrite.verifying import verify
 from tests.dropins import ConvNet, assert_same_bits, conv_net, image, step
 from tests.models import make
 
@@ -325,7 +325,7 @@ def test_segments_that_do_harm_are_caught_behind_changed_arithmetic(monkeypatch:
         seen.append(kwargs["exact"])
         return verify(*args, **kwargs)
 
-    monkeypatch.setattr(api, "verify_equal", note)
+    monkeypatch.setattr(verifying, "verify", note)
     assert memrewrite.optimize(seeded(SwishStack), rows(256), budget="min").report.segments
     assert seen == [False, True]
     seen.clear()
@@ -393,7 +393,7 @@ def test_a_device_that_takes_more_than_simulated_gets_another_plan(monkeypatch: 
     report = memrewrite.optimize(model, x, budget="min", verify=False).report
     low, high = report.predicted_after.peak, report.predicted_before.peak
     monkeypatch.setattr(api, "device_type", lambda *args: "cuda")
-    monkeypatch.setattr(api, "measure", on_device)
+    monkeypatch.setattr(measuring, "measure", on_device)
     monkeypatch.setattr(api, "_segments", lambda line: ())
     budget = (low + high) // 2
     result = memrewrite.optimize(model, x, budget=budget, verify=False)

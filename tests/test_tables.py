@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from memrewrite.report.data import Measured, Peaks, Report, Segment, Share
-from memrewrite.report.tables import WIDTH, diff, over_budget, plain, show
+from memrewrite.report.tables import WIDTH, over_budget, plain, show
 
 BEFORE = Peaks(10 * 10**9, 9 * 10**9, (), {})
 AFTER = Peaks(6 * 10**9, 6 * 10**9, (), {})
@@ -61,6 +61,19 @@ def test_a_full_report(sentence: str) -> None:
 def test_verbose_lists_everything(sentence: str) -> None:
     assert sentence in squeeze(printed(FULL, verbose=True))
     assert sentence not in squeeze(printed(FULL))
+
+
+def test_verbose_explains_segments() -> None:
+    text = squeeze(printed(FULL, verbose=True))
+    assert "these free enough for the budget in the least time found" in text
+    assert "conv1 .. conv2 7 2.00 GB (1.86 GiB) 3.25 ms 615.4 MB" in text
+    lowest = replace(FULL, budget=None)
+    assert "these reach the lowest peak found" in squeeze(printed(lowest, verbose=True))
+    none = replace(FULL, segments=())
+    assert "none; the predicted peak fits the budget without them" in squeeze(printed(none, verbose=True))
+    assert "without them" not in printed(none)
+    listed = (("swish", "act1", "silu"), ("checkpoint_segments", "conv1", "7 nodes"))
+    assert "7 nodes" not in printed(replace(FULL, rewrites=listed), verbose=True)
 
 
 def test_the_share_of_the_activations_in_regions() -> None:
@@ -132,10 +145,3 @@ def test_foreign_names_have_no_effect() -> None:
 
 def test_plain_keeps_letters() -> None:
     assert plain("blocks.0 größe") == "blocks.0 größe"
-
-
-def test_diff() -> None:
-    lines = diff("a = x\nb = a\n", "a = x\nb = a * \x1b\n").splitlines()
-    assert lines[:2] == ["--- original", "+++ rewritten"]
-    assert lines[-2:] == ["-b = a", r"+b = a * \x1b"]
-    assert diff("same", "same") == ""

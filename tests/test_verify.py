@@ -21,7 +21,7 @@ from memrewrite.errors import MeasurementError, UsageError
 from memrewrite.reference import Recorder, Replay, double_copy
 from memrewrite.runtime.dropin import FallbackWarning
 from memrewrite.step import Inputs, Step
-from memrewrite.verify import Verdict, verify
+from memrewrite.verifying import Verdict, verify
 
 ADAM = Step(optimizer=lambda parameters: torch.optim.Adam(parameters, lr=1e-2))
 
@@ -502,6 +502,19 @@ def test_verdicts_name_figures(model: Net, inputs: Inputs) -> None:
     assert all(t.error > t.allowed > t.reference_error for t in worst)
     assert f"{len(worst)} of {len(verdict.tensors)} values differ" in verdict.summary
     assert "times the original's own" in verdict.summary
+
+
+def test_checks_sum_up_each_group(model: Net, inputs: Inputs) -> None:
+    equal = verify(model, rewrite(model), inputs, ADAM, exact=True).checks
+    assert sum(check.count for check in equal) == sum(check.bit_equal for check in equal) > 20
+    assert all((check.worst, check.error, check.own_error, check.allowed) == ("", None, None, None) for check in equal)
+    verdict = verify(model, rewrite(model, finish=lambda self, x: ulp(x)), inputs, ADAM, exact=False)
+    (output,) = (check for check in verdict.checks if check.group == "output")
+    (tensor,) = (t for t in verdict.tensors if t.kind == "output" and not t.bit_equal)
+    assert (output.count, output.bit_equal, output.passed, output.worst) == (2, 1, True, tensor.name)
+    assert (output.error, output.own_error, output.allowed) == (tensor.error, tensor.reference_error, tensor.allowed)
+    missing = verify(model, rewrite(model, finish=lambda self, x: x[:2]), inputs, ADAM, exact=True).checks
+    assert next((check.group, check.error) for check in missing if not check.passed) == ("output", None)
 
 
 class Frozen(dict[str, Any]):

@@ -1,26 +1,22 @@
-"""What the commands share: a request made concrete, the answer on stdout or as JSON, errors of the device."""
+"""What the commands that run a model share: a request made concrete, and errors of the device."""
 
 import contextlib
-import json
 import logging
-import os
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, TextIO, TypeVar
+from typing import Generic, TypeVar
 
 import torch
-from rich.console import Console
 from torch import nn
 
 from memrewrite import target
-from memrewrite.commands.requests import ModelRequest, Request
-from memrewrite.errors import MeasurementError, UsageError
+from memrewrite.commands.answer import Outcome, respond
+from memrewrite.commands.requests import ModelRequest
+from memrewrite.errors import DoesNotFitError, MeasurementError, UsageError
 from memrewrite.inputs import first_line, to_device
-from memrewrite.measure import Loader
+from memrewrite.measuring import Loader
 from memrewrite.progress import Stages
-from memrewrite.report import tables
 from memrewrite.step import Inputs, Step
 from memrewrite.stepspec import StepSpec
 
@@ -39,55 +35,37 @@ class Job(Generic[R]):
     step: Step
     device: torch.device
 
-    def loader(self, **other: Any) -> Loader:
-        """How another process loads the model, with ``other`` fields; this one gives up the device for it."""
+    def loader(self, artifact: Path | None = None) -> Loader:
+        """How another process loads the model, rewritten by ``artifact``; this one gives up the device for it."""
         self.module.to("cpu")
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        asked = self.request
-        loader = Loader(asked.target, asked.input, asked.batch_size, device=str(self.device), seed=asked.seed)
-        return replace(loader, **other)
+        return loader_of(self.request, self.device, artifact)
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What a command found: the JSON it answers, how to print it, and its exit code."""
-
-    payload: dict[str, Any]
-    show: Callable[[Console], None]
-    code: int = 0
+def loader_of(request: ModelRequest, device: torch.device, artifact: Path | None = None) -> Loader:
+    """How another process loads what was asked for, rewritten by ``artifact``."""
+    folder = None if artifact is None else str(artifact)
+    return Loader(request.target, request.input, request.batch_size, folder, str(device), request.seed)
 
 
 def run(request: R, work: Callable[[Job[R], Stages], Outcome]) -> int:
     """Load the model, do the work, answer, and give the exit code; raises what ``memrewrite.errors`` names."""
-    out = sys.stdout
-    # What the user's code prints must not mix with the result.
-    with contextlib.redirect_stdout(sys.stderr), Stages(quiet=request.quiet, verbose=request.verbose) as stage:
+
+    def on_job(stage: Stages) -> Outcome:
         stage("load")
-        with loaded(request) as job:
-            outcome = work(job, stage)
-    return answer(request, outcome, out)
+        with _loaded(request) as job:
+            return work(job, stage)
 
-
-def answer(request: Request, outcome: Outcome, out: TextIO) -> int:
-    """Print what was found to ``out``, or write it as JSON; returns the exit code."""
-    payload = {**outcome.payload, "command": request.effective(), "exit_code": outcome.code}
-    text = json.dumps(payload, indent=2)
-    if request.json == "-":
-        print(text, file=out)
-        return outcome.code
-    if request.json is not None:
-        write_text(Path(request.json), text + "\n")
-    outcome.show(Console(file=out, width=tables.WIDTH))
-    return outcome.code
+    return respond(request, on_job)
 
 
 @contextlib.contextmanager
-def loaded(request: R) -> Iterator[Job[R]]:
+def _loaded(request: R) -> Iterator[Job[R]]:
     """The model and its inputs, in the mode of the step and on the device; while it lasts its imports are found."""
     spec = StepSpec(request.mode, request.optimizer, request.loss, request.amp)
     torch.manual_seed(request.seed)
-    wanted = _device(request.device)
+    wanted = device_named(request.device)
     as_cuda = wanted.type == "cuda" and not torch.cuda.is_available()
     device = torch.device("cpu") if as_cuda else wanted
     found = target.load(request.target, request.input, request.batch_size)
@@ -106,31 +84,13 @@ def memory_errors() -> Iterator[None]:
         yield
     except (torch.OutOfMemoryError, MemoryError) as error:
         text = f"The device ran out of memory: {first_line(error)}; try a smaller --batch-size or --device cpu."
-        raise MeasurementError(text) from error
+        raise DoesNotFitError(text) from error
     except torch.AcceleratorError as error:
         text = f"The device failed while the model ran: {first_line(error)}; are all indices in the inputs in range?"
         raise MeasurementError(text) from error
 
 
-def write_text(file: Path, text: str) -> None:
-    """Write ``file`` whole or not at all; raises ``UsageError`` when the disk refuses."""
-    draft = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
-        try:
-            draft.write_text(text, encoding="utf-8")
-            os.replace(draft, file)
-        finally:
-            draft.unlink(missing_ok=True)
-    except OSError as error:
-        raise UsageError(f"{file} cannot be written: {error.strerror}; nothing was written.") from error
-
-
-def say(console: Console, text: str) -> None:
-    """Print ``text``, which may hold foreign names, as it is."""
-    console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
-
-
-def _device(name: str) -> torch.device:
+def device_named(name: str) -> torch.device:
     """The device that ``--device`` names; raises ``UsageError`` where there is none of that name.
 
     A first CUDA device is one to plan for, where there is no CUDA.

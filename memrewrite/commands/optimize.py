@@ -12,15 +12,16 @@ from memrewrite.artifact.recheck import verify_in_child
 from memrewrite.artifact.save import check_place, save
 from memrewrite.codegen import generate
 from memrewrite.commands import job as jobs
-from memrewrite.commands.job import Outcome, say
+from memrewrite.commands.answer import Outcome, say
 from memrewrite.commands.requests import OptimizeRequest
-from memrewrite.errors import MeasurementError, UsageError
-from memrewrite.measure import Loader, measure_in_child
+from memrewrite.errors import DoesNotFitError, UsageError
+from memrewrite.measuring import Loader, measure_in_child
 from memrewrite.options import Budget, format_bytes
 from memrewrite.progress import Stages
 from memrewrite.regions import find
 from memrewrite.report import tables
-from memrewrite.report.data import SCHEMA_VERSION, Measured, Report, report_of
+from memrewrite.report.code_diff import code_diff
+from memrewrite.report.data import Measured, Report, report_of
 from memrewrite.runtime.dropin import programs
 from memrewrite.simulate.workspaces import workspace_bytes
 
@@ -48,7 +49,6 @@ def _check(job: Job, budget: Budget | None, stage: Stages) -> Outcome:
     verdict = "fits" if peak <= limit else "does not fit"
     line = f"{job.name}: predicted peak {format_bytes(peak)}, budget {format_bytes(limit)}: {verdict}"
     payload = {
-        "schema_version": SCHEMA_VERSION,
         "model": job.name,
         "predicted_peak": peak,
         "budget": limit,
@@ -137,11 +137,11 @@ def _measured(job: Job, report: Report, artifact: Path | None, stage: Stages) ->
     before = None
     try:
         before = measured(job.loader(), "original")
-    except MeasurementError as error:
-        if artifact is None or "out of memory" not in str(error):
+    except DoesNotFitError as error:
+        if artifact is None:
             raise
         report = replace(report, notes=(*report.notes, f"The original does not fit: {error}"))
-    after = before if artifact is None else measured(job.loader(artifact=str(artifact)), "rewritten")
+    after = before if artifact is None else measured(job.loader(artifact), "rewritten")
     return replace(report, measured_before=before, measured_after=after)
 
 
@@ -151,13 +151,13 @@ def _verify_saved(job: Job, report: Report, artifact: Path, stage: Stages) -> No
     exact_passes = {each.name for each in registry.patterns(None, job.request.exact) if each.exact}
     inexact = set(registry.PATTERNS) - exact_passes
     exact = inexact.isdisjoint(name for name, _, _ in report.rewrites)
-    verify_in_child(job.loader(artifact=str(artifact)), job.spec, exact=exact, timeout_s=job.request.timeout)
+    verify_in_child(job.loader(artifact), job.spec, exact=exact, timeout_s=job.request.timeout)
 
 
 def _changes(job: Job, optimized: nn.Module) -> str:
-    """A unified diff of the graph's code, as captured against as rewritten; empty where nothing was."""
-    after = [program.source for program in programs(optimized).values()]
+    """What changed in the code of the graphs, as captured against as rewritten; empty where nothing was."""
+    after = {path: program.source for path, program in programs(optimized).items()}
     if not after:
         return ""
-    before = [generate(each.captured, each.prefix)[0] for each in find(job.module, job.inputs, job.step).found]
-    return tables.diff("\n".join(before), "\n".join(after))
+    found = find(job.module, job.inputs, job.step).found
+    return code_diff({each.path: generate(each.captured, each.prefix)[0] for each in found}, after)

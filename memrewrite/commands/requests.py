@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 from memrewrite.errors import UsageError
 
+PLOTS = (".png", ".svg", ".pdf")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
@@ -65,3 +67,42 @@ class OptimizeRequest(ModelRequest):
             raise UsageError("--check needs a budget to check against; give --budget.")
         if self.check and self.output is not None:
             raise UsageError("--check writes nothing; leave out -o.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasureRequest(ModelRequest):
+    """``memrewrite measure``."""
+
+    artifact: Path | None
+    batch_sizes: tuple[int, ...]
+    plot: Path | None
+    timeout: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.batch_sizes and self.batch_size is not None:
+            raise UsageError("Give --batch-size or --batch-sizes, not both.")
+        if self.plot is None:
+            return
+        if not self.batch_sizes:
+            raise UsageError("--plot draws the peak against the batch size; give --batch-sizes 32,64,128.")
+        if self.plot.suffix not in PLOTS:
+            raise UsageError(f"{self.plot} cannot be drawn; give a file that ends in {', '.join(PLOTS)}.")
+        if not self.plot.absolute().parent.is_dir():
+            raise UsageError(f"There is no folder for the plot {self.plot}; make it first.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyRequest(ModelRequest):
+    """``memrewrite verify``."""
+
+    artifact: Path
+    exact: bool
+    timeout: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShowRequest(Request):
+    """``memrewrite show``."""
+
+    artifact: Path

@@ -29,13 +29,23 @@ class Peaks:
 
 @dataclass(frozen=True)
 class Measured:
-    """What really happened on the device: bytes allocated and reserved at the peak, median step time in ms."""
+    """What really happened on the device: bytes allocated and reserved at the peak, median step time in ms.
+
+    ``phases`` is as in ``Peaks``. ``device_used`` is what the whole CUDA device holds after the steps, for everybody on
+    it: the CUDA context and the allocator's unused blocks count; None elsewhere.
+    """
 
     peak: int
     reserved: int
     step_ms: float
     phases: tuple[tuple[str, int], ...]
     device: str
+    device_used: int | None = None
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> "Measured":
+        """The inverse of ``dataclasses.asdict`` through JSON."""
+        return cls(**{**data, "phases": tuple((name, size) for name, size in data["phases"])})
 
 
 @dataclass(frozen=True)
@@ -62,9 +72,29 @@ class Share:
 
 
 @dataclass(frozen=True)
+class Check:
+    """What verification found in one group of values (all gradients, say) over all steps.
+
+    ``bit_equal`` of its ``count`` values had the same bits. Of the others ``worst`` came nearest to, or went farthest
+    beyond, what is ``allowed``: its ``error``, and the original's ``own_error``, as ``compare.TensorVerdict`` has them.
+    A figure that is no number is None, and so are all three where every value is bit-equal.
+    """
+
+    group: str
+    count: int
+    bit_equal: int
+    passed: bool
+    worst: str = ""
+    error: float | None = None
+    own_error: float | None = None
+    allowed: float | None = None
+
+
+@dataclass(frozen=True)
 class Report:
     """Everything a user is told. ``rewrites`` and ``refusals`` are (pass, where, what or why).
 
+    ``checks`` is the verdict by group of values, empty where nothing was verified.
     ``shares`` splits a model that could not be captured whole; it is empty for one that was, and in inference.
     ``predicted_ms_before`` and ``predicted_ms_after`` are the step's time in ms as its operators' own times make it,
     None where these are not known (off CUDA, or where the model could not be captured whole).
@@ -89,6 +119,7 @@ class Report:
     shares: tuple[Share, ...] = ()
     predicted_ms_before: float | None = None
     predicted_ms_after: float | None = None
+    checks: tuple[Check, ...] = ()
 
     @property
     def captured_share(self) -> float:

@@ -3,7 +3,6 @@
 Names of layers and reasons come from foreign code, so they are printed without markup and without control characters.
 """
 
-import difflib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from memrewrite.report.data import Report
 WIDTH = 80
 NOT_MEASURED = "not measured"
 DOES_NOT_FIT = "does not fit"
+_SEGMENTS = "checkpoint_segments"
 
 
 def show(
@@ -33,12 +33,6 @@ def show(
 def plain(text: str) -> str:
     """``text`` with control characters spelled out, so that a layer's name cannot steer the terminal."""
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
-
-
-def diff(before: str, after: str) -> str:
-    """A unified diff of the original graph's code against the rewritten one; empty when they are equal."""
-    lines = difflib.unified_diff(before.splitlines(), after.splitlines(), "original", "rewritten", lineterm="")
-    return "\n".join("".join(char if char == "\t" else plain(char) for char in line) for line in lines)
 
 
 def over_budget(report: Report) -> bool:
@@ -59,6 +53,8 @@ def _parts(report: Report, verbose: bool, written: Path | None, fits: bool) -> I
         yield Text(plain(f"Equivalence: {report.verdict}"), style="red" if report.equivalent is False else "")
     else:
         yield Text("Nothing was to rewrite: the model is returned unchanged.")
+    if report.refusals and verbose:
+        yield Text()
     if report.refusals:
         yield from _refusals(report, verbose)
     if report.budget is not None:
@@ -70,32 +66,37 @@ def _parts(report: Report, verbose: bool, written: Path | None, fits: bool) -> I
 
 
 def _peaks(report: Report, fits: bool) -> Table:
-    table = _table("", "original", "rewritten", "change")
+    rows = table("", "original", "rewritten", "change")
     before, after = report.predicted_before.peak, report.predicted_after.peak
-    table.add_row("predicted peak", format_bytes(before), format_bytes(after), _change(before, after))
+    rows.add_row("predicted peak", format_bytes(before), format_bytes(after), change(before, after))
     old, new = report.measured_before, report.measured_after
     missing = NOT_MEASURED if fits else DOES_NOT_FIT
-    change = _change(old.peak, new.peak) if old and new else ""
     peaks = [format_bytes(old.peak) if old else missing, format_bytes(new.peak) if new else NOT_MEASURED]
-    table.add_row("measured peak", *peaks, change)
+    rows.add_row("measured peak", *peaks, change(old.peak if old else None, new.peak if new else None))
     known = report.predicted_ms_before, report.predicted_ms_after
     if known != (None, None):
-        table.add_row("predicted step time", *_times(*known, "not predicted", "not predicted"))
+        rows.add_row("predicted step time", *_times(*known, "not predicted", "not predicted"))
     if old or new:
         before_ms, after_ms = (each.step_ms if each else None for each in (old, new))
-        table.add_row("measured step time", *_times(before_ms, after_ms, missing, NOT_MEASURED))
-    return table
+        rows.add_row("measured step time", *_times(before_ms, after_ms, missing, NOT_MEASURED))
+    return rows
 
 
 def _times(before: float | None, after: float | None, missing_before: str, missing_after: str) -> tuple[str, str, str]:
     """Two times in ms, or what to say for want of one, and by how much the second is longer."""
     first = missing_before if before is None else f"{before:.1f} ms"
     second = missing_after if after is None else f"{after:.1f} ms"
-    return first, second, f"x{after / before:.2f}" if before and after is not None else ""
+    return first, second, ratio(before, after)
 
 
-def _change(before: int, after: int) -> str:
-    return f"{100 * (after - before) / before:+.1f} %" if before else ""
+def change(before: float | None, after: float | None) -> str:
+    """By how many per cent ``after`` is more than ``before``; empty where one is not known."""
+    return f"{100 * (after - before) / before:+.1f} %" if before and after is not None else ""
+
+
+def ratio(before: float | None, after: float | None) -> str:
+    """How many times ``before`` ``after`` is; empty where one is not known."""
+    return f"x{after / before:.2f}" if before and after is not None else ""
 
 
 def _shares(report: Report, verbose: bool) -> Iterator[RenderableType]:
@@ -107,19 +108,22 @@ def _shares(report: Report, verbose: bool) -> Iterator[RenderableType]:
     yield Text(f"Regions: {regions}, with {percent} of the {format_bytes(kept)} of activations that forward keeps")
     untouched = [share for share in report.shares if share.untouched and (verbose or share.kept_bytes)]
     if untouched:
-        table = _table("untouched", "of the activations", "because")
+        rows = table("untouched", "of the activations", "because")
         for share in untouched:
             part = 100 * share.kept_bytes / kept if kept else 0.0
-            table.add_row(_text(share.path or "all else"), f"{part:.1f} %", _text(share.untouched))
-        yield table
+            rows.add_row(_text(share.path or "all else"), f"{part:.1f} %", _text(share.untouched))
+        yield rows
 
 
 def _rewrites(report: Report, verbose: bool) -> Iterator[RenderableType]:
     if report.rewrites and verbose:
-        table = _table("pass", "where", "rewrite")
+        rows = table("pass", "where", "rewrite")
         for name, where, what in report.rewrites:
-            table.add_row(_text(name), _text(where), _text(what))
-        yield table
+            if not (report.segments and name == _SEGMENTS):  # they have a table of their own
+                rows.add_row(_text(name), _text(where), _text(what))
+        if rows.row_count:
+            yield rows
+            yield Text()
     elif report.rewrites:
         counts = Counter(name for name, _, _ in report.rewrites)
         yield _text("Rewrites: " + ", ".join(f"{name} {count}" for name, count in counts.items()))
@@ -128,27 +132,34 @@ def _rewrites(report: Report, verbose: bool) -> Iterator[RenderableType]:
         rerun = sum(segment.rerun_ms for segment in report.segments)
         yield Text(f"Checkpoint segments: {len(report.segments)}, free {format_bytes(saved)}, run again {rerun:.1f} ms")
     if report.segments and verbose:
-        table = _table("segment", "nodes", "frees", "runs again")
-        for part in report.segments:
-            table.add_row(
-                _text(f"{part.first} .. {part.last}"),
-                str(part.nodes),
-                format_bytes(part.saved_bytes),
-                f"{part.rerun_ms:.2f} ms",
-            )
-        yield table
+        reach = "reach the lowest peak" if report.budget is None else "free enough for the budget in the least time"
+        yield Text(f"A segment keeps what enters it and runs again in backward; these {reach} found:")
+        yield _segments(report)
+        yield Text()
+    if verbose and not report.segments and report.predicted_after.peak <= (report.budget or 0):
+        yield Text("Checkpoint segments: none; the predicted peak fits the budget without them")
+
+
+def _segments(report: Report) -> Table:
+    rows = table("segment", "nodes", "frees", "runs again", "frees per ms")
+    for part in report.segments:
+        rate = format_bytes(round(part.saved_bytes / part.rerun_ms)) if part.rerun_ms else "costs nothing"
+        names = f"{part.first} .. {part.last}"
+        size, time = format_bytes(part.saved_bytes), f"{part.rerun_ms:.2f} ms"
+        rows.add_row(_text(names), str(part.nodes), size, time, rate.partition(" (")[0])
+    return rows
 
 
 def _refusals(report: Report, verbose: bool) -> Iterator[RenderableType]:
     if verbose:
-        table = _table("pass", "where", "left alone because")
+        rows = table("pass", "where", "left alone because")
         for name, where, reason in report.refusals:
-            table.add_row(_text(name), _text(where), _text(reason))
+            rows.add_row(_text(name), _text(where), _text(reason))
     else:
-        table = _table("pass", "places", "left alone because")
+        rows = table("pass", "places", "left alone because")
         for (name, reason), count in Counter((name, reason) for name, _, reason in report.refusals).most_common():
-            table.add_row(_text(name), str(count), _text(reason))
-    yield table
+            rows.add_row(_text(name), str(count), _text(reason))
+    yield rows
 
 
 def _budget(report: Report) -> Text:
@@ -164,8 +175,9 @@ def _text(foreign: str) -> Text:
     return Text(plain(foreign))
 
 
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, show_edge=False)
+def table(*columns: str, numbers: bool = False) -> Table:
+    """An empty table without lines; with ``numbers``, all but the first column stand to the right."""
+    rows = Table(box=None, pad_edge=False, show_edge=False)
     for index, column in enumerate(columns):
-        table.add_column(column, overflow="fold", no_wrap=False, justify="left" if index == 0 else "default")
-    return table
+        rows.add_column(column, overflow="fold", no_wrap=False, justify="right" if numbers and index else "left")
+    return rows

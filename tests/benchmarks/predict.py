@@ -20,7 +20,7 @@ from torch import nn
 
 from memrewrite.api import optimize
 from memrewrite.errors import DataDependentError
-from memrewrite.measure import measure, predict
+from memrewrite.measuring import measure, predict
 from memrewrite.simulate import simulate
 from memrewrite.simulate.workspaces import workspace_bytes
 from memrewrite.step import Inputs, OptimizerFactory, Step

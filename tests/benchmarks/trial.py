@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memrewrite.measure import measure
+from memrewrite.measuring import measure
 from memrewrite.private import clear_cublas_workspaces
 from memrewrite.simulate.fake import tensors_of
 from memrewrite.step import Inputs, Step

@@ -1,6 +1,6 @@
 """The property every model has: what ``optimize`` returns trains alike, within the budget, as predicted.
 
-Nothing here uses ``memrewrite.verify``: the two models run from equal copies, and every number is compared again.
+Nothing here uses ``memrewrite.verifying``: the two models run from equal copies, and every number is compared again.
 """
 
 import copy

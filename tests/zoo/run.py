@@ -27,7 +27,7 @@ import torch
 import memrewrite
 from memrewrite import api
 from memrewrite.errors import MemrewriteError
-from memrewrite.measure import predict
+from memrewrite.measuring import predict
 from memrewrite.plan.facts import chain
 from memrewrite.plan.segments import Chain
 from memrewrite.simulate import run_tracked

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from memrewrite.child import run_job
-from memrewrite.errors import DataDependentError, MeasurementError, UsageError
+from memrewrite.errors import DataDependentError, DoesNotFitError, UsageError
 from memrewrite.private import clear_cublas_workspaces
 from memrewrite.report.data import Measured
 from memrewrite.simulate import Timeline, preserved_rng, run_tracked, simulate, with_workspaces
@@ -53,8 +53,8 @@ class Loader:
 def measure_in_child(loader: Loader, step: StepSpec, *, timeout_s: float, steps: int = 10) -> Measured:
     """``measure`` in a fresh process, which is gone when this returns or raises (also on Ctrl-C).
 
-    Raises ``MeasurementError`` when the process runs out of memory, dies or takes longer than ``timeout_s`` seconds,
-    and what loading the target raises.
+    Raises ``DoesNotFitError`` when memory runs out, ``MeasurementError`` when the process dies or takes longer than
+    ``timeout_s`` seconds, and what loading the target raises.
     """
     job = {
         "kind": "measure",
@@ -63,8 +63,7 @@ def measure_in_child(loader: Loader, step: StepSpec, *, timeout_s: float, steps:
         "step": step.to_json(),
         "steps": steps,
     }
-    answer = run_job(job, timeout_s=timeout_s)
-    return Measured(**{**answer, "phases": tuple((name, size) for name, size in answer["phases"])})
+    return Measured.from_json(run_job(job, timeout_s=timeout_s))
 
 
 def predict(
@@ -78,7 +77,7 @@ def predict(
 ) -> Timeline:
     """``simulate``, or where the step depends on values real steps under the tracker, after which all is put back.
 
-    Raises ``MeasurementError`` when those run out of memory, ``DataDependentError`` for such a step ``as_cuda``.
+    Raises ``DoesNotFitError`` when those run out of memory, ``DataDependentError`` for such a step ``as_cuda``.
     """
     try:
         return simulate(module, inputs, step, workspace_bytes=workspace_bytes, steps=steps, attribute=attribute)
@@ -94,7 +93,7 @@ def _tracked(module: nn.Module, inputs: Inputs, step: Step, steps: int, attribut
             return run_tracked(module, inputs, step, steps=steps, attribute=attribute)
         except torch.OutOfMemoryError as error:
             name = type(module).__name__
-            raise MeasurementError(
+            raise DoesNotFitError(
                 f"The step of {name} depends on values, so its memory cannot be predicted, and it does not fit the "
                 "device; give smaller example inputs."
             ) from error
@@ -105,7 +104,7 @@ def measure(module: nn.Module, inputs: Inputs, step: Step, *, steps: int = 10) -
 
     On CUDA, allocations from before that are neither the module's nor the inputs' are left out of the allocated
     figures. On the CPU nothing is cached, so the reserved figure is the peak.
-    Raises ``MeasurementError`` when memory runs out, ``UsageError`` for a device that is neither CPU nor CUDA.
+    Raises ``DoesNotFitError`` when memory runs out, ``UsageError`` for a device that is neither CPU nor CUDA.
     """
     tensors = [*module.parameters(), *inputs.tensors()]
     device = tensors[0].device if tensors else torch.device("cpu")
@@ -122,7 +121,7 @@ def measure(module: nn.Module, inputs: Inputs, step: Step, *, steps: int = 10) -
             failed = "DefaultCPUAllocator" in str(error)
             if not failed:
                 raise
-    raise MeasurementError(out_of_memory(f"The training step of {type(module).__name__}", str(device)))
+    raise DoesNotFitError(out_of_memory(f"The training step of {type(module).__name__}", str(device)))
 
 
 def out_of_memory(who: str, device: str) -> str:
@@ -162,8 +161,9 @@ def _on_cuda(module: nn.Module, inputs: Inputs, step: Step, steps: int, device: 
     step.run(module, inputs, optimizer, on_phase)
     step_ms = _median_ms(module, inputs, step, optimizer, steps, device)
     peak = torch.cuda.max_memory_allocated(device) - others
+    free, total = torch.cuda.mem_get_info(device)
     name = f"{torch.cuda.get_device_name(device)} ({device})"
-    return Measured(peak, torch.cuda.max_memory_reserved(device), step_ms, tuple(phases), name)
+    return Measured(peak, torch.cuda.max_memory_reserved(device), step_ms, tuple(phases), name, total - free)
 
 
 def _median_ms(

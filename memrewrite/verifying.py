@@ -33,6 +33,7 @@ from memrewrite.compare import NOISE_RUNS, Comparison, TensorVerdict
 from memrewrite.errors import MeasurementError, UsageError
 from memrewrite.private import tree_map
 from memrewrite.reference import FusedRandomnessError, Recorder, double_step
+from memrewrite.report.data import Check
 from memrewrite.runtime.dropin import FallbackWarning, accept
 from memrewrite.step import Inputs, Step
 from memrewrite.trial import Record, State, cuda_devices, deterministic, seed_all, take_step
@@ -55,6 +56,14 @@ class Verdict:
     summary: str
     tensors: tuple[TensorVerdict, ...]
     batch: int | None
+
+    @property
+    def checks(self) -> tuple[Check, ...]:
+        """The same by group of values, in the order they were computed."""
+        groups: dict[str, list[TensorVerdict]] = {}
+        for tensor in self.tensors:
+            groups.setdefault(tensor.kind, []).append(tensor)
+        return tuple(_check(kind, tensors) for kind, tensors in groups.items())
 
 
 class _OriginalError(Exception):
@@ -265,6 +274,16 @@ def _verdict(comparison: Comparison, case: _Case, full: int | None) -> Verdict:
         )
     batch = _batch(case.inputs)
     return Verdict(not failed, not changed, text + _at(batch, full), tensors, batch)
+
+
+def _check(kind: str, tensors: list[TensorVerdict]) -> Check:
+    changed = [t for t in tensors if not t.bit_equal]
+    row = Check(kind, len(tensors), len(tensors) - len(changed), all(t.passed for t in tensors))
+    if not changed:
+        return row
+    worst = max(changed, key=lambda t: (not t.passed, _excess(t)))
+    error, own, allowed = (x if math.isfinite(x) else None for x in (worst.error, worst.reference_error, worst.allowed))
+    return replace(row, worst=worst.name, error=error, own_error=own, allowed=allowed)
 
 
 def _describe(tensor: TensorVerdict) -> str:

@@ -1,0 +1,54 @@
+"""How a command answers: printed on stdout, or as JSON there or in a file. Imports no PyTorch."""
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich.console import Console
+
+from memrewrite.commands.requests import Request
+from memrewrite.files import whole
+from memrewrite.progress import Stages
+from memrewrite.report import tables
+from memrewrite.report.data import SCHEMA_VERSION
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a command found: the JSON it answers, how to print it, and its exit code."""
+
+    payload: dict[str, Any]
+    show: Callable[[Console], None]
+    code: int = 0
+
+
+def respond(request: Request, work: Callable[[Stages], Outcome]) -> int:
+    """Do the work, answer, and give the exit code; raises what the work raises."""
+    out = sys.stdout
+    # What the user's code prints must not mix with the result.
+    with contextlib.redirect_stdout(sys.stderr), Stages(quiet=request.quiet, verbose=request.verbose) as stage:
+        outcome = work(stage)
+    return _answer(request, outcome, out)
+
+
+def _answer(request: Request, outcome: Outcome, out: TextIO) -> int:
+    command = {"command": request.effective(), "exit_code": outcome.code}
+    payload = {"schema_version": SCHEMA_VERSION, **outcome.payload, **command}
+    text = json.dumps(payload, indent=2)
+    if request.json == "-":
+        print(text, file=out)
+        return outcome.code
+    if request.json is not None:
+        with whole(Path(request.json)) as draft:
+            draft.write_text(text + "\n", encoding="utf-8")
+    outcome.show(Console(file=out, width=tables.WIDTH))
+    return outcome.code
+
+
+def say(console: Console, text: str) -> None:
+    """Print ``text``, which may hold foreign names, as it is."""
+    console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)

@@ -1,0 +1,33 @@
+"""``memrewrite verify``: does a saved artifact still do what its target does? In a fresh process."""
+
+from dataclasses import asdict
+
+from memrewrite.artifact import manifest
+from memrewrite.artifact.recheck import recheck
+from memrewrite.commands.answer import Outcome, respond
+from memrewrite.commands.job import device_named, loader_of
+from memrewrite.commands.requests import VerifyRequest
+from memrewrite.errors import NotEquivalentError
+from memrewrite.progress import Stages
+from memrewrite.report.proof import show
+from memrewrite.stepspec import StepSpec
+
+
+def run(request: VerifyRequest) -> int:
+    """Carry out the request and give the exit code; raises what ``memrewrite.errors`` names."""
+    files = manifest.read(request.artifact)["files"]
+    return respond(request, lambda stage: _verify(request, files, stage))
+
+
+def _verify(request: VerifyRequest, files: dict[str, str], stage: Stages) -> Outcome:
+    stage("verify")
+    loader = loader_of(request, device_named(request.device), request.artifact)
+    spec = StepSpec(request.mode, request.optimizer, request.loss, request.amp)
+    verdict = recheck(loader, spec, exact=request.exact, timeout_s=request.timeout)
+    payload = {"artifact": str(request.artifact), "target": request.target, **asdict(verdict), "files": files}
+    title = f"{request.artifact} against {request.target}: {request.mode} step on {loader.device}"
+    return Outcome(
+        payload,
+        lambda console: show(title, verdict.checks, verdict.summary, files, console, verbose=request.verbose),
+        0 if verdict.equivalent else NotEquivalentError.exit_code,
+    )

@@ -1,0 +1,25 @@
+"""Files that are written whole or not at all."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from memrewrite.errors import UsageError
+
+
+@contextlib.contextmanager
+def whole(file: Path) -> Iterator[Path]:
+    """A name beside ``file`` to write to; it becomes ``file`` at the end, or is gone where anything went wrong.
+
+    Raises ``UsageError`` when the disk refuses.
+    """
+    draft = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        try:
+            yield draft
+            os.replace(draft, file)
+        finally:
+            draft.unlink(missing_ok=True)
+    except OSError as error:
+        raise UsageError(f"{file} cannot be written: {error.strerror}; nothing was written.") from error

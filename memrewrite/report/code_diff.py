@@ -1,0 +1,68 @@
+"""What a rewrite changed in the code of a graph, module by module.
+
+Generated code says in a comment which submodule a statement comes from (``  # blocks.0.act``). The statements of each
+submodule are compared by themselves, so that a segment, which moves statements into a function, shows nothing but its
+own lines::
+
+    == blocks.0.act
+    -sigmoid = aten.sigmoid.default(linear)
+    -mul = aten.mul.Tensor(linear, sigmoid)
+    +silu_default = aten.silu.default(linear)
+
+Where a local is dropped (``;  x = None``) is left out: it follows from the rest.
+"""
+
+import ast
+import difflib
+import re
+from collections.abc import Iterator
+
+from memrewrite.report.tables import plain
+
+WHOLE = "the model itself"
+_COMMENT = re.compile(r"  # (?P<path>[\w.]+|'.*'|\".*\")$")
+_DROPPED = re.compile(r";  [\w =]+ = None$")
+
+
+def code_diff(before: dict[str, str], after: dict[str, str]) -> str:
+    """The generated code of each region, by its path, against what became of it; empty where nothing changed.
+
+    Names of submodules are foreign text: what cannot be printed is spelled out.
+    """
+    parts = []
+    for region, source in after.items():
+        old, new = _by_module(before[region], region), _by_module(source, region)
+        for path in dict.fromkeys([*old, *new]):
+            lines = _changed(old.get(path, []), new.get(path, []))
+            if lines:
+                parts.append("\n".join([f"== {plain(path or WHOLE)}", *map(plain, lines)]))
+    return "\n\n".join(parts)
+
+
+def _changed(old: list[str], new: list[str]) -> list[str]:
+    """A unified diff without the lines that would name files."""
+    return list(difflib.unified_diff(old, new, lineterm="", n=1))[2:]
+
+
+def _by_module(source: str, region: str) -> dict[str, list[str]]:
+    """The statements of each submodule by its path in the model; functions' heads and ends are the region's own."""
+    found: dict[str, list[str]] = {}
+    for line in _functions(source):
+        comment = _COMMENT.search(line)
+        path = _unquoted(comment["path"]) if comment else region
+        code = line[: comment.start()].removeprefix("    ") if comment else line
+        found.setdefault(path, []).append(_DROPPED.sub("", code))
+    return found
+
+
+def _functions(source: str) -> Iterator[str]:
+    """The lines of every function, heads included."""
+    inside = False
+    for line in source.splitlines():
+        inside = line.startswith("def ") or (inside and line.startswith("    "))
+        if inside:
+            yield line
+
+
+def _unquoted(path: str) -> str:
+    return str(ast.literal_eval(path)) if path[0] in "'\"" else path
