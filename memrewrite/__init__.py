@@ -21,6 +21,7 @@ from memrewrite.options import Budget
 if TYPE_CHECKING:
     from memrewrite.api import OptimizedModule, optimize
     from memrewrite.artifact.load import load
+    from memrewrite.estimates import Estimate, estimate
     from memrewrite.report.data import Report, report_of
     from memrewrite.runtime.dropin import FallbackWarning
     from memrewrite.runtime.swish import Swish, swish
@@ -28,10 +29,12 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _LAZY = {
+    "Estimate": "memrewrite.estimates",
     "FallbackWarning": "memrewrite.runtime.dropin",
     "OptimizedModule": "memrewrite.api",
     "Report": "memrewrite.report.data",
     "Swish": "memrewrite.runtime.swish",
+    "estimate": "memrewrite.estimates",
     "load": "memrewrite.artifact.load",
     "optimize": "memrewrite.api",
     "report_of": "memrewrite.report.data",
@@ -42,6 +45,7 @@ __all__ = [
     "Budget",
     "BudgetInfeasibleError",
     "CaptureError",
+    "Estimate",
     "FallbackWarning",
     "MeasurementError",
     "MemrewriteError",
@@ -51,6 +55,7 @@ __all__ = [
     "Swish",
     "TargetError",
     "UsageError",
+    "estimate",
     "load",
     "optimize",
     "report_of",

@@ -118,10 +118,15 @@ def optimize(
     return _with_report(result, _report(line, limit, before, after, verdict, measured))
 
 
-def simulate_original(model: nn.Module, inputs: Inputs, step: Step, workspace: int) -> Timeline:
-    """The timeline of the model as it is; raises ``CaptureError`` where the model itself fails on the inputs."""
+def simulate_original(
+    model: nn.Module, inputs: Inputs, step: Step, workspace: int, *, attribute: bool = False, probe: bool = True
+) -> Timeline:
+    """The timeline of the model as it is, by ``measure.predict``.
+
+    Raises ``CaptureError`` where the model itself fails on the inputs.
+    """
     try:
-        return predict(model, inputs, step, workspace_bytes=workspace)
+        return predict(model, inputs, step, workspace_bytes=workspace, attribute=attribute, probe=probe)
     except MemrewriteError:
         raise
     except Exception as error:

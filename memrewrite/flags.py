@@ -17,6 +17,7 @@ CONFIGURABLE: dict[str, type] = {
     "amp": str,
     "mode": str,
     "device": str,
+    "device_memory": str,
     "passes": str,
     "exact": bool,
     "seed": int,

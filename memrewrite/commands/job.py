@@ -58,13 +58,16 @@ class Outcome:
     code: int = 0
 
 
-def run(request: R, work: Callable[[Job[R], Stages], Outcome]) -> int:
-    """Load the model, do the work, answer, and give the exit code; raises what ``memrewrite.errors`` names."""
+def run(request: R, work: Callable[[Job[R], Stages], Outcome], *, on_device: bool = True) -> int:
+    """Load the model, do the work, answer, and give the exit code; raises what ``memrewrite.errors`` names.
+
+    With ``on_device`` False a step for CUDA is planned on the CPU also where CUDA is, and the device left alone.
+    """
     out = sys.stdout
     # What the user's code prints must not mix with the result.
     with contextlib.redirect_stdout(sys.stderr), Stages(quiet=request.quiet, verbose=request.verbose) as stage:
         stage("load")
-        with loaded(request) as job:
+        with loaded(request, on_device=on_device) as job:
             outcome = work(job, stage)
     return answer(request, outcome, out)
 
@@ -83,12 +86,15 @@ def answer(request: Request, outcome: Outcome, out: TextIO) -> int:
 
 
 @contextlib.contextmanager
-def loaded(request: R) -> Iterator[Job[R]]:
-    """The model and its inputs, in the mode of the step and on the device; while it lasts its imports are found."""
+def loaded(request: R, *, on_device: bool = True) -> Iterator[Job[R]]:
+    """The model and its inputs, in the mode of the step and on the device; while it lasts its imports are found.
+
+    With ``on_device`` False they stay where the target makes them.
+    """
     spec = StepSpec(request.mode, request.optimizer, request.loss, request.amp)
     torch.manual_seed(request.seed)
     wanted = _device(request.device)
-    as_cuda = wanted.type == "cuda" and not torch.cuda.is_available()
+    as_cuda = wanted.type == "cuda" and not (on_device and torch.cuda.is_available())
     device = torch.device("cpu") if as_cuda else wanted
     found = target.load(request.target, request.input, request.batch_size)
     with target.importable(found.folder), memory_errors(), _quiet_logs(request.verbose):

@@ -65,3 +65,11 @@ class OptimizeRequest(ModelRequest):
             raise UsageError("--check needs a budget to check against; give --budget.")
         if self.check and self.output is not None:
             raise UsageError("--check writes nothing; leave out -o.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EstimateRequest(ModelRequest):
+    """``memrewrite estimate``."""
+
+    device_memory: str | None
+    depth: int | None
