@@ -17,11 +17,11 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import memrewrite
 from memrewrite import cli
-from memrewrite.errors import CaptureError, UsageError
+from memrewrite.errors import CaptureError, DataDependentError, UsageError
 from memrewrite.estimates.batches import MOST, largest
 from memrewrite.estimates.data import Estimate, Textbook
 from memrewrite.report import estimate_table
-from memrewrite.simulate import simulate
+from memrewrite.simulate import run_tracked, simulate
 from memrewrite.simulate.as_cuda import library_bytes
 from memrewrite.simulate.batch import at_batch
 from memrewrite.simulate.fake import tensors_of
@@ -29,6 +29,7 @@ from memrewrite.simulate.tracker import rounded
 from memrewrite.step import Inputs, Step
 from tests.models import MODELS, ResidualNet, SwishNet, images, make
 
+ADAMW = Step(optimizer=torch.optim.AdamW)
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 
@@ -55,7 +56,7 @@ def test_the_seed_is_computed_as_it_was_by_hand_and_exactly(seed: Any) -> None:
     assert (rule.parameters, rule.activations, rule.inputs, rule.batch_size) == (19_072_984, 532_752, 9_000, 128)
     assert rule.as_written == 742.34
     assert rule.bytes == 4 * (3 * 19_072_984 + 128 * (2 * 532_752 + 9_000))
-    assert found.peak.bytes == simulate(model, Inputs(inputs, {}), Step(optimizer=torch.optim.AdamW)).peak
+    assert found.peak.bytes == simulate(model, Inputs(inputs, {}), ADAMW).peak
     assert rule.bytes + sum(difference.bytes for difference in found.differences) == found.peak.bytes
     # What is known of the net: two moments of each parameter, and no weight of the optimizer besides.
     moments = found.peak.categories["optimizer state"]
@@ -79,7 +80,7 @@ def test_the_parts_make_the_whole(model: str, mode: Any) -> None:
     module, inputs = make(model)
     module.train(mode == "train")
     found = memrewrite.estimate(module, inputs.args, optimizer="sgd-momentum")
-    plain = simulate(module, inputs, replace(Step(mode, torch.optim.SGD)))
+    plain = simulate(module, inputs, Step(mode, torch.optim.SGD))
     assert sum(found.peak.categories.values()) == found.peak.bytes
     assert found.textbook.bytes + sum(each.bytes for each in found.differences) == found.peak.bytes
     state = found.peak.categories.get("optimizer state", 0)
@@ -150,9 +151,8 @@ def test_a_model_without_memory() -> None:
 def test_a_step_for_cuda_is_planned_on_the_cpu() -> None:
     module, inputs = make("transformer")
     found = memrewrite.estimate(module, inputs.args, device="cuda")
-    step = Step(optimizer=torch.optim.AdamW, as_cuda=True)
-    assert found.peak.bytes == simulate(module, inputs, step).peak + library_bytes("train")
-    assert "without it, with a stated error" in found.notes[0]
+    assert found.peak.bytes == simulate(module, inputs, replace(ADAMW, as_cuda=True)).peak + library_bytes("train")
+    assert "without using it, with a stated error" in found.notes[0]
     assert any("libraries" in difference.why for difference in found.differences)
 
 
@@ -175,6 +175,20 @@ def test_wrong_use(options: dict[str, Any], sentence: str) -> None:
 def test_a_model_that_fails_on_its_inputs() -> None:
     with pytest.raises(CaptureError, match="fails on the example inputs"):
         memrewrite.estimate(ResidualNet(), torch.ones(2, 5, 12, 12))
+
+
+def test_a_step_whose_course_depends_on_values_is_taken_for_real() -> None:
+    class Branch(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) if x.sum() > 0 else x
+
+    module = Branch(16, 16)
+    found = memrewrite.estimate(module, torch.ones(8, 16), device_memory="1MB")
+    assert found.peak.bytes == run_tracked(module, Inputs((torch.ones(8, 16),), {}), ADAMW).peak
+    assert found.textbook.activations == 16
+    assert {size.batch_size for size in found.largest} == {None}
+    with pytest.raises(DataDependentError, match="cannot be simulated"):
+        memrewrite.estimate(module, torch.ones(8, 16), device="cuda")
 
 
 # Batches.
@@ -338,6 +352,18 @@ def test_json(net: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert [size["mode"] for size in found["largest"]] == ["train", "inference"]
     assert code == cli.run(["estimate", net, "--json", "estimate.json", "-q"])
     assert json.loads(Path("estimate.json").read_text())["peak"]["bytes"] < found["peak"]["bytes"]
+
+
+def test_where_cuda_is_it_is_left_alone(
+    net: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: pytest.fail("the device was used"))
+    assert cli.run(["estimate", net, "--device-memory", "66MB", "-q"]) == 1
+    said = squeezed(capsys)
+    assert "train step on cuda" in said
+    assert "without using it" in said
 
 
 def test_foreign_names_steer_nothing() -> None:

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from memrewrite.advice.loops import Accumulating, Careless
-from memrewrite.capture.normal import batch_size
 from memrewrite.errors import BudgetInfeasibleError, MemrewriteError
 from memrewrite.measure import predict
 from memrewrite.options import format_bytes
@@ -28,7 +27,6 @@ _LEANER = {
     "SGD without momentum (--optimizer sgd)": "sgd",
 }
 _AMP = "bfloat16 autocast (--amp bf16)"
-_BOTH = "both bfloat16 autocast and SGD"
 _OTHER_BITS = "products and convolutions in bfloat16: other bits, as fast or faster on a GPU"
 
 
@@ -91,8 +89,9 @@ def options(variants: Variants, limit: int, now: int) -> tuple[Option, ...]:
     if _normalized(variants.module):
         found.sort(key=lambda option: "micro-batches" in option.name)
     if not any(option.fits for option in found):
-        both = replace(variants, step=replace(variants.step, amp=torch.bfloat16, optimizer=torch.optim.SGD))
-        found += _batches(both, limit, both.peak(both.step) or now, f", {_BOTH}")
+        leanest, words = _leanest(variants.step)
+        if words:
+            found += _batches(replace(variants, step=leanest), limit, variants.peak(leanest) or now, f", with {words}")
     fitting = [option for option in found if option.fits]
     others = sorted((option for option in found if not option.fits), key=lambda option: option.peak_bytes)
     return (*fitting, *others, *_as_it_is(variants, limit, now))
@@ -103,24 +102,23 @@ def _batches(variants: Variants, limit: int, now: int, also: str = "") -> Iterat
 
     A batch that by a straight line through the known peaks is far from fitting is not tried.
     """
-    whole = batch_size(variants.inputs) or 0
+    whole = variants.inputs.batch_size
     train = variants.step.mode == "train"
     loop = Accumulating(**vars(variants.step)) if train else variants.step
     known = [(whole, now)]
-    for parts in (2**power for power in range(1, whole.bit_length() - 1)):
-        size = whole // parts
-        if _line(known, size) > 1.1 * limit and size >= 4:
+    for size in (whole >> power for power in range(1, whole.bit_length())):
+        if _line(known, size) > 1.1 * limit and size > 1:
             continue
         peak = variants.peak(loop, at_batch(variants.inputs, size))
-        if peak is None:
-            return
+        if peak is None:  # the smallest batches are special: BatchNorm, for one, needs two samples
+            break
         known.append((size, peak))
         if peak <= limit:
             break
     if len(known) == 1:
         return
     size, peak = known[-1]
-    parts = whole // size
+    parts = -(-whole // size)
     if not train:
         yield Option(f"{parts} batches of {size}", peak, peak <= limit, f"{parts} forward passes")
         return
@@ -148,6 +146,13 @@ def _normalized(module: nn.Module) -> bool:
     return any(isinstance(part, _BATCH_NORMS) and part.training for part in module.modules())
 
 
+def _leanest(step: Step) -> tuple[Step, str]:
+    """The step under autocast, with an optimizer without state, and what of that is new in it."""
+    words = ["bfloat16 autocast"] * (step.amp is None) + ["SGD"] * (step.optimizer is not None)
+    optimizer = None if step.optimizer is None else torch.optim.SGD
+    return replace(step, amp=step.amp or torch.bfloat16, optimizer=optimizer), " and ".join(words)
+
+
 def _leaner_steps(variants: Variants, limit: int, now: int) -> Iterator[Option]:
     """Autocast, leaner optimizers, and both, as far as they lower the peak."""
     step = variants.step
@@ -158,8 +163,8 @@ def _leaner_steps(variants: Variants, limit: int, now: int) -> Iterator[Option]:
         for name, short in _LEANER.items():
             candidates.append((name, replace(step, optimizer=optimizer_factory(short)), _OTHER_OPTIMIZER))
     if len(candidates) == len(_LEANER) + 1:
-        both = replace(step, amp=torch.bfloat16, optimizer=torch.optim.SGD)
-        candidates.append((_BOTH, both, f"{_OTHER_BITS}; {_OTHER_OPTIMIZER}"))
+        both, words = _leanest(step)
+        candidates.append((f"both {words}", both, f"{_OTHER_BITS}; {_OTHER_OPTIMIZER}"))
     for name, other, cost in candidates:
         peak = variants.peak(other)
         if peak is not None and peak < now:

@@ -26,10 +26,8 @@ from memrewrite.step import Inputs, Step, evaluating
 
 __all__ = ["Difference", "Estimate", "Largest", "ModuleShare", "Peak", "Textbook", "estimate"]
 
-_AS_CUDA = (
-    f"The figures are predicted for CUDA without it, with a stated error of {STATED_ERROR}; convolution workspaces are "
-    "not in them."
-)
+_AS_CUDA = f"The figures are predicted for CUDA without using it, with a stated error of {STATED_ERROR}. "
+_UNKNOWN = "What operators take while they run, such as convolution workspaces, is not in the figures."
 
 
 def estimate(
@@ -82,7 +80,7 @@ def estimate(
         modules=modules.shares(model, timeline, (inputs.batch_size, more) if more else None),
         textbook=rule,
         differences=textbook.differences(rule, timeline, counted, step.mode == "train"),
-        notes=(_AS_CUDA,) if step.as_cuda else (),
+        notes=() if wanted == "cpu" else (f"{_AS_CUDA if step.as_cuda else ''}{_UNKNOWN}",),
     )
     if memory is None:
         return found

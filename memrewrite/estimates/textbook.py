@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
 from memrewrite.estimates.data import Difference, Textbook
+from memrewrite.measure import preserved_state
 from memrewrite.options import format_bytes
-from memrewrite.private import TorchDispatchMode, is_mutable
+from memrewrite.private import FAKE_TENSOR_ERRORS, TorchDispatchMode, is_mutable
 from memrewrite.simulate import (
     ACTIVATIONS,
     BUFFERS,
@@ -66,15 +67,25 @@ class Counted(TorchDispatchMode):
 
 
 def count(module: nn.Module, inputs: Inputs, step: Step) -> Counted:
-    """Run forward once on fake tensors and count."""
+    """Run forward once, on fake tensors or where values decide its course on real ones, and count."""
+    try:
+        with (
+            preserved_rng([*tensors_of(module), *inputs.tensors()]),
+            on_fakes(module, inputs, step.as_cuda, these=True) as (twin, fakes),
+        ):
+            return _forward(twin, fakes, step)
+    except FAKE_TENSOR_ERRORS:
+        with preserved_state(module, inputs):
+            return _forward(module, inputs, step)
+
+
+def _forward(module: nn.Module, inputs: Inputs, step: Step) -> Counted:
     with (
-        preserved_rng([*tensors_of(module), *inputs.tensors()]),
-        on_fakes(module, inputs, step.as_cuda, these=True) as (twin, fakes),
-        autocast(step.amp, device_type(twin, fakes)),
+        autocast(step.amp, device_type(module, inputs)),
         torch.set_grad_enabled(step.mode == "train"),
-        Counted([*tensors_of(twin), *fakes.tensors()]) as counted,
+        Counted([*tensors_of(module), *inputs.tensors()]) as counted,
     ):
-        twin(*fakes.args, **fakes.kwargs)
+        module(*inputs.args, **inputs.kwargs)
     return counted
 
 
