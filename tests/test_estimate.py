@@ -90,6 +90,14 @@ def test_the_parts_make_the_whole(model: str, mode: Any) -> None:
     assert found.inference_peak == simulate(module.eval(), inputs, Step("inference")).peak
 
 
+def test_a_peak_in_the_optimizer_has_no_errors() -> None:
+    found = memrewrite.estimate(nn.Linear(512, 512), torch.ones(2, 512))
+    whys = [difference.why for difference in found.differences]
+    assert found.peak.phase == "step"
+    assert any("none is left when the optimizer works" in why for why in whys)
+    assert found.textbook.bytes + sum(difference.bytes for difference in found.differences) == found.peak.bytes
+
+
 def saved_bytes(module: nn.Module, inputs: Inputs) -> int:
     """What autograd really keeps of a forward, parameters, buffers and inputs left out."""
     given = {t.untyped_storage().data_ptr() for t in [*tensors_of(module), *inputs.tensors()]}

@@ -115,19 +115,27 @@ def differences(text: Textbook, timeline: Timeline, counted: Counted, train: boo
     ]
     if train:
         held, state = size(GRADIENTS, 0), size(STATE, 0)
-        temporaries = size(TEMPORARIES, 0)
-        errors = f"errors: temporaries, {format_bytes(temporaries)} at once, not one error for each activation"
         per_parameter = state / weights if weights else 0.0
         found += [
             Difference(held - weights, f"gradients: {_gradients(held, weights)}"),
             Difference(state - weights, f"optimizer: {per_parameter:.2f} numbers per parameter, not 1"),
-            Difference(temporaries - outputs, errors),
+            *_errors(timeline, outputs),
         ]
     else:
         found.append(Difference(size(TEMPORARIES, 0), "temporaries"))
     found.append(Difference(size(WORKSPACES, 0), "workspaces of libraries"))
     found.append(Difference(size(OPERATOR_WORKSPACE, 0), "workspace of the operator that runs at the peak"))
     return tuple(difference for difference in found if difference.bytes)
+
+
+def _errors(timeline: Timeline, outputs: int) -> Iterator[Difference]:
+    temporaries = timeline.categories.get(TEMPORARIES, 0)
+    if timeline.events[timeline.peak_event][1].startswith("step 2 step"):
+        yield Difference(-outputs, "errors: none is left when the optimizer works, which is where the peak is")
+        yield Difference(temporaries, "temporaries of the optimizer")
+    else:
+        why = f"errors: temporaries, {format_bytes(temporaries)} at once, not one error for each activation"
+        yield Difference(temporaries - outputs, why)
 
 
 def _gradients(held: int, weights: int) -> str:
