@@ -32,6 +32,7 @@ from memrewrite.options import Budget
 if TYPE_CHECKING:
     from memrewrite.api import OptimizedModule, measure, optimize, verify
     from memrewrite.artifact.load import load
+    from memrewrite.estimates import Estimate, estimate
     from memrewrite.report.data import Measured, Report, report_of
     from memrewrite.runtime.dropin import FallbackWarning
     from memrewrite.runtime.swish import Swish, swish
@@ -40,12 +41,14 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _LAZY = {
+    "Estimate": "memrewrite.estimates",
     "FallbackWarning": "memrewrite.runtime.dropin",
     "Measured": "memrewrite.report.data",
     "OptimizedModule": "memrewrite.api",
     "Report": "memrewrite.report.data",
     "Swish": "memrewrite.runtime.swish",
     "Verdict": "memrewrite.verifying",
+    "estimate": "memrewrite.estimates",
     "load": "memrewrite.artifact.load",
     "measure": "memrewrite.api",
     "optimize": "memrewrite.api",
@@ -58,6 +61,7 @@ __all__ = [
     "Budget",
     "BudgetInfeasibleError",
     "CaptureError",
+    "Estimate",
     "FallbackWarning",
     "Measured",
     "MeasurementError",
@@ -69,6 +73,7 @@ __all__ = [
     "TargetError",
     "UsageError",
     "Verdict",
+    "estimate",
     "load",
     "measure",
     "optimize",

@@ -173,10 +173,15 @@ def verify(
     return verifying.verify(original, rewritten, inputs, step, exact=exact, steps=steps, seed=seed)
 
 
-def simulate_original(model: nn.Module, inputs: Inputs, step: Step, workspace: int) -> Timeline:
-    """The timeline of the model as it is; raises ``CaptureError`` where the model itself fails on the inputs."""
+def simulate_original(
+    model: nn.Module, inputs: Inputs, step: Step, workspace: int, *, attribute: bool = False, probe: bool = True
+) -> Timeline:
+    """The timeline of the model as it is, by ``measuring.predict``.
+
+    Raises ``CaptureError`` where the model itself fails on the inputs.
+    """
     try:
-        return predict(model, inputs, step, workspace_bytes=workspace)
+        return predict(model, inputs, step, workspace_bytes=workspace, attribute=attribute, probe=probe)
     except MemrewriteError:
         raise
     except Exception as error:

@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 import click
 
 from memrewrite import __version__, config, flags
-from memrewrite.commands.requests import MeasureRequest, OptimizeRequest, ShowRequest, VerifyRequest
-from memrewrite.errors import InternalError, MemrewriteError, UsageError
+from memrewrite.commands.requests import EstimateRequest, MeasureRequest, OptimizeRequest, ShowRequest, VerifyRequest
+from memrewrite.errors import BudgetInfeasibleError, InternalError, MemrewriteError, UsageError
 
 EXIT_INTERRUPTED = 130
 HELP = {"help_option_names": ["-h", "--help"], "show_default": True}
@@ -133,6 +133,22 @@ def show(**given: Any) -> int:
     return show.run(request)
 
 
+@main.command(short_help="Predict what a step takes, before it is run.")
+@flags.model
+@click.option("--device-memory", help="Say whether the step fits it, and the largest batch that does: 8GB, 7.5GiB.")
+@click.option("--depth", type=click.IntRange(min=0), help="Show the tree of modules so many levels deep.")
+@flags.output
+def estimate(**given: Any) -> int:
+    """Predict what a step of the model TARGET takes, of what and in which modules, before it is run.
+
+    No memory of a device is used, and a model made on the meta device takes none at all.
+    """
+    request = EstimateRequest(**given)
+    from memrewrite.commands import estimate
+
+    return estimate.run(request)
+
+
 def run(arguments: Sequence[str]) -> int:
     """Run one command line and give its exit code; errors become one sentence on stderr."""
     verbose = any(text in ("-v", "--verbose") for text in arguments)
@@ -163,5 +179,13 @@ def entry_point() -> NoReturn:
 def _fail(error: MemrewriteError, verbose: bool) -> int:
     if verbose and error.__cause__ is not None:
         click.echo("".join(traceback.format_exception(error.__cause__)), err=True, nl=False)
-    click.echo(f"memrewrite: {error}", err=True)
+    if isinstance(error, BudgetInfeasibleError) and error.options:
+        from rich.console import Console
+
+        from memrewrite.report.option_table import option_table
+
+        click.echo(f"memrewrite: {error.summary}", err=True)
+        Console(stderr=True, width=80).print(option_table(error.options), markup=False, highlight=False, emoji=False)
+    else:
+        click.echo(f"memrewrite: {error}", err=True)
     return error.exit_code

@@ -1,5 +1,10 @@
 """Every error memrewrite raises on purpose, each with the exit code of the command line."""
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from memrewrite.report.data import Option
+
 
 class MemrewriteError(Exception):
     """Base of the family: one sentence that says what is wrong, where, and what to do."""
@@ -50,15 +55,20 @@ class DoesNotFitError(MeasurementError):
 class BudgetInfeasibleError(MemrewriteError):
     """No plan fits the budget.
 
-    ``lowest`` is the lowest reachable peak in bytes, ``advice`` what else would fit, a sentence each.
+    ``lowest`` is the lowest reachable peak in bytes, ``options`` what was tried besides (of ``report.data.Option``),
+    ``advice`` what of it fits, a sentence each; ``summary`` is the message without these.
     """
 
     exit_code = 6
 
-    def __init__(self, message: str, lowest: int, advice: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, message: str, lowest: int, advice: tuple[str, ...] = (), options: "tuple[Option, ...]" = ()
+    ) -> None:
         super().__init__("\n".join([message, *advice]))
+        self.summary = message
         self.lowest = lowest
         self.advice = advice
+        self.options = options
 
 
 class InternalError(MemrewriteError):

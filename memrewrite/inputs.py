@@ -9,7 +9,6 @@ unless given), all from a fixed seed.
 import difflib
 import inspect
 import re
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -124,17 +123,15 @@ def normalise(value: Any, where: str) -> Inputs:
 
 
 def with_batch_size(inputs: Inputs, batch_size: int) -> Inputs:
-    """Repeat or cut every tensor along dimension 0 whose size there is the common batch size.
+    """Repeat or cut every tensor along dimension 0 whose size there is the inputs' batch size.
 
-    The common batch size is the most frequent size of dimension 0, the first of those on a tie.
     Raises ``UsageError`` when the size is not positive or no tensor has a dimension.
     """
-    sizes = Counter(tensor.shape[0] for tensor in inputs.tensors() if tensor.dim() and tensor.shape[0])
-    if batch_size < 1 or not sizes:
+    common = inputs.batch_size
+    if batch_size < 1 or not common:
         raise UsageError(
             f"Batch size {batch_size} cannot be set: it must be at least 1 and some input must have a batch."
         )
-    common = sizes.most_common(1)[0][0]
 
     def resize(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or not leaf.dim() or leaf.shape[0] != common:

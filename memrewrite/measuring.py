@@ -23,7 +23,7 @@ from memrewrite.private import clear_cublas_workspaces
 from memrewrite.report.data import Measured
 from memrewrite.simulate import Timeline, preserved_rng, run_tracked, simulate, with_workspaces
 from memrewrite.simulate.fake import tensors_of
-from memrewrite.step import Inputs, Phase, Step
+from memrewrite.step import Inputs, Phase, Step, device_type
 from memrewrite.stepspec import StepSpec
 
 _CPU_STEPS = 3  # steps there are slow and vary little
@@ -74,15 +74,19 @@ def predict(
     workspace_bytes: int = 0,
     steps: int = 2,
     attribute: bool = False,
+    probe: bool = True,
 ) -> Timeline:
     """``simulate``, or where the step depends on values real steps under the tracker, after which all is put back.
 
-    Raises ``DoesNotFitError`` when those run out of memory, ``DataDependentError`` for such a step ``as_cuda``.
+    Raises ``DoesNotFitError`` when those run out of memory, ``DataDependentError`` for such a step ``as_cuda`` or,
+    with ``probe`` False, on CUDA: that leaves the device alone.
     """
     try:
-        return simulate(module, inputs, step, workspace_bytes=workspace_bytes, steps=steps, attribute=attribute)
+        return simulate(
+            module, inputs, step, workspace_bytes=workspace_bytes, steps=steps, attribute=attribute, probe=probe
+        )
     except DataDependentError:
-        if step.as_cuda:
+        if step.as_cuda or (not probe and device_type(module, inputs) != "cpu"):
             raise
         return with_workspaces(_tracked(module, inputs, step, steps, attribute), workspace_bytes)
 

@@ -93,6 +93,11 @@ def format_bytes(count: int) -> str:
     return f"{count} B"
 
 
+def short_bytes(count: int) -> str:
+    """One unit, for columns: ``8.00 GB``."""
+    return format_bytes(count).partition(" (")[0]
+
+
 def _positive(count: int, text: str) -> int:
     if count <= 0:
         raise UsageError(f"Budget {text!r} must be more than zero bytes.")

@@ -5,7 +5,8 @@ In inference mode the step is one forward under ``torch.no_grad``.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -30,6 +31,12 @@ class Inputs:
     def tensors(self) -> list[Tensor]:
         """Every tensor in the inputs, in flattening order."""
         return [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)]
+
+    @property
+    def batch_size(self) -> int:
+        """The most frequent size of dimension 0, the first of those on a tie; 0 where no tensor has one."""
+        sizes = Counter(tensor.shape[0] for tensor in self.tensors() if tensor.dim() and tensor.shape[0])
+        return sizes.most_common(1)[0][0] if sizes else 0
 
 
 @dataclass(frozen=True)
@@ -89,6 +96,18 @@ class Step:
             on_phase("step")
             module.zero_grad(set_to_none=True)
         return value
+
+
+@contextlib.contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Let the module be in eval mode; afterwards every submodule has its own flag again."""
+    flags = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, flag in flags:
+            part.training = flag
 
 
 def autocast(amp: torch.dtype | None, device: str, cached: bool = True) -> contextlib.AbstractContextManager[Any]:

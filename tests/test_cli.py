@@ -47,7 +47,7 @@ def net(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_help_does_not_import_torch() -> None:
-    for arguments in (["--help"], ["optimize", "--help"], ["--version"]):
+    for arguments in (["--help"], ["optimize", "--help"], ["estimate", "--help"], ["--version"]):
         code = (
             f"import sys; from memrewrite.cli import run; c = run({arguments}); sys.exit(c or 'torch' in sys.modules)"
         )

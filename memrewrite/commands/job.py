@@ -49,24 +49,30 @@ def loader_of(request: ModelRequest, device: torch.device, artifact: Path | None
     return Loader(request.target, request.input, request.batch_size, folder, str(device), request.seed)
 
 
-def run(request: R, work: Callable[[Job[R], Stages], Outcome]) -> int:
-    """Load the model, do the work, answer, and give the exit code; raises what ``memrewrite.errors`` names."""
+def run(request: R, work: Callable[[Job[R], Stages], Outcome], *, on_device: bool = True) -> int:
+    """Load the model, do the work, answer, and give the exit code; raises what ``memrewrite.errors`` names.
+
+    With ``on_device`` False a step for CUDA is planned on the CPU also where CUDA is, and the device left alone.
+    """
 
     def on_job(stage: Stages) -> Outcome:
         stage("load")
-        with _loaded(request) as job:
+        with _loaded(request, on_device) as job:
             return work(job, stage)
 
     return respond(request, on_job)
 
 
 @contextlib.contextmanager
-def _loaded(request: R) -> Iterator[Job[R]]:
-    """The model and its inputs, in the mode of the step and on the device; while it lasts its imports are found."""
+def _loaded(request: R, on_device: bool) -> Iterator[Job[R]]:
+    """The model and its inputs, in the mode of the step and on the device; while it lasts its imports are found.
+
+    With ``on_device`` False they stay where the target makes them.
+    """
     spec = StepSpec(request.mode, request.optimizer, request.loss, request.amp)
     torch.manual_seed(request.seed)
     wanted = device_named(request.device)
-    as_cuda = wanted.type == "cuda" and not torch.cuda.is_available()
+    as_cuda = wanted.type == "cuda" and not (on_device and torch.cuda.is_available())
     device = torch.device("cpu") if as_cuda else wanted
     found = target.load(request.target, request.input, request.batch_size)
     with target.importable(found.folder), memory_errors(), _quiet_logs(request.verbose):

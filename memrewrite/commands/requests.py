@@ -106,3 +106,10 @@ class ShowRequest(Request):
     """``memrewrite show``."""
 
     artifact: Path
+
+
+class EstimateRequest(ModelRequest):
+    """``memrewrite estimate``."""
+
+    device_memory: str | None
+    depth: int | None

@@ -91,6 +91,16 @@ class Check:
 
 
 @dataclass(frozen=True)
+class Option:
+    """Another way to take the step: its predicted peak in bytes, whether that fits, and what it costs, in words."""
+
+    name: str
+    peak_bytes: int
+    fits: bool
+    cost: str
+
+
+@dataclass(frozen=True)
 class Report:
     """Everything a user is told. ``rewrites`` and ``refusals`` are (pass, where, what or why).
 

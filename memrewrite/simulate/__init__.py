@@ -99,12 +99,14 @@ def simulate(
     workspace_bytes: int = 0,
     steps: int = 2,
     attribute: bool = False,
+    probe: bool = True,
 ) -> Timeline:
     """Run ``steps`` steps on a fake twin of ``module`` and count.
 
     ``workspace_bytes`` is what libraries hold on the device besides tensors (``simulate.workspaces``); it is added
     throughout. On CUDA, what operators take while they run is measured there, one operator at a time, the first time
-    its signature is met; for a step ``as_cuda`` it is known of attention alone. ``attribute`` says by which submodule
+    its signature is met; for a step ``as_cuda``, or with ``probe`` False, it is known of attention alone and the device
+    is left alone. ``attribute`` says by which submodule
     every storage was made. The module, its tensors and the random state stay as they are.
     Raises ``UsageError`` for CUDA tensors without CUDA, ``DataDependentError`` where the step depends on data.
     """
@@ -116,7 +118,7 @@ def simulate(
         )
     with preserved_rng(tensors):
         device = next((tensor.device for tensor in tensors if tensor.is_cuda), torch.device("cpu"))
-        transients = transients_for(device, step.as_cuda)
+        transients = transients_for(device, step.as_cuda or (device.type == "cuda" and not probe))
         timeline = _on_fakes(module, inputs, step, transients, steps, attribute)
         if transients is not None and transients.probe():
             timeline = _on_fakes(module, inputs, step, transients, steps, attribute)

@@ -1,4 +1,8 @@
-"""The fake twin of a module: the same structure over fake tensors, which have shapes and devices but no memory."""
+"""The fake twin of a module: the same structure over fake tensors, which have shapes and devices but no memory.
+
+A tensor on the meta device stands for one that is not there yet: its fake lies on the CPU, or, among the inputs, where
+the model lies.
+"""
 
 import copy
 import functools
@@ -9,12 +13,15 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import is_dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from memrewrite.private import FakeTensorMode, real_rules_on_fake_tensors, tree_map
+from memrewrite.private import FakeTensor, FakeTensorMode, real_rules_on_fake_tensors, tree_map
 from memrewrite.simulate.as_cuda import as_cuda
 from memrewrite.simulate.known import known_values
 from memrewrite.step import Inputs
+
+_CPU = torch.device("cpu")
 
 
 def fake_twin(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
@@ -27,9 +34,12 @@ def fake_twin(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
     return twin
 
 
-def fake_inputs(inputs: Inputs, mode: FakeTensorMode) -> Inputs:
-    """The same inputs with fake tensors; a tensor given twice stays one tensor."""
-    copier = _Copier(lambda tensor: _fake(tensor, mode))
+def fake_inputs(inputs: Inputs, mode: FakeTensorMode, device: torch.device = _CPU) -> Inputs:
+    """The same inputs with fake tensors; a tensor given twice stays one tensor.
+
+    Those on the meta device stand for tensors on ``device``.
+    """
+    copier = _Copier(lambda tensor: _fake(tensor, mode, device))
 
     def convert(leaf: Any) -> Any:
         return copier.copy(leaf) if isinstance(leaf, Tensor) else leaf
@@ -47,8 +57,10 @@ def on_fakes(
     """
     # Constants outside the module (globals of its file) are real; they are read as fakes and not counted.
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    twin, fakes = fake_twin(module, mode), fake_inputs(inputs, mode)
-    given = zip(fakes.tensors(), inputs.tensors(), strict=True) if these else ()
+    device = next((parameter.device for parameter in module.parameters() if not parameter.is_meta), _CPU)
+    twin, fakes = fake_twin(module, mode), fake_inputs(inputs, mode, device)
+    pairs = zip(fakes.tensors(), inputs.tensors(), strict=True)
+    given = [(fake, real) for fake, real in pairs if these and not real.is_meta]
     with real_rules_on_fake_tensors(), mode, known_values(given), as_cuda() if cuda else nullcontext():
         yield twin, fakes
 
@@ -65,9 +77,10 @@ def tensors_of(module: nn.Module) -> list[Tensor]:
     return found
 
 
-def _fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
+def _fake(tensor: Tensor, mode: FakeTensorMode, device: torch.device = _CPU) -> Tensor:
     # Detached, because the conversion would also copy .grad and the history of a non-leaf.
-    fake = mode.from_tensor(tensor.detach())
+    plain = tensor.detach()
+    fake = FakeTensor(mode, plain, device) if plain.is_meta else mode.from_tensor(plain)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(fake, requires_grad=tensor.requires_grad)
     return fake.requires_grad_(tensor.requires_grad)

@@ -1,0 +1,184 @@
+"""What else would fit when a step does not: each option simulated, none guessed."""
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from memrewrite.advice.loops import Accumulating, Careless
+from memrewrite.errors import BudgetInfeasibleError, MemrewriteError
+from memrewrite.measuring import predict
+from memrewrite.options import format_bytes
+from memrewrite.pipeline import Line
+from memrewrite.report.data import Option
+from memrewrite.runtime.dropin import FallbackWarning
+from memrewrite.simulate.batch import at_batch
+from memrewrite.step import Inputs, Step, evaluating
+from memrewrite.stepspec import optimizer_factory
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_OTHER_OPTIMIZER = "another optimizer: it wants another learning rate"
+# What may take the place of a richer optimizer, by name.
+_LEANER = {
+    "SGD with momentum (--optimizer sgd-momentum)": "sgd-momentum",
+    "SGD without momentum (--optimizer sgd)": "sgd",
+}
+_AMP = "bfloat16 autocast (--amp bf16)"
+_OTHER_BITS = "products and convolutions in bfloat16: other bits, as fast or faster on a GPU"
+
+
+def infeasible(line: Line, budget: int, lowest: int) -> BudgetInfeasibleError:
+    """The error for a budget in bytes that the line's lowest plan (marked on its graph) does not meet."""
+    message = (
+        f"No plan fits {format_bytes(budget)}: the lowest reachable peak is {format_bytes(lowest)} "
+        f"({_floor(line)}). What else would fit:"
+    )
+    workspaces = {"train": line.workspace, "inference": line.workspace}
+    found = options(Variants(line.build(), line.inputs, line.step, workspaces), budget, lowest)
+    lines = tuple(
+        f"  - {option.name}: {format_bytes(option.peak_bytes)} ({option.cost})" for option in found if option.fits
+    )
+    return BudgetInfeasibleError(message, lowest, lines or ("  - nothing that was tried; a smaller model.",), found)
+
+
+def _floor(line: Line) -> str:
+    """What the peak is made of, largest first."""
+    categories = line.simulate().categories
+    largest = sorted(categories.items(), key=lambda item: -item[1])[:4]
+    return ", ".join(f"{name} {format_bytes(size)}" for name, size in largest)
+
+
+@dataclass(frozen=True)
+class Variants:
+    """A model whose step is simulated in other ways.
+
+    ``workspaces`` are the bytes that libraries hold in each mode; with ``probe`` False no device is used.
+    """
+
+    module: nn.Module
+    inputs: Inputs
+    step: Step
+    workspaces: Mapping[str, int]
+    probe: bool = True
+
+    def peak(self, step: Step, inputs: Inputs | None = None) -> int | None:
+        """The peak in bytes; None where the rewritten forward, or the model itself, does not take the inputs."""
+        given = self.inputs if inputs is None else inputs
+        with warnings.catch_warnings(), evaluating(self.module) if step.mode == "inference" else nullcontext():
+            warnings.simplefilter("error", FallbackWarning)
+            try:
+                found = predict(self.module, given, step, workspace_bytes=self.workspaces[step.mode], probe=self.probe)
+            except (FallbackWarning, MemrewriteError, RuntimeError, ValueError, TypeError, IndexError):
+                return None
+        return found.peak
+
+
+def options(variants: Variants, limit: int, now: int) -> tuple[Option, ...]:
+    """Other ways to take the step, whose peak is ``now`` bytes: those within ``limit`` bytes first, then the cheapest.
+
+    Cheapest is what changes the training least: micro-batches (unless batch normalization sees them), autocast,
+    another optimizer, both, and all of it where nothing else fits. Of what does not fit, the lowest peaks come first.
+    Last stand evaluation, and what a loop would take that lets go of less than this step does.
+    """
+    if variants.step.mode == "inference":
+        return tuple(_batches(variants, limit, now))
+    found = [*_batches(variants, limit, now), *_leaner_steps(variants, limit, now)]
+    if _normalized(variants.module):
+        found.sort(key=lambda option: "micro-batches" in option.name)
+    if not any(option.fits for option in found):
+        leanest, words = _leanest(variants.step)
+        if words:
+            found += _batches(replace(variants, step=leanest), limit, variants.peak(leanest) or now, f", with {words}")
+    fitting = [option for option in found if option.fits]
+    others = sorted((option for option in found if not option.fits), key=lambda option: option.peak_bytes)
+    return (*fitting, *others, *_as_it_is(variants, limit, now))
+
+
+def _batches(variants: Variants, limit: int, now: int, also: str = "") -> Iterator[Option]:
+    """The largest halved batch that fits, else the smallest, in micro-batches; and a smaller batch, if that is larger.
+
+    A batch that by a straight line through the known peaks is far from fitting is not tried.
+    """
+    whole = variants.inputs.batch_size
+    train = variants.step.mode == "train"
+    loop = Accumulating(**vars(variants.step)) if train else variants.step
+    known = [(whole, now)]
+    for size in (whole >> power for power in range(1, whole.bit_length())):
+        if _line(known, size) > 1.1 * limit and size > 1:
+            continue
+        peak = variants.peak(loop, at_batch(variants.inputs, size))
+        if peak is None:  # the smallest batches are special: BatchNorm, for one, needs two samples
+            break
+        known.append((size, peak))
+        if peak <= limit:
+            break
+    if len(known) == 1:
+        return
+    size, peak = known[-1]
+    parts = -(-whole // size)
+    if not train:
+        yield Option(f"{parts} batches of {size}", peak, peak <= limit, f"{parts} forward passes")
+        return
+    cost = f"{parts} forward and backward passes for each optimizer step"
+    if _normalized(variants.module):
+        cost += f"; batch normalization then sees {size} samples at a time"
+    yield Option(f"{parts} micro-batches of {size} with gradient accumulation{also}", peak, peak <= limit, cost)
+    if peak <= limit and parts > 2 and not also:
+        lower = variants.peak(variants.step, at_batch(variants.inputs, 2 * size))
+        if lower is not None and lower <= limit:
+            cost = f"another training: {2 * size} samples for each optimizer step"
+            yield Option(f"batch {2 * size} (--batch-size {2 * size})", lower, True, cost)
+
+
+def _line(known: list[tuple[int, int]], size: int) -> float:
+    """What a straight line through the last two known peaks says; nothing with one of them."""
+    if len(known) < 2:
+        return 0.0
+    (more, high), (less, low) = known[-2:]
+    return low + (size - less) * (high - low) / (more - less)
+
+
+def _normalized(module: nn.Module) -> bool:
+    """Whether batch normalization takes its statistics from the batch."""
+    return any(isinstance(part, _BATCH_NORMS) and part.training for part in module.modules())
+
+
+def _leanest(step: Step) -> tuple[Step, str]:
+    """The step under autocast, with an optimizer without state, and what of that is new in it."""
+    words = ["bfloat16 autocast"] * (step.amp is None) + ["SGD"] * (step.optimizer is not None)
+    optimizer = None if step.optimizer is None else torch.optim.SGD
+    return replace(step, amp=step.amp or torch.bfloat16, optimizer=optimizer), " and ".join(words)
+
+
+def _leaner_steps(variants: Variants, limit: int, now: int) -> Iterator[Option]:
+    """Autocast, leaner optimizers, and both, as far as they lower the peak."""
+    step = variants.step
+    candidates: list[tuple[str, Step, str]] = []
+    if step.amp is None:
+        candidates.append((_AMP, replace(step, amp=torch.bfloat16), _OTHER_BITS))
+    if step.optimizer is not None:
+        for name, short in _LEANER.items():
+            candidates.append((name, replace(step, optimizer=optimizer_factory(short)), _OTHER_OPTIMIZER))
+    if len(candidates) == len(_LEANER) + 1:
+        both, words = _leanest(step)
+        candidates.append((f"both {words}", both, f"{_OTHER_BITS}; {_OTHER_OPTIMIZER}"))
+    for name, other, cost in candidates:
+        peak = variants.peak(other)
+        if peak is not None and peak < now:
+            yield Option(name, peak, peak <= limit, cost)
+
+
+def _as_it_is(variants: Variants, limit: int, now: int) -> Iterator[Option]:
+    """What holds without a change: evaluation, and what another way to write the loop would take."""
+    evaluation = variants.peak(replace(variants.step, mode="inference"))
+    if evaluation is not None:
+        yield Option(
+            "evaluation under torch.no_grad()", evaluation, evaluation <= limit, "no gradients, so no training"
+        )
+    careless = variants.peak(Careless(**vars(variants.step)))
+    if careless is not None and careless > now:
+        cost = f"{format_bytes(careless - now)} more than this step, which keeps none of it"
+        yield Option("zero_grad(set_to_none=False), loss and output held", careless, careless <= limit, cost)

@@ -1,0 +1,175 @@
+"""Will it fit? What a step takes, of what, in which modules, and with which batch it fits: all on fake tensors.
+
+Nothing is allocated on a device, also where there is one: a step for CUDA is simulated for it on the CPU (``as_cuda``).
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from memrewrite import advice, pipeline
+from memrewrite.api import Optimizer, make_step, simulate_original
+from memrewrite.errors import CaptureError, UsageError
+from memrewrite.estimates import modules, textbook
+from memrewrite.estimates.batches import largest
+from memrewrite.estimates.data import Difference, Estimate, Largest, ModuleShare, Peak, Textbook
+from memrewrite.options import Budget
+from memrewrite.report.data import Option
+from memrewrite.simulate import Timeline
+from memrewrite.simulate.as_cuda import STATED_ERROR, library_bytes
+from memrewrite.simulate.batch import at_batch
+from memrewrite.step import Inputs, Step, evaluating
+
+__all__ = ["Difference", "Estimate", "Largest", "ModuleShare", "Peak", "Textbook", "estimate"]
+
+_AS_CUDA = f"The figures are predicted for CUDA without using it, with a stated error of {STATED_ERROR}. "
+_UNKNOWN = "What operators take while they run, such as convolution workspaces, is not in the figures."
+
+
+def estimate(
+    model: nn.Module,
+    example_inputs: Any,
+    *,
+    example_kwargs: dict[str, Any] | None = None,
+    optimizer: Optimizer = "adamw",
+    loss_fn: Callable[[Any], Tensor] | None = None,
+    amp: str | torch.dtype | None = None,
+    mode: Literal["train", "inference"] | None = None,
+    device: str | torch.device | None = None,
+    device_memory: str | int | Budget | None = None,
+    progress: Callable[[str], None] = lambda stage: None,
+) -> Estimate:
+    """What a step of ``model`` takes, before it is run; the arguments are those of ``memrewrite.optimize``.
+
+    ``device`` is where the step would run: by default where the model lies; ``"cuda"`` for a model on the CPU, whether
+    there is CUDA or not. Parameters and inputs may lie on the meta device, which stands for the CPU: a model too large
+    for this machine is made under ``torch.device("meta")``. ``device_memory`` (``"8GB"``, ``"7.5GiB"``, an int of
+    bytes) is what the step has: then the largest batches that fit are looked for and, where this one does not, what
+    else would. The model and the random state stay as they are, and no device is used; only a step whose course
+    depends on values is taken for real, on the CPU.
+    Raises ``CaptureError`` where the model fails on the inputs, ``DataDependentError`` where such a step is for CUDA,
+    ``UsageError``, and what ``measure.predict`` raises.
+    """
+    inputs = Inputs(example_inputs if isinstance(example_inputs, tuple) else (example_inputs,), example_kwargs or {})
+    here = next((t.device.type for t in [*model.parameters(), *inputs.tensors()] if not t.is_meta), "cpu")
+    wanted = here if device is None else _kind(device)
+    if here == "cuda" and wanted != here:
+        raise UsageError("The model is on cuda; leave out device, or move the model and its inputs to the CPU.")
+    step = make_step(model, optimizer, loss_fn, amp, mode)
+    step = replace(step, as_cuda=wanted == "cuda" and here != "cuda")
+    memory = None if device_memory is None else _bytes(device_memory)
+    look = _Look(pipeline.without_hooks(model), inputs, step, library_bytes(step.mode) if wanted == "cuda" else 0)
+    progress("simulate")
+    timeline = look.timeline(attribute=True)
+    more = look.at(2 * inputs.batch_size).attempt(attribute=True) if inputs.batch_size else None
+    counted = textbook.count(look.model, inputs, step)
+    rule = textbook.rule(look.model, inputs, step, inputs.batch_size, counted)
+    inference = look if step.mode == "inference" else look.inference(wanted)
+    evaluated = timeline if inference is look else inference.attempt()
+    found = Estimate(
+        model=type(model).__name__,
+        mode=step.mode,
+        device=wanted,
+        batch_size=inputs.batch_size or None,
+        peak=_peak(timeline),
+        inference_peak=None if evaluated is None else evaluated.peak,
+        modules=modules.shares(model, timeline, (inputs.batch_size, more) if more else None),
+        textbook=rule,
+        differences=textbook.differences(rule, timeline, counted, step.mode == "train"),
+        notes=() if wanted == "cpu" else (f"{_AS_CUDA if step.as_cuda else ''}{_UNKNOWN}",),
+    )
+    if memory is None:
+        return found
+    return _fitted(found, look, inference, memory, None if more is None else more.peak, progress)
+
+
+@dataclass(frozen=True)
+class _Look:
+    """A model whose steps are simulated, with ``workspace`` bytes of libraries throughout."""
+
+    model: nn.Module
+    inputs: Inputs
+    step: Step
+    workspace: int
+
+    def timeline(self, attribute: bool = False) -> Timeline:
+        """Raises what ``simulate_original`` raises."""
+        with evaluating(self.model) if self.step.mode == "inference" else nullcontext():
+            return simulate_original(
+                self.model, self.inputs, self.step, self.workspace, attribute=attribute, probe=False
+            )
+
+    def attempt(self, attribute: bool = False) -> Timeline | None:
+        """The timeline, None where the model does not take these inputs."""
+        try:
+            return self.timeline(attribute)
+        except CaptureError:
+            return None
+
+    def at(self, batch_size: int) -> "_Look":
+        """The same with another batch size."""
+        return replace(self, inputs=at_batch(self.inputs, batch_size))
+
+    def peak(self, batch_size: int) -> int | None:
+        """The peak with that batch size, None where the step fails."""
+        found = self.at(batch_size).attempt()
+        return None if found is None else found.peak
+
+    def inference(self, device: str) -> "_Look":
+        """The same in eval mode under ``no_grad``."""
+        step = replace(self.step, mode="inference", optimizer=None, loss_fn=None)
+        return replace(self, step=step, workspace=library_bytes("inference") if device == "cuda" else 0)
+
+
+def _fitted(
+    found: Estimate, look: _Look, inference: _Look, memory: int, double: int | None, progress: Callable[[str], None]
+) -> Estimate:
+    """The estimate with what it says about ``memory`` bytes; ``double`` is the peak with twice the batch."""
+    fits = found.peak.bytes <= memory
+    batch = found.batch_size or 0
+    progress("largest batch")
+    sizes = [_largest(look, memory, batch, found.peak.bytes, double)]
+    if inference is not look:
+        twice = inference.peak(2 * batch) if batch else None
+        sizes.append(_largest(inference, memory, batch, found.inference_peak, twice))
+    others: tuple[Option, ...] = ()
+    if not fits:
+        progress("options")
+        workspaces: dict[str, int] = {each.step.mode: each.workspace for each in (inference, look)}
+        variants = advice.Variants(look.model, look.inputs, look.step, workspaces, probe=False)
+        others = advice.options(variants, memory, found.peak.bytes)
+    return replace(found, device_memory=memory, fits=fits, largest=tuple(sizes), options=others)
+
+
+def _largest(look: _Look, memory: int, batch: int, once: int | None, twice: int | None) -> Largest:
+    if once is None or twice is None:
+        return Largest(look.step.mode, None, None, (), "no other batch size could be simulated")
+    return largest(look.step.mode, memory, {batch: once, 2 * batch: twice}, look.peak)
+
+
+def _peak(timeline: Timeline) -> Peak:
+    label = timeline.events[timeline.peak_event][1]
+    phase, _, operator = label.removeprefix("step 2 ").partition(": ")
+    place = timeline.modules[timeline.peak_event]
+    return Peak(timeline.peak, timeline.categories, phase.removesuffix(" ends"), operator, place)
+
+
+def _kind(device: str | torch.device) -> str:
+    try:
+        kind = torch.device(device).type
+    except RuntimeError as error:
+        raise UsageError(f"Device {device!r} is unknown; give cpu or cuda.") from error
+    if kind not in ("cpu", "cuda"):
+        raise UsageError(f"Device {device!r} is not supported; give cpu or cuda.")
+    return kind
+
+
+def _bytes(memory: str | int | Budget) -> int:
+    parsed = Budget.parse(memory)
+    if parsed.bytes is None:
+        raise UsageError(f"Device memory {memory!r} is no number of bytes; write e.g. 8GB or 7.5GiB.")
+    return parsed.bytes

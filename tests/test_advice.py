@@ -1,0 +1,162 @@
+"""What else would fit: every peak that is told is that of a real step, and costs are said where they are."""
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import memrewrite
+from memrewrite import cli
+from memrewrite.advice import Variants, options
+from memrewrite.advice.loops import Accumulating, Careless
+from memrewrite.errors import BudgetInfeasibleError
+from memrewrite.report.data import Option
+from memrewrite.simulate import run_tracked, simulate
+from memrewrite.step import Inputs, Step, evaluating
+from memrewrite.stepspec import optimizer_factory
+from tests.models import ResidualNet, SwishNet, images, rows
+
+NO_WORKSPACES = {"train": 0, "inference": 0}
+ADAMW = Step(optimizer=torch.optim.AdamW)
+
+
+def asked(module: nn.Module, inputs: Inputs, step: Step, share: float) -> tuple[int, dict[str, Option]]:
+    """The options for ``share`` of the peak, by what their names begin with."""
+    now = simulate(module, inputs, step).peak
+    found = options(Variants(module, inputs, step, NO_WORKSPACES), int(share * now), now)
+    return now, {option.name: option for option in found}
+
+
+def named(found: dict[str, Option], word: str) -> Option:
+    (option,) = (option for name, option in found.items() if name.startswith(word))
+    return option
+
+
+def real(module: nn.Module, inputs: Inputs, step: Step) -> int:
+    """The peak of real steps, as they are tracked."""
+    module = copy.deepcopy(module)
+    with evaluating(module) if step.mode == "inference" else torch.enable_grad():
+        return run_tracked(module, inputs, step).peak
+
+
+@pytest.fixture(scope="module")
+def residual() -> dict[str, Option]:
+    return asked(ResidualNet(), images(8), ADAMW, 0.7)[1]
+
+
+@pytest.mark.parametrize(
+    ("word", "step"),
+    [
+        ("bfloat16 autocast", replace(ADAMW, amp=torch.bfloat16)),
+        ("SGD with momentum", replace(ADAMW, optimizer=optimizer_factory("sgd-momentum"))),
+        ("SGD without momentum", replace(ADAMW, optimizer=torch.optim.SGD)),
+        ("both bfloat16 autocast and SGD", replace(ADAMW, amp=torch.bfloat16, optimizer=torch.optim.SGD)),
+        ("evaluation", Step("inference")),
+        ("zero_grad(set_to_none=False)", Careless(**vars(ADAMW))),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_every_peak_is_that_of_a_real_step(word: str, step: Step, residual: dict[str, Option]) -> None:
+    assert named(residual, word).peak_bytes == real(ResidualNet(), images(8), step)
+
+
+def test_micro_batches_find_the_gradients_of_those_before() -> None:
+    module = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
+    inputs = Inputs((torch.ones(512, 64),), {})
+    _, found = asked(module, inputs, ADAMW, 0.7)
+    option = named(found, "2 micro-batches of 256")
+    half = Inputs((torch.ones(256, 64),), {})
+    assert option.fits
+    assert option.peak_bytes == real(module, half, Accumulating(**vars(ADAMW)))
+    gradients = sum(p.numel() * 4 for p in module.parameters())
+    assert option.peak_bytes > real(module, half, ADAMW)
+    new = 64 * 64 * 4 + 2 * 512  # the gradient that is added to one of those, and granules
+    assert option.peak_bytes <= real(module, half, ADAMW) + gradients + new
+    assert option.cost == "2 forward and backward passes for each optimizer step"
+
+
+def test_a_larger_batch_that_fits_where_no_gradients_wait_is_told() -> None:
+    module, inputs = SwishNet(width=32, depth=6), rows(512)
+    now, found = asked(module, inputs, ADAMW, 0.3)
+    assert named(found, "8 micro-batches of 64").fits
+    lower = named(found, "batch 128 (--batch-size 128)")
+    assert lower.peak_bytes == real(module, rows(128), ADAMW) <= 0.3 * now
+    assert lower.peak_bytes < real(module, rows(128), Accumulating(**vars(ADAMW)))
+
+
+def test_batch_normalization_is_spoken_of_only_where_it_is() -> None:
+    for module, told in ((ResidualNet(), True), (ResidualNet().eval(), False)):
+        step = ADAMW if told else replace(ADAMW, optimizer=None)
+        _, found = asked(module, images(64), step, 0.8)
+        micro = next(option for name, option in found.items() if "micro-batches" in name)
+        assert ("batch normalization" in micro.cost) == told
+        first = next(iter(found))
+        assert ("micro-batches" in first) != told  # the cheapest, unless it changes the statistics
+
+
+def test_what_fits_stands_first_and_all_that_is_tried_is_told() -> None:
+    module, inputs = SwishNet(width=64, depth=2), Inputs((torch.randn(16, 64),), {})  # mostly parameters
+    now, found = asked(module, inputs, ADAMW, 0.6)
+    others = [option for option in found.values() if not option.name.startswith(("evaluation", "zero_grad"))]
+    assert [option.fits for option in others] == sorted((option.fits for option in others), reverse=True)
+    assert {option.fits for option in others} == {True, False}
+    assert all(option.peak_bytes < now for option in others)
+    careless = named(found, "zero_grad")
+    assert careless.peak_bytes > now
+    assert "more than this step" in careless.cost
+
+
+def test_all_of_it_together_where_nothing_else_fits() -> None:
+    module = nn.Sequential(nn.Linear(64, 2048), nn.ReLU(), nn.Linear(2048, 64))
+    now, found = asked(module, Inputs((torch.ones(256, 64),), {}), ADAMW, 0.3)
+    together = [name for name in found if "micro-batches" in name and "autocast and SGD" in name]
+    assert len(together) == 1
+    assert now > found[together[0]].peak_bytes
+
+
+def test_inference_has_smaller_batches_alone() -> None:
+    module, inputs = ResidualNet().eval(), images(16)
+    _, found = asked(module, inputs, Step("inference"), 0.6)
+    ((name, option),) = found.items()
+    assert name.startswith("2 batches of 8")
+    assert option.peak_bytes == real(module, images(8), Step("inference"))
+
+
+def test_the_error_of_a_budget_carries_the_options() -> None:
+    with pytest.raises(BudgetInfeasibleError) as caught:
+        memrewrite.optimize(SwishNet(depth=6), rows(512).args, budget=120_000, verify=False)
+    error = caught.value
+    assert error.options
+    fitting = [option for option in error.options if option.fits]
+    assert len(error.advice) == max(len(fitting), 1)
+    assert all(option.name in line for option, line in zip(fitting, error.advice, strict=False))
+    assert str(error) == "\n".join([error.summary, *error.advice])
+
+
+NET = """
+from tests.models import SwishNet, rows
+
+def get_model():
+    return SwishNet(depth=6)
+
+def get_inputs():
+    return rows(512).args
+"""
+
+
+def test_the_command_line_shows_them_as_a_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "advised_net.py").write_text(NET)
+    assert cli.run(["optimize", "advised_net.py", "--budget", "120KB", "-q"]) == 6
+    said = capsys.readouterr().err
+    lines = said.splitlines()
+    table = next(i for i, line in enumerate(lines) if line.startswith("option"))
+    assert lines[table].split() == ["option", "peak", "fits", "cost"]
+    assert max(map(len, lines[table:])) <= 80
+    assert "micro-batches" in " ".join(lines[table:])
+    assert "No plan fits 120000 B" in said
