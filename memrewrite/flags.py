@@ -35,8 +35,7 @@ Without attr it is get_model, build_model, model, or the only nn.Module subclass
 EXIT_CODES = """\b
 Exit codes:
   0    The command did what it was asked to.
-  1    --check failed, the measured peak is over the budget, or --device-memory is
-       too small.
+  1    It does not fit: --check, --device-memory, or the measured peak.
   2    The request cannot be meant: a target, an input, an option, a folder.
   3    The model cannot be captured.
   4    The rewritten model is not equivalent; nothing was written.

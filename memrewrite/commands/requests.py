@@ -108,6 +108,7 @@ class ShowRequest(Request):
     artifact: Path
 
 
+@dataclass(frozen=True, kw_only=True)
 class EstimateRequest(ModelRequest):
     """``memrewrite estimate``."""
 
