@@ -23,7 +23,7 @@ EAGER, BLOCK, SQRT, OURS, COMPILE, BOTH = "eager", "block", "sqrt", "ours", "com
 MINIMUM = f"{OURS} min"
 _OURS = [f"{OURS} {budget}" for budget in ("min", "block", "80%", "65%", "50%", "40%", "33%", "27%")]
 _RATIOS = [f"{COMPILE} {ratio}" for ratio in ("0.8", "0.5", "0.3", "0.2", "0.1", "0")]
-_BOTH = [f"{BOTH} {budget}" for budget in ("min", "27%", "50%", "80%")]
+_BOTH = [f"{BOTH} {budget}" for budget in ("min", "27%", "50%", "65%", "80%")]
 CONTENDERS = [EAGER, BLOCK, SQRT, *_OURS, COMPILE, *_RATIOS, *_BOTH]
 
 Rows = Mapping[str, ParetoRow]
