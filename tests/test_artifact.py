@@ -40,7 +40,7 @@ from memrewrite_model import apply
 torch.manual_seed(0)
 model = ArtifactNet()
 applied = apply(model)
-assert isinstance(applied, ArtifactNet) and type(applied).__name__ == "OptimizedArtifactNet"
+assert isinstance(applied, ArtifactNet) and type(applied).__qualname__ == "OptimizedArtifactNet"
 torch.save(take_step(applied), "elsewhere.pt")
 """
 
@@ -124,7 +124,7 @@ def test_applied_is_a_drop_in(folder: Path) -> None:
 def test_copies_stay_rewritten(folder: Path, copied: Callable[[nn.Module], nn.Module]) -> None:
     applied = load(folder / "out", net())
     twin = copied(applied)
-    assert type(twin).__name__ == "OptimizedArtifactNet"
+    assert type(twin).__qualname__ == "OptimizedArtifactNet"
     assert next(twin.parameters()) is not next(applied.parameters())
     assert_equal(take_step(twin), take_step(applied))
 
@@ -134,7 +134,7 @@ def test_a_pickle_finds_the_artifact_once_it_is_loaded(here: Path) -> None:
     code = (
         "import pickle, sys; sys.path.insert(0, '.'); from pathlib import Path\n"
         "from memrewrite.artifact.load import import_artifact\n"
-        "import_artifact(Path('out')); print(type(pickle.loads(Path('model.pickle').read_bytes())).__name__)"
+        "import_artifact(Path('out')); print(type(pickle.loads(Path('model.pickle').read_bytes())).__qualname__)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "OptimizedArtifactNet", done.stderr

@@ -161,7 +161,11 @@ _OWN = frozenset(vars(nn.Module()))
 
 
 def _subclass(base: type[nn.Module], program: Program) -> type[nn.Module]:
-    """``class Optimized<Base>(Base)`` with the program's forward; every other method is inherited."""
+    """``class Optimized<Base>(Base)`` with the program's forward; every other method is inherited.
+
+    Only its ``__qualname__`` says Optimized: libraries look classes up by ``__name__`` and write it into files, such as
+    transformers, which shifts smoothed labels only for the names of its causal language models.
+    """
 
     @functools.wraps(base.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -187,7 +191,8 @@ def _subclass(base: type[nn.Module], program: Program) -> type[nn.Module]:
 
     forward.__signature__ = inspect.signature(base.forward)  # type: ignore[attr-defined]
     members = {"forward": forward, "__reduce_ex__": reduce, "__setstate__": restore, "_memrewrite": program}
-    return type(f"Optimized{base.__name__}", (base,), {**members, "__module__": base.__module__})
+    names = {"__module__": base.__module__, "__qualname__": f"Optimized{base.__name__}"}
+    return type(base.__name__, (base,), {**members, **names})
 
 
 def accept(
