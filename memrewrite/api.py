@@ -26,11 +26,12 @@ from memrewrite.rewrite import where
 from memrewrite.simulate import Timeline
 from memrewrite.simulate.as_cuda import NOTE
 from memrewrite.simulate.workspaces import workspace_bytes
-from memrewrite.step import Inputs, Step, device_type
+from memrewrite.step import Inputs, Step, device_type, optimizers_like
 from memrewrite.stepspec import amp_dtype, optimizer_factory
 from memrewrite.verifying import Verdict
 
-Optimizer = str | type[torch.optim.Optimizer] | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None
+Factory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+Optimizer = str | torch.optim.Optimizer | type[torch.optim.Optimizer] | Factory | None
 _CORRECTIONS = 6  # plans made after the device's own peak was seen
 _MARGIN = 0.0005  # what each of them leaves of the budget besides, times its number
 
@@ -64,7 +65,7 @@ def optimize(
     ``example_inputs`` is a tensor or a tuple; ``budget`` text such as ``"8GB"``, ``"60%"`` or ``"min"``, an int of
     bytes or a ``Budget``, and bounds the peak of a steady step: parameters, gradients, optimizer state, inputs,
     activations, temporaries and library workspaces. ``optimizer`` is ``"none"``, ``"sgd"``, ``"sgd-momentum"``,
-    ``"adam"``, ``"adamw"``, a ``torch.optim`` class, a factory of one, or None; ``loss_fn(output)`` gives a scalar;
+    ``"adam"``, ``"adamw"``, an optimizer to copy, its class or a factory, or None; ``loss_fn(output)`` gives a scalar;
     ``amp`` is ``"bf16"`` or ``"fp16"``; ``mode`` is by default the one the model is in. ``device`` is where the model
     lies, or, for a model on the CPU where there is no CUDA, ``"cuda"`` to plan for it: then peaks are predicted for
     CUDA, nothing is measured, equivalence is verified on the CPU, and the result takes inputs on the CPU. ``regions``
@@ -208,7 +209,10 @@ def make_step(
         raise UsageError(f"The model is in {now} mode; call model.{'train' if mode == 'train' else 'eval'}() first.")
     if now == "train" and not any(p.requires_grad for p in model.parameters()):
         raise UsageError("No parameter requires a gradient, so there is no training step; call model.eval() first.")
-    factory = optimizer_factory(optimizer) if isinstance(optimizer, str) else optimizer
+    if isinstance(optimizer, str):
+        factory = optimizer_factory(optimizer)
+    else:
+        factory = optimizers_like(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else optimizer
     return Step(now, factory, loss_fn, amp_dtype(amp) if isinstance(amp, str) else amp)
 
 

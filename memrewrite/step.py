@@ -5,6 +5,8 @@ In inference mode the step is one forward under ``torch.no_grad``.
 """
 
 import contextlib
+import functools
+import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -108,6 +110,24 @@ def evaluating(module: nn.Module) -> Iterator[None]:
     finally:
         for part, flag in flags:
             part.training = flag
+
+
+def optimizers_like(optimizer: torch.optim.Optimizer) -> OptimizerFactory:
+    """A factory of optimizers of that class with the settings of its first group; the optimizer itself is not touched.
+
+    Raises ``UsageError`` where the class takes more than its settings.
+    """
+    signature = inspect.signature(type(optimizer))
+    settings = {**optimizer.defaults, **optimizer.param_groups[0]}
+    known = {name: settings[name] for name in signature.parameters if name in settings and name != "params"}
+    try:
+        signature.bind([], **known)
+    except TypeError as error:
+        raise UsageError(
+            f"{type(optimizer).__name__} cannot be made again from its settings ({error}); give a factory, "
+            "lambda parameters: ..., as the optimizer."
+        ) from error
+    return functools.partial(type(optimizer), **known)
 
 
 def autocast(amp: torch.dtype | None, device: str, cached: bool = True) -> contextlib.AbstractContextManager[Any]:

@@ -22,6 +22,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("report.batch_plot", "report.code_diff", "report.contents", "report.measured", "report.option_table"),
     ("report.proof", "report.read"),
     ("report.tables",),
+    ("integrations",),
     ("api",),
     ("advice",),
     ("pipeline",),

@@ -1,0 +1,84 @@
+"""Lightning's ``Trainer`` with one callback more: ``Optimize``. A small U-Net on random images, random weights.
+
+    pip install -e ".[lightning]"
+    python examples/train_lightning.py --amp bf16
+
+Trains twice from the same start, as it is and rewritten; the losses have to be the same.
+"""
+
+import argparse
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from compare import Run, compare
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+from unet import UNet
+
+from memrewrite.integrations.lightning import Optimize
+
+
+class Segmenter(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = UNet(base=8, levels=2)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        images, masks = batch
+        return functional.cross_entropy(self.net(images), masks)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+class Watch(Callback):
+    """Keeps each step's loss and watches its memory; listed last, so that it begins after the others."""
+
+    def __init__(self) -> None:
+        self.run = Run()
+        self.step = ExitStack()
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self.step.enter_context(self.run.watched(pl_module, trainer.optimizers[0], batch))
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self.step.close()
+        self.run.losses.append(outputs["loss"].item())
+
+
+def train(data: DataLoader, amp: str, *callbacks: Callback) -> Run:
+    torch.manual_seed(0)
+    watch = Watch()
+    trainer = Trainer(
+        max_epochs=1,
+        precision="bf16-mixed" if amp == "bf16" else "32-true",
+        callbacks=[*callbacks, watch],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Segmenter(), data)
+    return watch.run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Train a small U-Net with Lightning, as it is and rewritten.")
+    parser.add_argument("--budget", default="60%")
+    parser.add_argument("--amp", choices=("off", "bf16"), default="off")
+    options = parser.parse_args()
+
+    torch.manual_seed(0)
+    data = DataLoader(TensorDataset(torch.randn(32, 3, 64, 64), torch.randint(2, (32, 64, 64))), batch_size=8)
+    before = train(data, options.amp)
+    after = train(data, options.amp, Optimize("net", budget=options.budget))  # the one callback
+    compare(before, after, tolerance=1e-5 if options.amp == "off" else 1e-2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""Lightning: a module inside a ``LightningModule``, rewritten as the first training batch comes.
+
+    class Classifier(LightningModule):
+        def __init__(self):
+            self.net = ...
+
+    Trainer(callbacks=[Optimize("net", budget="8GB")]).fit(Classifier(), data)
+
+A ``LightningModule`` whose own ``forward`` is called (``self(x)``) can be given to ``memrewrite.optimize`` itself and
+the result to ``fit``.
+"""
+
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import nn
+
+from memrewrite.api import optimize
+from memrewrite.errors import UsageError
+from memrewrite.integrations.calls import first_call
+from memrewrite.report.data import Report, report_of
+
+_AMP = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
+
+
+class Optimize(Callback):  # type: ignore[misc]  # Lightning is not there while types are checked
+    """Puts a rewritten module in the place of the ``LightningModule``'s submodule at ``path``, and sets ``report``.
+
+    The step is the trainer's own: the first batch, on its device, as ``training_step`` passes it on to the submodule,
+    the optimizer and the precision. ``options`` are those of ``memrewrite.optimize``, and win. The loss is not known
+    before it is computed: give ``loss_fn`` where it takes much memory.
+    """
+
+    def __init__(self, path: str, **options: Any) -> None:
+        self.path = path
+        self.options = options
+        self.report: Report | None = None
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Optimize before the first batch.
+
+        Raises ``UsageError`` for a path that is no submodule's or that ``training_step`` does not call, for several
+        optimizers where ``options`` names none, and what ``memrewrite.optimize`` raises.
+        """
+        if self.report is not None:
+            return
+        part = self._submodule(pl_module)
+        with trainer.precision_plugin.train_step_context():
+            call = first_call(part, lambda: pl_module.training_step(batch, batch_idx))
+        step = {"optimizer": self._optimizer(trainer), "amp": _AMP.get(trainer.precision), **self.options}
+        result = optimize(part, call.args, example_kwargs=call.kwargs, **step)
+        pl_module.set_submodule(self.path, result)
+        self.report = report_of(result)
+
+    def _submodule(self, pl_module: LightningModule) -> nn.Module:
+        try:
+            return pl_module.get_submodule(self.path)
+        except AttributeError as error:
+            raise UsageError(f"{type(pl_module).__name__} has no submodule {self.path!r}; name one it has.") from error
+
+    def _optimizer(self, trainer: Trainer) -> Any:
+        if "optimizer" not in self.options and len(trainer.optimizers) > 1:
+            raise UsageError(f"There are {len(trainer.optimizers)} optimizers; say optimizer= which steps {self.path}.")
+        return trainer.optimizers[0] if trainer.optimizers else None

@@ -1,0 +1,43 @@
+"""transformers: the model of a ``Trainer``.
+
+    trainer = Trainer(model=model, args=args, train_dataset=data)
+    optimize_trainer(trainer, budget="8GB")
+    trainer.train()
+
+Optimizing the model before the ``Trainer`` is made works as well, where the example has all that the ``Trainer`` will
+pass: to most causal language models also ``num_items_in_batch``, which is of no type that one would guess.
+"""
+
+from typing import Any
+
+from transformers import Trainer
+
+from memrewrite.api import OptimizedModule, optimize
+from memrewrite.errors import UsageError
+from memrewrite.integrations.calls import first_call
+
+
+def optimize_trainer(trainer: Trainer, **options: Any) -> OptimizedModule:
+    """Put a rewritten model in place of ``trainer.model``, before ``trainer.train()``; returns it.
+
+    The step is the trainer's own: its first batch as its ``training_step`` passes it on, its optimizer, ``fp16`` or
+    ``bf16``. ``options`` are those of ``memrewrite.optimize``, and win. Batches of other lengths run the original
+    forward: pad to one length. A loss that the trainer computes outside of the model (label smoothing,
+    ``compute_loss_func``) is not in the step unless it is given as ``loss_fn``.
+    Raises ``UsageError`` for a trainer that makes its model itself, and what ``memrewrite.optimize`` raises.
+    """
+    if trainer.model_init is not None:
+        raise UsageError("The Trainer makes a new model when it trains, by its model_init; give it model= instead.")
+    if trainer.optimizer is None:
+        trainer.create_optimizer()
+    call = first_call(trainer.model, lambda: _step(trainer))
+    amp = "bf16" if trainer.args.bf16 else "fp16" if trainer.args.fp16 else None
+    step = {"optimizer": trainer.optimizer, "amp": amp, **options}
+    result = optimize(trainer.model, call.args, example_kwargs=call.kwargs, **step)
+    trainer.model = trainer.model_wrapped = result
+    return result
+
+
+def _step(trainer: Trainer) -> None:
+    batches, items = trainer.get_batch_samples(iter(trainer.get_train_dataloader()), 1, trainer.args.device)
+    trainer.training_step(trainer.model, batches[0], items)
