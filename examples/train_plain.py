@@ -52,7 +52,10 @@ def main() -> None:
     torch.manual_seed(0)
     model = get_small_model().to(options.device)
     batches = [
-        (get_small_inputs(options.batch_size)[0].to(options.device), torch.arange(options.batch_size).to(options.device) % 10)
+        (
+            get_small_inputs(options.batch_size)[0].to(options.device),
+            torch.arange(options.batch_size).to(options.device) % 10,
+        )
         for _ in range(options.steps)
     ]
     before = train(copy.deepcopy(model), batches, AMP[options.amp], None)

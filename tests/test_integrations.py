@@ -1,0 +1,233 @@
+"""Training frameworks, with the libraries themselves: the examples run as scripts, and what could go wrong around them.
+
+    pip install -e ".[lightning,timm,transformers]"
+    python -m pytest tests/test_integrations.py
+
+Where PyTorch has no CUDA, torchvision, which these import where it is installed, needs ``--no-deps``.
+"""
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memrewrite
+from memrewrite.errors import UsageError
+from memrewrite.integrations.calls import first_call
+from memrewrite.step import optimizers_like
+from tests.zoo.models import declare_operators
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+# As ``python examples/X.py``, after what torchvision's own binary would have declared.
+SCRIPT = """
+import runpy, sys
+from tests.zoo.models import declare_operators
+declare_operators()
+sys.argv = sys.argv[1:]
+sys.path.insert(0, "examples")
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+RUNS = {
+    "plain": ("", ["--steps=2", "--batch-size=8"]),
+    "plain, fp16 and GradScaler": ("", ["--steps=2", "--batch-size=8", "--amp=fp16"]),
+    "compiled": ("", ["--steps=2"]),
+    "transformers": ("transformers", []),
+    "transformers, bf16": ("transformers", ["--amp=bf16"]),
+    "transformers, smoothed labels": ("transformers", ["--label-smoothing=0.1"]),
+    "lightning": ("lightning", []),
+    "lightning, bf16": ("lightning", ["--amp=bf16"]),
+    "timm": ("timm", []),
+    "timm, bf16": ("timm", ["--amp=bf16"]),
+}
+
+
+def need(library: str) -> None:
+    if library and importlib.util.find_spec(library) is None:
+        pytest.skip(f"{library} is not installed")
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_example_trains_alike_in_less(name: str) -> None:
+    library, arguments = RUNS[name]
+    need(library)
+    script = f"examples/train_{name.partition(',')[0]}.py"
+    command = [sys.executable, "-c", SCRIPT, script, *arguments, "--budget=60%"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=EXAMPLES.parent)
+    assert done.returncode == 0, done.stderr
+    figures = re.search(r"(?:peak|kept for backward) ([\d.]+) MB, rewritten ([\d.]+) MB", done.stdout)
+    assert figures, done.stdout
+    before, after = map(float, figures.groups())
+    assert after < 0.65 * before  # what a loop keeps besides the step (averages, a loss of its own) comes on top
+
+
+class Called(nn.Module):
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        raise AssertionError("the call is looked at, not made")
+
+
+def test_first_call_is_what_the_loop_passes() -> None:
+    module = Called()
+    x = torch.ones(2)
+    inputs = first_call(module, lambda: module(x, scale=2.0))
+    assert inputs.args == (x,)
+    assert inputs.kwargs == {"scale": 2.0}
+    assert not module._forward_pre_hooks
+
+
+def test_first_call_leaves_the_random_state() -> None:
+    module = Called()
+    before = torch.get_rng_state()
+    first_call(module, lambda: module(torch.randn(3)))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_step_that_does_not_call_the_module_is_refused() -> None:
+    with pytest.raises(UsageError, match="does not call Called"):
+        first_call(Called(), lambda: None)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd with momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True),
+    "adam, amsgrad": lambda parameters: torch.optim.Adam(parameters, amsgrad=True),
+    "adamw": torch.optim.AdamW,
+    "fused": lambda parameters: torch.optim.AdamW(parameters, fused=True),
+    "adafactor": torch.optim.Adafactor,
+}
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_an_optimizer_is_made_again(make: Callable[[Any], torch.optim.Optimizer]) -> None:
+    first, second = nn.Linear(3, 3), nn.Linear(3, 3)
+    second.load_state_dict(first.state_dict())
+    copied = make(first.parameters())
+    made = optimizers_like(copied)(second.parameters())
+    assert type(made) is type(copied)
+    for module, optimizer in ((first, copied), (second, made)):
+        for _ in range(2):
+            module(torch.ones(2, 3)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert torch.equal(first.weight, second.weight)
+
+
+class Named(torch.optim.SGD):
+    def __init__(self, parameters: Any, name: str) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.name = name
+
+
+def test_an_optimizer_that_takes_more_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"Named cannot be made again from its settings .*'name'.*give a factory"):
+        optimizers_like(Named(nn.Linear(2, 2).parameters(), "mine"))
+
+
+def test_an_optimizer_given_to_optimize_counts_and_is_not_touched() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 64))
+    optimizer = torch.optim.Adam(model.parameters(), amsgrad=True)
+    report = memrewrite.report_of(memrewrite.optimize(model, torch.randn(4, 64), optimizer=optimizer, verify=False))
+    assert report.predicted_before.categories["optimizer state"] >= 3 * 2 * 64 * 64 * 4
+    assert not optimizer.state
+
+
+@pytest.fixture(scope="module")
+def transformers() -> ModuleType:
+    need("transformers")
+    declare_operators()
+    return importlib.import_module("transformers")
+
+
+def trainer(transformers: ModuleType, folder: Path, **given: Any) -> Any:
+    config = transformers.GPT2Config(
+        vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
+    )
+    data = [{"input_ids": row, "labels": row} for row in torch.randint(64, (8, 16))]
+    args = transformers.TrainingArguments(
+        folder, per_device_train_batch_size=4, use_cpu=True, report_to=[], max_steps=1
+    )
+    model = {} if "model_init" in given else {"model": transformers.GPT2LMHeadModel(config)}
+    return transformers.Trainer(**model, args=args, train_dataset=data, **given)
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_rewritten_model_is_saved_under_its_own_name(transformers: ModuleType, tmp_path: Path) -> None:
+    from memrewrite.integrations.transformers import optimize_trainer
+
+    ours = trainer(transformers, tmp_path / "runs")
+    result = optimize_trainer(ours, budget="min", verify=False)
+    assert ours.model is result
+    assert memrewrite.report_of(result).changed
+    ours.save_model(str(tmp_path / "saved"))
+    config = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert config["architectures"] == ["GPT2LMHeadModel"]
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert all(torch.equal(again.state_dict()[name], value) for name, value in result.state_dict().items())
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_trainer_that_makes_its_model_is_refused(transformers: ModuleType, tmp_path: Path) -> None:
+    from memrewrite.integrations.transformers import optimize_trainer
+
+    config = transformers.GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=1, n_head=2)
+    ours = trainer(transformers, tmp_path, model_init=lambda: transformers.GPT2LMHeadModel(config))
+    with pytest.raises(UsageError, match="model_init; give it model= instead"):
+        optimize_trainer(ours, budget="min")
+
+
+def fit(path: str, optimizers: int = 1, **options: Any) -> Any:
+    """Fit a small LightningModule with the callback; returns it."""
+    from lightning import pytorch as lightning
+
+    from memrewrite.integrations.lightning import Optimize
+
+    class Net(lightning.LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.SiLU()) for _ in range(4)))
+            self.idle = nn.Linear(2, 2)
+            self.automatic_optimization = optimizers == 1
+
+        def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+            return self.net(batch[0]).square().mean()
+
+        def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+            return [torch.optim.SGD(self.parameters(), lr=0.1) for _ in range(optimizers)]
+
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(1024, 8)), batch_size=512)
+    module, quiet = Net(), dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
+    trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", callbacks=[Optimize(path, **options)], **quiet)
+    trainer.fit(module, data)
+    return module
+
+
+@pytest.mark.filterwarnings("default")
+def test_lightning_submodule_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    need("lightning")
+    declare_operators()
+    module = fit("net", budget="min")
+    assert memrewrite.report_of(module.net).changed
+
+
+@pytest.mark.parametrize(
+    ("path", "optimizers", "sentence"),
+    [
+        ("missing", 1, "has no submodule 'missing'; name one it has"),
+        ("idle", 1, "The training step does not call Linear"),
+        ("net", 2, "There are 2 optimizers; say optimizer= which steps net"),
+    ],
+    ids=["no submodule", "not called", "two optimizers"],
+)
+@pytest.mark.filterwarnings("default")
+def test_lightning_refusals(path: str, optimizers: int, sentence: str) -> None:
+    need("lightning")
+    declare_operators()
+    with pytest.raises(UsageError, match=re.escape(sentence)):
+        fit(path, optimizers, budget="min")
