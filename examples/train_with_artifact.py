@@ -1,6 +1,6 @@
 """A plain training loop on random data that runs a model rewritten beforehand.
 
-    memrewrite optimize examples/efficientnet.py --batch-size 16 --budget 60% -o out
+    bash examples/quickstart.sh                  # or memrewrite optimize examples/efficientnet.py ... -o out
     python examples/train_with_artifact.py out
 
 The artifact is Python that needs torch alone; the line with ``apply`` is the only one that knows of it.
@@ -11,14 +11,15 @@ import sys
 import time
 
 import torch
-from efficientnet import get_inputs, get_model
+from efficientnet import get_model
 from torch.nn import functional
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train EfficientNet-B0 on random images with an artifact applied.")
     parser.add_argument("artifact", help="the folder that memrewrite optimize wrote")
-    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--size", type=int, default=96, help="of the images, as the artifact was made for")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
@@ -29,8 +30,8 @@ def main() -> None:
     model = apply(get_model().to(options.device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(options.steps):
-        (images,) = (tensor.to(options.device) for tensor in get_inputs(options.batch_size))
-        labels = torch.randint(1000, (options.batch_size,), device=options.device)
+        images = torch.randn(options.batch_size, 3, options.size, options.size, device=options.device)
+        labels = torch.randint(model.classifier.out_features, (options.batch_size,), device=options.device)
         started = time.perf_counter()
         loss = functional.cross_entropy(model(images), labels)
         loss.backward()

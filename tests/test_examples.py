@@ -1,6 +1,7 @@
 """The examples are what their names say, train, are targets of the command line, and can be optimized."""
 
 import importlib
+import sys
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -10,6 +11,7 @@ import torch
 
 from memrewrite import target
 from memrewrite.api import optimize
+from memrewrite.artifact.save import save
 from memrewrite.measuring import measure
 from memrewrite.step import Inputs, Step
 
@@ -91,3 +93,17 @@ def test_seed_table(monkeypatch: pytest.MonkeyPatch) -> None:
     small_tensors = 16 * 512
     for (_, used), table in zip(measured.phases, SEED_TABLE, strict=True):
         assert 0 <= used - extra - table * 2**20 // scale <= small_tensors
+
+
+def test_artifact_is_applied_in_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    efficientnet = load("efficientnet", monkeypatch)
+    example = load("train_with_artifact", monkeypatch)
+    optimized = optimize(efficientnet.get_small_model(), torch.randn(2, 3, 32, 32), budget="min", verify=False)
+    save(optimized, tmp_path / "out")
+    monkeypatch.setattr(example, "get_model", efficientnet.get_small_model)
+    monkeypatch.setattr(sys, "argv", ["", str(tmp_path / "out"), "--batch-size=4", "--size=32", "--steps=2"])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    example.main()  # a fall-back to the original forward would warn, and warnings are errors here
+    assert capsys.readouterr().out.count(": loss ") == 2
