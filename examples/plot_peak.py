@@ -58,21 +58,10 @@ def textbook(batch: int) -> float:
     return 4.0 * (3 * parameters + batch * (2 * outputs + FEATURES))
 
 
-def optimizers() -> str:
-    """What an optimizer adds: its state, and what it takes while it works, as on CUDA."""
-    model, inputs = get_model(), Inputs(get_inputs(16), {})
-    body = []
-    for name in ("sgd", "sgd-momentum", "adamw"):
-        line = simulate(model, inputs, Step(optimizer=optimizer_factory(name), as_cuda=True))
-        parts = (line.before_last_step, line.peak_of_optimizer, line.peak)
-        body.append([name, *(mib(size) for size in parts)])
-    return table(["optimizer", "between steps", "peak of its own phase", "peak of step 2"], body)
-
-
-def figures(by_batch: dict[int, Timelines]) -> dict[str, str]:
+def figures(variants: dict[str, nn.Module], by_batch: dict[int, Timelines]) -> dict[str, str]:
     """The page's tables by name, in Markdown."""
     return {
-        "optimizers": optimizers(),
+        "optimizers": _optimizers(variants[PLAIN]),
         "phases": _phases(by_batch[128]),
         "moments": _moments(by_batch[BATCH]),
         "peaks": _peaks(by_batch[BATCH]),
@@ -124,6 +113,17 @@ def _batches(by_batch: dict[int, Timelines]) -> str:
         exact = [f"{mib(line.peak)}" for line in seen.values()]
         body.append([batch, *exact, f"{mib(textbook(batch))} ({textbook(batch) / seen[PLAIN].peak - 1:+.0%})"])
     return table(["batch", *next(iter(by_batch.values())), "textbook rule"], body)
+
+
+def _optimizers(model: nn.Module) -> str:
+    """What an optimizer adds: its state, and what it takes while it works, as on CUDA."""
+    inputs = Inputs(get_inputs(16), {})
+    body = []
+    for name in ("sgd", "sgd-momentum", "adamw"):
+        line = simulate(model, inputs, Step(optimizer=optimizer_factory(name), as_cuda=True))
+        parts = (line.before_last_step, line.peak_of_optimizer, line.peak)
+        body.append([name, *(mib(size) for size in parts)])
+    return table(["optimizer", "between steps", "peak of its own phase", "peak of step 2"], body)
 
 
 def forward_end(line: Timeline) -> int:
@@ -266,7 +266,7 @@ def main() -> None:
     torch.manual_seed(0)
     variants = models()
     by_batch = {batch: timelines(variants, batch) for batch in BATCHES}
-    PAGE.write_text(fill(PAGE.read_text(encoding="utf-8"), figures(by_batch)), encoding="utf-8")
+    PAGE.write_text(fill(PAGE.read_text(encoding="utf-8"), figures(variants, by_batch)), encoding="utf-8")
     draw_timeline(by_batch[BATCH], PICTURES / "timeline.png")
     draw_at_the_peak(by_batch[BATCH], PICTURES / "at-the-peak.png")
     draw_batches(by_batch, PICTURES / "batch-sizes.png")

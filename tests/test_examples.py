@@ -107,3 +107,25 @@ def test_artifact_is_applied_in_training(
     monkeypatch.setattr(sys, "path", [*sys.path])
     example.main()  # a fall-back to the original forward would warn, and warnings are errors here
     assert capsys.readouterr().out.count(": loss ") == 2
+
+
+def test_the_page_on_the_peak_says_what_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    example = load("plot_peak", monkeypatch)
+    variants = example.models()
+    by_batch = {batch: example.timelines(variants, batch) for batch in example.BATCHES}
+    page = example.PAGE.read_text(encoding="utf-8")
+    assert example.fill(page, example.figures(variants, by_batch)) == page
+
+
+def test_the_page_on_the_peak_quotes_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    example = load("plot_peak", monkeypatch)
+    assert list(example.ARTICLE) == SEED_TABLE
+    record = (EXAMPLES.parent / "tests" / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8")
+    for batch, measured in example.MEASURED.items():
+        assert f"| {batch} | {' | '.join(map(str, measured.values()))} |" in record
+
+
+def test_pictures_are_small() -> None:
+    pictures = list((EXAMPLES / "pictures").iterdir())
+    assert pictures
+    assert all(picture.stat().st_size < 150_000 for picture in pictures)
