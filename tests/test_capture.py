@@ -189,6 +189,16 @@ def test_inputs_that_share_their_batch_size_must_go_on_sharing_it() -> None:
         drop_in(module, captured)(x(4, 6), x(1, 6))
 
 
+def test_the_batch_size_stays_free_where_forward_takes_any_keyword() -> None:
+    module = model(lambda self, x, **options: self.linear(x) * options["scale"])
+    scale = torch.tensor(2.0)
+    captured = capture(module, Inputs((x(),), {"scale": scale}), "export")
+    assert "forward" not in vars(module)
+    optimized = drop_in(module, captured)
+    for size in (4, 2, 7):
+        torch.testing.assert_close(optimized(x(size, 6), scale=scale), module(x(size, 6), scale=scale), rtol=0, atol=0)
+
+
 # What the data says.
 
 

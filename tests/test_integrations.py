@@ -11,6 +11,7 @@ import json
 import re
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -149,7 +150,7 @@ def trainer(transformers: ModuleType, folder: Path, **given: Any) -> Any:
     config = transformers.GPT2Config(
         vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
     )
-    data = [{"input_ids": row, "labels": row} for row in torch.randint(64, (8, 16))]
+    data = [{"input_ids": row, "labels": row} for row in torch.randint(64, (10, 16))]
     args = transformers.TrainingArguments(
         folder, per_device_train_batch_size=4, use_cpu=True, report_to=[], max_steps=1
     )
@@ -158,13 +159,18 @@ def trainer(transformers: ModuleType, folder: Path, **given: Any) -> Any:
 
 
 @pytest.mark.filterwarnings("default")
-def test_a_rewritten_model_is_saved_under_its_own_name(transformers: ModuleType, tmp_path: Path) -> None:
+def test_a_rewritten_model_trains_on_every_batch_and_is_saved_under_its_own_name(
+    transformers: ModuleType, tmp_path: Path
+) -> None:
     from memrewrite.integrations.transformers import optimize_trainer
 
     ours = trainer(transformers, tmp_path / "runs")
     result = optimize_trainer(ours, budget="min", verify=False)
     assert ours.model is result
     assert memrewrite.report_of(result).changed
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", memrewrite.FallbackWarning)  # also for the last batch, of two rows
+        ours.train()
     ours.save_model(str(tmp_path / "saved"))
     config = json.loads((tmp_path / "saved" / "config.json").read_text())
     assert config["architectures"] == ["GPT2LMHeadModel"]

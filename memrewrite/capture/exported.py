@@ -28,10 +28,12 @@ def capture(model: nn.Module, inputs: Inputs) -> Captured:
     """Capture through ``torch.export``; the batch size stays dynamic where export allows."""
     batch = batch_size(inputs)
     if batch is not None:
-        bound = inspect.signature(model.forward).bind(*inputs.args, **inputs.kwargs).arguments
-        shapes = tree_map(lambda leaf: {0: Dim.AUTO} if _has_batch(leaf, batch) else None, dict(bound))
         with contextlib.suppress(Exception):  # whatever the reason, the attempt with fixed sizes tells it
-            return _normal(model, inputs, _export(model, inputs, shapes))
+            with _named_keywords(model, inputs):
+                bound = inspect.signature(model.forward).bind(*inputs.args, **inputs.kwargs).arguments
+                shapes = tree_map(lambda leaf: {0: Dim.AUTO} if _has_batch(leaf, batch) else None, dict(bound))
+                program = _export(model, inputs, shapes)
+            return _normal(model, inputs, program)
     return _normal(model, inputs, _export(model, inputs, None))
 
 
@@ -123,6 +125,34 @@ _QUESTIONS = (aten.item.default, aten._local_scalar_dense.default, aten.equal.de
 def _export(model: nn.Module, inputs: Inputs, shapes: Any) -> ExportedProgram:
     with quiet(), _unmarked(inputs.tensors()), known_values(), _CastsStayApart():
         return torch.export.export(model, inputs.args, inputs.kwargs, dynamic_shapes=shapes, strict=False)
+
+
+@contextlib.contextmanager
+def _named_keywords(model: nn.Module, inputs: Inputs) -> Iterator[None]:
+    """Meanwhile forward names in its signature what the call gives it as ``**kwargs``.
+
+    torch 2.13's export counts such arguments twice where it is told which sizes may vary, and fails.
+    """
+    signature = inspect.signature(model.forward)
+    named = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    given = [name for name in inputs.kwargs if name not in {p.name for p in named}]
+    if not given:
+        yield
+        return
+    own, original = vars(model).get("forward"), model.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs)
+
+    extra = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in given]
+    vars(forward)["__signature__"] = signature.replace(parameters=[*named, *extra])
+    vars(model)["forward"] = forward
+    try:
+        yield
+    finally:
+        del vars(model)["forward"]
+        if own is not None:
+            vars(model)["forward"] = own
 
 
 @contextlib.contextmanager
