@@ -151,9 +151,8 @@ def trainer(transformers: ModuleType, folder: Path, **given: Any) -> Any:
         vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
     )
     data = [{"input_ids": row, "labels": row} for row in torch.randint(64, (10, 16))]
-    args = transformers.TrainingArguments(
-        folder, per_device_train_batch_size=4, use_cpu=True, report_to=[], max_steps=1
-    )
+    settings = {"num_train_epochs": 1, "gradient_accumulation_steps": 2, "save_strategy": "no", "report_to": []}
+    args = transformers.TrainingArguments(folder, per_device_train_batch_size=4, use_cpu=True, **settings)
     model = {} if "model_init" in given else {"model": transformers.GPT2LMHeadModel(config)}
     return transformers.Trainer(**model, args=args, train_dataset=data, **given)
 
