@@ -187,13 +187,15 @@ def test_a_trainer_that_makes_its_model_is_refused(transformers: ModuleType, tmp
         optimize_trainer(ours, budget="min")
 
 
-def fit(path: str, optimizers: int = 1, **options: Any) -> Any:
-    """Fit a small LightningModule with the callback; returns it."""
-    from lightning import pytorch as lightning
+@pytest.fixture(scope="module")
+def lightning() -> ModuleType:
+    need("lightning")
+    declare_operators()
+    return importlib.import_module("lightning.pytorch")
 
-    from memrewrite.integrations.lightning import Optimize
 
-    class Net(lightning.LightningModule):  # type: ignore[misc]
+def lightning_module(lightning: ModuleType, optimizers: int = 1) -> Any:
+    class Net(lightning.LightningModule):  # type: ignore[misc, name-defined]
         def __init__(self) -> None:
             super().__init__()
             self.net = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.SiLU()) for _ in range(4)))
@@ -206,19 +208,27 @@ def fit(path: str, optimizers: int = 1, **options: Any) -> Any:
         def configure_optimizers(self) -> list[torch.optim.Optimizer]:
             return [torch.optim.SGD(self.parameters(), lr=0.1) for _ in range(optimizers)]
 
+    return Net()
+
+
+def fit(lightning: ModuleType, module: Any, callback: Any) -> None:
     data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(1024, 8)), batch_size=512)
-    module, quiet = Net(), dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
-    trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", callbacks=[Optimize(path, **options)], **quiet)
-    trainer.fit(module, data)
-    return module
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
+    lightning.Trainer(max_epochs=1, accelerator="cpu", callbacks=[callback], **quiet).fit(module, data)
 
 
 @pytest.mark.filterwarnings("default")
-def test_lightning_submodule_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    need("lightning")
-    declare_operators()
-    module = fit("net", budget="min")
-    assert memrewrite.report_of(module.net).changed
+def test_lightning_submodules_are_replaced_once_each(lightning: ModuleType) -> None:
+    from memrewrite.integrations.lightning import Optimize
+
+    first, second, callback = lightning_module(lightning), lightning_module(lightning), Optimize("net", budget="min")
+    fit(lightning, first, callback)
+    rewritten = first.net
+    assert memrewrite.report_of(rewritten).changed
+    fit(lightning, first, callback)
+    assert first.net is rewritten
+    fit(lightning, second, callback)
+    assert callback.report is memrewrite.report_of(second.net)
 
 
 @pytest.mark.parametrize(
@@ -231,8 +241,8 @@ def test_lightning_submodule_is_replaced(monkeypatch: pytest.MonkeyPatch) -> Non
     ids=["no submodule", "not called", "two optimizers"],
 )
 @pytest.mark.filterwarnings("default")
-def test_lightning_refusals(path: str, optimizers: int, sentence: str) -> None:
-    need("lightning")
-    declare_operators()
+def test_lightning_refusals(path: str, optimizers: int, sentence: str, lightning: ModuleType) -> None:
+    from memrewrite.integrations.lightning import Optimize
+
     with pytest.raises(UsageError, match=re.escape(sentence)):
-        fit(path, optimizers, budget="min")
+        fit(lightning, lightning_module(lightning, optimizers), Optimize(path, budget="min"))

@@ -94,6 +94,12 @@ def test_python_parses_and_names_what_there_is(code: str) -> None:
         assert f"def {name}(" in file.read_text() or f"class {name}(" in file.read_text()
 
 
+def test_measured_figures_are_those_of_the_results() -> None:
+    results = (ROOT / "tests" / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8")
+    for name, value in table("| target | result |"):
+        assert f"| {name} | {value} |" in results
+
+
 def test_the_passes_are_the_registrys_in_their_own_words() -> None:
     told = {name.strip("`"): does for name, does in table("| pass | |")}
     docs = {name: inspect.getdoc(importlib.import_module(f"memrewrite.passes.{name}")) or "" for name in told}

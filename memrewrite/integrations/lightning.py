@@ -10,6 +10,7 @@ A ``LightningModule`` whose own ``forward`` is called (``self(x)``) can be given
 the result to ``fit``.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -36,8 +37,12 @@ class Optimize(Callback):  # type: ignore[misc]  # Lightning is not there while 
         self.options = options
         self.report: Report | None = None
 
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin anew: another fit may be of another module."""
+        self.report = None
+
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Optimize before the first batch.
+        """Optimize before the first batch, once for each module.
 
         Raises ``UsageError`` for a path that is no submodule's or that ``training_step`` does not call, for several
         optimizers where ``options`` names none, and what ``memrewrite.optimize`` raises.
@@ -45,12 +50,18 @@ class Optimize(Callback):  # type: ignore[misc]  # Lightning is not there while 
         if self.report is not None:
             return
         part = self._submodule(pl_module)
+        try:
+            self.report = report_of(part)
+        except UsageError:  # not rewritten in an earlier fit
+            result = self._optimize(trainer, part, lambda: pl_module.training_step(batch, batch_idx))
+            pl_module.set_submodule(self.path, result)
+            self.report = report_of(result)
+
+    def _optimize(self, trainer: Trainer, part: nn.Module, training_step: Callable[[], object]) -> nn.Module:
         with trainer.precision_plugin.train_step_context():
-            call = first_call(part, lambda: pl_module.training_step(batch, batch_idx))
+            call = first_call(part, training_step)
         step = {"optimizer": self._optimizer(trainer), "amp": _AMP.get(trainer.precision), **self.options}
-        result = optimize(part, call.args, example_kwargs=call.kwargs, **step)
-        pl_module.set_submodule(self.path, result)
-        self.report = report_of(result)
+        return optimize(part, call.args, example_kwargs=call.kwargs, **step)
 
     def _submodule(self, pl_module: LightningModule) -> nn.Module:
         try:
