@@ -53,7 +53,7 @@ def test_the_readme_is_short() -> None:
     assert README.count("\n") <= 240
 
 
-COMMANDS = [words[1:] for words in shell_lines() if words[0] == "memrewrite"]
+COMMANDS = [words[1:] for words in shell_lines() if words[0] == "memrewrite" and not words[1].startswith("-")]
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
