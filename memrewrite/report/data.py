@@ -1,12 +1,10 @@
 """The record of one ``optimize`` call: what was asked, done, refused, predicted, measured and proved."""
 
 import os
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field
 from inspect import getattr_static
-from itertools import repeat
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any
 
 from memrewrite.errors import UsageError
 
@@ -214,18 +212,6 @@ class Report:
         known = {"changed": self.changed, "captured_share": self.captured_share}
         return {"schema_version": SCHEMA_VERSION, **asdict(self), **known}
 
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> "Report":
-        """The report of what ``to_json`` gave, also after a way through a file; what is not the report's is left out.
-
-        Raises ``UsageError`` for data of another schema.
-        """
-        version = data.get("schema_version")
-        if version != SCHEMA_VERSION or "predicted_before" not in data:
-            raise UsageError(f"This is no report of schema {SCHEMA_VERSION} (found {version!r}); make it again.")
-        report: Report = _read(cls, {f.name: data[f.name] for f in fields(cls) if f.name in data})
-        return report
-
     def to_html(self) -> str:
         """One page of HTML that needs nothing else."""
         from memrewrite.report.page import to_html
@@ -241,22 +227,6 @@ class Report:
         from memrewrite.report.files import save
 
         save(self, Path(file))
-
-
-def _read(kind: Any, value: Any) -> Any:
-    """``value``, plain data, as ``kind``: one of the dataclasses above, or what their fields are made of."""
-    if isinstance(kind, type) and is_dataclass(kind):
-        kinds = get_type_hints(kind)
-        return kind(**{name: _read(kinds[name], part) for name, part in value.items()})
-    origin, inner = get_origin(kind), get_args(kind)
-    if origin is UnionType:
-        return next(None if value is None else _read(each, value) for each in inner if each is not NoneType)
-    if origin is tuple:
-        kinds_in_order = repeat(inner[0]) if inner[-1] is Ellipsis else inner
-        return tuple(_read(each, part) for each, part in zip(kinds_in_order, value, strict=False))
-    if origin is dict:
-        return {name: _read(inner[1], part) for name, part in value.items()}
-    return value
 
 
 def attach(module: "nn.Module", report: Report) -> None:

@@ -1,11 +1,11 @@
-"""Reports as files, each written whole or not at all."""
+"""Reports as files."""
 
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memrewrite.errors import UsageError
+from memrewrite.files import fill
 from memrewrite.report import page, png
 
 if TYPE_CHECKING:
@@ -22,20 +22,7 @@ def save(report: "Report", file: Path) -> None:
     make = makers.get(file.suffix.lower())
     if make is None:
         raise UsageError(f"{file} ends in none of {', '.join(makers)}, which say what a report is written as.")
-    write(file, make())
-
-
-def write(file: Path, content: bytes) -> None:
-    """Write ``file`` whole or not at all; raises ``UsageError`` when the disk refuses."""
-    draft = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
-        try:
-            draft.write_bytes(content)
-            os.replace(draft, file)
-        finally:
-            draft.unlink(missing_ok=True)
-    except OSError as error:
-        raise UsageError(f"{file} cannot be written: {error.strerror}; nothing was written.") from error
+    fill(file, make())
 
 
 def json_text(data: dict[str, Any]) -> str:
