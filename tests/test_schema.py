@@ -107,6 +107,26 @@ def test_the_command_line_answers_by_the_schema(
     assert not VALIDATOR.is_valid({key: value for key, value in data.items() if key != "exit_code"})
 
 
+def test_the_other_commands_answer_by_the_schema(net: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["optimize", net, "--no-measure", "--no-verify", "-q", "-o", "out"]) == 0
+    capsys.readouterr()
+    commands = {
+        ("show", "out"): 0,
+        ("verify", "out", net): 0,
+        ("measure", net, "--artifact", "out", "--batch-sizes", "1,64"): 0,
+        ("estimate", net, "--device-memory", "1MB"): 0,
+        ("estimate", net, "--device-memory", "10KB"): 1,
+        ("estimate", net, "--mode", "inference"): 0,
+    }
+    for command, code in commands.items():
+        assert cli.run([*command, "-q", "--json", "-"]) == code
+        data = json.loads(capsys.readouterr().out)
+        answer = VALIDATOR.evolve(schema={**SCHEMA["$defs"][command[0]], "$defs": SCHEMA["$defs"]})
+        answer.validate(data)
+        assert VALIDATOR.is_valid(data)
+        assert not VALIDATOR.is_valid({**data, "surprise": 1})
+
+
 def test_the_artifact_holds_a_report_by_the_schema(net: str) -> None:
     assert cli.run(["optimize", net, "--no-measure", "--no-verify", "-q", "-o", "out"]) == 0
     data = json.loads(Path("out/report.json").read_text())
