@@ -11,7 +11,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from memrewrite import measuring, pipeline, registry, verifying
+from memrewrite import __version__, measuring, pipeline, registry, verifying
 from memrewrite.advice import infeasible
 from memrewrite.costs import Costs
 from memrewrite.costs.profile import profile_on
@@ -21,6 +21,7 @@ from memrewrite.measuring import predict
 from memrewrite.options import Budget
 from memrewrite.plan.facts import compute_nodes, held_storages
 from memrewrite.regions import find
+from memrewrite.report.curves import by_module, curve
 from memrewrite.report.data import Measured, Peaks, Report, Segment, Share, attach
 from memrewrite.rewrite import where
 from memrewrite.simulate import Timeline
@@ -88,7 +89,7 @@ def optimize(
     limit = None if budget is None else Budget.parse(budget)
     progress("simulate")
     workspace = workspace_bytes(_device(model, inputs), step.amp, step.mode, step.as_cuda)
-    before = simulate_original(bare, inputs, step, workspace)
+    before = simulate_original(bare, inputs, step, workspace, attribute=True)
     progress("capture")
     found = find(bare, inputs, step, regions)
     parts = [pipeline.Part(region, step) for region in found.found]
@@ -119,7 +120,7 @@ def optimize(
         progress("verify")
         verdict = _prove(line, result, seed, exact)
     pipeline.with_hooks_of(model, result)
-    return _with_report(result, _report(line, limit, before, after, verdict, measured))
+    return _with_report(result, _report(line, limit, before, line.attributed(), verdict, measured))
 
 
 def measure(
@@ -308,17 +309,27 @@ def _report(
         predicted_after=_peaks(after),
         rewrites=tuple((name, a.where, a.what) for name, r in line.results.items() for a in r.applied),
         refusals=tuple((name, f.where, f.reason) for name, r in line.results.items() for f in r.refused),
+        freed={name: r.freed for name, r in line.results.items() if r.applied and r.freed},
         segments=_segments(line),
         equivalent=None if verdict is None else verdict.equivalent,
         verdict="not verified" if verdict is None else verdict.summary,
         checks=() if verdict is None else verdict.checks,
+        curve_before=curve(before),
+        curve_after=curve(after),
+        modules=by_module(before, after),
         measured_after=measured,
         notes=(*line.notes, NOTE) if line.step.as_cuda else line.notes,
-        versions={"torch": torch.__version__, "python": platform.python_version()},
+        versions=_versions(),
         shares=_shares(line),
         predicted_ms_before=line.original_ms,
         predicted_ms_after=line.original_ms if after is before else line.step_ms(),
     )
+
+
+def _versions() -> dict[str, str]:
+    versions = {"memrewrite": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    cuda = {} if torch.version.cuda is None else {"cuda": torch.version.cuda}
+    return {**versions, **cuda, "platform": f"{platform.system()} {platform.machine()}"}
 
 
 def _shares(line: pipeline.Line) -> tuple[Share, ...]:
@@ -348,7 +359,7 @@ def _segments_of(part: pipeline.Part, costs: Costs) -> Iterator[Segment]:
         made = (s for s in storages if s.saver is not None and members[0] <= s.producer <= members[-1])
         freed = sum(s.bytes for s in made if s.last_use <= members[-1])
         ms = costs.segment((nodes[i] for i in members), effects)
-        yield Segment(where(nodes[members[0]]), where(nodes[members[-1]]), len(members), freed, ms)
+        yield Segment(where(nodes[members[0]]), where(nodes[members[-1]]), len(members), freed, ms, len(segment))
 
 
 def _with_report(module: nn.Module, report: Report) -> OptimizedModule:

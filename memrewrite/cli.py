@@ -3,6 +3,7 @@
 Nothing here imports torch, so that ``--help`` answers at once; the work is in ``memrewrite.commands``.
 """
 
+import shlex
 import sys
 import traceback
 from collections.abc import Sequence
@@ -69,11 +70,14 @@ def main(context: click.Context) -> None:
 )
 @click.option("-o", "--output", type=flags.PATH, help="Write the rewritten model to this folder.")
 @click.option("--force", is_flag=True, help="Replace the output folder if it exists.")
+@click.option("--report", type=flags.PATH, help="Write the report as a page of HTML to this file.")
+@click.option("--png", type=flags.PATH, help="Draw the memory in use through a step to this file.")
+@click.option("--snapshot", type=flags.PATH, help="Write every allocation to this file, for pytorch.org/memory_viz.")
 @click.option("--diff", is_flag=True, help="Print what changed in the code of the graph, module by module.")
 @flags.output
 def optimize(**given: Any) -> int:
     """Rewrite the model TARGET so that its step fits a budget; verify, measure and save it."""
-    request = OptimizeRequest(**given)
+    request = OptimizeRequest(**given, typed=click.get_current_context().obj)
     from memrewrite.commands import optimize
 
     return optimize.run(request)
@@ -153,7 +157,8 @@ def run(arguments: Sequence[str]) -> int:
     """Run one command line and give its exit code; errors become one sentence on stderr."""
     verbose = any(text in ("-v", "--verbose") for text in arguments)
     try:
-        code = main.main(list(arguments), prog_name="memrewrite", standalone_mode=False)
+        typed = shlex.join(["memrewrite", *arguments])
+        code = main.main(list(arguments), prog_name="memrewrite", standalone_mode=False, obj=typed)
         return code if isinstance(code, int) else 0
     except click.ClickException as error:
         context = getattr(error, "ctx", None)

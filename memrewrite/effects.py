@@ -72,6 +72,12 @@ class Effects:
     of: dict[fx.Node, NodeEffects]
     storages: dict[int, Storage]
 
+    @property
+    def kept(self) -> int:
+        """Bytes of what the nodes make that autograd keeps."""
+        saved = {key for facts in self.of.values() for key in facts.saved}
+        return sum(self.storages[key].bytes for key in saved if self.storages[key].origin == "node")
+
 
 def observe(
     graph_module: fx.GraphModule,

@@ -23,3 +23,9 @@ def whole(file: Path) -> Iterator[Path]:
             draft.unlink(missing_ok=True)
     except OSError as error:
         raise UsageError(f"{file} cannot be written: {error.strerror}; nothing was written.") from error
+
+
+def fill(file: Path, content: bytes) -> None:
+    """Write ``content`` to ``file`` as ``whole`` does."""
+    with whole(file) as draft:
+        draft.write_bytes(content)

@@ -88,8 +88,10 @@ class Part:
         changed = self.graph_module.code != before
         if changed != result.modified and graph_pass.name != CheckpointSegments.name:
             raise InternalError(f"The pass {graph_pass.name} says modified={result.modified}; its code says {changed}.")
-        if changed and (wrongs := broken(healthy, health(look()))):
+        if changed and (wrongs := broken(healthy, health(after := look()))):
             raise InternalError(f"The pass {graph_pass.name} broke the graph: {' '.join(wrongs)}")
+        if changed:
+            result = replace(result, freed=effects.kept - after.kept)
         self.results[graph_pass.name] = result
         self.arithmetic_changed |= result.modified and not graph_pass.exact
         return result
@@ -134,7 +136,8 @@ class Line:
         for part in self.parts:
             for name, result in part.results.items():
                 before = merged.get(name, Result())
-                merged[name] = Result(before.applied + result.applied, before.refused + result.refused)
+                applied, refused = before.applied + result.applied, before.refused + result.refused
+                merged[name] = Result(applied, refused, before.freed + result.freed)
         return merged
 
     @property
@@ -157,6 +160,10 @@ class Line:
         if programs not in self._simulated:
             self._simulated[programs] = predict(self.build(), self.inputs, self.step, workspace_bytes=self.workspace)
         return self._simulated[programs]
+
+    def attributed(self) -> Timeline:
+        """What ``simulate`` gives, with the submodule that made each storage."""
+        return predict(self.build(), self.inputs, self.step, workspace_bytes=self.workspace, attribute=True)
 
     def rehearse(self, usual: Timeline) -> int:
         """The peak in bytes, by one forward and backward pass, as ``usual`` has it in its second step and optimizer.

@@ -26,10 +26,11 @@ class Refused:
 
 @dataclass(frozen=True)
 class Result:
-    """What a pass did to the graph."""
+    """What a pass did to the graph; ``freed`` are the bytes that autograd keeps less of what the graph makes."""
 
     applied: tuple[Applied, ...] = ()
     refused: tuple[Refused, ...] = ()
+    freed: int = 0
 
     @property
     def modified(self) -> bool:

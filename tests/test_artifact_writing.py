@@ -45,9 +45,11 @@ def test_an_existing_folder_is_kept_unless_forced(here: Path, rewritten: nn.Modu
         save(rewritten, "out")
     before = listing(here)
     (here / "out" / "report.html").write_text("old")
+    (here / "out" / "weights.safetensors").write_text("old")
     save(rewritten, "out", force=True)
     assert listing(here) == before
-    assert "report.html" not in listing(here / "out")
+    assert "weights.safetensors" not in listing(here / "out")
+    assert (here / "out" / "report.html").read_text() != "old"
     assert load("out", net())
 
 

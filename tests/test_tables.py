@@ -7,7 +7,8 @@ import pytest
 from rich.console import Console
 
 from memrewrite.report.data import Measured, Peaks, Report, Segment, Share
-from memrewrite.report.tables import WIDTH, over_budget, plain, show
+from memrewrite.report.tables import WIDTH, over_budget, show
+from memrewrite.report.text import plain
 
 BEFORE = Peaks(10 * 10**9, 9 * 10**9, (), {})
 AFTER = Peaks(6 * 10**9, 6 * 10**9, (), {})

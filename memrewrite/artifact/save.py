@@ -5,7 +5,6 @@ The files are written beside the target, read back and applied to the model, and
 
 import contextlib
 import inspect
-import json
 import os
 import platform
 import secrets
@@ -25,6 +24,7 @@ from memrewrite.artifact.load import import_artifact
 from memrewrite.artifact.render import render
 from memrewrite.errors import InternalError, UsageError
 from memrewrite.report.data import Measured, Report, report_of
+from memrewrite.report.files import json_text
 from memrewrite.runtime.dropin import Program, graft, programs
 from memrewrite.runtime.likeness import describe
 
@@ -159,11 +159,12 @@ def _is_channels_last(tensor: torch.Tensor) -> bool:
 
 
 def _finish(draft: Path, facts: dict[str, Any], report: Report | None) -> None:
-    """Write the report, and the manifest over everything."""
+    """Write the report, as data and as a page, and the manifest over everything."""
     if report is None:
         manifest.write(draft, facts)
         return
-    (draft / manifest.REPORT).write_text(json.dumps(report.to_json(), indent=2) + "\n", encoding="utf-8")
+    (draft / manifest.REPORT).write_text(json_text(report.to_json()), encoding="utf-8")
+    (draft / manifest.PAGE).write_text(report.to_html(), encoding="utf-8")
     peaks = {
         "predicted_before": report.predicted_before.peak,
         "predicted_after": report.predicted_after.peak,

@@ -1,7 +1,6 @@
 """How a command answers: printed on stdout, or as JSON there or in a file. Imports no PyTorch."""
 
 import contextlib
-import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from memrewrite.files import whole
 from memrewrite.progress import Stages
 from memrewrite.report import tables
 from memrewrite.report.data import SCHEMA_VERSION
+from memrewrite.report.files import json_text
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,13 @@ def respond(request: Request, work: Callable[[Stages], Outcome]) -> int:
 def _answer(request: Request, outcome: Outcome, out: TextIO) -> int:
     command = {"command": request.effective(), "exit_code": outcome.code}
     payload = {"schema_version": SCHEMA_VERSION, **outcome.payload, **command}
-    text = json.dumps(payload, indent=2)
+    text = json_text(payload)
     if request.json == "-":
-        print(text, file=out)
+        print(text, file=out, end="")
         return outcome.code
     if request.json is not None:
         with whole(Path(request.json)) as draft:
-            draft.write_text(text + "\n", encoding="utf-8")
+            draft.write_text(text, encoding="utf-8")
     outcome.show(Console(file=out, width=tables.WIDTH))
     return outcome.code
 

@@ -15,14 +15,17 @@ from memrewrite.commands import job as jobs
 from memrewrite.commands.answer import Outcome, say
 from memrewrite.commands.requests import OptimizeRequest
 from memrewrite.errors import DoesNotFitError, UsageError
-from memrewrite.measuring import Loader, measure_in_child
+from memrewrite.files import fill
+from memrewrite.measuring import Loader, measure_in_child, predict
 from memrewrite.options import Budget, format_bytes
 from memrewrite.progress import Stages
 from memrewrite.regions import find
-from memrewrite.report import tables
+from memrewrite.report import png, tables
 from memrewrite.report.code_diff import code_diff
 from memrewrite.report.data import Measured, Report, report_of
+from memrewrite.report.snapshot import to_pickle
 from memrewrite.runtime.dropin import programs
+from memrewrite.simulate import Timeline
 from memrewrite.simulate.workspaces import workspace_bytes
 
 EXIT_OVER_BUDGET = 1
@@ -34,6 +37,8 @@ def run(request: OptimizeRequest) -> int:
     budget = None if request.budget is None else Budget.parse(request.budget)
     if request.output is not None:  # refuse at once what could not be written in the end
         check_place(request.output, force=request.force)
+    if request.png is not None:
+        png.require()
     work = _check if request.check else _optimize
     return jobs.run(request, lambda job, stage: work(job, budget, stage))
 
@@ -75,9 +80,11 @@ def _optimize(job: Job, budget: Budget | None, stage: Stages) -> Outcome:
         seed=request.seed,
         progress=stage,
     )
-    report: Report = replace(report_of(optimized), model=job.name)
+    report: Report = replace(report_of(optimized), model=job.name, command_line=request.typed)
     changes = _changes(job, optimized) if request.diff else None
+    timelines = _timelines(job, optimized) if request.snapshot else []
     report = _finish(job, optimized, report, stage)
+    _write(request, report, timelines)
     written = request.output if report.changed else None
     fits = report.measured_before is not None or not _measures(job)
     payload = {**report.to_json(), "written": written and str(written)}
@@ -90,6 +97,23 @@ def _optimize(job: Job, budget: Budget | None, stage: Stages) -> Outcome:
         tables.show(report, console, verbose=request.verbose, written=written, fits=fits)
 
     return Outcome(payload, show, EXIT_OVER_BUDGET if tables.over_budget(report) else 0)
+
+
+def _timelines(job: Job, optimized: nn.Module) -> list[Timeline]:
+    """Of the rewritten model and of the original, by submodule; of one where nothing was rewritten."""
+    workspace = workspace_bytes(job.device, job.step.amp, job.step.mode, job.step.as_cuda)
+    models = [job.module] if optimized is job.module else [optimized, job.module]
+    return [predict(model, job.inputs, job.step, workspace_bytes=workspace, attribute=True) for model in models]
+
+
+def _write(request: OptimizeRequest, report: Report, timelines: list[Timeline]) -> None:
+    """The files that were asked for besides the folder and the JSON."""
+    if request.report is not None:
+        fill(request.report, report.to_html().encode())
+    if request.png is not None:
+        fill(request.png, png.to_png(report))
+    if request.snapshot is not None:
+        fill(request.snapshot, to_pickle(timelines))
 
 
 def _finish(job: Job, optimized: nn.Module, report: Report, stage: Stages) -> Report:

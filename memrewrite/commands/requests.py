@@ -14,11 +14,15 @@ PLOTS = (".png", ".svg", ".pdf")
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What every command takes: where its JSON goes (a file, or ``-`` for stdout) and how much it says."""
+    """What every command takes: where its JSON goes (a file, or ``-`` for stdout) and how much it says.
+
+    ``typed`` is the command line itself, "" where there was none.
+    """
 
     json: str | None
     verbose: bool
     quiet: bool
+    typed: str = ""
 
     def __post_init__(self) -> None:
         if self.verbose and self.quiet:
@@ -28,7 +32,8 @@ class Request:
 
     def effective(self) -> dict[str, Any]:
         """The options as plain data for ``json.dumps``."""
-        return {key: str(value) if isinstance(value, Path) else value for key, value in asdict(self).items()}
+        options = {key: value for key, value in asdict(self).items() if key != "typed"}
+        return {key: str(value) if isinstance(value, Path) else value for key, value in options.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,9 +65,18 @@ class OptimizeRequest(ModelRequest):
     verify: bool
     measure: bool
     timeout: float
+    report: Path | None
+    png: Path | None
+    snapshot: Path | None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        files = {"--report": self.report, "--png": self.png, "--snapshot": self.snapshot}
+        for option, file in files.items():
+            if file is not None and self.check:
+                raise UsageError(f"--check writes nothing; leave out {option}.")
+            if file is not None and not file.absolute().parent.is_dir():
+                raise UsageError(f"There is no folder for the {option} file {file}; make it first.")
         if self.check and self.budget is None:
             raise UsageError("--check needs a budget to check against; give --budget.")
         if self.check and self.output is not None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from memrewrite.errors import UsageError
 from memrewrite.files import whole
 from memrewrite.report.measured import Pair
-from memrewrite.report.tables import plain
+from memrewrite.report.text import plain
 
 
 def require() -> None:

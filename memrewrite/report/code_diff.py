@@ -17,7 +17,7 @@ import difflib
 import re
 from collections.abc import Iterator
 
-from memrewrite.report.tables import plain
+from memrewrite.report.text import plain
 
 WHOLE = "the model itself"
 _COMMENT = re.compile(r"  # (?P<path>[\w.]+|'.*'|\".*\")$")

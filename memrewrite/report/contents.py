@@ -12,6 +12,7 @@ from memrewrite.options import format_bytes
 from memrewrite.report import tables
 from memrewrite.report.data import Report
 from memrewrite.report.proof import digests
+from memrewrite.report.text import plain
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ def show(contents: Contents, console: Console, *, verbose: bool = False) -> None
         f"Generated code: {contents.lines} lines, {format_bytes(contents.sizes[contents.code])}; not run, not imported"
     )
     head = [f"{contents.folder}: {made}", f"For {facts.get('model')}, with torch {torch.get('minimum')} or newer", ""]
-    console.print(Group(*(Text(tables.plain(line)) for line in head)), markup=False, highlight=False, emoji=False)
+    console.print(Group(*(Text(plain(line)) for line in head)), markup=False, highlight=False, emoji=False)
     if contents.report is not None:
         tables.show(contents.report, console, verbose=verbose, written=Path(contents.folder))
     parts: list[RenderableType] = [Text(code), Text(), digests(facts["files"], contents.sizes)]

@@ -1,7 +1,9 @@
 """The record of one ``optimize`` call: what was asked, done, refused, predicted, measured and proved."""
 
-from dataclasses import asdict, dataclass
+import os
+from dataclasses import asdict, dataclass, field
 from inspect import getattr_static
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memrewrite.errors import UsageError
@@ -50,13 +52,17 @@ class Measured:
 
 @dataclass(frozen=True)
 class Segment:
-    """One checkpoint segment: the nodes it covers, what it frees and what running it again costs."""
+    """One checkpoint segment: the nodes it covers, what it frees and what running it again costs.
+
+    One of ``depth`` 2 lies inside one of depth 1, which frees the same bytes and more.
+    """
 
     first: str
     last: str
     nodes: int
     saved_bytes: int
     rerun_ms: float
+    depth: int = 1
 
 
 @dataclass(frozen=True)
@@ -69,6 +75,47 @@ class Share:
     path: str
     kept_bytes: int
     untouched: str = ""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Memory over the second step, as many of its moments as a drawing needs, its highest always among them.
+
+    A moment is an operator that allocates, or the end of a phase; ``length`` is how many there were, ``moments`` the
+    numbers of those that are kept, ``phases`` the phases in order, each with the number of its first moment. ``bytes``
+    has, by category, the bytes in use at each moment kept. ``makers`` lists (module path, operator), ``made_by`` says
+    which of them allocated at each moment kept; a module path of "" is the model itself, of None outside of it.
+    """
+
+    length: int
+    phases: tuple[tuple[str, int], ...]
+    moments: tuple[int, ...]
+    bytes: dict[str, tuple[int, ...]]
+    makers: tuple[tuple[str | None, str], ...]
+    made_by: tuple[int, ...]
+
+    @property
+    def totals(self) -> tuple[int, ...]:
+        """Bytes in use at each moment kept."""
+        return tuple(map(sum, zip(*self.bytes.values(), strict=True)))
+
+    @property
+    def highest(self) -> int:
+        """Which of the moments kept is the peak."""
+        totals = self.totals
+        return max(range(len(totals)), key=totals.__getitem__)
+
+
+@dataclass(frozen=True)
+class ModuleBytes:
+    """The activations one submodule made that are there as forward ends (in inference: at the peak), in bytes.
+
+    ``before`` in the model as it was, ``after`` in the rewritten one. A path of "" is the model itself, None outside.
+    """
+
+    path: str | None
+    before: int
+    after: int
 
 
 @dataclass(frozen=True)
@@ -104,7 +151,9 @@ class Option:
 class Report:
     """Everything a user is told. ``rewrites`` and ``refusals`` are (pass, where, what or why).
 
+    ``freed`` has, by pass, the bytes that autograd keeps less for backward since its rewrites (segments not counted).
     ``checks`` is the verdict by group of values, empty where nothing was verified.
+    ``command_line`` is the command line as it was typed, "" where Python asked.
     ``shares`` splits a model that could not be captured whole; it is empty for one that was, and in inference.
     ``predicted_ms_before`` and ``predicted_ms_after`` are the step's time in ms as its operators' own times make it,
     None where these are not known (off CUDA, or where the model could not be captured whole).
@@ -119,6 +168,7 @@ class Report:
     predicted_after: Peaks
     rewrites: tuple[tuple[str, str, str], ...] = ()
     refusals: tuple[tuple[str, str, str], ...] = ()
+    freed: dict[str, int] = field(default_factory=dict)
     segments: tuple[Segment, ...] = ()
     equivalent: bool | None = None
     verdict: str = "not verified"
@@ -130,6 +180,10 @@ class Report:
     predicted_ms_before: float | None = None
     predicted_ms_after: float | None = None
     checks: tuple[Check, ...] = ()
+    curve_before: Curve | None = None
+    curve_after: Curve | None = None
+    modules: tuple[ModuleBytes, ...] = ()
+    command_line: str = ""
 
     @property
     def captured_share(self) -> float:
@@ -138,14 +192,41 @@ class Report:
         return sum(share.kept_bytes for share in self.shares if not share.untouched) / kept if kept else 1.0
 
     @property
+    def freed_by_segments(self) -> int:
+        """Bytes that are not kept for backward because of the segments, each counted once."""
+        return sum(segment.saved_bytes for segment in self.segments if segment.depth == 1)
+
+    @property
+    def curves(self) -> dict[str, Curve]:
+        """What there is to draw, by name: the original's and, where it is another, the rewritten model's."""
+        known = {"original": self.curve_before, "rewritten": self.curve_after if self.changed else None}
+        return {name: curve for name, curve in known.items() if curve is not None}
+
+    @property
     def changed(self) -> bool:
         """Whether the result is another program than the model."""
         return bool(self.rewrites or self.segments) or self.predicted_after != self.predicted_before
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data for ``json.dumps``; carries ``schema_version``."""
+        """Plain data for ``json.dumps``, as ``schema.json`` beside this file has it; carries ``schema_version``."""
         known = {"changed": self.changed, "captured_share": self.captured_share}
         return {"schema_version": SCHEMA_VERSION, **asdict(self), **known}
+
+    def to_html(self) -> str:
+        """One page of HTML that needs nothing else."""
+        from memrewrite.report.page import to_html
+
+        return to_html(self)
+
+    def save(self, file: "str | os.PathLike[str]") -> None:
+        """Write the report to ``file``, whole or not at all: a page (.html), a drawing (.png) or data (.json).
+
+        Raises ``UsageError`` for another ending, where the file cannot be written, and for a drawing without matplotlib
+        or of a report without curves.
+        """
+        from memrewrite.report.files import save
+
+        save(self, Path(file))
 
 
 def attach(module: "nn.Module", report: Report) -> None:

@@ -12,7 +12,7 @@ from rich.text import Text
 from memrewrite.estimates.data import Estimate, Largest, ModuleShare
 from memrewrite.options import format_bytes, short_bytes
 from memrewrite.report.option_table import option_table
-from memrewrite.report.tables import plain
+from memrewrite.report.text import plain
 
 _TOP = 10  # modules, where no depth is asked for
 _SMALL = 0.001  # of the peak; smaller differences share a line

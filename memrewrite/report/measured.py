@@ -12,7 +12,8 @@ from rich.text import Text
 from memrewrite.errors import DoesNotFitError, MemrewriteError, OtherInputsError
 from memrewrite.options import format_bytes
 from memrewrite.report.data import Measured
-from memrewrite.report.tables import change, plain, ratio, table
+from memrewrite.report.tables import change, ratio, table
+from memrewrite.report.text import plain
 
 STEPS = 2  # those whose phases are known
 _UNITS = ((10**9, "GB (10^9 bytes)", 3), (10**6, "MB (10^6 bytes)", 1), (10**3, "KB (10^3 bytes)", 1))

@@ -7,7 +7,7 @@ from rich.text import Text
 
 from memrewrite.options import short_bytes
 from memrewrite.report.data import Option
-from memrewrite.report.tables import plain
+from memrewrite.report.text import plain
 
 
 def option_table(options: Iterable[Option]) -> Table:

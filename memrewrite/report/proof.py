@@ -7,7 +7,8 @@ from rich.table import Table
 from rich.text import Text
 
 from memrewrite.report.data import Check
-from memrewrite.report.tables import plain, table
+from memrewrite.report.tables import table
+from memrewrite.report.text import plain
 
 _SHOWN = 16  # digits of a SHA-256, of 64; all are in the JSON
 

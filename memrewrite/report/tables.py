@@ -13,6 +13,7 @@ from rich.text import Text
 
 from memrewrite.options import format_bytes
 from memrewrite.report.data import Report
+from memrewrite.report.text import plain
 
 WIDTH = 80
 NOT_MEASURED = "not measured"
@@ -28,11 +29,6 @@ def show(
     ``fits`` False says that the original ran out of memory, which is why it has no measured figures.
     """
     console.print(Group(*_parts(report, verbose, written, fits)), markup=False, highlight=False, emoji=False)
-
-
-def plain(text: str) -> str:
-    """``text`` with control characters spelled out, so that a layer's name cannot steer the terminal."""
-    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 def over_budget(report: Report) -> bool:
@@ -128,7 +124,7 @@ def _rewrites(report: Report, verbose: bool) -> Iterator[RenderableType]:
         counts = Counter(name for name, _, _ in report.rewrites)
         yield _text("Rewrites: " + ", ".join(f"{name} {count}" for name, count in counts.items()))
     if report.segments:
-        saved = sum(segment.saved_bytes for segment in report.segments)
+        saved = report.freed_by_segments
         rerun = sum(segment.rerun_ms for segment in report.segments)
         yield Text(f"Checkpoint segments: {len(report.segments)}, free {format_bytes(saved)}, run again {rerun:.1f} ms")
     if report.segments and verbose:
