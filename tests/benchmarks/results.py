@@ -3,7 +3,7 @@
     python -m tests.benchmarks.results FOLDER     # with pareto, predict, plantime and maxbatch.jsonl in it
 
 Prints the targets and replaces what stands between the lines ``<!-- results:begin -->`` and ``<!-- results:end -->`` of
-either file. Files that are not in the folder leave their section out.
+either file. Of a benchmark that has no file in the folder, the section and the targets stay as they are in RESULTS.md.
 """
 
 import argparse
@@ -91,14 +91,15 @@ def batch_table(rows: list[BatchRow]) -> str:
     return _table(["workload", "budget", *shown], body)
 
 
-def report(folder: Path) -> tuple[str, str, list[Target]]:
-    """The blocks for RESULTS.md and README.md, and the targets."""
+def report(folder: Path, before: str) -> tuple[str, str, list[Target]]:
+    """The blocks for RESULTS.md, whose text is ``before``, and for README.md, and the targets."""
     pareto, predicted = read(folder / PARETO, ParetoRow), read(folder / PREDICT, PredictRow)
     planned, batches = read(folder / PLANTIME, PlanRow), read(folder / MAXBATCH, BatchRow)
     targets = [*prediction_targets(predicted), *(pareto_targets(pareto) if pareto else [])]
     pictures = [f"![{p.stem}]({PLOTS.name}/{p.name})" for p in sorted(PLOTS.glob("*.png"))]
+    old = _sections(before)
     sections: list[tuple[str, Sequence[Row], str]] = [
-        ("Targets", [], targets_table(targets) if targets else ""),
+        ("Targets", [], _updated(old.get("Targets", ""), targets_table(targets)) if targets else ""),
         ("Peak against step time", pareto, pareto_table(pareto) if pareto else ""),
         ("Plots", [], "\n".join(pictures)),
         ("Predicted peaks", predicted, predict_table(predicted) if predicted else ""),
@@ -107,9 +108,25 @@ def report(folder: Path) -> tuple[str, str, list[Target]]:
     ]
     texts = []
     for title, rows, text in sections:
-        if text:
-            texts.append("\n\n".join([f"## {title}", *([_setting(rows)] if rows else []), text]))
+        body = "\n\n".join([_setting(rows), text]) if rows else text or old.get(title, "")
+        if body:
+            texts.append(f"## {title}\n\n{body}")
     return "\n\n".join(texts), short_table(pareto) if pareto else "", targets
+
+
+def _sections(text: str) -> dict[str, str]:
+    """What stands under each title between the marks."""
+    block = _BLOCK.search(text)
+    parts = re.split(r"^## (.+)\n", block[0].rpartition("<!--")[0], flags=re.MULTILINE)[1:] if block else []
+    return {title: body.strip() for title, body in zip(parts[::2], parts[1::2], strict=True)}
+
+
+def _updated(old: str, new: str) -> str:
+    """The lines of the table ``old`` whose first cell has no line in ``new``, then those of ``new`` below its head."""
+    head, line, *body = new.splitlines()
+    known = {each.split("|")[1] for each in body}
+    kept = [each for each in old.splitlines()[2:] if each.split("|")[1] not in known]
+    return "\n".join([head, line, *kept, *body])
 
 
 def _eager(rows: list[ParetoRow]) -> dict[str, ParetoRow]:
@@ -195,7 +212,7 @@ def main() -> int:
     parser.add_argument("folder", type=Path, help="where the rows are")
     parser.add_argument("--print", action="store_true", dest="only_print", help="print the targets, write nothing")
     options = parser.parse_args()
-    full, short, targets = report(options.folder)
+    full, short, targets = report(options.folder, RESULTS.read_text())
     for target in targets:
         print(f"{target.name}: {target.value}")
         for name, value in target.by.items():

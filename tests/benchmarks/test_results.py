@@ -117,7 +117,7 @@ def test_report_has_a_section_for_every_file(tmp_path: Path, monkeypatch: pytest
     ]
     for name, rows in (("pareto", ROWS), ("predict", PREDICTED), ("plantime", planned), ("maxbatch", batches)):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows))
-    full, short, found = results.report(tmp_path)
+    full, short, found = results.report(tmp_path, "")
     titles = [line for line in full.splitlines() if line.startswith("## ") and line != "## Plots"]
     assert titles == [
         f"## {t}" for t in ("Targets", "Peak against step time", "Predicted peaks", "Time to plan", "Largest batch")
@@ -127,7 +127,22 @@ def test_report_has_a_section_for_every_file(tmp_path: Path, monkeypatch: pytest
     assert "| case 1 | 1.01 GB | 1.00 GB | +1.00% | 1.0 s |  |" in full
     assert short == results.short_table(ROWS)
     assert len(found) == 7
-    assert results.report(tmp_path / "none") == ("", "", [])
+    assert results.report(tmp_path / "none", "") == ("", "", [])
+
+
+def test_what_was_not_run_again_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results, "PLOTS", tmp_path / "plots")
+    for name, rows in (("all/pareto", ROWS), ("all/predict", PREDICTED), ("some/predict", PREDICTED[:1])):
+        path = tmp_path / f"{name}.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows))
+    full, _, _ = results.report(tmp_path / "all", "")
+    page = f"a\n<!-- results:begin -->\n{full}\n<!-- results:end -->\nb"
+    assert results.report(tmp_path / "none", page)[0] == full
+    again, _, _ = results.report(tmp_path / "some", page)
+    assert results.pareto_table(ROWS) in again
+    assert again.count("measured peak within the budget") == again.count("error of the predicted peak") == 1
+    assert ", 1 cases" in again
 
 
 def test_rows_survive_the_file(tmp_path: Path) -> None:
