@@ -73,6 +73,7 @@ def main(context: click.Context) -> None:
 @click.option("--report", type=flags.PATH, help="Write the report as a page of HTML to this file.")
 @click.option("--png", type=flags.PATH, help="Draw the memory in use through a step to this file.")
 @click.option("--snapshot", type=flags.PATH, help="Write every allocation to this file, for pytorch.org/memory_viz.")
+@click.option("--advise", is_flag=True, help="List what else would fit the budget, each option simulated.")
 @click.option("--diff", is_flag=True, help="Print what changed in the code of the graph, module by module.")
 @flags.output
 def optimize(**given: Any) -> int:

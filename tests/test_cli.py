@@ -62,6 +62,19 @@ def test_help_says(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert word in " ".join(capsys.readouterr().out.split())
 
 
+def test_what_else_would_fit(net: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["optimize", net, *SMALL, "--budget", "80%", "--advise", "--json", "-"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    options = {option["name"]: option for option in report["options"]}
+    halved = options["2 micro-batches of 128 with gradient accumulation"]
+    assert halved["fits"]
+    assert halved["peak_bytes"] <= report["budget"]
+    assert options["SGD without momentum (--optimizer sgd)"]["peak_bytes"] < report["predicted_before"]["peak"]
+    for more in ([], ["--budget", "80%", "--check"]):
+        assert cli.run(["optimize", net, "--advise", *more]) == 2
+        assert "--advise says what else would fit a budget" in capsys.readouterr().err
+
+
 def test_python_m_memrewrite() -> None:
     done = subprocess.run([sys.executable, "-m", "memrewrite", "--help"], capture_output=True, text=True, check=False)
     assert done.returncode == 0

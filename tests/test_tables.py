@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from memrewrite.report.data import Measured, Peaks, Report, Segment, Share
+from memrewrite.report.data import Measured, Option, Peaks, Report, Segment, Share
 from memrewrite.report.tables import WIDTH, over_budget, show
 from memrewrite.report.text import plain
 
@@ -62,6 +62,17 @@ def test_a_full_report(sentence: str) -> None:
 def test_verbose_lists_everything(sentence: str) -> None:
     assert sentence in squeeze(printed(FULL, verbose=True))
     assert sentence not in squeeze(printed(FULL))
+
+
+def test_an_expensive_budget_names_the_way_to_others() -> None:
+    assert "A step takes x1.20 of its time; --advise lists what else would fit." in squeeze(printed(FULL))
+    assert "--advise" not in printed(replace(FULL, measured_after=replace(NEW, step_ms=54.0)))
+    assert "--advise" not in printed(replace(FULL, measured_before=None))
+    predicted = replace(FULL, measured_before=None, predicted_ms_before=10.0, predicted_ms_after=13.0)
+    assert "A step takes x1.30 of its time" in squeeze(printed(predicted))
+    advised = replace(FULL, options=(Option("2 micro-batches of 4", 5 * 10**9, True, "2 passes"),))
+    assert "2 micro-batches of 4 5.00 GB yes 2 passes" in squeeze(printed(advised))
+    assert "--advise" not in printed(advised)
 
 
 def test_verbose_explains_segments() -> None:

@@ -3,11 +3,12 @@
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 from rich.console import Console
 from torch import nn
 
-from memrewrite import api, registry
+from memrewrite import advice, api, registry
 from memrewrite.artifact.recheck import verify_in_child
 from memrewrite.artifact.save import check_place, save
 from memrewrite.codegen import generate
@@ -22,7 +23,7 @@ from memrewrite.progress import Stages
 from memrewrite.regions import find
 from memrewrite.report import png, tables
 from memrewrite.report.code_diff import code_diff
-from memrewrite.report.data import Measured, Report, report_of
+from memrewrite.report.data import Measured, Option, Report, report_of
 from memrewrite.report.snapshot import to_pickle
 from memrewrite.runtime.dropin import programs
 from memrewrite.simulate import Timeline
@@ -81,6 +82,9 @@ def _optimize(job: Job, budget: Budget | None, stage: Stages) -> Outcome:
         progress=stage,
     )
     report: Report = replace(report_of(optimized), model=job.name, command_line=request.typed)
+    if request.advise and report.budget is not None:
+        stage("advise")
+        report = replace(report, options=_options(job, report, report.budget))
     changes = _changes(job, optimized) if request.diff else None
     timelines = _timelines(job, optimized) if request.snapshot else []
     report = _finish(job, optimized, report, stage)
@@ -97,6 +101,15 @@ def _optimize(job: Job, budget: Budget | None, stage: Stages) -> Outcome:
         tables.show(report, console, verbose=request.verbose, written=written, fits=fits)
 
     return Outcome(payload, show, EXIT_OVER_BUDGET if tables.over_budget(report) else 0)
+
+
+def _options(job: Job, report: Report, budget: int) -> tuple[Option, ...]:
+    """What else would fit the budget, were the model left as it is."""
+    step = job.step
+    modes: tuple[Literal["train", "inference"], ...] = ("train", "inference")
+    workspaces: dict[str, int] = {mode: workspace_bytes(job.device, step.amp, mode, step.as_cuda) for mode in modes}
+    variants = advice.Variants(job.module, job.inputs, step, workspaces)
+    return advice.options(variants, budget, report.predicted_before.peak)
 
 
 def _timelines(job: Job, optimized: nn.Module) -> list[Timeline]:

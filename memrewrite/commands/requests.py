@@ -68,6 +68,7 @@ class OptimizeRequest(ModelRequest):
     report: Path | None
     png: Path | None
     snapshot: Path | None
+    advise: bool
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -79,6 +80,8 @@ class OptimizeRequest(ModelRequest):
                 raise UsageError(f"There is no folder for the {option} file {file}; make it first.")
         if self.check and self.budget is None:
             raise UsageError("--check needs a budget to check against; give --budget.")
+        if self.advise and (self.check or self.budget is None):
+            raise UsageError("--advise says what else would fit a budget; give --budget, and leave out --check.")
         if self.check and self.output is not None:
             raise UsageError("--check writes nothing; leave out -o.")
 

@@ -154,6 +154,7 @@ class Report:
     ``freed`` has, by pass, the bytes that autograd keeps less for backward since its rewrites (segments not counted).
     ``checks`` is the verdict by group of values, empty where nothing was verified.
     ``command_line`` is the command line as it was typed, "" where Python asked.
+    ``options`` is what else was tried for the model as it is, where that was asked for.
     ``shares`` splits a model that could not be captured whole; it is empty for one that was, and in inference.
     ``predicted_ms_before`` and ``predicted_ms_after`` are the step's time in ms as its operators' own times make it,
     None where these are not known (off CUDA, or where the model could not be captured whole).
@@ -184,6 +185,7 @@ class Report:
     curve_after: Curve | None = None
     modules: tuple[ModuleBytes, ...] = ()
     command_line: str = ""
+    options: tuple[Option, ...] = ()
 
     @property
     def captured_share(self) -> float:

@@ -13,12 +13,14 @@ from rich.text import Text
 
 from memrewrite.options import format_bytes
 from memrewrite.report.data import Report
+from memrewrite.report.option_table import option_table
 from memrewrite.report.text import plain
 
 WIDTH = 80
 NOT_MEASURED = "not measured"
 DOES_NOT_FIT = "does not fit"
 _SEGMENTS = "checkpoint_segments"
+_EXPENSIVE = 1.1  # times the original's step, where other ways to fit are worth a look
 
 
 def show(
@@ -55,6 +57,7 @@ def _parts(report: Report, verbose: bool, written: Path | None, fits: bool) -> I
         yield from _refusals(report, verbose)
     if report.budget is not None:
         yield _budget(report)
+        yield from _advice(report)
     for note in report.notes:
         yield _text(f"Note: {note}")
     hint = " (give -o DIR to save the rewritten model)" if report.changed else ""
@@ -165,6 +168,19 @@ def _budget(report: Report) -> Text:
     if peak <= budget:
         return Text(f"Budget: the {kind} peak fits with {format_bytes(budget - peak)} to spare", style="green")
     return Text(f"Budget: the {kind} peak is over by {format_bytes(peak - budget)}", style="red")
+
+
+def _advice(report: Report) -> Iterator[RenderableType]:
+    """What else would fit; where that was not asked for and the rewritten step is much slower, how to ask."""
+    if report.options:
+        yield Text("\nWhat else was tried for the model as it is:")
+        yield option_table(report.options)
+        yield Text()
+        return
+    measured = [each and each.step_ms for each in (report.measured_before, report.measured_after)]
+    before, after = measured if all(measured) else (report.predicted_ms_before, report.predicted_ms_after)
+    if report.changed and before and after and after > _EXPENSIVE * before:
+        yield Text(f"A step takes {ratio(before, after)} of its time; --advise lists what else would fit.")
 
 
 def _text(foreign: str) -> Text:
