@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Sets everything up on a fresh machine and runs the tests; further arguments go to pytest.
+# Sets everything up on a fresh machine and runs the tests, two files at a time; further arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 .ci/setup
-.venv/bin/python -m pytest "$@"
+.venv/bin/python -m pytest -n 2 --dist loadfile "$@"
