@@ -2,7 +2,7 @@
 
     python -m tests.benchmarks.overhead [--device cuda] [--rounds 40]
 
-Inputs are so small that the time of a step is that of Python and of the dispatcher. Steps of both alternate; printed are
+Inputs are so small that the time of a step is that of Python and the dispatcher. Steps of both alternate; printed are
 the median ratio over the pairs and its quartiles.
 """
 
