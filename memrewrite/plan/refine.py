@@ -54,12 +54,14 @@ class Search:
         high = (self.kept - self.fixed, self.kept)  # of one that does not
         bound, slots = min(budget - self.fixed, high[0]), _ROUGH
         for _ in range(_ROUNDS):
-            peak = self._look(bound, budget, slots)
+            peak, rough = self._look(bound, budget, slots), slots == _ROUGH
             slots = _SLOTS
             if peak is None:  # the estimate allows no plan here, so what fits lies above
                 low = (bound, 0)
                 bound = self.lowest if bound < self.lowest else (bound + high[0]) // 2
                 continue
+            if rough and peak <= budget:
+                continue  # a finer plan for the same bound is cheaper and fills it better
             if peak <= budget:
                 low = (bound, peak)
                 if budget - peak <= _SLACK * budget:
