@@ -11,6 +11,18 @@ from torch import Tensor, nn
 from memrewrite import FallbackWarning
 from memrewrite.simulate.tracker import Tracker
 
+AMP = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def scale(device: str) -> int:
+    """How many times larger batches are on a GPU, where 70 MB of library workspaces would outweigh those for a CPU."""
+    return 32 if device.startswith("cuda") else 1
+
+
+def tolerance(device: str, amp: str) -> float:
+    """How far losses may be apart; on a GPU convolutions round to TF32, which makes more of a last bit."""
+    return 1e-5 if amp == "off" and device == "cpu" else 1e-2
+
 
 @dataclass
 class Run:

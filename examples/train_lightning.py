@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from compare import Run, compare
+from compare import Run, compare, scale, tolerance
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.nn import functional
@@ -74,10 +74,13 @@ def main() -> None:
     options = parser.parse_args()
 
     torch.manual_seed(0)
-    data = DataLoader(TensorDataset(torch.randn(32, 3, 64, 64), torch.randint(2, (32, 64, 64))), batch_size=8)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    size = 8 * scale(device)
+    images = TensorDataset(torch.randn(4 * size, 3, 64, 64), torch.randint(2, (4 * size, 64, 64)))
+    data = DataLoader(images, batch_size=size)
     before = train(data, options.amp)
     after = train(data, options.amp, Optimize("net", budget=options.budget))  # the one callback
-    compare(before, after, tolerance=1e-5 if options.amp == "off" else 1e-2)
+    compare(before, after, tolerance(device, options.amp))
 
 
 if __name__ == "__main__":

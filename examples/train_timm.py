@@ -11,7 +11,7 @@ import argparse
 
 import timm
 import torch
-from compare import Run, compare
+from compare import AMP, Run, compare, scale, tolerance
 from timm.loss import LabelSmoothingCrossEntropy
 from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
@@ -19,9 +19,6 @@ from timm.utils import ModelEmaV3, NativeScaler
 from torch import Tensor, nn
 
 import memrewrite
-
-BATCH = 16
-AMP = {"off": None, "bf16": torch.bfloat16}
 
 
 def train(batches: list[tuple[Tensor, Tensor]], amp: torch.dtype | None, budget: str | None) -> tuple[Run, nn.Module]:
@@ -52,21 +49,22 @@ def train(batches: list[tuple[Tensor, Tensor]], amp: torch.dtype | None, budget:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train timm's smallest EfficientNet, as it is and rewritten.")
     parser.add_argument("--budget", default="60%")
-    parser.add_argument("--amp", choices=AMP, default="off")
+    parser.add_argument("--amp", choices=("off", "bf16"), default="off")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
 
     torch.manual_seed(0)
+    size = 16 * scale(options.device)
     batches = [
-        (torch.randn(BATCH, 3, 96, 96, device=options.device), torch.arange(BATCH, device=options.device) % 10)
+        (torch.randn(size, 3, 96, 96, device=options.device), torch.arange(size, device=options.device) % 10)
         for _ in range(options.steps)
     ]
     before, average = train(batches, AMP[options.amp], None)
     after, rewritten = train(batches, AMP[options.amp], options.budget)
-    tolerance = 1e-5 if options.amp == "off" else 1e-2
-    compare(before, after, tolerance)
-    torch.testing.assert_close(rewritten.state_dict(), average.state_dict(), rtol=0, atol=tolerance)
+    allowed = tolerance(options.device, options.amp)
+    compare(before, after, allowed)
+    torch.testing.assert_close(rewritten.state_dict(), average.state_dict(), rtol=0, atol=allowed)
 
 
 if __name__ == "__main__":

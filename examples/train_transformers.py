@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from compare import Run, compare
+from compare import Run, compare, scale, tolerance
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
@@ -75,15 +75,16 @@ def main() -> None:
     parser.add_argument("--label-smoothing", type=float, default=0.0)
     options = parser.parse_args()
 
-    data = Tokens(32)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    data = Tokens(32 * scale(device))
     with tempfile.TemporaryDirectory() as folder:
         args = TrainingArguments(
             output_dir=folder,
-            per_device_train_batch_size=8,
+            per_device_train_batch_size=8 * scale(device),
             max_steps=options.steps,
             bf16=options.amp == "bf16",
-            use_cpu=not torch.cuda.is_available(),
-            dataloader_pin_memory=torch.cuda.is_available(),
+            use_cpu=device == "cpu",
+            dataloader_pin_memory=device == "cuda",
             label_smoothing_factor=options.label_smoothing,
             logging_steps=1,
             save_strategy="no",
@@ -92,7 +93,7 @@ def main() -> None:
         )
         before = train(args, data, None)
         after = train(args, data, options.budget)
-    compare(before, after, tolerance=1e-5 if options.amp == "off" else 1e-2)
+    compare(before, after, tolerance(device, options.amp))
 
 
 if __name__ == "__main__":

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from memrewrite.errors import CaptureError, UsageError
-from memrewrite.private import FakeTensor, FakeTensorMode, TorchDispatchMode
+from memrewrite.private import FakeTensor, FakeTensorMode, OpOverload, TorchDispatchMode
 from memrewrite.simulate import Timeline, run_tracked, simulate
 from memrewrite.simulate.fake import fake_inputs, fake_twin, tensors_of
 from memrewrite.simulate.tracker import OPERATOR_WORKSPACE, Tracker, rounded
-from memrewrite.simulate.transients import Transients, like, made, transients_on
+from memrewrite.simulate.transients import Transients, like, made, random_state_on_host, transients_on
 from memrewrite.simulate.workspaces import workspace_bytes
 from memrewrite.step import PHASES, Inputs, Step
 from memrewrite.stepspec import OPTIMIZERS, optimizer_factory
@@ -376,3 +376,19 @@ def test_probing_tensors_look_like_what_they_stand_for(tensor: Tensor, value: in
     for found in (again[0], again[1][0]):
         assert (found.shape, found.stride(), found.dtype) == (tensor.shape, tensor.stride(), tensor.dtype)
         assert value is None or bool((found == value).all())
+
+
+@pytest.mark.parametrize(
+    ("operator", "host"),
+    [
+        (torch.ops.aten._scaled_dot_product_efficient_attention_backward.default, ["philox_seed", "philox_offset"]),
+        (torch.ops.aten._scaled_dot_product_flash_attention_backward.default, []),
+    ],
+    ids=["memory-efficient", "flash"],
+)
+def test_probed_attention_finds_its_random_state_where_it_reads_it(operator: OpOverload, host: list[str]) -> None:
+    names = [argument.name for argument in operator._schema.arguments]
+    with FakeTensorMode():
+        args = tuple(like(torch.empty(2, device="cuda")) for _ in names)
+    found = random_state_on_host(operator, args)
+    assert [name for name, arg in zip(names, found, strict=True) if arg.device.type == "cpu"] == host

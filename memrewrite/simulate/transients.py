@@ -7,7 +7,7 @@ signature on the device, on tensors of ones and zeros, and the allocator's peak 
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -90,6 +90,7 @@ def _measured(device: torch.device, func: OpOverload, args: tuple[Any, ...], kwa
     """Run the operator twice (libraries set themselves up in the first run) and read the peak of the second."""
     if not any(isinstance(arg, _Like) and arg.device.type == "cuda" for arg in _leaves(args)):
         return 0
+    args = random_state_on_host(func, args)
     try:
         with torch.no_grad():
             for _ in range(2):
@@ -103,6 +104,21 @@ def _measured(device: torch.device, func: OpOverload, args: tuple[Any, ...], kwa
     except RuntimeError:
         return 0  # it does not run on such values, or there is no room for it alone: nothing is known
     return extra
+
+
+def random_state_on_host(func: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments as the kernel reads them: fake tensors have the seed and offset of dropout on the device.
+
+    Backward of memory-efficient attention takes them by a host pointer, so that the process would die of others
+    (PyTorch, ``attention_backward.cu``, Note [Seed and Offset Device]). Flash attention has its own on the device.
+    """
+    if "efficient_attention" not in func.__name__:
+        return args
+    names = (argument.name for argument in func._schema.arguments)
+    return tuple(
+        replace(arg, device=torch.device("cpu")) if name.startswith("philox") and isinstance(arg, _Like) else arg
+        for name, arg in zip(names, args, strict=False)
+    )
 
 
 def _leaves(value: Any) -> list[Any]:
