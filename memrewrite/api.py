@@ -235,6 +235,7 @@ def _meet(line: pipeline.Line, limit: Budget, original: int, names: tuple[str, .
     Raises ``BudgetInfeasibleError`` when the lowest reachable peak is above it.
     """
     budget = limit.resolve(original) or 0
+    pipeline.rewrite_slower(line, names, budget)
     target, missed = budget, 0
     on_cuda = device_type(line.model, line.inputs) == "cuda"
     for attempt in range(1, _CORRECTIONS + 1):

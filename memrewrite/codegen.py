@@ -30,7 +30,8 @@ from memrewrite.capture.captured import Captured, TensorSpec
 from memrewrite.capture.normal import attribute
 from memrewrite.errors import CaptureError
 from memrewrite.private import C_FUNCTIONS, OpOverload, TreeSpec, treespec_dumps
-from memrewrite.runtime import swish as swish_runtime
+from memrewrite.runtime.cross_entropy import chunked_cross_entropy
+from memrewrite.runtime.swish import exact_swish, swish
 
 CONSTANT = "memrewrite_constant_{}"
 _MODULES = {
@@ -75,7 +76,8 @@ inf, nan = math.inf, math.nan
 
 
 # What the functions below refer to by a bare name; a local of that name would hide it.
-_RUNTIME = ("keep", "once", "run_segment", "swish", "exact_swish", "tree_unflatten", "treespec_loads")
+_CALLED = {function.__name__: function for function in (swish, exact_swish, chunked_cross_entropy)}
+_RUNTIME = ("keep", "once", "run_segment", *_CALLED, "tree_unflatten", "treespec_loads")
 _MODULES_USED = ("aten", "torch", "operator", "math", "builtins", "importlib")
 _GLOBALS = (*_MODULES_USED, "inf", "nan", "getattr", "slice", "complex", *_RUNTIME)
 _OWN = re.compile(r"(segment|region)_\d")
@@ -258,7 +260,7 @@ def function_name(target: Any) -> str:
     if isinstance(target, type(torch.ops.aten.add)):  # an operator, the overload left open
         return f"torch.ops.{target}"
     own = getattr(target, "__name__", "")
-    if getattr(swish_runtime, own, None) is target:
+    if _CALLED.get(own) is target:
         return own
     for name, module in _MODULES.items():
         if own and getattr(module, own, None) is target:

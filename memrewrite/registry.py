@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from memrewrite.errors import UsageError
 from memrewrite.passes.checkpoint_segments import CheckpointSegments
+from memrewrite.passes.chunked_cross_entropy import ChunkedCrossEntropy
 from memrewrite.passes.composites import Composites
 from memrewrite.passes.functionalize import Functionalize
 from memrewrite.passes.inplace_activation import InplaceActivation
@@ -14,7 +15,8 @@ PATTERNS: dict[str, Callable[[bool], Pass]] = {
     Swish.name: lambda exact: Swish(exact_forward=exact),
     Composites.name: lambda exact: Composites(),
 }
-NAMES = (*PATTERNS, CheckpointSegments.name, InplaceActivation.name)
+SLOWER: dict[str, Callable[[], Pass]] = {ChunkedCrossEntropy.name: ChunkedCrossEntropy}
+NAMES = (*PATTERNS, *SLOWER, CheckpointSegments.name, InplaceActivation.name)
 
 
 def patterns(names: tuple[str, ...] | None, exact: bool) -> list[Pass]:
@@ -25,6 +27,11 @@ def patterns(names: tuple[str, ...] | None, exact: bool) -> list[Pass]:
     check(names)
     wanted = [make(exact) for name, make in PATTERNS.items() if names is None or name in names]
     return [Functionalize(), *(p for p in wanted if not exact or p.exact or p.name == Swish.name)]
+
+
+def slower(names: tuple[str, ...] | None) -> list[Pass]:
+    """Rewrites that cost time, of those asked for: for a step that would not fit without them."""
+    return [make() for name, make in SLOWER.items() if names is None or name in names]
 
 
 def check(names: tuple[str, ...] | None) -> None:

@@ -20,7 +20,12 @@ _CONTEXTS = ("_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_enter_i
 
 def obstacle(effects: Effects, root: fx.Node, inner: Sequence[fx.Node], x: fx.Node) -> str | None:
     """Why ``root`` and ``inner``, elementwise operations on ``x``, cannot become one operation on ``x``; None if so."""
-    return _promotion(root, inner, x) or _detached(effects, root, inner) or _rewritten(effects, root, inner, x)
+    return _promotion(root, inner, x) or between(effects, root, inner, x)
+
+
+def between(effects: Effects, root: fx.Node, inner: Sequence[fx.Node], x: fx.Node) -> str | None:
+    """Why ``x`` cannot be read where ``root`` is instead of where the first of ``inner`` reads it; None if it can."""
+    return _detached(effects, root, inner) or _rewritten(effects, root, inner, x)
 
 
 def shared(inner: Iterable[fx.Node], root: fx.Node) -> str | None:

@@ -17,18 +17,26 @@ from torch import Tensor, fx, nn
 import memrewrite.passes
 from memrewrite import registry
 from memrewrite.effects import observe
+from memrewrite.passes.chunked_cross_entropy import ChunkedCrossEntropy
 from memrewrite.passes.composites import Composites
 from memrewrite.passes.functionalize import Functionalize
 from memrewrite.passes.inplace_activation import InplaceActivation
 from memrewrite.passes.swish import Swish
 from memrewrite.rewrite import Pass
+from memrewrite.runtime.cross_entropy import chunked_cross_entropy
 from memrewrite.runtime.swish import swish
 from tests.models import MODELS, make
 from tests.passes.helpers import assert_same_bits, numbers, rewrite
 
 FOLDER = pathlib.Path(memrewrite.passes.__path__[0])
 MODULES = [importlib.import_module(f"memrewrite.passes.{path.stem}") for path in sorted(FOLDER.glob("[a-z]*.py"))]
-GRAPH_PASSES: list[Pass] = [Functionalize(), Swish(), Composites(), InplaceActivation()]
+GRAPH_PASSES: list[Pass] = [
+    Functionalize(),
+    Swish(),
+    Composites(),
+    ChunkedCrossEntropy(elements=4),
+    InplaceActivation(),
+]
 graph_passes = pytest.mark.parametrize("graph_pass", GRAPH_PASSES, ids=lambda p: p.name)
 
 
@@ -83,21 +91,22 @@ class Example(nn.Module):
         self.body = forward
         self.weight = nn.Parameter(torch.randn(4, 4))
         self.beta = nn.Parameter(torch.tensor(1.5))
+        self.register_buffer("labels", torch.tensor([1, 0, 3]))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.body(self, x * 1)
 
 
-def one_call(x: fx.Proxy, beta: Any) -> fx.Proxy:
-    """``swish`` as the single call that the pass puts."""
-    return x.tracer.create_proxy("call_function", swish, (x, beta), {})
+def one_call(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of ours as the single call that its pass puts."""
+    return lambda x, *args: x.tracer.create_proxy("call_function", function, (x, *args), {})
 
 
 def example(docstring: str, title: str) -> fx.GraphModule:
     """The code under ``title`` in a docstring, as a graph."""
     match = re.search(rf"^{title}::\n\n((?:    .*\n|\n)+)", docstring + "\n", re.MULTILINE)
     assert match is not None, f"no {title} code"
-    scope: dict[str, Any] = {"torch": torch, "swish": one_call}
+    scope: dict[str, Any] = {"torch": torch} | {f.__name__: one_call(f) for f in (swish, chunked_cross_entropy)}
     body = textwrap.indent(textwrap.dedent(match[1]), "    ")
     exec(f"def forward(self, x):\n{body}", scope)  # noqa: S102 (the code is our own docstring)
     model = Example(scope["forward"])

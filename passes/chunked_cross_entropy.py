@@ -1,0 +1,157 @@
+"""Cross-entropy over many classes, such as a vocabulary, runs some rows at a time and keeps only the logits.
+
+Before::
+
+    logits = x.bfloat16()
+    return torch.ops.aten.cross_entropy_loss.default(logits.float(), self.labels)
+
+After::
+
+    logits = x.bfloat16()
+    return chunked_cross_entropy(logits, self.labels, torch.float32, 1, -100, 8)
+
+Every bit stays the same. Backward computes the softmax again, so it is done only where the step would not fit.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from memrewrite.effects import Effects
+from memrewrite.passes.matching import between, erase, inherit
+from memrewrite.passes.spelling import operand, operation, tensor
+from memrewrite.rewrite import Findings, Result
+from memrewrite.runtime.cross_entropy import chunked_cross_entropy
+
+_ARGUMENTS = {
+    "cross_entropy_loss": ("self", "target", "weight", "reduction", "ignore_index", "label_smoothing"),
+    "cross_entropy": (
+        *("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing"),
+    ),
+}
+_REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
+_VIEWS = ("view", "reshape", "flatten", "_unsafe_view", "contiguous")
+_CASTS = ("to", "float", "_to_copy")
+_HALF = (torch.float16, torch.bfloat16)
+_ALIGNED = 8  # rows: kernels add a row up in an order that depends on where in 16 bytes it begins
+
+
+@dataclass(frozen=True)
+class ChunkedCrossEntropy:
+    """Cross-entropy keeps the logits alone and makes everything else of about ``elements`` logits at a time."""
+
+    name: ClassVar[str] = "chunked_cross_entropy"
+    exact: ClassVar[bool] = True
+    elements: int = 2**24  # 64 MiB in float32: kernels of that size outlast their launches
+
+    def __call__(self, graph_module: fx.GraphModule, effects: Effects) -> Result:
+        """Rewrite every cross-entropy of class indices that has more than a few chunks of logits."""
+        findings = Findings()
+        for found in list(filter(None, map(match, effects.order))):
+            if reason := self.check(found, effects):
+                findings.refuse(found.root, reason)
+            else:
+                self.rewrite(found)
+                findings.apply(found.root, "cross-entropy keeps the logits alone and makes the rest in chunks of rows")
+        graph_module.graph.lint()
+        graph_module.recompile()
+        return findings.result()
+
+    def check(self, found: "Found", effects: Effects) -> str | None:
+        """Why it has to stay as it is; None if it need not."""
+        logits, target = tensor(found.logits), tensor(found.target)
+        if found.extra:
+            return f"It has {found.extra}, which the chunked form has not."
+        if logits is None or target is None or logits.dim() != 2 or target.dim() != 1 or target.dtype != torch.int64:
+            return "Its targets are not one class index for each row of logits."
+        if logits.numel() <= 2 * self.elements:
+            return f"Its {logits.numel()} logits are too few to be worth it."
+        return between(effects, found.root, found.inner, found.source) if found.inner else None
+
+    def rewrite(self, found: "Found") -> None:
+        """Put the chunked form in the root's place; a cast of the logits becomes part of it."""
+        rows = max(self.elements // found.logits.meta["val"].shape[1] // _ALIGNED, 1) * _ALIGNED
+        dtype = torch.float32 if found.inner else None
+        graph, logits = found.root.graph, found.source
+        with graph.inserting_before(found.root):
+            for view in found.inner[1:]:
+                copied = graph.node_copy(view, lambda node: node)
+                copied.replace_input_with(operand(view), logits)
+                logits = copied
+            arguments = (logits, found.target, dtype, found.reduction, found.ignore_index, rows)
+            new = graph.call_function(chunked_cross_entropy, arguments)
+        inherit(new, found.root)
+        erase([found.root, *reversed(found.inner)])
+
+
+@dataclass(frozen=True)
+class Found:
+    """A match: ``root`` is the cross-entropy of ``logits``.
+
+    These come from ``source`` through ``inner``: a cast to float32 and the views after it, nothing where there is none.
+    ``extra`` is an option the chunked form does not have.
+    """
+
+    root: fx.Node
+    logits: fx.Node
+    target: fx.Node
+    source: fx.Node
+    inner: tuple[fx.Node, ...]
+    reduction: int
+    ignore_index: int
+    extra: str
+
+
+def match(root: fx.Node) -> Found | None:
+    """The cross-entropy that ``root`` is, with the cast of its logits where nothing else uses that."""
+    names = _ARGUMENTS.get(operation(root))
+    if names is None:
+        return None
+    given: dict[str, Any] = dict(zip(names, root.args, strict=False)) | root.kwargs
+    logits, target, reduction = given.get(names[0]), given.get("target"), given.get("reduction", "mean")
+    if not isinstance(logits, fx.Node) or not isinstance(target, fx.Node):
+        return None
+    chain = tuple(_chain(root, logits))
+    inner = chain[::-1] if chain and _is_cast(chain[-1]) else ()
+    return Found(
+        root=root,
+        logits=logits,
+        target=target,
+        source=operand(inner[0]) if inner else logits,
+        inner=inner,
+        reduction=_REDUCTIONS.get(reduction, reduction),
+        ignore_index=given.get("ignore_index", -100),
+        extra=_extra(given),
+    )
+
+
+def _chain(root: fx.Node, logits: Any) -> Iterator[fx.Node]:
+    """From the logits upwards the views that nothing else uses, up to a cast."""
+    user = root
+    while isinstance(logits, fx.Node) and list(logits.users) == [user]:
+        if operation(logits) not in _VIEWS and not _is_cast(logits):
+            return
+        yield logits
+        if _is_cast(logits):
+            return
+        user, logits = logits, operand(logits)
+
+
+def _is_cast(node: fx.Node) -> bool:
+    """Whether it turns numbers of 16 bits into float32 and does nothing else."""
+    before, after = tensor(operand(node)), tensor(node)
+    if operation(node) not in _CASTS or before is None or after is None:
+        return False
+    return before.dtype in _HALF and after.dtype == torch.float32 and before.device == after.device
+
+
+def _extra(given: dict[str, Any]) -> str:
+    if given.get("weight") is not None:
+        return "class weights"
+    if given.get("label_smoothing", 0.0) != 0:
+        return "label smoothing"
+    old = given.get("size_average") is not None or given.get("reduce") is not None
+    return "a deprecated reduction" if old else ""
