@@ -1,5 +1,7 @@
 """``torch.compile`` after ``memrewrite.optimize``: the compiler fuses what is left and keeps to what was planned.
 
+``compiled=True`` keeps the plan to what the compiler honours.
+
     python examples/train_compiled.py    # inductor on CUDA, else aot_eager, which needs no C++ compiler
 
 Trains twice from the same start, compiled as it is and compiled after the rewrite; the losses have to be the same.
@@ -62,7 +64,7 @@ def main() -> None:
         (get_small_inputs(size)[0].to(options.device), torch.arange(size, device=options.device) % 10)
         for _ in range(options.steps)
     ]
-    optimized = memrewrite.optimize(copy.deepcopy(model), batches[0][0], budget=options.budget)
+    optimized = memrewrite.optimize(copy.deepcopy(model), batches[0][0], budget=options.budget, compiled=True)
     before = train(model, batches, options.backend)
     after = train(optimized, batches, options.backend)
     compare(before, after, tolerance(options.device, "off"), what="kept for backward")

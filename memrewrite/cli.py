@@ -62,6 +62,7 @@ def main(context: click.Context) -> None:
 @flags.budget
 @click.option("--passes", help="Run only these passes, separated by commas; by default all.")
 @click.option("--exact/--no-exact", default=False, help="Allow only rewrites that keep every bit of the outputs.")
+@click.option("--compiled/--no-compiled", default=False, help="Plan only what torch.compile of the result will honour.")
 @click.option("--verify/--no-verify", default=True, help="Prove that the rewritten model takes the same steps.")
 @click.option("--measure/--no-measure", default=True, help="Run both variants, each in a process of its own.")
 @flags.timeout

@@ -23,6 +23,7 @@ CONFIGURABLE: dict[str, type] = {
     "device_memory": str,
     "passes": str,
     "exact": bool,
+    "compiled": bool,
     "seed": int,
     "verify": bool,
     "measure": bool,

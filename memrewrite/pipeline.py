@@ -112,7 +112,8 @@ class Line:
     """A model on its way: its regions in the order they run (one, the whole model, wherever that can be captured).
 
     ``left`` says of parts outside, by path, why they stay as they are; ``profile`` times nodes on their device,
-    ``original_ms`` is the predicted time of a step of the model as it is.
+    ``original_ms`` is the predicted time of a step of the model as it is. ``compiled`` says that the result will be,
+    so that its plans have what ``torch.compile`` honours: no segments in segments, no nodes kept in them.
     """
 
     model: nn.Module
@@ -124,6 +125,7 @@ class Line:
     left: dict[str, str] = field(default_factory=dict)
     profile: Profile | None = None
     original_ms: float | None = None
+    compiled: bool = False
     _searches: dict[bool, tuple[tuple[str, ...], Search]] = field(
         default_factory=dict
     )  # with the programs they are for
@@ -215,7 +217,7 @@ class Line:
             self.segments(candidate)
             return self.simulate().peak if exact else self.rehearse(plain)
 
-        return Search(chains, plain.peak, fixed, peak)
+        return Search(chains, plain.peak, fixed, peak, plain=self.compiled)
 
     def segments(self, plan: Plan) -> None:
         """Turn a plan over the regions' joined chains into segments."""

@@ -149,7 +149,9 @@ def test_measured_figures_in_the_table(net: str, capsys: pytest.CaptureFixture[s
     assert "Budget: the measured peak fits" in out
 
 
-@pytest.mark.parametrize("option", ["--exact", "--amp=bf16", "--optimizer=none", "--budget=min", "--passes=swish"])
+@pytest.mark.parametrize(
+    "option", ["--exact", "--compiled", "--amp=bf16", "--optimizer=none", "--budget=min", "--passes=swish"]
+)
 def test_options_reach_the_work(net: str, option: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["optimize", net, "--no-measure", "-q", option]) == 0
     assert re.search(r"Equivalence: (bit-equal|equivalent)", capsys.readouterr().out)

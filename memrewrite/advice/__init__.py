@@ -32,9 +32,11 @@ _OTHER_BITS = "products and convolutions in bfloat16: other bits, as fast or fas
 
 def infeasible(line: Line, budget: int, lowest: int) -> BudgetInfeasibleError:
     """The error for a budget in bytes that the line's lowest plan (marked on its graph) does not meet."""
+    narrower = line.compiled and line.step.mode == "train"
+    plan, uncompiled = ("plan for torch.compile", "; uncompiled it may be lower") if narrower else ("plan", "")
     message = (
-        f"No plan fits {format_bytes(budget)}: the lowest reachable peak is {format_bytes(lowest)} "
-        f"({_floor(line)}). What else would fit:"
+        f"No {plan} fits {format_bytes(budget)}: the lowest reachable peak is {format_bytes(lowest)} "
+        f"({_floor(line)}){uncompiled}. What else would fit:"
     )
     workspaces = {"train": line.workspace, "inference": line.workspace}
     found = options(Variants(line.build(), line.inputs, line.step, workspaces), budget, lowest)

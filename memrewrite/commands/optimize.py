@@ -77,6 +77,7 @@ def _optimize(job: Job, budget: Budget | None, stage: Stages) -> Outcome:
         device="cuda" if job.step.as_cuda else None,
         passes=None if request.passes is None else tuple(request.passes.split(",")),
         exact=request.exact,
+        compiled=request.compiled,
         verify=request.verify,
         seed=request.seed,
         progress=stage,

@@ -58,6 +58,7 @@ class OptimizeRequest(ModelRequest):
     budget: str | None
     passes: str | None
     exact: bool
+    compiled: bool
     output: Path | None
     force: bool
     check: bool

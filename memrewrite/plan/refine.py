@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -34,11 +34,13 @@ class Search:
     """What is known about the plans for a chain, from one budget to the next.
 
     ``kept`` is the simulated peak in bytes without any segment, ``fixed`` the bytes that no plan can move (parameters,
-    optimizer state, inputs, workspaces), ``simulate`` gives the exact peak of a plan.
+    optimizer state, inputs, workspaces), ``simulate`` gives the exact peak of a plan. With ``plain`` there are only
+    plans without segments in segments and without nodes kept in them.
     """
 
-    def __init__(self, chain: Chain, kept: int, fixed: int, simulate: Simulate) -> None:
-        self.chain, self.kept, self.fixed, self.simulate = chain, kept, fixed, simulate
+    def __init__(self, chain: Chain, kept: int, fixed: int, simulate: Simulate, *, plain: bool = False) -> None:
+        self.chain = replace(chain, own=None) if plain else chain
+        self.kept, self.fixed, self.simulate, self.plain = kept, fixed, simulate, plain
         self.peaks: dict[Plan, int] = {}
         self._plans: dict[tuple[int, int], Plan | None] = {}
 
@@ -88,6 +90,8 @@ class Search:
     @functools.cached_property
     def nested(self) -> Space:
         """All plans."""
+        if self.plain:
+            return self.flat
         lowest = lowest_bound(self.flat.table, max(self.kept - self.fixed, 1))
         levels = np.geomspace(lowest / 8, lowest, _LEVELS).astype(np.int64)
         return with_nested(self.flat, cuts(self.coarse.chain, _CUTS), levels)

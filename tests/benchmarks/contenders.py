@@ -92,10 +92,12 @@ def _optimized(contender: str, step: Step, model: nn.Module, inputs: Inputs, row
     budget, lowest = bound(contender, rows), rows.get(MINIMUM)
     if budget is not None and lowest is not None and budget < (lowest.peak or 0):
         raise BudgetInfeasibleError(f"The lowest peak, measured, is {lowest.peak} bytes.", lowest=lowest.peak or 0)
-    return rewritten(budget, step, model, inputs, verify=verify)
+    return rewritten(budget, step, model, inputs, verify=verify, compiled=is_compiled(contender))
 
 
-def rewritten(budget: int | None, step: Step, model: nn.Module, inputs: Inputs, *, verify: bool = False) -> Ready:
+def rewritten(
+    budget: int | None, step: Step, model: nn.Module, inputs: Inputs, *, verify: bool = False, compiled: bool = False
+) -> Ready:
     """``model`` within ``budget`` bytes, or at its lowest peak; raises what ``optimize`` raises."""
     optimized = optimize(
         model,
@@ -104,6 +106,7 @@ def rewritten(budget: int | None, step: Step, model: nn.Module, inputs: Inputs, 
         budget="min" if budget is None else budget,
         optimizer=step.optimizer,
         amp=step.amp,
+        compiled=compiled,
         verify=verify,
     )
     report = optimized.report

@@ -1,7 +1,7 @@
 """The benchmark of peak against step time on the CPU: a tiny model, every contender that is not compiled."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -66,6 +66,13 @@ def test_bounds(name: str, gigabytes: int | None) -> None:
     peaks = {"eager": 10 * 10**9, "block": 4 * 10**9}
     rows = {c: ParetoRow(contender=c, peak=peak, fixed=2 * 10**9, **about) for c, peak in peaks.items()}
     assert contenders.bound(name, rows) == (None if gigabytes is None else gigabytes * 10**9)
+
+
+@pytest.mark.parametrize(("name", "compiled"), [("ours min", False), ("ours+compile min", True)])
+def test_what_will_be_compiled_is_planned_for_it(name: str, compiled: bool) -> None:
+    workload = models.WORKLOADS["unet"]
+    ready = contenders.prepare(name, workload, workload.build(True), workload.inputs(1, True), {})
+    assert cast(Any, ready.module).report.config["compiled"] is compiled
 
 
 @pytest.mark.zoo
