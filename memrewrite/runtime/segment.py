@@ -45,8 +45,20 @@ def run_segment(
         return segment(module, within, *live_ins)
     if torch.compiler.is_compiling():  # AOTAutograd functionalizes buffer updates, so they happen once by themselves
         run = functools.partial(segment, module, False)
-        return checkpoint(run, *live_ins, use_reentrant=False, preserve_rng_state=random)
+        outputs = checkpoint(run, *live_ins, use_reentrant=False, preserve_rng_state=random)
+        return checkpoint(_boundary, outputs, use_reentrant=False, preserve_rng_state=False)
     return _Recomputation(segment, module, live_ins, random, reads, cached, within).run()
+
+
+def _boundary(outputs: Any) -> Any:
+    """What a segment gives, as views of it, in a segment of their own.
+
+    AOTAutograd keeps what one segment hands on to another; without that it would rather run the segment again before
+    backward comes to it, for what came after it, and hold all that the segment saves until then.
+    """
+    if isinstance(outputs, tuple):
+        return tuple(map(_boundary, outputs))
+    return outputs.unsqueeze(0).squeeze(0) if isinstance(outputs, Tensor) else outputs
 
 
 def keep(recomputing: Any, number: int, random: bool, operator: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
