@@ -32,6 +32,7 @@ from memrewrite.errors import CaptureError
 from memrewrite.private import C_FUNCTIONS, OpOverload, TreeSpec, treespec_dumps
 from memrewrite.runtime.cross_entropy import chunked_cross_entropy
 from memrewrite.runtime.swish import exact_swish, swish
+from memrewrite.submodules import Submodules
 
 CONSTANT = "memrewrite_constant_{}"
 _MODULES = {
@@ -92,9 +93,10 @@ class _Writer:
         self.constants = {path: CONSTANT.format(i) for i, path in enumerate(captured.constants)}
         self.names: dict[fx.Node, str] = {}
         attributes = captured.graph_module.graph.find_nodes(op="get_attr")
-        values = [attribute(captured.graph_module, str(n.target)) for n in attributes for _ in n.users]
-        self.readers = Counter(map(id, values))
+        paths = [str(n.target) for n in attributes for _ in n.users]
+        self.readers = Counter(id(attribute(captured.graph_module, path)) for path in paths)
         self.taken: set[str] = {"self", "recomputing", *_GLOBALS}
+        self.submodules = Submodules((path for path in paths if path not in self.constants), self.unique)
 
     def graph(self) -> None:
         """Write one function per segment and ``graph``, which calls them."""
@@ -103,7 +105,8 @@ class _Writer:
         (output,) = graph.find_nodes(op="output")
         parameters = [self.name(node) for node in graph.find_nodes(op="placeholder")]
         lines = self.body(nodes, 0, output.all_input_nodes)
-        lines.append(f"return {_nested(self.captured.output_tree, [self.value(v) for v in output.args[0]])}")
+        result = f"return {_nested(self.captured.output_tree, [self.value(v) for v in output.args[0]])}"
+        lines += [*self.submodules.lines(), result]
         self.function(f"{self.prefix}graph", ["self", *parameters], lines)
 
     def body(self, nodes: list[fx.Node], depth: int, results: list[fx.Node]) -> list[str]:
@@ -119,7 +122,8 @@ class _Writer:
             else:
                 (node,) = members
                 dead = [n for n in (*node.all_input_nodes, node) if uses.get(n, position) == position]
-                lines.append(self.statement(node, recomputed=depth > 0) + self.drop(dead) + _place(node))
+                statement = self.statement(node, recomputed=depth > 0) + self.drop(dead) + _place(node)
+                lines += [*self.submodules.lines(), statement]
         return lines
 
     def segment(self, nodes: list[fx.Node], depth: int, live_ins: list[fx.Node], live_outs: list[fx.Node]) -> str:
@@ -127,7 +131,8 @@ class _Writer:
         results = "".join(f"{self.name(n)}, " for n in live_outs)
         arguments = [self.name(n) for n in live_ins]
         name = f"{self.prefix}segment_{'_'.join(map(str, _segment(nodes[0])[:depth]))}"
-        lines = [*self.body(nodes, depth, live_outs), f"return ({results})"]
+        with self.submodules.function():
+            lines = [*self.body(nodes, depth, live_outs), f"return ({results})"]
         self.function(name, ["self", "recomputing", *arguments], lines)
         keywords = [f"random={any(n.meta.get('random') for n in nodes)}"]
         if reads := self.parameters(nodes):
@@ -180,14 +185,18 @@ class _Writer:
         inside = [n for n in graph.nodes if n.op not in ("placeholder", "get_attr", "output")]
         (output,) = graph.find_nodes(op="output")
         uses = _last_uses([*([n] for n in inside), [output]])
-        lines = []
-        for position, inner in enumerate(inside):
-            dead = [n for n in (*inner.all_input_nodes, inner) if uses.get(n, position) == position]
-            lines.append(f"    {self.statement(inner, recomputed=False)}{self.drop(dead)}")
-        lines.append(f"    return ({''.join(f'{self.value(v)}, ' for v in output.args[0])})")
+        with self.submodules.function():
+            lines = []
+            for position, inner in enumerate(inside):
+                dead = [n for n in (*inner.all_input_nodes, inner) if uses.get(n, position) == position]
+                statement = self.statement(inner, recomputed=False) + self.drop(dead)
+                lines += [*self.submodules.lines(), statement]
+            result = f"return ({''.join(f'{self.value(v)}, ' for v in output.args[0])})"
+            lines += [*self.submodules.lines(), result]
         parameters = [self.name(n) for n in graph.find_nodes(op="placeholder")]
         opening = context.format(*(self.value(a) for a in node.args[:body_at]))
-        self.function(name, ["self", *parameters], [f"with {opening}:", *lines])  # inner regions are written before
+        lines = [f"with {opening}:", *(f"    {line}" for line in lines)]
+        self.function(name, ["self", *parameters], lines)  # inner regions are written before
         return f"{name}({', '.join(['self', *(self.value(a) for a in operands)])})"
 
     def drop(self, nodes: Iterable[fx.Node]) -> str:
@@ -197,13 +206,17 @@ class _Writer:
     def name(self, node: fx.Node) -> str:
         """A valid, unique identifier for a node's value."""
         if node not in self.names:
-            stem = re.sub(r"\W", "_", node.name)
-            stem = stem if stem[0].isalpha() and not _OWN.search(stem) else f"_{stem}"
-            candidates = itertools.chain([stem], (f"{stem}_{i}" for i in itertools.count(1)))
-            name = next(c for c in candidates if c not in self.taken and not keyword.iskeyword(c))
-            self.taken.add(name)
-            self.names[node] = name
+            self.names[node] = self.unique(node.name)
         return self.names[node]
+
+    def unique(self, name: str) -> str:
+        """A valid identifier like ``name`` that nothing else has."""
+        stem = re.sub(r"\W", "_", name)
+        stem = stem if stem[0].isalpha() and not _OWN.search(stem) else f"_{stem}"
+        candidates = itertools.chain([stem], (f"{stem}_{i}" for i in itertools.count(1)))
+        found = next(c for c in candidates if c not in self.taken and not keyword.iskeyword(c))
+        self.taken.add(found)
+        return found
 
     def value(self, value: Any) -> str:
         """Any argument as an expression."""
@@ -221,11 +234,7 @@ class _Writer:
 
     def attribute(self, node: fx.Node) -> str:
         path = str(node.target)
-        expression = "self"
-        for part in [self.constants[path]] if path in self.constants else path.split("."):
-            plain = part.isidentifier() and not keyword.iskeyword(part)
-            expression = f"{expression}.{part}" if plain else f"getattr({expression}, {part!r})"
-        return expression
+        return f"self.{self.constants[path]}" if path in self.constants else self.submodules.attribute(path)
 
 
 _REGIONS: dict[Any, tuple[str, int]] = {

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor, fx, nn
 
 from memrewrite.capture import Captured, InputSpec, TensorSpec, capture
-from memrewrite.codegen import function_name, generate, literal
+from memrewrite.codegen import _Writer, function_name, generate, literal
 from memrewrite.errors import CaptureError
 from memrewrite.private import tree_flatten
 from memrewrite.runtime.dropin import build, program_from
 from memrewrite.step import Inputs
+from memrewrite.submodules import Submodules
 from tests.capture_models import CASES
 from tests.layers import WIDTH, images, mark, model, x
 from tests.models import make
@@ -53,9 +54,10 @@ def graph_of(captured: Captured) -> Callable[..., Any]:
 
 GOLDEN = """
 def segment_0(self, recomputing, conv2d):
-    add_ = None if recomputing else aten.add_.Tensor(self.norm.num_batches_tracked, 1);  add_ = None  # norm
-    batch_norm = aten.batch_norm.default(conv2d, self.norm.weight, self.norm.bias, \
-once(self.norm.running_mean, recomputing), once(self.norm.running_var, recomputing), True, 0.1, 1e-05, False);  \
+    self_norm = self.norm
+    add_ = None if recomputing else aten.add_.Tensor(self_norm.num_batches_tracked, 1);  add_ = None  # norm
+    batch_norm = aten.batch_norm.default(conv2d, self_norm.weight, self_norm.bias, \
+once(self_norm.running_mean, recomputing), once(self_norm.running_var, recomputing), True, 0.1, 1e-05, False);  \
 conv2d = None  # norm
     relu = aten.relu.default(batch_norm);  batch_norm = None
     return (relu, )
@@ -167,6 +169,48 @@ def test_attributes_of_any_name_are_reached(path: str) -> None:
     owner.inner = nn.Module()
     owner.inner.register_parameter(path, nn.Parameter(torch.full((4, WIDTH), 2.0)))
     assert program_from(source).run(owner, torch.ones(4, WIDTH)).eq(3).all()
+
+
+NAMED: dict[str, tuple[list[str], list[str]]] = {
+    "once": (["conv.weight"], ["self.conv.weight"]),
+    "of the model itself": (["scale", "scale"], ["self.scale", "self.scale"]),
+    "twice": (["norm.weight", "norm.bias"], ["self_norm = self.norm", "self_norm.weight", "self_norm.bias"]),
+    "deep": (
+        ["a.0.norm.weight", "a.0.norm.bias", "a.0.conv.weight", "b.weight"],
+        [
+            "self_a_0 = getattr(self.a, '0')",
+            "self_a_0_norm = self_a_0.norm",
+            "self_a_0_norm.weight",
+            "self_a_0_norm.bias",
+            "self_a_0.conv.weight",
+            "self.b.weight",
+        ],
+    ),
+    "names that are alike": (
+        ["a.b.w", "a.b.v", "a_b.w", "a_b.v"],
+        ["self_a_b = self.a.b", "self_a_b.w", "self_a_b.v", "self_a_b_1 = self.a_b", "self_a_b_1.w", "self_a_b_1.v"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_submodules_that_are_needed_twice_get_names(name: str) -> None:
+    paths, expected = NAMED[name]
+    captured = captured_by_hand(lambda graph, a: a, "a")
+    submodules, found = Submodules(paths, _Writer(captured, "").unique), []
+    for path in paths:
+        expression = submodules.attribute(path)
+        found += [*submodules.lines(), expression]
+    assert found == expected
+
+
+def test_each_function_names_submodules_for_itself() -> None:
+    module, inputs = model(lambda self, x: self.linear(self.linear(x).sigmoid()).sigmoid()), Inputs((x(),), {})
+    captured = capture(module, inputs, "export")
+    mark(module, inputs, captured, "linear_1", "sigmoid_1")
+    source, _ = generate(captured)
+    assert source.count("    self_linear = self.linear\n") == 2
+    assert torch.equal(build(module, program_from(source), {})(x()), module(x()))
 
 
 # Arguments.

@@ -28,7 +28,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("pipeline",),
     ("registry",),
     ("passes",),
-    ("plan", "codegen", "checks", "regions"),
+    ("plan", "codegen", "checks", "regions", "submodules"),
     ("rewrite",),
     ("effects", "costs", "trained", "working"),
     ("capture",),

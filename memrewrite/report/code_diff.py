@@ -9,7 +9,8 @@ own lines::
     -mul = aten.mul.Tensor(linear, sigmoid)
     +silu_default = aten.silu.default(linear)
 
-Where a local is dropped (``;  x = None``) is left out: it follows from the rest.
+Where a local is dropped (``;  x = None``) or a submodule named (``self_norm = self.norm``) is left out: it follows from
+the rest.
 """
 
 import ast
@@ -22,6 +23,7 @@ from memrewrite.report.text import plain
 WHOLE = "the model itself"
 _COMMENT = re.compile(r"  # (?P<path>[\w.]+|'.*'|\".*\")$")
 _DROPPED = re.compile(r";  [\w =]+ = None$")
+_NAMED = re.compile(r" *self_\w+ = (getattr\(.*\)|[\w.]+)$")
 
 
 def code_diff(before: dict[str, str], after: dict[str, str]) -> str:
@@ -56,11 +58,11 @@ def _by_module(source: str, region: str) -> dict[str, list[str]]:
 
 
 def _functions(source: str) -> Iterator[str]:
-    """The lines of every function, heads included."""
+    """The lines of every function, heads included, that do more than name a submodule."""
     inside = False
     for line in source.splitlines():
         inside = line.startswith("def ") or (inside and line.startswith("    "))
-        if inside:
+        if inside and not _NAMED.fullmatch(line):
             yield line
 
 
