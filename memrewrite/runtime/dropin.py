@@ -77,13 +77,15 @@ class _Parts:
     """What every call looks at: the submodules, their settings, and the dictionaries of their hooks and parameters.
 
     ``children`` holds for each its path, the parent's ``_modules``, its name there, itself and the training flag it was
-    captured with; ``settings`` has a path, the module, an attribute and the value the generated code holds.
+    captured with; ``hooks`` are told from each other by ``hooked``; ``settings`` has a path, the module's attributes, one
+    of their names and the value the generated code holds.
     """
 
     children: list[tuple[str, dict[str, Any], str, nn.Module, bool]]
-    hooks: list[tuple[str, dict[int, Any]]]
+    hooks: list[dict[int, Any]]
+    hooked: list[str]
     owners: list[dict[str, Any]]
-    settings: list[tuple[str, nn.Module, str, Any]]
+    settings: list[tuple[str, dict[str, Any], str, Any]]
 
 
 def build(model: nn.Module, program: Program, constants: dict[str, Tensor]) -> nn.Module:
@@ -137,16 +139,17 @@ def _prepare(module: nn.Module, program: Program) -> None:
         if path in modules and path:
             parent, _, name = path.rpartition(".")
             children.append((path, vars(modules[parent])["_modules"], name, modules[path], flag))
-    hooks = [(path, vars(modules[path]).get(kind, {})) for path, *_ in children for kind in _HOOKS]
+    hooked = [path for path, *_ in children for _ in _HOOKS]
+    hooks = [vars(modules[path]).get(kind, {}) for path, *_ in children for kind in _HOOKS]
     owners = [vars(child)["_parameters"] for child in modules.values()]
     known = vars(module).setdefault(_SETTINGS, {path: _settings(child) for path, child in modules.items()})
     settings = [
-        (f"{path}.{name}".lstrip("."), modules[path], name, value)
+        (f"{path}.{name}".lstrip("."), vars(modules[path]), name, value)
         for path, values in known.items()
         if path in modules
         for name, value in values.items()
     ]
-    vars(module)[_PARTS] = _Parts(children, hooks, owners, settings)
+    vars(module)[_PARTS] = _Parts(children, hooks, hooked, owners, settings)
     vars(module)[OWNERS] = {
         f"{path}.{name}".lstrip("."): (owner, name)
         for path, child in module.named_modules(remove_duplicate=False)
@@ -233,16 +236,16 @@ def _changed(module: nn.Module) -> str:
         if eager and siblings.get(name) is not child:
             return f"{path} is another module than at capture"
     if eager:
-        for path, hooks in parts.hooks:
-            if hooks:
-                return f"{path} has a hook, which the rewritten forward would not call"
+        if any(parts.hooks):
+            path = next(path for path, hooks in zip(parts.hooked, parts.hooks, strict=True) if hooks)
+            return f"{path} has a hook, which the rewritten forward would not call"
         for owner in parts.owners:
             for parameter in owner.values():
                 if not (type(parameter) is Parameter or parameter is None or isinstance(parameter, Parameter)):
                     # recomputation in backward would find the module's own again
                     return "its parameters are replaced for this call (torch.func.functional_call)"
-        for path, child, name, value in parts.settings:
-            now = vars(child).get(name)
+        for path, attributes, name, value in parts.settings:
+            now = attributes.get(name)
             if now is not value and now != value:
                 return f"{path} is {now!r}, captured as {value!r}"
     return ""
