@@ -15,7 +15,8 @@ from torch import Tensor, fx, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import flop_registry
 
-from memrewrite.private import FakeTensorMode, TorchDispatchMode, real_rules_on_fake_tensors, tree_iter
+from memrewrite.layers import Layer, Recall
+from memrewrite.private import FakeTensorMode, real_rules_on_fake_tensors, tree_iter
 from memrewrite.simulate.as_cuda import as_cuda
 from memrewrite.simulate.known import known_values
 from memrewrite.simulate.true_results import TrueResults
@@ -101,6 +102,7 @@ def observe(
     with (
         real_rules_on_fake_tensors(),
         observer.fake,
+        Recall(observer.fake),
         known_values(),
         TrueResults(),
         observer.recorder,
@@ -139,11 +141,11 @@ _FLOPS = {
 }
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(Layer):
     """Notes for the node being run which storages its operators touch."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.storages: dict[int, Storage] = {}
         self._ids: dict[int, int] = {}
         self._alive: list[torch.UntypedStorage] = []  # so that an id is never given twice
@@ -181,7 +183,7 @@ class _Recorder(TorchDispatchMode):
         written = {self.storage(t) for t in _tensors(_declared_writes(func, args, kwargs))}
         self.stale_save |= bool(written & self.saved)
         self.statistics |= {self.storage(t) for t in _tensors(_statistics(func, args))}
-        result = func(*args, **kwargs)
+        result = self.below(func, types, args, kwargs)
         outputs = [(self.storage(t), t) for t in _tensors(result)]
         self.reads |= {key for key, _ in inputs}
         self.writes |= written | self.statistics

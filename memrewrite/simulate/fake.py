@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from memrewrite.layers import Recall
 from memrewrite.private import FakeTensor, FakeTensorMode, real_rules_on_fake_tensors, tree_map
 from memrewrite.simulate.as_cuda import as_cuda
 from memrewrite.simulate.known import known_values
@@ -61,7 +62,8 @@ def on_fakes(
     twin, fakes = fake_twin(module, mode), fake_inputs(inputs, mode, device)
     pairs = zip(fakes.tensors(), inputs.tensors(), strict=True)
     given = [(fake, real) for fake, real in pairs if these and not real.is_meta]
-    with real_rules_on_fake_tensors(), mode, known_values(given), as_cuda() if cuda else nullcontext():
+    rules = real_rules_on_fake_tensors(), as_cuda() if cuda else nullcontext()
+    with rules[0], rules[1], mode, Recall(mode), known_values(given):
         yield twin, fakes
 
 
