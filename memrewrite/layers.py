@@ -37,14 +37,14 @@ class Layer(TorchDispatchMode):
         top = _get_current_dispatch_mode()
         self._under = top if isinstance(top, Layer) else None
         if self._under is not None:
-            TorchDispatchMode.__exit__(self._under, None, None, None)  # type: ignore[no-untyped-call]
-        super().__enter__()
+            TorchDispatchMode.__exit__(self._under, None, None, None)
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         if self._under is not None:
-            TorchDispatchMode.__enter__(self._under)  # type: ignore[no-untyped-call]
+            TorchDispatchMode.__enter__(self._under)
         self._under = None
 
     def below(self, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
