@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from memrewrite.plan.coarse import Coarse, coarsen, cuts
-from memrewrite.plan.dp import Space, flat, lowest_bound, plan, with_nested
+from memrewrite.plan.dp import flat, lowest_bound, plan, possible, with_nested
 from memrewrite.plan.segments import Chain, Plan
+from memrewrite.plan.tables import Space
 
 Simulate = Callable[[Plan], int]
 _ROUNDS = 9
@@ -17,7 +18,6 @@ _LEVELS = 12  # bounds they are planned for
 # Segments in segments do not pay where there is this much more room than the lowest plan without them needs: the plans
 # of eight models, from ResNet-50 to GPT-2, cost the same to the last digit.
 _ROOMY = 1.25
-_ROUGH, _SLOTS = 64, 256  # for a first look, and for a plan that is to be used
 _SLACK = 0.01  # a plan that leaves less than this share of the budget unused is good enough
 
 
@@ -40,7 +40,7 @@ class Search:
     def __init__(self, chain: Chain, kept: int, fixed: int, simulate: Simulate) -> None:
         self.chain, self.kept, self.fixed, self.simulate = chain, kept, fixed, simulate
         self.peaks: dict[Plan, int] = {}
-        self._plans: dict[tuple[int, int], Plan | None] = {}
+        self._plans: dict[int, Plan | None] = {}
 
     def fit(self, budget: int) -> Fitted:
         """The cheapest plan found whose simulated peak is at most ``budget`` bytes; else the one of the lowest peak.
@@ -52,16 +52,13 @@ class Search:
             return self.best
         low = (0, 0)  # (bound, peak) of a plan that fits, 0 while none is known
         high = (self.kept - self.fixed, self.kept)  # of one that does not
-        bound, slots = min(budget - self.fixed, high[0]), _ROUGH
+        bound = min(budget - self.fixed, high[0])
         for _ in range(_ROUNDS):
-            peak, rough = self._look(bound, budget, slots), slots == _ROUGH
-            slots = _SLOTS
+            peak = self._look(bound, budget)
             if peak is None:  # the estimate allows no plan here, so what fits lies above
                 low = (bound, 0)
                 bound = self.lowest if bound < self.lowest else (bound + high[0]) // 2
                 continue
-            if rough and peak <= budget:
-                continue  # a finer plan for the same bound is cheaper and fills it better
             if peak <= budget:
                 low = (bound, peak)
                 if budget - peak <= _SLACK * budget:
@@ -97,17 +94,16 @@ class Search:
         """The lowest bound on the estimate for which there is a plan."""
         return lowest_bound(self.nested, max(self.kept - self.fixed, 1))
 
-    def _cheapest(self, bound: int, slots: int) -> Plan | None:
+    def _cheapest(self, bound: int) -> Plan | None:
         """The cheapest plan under a bound on the estimate; None where there is none."""
-        roomy = plan(self.flat, int(bound / _ROOMY), _ROUGH) is not None
-        return plan(self.flat if roomy else self.nested, bound, slots)
+        return plan(self.flat if possible(self.flat, int(bound / _ROOMY)) else self.nested, bound)
 
-    def _look(self, bound: int, budget: int, slots: int = _SLOTS) -> int | None:
+    def _look(self, bound: int, budget: int) -> int | None:
         """The exact peak of the cheapest plan under a bound on the estimate; None where there is no plan."""
-        if (bound, slots) not in self._plans:
-            cheapest = self._cheapest(bound, slots)
-            self._plans[bound, slots] = None if cheapest is None else self.coarse.expand(cheapest)
-        found = self._plans[bound, slots]
+        if bound not in self._plans:
+            cheapest = self._cheapest(bound)
+            self._plans[bound] = None if cheapest is None else self.coarse.expand(cheapest)
+        found = self._plans[bound]
         if found is None:
             return None
         if found not in self.peaks:
