@@ -4,7 +4,9 @@ The graph runs node by node on fake tensors under a dispatch mode and ``saved_te
 graph (ATen overloads, torch functions, methods, higher-order ops) does not matter and no table of operators is kept.
 """
 
+import functools
 import math
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -72,6 +74,21 @@ class Effects:
     order: tuple[fx.Node, ...]
     of: dict[fx.Node, NodeEffects]
     storages: dict[int, Storage]
+
+    @functools.cached_property
+    def readers(self) -> dict[int, set[fx.Node]]:
+        """The nodes that read each storage, but those that only give the graph what was there before."""
+        found: dict[int, set[fx.Node]] = defaultdict(set)
+        for node, facts in self.of.items():
+            if node.op not in ("get_attr", "placeholder"):
+                for key in facts.reads:
+                    found[key].add(node)
+        return found
+
+    @functools.cached_property
+    def written(self) -> frozenset[int]:
+        """Every storage that some node writes."""
+        return frozenset(key for facts in self.of.values() for key in facts.writes)
 
     @property
     def kept(self) -> int:
@@ -233,18 +250,21 @@ class _Observer(fx.Interpreter):
         if n.op in ("placeholder", "get_attr"):
             recorder.begin(index)
         n.meta["val"] = result
-        before = {key for key, storage in recorder.storages.items() if storage.producer < index}
+
+        def before(keys: set[int]) -> frozenset[int]:
+            return frozenset(key for key in keys if recorder.storages[key].producer < index)
+
         self.facts[n] = NodeEffects(
-            reads=frozenset(given | (recorder.reads & before)),
-            writes=frozenset(recorder.writes & before),
+            reads=before(recorder.reads) | given,
+            writes=before(recorder.writes),
             outputs=frozenset(recorder.storage(t) for t in _tensors(result)),
             saved=frozenset(recorder.saved),
-            saves_output=any(key not in before for key in recorder.saved) or bool(recorder.saved & recorder.writes),
+            saves_output=before(recorder.saved) != recorder.saved or bool(recorder.saved & recorder.writes),
             random=recorder.random,
             flops=recorder.flops,
             moved=recorder.moved,
             rerun=recorder.rerun,
-            statistics=frozenset(recorder.statistics & before),
+            statistics=before(recorder.statistics),
             stale_save=recorder.stale_save,
         )
         return result

@@ -18,7 +18,7 @@ _LEVELS = 12  # bounds they are planned for
 # Segments in segments do not pay where there is this much more room than the lowest plan without them needs: the plans
 # of eight models, from ResNet-50 to GPT-2, cost the same to the last digit.
 _ROOMY = 1.25
-_SLACK = 0.01  # a plan that leaves less than this share of the budget unused is good enough
+_SLACK = 0.01  # a plan that leaves less than this share of the bytes it may move unused is good enough
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,7 @@ class Search:
         low = (0, 0)  # (bound, peak) of a plan that fits, 0 while none is known
         high = (self.kept - self.fixed, self.kept)  # of one that does not
         bound = min(budget - self.fixed, high[0])
+        slack = _SLACK * max(budget - self.fixed, 0)
         for _ in range(_ROUNDS):
             peak = self._look(bound, budget)
             if peak is None:  # the estimate allows no plan here, so what fits lies above
@@ -61,15 +62,15 @@ class Search:
                 continue
             if peak <= budget:
                 low = (bound, peak)
-                if budget - peak <= _SLACK * budget:
+                if budget - peak <= slack:
                     break
             else:
                 high = (bound, peak)
                 if bound == vars(self).get("lowest"):
                     break
-            if high[0] - low[0] <= _SLACK * _SLACK * budget:
+            if high[0] - low[0] <= _SLACK * slack:
                 break
-            bound = _next(bound, peak, low, high, budget)
+            bound = _next(bound, peak, low, high, int(budget - slack / 2))
         return self.best if self.best.fits else self._explore(budget)
 
     @functools.cached_property
@@ -124,9 +125,8 @@ class Search:
         return self.best
 
 
-def _next(bound: int, peak: int, low: tuple[int, int], high: tuple[int, int], budget: int) -> int:
-    """The next bound to try: the last one moved by what its peak is off the budget, or between what is known."""
-    wanted = int(budget * (1 - _SLACK / 2))
+def _next(bound: int, peak: int, low: tuple[int, int], high: tuple[int, int], wanted: int) -> int:
+    """The next bound to try: the last one moved by what its peak is off the one wanted, or between what is known."""
     moved = bound + wanted - peak
     if low[0] < moved < high[0]:
         return moved

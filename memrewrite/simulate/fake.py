@@ -8,6 +8,7 @@ import copy
 import functools
 import types
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import is_dataclass
@@ -88,6 +89,9 @@ def _fake(tensor: Tensor, mode: FakeTensorMode, device: torch.device = _CPU) -> 
     return fake.requires_grad_(tensor.requires_grad)
 
 
+_PLAIN_DICTS = (dict, OrderedDict)  # of which a module has a dozen; their own way to copy them is the faster one
+
+
 class _Copier:
     """Copies modules and plain containers, converts tensors, shares everything else.
 
@@ -133,7 +137,7 @@ class _Copier:
         return copied
 
     def _dict(self, value: dict[Any, Any]) -> Any:
-        copied = self._remember(value, copy.copy(value))
+        copied = self._remember(value, value.copy() if type(value) in _PLAIN_DICTS else copy.copy(value))
         for key, item in value.items():
             new = self.copy(item)
             if new is not item:
