@@ -5,11 +5,12 @@ overwritten, and nothing that autograd keeps is. A graph may come with such writ
 operations, which mean what they do), so only what a pass adds counts against it.
 """
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, fx
 
 from memrewrite.effects import Effects
 from memrewrite.private import tree_leaves
@@ -73,12 +74,16 @@ def writes_what_is_kept(effects: Effects) -> bool:
 def _overwritten(effects: Effects) -> set[Wrong]:
     """Reads of a value after its storage was written, and writes to what autograd keeps."""
     position = {node: i for i, node in enumerate(effects.order)}
+    holding: dict[int, list[fx.Node]] = defaultdict(list)
+    for node, facts in effects.of.items():
+        for key in facts.saved | facts.outputs:
+            holding[key].append(node)
     found: set[Wrong] = set()
     for writer, facts in effects.of.items():
         for key in facts.writes - facts.statistics:
             if effects.storages[key].origin not in ("node", "input"):
                 continue
-            for holder in effects.order[: position[writer]]:
+            for holder in (node for node in holding[key] if position[node] < position[writer]):
                 held = effects.of[holder]
                 if key in held.saved:
                     found.add((_KEPT, writer.name, holder.name))

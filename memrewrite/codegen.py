@@ -316,7 +316,8 @@ def _last_uses(groups: list[list[fx.Node]]) -> dict[fx.Node, int]:
 
 def _live_ins(nodes: list[fx.Node]) -> list[fx.Node]:
     used = dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n.op != "get_attr")
-    return [n for n in used if n not in set(nodes)]
+    inside = set(nodes)
+    return [n for n in used if n not in inside]
 
 
 def _nested(tree: TreeSpec, leaves: list[str]) -> str:

@@ -4,7 +4,9 @@ The graph runs node by node on fake tensors under a dispatch mode and ``saved_te
 graph (ATen overloads, torch functions, methods, higher-order ops) does not matter and no table of operators is kept.
 """
 
+import functools
 import math
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -15,7 +17,8 @@ from torch import Tensor, fx, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import flop_registry
 
-from memrewrite.private import FakeTensorMode, TorchDispatchMode, real_rules_on_fake_tensors, tree_iter
+from memrewrite.layers import Layer, Recall
+from memrewrite.private import FakeTensorMode, real_rules_on_fake_tensors, tree_iter
 from memrewrite.simulate.as_cuda import as_cuda
 from memrewrite.simulate.known import known_values
 from memrewrite.simulate.true_results import TrueResults
@@ -72,6 +75,21 @@ class Effects:
     of: dict[fx.Node, NodeEffects]
     storages: dict[int, Storage]
 
+    @functools.cached_property
+    def readers(self) -> dict[int, set[fx.Node]]:
+        """The nodes that read each storage, but those that only give the graph what was there before."""
+        found: dict[int, set[fx.Node]] = defaultdict(set)
+        for node, facts in self.of.items():
+            if node.op not in ("get_attr", "placeholder"):
+                for key in facts.reads:
+                    found[key].add(node)
+        return found
+
+    @functools.cached_property
+    def written(self) -> frozenset[int]:
+        """Every storage that some node writes."""
+        return frozenset(key for facts in self.of.values() for key in facts.writes)
+
     @property
     def kept(self) -> int:
         """Bytes of what the nodes make that autograd keeps."""
@@ -101,6 +119,7 @@ def observe(
     with (
         real_rules_on_fake_tensors(),
         observer.fake,
+        Recall(observer.fake),
         known_values(),
         TrueResults(),
         observer.recorder,
@@ -139,11 +158,11 @@ _FLOPS = {
 }
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(Layer):
     """Notes for the node being run which storages its operators touch."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.storages: dict[int, Storage] = {}
         self._ids: dict[int, int] = {}
         self._alive: list[torch.UntypedStorage] = []  # so that an id is never given twice
@@ -181,7 +200,7 @@ class _Recorder(TorchDispatchMode):
         written = {self.storage(t) for t in _tensors(_declared_writes(func, args, kwargs))}
         self.stale_save |= bool(written & self.saved)
         self.statistics |= {self.storage(t) for t in _tensors(_statistics(func, args))}
-        result = func(*args, **kwargs)
+        result = self.below(func, types, args, kwargs)
         outputs = [(self.storage(t), t) for t in _tensors(result)]
         self.reads |= {key for key, _ in inputs}
         self.writes |= written | self.statistics
@@ -231,18 +250,21 @@ class _Observer(fx.Interpreter):
         if n.op in ("placeholder", "get_attr"):
             recorder.begin(index)
         n.meta["val"] = result
-        before = {key for key, storage in recorder.storages.items() if storage.producer < index}
+
+        def before(keys: set[int]) -> frozenset[int]:
+            return frozenset(key for key in keys if recorder.storages[key].producer < index)
+
         self.facts[n] = NodeEffects(
-            reads=frozenset(given | (recorder.reads & before)),
-            writes=frozenset(recorder.writes & before),
+            reads=before(recorder.reads) | given,
+            writes=before(recorder.writes),
             outputs=frozenset(recorder.storage(t) for t in _tensors(result)),
             saved=frozenset(recorder.saved),
-            saves_output=any(key not in before for key in recorder.saved) or bool(recorder.saved & recorder.writes),
+            saves_output=before(recorder.saved) != recorder.saved or bool(recorder.saved & recorder.writes),
             random=recorder.random,
             flops=recorder.flops,
             moved=recorder.moved,
             rerun=recorder.rerun,
-            statistics=frozenset(recorder.statistics & before),
+            statistics=before(recorder.statistics),
             stale_save=recorder.stale_save,
         )
         return result

@@ -37,7 +37,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("simulate", "stepspec"),
     ("child",),
     ("step",),
-    ("runtime", "files", "options", "private"),
+    ("layers", "runtime", "files", "options", "private"),
     ("errors",),
 )
 # Imports against that order, each with its reason.

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memrewrite.plan.dp import Space, nested, plan
+from memrewrite.plan.dp import nested, plan
 from memrewrite.plan.segments import Chain, Plan
-from memrewrite.plan.tables import intervals
+from memrewrite.plan.tables import Space, intervals
 from tests.milp import GRAPHS, WITHIN, Program, graph, optimum, summary
 from tests.random_chains import KINDS, random_chain
 from tests.test_plan import Interval, all_plans, chains, evaluate

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from memrewrite.plan import refine
 from memrewrite.plan.coarse import coarsen, cuts
-from memrewrite.plan.dp import Space, lowest_bound, nested, plan
+from memrewrite.plan.dp import lowest_bound, nested, plan
 from memrewrite.plan.refine import Fitted, Search, Simulate
 from memrewrite.plan.segments import Chain, Held, Plan
-from memrewrite.plan.tables import intervals
+from memrewrite.plan.tables import Space, intervals
 
 Interval = tuple[int, int]
 SMALL = settings(max_examples=80, deadline=None, derandomize=True)
@@ -165,7 +165,7 @@ def test_the_plan_is_the_cheapest_of_all(chain: Chain, bound: int) -> None:
 @given(chains(longest=6, unit=10_007), st.integers(0, 40))
 def test_large_sizes_never_break_the_bound_and_lose_at_most_a_slot(chain: Chain, units: int) -> None:
     bound = 10_007 * units
-    found = plan(intervals(chain), bound, slots=64)
+    found = plan(intervals(chain), bound)
     evaluated = [evaluate(chain, chosen) for chosen in all_plans(chain)]
     slack = len(chain) * (bound // 63 + 1)
     if found is None:
@@ -366,9 +366,7 @@ def test_where_the_estimate_has_no_plan_the_search_goes_up(monkeypatch: pytest.M
     machine = Machine(chain, lambda estimate, segments: 0.8 * estimate)
     kept = machine(Plan())
     real = plan
-    monkeypatch.setattr(
-        refine, "plan", lambda among, bound, slots: real(among, bound, slots) if bound >= 0.625 * kept else None
-    )
+    monkeypatch.setattr(refine, "plan", lambda among, bound: real(among, bound) if bound >= 0.625 * kept else None)
     assert fit(chain, int(0.53 * kept), kept, 0, machine).fits
 
 

@@ -10,33 +10,18 @@ An interval whose backward has M bytes to work in may itself be walked that way,
 segment. ``Nested`` solves that for intervals between a few cuts of the chain and a few M, once for all plans.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from memrewrite.plan.guide import Guide, guide, lightest
 from memrewrite.plan.segments import Bytes, Chain, Plan
-from memrewrite.plan.tables import Intervals, intervals, keeping
+from memrewrite.plan.tables import KEEPING, NEVER, Intervals, Nested, Space, intervals, keeping
 
-# What leads to a label: a kept node; an interval that as it runs again is all kept, or is planned for a level (1 + its
-# number); and the same of one whose nodes that can be kept are, counted from `_KEEPING`.
-_KEPT, _WHOLE, _KEEPING = -1, 0, 1000
+_KEPT = -1  # what leads to a label is a kept node, or an interval of one of the kinds in `tables`
 _INNER_SLOTS = 32
-
-
-@dataclass(frozen=True)
-class Nested:
-    """Intervals between ``cuts`` (ascending positions) with segments in them.
-
-    ``ms[i, j, l]`` is the cost of [cuts[i], cuts[j]) when what runs again there is planned under the bound
-    ``levels[l]`` (ascending bytes); infinite where there is no such plan, or one without segments, which is the same
-    as the interval alone.
-    """
-
-    cuts: Bytes
-    levels: Bytes
-    ms: NDArray[np.float64]
+_FEWEST, _MOST = 32, 25_000  # labels: of a position at least, and of a whole chain where there is room for more
 
 
 def nested(table: Intervals, cuts: Bytes, levels: Bytes) -> Nested:
@@ -54,22 +39,6 @@ def nested(table: Intervals, cuts: Bytes, levels: Bytes) -> Nested:
     return Nested(cuts, levels, ms)
 
 
-@dataclass(frozen=True)
-class Space:
-    """The plans there are: of intervals, of segments in them, and both again with nodes kept inside intervals."""
-
-    table: Intervals
-    inner: Nested | None = None
-    keeping: Intervals | None = None
-    keeping_inner: Nested | None = None
-
-    def ways(self) -> "Iterator[tuple[int, Intervals, Nested | None]]":
-        """The kind, the tables and the insides of intervals."""
-        yield _WHOLE, self.table, self.inner
-        if self.keeping is not None:
-            yield _KEEPING, self.keeping, self.keeping_inner
-
-
 def flat(chain: Chain) -> Space:
     """The plans for a chain without segments in segments."""
     table = intervals(chain)
@@ -84,12 +53,15 @@ def with_nested(among: Space, cuts: Bytes, levels: Bytes) -> Space:
     return Space(among.table, inner, among.keeping, nested(replace(among.table, ms=among.keeping.ms), cuts, levels))
 
 
-def plan(among: Space | Intervals, bound: int, slots: int = 256) -> Plan | None:
-    """The cheapest plan whose estimated peak stays within ``bound`` bytes, None when there is none."""
+def plan(among: Space | Intervals, bound: int) -> Plan | None:
+    """The cheapest plan found whose estimated peak stays within ``bound`` bytes, None when there is none."""
     if isinstance(among, Intervals):
         among = Space(among)
     n = len(among.table)
-    found = _walk(among, 0, n, bound, slots).back(n)
+    rest = guide(among, bound)
+    if rest is None:
+        return None
+    found = _walk(among, 0, n, bound, max(_FEWEST, _MOST // max(n, 1)), rest).back(n)
     if found is None:
         return None
     ms, steps = found
@@ -101,13 +73,13 @@ def plan(among: Space | Intervals, bound: int, slots: int = 256) -> Plan | None:
             inside = Space(replace(among.table, ms=table.ms))
             within = _walk(inside, a, b, int(inner.levels[kind - base - 1]), _INNER_SLOTS).back(b - a)
             chosen += [(c + a, d + a) for c, d, _ in within[1]] if within is not None else []
-    return Plan(tuple(chosen), ms, tuple((a, b) for a, b, kind in steps if kind >= _KEEPING))
+    return Plan(tuple(chosen), ms, tuple((a, b) for a, b, kind in steps if kind >= KEEPING))
 
 
-def _walk(among: Space, start: int, stop: int, bound: int, slots: int) -> "_Labels":
-    """Label the positions of [start, stop), counting only what is made in it."""
+def _walk(among: Space, start: int, stop: int, bound: int, slots: int, rest: Guide | None = None) -> "_Labels":
+    """Label the positions of [start, stop), counting only what is made in it; ``rest`` knows the whole chain alone."""
     table = among.table
-    labels = _Labels(stop - start, slots, max(bound // (slots - 1), 1))
+    labels = _Labels(stop - start, slots, max(bound // (slots - 1), 1), rest)
     labels.add(_Moves.beginning())
     # counted in the tables are also storages made before `start`; these are not part of what is held here
     unsaved = table.unsaved[start]
@@ -121,7 +93,7 @@ def _walk(among: Space, start: int, stop: int, bound: int, slots: int) -> "_Labe
             if inner is not None and b in inner.cuts:
                 ways.append(_nested_moves(labels, way, inner, b, bound, kind))
         labels.add(_Moves.among(ways, bound))
-        if labels.first[b - start + 1] == last and among.inner is None and _stuck(labels, table, start, b, bound):
+        if labels.first[b - start + 1] == last and rest is None and _stuck(labels, table, start, b, bound):
             break
     return labels
 
@@ -193,11 +165,11 @@ def _nested_moves(labels: "_Labels", table: Intervals, inner: Nested, b: int, bo
 class _Labels:
     """What can be reached: at each position, bytes held against milliseconds, none as large and as dear as another.
 
-    All of them stay where there are up to ``slots``; else, of those within one of ``slots`` parts of the bound,
-    ``width`` bytes each, the lightest and the cheapest.
+    All of them stay where there are up to ``slots``; else as many as promise most by ``rest``, or without it, of those
+    within one of ``slots`` parts of the bound, ``width`` bytes each, the lightest and the cheapest.
     """
 
-    def __init__(self, n: int, slots: int, width: int) -> None:
+    def __init__(self, n: int, slots: int, width: int, rest: Guide | None) -> None:
         size = 2 * (n + 1) * slots
         self.first = np.zeros(n + 2, dtype=np.int64)  # where the labels of each position begin
         self.position = np.zeros(size, dtype=np.int64)
@@ -205,7 +177,7 @@ class _Labels:
         self.ms = np.zeros(size)
         self._origin = np.zeros(size, dtype=np.int64)
         self._kind = np.zeros(size, dtype=np.int64)
-        self._slots, self._width, self._next = slots, width, 0
+        self._slots, self._width, self._next, self._rest = slots, width, 0, rest
 
     def add(self, moves: _Moves) -> None:
         """Add the labels of the next position, less those that another one makes needless."""
@@ -216,7 +188,9 @@ class _Labels:
         order = order[np.lexsort((moves.ms[order], moves.held[order]))]
         ms = moves.ms[order]
         order = order[ms < np.minimum.accumulate(np.append(np.inf, ms))[:-1]]  # rising bytes, falling cost
-        if len(order) > self._slots:
+        if self._rest is not None:
+            order = order[self._rest.best(self._next, moves.held[order], moves.ms[order], self._slots)]
+        elif len(order) > self._slots:
             changes = np.diff(slot[order], prepend=-1, append=self._slots) > 0
             order = order[changes[:-1] | changes[1:]]
         start = self.first[self._next]
@@ -244,13 +218,19 @@ class _Labels:
         return ms, found[::-1]
 
 
+def possible(among: Space, bound: int) -> bool:
+    """Whether there is a plan under ``bound`` bytes."""
+    return bool(lightest(among, bound)[-1] < NEVER)
+
+
 def lowest_bound(among: Space | Intervals, upper: int) -> int:
     """The lowest bound in bytes for which a plan exists, within 0.5 % of ``upper``, by bisection."""
+    among = Space(among) if isinstance(among, Intervals) else among
     low, high = 0, upper
     while high - low > max(upper // 200, 1):
         middle = (low + high) // 2
-        if plan(among, middle, slots=64) is None:
-            low = middle
-        else:
+        if possible(among, middle):
             high = middle
+        else:
+            low = middle
     return high

@@ -128,8 +128,7 @@ def is_counter(effects: Effects, node: fx.Node) -> bool:
     f = effects.of[node]
     if not f.writes or node.users or any(effects.storages[key].origin != "buffer" for key in f.writes | f.outputs):
         return False
-    others = (o for n, o in effects.of.items() if n is not node and n.op not in ("get_attr", "placeholder"))
-    return not any(o.reads & f.writes for o in others)
+    return not any(effects.readers[key] - {node} for key in f.writes if key in effects.readers)
 
 
 def _switch(node: fx.Node) -> int:
@@ -171,7 +170,7 @@ def own_bytes(effects: Effects, node: fx.Node) -> int:
     inputs = {key for source in node.all_input_nodes for key in effects.of[source].outputs}
     made = (f.saved | f.outputs) - inputs
     saves_inputs = any(effects.storages[key].origin == "node" for key in f.saved & inputs)
-    if not saves_inputs or any(other.writes & made for other in effects.of.values()):
+    if not saves_inputs or made & effects.written:
         return -1
     return sum(effects.storages[key].bytes for key in made)
 

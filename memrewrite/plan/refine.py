@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from memrewrite.plan.coarse import Coarse, coarsen, cuts
-from memrewrite.plan.dp import Space, flat, lowest_bound, plan, with_nested
+from memrewrite.plan.dp import flat, lowest_bound, plan, possible, with_nested
 from memrewrite.plan.segments import Chain, Plan
+from memrewrite.plan.tables import Space
 
 Simulate = Callable[[Plan], int]
 _ROUNDS = 9
@@ -17,8 +18,7 @@ _LEVELS = 12  # bounds they are planned for
 # Segments in segments do not pay where there is this much more room than the lowest plan without them needs: the plans
 # of eight models, from ResNet-50 to GPT-2, cost the same to the last digit.
 _ROOMY = 1.25
-_ROUGH, _SLOTS = 64, 256  # for a first look, and for a plan that is to be used
-_SLACK = 0.01  # a plan that leaves less than this share of the budget unused is good enough
+_SLACK = 0.01  # a plan that leaves less than this share of the bytes it may move unused is good enough
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Search:
         self.chain = replace(chain, own=None) if plain else chain
         self.kept, self.fixed, self.simulate, self.plain = kept, fixed, simulate, plain
         self.peaks: dict[Plan, int] = {}
-        self._plans: dict[tuple[int, int], Plan | None] = {}
+        self._plans: dict[int, Plan | None] = {}
 
     def fit(self, budget: int) -> Fitted:
         """The cheapest plan found whose simulated peak is at most ``budget`` bytes; else the one of the lowest peak.
@@ -54,27 +54,25 @@ class Search:
             return self.best
         low = (0, 0)  # (bound, peak) of a plan that fits, 0 while none is known
         high = (self.kept - self.fixed, self.kept)  # of one that does not
-        bound, slots = min(budget - self.fixed, high[0]), _ROUGH
+        bound = min(budget - self.fixed, high[0])
+        slack = _SLACK * max(budget - self.fixed, 0)
         for _ in range(_ROUNDS):
-            peak, rough = self._look(bound, budget, slots), slots == _ROUGH
-            slots = _SLOTS
+            peak = self._look(bound, budget)
             if peak is None:  # the estimate allows no plan here, so what fits lies above
                 low = (bound, 0)
                 bound = self.lowest if bound < self.lowest else (bound + high[0]) // 2
                 continue
-            if rough and peak <= budget:
-                continue  # a finer plan for the same bound is cheaper and fills it better
             if peak <= budget:
                 low = (bound, peak)
-                if budget - peak <= _SLACK * budget:
+                if budget - peak <= slack:
                     break
             else:
                 high = (bound, peak)
                 if bound == vars(self).get("lowest"):
                     break
-            if high[0] - low[0] <= _SLACK * _SLACK * budget:
+            if high[0] - low[0] <= _SLACK * slack:
                 break
-            bound = _next(bound, peak, low, high, budget)
+            bound = _next(bound, peak, low, high, int(budget - slack / 2))
         return self.best if self.best.fits else self._explore(budget)
 
     @functools.cached_property
@@ -101,17 +99,16 @@ class Search:
         """The lowest bound on the estimate for which there is a plan."""
         return lowest_bound(self.nested, max(self.kept - self.fixed, 1))
 
-    def _cheapest(self, bound: int, slots: int) -> Plan | None:
+    def _cheapest(self, bound: int) -> Plan | None:
         """The cheapest plan under a bound on the estimate; None where there is none."""
-        roomy = plan(self.flat, int(bound / _ROOMY), _ROUGH) is not None
-        return plan(self.flat if roomy else self.nested, bound, slots)
+        return plan(self.flat if possible(self.flat, int(bound / _ROOMY)) else self.nested, bound)
 
-    def _look(self, bound: int, budget: int, slots: int = _SLOTS) -> int | None:
+    def _look(self, bound: int, budget: int) -> int | None:
         """The exact peak of the cheapest plan under a bound on the estimate; None where there is no plan."""
-        if (bound, slots) not in self._plans:
-            cheapest = self._cheapest(bound, slots)
-            self._plans[bound, slots] = None if cheapest is None else self.coarse.expand(cheapest)
-        found = self._plans[bound, slots]
+        if bound not in self._plans:
+            cheapest = self._cheapest(bound)
+            self._plans[bound] = None if cheapest is None else self.coarse.expand(cheapest)
+        found = self._plans[bound]
         if found is None:
             return None
         if found not in self.peaks:
@@ -132,9 +129,8 @@ class Search:
         return self.best
 
 
-def _next(bound: int, peak: int, low: tuple[int, int], high: tuple[int, int], budget: int) -> int:
-    """The next bound to try: the last one moved by what its peak is off the budget, or between what is known."""
-    wanted = int(budget * (1 - _SLACK / 2))
+def _next(bound: int, peak: int, low: tuple[int, int], high: tuple[int, int], wanted: int) -> int:
+    """The next bound to try: the last one moved by what its peak is off the one wanted, or between what is known."""
     moved = bound + wanted - peak
     if low[0] < moved < high[0]:
         return moved

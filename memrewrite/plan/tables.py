@@ -1,5 +1,7 @@
 """What every interval of a chain would cost: bytes and milliseconds, tabulated once for all plans."""
 
+import functools
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -8,6 +10,10 @@ from numpy.typing import NDArray
 from memrewrite.plan.segments import Bytes, Chain
 
 NEVER = np.iinfo(np.int64).max // 4
+
+# Kinds of intervals: one that as it runs again is all kept, or is planned for a level (1 + its number); and the same of
+# one whose nodes that can be kept are, counted from `KEEPING`.
+WHOLE, KEEPING = 0, 1000
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,70 @@ class Intervals:
 
     def __len__(self) -> int:
         return len(self.keep)
+
+
+@dataclass(frozen=True)
+class Nested:
+    """Intervals between ``cuts`` (ascending positions) with segments in them.
+
+    ``ms[i, j, l]`` is the cost of [cuts[i], cuts[j]) when what runs again there is planned under the bound
+    ``levels[l]`` (ascending bytes); infinite where there is no such plan, or one without segments, which is the same
+    as the interval alone.
+    """
+
+    cuts: Bytes
+    levels: Bytes
+    ms: NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Moves:
+    """Steps of plans from different positions ``a`` to one: bytes added, bytes needed beyond those held at a, ms."""
+
+    a: Bytes
+    held: Bytes
+    needed: Bytes
+    ms: NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Space:
+    """The plans there are: of intervals, of segments in them, and both again with nodes kept inside intervals."""
+
+    table: Intervals
+    inner: Nested | None = None
+    keeping: Intervals | None = None
+    keeping_inner: Nested | None = None
+
+    def ways(self) -> Iterator[tuple[int, Intervals, Nested | None]]:
+        """The kind, the tables and the insides of intervals."""
+        yield WHOLE, self.table, self.inner
+        if self.keeping is not None:
+            yield KEEPING, self.keeping, self.keeping_inner
+
+    def leading(self, b: int) -> list[Moves]:
+        """All steps to position ``b``: a kept node, and intervals by kind."""
+        return self._leading[b]
+
+    @functools.cached_property
+    def _leading(self) -> list[list[Moves]]:
+        return [list(self._steps(b)) for b in range(len(self.table) + 1)]
+
+    def _steps(self, b: int) -> Iterator[Moves]:
+        if not b:
+            return
+        table, node = self.table, np.array([b - 1])
+        need = np.maximum(np.maximum(table.work[node] + table.unsaved[0, b], table.forward[node]), 0)
+        yield Moves(node, table.keep[node], table.keep[node] + need, np.zeros(1))
+        for _, way, inner in self.ways():
+            a = np.flatnonzero(np.isfinite(way.ms[:b, b]))
+            yield Moves(a, way.held[a, b], way.peak[a, b], way.ms[a, b])
+            if inner is not None and b in inner.cuts:
+                end = int(np.searchsorted(inner.cuts, b))
+                for number, level in enumerate(inner.levels):
+                    here = np.flatnonzero(np.isfinite(inner.ms[:end, end, number]))
+                    a = inner.cuts[here]
+                    yield Moves(a, way.held[a, b], way.base[a, b] + level, inner.ms[here, end, number])
 
 
 def intervals(chain: Chain) -> Intervals:

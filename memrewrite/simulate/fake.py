@@ -8,6 +8,7 @@ import copy
 import functools
 import types
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import is_dataclass
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from memrewrite.layers import Recall
 from memrewrite.private import FakeTensor, FakeTensorMode, real_rules_on_fake_tensors, tree_map
 from memrewrite.simulate.as_cuda import as_cuda
 from memrewrite.simulate.known import known_values
@@ -61,7 +63,8 @@ def on_fakes(
     twin, fakes = fake_twin(module, mode), fake_inputs(inputs, mode, device)
     pairs = zip(fakes.tensors(), inputs.tensors(), strict=True)
     given = [(fake, real) for fake, real in pairs if these and not real.is_meta]
-    with real_rules_on_fake_tensors(), mode, known_values(given), as_cuda() if cuda else nullcontext():
+    rules = real_rules_on_fake_tensors(), as_cuda() if cuda else nullcontext()
+    with rules[0], rules[1], mode, Recall(mode), known_values(given):
         yield twin, fakes
 
 
@@ -84,6 +87,9 @@ def _fake(tensor: Tensor, mode: FakeTensorMode, device: torch.device = _CPU) -> 
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(fake, requires_grad=tensor.requires_grad)
     return fake.requires_grad_(tensor.requires_grad)
+
+
+_PLAIN_DICTS = (dict, OrderedDict)  # of which a module has a dozen; their own way to copy them is the faster one
 
 
 class _Copier:
@@ -131,7 +137,7 @@ class _Copier:
         return copied
 
     def _dict(self, value: dict[Any, Any]) -> Any:
-        copied = self._remember(value, copy.copy(value))
+        copied = self._remember(value, value.copy() if type(value) in _PLAIN_DICTS else copy.copy(value))
         for key, item in value.items():
             new = self.copy(item)
             if new is not item:

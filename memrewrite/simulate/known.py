@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from memrewrite.layers import Layer
 from memrewrite.private import (
     FakeTensor,
     OpOverload,
-    TorchDispatchMode,
     in_place_of_modes,
     is_mutable,
     known_as_real,
@@ -56,7 +56,7 @@ def known_values(given: Iterable[tuple[Tensor, Tensor]] = ()) -> Iterator["Known
         yield mode
 
 
-class KnownValues(TorchDispatchMode):
+class KnownValues(Layer):
     """While it is active, values are computed beside fake tensors where all they are made of is known.
 
     A dimension of symbolic size has size 1 in a value, which then stands for any number of equal rows. What a tensor
@@ -66,7 +66,7 @@ class KnownValues(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._values: Any = WeakTensorKeyDictionary()
         self.asked = False  # whether code outside PyTorch has asked for values that are not known
 
@@ -105,7 +105,7 @@ class KnownValues(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         kind = _kind(func)
         if kind == "body":
-            result = func(*args, **kwargs)
+            result = self.below(func, types, args, kwargs)
             self._forget(_tensors((args, kwargs)))  # it may have written them
             return result
         if kind == "question" and not any(map(_symbolic, _tensors((args, kwargs)))):
@@ -113,13 +113,13 @@ class KnownValues(TorchDispatchMode):
             if isinstance(answer, int | float):
                 return answer
         if kind != "write":
-            result = func(*args, **kwargs)
+            result = self.below(func, types, args, kwargs)
             if kind == "function" and any(map(_is_small_fake, _results(result))):
                 self._follow(func, args, kwargs, result)
             return result
         written = _written(func, args, kwargs)
         try:
-            result = func(*args, **kwargs)
+            result = self.below(func, types, args, kwargs)
         except BaseException:
             self._forget(written)
             raise

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memrewrite.private import FakeTensor, TorchDispatchMode
+from memrewrite.layers import Layer
+from memrewrite.private import FakeTensor
 from memrewrite.simulate.places import Places
 from memrewrite.simulate.transients import Transients
 
@@ -59,7 +60,7 @@ class _Block(weakref.ref[torch.UntypedStorage]):
     events: tuple[int, int | None]
 
 
-class Tracker(TorchDispatchMode):
+class Tracker(Layer):
     """While it is active, every storage an operator makes on ``device_type`` is counted until it is freed.
 
     ``current`` and ``peak`` are bytes; ``events`` lists (bytes in use, label) after each operator that made a storage,
@@ -70,7 +71,7 @@ class Tracker(TorchDispatchMode):
     """
 
     def __init__(self, device_type: str, transients: Transients | None = None, places: Places | None = None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.device_type = device_type
         self.current = 0
         self.peak = 0
@@ -150,7 +151,7 @@ class Tracker(TorchDispatchMode):
         clock = self._clock
         if self._places is not None:
             self._place = self._places.now()
-        result = func(*args, **(kwargs or {}))
+        result = self.below(func, types, args, kwargs or {})
         self._func = func
         self._see_all(result)
         extra = 0 if self._transients is None else self._transients.lookup(func, args, dict(kwargs or {}))

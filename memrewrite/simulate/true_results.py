@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memrewrite.private import FakeTensor, TorchDispatchMode, named_arguments, real_tensors
+from memrewrite.layers import Layer
+from memrewrite.private import FakeTensor, named_arguments, real_tensors
 from memrewrite.simulate.transients import like, made
 
 # The operators by name, as not every build of PyTorch has all, and which of their results is the reserve.
@@ -20,17 +21,14 @@ _RESERVES = {"aten::_cudnn_rnn": 3, "aten::mkldnn_rnn_layer": 3}
 _BYTES: dict[Any, int] = {}
 
 
-class TrueResults(TorchDispatchMode):
+class TrueResults(Layer):
     """While it is active inside a fake mode, operators give what they give for real tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        results = func(*args, **kwargs)
+        results = self.below(func, types, args, kwargs)
         if func is torch.ops.aten.native_batch_norm_backward.default:
             mask = named_arguments(func, args, kwargs)["output_mask"]
             return tuple(result if wanted else None for result, wanted in zip(results, mask, strict=True))

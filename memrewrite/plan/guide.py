@@ -1,0 +1,92 @@
+"""What a plan will still cost from a position on, by the bytes it holds there: this tells the planner which to follow.
+
+What can be held is known exactly: no plan holds less at a position than ``lightest`` says, and one that holds no more
+than ``heaviest`` says can go on to the end. Between these two the cost to go is estimated at a few points, from the end
+backwards, and is taken to be straight between them.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from memrewrite.plan.segments import Bytes
+from memrewrite.plan.tables import NEVER, Space
+
+_POINTS = 128
+
+
+@dataclass(frozen=True)
+class Guide:
+    """``rest[p, j]`` is about the least cost in ms from position p on at the j-th of the points between its limits."""
+
+    lightest: Bytes
+    heaviest: Bytes
+    rest: NDArray[np.float64]
+
+    def ms(self, position: int, held: Bytes) -> NDArray[np.float64]:
+        """About the least cost from ``position`` on of plans that hold ``held`` bytes there, at most the heaviest."""
+        return _straight(self.rest[position], (held - self.lightest[position]) / _width(self, position))
+
+    def best(self, position: int, held: Bytes, ms: NDArray[np.float64], most: int) -> Bytes:
+        """The numbers of the ``most`` labels, given in order of bytes, that promise the cheapest plans."""
+        last = int(np.searchsorted(held, self.heaviest[position], side="right"))
+        if last <= most:
+            return np.arange(last)
+        total = ms[:last] + self.ms(position, held[:last])
+        return np.sort(total.argpartition(most)[:most])
+
+
+def guide(among: Space, bound: int) -> Guide | None:
+    """The guide for plans under ``bound`` bytes; None where there is no plan."""
+    light, heavy = lightest(among, bound), heaviest(among, bound)
+    if light[-1] == NEVER:
+        return None
+    found = Guide(light, heavy, np.full((len(light), _POINTS + 1), np.inf))
+    found.rest[-1] = 0.0
+    points = light[:, None] + (heavy - light)[:, None] / _POINTS * np.arange(_POINTS + 1)
+    for b in np.flatnonzero(light <= heavy)[:0:-1]:
+        for moves in among.leading(int(b)):
+            usable = (light[moves.a] + moves.needed <= bound) & (light[moves.a] <= heavy[moves.a])
+            a, held, needed, ms = (each[usable] for each in (moves.a, moves.held, moves.needed, moves.ms[:, None]))
+            place = (points[a] + (held - light[b])[:, None]) / _width(found, int(b))
+            possible = (points[a] <= (bound - needed)[:, None]) & (place <= _POINTS)
+            cost = np.where(possible, _straight(found.rest[b], place) + ms, np.inf)
+            found.rest[a] = np.minimum(found.rest[a], cost)
+    return found
+
+
+def _straight(values: NDArray[np.float64], place: NDArray[np.float64]) -> NDArray[np.float64]:
+    place = np.clip(place, 0, _POINTS)
+    below = place.astype(np.int64)
+    share = place - below
+    return values[below] * (1 - share) + values[np.minimum(below + 1, _POINTS)] * share
+
+
+def _width(guide: Guide, position: int) -> float:
+    return max(float(guide.heaviest[position] - guide.lightest[position]) / _POINTS, 1e-3)
+
+
+def lightest(among: Space, bound: int) -> Bytes:
+    """The fewest bytes held at each position by any plan that gets there under ``bound``, else ``NEVER``."""
+    found = np.full(len(among.table) + 1, NEVER, dtype=np.int64)
+    found[0] = 0
+    for b in range(1, len(found)):
+        for moves in among.leading(b):
+            before = found[moves.a]
+            total = np.where(before + moves.needed <= bound, before + moves.held, NEVER)
+            found[b] = min(found[b], total.min(initial=NEVER))
+        if found[b] > bound:
+            found[b] = NEVER
+    return found
+
+
+def heaviest(among: Space, bound: int) -> Bytes:
+    """The most bytes that may be held at each position for a plan to lead on to the end under ``bound``."""
+    found = np.full(len(among.table) + 1, -NEVER, dtype=np.int64)
+    found[-1] = bound
+    for b in range(len(found) - 1, 0, -1):
+        for moves in among.leading(b):
+            most = np.minimum(found[b] - moves.held, bound - moves.needed)
+            found[moves.a] = np.maximum(found[moves.a], most)
+    return found

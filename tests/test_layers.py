@@ -1,0 +1,156 @@
+"""Layers see what modes see, and what is recalled is what the fake mode gives."""
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from memrewrite.layers import Layer, Recall
+from memrewrite.private import FakeTensor, FakeTensorMode, TorchDispatchMode
+
+
+class Seen(Layer):
+    """Notes the operators that pass, with its name."""
+
+    def __init__(self, name: str, seen: list[str]) -> None:
+        super().__init__()
+        self.name, self.seen = name, seen
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        self.seen.append(f"{self.name} {func.overloadpacket.__name__}")
+        return self.below(func, types, args, kwargs or {})
+
+
+class Between(TorchDispatchMode):
+    """A mode that is no layer."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_layers_pass_operators_down_in_the_order_they_were_opened() -> None:
+    seen: list[str] = []
+    x = torch.ones(2)
+    with Seen("low", seen), Seen("high", seen):
+        x.exp()
+    assert seen == ["high exp", "low exp"]
+
+
+def test_a_layer_is_back_when_the_one_on_it_is_closed() -> None:
+    seen: list[str] = []
+    x = torch.ones(2)
+    with Seen("low", seen):
+        with contextlib.suppress(ZeroDivisionError), Seen("high", seen):
+            x.exp()
+            raise ZeroDivisionError
+        x.sin()
+    x.cos()
+    assert seen == ["high exp", "low exp", "low sin"]
+
+
+def test_modes_between_layers_and_on_them_still_run() -> None:
+    seen: list[str] = []
+    with Seen("low", seen), Between(), Seen("high", seen), Between():  # type: ignore[no-untyped-call]
+        torch.ones(2).exp()
+    assert seen == ["high ones", "low ones", "high exp", "low exp"]
+
+
+def test_layers_see_backward() -> None:
+    seen: list[str] = []
+    x = torch.ones(2, requires_grad=True)
+    with Seen("low", seen), Seen("high", seen):
+        x.exp().sum().backward()
+    assert [name for name in seen if name.startswith("low")] == [f"low{n[4:]}" for n in seen if n.startswith("high")]
+    assert "low expand" in seen
+    assert x.grad is not None
+
+
+def test_compiled_code_inside_is_run_as_it_is() -> None:
+    seen: list[str] = []
+    compiled = torch.compile(lambda x: x.exp() + 1, backend="eager")
+    with Seen("high", seen):
+        result = compiled(torch.zeros(2))
+    assert result.tolist() == [2, 2]
+    assert seen == ["high zeros", "high exp", "high add"]
+
+
+def norm(x: Tensor) -> Any:
+    return torch.ops.aten.native_batch_norm(x, torch.ones(3), torch.zeros(3), None, None, True, 0.1, 1e-5)
+
+
+CALLS: dict[str, Callable[[Tensor], Any]] = {
+    "elementwise": lambda x: x.exp(),
+    "integer": lambda x: x.to(torch.int64) + 1,
+    "float": lambda x: x.to(torch.int64) + 1.0,
+    "flag": lambda x: x.to(torch.int64) + True,
+    "view": lambda x: x.view(4, 6),
+    "slice": lambda x: x[1:, ::2],
+    "transposed": lambda x: x.transpose(0, 1).exp(),
+    "expanded": lambda x: x[:, :1].expand(4, 5, 2),
+    "strided": lambda x: torch.as_strided(x[1:], (2, 2), (1, 1)),
+    "in place": lambda x: x.mul_(2),
+    "three results": norm,
+    "list": lambda x: x.split(1),
+    "factory": lambda x: torch.zeros(3, dtype=torch.float16),
+    "like": lambda x: torch.empty_like(x, dtype=torch.bfloat16),
+    "joined": lambda x: torch.cat([x, x]),
+    "moved": lambda x: x.to("meta"),
+    "complex": lambda x: torch.complex(x, x).conj() * 2,
+    "negative": lambda x: torch.complex(x, x).conj().imag,
+    "with gradient": lambda x: (x.detach().requires_grad_() * 2).sum(),
+    "asked": lambda x: (x.device, x.is_contiguous()),
+    "resized": lambda x: x.clone().resize_(7),
+    "parameter": lambda x: nn.Parameter(x) @ nn.Parameter(x).transpose(1, 2),
+}
+
+
+def kinds(result: Any, given: Tensor) -> Any:
+    """All that can be told of a result."""
+    if not isinstance(result, Tensor):
+        return [kinds(each, given) for each in result] if isinstance(result, list | tuple) else result
+    storage = result.untyped_storage()
+    place = result.storage_offset(), storage.nbytes(), storage is given.untyped_storage()
+    keys = str(torch._C._dispatch_keys(result))
+    fake = sorted(vars(result)) if isinstance(result, FakeTensor) else None
+    form = type(result), result.dtype, result.shape, result.stride(), result.device, result.requires_grad
+    return *form, result is given, result._is_view(), result._version, keys, fake, *place
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_recalled_is_what_the_mode_gives(call: Callable[[Tensor], Any]) -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        mode.allow_meta = True
+        given = [mode.from_tensor(torch.ones(4, 3, 2)) for _ in range(8)]
+        plain = kinds(call(given[0]), given[0])
+        for same in given[1:4]:
+            assert kinds(call(same), same) == plain
+        with Recall(mode):
+            for same in given[4:]:
+                assert kinds(call(same), same) == plain
+
+
+def test_recalled_is_without_the_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    with FakeTensorMode() as mode, Recall(mode):
+        x = mode.from_tensor(torch.ones(5, 7))
+        for _ in range(2):  # the first time it is learned
+            norm(x[None].transpose(1, 2)[:, :3])
+        monkeypatch.setattr(mode, "dispatch", lambda func, *rest: asked.append(func))
+        result = norm(x[None].transpose(1, 2)[:, :3])
+    assert asked == []
+    assert [type(each) for each in result] == [FakeTensor] * 3
+
+
+def test_tensors_of_another_mode_are_left_to_the_mode() -> None:
+    other = FakeTensorMode()
+    stranger = other.from_tensor(torch.ones(2))
+    for _ in range(3):
+        with FakeTensorMode() as mode, Recall(mode), pytest.raises(AssertionError, match="ixing fake modes"):
+            stranger.exp()
