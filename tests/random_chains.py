@@ -86,8 +86,8 @@ class _Value:
     saver: int | None = None
 
     def held(self) -> Held:
-        uses = [use for use in self.uses if use > self.producer] or [self.producer]
-        return Held(UNIT * self.units, self.producer, min(uses), max(uses), self.saver)
+        uses = tuple(sorted({use for use in self.uses if use > self.producer})) or (self.producer,)
+        return Held(UNIT * self.units, self.producer, uses, self.saver)
 
 
 def random_chain(seed: int) -> tuple[str, Chain]:

@@ -31,7 +31,8 @@ def chains(draw: st.DrawFn, longest: int = 7, unit: int = 1) -> Chain:
         last = draw(st.integers(producer, n))
         first = draw(st.integers(min(producer + 1, last), last))
         saver = draw(st.one_of(st.none(), st.integers(producer, min(last, n - 1))))
-        storages.append(Held(unit * draw(st.integers(1, 9)), producer, first, last, saver))
+        uses = tuple(sorted({first, draw(st.integers(first, last)), last}))
+        storages.append(Held(unit * draw(st.integers(1, 9)), producer, uses, saver))
     ms = np.array(draw(st.lists(st.integers(1, 20), min_size=n, max_size=n)), dtype=float)
     share = np.array(draw(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=n, max_size=n)))
     flags = st.lists(st.booleans(), min_size=n, max_size=n)
@@ -63,7 +64,7 @@ def interval_facts(chain: Chain, a: int, b: int, since: int = 0) -> tuple[int, i
             continue
         if s.saver is not None and a <= s.producer < b <= s.last_use:
             held += s.bytes  # saved, and used after the interval: a live-out
-        if s.saver is None and s.producer < a <= s.last_use < b:
+        if s.saver is None and s.producer < a and any(a <= use < b for use in s.uses):
             held += s.bytes  # nobody saves it, but the interval needs it to run again
             base += s.bytes
         if s.saver is not None and s.producer < a and s.first_use >= b:
@@ -233,7 +234,7 @@ def test_lowest_bound(chain: Chain, upper: int) -> None:
 
 def layers(n: int, size: int = 512) -> Chain:
     """A plain stack: each node keeps its output, which the next one reads."""
-    storages = tuple(Held(size, i, min(i + 1, n), min(i + 1, n), i) for i in range(n))
+    storages = tuple(Held(size, i, (min(i + 1, n),), i) for i in range(n))
     return chain_of(np.ones(n), np.ones(n) > 0, storages, size)
 
 
@@ -264,7 +265,7 @@ def test_views_are_no_place_for_a_segment_to_begin_and_nothing_is_lost_by_that()
     views = np.arange(n) % 3 == 2  # every third node makes nothing and costs nothing
     makers = np.flatnonzero(~views)
     following = dict(zip(makers, [*makers[1:], n], strict=True))
-    storages = tuple(Held(size, i, following[i], following[i], i) for i in makers.tolist())
+    storages = tuple(Held(size, i, (following[i],), i) for i in makers.tolist())
     ms = np.where(views, 0.0, 1.0)
     chain = chain_of(ms, ~views, storages, size)
     coarse = coarsen(chain)

@@ -90,7 +90,12 @@ def _merged(chain: Chain, starts: NDArray[np.int64]) -> Coarse:
             forward=np.maximum.reduceat(chain.forward, first),
             pending=np.maximum.reduceat(chain.pending, first),
             storages=tuple(
-                Held(s.bytes, at(s.producer), at(s.first_use), at(s.last_use), None if s.saver is None else at(s.saver))
+                Held(
+                    s.bytes,
+                    at(s.producer),
+                    tuple(dict.fromkeys(map(at, s.uses))),
+                    None if s.saver is None else at(s.saver),
+                )
                 for s in chain.storages
             ),
             segment_ms=chain.segment_ms,

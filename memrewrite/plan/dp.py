@@ -31,9 +31,9 @@ def nested(table: Intervals, cuts: Bytes, levels: Bytes) -> Nested:
         reached = np.flatnonzero(np.isfinite(table.ms[a, cuts]))
         if not len(reached):
             continue
-        ends = cuts[reached]
+        ends, outside = cuts[reached], table.live_ins(int(a))
         for number, level in enumerate(levels):
-            inside = _walk(Space(table), int(a), int(ends[-1]), int(level), _INNER_SLOTS)
+            inside = _walk(Space(table), int(a), int(ends[-1]), int(level), _INNER_SLOTS, outside)
             more = inside.least(ends - a)
             ms[i, reached, number] = np.where(more > 0, table.ms[a, ends] + more, np.inf)
     return Nested(cuts, levels, ms)
@@ -61,7 +61,8 @@ def plan(among: Space | Intervals, bound: int) -> Plan | None:
     rest = guide(among, bound)
     if rest is None:
         return None
-    found = _walk(among, 0, n, bound, max(_FEWEST, _MOST // max(n, 1)), rest).back(n)
+    slots = max(_FEWEST, _MOST // max(n, 1))
+    found = _walk(among, 0, n, bound, slots, among.table.live_ins(0), rest).back(n)
     if found is None:
         return None
     ms, steps = found
@@ -71,13 +72,19 @@ def plan(among: Space | Intervals, bound: int) -> Plan | None:
         base, table, inner = [way for way in among.ways() if way[0] <= kind][-1]
         if inner is not None and kind > base:
             inside = Space(replace(among.table, ms=table.ms))
-            within = _walk(inside, a, b, int(inner.levels[kind - base - 1]), _INNER_SLOTS).back(b - a)
+            level = int(inner.levels[kind - base - 1])
+            within = _walk(inside, a, b, level, _INNER_SLOTS, among.table.live_ins(a)).back(b - a)
             chosen += [(c + a, d + a) for c, d, _ in within[1]] if within is not None else []
     return Plan(tuple(chosen), ms, tuple((a, b) for a, b, kind in steps if kind >= KEEPING))
 
 
-def _walk(among: Space, start: int, stop: int, bound: int, slots: int, rest: Guide | None = None) -> "_Labels":
-    """Label the positions of [start, stop), counting only what is made in it; ``rest`` knows the whole chain alone."""
+def _walk(
+    among: Space, start: int, stop: int, bound: int, slots: int, outside: Bytes, rest: Guide | None = None
+) -> "_Labels":
+    """Label the positions of [start, stop), counting only what is made in it; ``rest`` knows the whole chain alone.
+
+    ``outside`` are the bytes that each interval uses of what is made before ``start``.
+    """
     table = among.table
     labels = _Labels(stop - start, slots, max(bound // (slots - 1), 1), rest)
     labels.add(_Moves.beginning())
@@ -89,32 +96,31 @@ def _walk(among: Space, start: int, stop: int, bound: int, slots: int, rest: Gui
         need = max(int(table.work[b - 1] + unsaved[b]), int(table.forward[b - 1]))
         ways = [_Moves(total, total + need, labels.ms[kept:last], np.arange(kept, last), np.full(last - kept, _KEPT))]
         for kind, way, inner in among.ways():
-            ways.append(_whole(labels, way, start, b, kind))
+            ways.append(_whole(labels, way, start, b, kind, outside))
             if inner is not None and b in inner.cuts:
                 ways.append(_nested_moves(labels, way, inner, b, bound, kind))
         labels.add(_Moves.among(ways, bound))
-        if labels.first[b - start + 1] == last and rest is None and _stuck(labels, table, start, b, bound):
+        if labels.first[b - start + 1] == last and rest is None and _stuck(labels, table, start, b, bound, outside):
             break
     return labels
 
 
-def _stuck(labels: "_Labels", table: Intervals, start: int, b: int, bound: int) -> bool:
+def _stuck(labels: "_Labels", table: Intervals, start: int, b: int, bound: int, outside: Bytes) -> bool:
     """Whether no interval leads from the labels there are to ``b`` or beyond."""
     last = labels.first[b - start]
     a = labels.position[:last] + start
-    return bool((labels.held[:last] + table.least[a, b] - table.passing[start, a] > bound).all())
+    return bool((labels.held[:last] + table.least[a, b] - outside[a, -1] > bound).all())
 
 
-def _whole(labels: "_Labels", table: Intervals, start: int, b: int, kind: int) -> "_Moves":
+def _whole(labels: "_Labels", table: Intervals, start: int, b: int, kind: int, outside: Bytes) -> "_Moves":
     """Intervals that end at ``b`` and begin at ``start`` or later, all kept as they run again."""
     usable = np.flatnonzero(np.isfinite(table.ms[start:b, b]))
     last = labels.first[b - start]
     first = labels.first[usable[0]] if len(usable) else last
     a, before = labels.position[first:last] + start, labels.held[first:last]
-    live_in = table.passing[start, a] - table.passing[start, b]
     return _Moves(
-        held=before + table.held[a, b] - live_in,
-        needed=before + table.peak[a, b] - live_in + table.later[start, b],
+        held=before + table.held[a, b] - outside[a, b],
+        needed=before + table.peak[a, b] - outside[a, b] + table.later[start, b],
         ms=labels.ms[first:last] + table.ms[a, b],
         origin=np.arange(first, last),
         kind=np.full(last - first, kind),

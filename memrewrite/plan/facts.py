@@ -153,8 +153,8 @@ def held_storages(effects: Effects, nodes: list[fx.Node]) -> dict[int, Held]:
     for key, storage in effects.storages.items():
         producer = index.get(effects.order[storage.producer], -1) if storage.producer >= 0 else -1
         if producer >= 0 and storage.bytes:
-            after = [i for i in uses[key] if i > producer] or [producer]
-            held[key] = Held(storage.bytes, producer, after[0], after[-1], savers.get(key))
+            after = tuple(dict.fromkeys(i for i in uses[key] if i > producer)) or (producer,)
+            held[key] = Held(storage.bytes, producer, after, savers.get(key))
     return held
 
 

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,21 +12,35 @@ Bytes = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Held:
-    """One storage made by the chain: its size in bytes, and the nodes that make it, first and last read it.
+    """One storage made by the chain: its size in bytes, the node that makes it and, in order, those that read it.
 
-    ``saver`` is the first node autograd keeps it for, None if it is not kept.
+    There is always one that does, if only the one that makes it. ``saver`` is the first node autograd keeps it for,
+    None if it is not kept.
     """
 
     bytes: int
     producer: int
-    first_use: int
-    last_use: int
+    uses: tuple[int, ...]
     saver: int | None
+
+    @property
+    def first_use(self) -> int:
+        """The first node that reads it."""
+        return self.uses[0]
+
+    @property
+    def last_use(self) -> int:
+        """The last one."""
+        return self.uses[-1]
+
+    def saved(self) -> "Held":
+        """The same storage as if its first use saved it, where nobody does and it has several."""
+        return self if self.saver is not None or len(self.uses) == 1 else replace(self, saver=self.first_use)
 
     def moved(self, by: int) -> "Held":
         """The same storage in a chain that starts ``by`` nodes earlier."""
         saver = None if self.saver is None else self.saver + by
-        return Held(self.bytes, self.producer + by, self.first_use + by, self.last_use + by, saver)
+        return Held(self.bytes, self.producer + by, tuple(use + by for use in self.uses), saver)
 
 
 @dataclass(frozen=True)

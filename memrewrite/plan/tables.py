@@ -1,13 +1,14 @@
 """What every interval of a chain would cost: bytes and milliseconds, tabulated once for all plans."""
 
 import functools
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from memrewrite.plan.segments import Bytes, Chain
+from memrewrite.plan.segments import Bytes, Chain, Held
 
 NEVER = np.iinfo(np.int64).max // 4
 
@@ -24,9 +25,9 @@ class Intervals:
     ``peak`` what its backward needs in all beyond what was held before it, ``ms`` its cost (infinite where it may not
     run again). ``keep``, ``work`` and ``forward`` say the same of a single node that is kept: what it adds, and what
     its backward and its forward need beyond what is held after it.
-    ``passing``, ``later`` and ``unsaved`` at [x, y] are the bytes made before x that nobody saves and that are used at
-    y or later, that are saved and first used at y or later, and that are first saved at y or later; ``least`` is the
-    least ``peak`` of the intervals [x, y) and longer.
+    ``later`` and ``unsaved`` at [x, y] are the bytes saved of what is made before x that are first used at y or later,
+    and that are first saved at y or later; ``least`` is the least ``peak`` of the intervals [x, y) and longer.
+    ``passing`` are the storages that nobody saves.
     """
 
     held: Bytes
@@ -36,13 +37,17 @@ class Intervals:
     keep: Bytes
     work: Bytes
     forward: Bytes
-    passing: Bytes
     later: Bytes
     unsaved: Bytes
     least: Bytes
+    passing: tuple[Held, ...]
 
     def __len__(self) -> int:
         return len(self.keep)
+
+    def live_ins(self, start: int) -> Bytes:
+        """Of what is made before ``start`` and saved by nobody, the bytes that each interval [a, b) uses."""
+        return _live_ins(len(self), [s for s in self.passing if s.producer < start])
 
 
 @dataclass(frozen=True)
@@ -114,7 +119,8 @@ def intervals(chain: Chain) -> Intervals:
     n = len(chain)
     saved = [(s, s.saver) for s in chain.storages if s.saver is not None]
     out = _count(n, [(s.producer, s.last_use, s.bytes) for s, _ in saved])
-    passing = _count(n, [(s.producer, s.last_use, s.bytes) for s in chain.storages if s.saver is None])
+    passing = tuple(s for s in chain.storages if s.saver is None)
+    used = _live_ins(n, passing)
     later = _count(n, [(s.producer, s.first_use, s.bytes) for s, _ in saved])
     unsaved = _count(n, [(s.producer, saver, s.bytes) for s, saver in saved])
     made = out[:, 0]
@@ -126,7 +132,7 @@ def intervals(chain: Chain) -> Intervals:
             continue
         b = np.arange(a + 1, stop + 1)
         # live-ins that nobody saves are held for the interval; what is first used after it is free again by then
-        live_in = passing[a, a] - passing[a, b]
+        live_in = used[a, b]
         held[a, b] = out[b, b] - out[a, b] + live_in
         base[a, b] = live_in - later[a, b]
         inside = unsaved[b, a] - unsaved[b, b] - (unsaved[a, a] - unsaved[a, b])
@@ -137,7 +143,7 @@ def intervals(chain: Chain) -> Intervals:
     keep = made[1:] - made[:-1]
     after = np.arange(1, n + 1)
     work = chain.work - unsaved[after, after]
-    return Intervals(held, base, peak, rerun_ms(chain), keep, work, chain.forward, passing, later, unsaved, least)
+    return Intervals(held, base, peak, rerun_ms(chain), keep, work, chain.forward, later, unsaved, least, passing)
 
 
 def keeping(table: Intervals, chain: Chain) -> Intervals | None:
@@ -164,6 +170,16 @@ def rerun_ms(chain: Chain) -> NDArray[np.float64]:
         j = last_save[b - 1]
         ms[a, b] = np.where(j >= a, time[j] - time[a] + chain.rerun_ms[j], 0.0) + chain.segment_ms
     return ms
+
+
+def _live_ins(n: int, storages: Sequence[Held]) -> Bytes:
+    """The bytes of ``storages`` that each interval [a, b) uses and does not make.
+
+    One that two intervals use counts in both: the planner does not know of one what it has decided of the other.
+    """
+    following = [(before, use, s.bytes) for s in storages for before, use in itertools.pairwise((s.producer, *s.uses))]
+    ahead = _count(n, following)  # made or used before x, and used next at y or later
+    return np.diagonal(ahead)[:, None] - ahead[:, : n + 1]
 
 
 def _count(n: int, entries: list[tuple[int, int, int]]) -> Bytes:

@@ -77,8 +77,8 @@ class _Parts:
     """What every call looks at: the submodules, their settings, and the dictionaries of their hooks and parameters.
 
     ``children`` holds for each its path, the parent's ``_modules``, its name there, itself and the training flag it was
-    captured with; ``hooks`` are told from each other by ``hooked``; ``settings`` has a path, the module's attributes, one
-    of their names and the value the generated code holds.
+    captured with; ``hooked`` has the path that each of ``hooks`` belongs to; ``settings`` has a path, the module's
+    attributes, one of their names and the value the generated code holds.
     """
 
     children: list[tuple[str, dict[str, Any], str, nn.Module, bool]]
@@ -144,7 +144,7 @@ def _prepare(module: nn.Module, program: Program) -> None:
     owners = [vars(child)["_parameters"] for child in modules.values()]
     known = vars(module).setdefault(_SETTINGS, {path: _settings(child) for path, child in modules.items()})
     settings = [
-        (f"{path}.{name}".lstrip("."), vars(modules[path]), name, value)
+        (f"{path}.{name}".lstrip("."), modules[path].__dict__, name, value)
         for path, values in known.items()
         if path in modules
         for name, value in values.items()
