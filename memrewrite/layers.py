@@ -59,7 +59,7 @@ class Recall(Layer):
 
     A call is known by all that the mode tells apart: of a tensor its type, sizes, strides and place in its storage,
     the size of that, its device and whether it has a gradient; of all else type and value. What is out of the ordinary
-    (symbolic sizes, complex numbers, constants, lists as results) is left to the mode.
+    (symbolic sizes, complex numbers, constants) is left to the mode.
     """
 
     supports_higher_order_operators = True
@@ -76,7 +76,7 @@ class Recall(Layer):
         if func is _DEVICE and type(args[0]) is FakeTensor:
             return args[0].device
         call: list[Any] = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
-        if func in _LISTS or not (self._describe(args, call) and (not kwargs or self._describe(kwargs.items(), call))):
+        if func in _UNKEPT or not (self._describe(args, call) and (not kwargs or self._describe(kwargs.items(), call))):
             return func(*args, **kwargs)
         known = tuple(call)
         if known not in _RESULTS:
@@ -84,9 +84,9 @@ class Recall(Layer):
         results = _RESULTS[known]
         if results is None:
             return func(*args, **kwargs)
-        if isinstance(results, list):
-            return tuple([self._make(result, args) for result in results])
-        return self._make(results, args)
+        if results.kind is None:
+            return self._make(results.each[0], args)
+        return results.kind([self._make(result, args) for result in results.each])
 
     def _describe(self, values: Iterable[Any], call: list[Any]) -> bool:
         """Add to ``call`` what tells these arguments apart; False where one is out of the ordinary."""
@@ -118,9 +118,12 @@ class Recall(Layer):
             key = None
         result = func(*args, **kwargs)
         kept = FakeTensorMode.cache.get(key) if key is not None else None
-        _RESULTS[known] = _results(kept) if isinstance(kept, _DispatchCacheValidEntry) else None
-        if isinstance(result, list):  # of which the mode keeps nothing
-            _LISTS.add(func)
+        if func in _VIEWS:
+            _RESULTS[known] = _views(result, args[0])
+        elif isinstance(result, list):  # of which the mode keeps nothing
+            _UNKEPT.add(func)
+        else:
+            _RESULTS[known] = _results(kept) if isinstance(kept, _DispatchCacheValidEntry) else None
         return result
 
     def _make(self, result: "_Result | int | None", args: tuple[Any, ...]) -> Any:
@@ -157,13 +160,23 @@ class _Result:
     view_of: int | None
 
 
-# What calls give: a tensor to make, the number of the argument that is given back, None, or a list of these; and None
-# for calls that are to be left to the mode.
-_RESULTS: dict[tuple[Any, ...], Any] = {}
-_LISTS: set[Any] = set()  # operators whose results are lists
+@dataclass(frozen=True, slots=True)
+class _Results:
+    """What a call gives: tensors to make, numbers of arguments given back, and None; one of them where ``kind`` is."""
+
+    kind: type[list[Any]] | type[tuple[Any, ...]] | None
+    each: tuple[_Result | int | None, ...]
 
 
-def _results(kept: _DispatchCacheValidEntry) -> Any:
+_RESULTS: dict[tuple[Any, ...], _Results | None] = {}  # None for calls that are to be left to the mode
+_UNKEPT: set[Any] = set()  # operators that the mode keeps nothing of
+
+# What these give are views of their first argument, of which the mode keeps nothing either.
+_VIEWS = {torch.ops.aten._unsafe_view.default, torch.ops.aten.split.Tensor, torch.ops.aten.split_with_sizes.default}
+_VIEWS |= {torch.ops.aten.unbind.int}
+
+
+def _results(kept: _DispatchCacheValidEntry) -> _Results | None:
     found: list[_Result | int | None] = []
     for info in kept.output_infos:
         made: Any = info.metadata
@@ -175,4 +188,13 @@ def _results(kept: _DispatchCacheValidEntry) -> Any:
             found.append(info.inplace_idx)
         else:
             found.append(_Result(made.dtype, made.shape, made.stride, made.device, made.storage_offset, info.view_idx))
-    return found if kept.is_output_tuple else found[0]
+    return _Results(tuple if kept.is_output_tuple else None, tuple(found))
+
+
+def _views(result: Any, source: Tensor) -> _Results | None:
+    storage = source.untyped_storage()
+    kind, views = (list, result) if isinstance(result, list) else (None, [result])
+    if any(view.untyped_storage() is not storage or view.requires_grad for view in views):
+        return None
+    made = (_Result(v.dtype, tuple(v.shape), v.stride(), v.fake_device, v.storage_offset(), 0) for v in views)
+    return _Results(kind, tuple(made))

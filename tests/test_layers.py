@@ -98,6 +98,8 @@ CALLS: dict[str, Callable[[Tensor], Any]] = {
     "in place": lambda x: x.mul_(2),
     "three results": norm,
     "list": lambda x: x.split(1),
+    "other list": lambda x: [*x.unbind(1), *x.transpose(0, 1).split([1, 2])],
+    "product": lambda x: x @ x[0].t(),
     "factory": lambda x: torch.zeros(3, dtype=torch.float16),
     "like": lambda x: torch.empty_like(x, dtype=torch.bfloat16),
     "joined": lambda x: torch.cat([x, x]),

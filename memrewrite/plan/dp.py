@@ -21,7 +21,7 @@ from memrewrite.plan.tables import KEEPING, NEVER, Intervals, Nested, Space, int
 
 _KEPT = -1  # what leads to a label is a kept node, or an interval of one of the kinds in `tables`
 _INNER_SLOTS = 32
-_FEWEST, _MOST = 32, 25_000  # labels: of a position at least, and of a whole chain where there is room for more
+_FEWEST, _MOST = 32, 16_000  # labels: of a position at least, and of a whole chain where there is room for more
 
 
 def nested(table: Intervals, cuts: Bytes, levels: Bytes) -> Nested:
@@ -96,7 +96,7 @@ def _walk(
         need = max(int(table.work[b - 1] + unsaved[b]), int(table.forward[b - 1]))
         ways = [_Moves(total, total + need, labels.ms[kept:last], np.arange(kept, last), np.full(last - kept, _KEPT))]
         for kind, way, inner in among.ways():
-            ways.append(_whole(labels, way, start, b, kind, outside))
+            ways.append(_whole(labels, way, start, b, bound, kind, outside))
             if inner is not None and b in inner.cuts:
                 ways.append(_nested_moves(labels, way, inner, b, bound, kind))
         labels.add(_Moves.among(ways, bound))
@@ -112,19 +112,18 @@ def _stuck(labels: "_Labels", table: Intervals, start: int, b: int, bound: int, 
     return bool((labels.held[:last] + table.least[a, b] - outside[a, -1] > bound).all())
 
 
-def _whole(labels: "_Labels", table: Intervals, start: int, b: int, kind: int, outside: Bytes) -> "_Moves":
-    """Intervals that end at ``b`` and begin at ``start`` or later, all kept as they run again."""
-    usable = np.flatnonzero(np.isfinite(table.ms[start:b, b]))
-    last = labels.first[b - start]
-    first = labels.first[usable[0]] if len(usable) else last
-    a, before = labels.position[first:last] + start, labels.held[first:last]
-    return _Moves(
-        held=before + table.held[a, b] - outside[a, b],
-        needed=before + table.peak[a, b] - outside[a, b] + table.later[start, b],
-        ms=labels.ms[first:last] + table.ms[a, b],
-        origin=np.arange(first, last),
-        kind=np.full(last - first, kind),
-    )
+def _whole(labels: "_Labels", table: Intervals, start: int, b: int, bound: int, kind: int, outside: Bytes) -> "_Moves":
+    """Intervals that end at ``b`` and begin at ``start`` or later, all kept as they run again, if there is room."""
+    ms = table.ms[start:b, b]
+    usable = np.isfinite(ms)
+    live_in = outside[start:b, b]
+    needed = np.where(usable, table.peak[start:b, b] - live_in + table.later[start, b], NEVER)
+    held = table.held[start:b, b] - live_in
+    first, last = labels.first[usable.argmax()], labels.first[b - start]
+    fits = labels.held[first:last] + needed[labels.position[first:last]] <= bound
+    origin = first + np.flatnonzero(fits)
+    a, before = labels.position[origin], labels.held[origin]
+    return _Moves(before + held[a], before + needed[a], labels.ms[origin] + ms[a], origin, np.full(len(a), kind))
 
 
 @dataclass(frozen=True)

@@ -46,9 +46,9 @@ def guide(among: Space, bound: int) -> Guide | None:
     found.rest[-1] = 0.0
     points = light[:, None] + (heavy - light)[:, None] / _POINTS * np.arange(_POINTS + 1)
     for b in np.flatnonzero(light <= heavy)[:0:-1]:
-        for moves in among.leading(int(b)):
-            usable = (light[moves.a] + moves.needed <= bound) & (light[moves.a] <= heavy[moves.a])
-            a, held, needed, ms = (each[usable] for each in (moves.a, moves.held, moves.needed, moves.ms[:, None]))
+        for arcs in among.leading(int(b)):
+            usable = (light[arcs.a] + arcs.needed <= bound) & (light[arcs.a] <= heavy[arcs.a])
+            a, held, needed, ms = (each[usable] for each in (arcs.a, arcs.held, arcs.needed, arcs.ms[:, None]))
             place = (points[a] + (held - light[b])[:, None]) / _width(found, int(b))
             possible = (points[a] <= (bound - needed)[:, None]) & (place <= _POINTS)
             cost = np.where(possible, _straight(found.rest[b], place) + ms, np.inf)
@@ -72,9 +72,9 @@ def lightest(among: Space, bound: int) -> Bytes:
     found = np.full(len(among.table) + 1, NEVER, dtype=np.int64)
     found[0] = 0
     for b in range(1, len(found)):
-        for moves in among.leading(b):
-            before = found[moves.a]
-            total = np.where(before + moves.needed <= bound, before + moves.held, NEVER)
+        for arcs in among.leading(b):
+            before = found[arcs.a]
+            total = np.where(before + arcs.needed <= bound, before + arcs.held, NEVER)
             found[b] = min(found[b], total.min(initial=NEVER))
         if found[b] > bound:
             found[b] = NEVER
@@ -86,7 +86,7 @@ def heaviest(among: Space, bound: int) -> Bytes:
     found = np.full(len(among.table) + 1, -NEVER, dtype=np.int64)
     found[-1] = bound
     for b in range(len(found) - 1, 0, -1):
-        for moves in among.leading(b):
-            most = np.minimum(found[b] - moves.held, bound - moves.needed)
-            found[moves.a] = np.maximum(found[moves.a], most)
+        for arcs in among.leading(b):
+            most = np.minimum(found[b] - arcs.held, bound - arcs.needed)
+            found[arcs.a] = np.maximum(found[arcs.a], most)
     return found

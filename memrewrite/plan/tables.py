@@ -4,6 +4,7 @@ import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,7 +66,7 @@ class Nested:
 
 
 @dataclass(frozen=True)
-class Moves:
+class Arcs:
     """Steps of plans from different positions ``a`` to one: bytes added, bytes needed beyond those held at a, ms."""
 
     a: Bytes
@@ -89,29 +90,29 @@ class Space:
         if self.keeping is not None:
             yield KEEPING, self.keeping, self.keeping_inner
 
-    def leading(self, b: int) -> list[Moves]:
+    def leading(self, b: int) -> list[Arcs]:
         """All steps to position ``b``: a kept node, and intervals by kind."""
         return self._leading[b]
 
     @functools.cached_property
-    def _leading(self) -> list[list[Moves]]:
+    def _leading(self) -> list[list[Arcs]]:
         return [list(self._steps(b)) for b in range(len(self.table) + 1)]
 
-    def _steps(self, b: int) -> Iterator[Moves]:
+    def _steps(self, b: int) -> Iterator[Arcs]:
         if not b:
             return
         table, node = self.table, np.array([b - 1])
         need = np.maximum(np.maximum(table.work[node] + table.unsaved[0, b], table.forward[node]), 0)
-        yield Moves(node, table.keep[node], table.keep[node] + need, np.zeros(1))
+        yield Arcs(node, table.keep[node], table.keep[node] + need, np.zeros(1))
         for _, way, inner in self.ways():
             a = np.flatnonzero(np.isfinite(way.ms[:b, b]))
-            yield Moves(a, way.held[a, b], way.peak[a, b], way.ms[a, b])
+            yield Arcs(a, way.held[a, b], way.peak[a, b], way.ms[a, b])
             if inner is not None and b in inner.cuts:
                 end = int(np.searchsorted(inner.cuts, b))
                 for number, level in enumerate(inner.levels):
                     here = np.flatnonzero(np.isfinite(inner.ms[:end, end, number]))
                     a = inner.cuts[here]
-                    yield Moves(a, way.held[a, b], way.base[a, b] + level, inner.ms[here, end, number])
+                    yield Arcs(a, way.held[a, b], way.base[a, b] + level, inner.ms[here, end, number])
 
 
 def intervals(chain: Chain) -> Intervals:
@@ -143,7 +144,13 @@ def intervals(chain: Chain) -> Intervals:
     keep = made[1:] - made[:-1]
     after = np.arange(1, n + 1)
     work = chain.work - unsaved[after, after]
-    return Intervals(held, base, peak, rerun_ms(chain), keep, work, chain.forward, later, unsaved, least, passing)
+    held, base, peak, ms = (_by_end(each) for each in (held, base, peak, rerun_ms(chain)))
+    return Intervals(held, base, peak, ms, keep, work, chain.forward, later, unsaved, least, passing)
+
+
+def _by_end(table: NDArray[Any]) -> NDArray[Any]:
+    """The same table, laid out so that all intervals with one end lie together."""
+    return np.asfortranarray(table)
 
 
 def keeping(table: Intervals, chain: Chain) -> Intervals | None:
@@ -156,7 +163,7 @@ def keeping(table: Intervals, chain: Chain) -> Intervals | None:
     still = replace(chain, ms=np.where(kept, 0.0, chain.ms), rerun_ms=np.where(kept, 0.0, chain.rerun_ms))
     a, b = np.ogrid[: len(before), : len(before)]
     ms = np.where(count[b] > count[a], rerun_ms(still), np.inf)
-    return replace(table, held=table.held + before[b] - before[a], ms=ms)
+    return replace(table, held=_by_end(table.held + before[b] - before[a]), ms=_by_end(ms))
 
 
 def rerun_ms(chain: Chain) -> NDArray[np.float64]:
@@ -179,7 +186,7 @@ def _live_ins(n: int, storages: Sequence[Held]) -> Bytes:
     """
     following = [(before, use, s.bytes) for s in storages for before, use in itertools.pairwise((s.producer, *s.uses))]
     ahead = _count(n, following)  # made or used before x, and used next at y or later
-    return np.diagonal(ahead)[:, None] - ahead[:, : n + 1]
+    return _by_end(np.diagonal(ahead)[:, None] - ahead[:, : n + 1])
 
 
 def _count(n: int, entries: list[tuple[int, int, int]]) -> Bytes:
