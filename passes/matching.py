@@ -96,12 +96,12 @@ def _promotion(root: fx.Node, inner: Sequence[fx.Node], x: fx.Node) -> str | Non
     value = tensor(x)
     if value is None or not value.is_floating_point():
         dtype = "no tensor" if value is None else value.dtype
-        return f"Its input {x.name} is {dtype}, which the written-out form promotes and the single operation does not."
+        return f"Its input is {dtype}, which the written-out form promotes and the single operation does not."
     for node in (*inner, root):
         other = tensor(node)
         if other is None or other.dtype != value.dtype or other.shape != value.shape:
             is_a = "no tensor" if other is None else f"{other.dtype} {tuple(other.shape)}"
-            return f"{node.name} is {is_a}, its input {x.name} is {value.dtype} {tuple(value.shape)}."
+            return f"One of its operations gives {is_a}, its input is {value.dtype} {tuple(value.shape)}."
     return None
 
 

@@ -162,7 +162,7 @@ TRAPS: dict[str, tuple[Function, str, tuple[str, ...]]] = {
     "booleans promote": (_truths, "is torch.bool, which the written-out form promotes", FRONT_ENDS),
     "wider beta promotes": (
         lambda m, x: x * torch.sigmoid(m.betas.double() * x),
-        "is torch.float64 (5, 6)",
+        "gives torch.float64 (5, 6)",
         FRONT_ENDS,
     ),
     "beta broadcasts x": (lambda m, x: x * torch.sigmoid(m.betas[:, None, None] * x), "(6, 5, 6)", FRONT_ENDS),
