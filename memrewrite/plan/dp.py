@@ -3,8 +3,8 @@
 A plan walks the chain from left to right: a node is either kept (what autograd saves of it stays) or lies in an
 interval that is recomputed as a whole when backward reaches it. Each storage is charged once, where it is made, and is
 free again in backward below the first node that saves it.
-State: (position, bytes held so far). Labels carry their exact bytes; slots only decide which labels compete, so
-nothing is lost to rounding, which per node would overcount by 30 %.
+State: (position, bytes held so far). Labels carry their exact bytes, so nothing is lost to rounding, which per node
+would overcount by 30 %; where there are many, ``guide`` tells which are worth following.
 
 An interval whose backward has M bytes to work in may itself be walked that way, under the bound M: segments in a
 segment. ``Nested`` solves that for intervals between a few cuts of the chain and a few M, once for all plans.
@@ -21,6 +21,7 @@ from memrewrite.plan.tables import KEEPING, NEVER, Intervals, Nested, Space, int
 
 _KEPT = -1  # what leads to a label is a kept node, or an interval of one of the kinds in `tables`
 _INNER_SLOTS = 32
+_PARTS = 1024  # of the bound, within which labels are compared before they are sorted
 _FEWEST, _MOST = 32, 16_000  # labels: of a position at least, and of a whole chain where there is room for more
 
 
@@ -86,7 +87,7 @@ def _walk(
     ``outside`` are the bytes that each interval uses of what is made before ``start``.
     """
     table = among.table
-    labels = _Labels(stop - start, slots, max(bound // (slots - 1), 1), rest)
+    labels = _Labels(stop - start, slots, bound, rest)
     labels.add(_Moves.beginning())
     # counted in the tables are also storages made before `start`; these are not part of what is held here
     unsaved = table.unsaved[start]
@@ -171,10 +172,10 @@ class _Labels:
     """What can be reached: at each position, bytes held against milliseconds, none as large and as dear as another.
 
     All of them stay where there are up to ``slots``; else as many as promise most by ``rest``, or without it, of those
-    within one of ``slots`` parts of the bound, ``width`` bytes each, the lightest and the cheapest.
+    within one of ``slots`` parts of ``bound``, the lightest and the cheapest.
     """
 
-    def __init__(self, n: int, slots: int, width: int, rest: Guide | None) -> None:
+    def __init__(self, n: int, slots: int, bound: int, rest: Guide | None) -> None:
         size = 2 * (n + 1) * slots
         self.first = np.zeros(n + 2, dtype=np.int64)  # where the labels of each position begin
         self.position = np.zeros(size, dtype=np.int64)
@@ -182,12 +183,14 @@ class _Labels:
         self.ms = np.zeros(size)
         self._origin = np.zeros(size, dtype=np.int64)
         self._kind = np.zeros(size, dtype=np.int64)
-        self._slots, self._width, self._next, self._rest = slots, width, 0, rest
+        self._slots, self._next, self._rest = slots, 0, rest
+        self._parts = slots if rest is None else max(slots, _PARTS)
+        self._width = max(bound // (self._parts - 1), 1)
 
     def add(self, moves: _Moves) -> None:
         """Add the labels of the next position, less those that another one makes needless."""
-        slot = np.minimum(moves.held // self._width, self._slots - 1)
-        cheapest = np.full(self._slots + 1, np.inf)
+        slot = np.minimum(moves.held // self._width, self._parts - 1)
+        cheapest = np.full(self._parts + 1, np.inf)
         np.minimum.at(cheapest, slot + 1, moves.ms)
         order = np.flatnonzero(moves.ms < np.minimum.accumulate(cheapest)[slot])
         order = order[np.lexsort((moves.ms[order], moves.held[order]))]
@@ -196,7 +199,7 @@ class _Labels:
         if self._rest is not None:
             order = order[self._rest.best(self._next, moves.held[order], moves.ms[order], self._slots)]
         elif len(order) > self._slots:
-            changes = np.diff(slot[order], prepend=-1, append=self._slots) > 0
+            changes = np.diff(slot[order], prepend=-1, append=self._parts) > 0
             order = order[changes[:-1] | changes[1:]]
         start = self.first[self._next]
         self.first[self._next + 1 :] = end = start + len(order)

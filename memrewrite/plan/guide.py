@@ -6,6 +6,7 @@ backwards, and is taken to be straight between them.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +15,7 @@ from memrewrite.plan.segments import Bytes
 from memrewrite.plan.tables import NEVER, Space
 
 _POINTS = 128
+_ROUNDING = 0.5  # bytes
 
 
 @dataclass(frozen=True)
@@ -24,9 +26,13 @@ class Guide:
     heaviest: Bytes
     rest: NDArray[np.float64]
 
-    def ms(self, position: int, held: Bytes) -> NDArray[np.float64]:
+    def ms(self, position: int, held: NDArray[Any]) -> NDArray[np.float64]:
         """About the least cost from ``position`` on of plans that hold ``held`` bytes there, at most the heaviest."""
-        return _straight(self.rest[position], (held - self.lightest[position]) / _width(self, position))
+        lightest, values = self.lightest[position], self.rest[position]
+        width = max((self.heaviest[position] - lightest) / _POINTS, _ROUNDING)
+        place: NDArray[np.float64] = (held - lightest) / width
+        below = np.minimum(place.astype(np.int64), _POINTS - 1)
+        return values[below] + (place - below) * np.diff(values)[below]
 
     def best(self, position: int, held: Bytes, ms: NDArray[np.float64], most: int) -> Bytes:
         """The numbers of the ``most`` labels, given in order of bytes, that promise the cheapest plans."""
@@ -47,24 +53,13 @@ def guide(among: Space, bound: int) -> Guide | None:
     points = light[:, None] + (heavy - light)[:, None] / _POINTS * np.arange(_POINTS + 1)
     for b in np.flatnonzero(light <= heavy)[:0:-1]:
         for arcs in among.leading(int(b)):
-            usable = (light[arcs.a] + arcs.needed <= bound) & (light[arcs.a] <= heavy[arcs.a])
-            a, held, needed, ms = (each[usable] for each in (arcs.a, arcs.held, arcs.needed, arcs.ms[:, None]))
-            place = (points[a] + (held - light[b])[:, None]) / _width(found, int(b))
-            possible = (points[a] <= (bound - needed)[:, None]) & (place <= _POINTS)
-            cost = np.where(possible, _straight(found.rest[b], place) + ms, np.inf)
-            found.rest[a] = np.minimum(found.rest[a], cost)
+            before = light[arcs.a]
+            fits = (before + arcs.needed <= bound) & (before + arcs.held <= heavy[b]) & (before <= heavy[arcs.a])
+            a, held, needed, ms = (each[fits] for each in (arcs.a, arcs.held, arcs.needed, arcs.ms))
+            cost = found.ms(int(b), points[a] + held[:, None]) + ms[:, None]
+            possible = points[a] <= np.minimum(bound - needed, heavy[b] - held)[:, None] + _ROUNDING
+            found.rest[a] = np.fmin(found.rest[a], np.where(possible, cost, np.inf))
     return found
-
-
-def _straight(values: NDArray[np.float64], place: NDArray[np.float64]) -> NDArray[np.float64]:
-    place = np.clip(place, 0, _POINTS)
-    below = place.astype(np.int64)
-    share = place - below
-    return values[below] * (1 - share) + values[np.minimum(below + 1, _POINTS)] * share
-
-
-def _width(guide: Guide, position: int) -> float:
-    return max(float(guide.heaviest[position] - guide.lightest[position]) / _POINTS, 1e-3)
 
 
 def lightest(among: Space, bound: int) -> Bytes:

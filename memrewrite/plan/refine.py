@@ -18,7 +18,8 @@ _LEVELS = 12  # bounds they are planned for
 # Segments in segments do not pay where there is this much more room than the lowest plan without them needs: the plans
 # of eight models, from ResNet-50 to GPT-2, cost the same to the last digit.
 _ROOMY = 1.25
-_SLACK = 0.01  # a plan that leaves less than this share of the bytes it may move unused is good enough
+_SLACK = 0.01  # a plan that leaves less than this share of the bytes it may move unused is good enough,
+_MORE = 2  # and one that leaves less than this share of the whole budget so, if this many more looks find no better one
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,10 @@ class Search:
         high = (self.kept - self.fixed, self.kept)  # of one that does not
         bound = min(budget - self.fixed, high[0])
         slack = _SLACK * max(budget - self.fixed, 0)
+        close = 0  # looks since a plan came close to the budget
         for _ in range(_ROUNDS):
             peak = self._look(bound, budget)
+            close += self.best.fits and budget - self.best.peak <= _SLACK * budget
             if peak is None:  # the estimate allows no plan here, so what fits lies above
                 low = (bound, 0)
                 bound = self.lowest if bound < self.lowest else (bound + high[0]) // 2
@@ -75,7 +78,7 @@ class Search:
                 high = (bound, peak)
                 if bound == vars(self).get("lowest"):
                     break
-            if high[0] - low[0] <= _SLACK * slack:
+            if high[0] - low[0] <= _SLACK * slack or close > _MORE:
                 break
             bound = _next(bound, peak, low, high, int(budget - slack / 2))
         return self.best if self.best.fits else self._explore(budget)
