@@ -73,7 +73,7 @@ def writes_what_is_kept(effects: Effects) -> bool:
 
 def _overwritten(effects: Effects) -> set[Wrong]:
     """Reads of a value after its storage was written, and writes to what autograd keeps."""
-    position = {node: i for i, node in enumerate(effects.order)}
+    position = effects.position
     holding: dict[int, list[fx.Node]] = defaultdict(list)
     for node, facts in effects.of.items():
         for key in facts.saved | facts.outputs:

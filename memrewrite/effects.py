@@ -76,6 +76,11 @@ class Effects:
     storages: dict[int, Storage]
 
     @functools.cached_property
+    def position(self) -> dict[fx.Node, int]:
+        """The index of each node in ``order``."""
+        return {node: i for i, node in enumerate(self.order)}
+
+    @functools.cached_property
     def readers(self) -> dict[int, set[fx.Node]]:
         """The nodes that read each storage, but those that only give the graph what was there before."""
         found: dict[int, set[fx.Node]] = defaultdict(set)

@@ -128,5 +128,5 @@ def _rewritten(effects: Effects, root: fx.Node, inner: Sequence[fx.Node], x: fx.
 
 def _span(effects: Effects, root: fx.Node, inner: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
     """The nodes between the first of ``inner`` and ``root`` in execution order."""
-    first = min(effects.order.index(node) for node in inner)
-    return effects.order[first : effects.order.index(root)]
+    first = min(effects.position[node] for node in inner)
+    return effects.order[first : effects.position[root]]
