@@ -69,7 +69,7 @@ def train(data: DataLoader, amp: str, *callbacks: Callback) -> Run:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train a small U-Net with Lightning, as it is and rewritten.")
-    parser.add_argument("--budget", default="60%")
+    parser.add_argument("--budget", default="70%")  # on a GPU, convolutions' workspaces are a third
     parser.add_argument("--amp", choices=("off", "bf16"), default="off")
     options = parser.parse_args()
 

@@ -398,7 +398,7 @@ def test_a_device_that_takes_more_than_simulated_gets_another_plan(monkeypatch: 
     budget = (low + high) // 2
     result = memrewrite.optimize(model, x, budget=budget, verify=False)
     assert result.report.measured_after == measured(peaks[-1])
-    assert peaks[-1] <= budget
+    assert peaks[-1] <= budget * 0.998  # in another process the allocator may count some bytes more
     with pytest.raises(BudgetInfeasibleError) as caught:
         memrewrite.optimize(model, x, budget=low + 1000, verify=False)
     assert caught.value.lowest > low + 1000
