@@ -1,12 +1,15 @@
 """The other benchmarks on the CPU, in tiny form."""
 
 import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from memrewrite.stepspec import StepSpec
-from tests.benchmarks import contenders, maxbatch, plantime, predict
+from tests.benchmarks import contenders, maxbatch, plantime, predict, rows, without_cuda
 
 CPU = torch.device("cpu")
 _NODES = 150
@@ -28,6 +31,18 @@ def test_predictions_are_right_on_the_cpu(case: predict.Case) -> None:
 
 def test_there_are_thirty_different_cases() -> None:
     assert len({case.name for case in predict.CASES}) == len(predict.CASES) >= 30
+
+
+def test_what_cuda_took_is_held_against_what_is_predicted_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    about: dict[str, Any] = {"workload": "unet", "batch": 4, "amp": "off", "optimizer": "adamw", **rows.machine(CPU)}
+    row = rows.ParetoRow(contender=contenders.EAGER, ok=True, **about)
+    peak = without_cuda.predicted(row, tiny=True)
+    rows.append(tmp_path / rows.PARETO, replace(row, peak=2 * peak))
+    monkeypatch.setattr("sys.argv", ["without_cuda", str(tmp_path), "--tiny"])
+    assert without_cuda.main() == 0
+    assert "| -50.00% |" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("stack", plantime.STACKS)
