@@ -3,6 +3,7 @@
 import itertools
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -395,3 +396,19 @@ def test_a_budget_is_used_up_to_a_few_percent(share: float) -> None:
     cheapest = min((c.ms for c, peak in machine.peaks.items() if peak <= share * kept), default=np.inf)
     assert fitted.plan.ms == cheapest
     assert fitted.peak >= 0.9 * share * kept
+
+
+def test_a_plan_that_counts_what_goes_by_once_is_taken_where_it_is_cheaper(monkeypatch: pytest.MonkeyPatch) -> None:
+    chain = layers(40)
+    often = tuple(Held(s.bytes, s.producer, tuple(range(s.producer + 1, 40)) or s.uses, None) for s in chain.storages)
+    search = Search(replace(chain, storages=(*chain.storages, *often[:20])), 50_000, 0, lambda candidate: 9_000)
+    budget = 20_000
+    alone = search._fit(budget)
+    assert alone.fits
+    assert search.cautious is not None
+    cheaper = search.cautious._fit(budget)
+    monkeypatch.setattr(search, "_fit", lambda budget: replace(alone, plan=replace(alone.plan, ms=1e9)))
+    assert search.fit(budget) == cheaper
+    monkeypatch.setattr(search, "_fit", lambda budget: replace(alone, plan=replace(alone.plan, ms=0.0)))
+    monkeypatch.setattr(search.cautious, "_fit", lambda budget: pytest.fail("nothing was promised"))
+    assert search.fit(budget).plan.ms == 0.0

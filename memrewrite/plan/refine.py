@@ -48,10 +48,17 @@ class Search:
     def fit(self, budget: int) -> Fitted:
         """The cheapest plan found whose simulated peak is at most ``budget`` bytes; else the one of the lowest peak.
 
-        Where none is found, storages that go by are counted otherwise, by ``cautious``.
+        Where none is found, or a cheaper one may be, storages that go by are counted otherwise, by ``cautious``.
         """
         found = self._fit(budget)
-        return found if found.fits or self.cautious is None else min(found, self.cautious._fit(budget), key=_rank)
+        if self.cautious is None or (found.fits and not self.cautious._promises(budget, found.plan.ms)):
+            return found
+        return min(found, self.cautious._fit(budget), key=_rank)
+
+    def _promises(self, budget: int, ms: float) -> bool:
+        """Whether, if the estimate were exact, there would be a plan of less than ``ms`` (nothing is simulated)."""
+        likely = self._cheapest(budget - self.fixed) if ms else None
+        return likely is not None and likely.ms < ms
 
     def _fit(self, budget: int) -> Fitted:
         """``fit`` with one way to count: the bound is moved by what the simulation shows until a plan fits."""
