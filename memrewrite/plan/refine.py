@@ -1,6 +1,7 @@
 """From a budget to a plan whose simulated peak fits it: plan on estimates, simulate exactly, correct, repeat."""
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -18,6 +19,7 @@ _LEVELS = 12  # bounds they are planned for
 # Segments in segments do not pay where there is this much more room than the lowest plan without them needs: the plans
 # of eight models, from ResNet-50 to GPT-2, cost the same to the last digit.
 _ROOMY = 1.25
+_ALIKE = 0.005  # the share by which the lowest peaks may differ: GPT-2's last 0.2 % cost half the recomputation again
 _SLACK = 0.01  # a plan that leaves less than this share of the bytes it may move unused is good enough,
 _MORE = 2  # and one that leaves less than this share of the whole budget so, if this many more looks find no better one
 
@@ -46,7 +48,7 @@ class Search:
         self._plans: dict[int, Plan | None] = {}
 
     def fit(self, budget: int) -> Fitted:
-        """The cheapest plan found whose simulated peak is at most ``budget`` bytes; else the one of the lowest peak.
+        """The cheapest plan found whose simulated peak is at most ``budget`` bytes; else that of the lowest, to 0.5 %.
 
         Where none is found, or a cheaper one may be, storages that go by are counted otherwise, by ``cautious``.
         """
@@ -168,4 +170,6 @@ def _next(bound: int, peak: int, low: tuple[int, int], high: tuple[int, int], wa
 
 
 def _rank(fitted: Fitted) -> tuple[bool, int, float]:
-    return (not fitted.fits, 0 if fitted.fits else fitted.peak, fitted.plan.ms)
+    """What fits comes first, then the lower peak; among peaks that are about alike, the cheaper plan."""
+    level = 0 if fitted.fits else int(math.log(max(fitted.peak, 1)) / math.log1p(_ALIKE))
+    return (not fitted.fits, level, fitted.plan.ms)
