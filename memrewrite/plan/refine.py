@@ -58,8 +58,11 @@ class Search:
         return min(found, self.cautious._fit(budget), key=_rank)
 
     def _promises(self, budget: int, ms: float) -> bool:
-        """Whether, if the estimate were exact, there would be a plan of less than ``ms`` (nothing is simulated)."""
-        likely = self._cheapest(budget - self.fixed) if ms else None
+        """Whether, if the estimate were exact, there would be a plan of less than ``ms``.
+
+        Nothing is simulated, and no segments in segments are tried, which take longest to tabulate.
+        """
+        likely = plan(self.flat, budget - self.fixed) if ms else None
         return likely is not None and likely.ms < ms
 
     def _fit(self, budget: int) -> Fitted:
