@@ -117,6 +117,12 @@ def test_all_of_it_together_where_nothing_else_fits() -> None:
     assert now > found[together[0]].peak_bytes
 
 
+def test_nobody_is_told_to_do_what_they_do() -> None:
+    _, found = asked(ResidualNet(), images(8), Step(optimizer=torch.optim.SGD), 0.7)
+    assert [name for name in found if "autocast" in name] == ["bfloat16 autocast (--amp bf16)"]
+    assert not any("SGD" in name for name in found)
+
+
 def test_inference_has_smaller_batches_alone() -> None:
     module, inputs = ResidualNet().eval(), images(16)
     _, found = asked(module, inputs, Step("inference"), 0.6)

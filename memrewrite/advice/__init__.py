@@ -156,21 +156,25 @@ def _leanest(step: Step) -> tuple[Step, str]:
 
 
 def _leaner_steps(variants: Variants, limit: int, now: int) -> Iterator[Option]:
-    """Autocast, leaner optimizers, and both, as far as they lower the peak."""
+    """Autocast and leaner optimizers, as far as they lower the peak, and both where each does."""
     step = variants.step
-    candidates: list[tuple[str, Step, str]] = []
-    if step.amp is None:
-        candidates.append((_AMP, replace(step, amp=torch.bfloat16), _OTHER_BITS))
-    if step.optimizer is not None:
-        for name, short in _LEANER.items():
-            candidates.append((name, replace(step, optimizer=optimizer_factory(short)), _OTHER_OPTIMIZER))
-    if len(candidates) == len(_LEANER) + 1:
-        both, words = _leanest(step)
-        candidates.append((f"both {words}", both, f"{_OTHER_BITS}; {_OTHER_OPTIMIZER}"))
-    for name, other, cost in candidates:
+
+    def lowered(name: str, other: Step, cost: str) -> Iterator[Option]:
         peak = variants.peak(other)
         if peak is not None and peak < now:
             yield Option(name, peak, peak <= limit, cost)
+
+    narrow: list[Option] = []
+    lean: list[Option] = []
+    if step.amp is None:
+        narrow = [*lowered(_AMP, replace(step, amp=torch.bfloat16), _OTHER_BITS)]
+    if step.optimizer is not None:
+        for name, short in _LEANER.items():
+            lean += lowered(name, replace(step, optimizer=optimizer_factory(short)), _OTHER_OPTIMIZER)
+    yield from (*narrow, *lean)
+    if narrow and lean:
+        both, words = _leanest(step)
+        yield from lowered(f"both {words}", both, f"{_OTHER_BITS}; {_OTHER_OPTIMIZER}")
 
 
 def _as_it_is(variants: Variants, limit: int, now: int) -> Iterator[Option]:
