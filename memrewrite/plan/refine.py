@@ -106,7 +106,9 @@ class Search:
         if storages == self.chain.storages:
             return None
         chain = replace(self.chain, storages=storages)
-        return Search(chain, self.kept, self.fixed, self.simulate, plain=self.plain)
+        other = Search(chain, self.kept, self.fixed, self.simulate, plain=self.plain)
+        other.peaks = self.peaks  # how storages are counted changes no peak
+        return other
 
     @functools.cached_property
     def coarse(self) -> Coarse:
