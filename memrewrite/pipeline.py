@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from memrewrite import registry
+from memrewrite import normalizations, registry
 from memrewrite.checks import broken, health
 from memrewrite.codegen import generate
 from memrewrite.costs import Costs, roofline_costs
@@ -24,6 +24,7 @@ from memrewrite.plan.segments import Chain, Plan
 from memrewrite.private import tree_unflatten
 from memrewrite.regions import Region
 from memrewrite.rewrite import Pass, Refused, Result
+from memrewrite.runtime.batch_norm import has_triton
 from memrewrite.runtime.dropin import build, graft, program_from
 from memrewrite.simulate import Timeline, preserved_rng
 from memrewrite.step import Inputs, Step, default_loss
@@ -176,12 +177,24 @@ class Line:
         once = predict(self.build(), self.inputs, step, workspace_bytes=self.workspace, steps=1)
         return max(once.peak + usual.before_last_step - once.before_last_step, usual.peak_of_optimizer)
 
+    @property
+    def statistics(self) -> bool:
+        """Whether batch normalizations in segments keep their statistics and apply them again, by a kernel for CUDA."""
+        on_cuda = self.step.device_type(self.model, self.inputs) == "cuda"
+        return on_cuda and not self.compiled and (self.step.as_cuda or has_triton())
+
     def costs(self, part: Part) -> Costs:
         """What the nodes of a region's graph, as it is now, take: measured where there is a profile."""
         effects = part.observe()
         if self.profile is None:
-            return roofline_costs(self.step.device_type(self.model, self.inputs), self.step.amp)
-        return self.profile.costs(effects, self.step.amp)
+            costs = roofline_costs(self.step.device_type(self.model, self.inputs), self.step.amp)
+        else:
+            costs = self.profile.costs(effects, self.step.amp)
+        if not self.statistics:
+            return costs
+        found = normalizations.found(effects)
+        measured = self.profile.again(found) if self.profile else {}
+        return replace(costs, again={**normalizations.again_ms(found, costs.roofline), **measured})
 
     def step_ms(self) -> float | None:
         """The predicted time of a step in ms; None without a profile, and where parts of the model are no graph."""
@@ -224,7 +237,7 @@ class Line:
         start = 0
         for part in self.parts:
             end = start + len(compute_nodes_of(part.graph_module))
-            part.apply(CheckpointSegments(plan.part(start, end)))
+            part.apply(CheckpointSegments(plan.part(start, end), self.statistics))
             start = end + 1  # the boundary that `join` puts between regions
 
 

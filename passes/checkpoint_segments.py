@@ -11,7 +11,8 @@ After:
 The graph keeps its nodes; ``meta["segment"]`` of one in segment 1 inside segment 0 is (0, 1), ``meta["random"]`` says
 that a node draws random numbers, and ``meta["run_once"]`` what must not happen again in recomputation: ``"skip"`` for a
 counter nobody reads, or the attributes of the running statistics, which recomputation writes into scratch memory.
-``meta["keep"]`` numbers a node that does not run again with its segment.
+``meta["keep"]`` numbers a node that does not run again with its segment, ``meta["statistics"]`` a batch normalization
+that only applies its statistics again.
 """
 
 from dataclasses import dataclass
@@ -21,19 +22,24 @@ from torch import fx
 
 from memrewrite.effects import Effects
 from memrewrite.errors import InternalError
+from memrewrite.normalizations import keeps_statistics
 from memrewrite.options import format_bytes
 from memrewrite.plan.facts import compute_nodes, is_counter, own_bytes, reach
 from memrewrite.plan.segments import Plan
 from memrewrite.rewrite import Findings, Result
 
-MARKS = ("segment", "random", "run_once", "keep")
+MARKS = ("segment", "random", "run_once", "keep", "statistics")
 
 
 @dataclass(frozen=True)
 class CheckpointSegments:
-    """Mark the nodes of each interval of ``plan``. Raises ``InternalError`` for an interval that may not move."""
+    """Mark the nodes of each interval of ``plan``. Raises ``InternalError`` for an interval that may not move.
+
+    ``statistics`` says that those of batch normalizations stay.
+    """
 
     plan: Plan
+    statistics: bool = False
     name: ClassVar[str] = "checkpoint_segments"
     exact: ClassVar[bool] = True
 
@@ -48,8 +54,10 @@ class CheckpointSegments:
                 raise InternalError(
                     f"The plan recomputes {nodes[a].name}..{nodes[b - 1].name}, which may not run twice."
                 )
-            for node in nodes[a:b]:
+            for number, node in enumerate(nodes[a:b], a):
                 _mark(node, path, effects)
+                if self.statistics and keeps_statistics(node):
+                    node.meta["statistics"] = number
             freed = sum(effects.storages[key].bytes for key in _freed(effects, nodes[a:b]))
             findings.apply(nodes[a], f"{b - a} nodes up to {nodes[b - 1].name}, {format_bytes(freed)} not kept")
         for a, b in self.plan.keeping:

@@ -56,6 +56,14 @@ class Segmented:
         return [node.name for node in self.nodes if "segment" in node.meta]
 
 
+class Keeping(pipeline.Line):
+    """Keeps the statistics of batch normalizations on the CPU, too."""
+
+    @property
+    def statistics(self) -> bool:
+        return True
+
+
 def segmented(
     model: nn.Module,
     *args: Any,
@@ -63,15 +71,17 @@ def segmented(
     amp: torch.dtype | None = None,
     kwargs: dict[str, Any] | None = None,
     keeping: bool = False,
+    statistics: bool = False,
 ) -> Segmented:
     """``model`` with segments of up to ``size`` nodes wherever they may be, of several sizes one inside the other.
 
-    ``keeping`` keeps in them what can be kept.
+    ``keeping`` keeps in them what can be kept; ``statistics`` keeps those of batch normalizations, as on CUDA, and puts
+    activations in place.
     """
     inputs = Inputs(args, kwargs or {})
     step = Step("train", None, None, amp)
     part = pipeline.Part(Region("", model, capture(model, inputs), lambda: inputs), step)
-    line = pipeline.Line(model, inputs, step, 0, [part])
+    line = (Keeping if statistics else pipeline.Line)(model, inputs, step, 0, [part])
     part.apply(Functionalize())
     effects = part.observe()
     nodes = compute_nodes(effects)
@@ -79,6 +89,8 @@ def segmented(
     intervals = _intervals(ends, 0, len(nodes), size if isinstance(size, tuple) else (size,))
     kept = [pair for path, pair in Plan(tuple(intervals)).numbered() if len(path) == 1] if keeping else []
     line.segments(Plan(tuple(intervals), keeping=tuple(kept)))
+    if statistics:
+        pipeline.mark_inplace(line, None)
     return Segmented(line.build(), nodes, ends.tolist(), len(intervals))
 
 

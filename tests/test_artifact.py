@@ -27,6 +27,7 @@ from memrewrite.errors import NotEquivalentError, UsageError
 from memrewrite.measuring import Loader
 from memrewrite.stepspec import StepSpec
 from tests.artifacts import NET, assert_equal, listing, net, optimized, take_step, written
+from tests.test_imports import packages
 
 ELSEWHERE = """
 import sys
@@ -81,11 +82,10 @@ def _defined(node: ast.stmt) -> list[str]:
 
 def test_the_file_is_plain_python(folder: Path) -> None:
     text = (folder / "out" / "memrewrite_model.py").read_text()
-    names = [n for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import) for n in node.names]
-    modules = {name.name for name in names}
-    modules |= {str(node.module) for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom)}
-    assert {m.partition(".")[0] for m in modules} <= {"torch", *sys.stdlib_module_names}
-    defined = [name for node in ast.parse(text).body for name in _defined(node)]
+    tree = ast.parse(text)
+    assert packages(tree.body) <= {"torch", *sys.stdlib_module_names}
+    assert packages(ast.walk(tree)) - packages(tree.body) <= {"triton"}
+    defined = [name for node in tree.body for name in _defined(node)]
     assert len(defined) == len(set(defined)), "one part of the runtime hides another's name"
     for file in (folder / "out").glob("*.[jp][sy]*"):
         assert str(folder) not in file.read_text()

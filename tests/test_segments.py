@@ -194,7 +194,7 @@ def test_in_a_checkpoint_of_the_users(call: Callable[[nn.Module, Tensor], Any], 
 def test_no_grad_keeps_and_recomputes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     model = conv_net()
     found = segmented(model, image())
-    monkeypatch.setattr(runtime, "_Recomputation", None)
+    monkeypatch.setattr(runtime, "Recomputation", None)
     with torch.no_grad():
         assert found.module(image()).equal(model(image()))
     with torch.inference_mode():
@@ -275,12 +275,12 @@ def watched(found: Segmented, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What all segments of one step start from."""
     seen: list[Any] = []
 
-    class Noted(runtime._Recomputation):
+    class Noted(runtime.Recomputation):
         def run(self) -> Any:
             seen.extend(self.live_ins)
             return super().run()
 
-    monkeypatch.setattr(runtime, "_Recomputation", Noted)
+    monkeypatch.setattr(runtime, "Recomputation", Noted)
     step(found.module, image())
     return seen
 

@@ -57,12 +57,16 @@ class Times:
 
 @dataclass(frozen=True)
 class Costs:
-    """Milliseconds of a graph's nodes: ``measured`` where a node is in there, else ``scale`` times the roofline."""
+    """Milliseconds of a graph's nodes: ``measured`` where a node is in there, else ``scale`` times the roofline.
+
+    ``again`` are the milliseconds of nodes that run again otherwise than in the forward pass, and save first.
+    """
 
     roofline: Roofline
     amp: torch.dtype | None = None
     measured: Mapping[fx.Node, Times] = field(default_factory=dict)
     scale: float = 1.0
+    again: Mapping[fx.Node, float] = field(default_factory=dict)
 
     def ms(self, node: fx.Node, facts: NodeEffects) -> float:
         """The device's time for the node's forward; exactly 0 for a node that does no work (a view)."""
@@ -71,12 +75,18 @@ class Costs:
         times = self.measured.get(node)
         return times.forward if times else self.scale * self.roofline.ms((facts.flops, facts.moved), self.amp)
 
+    def again_ms(self, node: fx.Node, facts: NodeEffects) -> float:
+        """The device's time for the node where its segment runs again."""
+        return self.again[node] if node in self.again else self.ms(node, facts)
+
     def rerun_ms(self, node: fx.Node, facts: NodeEffects) -> float:
-        """The part of ``ms`` until the node's last save, where a recomputation that stops early stops.
+        """The part of ``again_ms`` until the node's last save, where a recomputation that stops early stops.
 
         Of a node that saves in the middle (a product under autocast saves the casts it makes) the part is the
         roofline's.
         """
+        if node in self.again:
+            return 0.0
         work = (facts.flops, facts.moved)
         if facts.rerun == work or not any(facts.rerun):
             return self.ms(node, facts) if any(facts.rerun) else 0.0
@@ -104,7 +114,7 @@ class Costs:
             facts = effects.of[node]
             if facts.saved:
                 until_save = total + self.rerun_ms(node, facts)
-            total += self.ms(node, facts)
+            total += self.again_ms(node, facts)
         return until_save
 
 

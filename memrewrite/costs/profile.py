@@ -3,7 +3,7 @@
 import functools
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 
 import torch
@@ -15,6 +15,7 @@ from memrewrite.costs.table import Table, cache_file
 from memrewrite.costs.table import environment as environment_of
 from memrewrite.costs.timer import Measure, timing_on
 from memrewrite.effects import Effects, autocast_switch
+from memrewrite.normalizations import call_again
 
 _SECONDS = 10.0  # for one model, all its variants together
 
@@ -52,6 +53,13 @@ class Profile:
         guessed = sum(expected[node] for node in measured)
         real = sum(times.forward for node, times in measured.items() if expected[node])
         return Costs(roofline, amp, measured, real / guessed if real and guessed else 1.0)
+
+    def again(self, normalizations: Mapping[fx.Node, fx.Node | None]) -> dict[fx.Node, float]:
+        """What it takes, in ms, to apply the statistics of each normalization again, as far as that could be timed."""
+        calls = {node: call_again(node, relu is not None) for node, relu in normalizations.items()}
+        self._measure(list({call.text: call for call in calls.values() if call.text not in self._table.known}.values()))
+        known = ((node, self._table.known.get(call.text)) for node, call in calls.items())
+        return {node: times.forward for node, times in known if times is not None}
 
     def _measure(self, calls: list[Call]) -> None:
         if not calls or self._left <= 0:

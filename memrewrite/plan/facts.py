@@ -63,7 +63,7 @@ def chain(effects: Effects, levels: Mapping[fx.Node, Levels], costs: Costs) -> C
     storages = held_storages(effects, nodes)
     forward, work, pending = _beside(storages, [levels[node] for node in nodes])
     return Chain(
-        ms=np.array([costs.ms(node, effects.of[node]) for node in nodes]),
+        ms=np.array([costs.again_ms(node, effects.of[node]) for node in nodes]),
         rerun_ms=np.array([costs.rerun_ms(node, effects.of[node]) for node in nodes]),
         saves=np.array([bool(f.saved) for f in facts]),
         reach=reach(effects, nodes),

@@ -47,7 +47,7 @@ def run_segment(
         run = functools.partial(segment, module, False)
         outputs = checkpoint(run, *live_ins, use_reentrant=False, preserve_rng_state=random)
         return checkpoint(_boundary, outputs, use_reentrant=False, preserve_rng_state=False)
-    return _Recomputation(segment, module, live_ins, random, reads, cached, within).run()
+    return Recomputation(segment, module, live_ins, random, reads, cached, within).run()
 
 
 def _boundary(outputs: Any) -> Any:
@@ -67,7 +67,7 @@ def keep(recomputing: Any, number: int, random: bool, operator: Callable[..., An
     Of what it saves, the segment makes those tensors again that are among ``args``. ``number`` tells it from others in
     the segment; ``random`` says that it draws.
     """
-    if not isinstance(recomputing, _Recomputation):
+    if not isinstance(recomputing, Recomputation):
         return operator(*args, **kwargs)
     return recomputing.keep(number, operator, args, kwargs, random)
 
@@ -77,7 +77,7 @@ class _Token:
 
     __slots__ = ("__weakref__", "index", "segment")
 
-    def __init__(self, segment: "_Recomputation", index: int) -> None:
+    def __init__(self, segment: "Recomputation", index: int) -> None:
         self.segment, self.index = segment, index
 
 
@@ -85,8 +85,11 @@ class _Stop(Exception):  # noqa: N818  (nothing went wrong)
     """Everything that was saved is there again."""
 
 
-class _Recomputation:
-    """One call of a segment, and the tensors it saved as long as backward has them made again."""
+class Recomputation:
+    """One call of a segment, and the tensors it saved as long as backward has them made again.
+
+    It is true where operators run again: while backward runs it again, or one that it lies in.
+    """
 
     def __init__(
         self,
@@ -96,15 +99,15 @@ class _Recomputation:
         random: bool,
         reads: tuple[str, ...],
         cached: bool,
-        within: "_Recomputation | None",
+        within: "Recomputation | None",
     ) -> None:
         self.segment, self.module, self.live_ins, self.cached, self.within = segment, module, live_ins, cached, within
         self.saved: list[tuple[weakref.ref[_Token], torch.Size, torch.dtype]] = []
         self.found: dict[int, Any] = {}  # index -> the tensor, or the token of a segment inside this one
         self.count = 0
         self.again = False
-        self.kept: dict[int, _Kept] = {}  # by the outermost segment
-        self.keeping: _Kept | None = None  # the one that runs
+        self.kept: dict[int, Kept] = {}  # by the outermost segment
+        self.keeping: Kept | None = None  # the one that runs
         self.reads = reads
         self.parameters = _parameters(module, reads)
         self.versions = [_version(value) for value in (*self.parameters, *live_ins)]
@@ -179,26 +182,40 @@ class _Recomputation:
         finally:
             torch.set_autocast_cache_enabled(True)
 
-    def keep(self, number: int, operator: Callable[..., Any], args: Any, kwargs: Any, random: bool) -> Any:
-        """Run ``operator`` in the forward pass, and later give what it gave then."""
+    def keep(
+        self,
+        number: int,
+        operator: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        random: bool,
+        kind: "Callable[[tuple[Any, ...]], Kept] | None" = None,
+    ) -> Any:
+        """Run ``operator`` in the forward pass, and later give what it gave then, or what ``kind`` of it does."""
         if not self:
-            self.keeping = kept = self.kept[number] = _Kept(args)
+            self.keeping = kept = self.kept[number] = (kind or Kept)(args)
             try:
                 result = operator(*args, **kwargs)
             finally:
                 self.keeping = None
             kept.take(result, (torch.get_rng_state(), get_device_states(*args)) if random else None)
             return result
-        outermost = self
-        while outermost.within is not None:
-            outermost = outermost.within
-        kept = outermost.kept[number]
+        kept = self.outermost.kept[number]
         for position in kept.saved:
-            _ = self._collect_tensor(args[position]) if self.again else self._pack(args[position])
-        return kept.give()
+            self.save(args[position])
+        return kept.give(args)
+
+    @property
+    def outermost(self) -> "Recomputation":
+        """The segment around all others that this one lies in."""
+        return self if self.within is None else self.within.outermost
+
+    def save(self, tensor: Tensor) -> None:
+        """Take what autograd would save where operators run again."""
+        _ = self._collect_tensor(tensor) if self.again else self._pack(tensor)
 
 
-class _Kept:
+class Kept:
     """What an operator gave, which of its arguments it saved, and the random state it left."""
 
     def __init__(self, args: tuple[Any, ...]) -> None:
@@ -216,12 +233,14 @@ class _Kept:
         return False
 
     def take(self, result: Any, random: Any) -> None:
+        """Keep the result of the operator and the random state after it."""
         self.args, self.random = (), random
         outputs = result if isinstance(result, tuple) else (result,)
         self.outputs = [(v.detach(), v._version, v.requires_grad) if isinstance(v, Tensor) else v for v in outputs]
         self.single = not isinstance(result, tuple)
 
-    def give(self) -> Any:
+    def give(self, args: tuple[Any, ...]) -> Any:
+        """What the operator gives where it would run again, on ``args``."""
         if self.random is not None:
             torch.set_rng_state(self.random[0])
             set_device_states(*self.random[1])

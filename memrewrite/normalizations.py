@@ -1,0 +1,51 @@
+"""Batch normalizations that need not run again with their segment: it applies the statistics of the forward pass.
+
+See ``runtime.batch_norm``. The ReLU after one costs nothing more then.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, fx
+
+from memrewrite.costs import Roofline
+from memrewrite.costs.calls import Argument, Call
+from memrewrite.effects import Effects
+from memrewrite.runtime.batch_norm import apply_statistics, rows_and_columns
+from memrewrite.simulate.transients import like
+
+_TRAINING = 5  # the position of that argument
+
+
+def keeps_statistics(node: fx.Node) -> bool:
+    """Whether ``node``, observed, is a batch normalization for which ``runtime.batch_norm`` may have a formula."""
+    if node.target is not torch.ops.aten.batch_norm.default or node.args[_TRAINING] is not True:
+        return False
+    given = [value.meta.get("val") if isinstance(value, fx.Node) else None for value in node.args[:3]]
+    tensors = [value for value in given if isinstance(value, Tensor)]
+    return len(tensors) == len(given) and rows_and_columns(tensors[0]) is not None
+
+
+def rectifier(node: fx.Node) -> fx.Node | None:
+    """The ReLU that alone uses what ``node`` gives, which can be applied with the statistics; None without one."""
+    users = list(node.users)
+    alone = len(users) == 1 and users[0].target in (torch.ops.aten.relu.default, torch.ops.aten.relu_.default)
+    return users[0] if alone else None
+
+
+def found(effects: Effects) -> dict[fx.Node, fx.Node | None]:
+    """Each batch normalization that keeps its statistics, with its rectifier."""
+    return {node: rectifier(node) for node in effects.order if keeps_statistics(node)}
+
+
+def call_again(node: fx.Node, rectified: bool) -> Call:
+    """What ``node`` is as it applies its statistics, in place of which other tensors like its weight stand."""
+    x, weight = (Argument(i, like(given.meta["val"]), False) for i, given in enumerate(node.all_input_nodes[:2]))
+    args = (x, [weight, weight], weight, weight, 0, rectified)
+    return Call(f"apply_statistics {args!r}", apply_statistics, args, {}, None, False, False, lasting=False)
+
+
+def again_ms(normalizations: Mapping[fx.Node, fx.Node | None], roofline: Roofline) -> dict[fx.Node, float]:
+    """What it takes to run each normalization again, which reads and writes as much as it gives; rectifiers nothing."""
+    found = {relu: 0.0 for relu in normalizations.values() if relu is not None}
+    return found | {node: roofline.ms((0, 2 * node.meta["val"].nbytes), None) for node in normalizations}
