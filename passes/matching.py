@@ -20,7 +20,7 @@ _CONTEXTS = ("_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_enter_i
 
 def obstacle(effects: Effects, root: fx.Node, inner: Sequence[fx.Node], x: fx.Node) -> str | None:
     """Why ``root`` and ``inner``, elementwise operations on ``x``, cannot become one operation on ``x``; None if so."""
-    return _promotion(root, inner, x) or between(effects, root, inner, x)
+    return _promotion(root, inner, x) or between(effects, root, inner, x) or _written_later(effects, root, x)
 
 
 def between(effects: Effects, root: fx.Node, inner: Sequence[fx.Node], x: fx.Node) -> str | None:
@@ -123,6 +123,14 @@ def _rewritten(effects: Effects, root: fx.Node, inner: Sequence[fx.Node], x: fx.
     for node in _span(effects, root, inner):
         if effects.of[node].writes & watched:
             return f"{node.name} writes a tensor of the pattern before {root.name} reads it."
+    return None
+
+
+def _written_later(effects: Effects, root: fx.Node, x: fx.Node) -> str | None:
+    """Why the single operation cannot keep ``x``, as it would of any that requires a gradient."""
+    for node in effects.order[effects.position[root] :]:
+        if effects.of[node].writes & effects.of[x].outputs:
+            return f"{node.name} writes its input {x.name} later, which the single operation keeps for its gradient."
     return None
 
 

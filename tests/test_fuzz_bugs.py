@@ -30,6 +30,10 @@ CASES = {
         ),
         Ask("min", EXACT),
     ),
+    "a pattern whose input the caller lets be written later": (
+        Recipe("image", (Part("dropout_inplace"),), (Do("erf_gelu"), Do("part", 1)), output="all", double=True),
+        Ask(None, optimizer="none"),
+    ),
     "a pattern that reads a value after it was written in place": (
         Recipe(
             "image",
