@@ -55,6 +55,16 @@ class Case:
         frozen, ours = (" frozen" if self.frozen else ""), (f" ours {self.budget}" if self.budget else "")
         return f"{self.model} b{self.batch} {self.amp} {self.optimizer}{frozen}{ours}"
 
+    def build(self, tiny: bool = False) -> tuple[nn.Module, Inputs]:
+        """The model, on the current default device, and its inputs."""
+        torch.manual_seed(0)
+        model = MODELS[self.model]
+        module, inputs = model.build(tiny), model.inputs(_TINY_BATCH if tiny else self.batch, tiny)
+        for name, parameter in module.named_parameters():
+            if self.frozen and re.match(self.frozen, name):
+                parameter.requires_grad_(False)
+        return module.train(), inputs
+
     def step(self) -> Step:
         """The step it takes."""
         factory = _FACTORIES.get(self.optimizer) or optimizer_factory(self.optimizer)
@@ -122,16 +132,8 @@ def run(case: Case, device: torch.device, tiny: bool = False) -> PredictRow:
 
 
 def _figures(case: Case, device: torch.device, tiny: bool) -> dict[str, Any]:
-    torch.manual_seed(0)
     with device:
-        module, inputs = (
-            MODELS[case.model].build(tiny),
-            MODELS[case.model].inputs(_TINY_BATCH if tiny else case.batch, tiny),
-        )
-    module.train()
-    for name, parameter in module.named_parameters():
-        if case.frozen and re.match(case.frozen, name):
-            parameter.requires_grad_(False)
+        module, inputs = case.build(tiny)
     step, started = case.step(), time.perf_counter()
     if case.budget:
         module, predicted, note = _optimized(case, module, inputs, step)

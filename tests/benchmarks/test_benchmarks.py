@@ -33,16 +33,27 @@ def test_there_are_thirty_different_cases() -> None:
     assert len({case.name for case in predict.CASES}) == len(predict.CASES) >= 30
 
 
+UNET: dict[str, Any] = {"workload": "unet", "batch": 4, "amp": "off", "optimizer": "adamw", **rows.machine(CPU)}
+
+
 def test_what_cuda_took_is_held_against_what_is_predicted_without_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    about: dict[str, Any] = {"workload": "unet", "batch": 4, "amp": "off", "optimizer": "adamw", **rows.machine(CPU)}
-    row = rows.ParetoRow(contender=contenders.EAGER, ok=True, **about)
-    peak = without_cuda.predicted(row, tiny=True)
-    rows.append(tmp_path / rows.PARETO, replace(row, peak=2 * peak))
+    row = rows.ParetoRow(contender=contenders.EAGER, ok=True, peak=1, **UNET)
+    rows.append(tmp_path / rows.PARETO, row)
+    ((name, _, build, step),) = without_cuda.measured(tmp_path, None, tiny=True)
+    assert name == "unet, batch 4"
+    (tmp_path / rows.PARETO).unlink()
+    rows.append(tmp_path / rows.PARETO, replace(row, peak=2 * without_cuda.predicted(build, step)))
     monkeypatch.setattr("sys.argv", ["without_cuda", str(tmp_path), "--tiny"])
     assert without_cuda.main() == 0
     assert "| -50.00% |" in capsys.readouterr().out
+
+
+def test_the_cases_of_predict_are_held_against_it_too(tmp_path: Path) -> None:
+    for case in ("unet b4 off adamw", "unet b8 off adamw ours 60%"):
+        rows.append(tmp_path / rows.PREDICT, rows.PredictRow(ok=True, measured=1, **UNET | {"workload": case}))
+    assert [name for name, *_ in without_cuda.measured(tmp_path, ["unet"], tiny=True)] == ["unet b4 off adamw"]
 
 
 @pytest.mark.parametrize("stack", plantime.STACKS)

@@ -1,56 +1,77 @@
-"""The eager peaks that ``pareto`` measured on CUDA, predicted without using CUDA: a Markdown table.
+"""What ``pareto`` (eager) and ``predict`` measured on CUDA, predicted without using CUDA: a Markdown table.
 
     python -m tests.benchmarks.without_cuda FOLDER [--only resnet50 gpt2_medium]
 
-FOLDER holds ``pareto.jsonl``, ``tests/benchmarks/measured`` for one. Runs anywhere, on fake tensors; models are built.
+FOLDER holds ``pareto.jsonl`` or ``predict.jsonl``, ``tests/benchmarks/measured`` for one. Runs anywhere, on fake
+tensors; models are built. Left out are rewritten models and those whose course depends on values.
 """
 
 import argparse
+import functools
 import statistics
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from memrewrite.api import simulate_original
+from memrewrite.errors import DataDependentError
 from memrewrite.simulate.workspaces import workspace_bytes
+from memrewrite.step import Inputs, Step
 from tests.benchmarks.contenders import EAGER
 from tests.benchmarks.models import WORKLOADS
-from tests.benchmarks.rows import PARETO, ParetoRow, read
+from tests.benchmarks.predict import CASES
+from tests.benchmarks.rows import PARETO, PREDICT, ParetoRow, PredictRow, read
+
+Build = Callable[[], tuple[nn.Module, Inputs]]
 
 
-def predicted(row: ParetoRow, tiny: bool = False) -> int:
-    """The peak in bytes of the row's workload, as a CUDA step on the CPU's fake tensors."""
-    workload = WORKLOADS[row.workload]
-    torch.manual_seed(0)
-    model, inputs = workload.build(tiny), workload.inputs(row.batch, tiny)
-    step = replace(workload.step(), as_cuda=True)
+def predicted(build: Build, step: Step) -> int:
+    """The peak in bytes of that model's step on CUDA, on the CPU's fake tensors."""
+    model, inputs = build()
+    step = replace(step, as_cuda=True)
     workspace = workspace_bytes(torch.device("cpu"), step.amp, step.mode, step.as_cuda)
     return simulate_original(model, inputs, step, workspace).peak
 
 
+def measured(folder: Path, only: list[str] | None, tiny: bool) -> Iterator[tuple[str, int, Build, Step]]:
+    """What was measured, in bytes, how it is called, and what it was."""
+    for row in read(folder / PARETO, ParetoRow):
+        if row.contender == EAGER and row.peak and row.workload in (only or WORKLOADS):
+            name = f"{row.workload}, batch {row.batch}" + ("" if row.amp == "off" else f", {row.amp}")
+            yield name, row.peak, functools.partial(_workload, row, tiny), WORKLOADS[row.workload].step()
+    peaks = {row.workload: row.measured for row in read(folder / PREDICT, PredictRow)}
+    for case in CASES:
+        if (peak := peaks.get(case.name)) and not case.budget and case.model in (only or [case.model]):
+            yield case.name, peak, functools.partial(case.build, tiny), case.step()
+
+
+def _workload(row: ParetoRow, tiny: bool) -> tuple[nn.Module, Inputs]:
+    torch.manual_seed(0)
+    return WORKLOADS[row.workload].build(tiny), WORKLOADS[row.workload].inputs(row.batch, tiny)
+
+
 def main() -> int:
-    """Print a row per workload, then the median and the worst error."""
+    """Print a row per step, then the median and the worst error."""
     parser = argparse.ArgumentParser(description="Peaks on CUDA, predicted without it, against those measured.")
-    parser.add_argument("folder", type=Path, help="where pareto.jsonl is")
-    parser.add_argument("--only", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument("folder", type=Path, help="where pareto.jsonl or predict.jsonl is")
+    parser.add_argument("--only", nargs="+", help="these models only")
     parser.add_argument("--tiny", action="store_true", help="tiny models of the same families")
     options = parser.parse_args()
-    print("| workload | predicted | measured | error |\n| --- | --- | --- | --- |")
+    print("| step | predicted | measured | error |\n| --- | --- | --- | --- |")
     errors = []
-    for row in read(options.folder / PARETO, ParetoRow):
-        if row.contender == EAGER and row.peak and row.workload in options.only:
-            peak = predicted(row, options.tiny)
-            errors.append(peak / row.peak - 1)
-            amp = "" if row.amp == "off" else f", {row.amp}"
-            print(
-                f"| {row.workload}, batch {row.batch}{amp} | {peak / 1e9:.2f} GB | {row.peak / 1e9:.2f} GB "
-                f"| {errors[-1]:+.2%} |",
-                flush=True,
-            )
+    for name, real, build, step in measured(options.folder, options.only, options.tiny):
+        try:
+            peak = predicted(build, step)
+        except DataDependentError:
+            continue
+        errors.append(peak / real - 1)
+        print(f"| {name} | {peak / 1e9:.2f} GB | {real / 1e9:.2f} GB | {errors[-1]:+.2%} |", flush=True)
     sizes = [abs(error) for error in errors]
-    print(f"\nmedian {statistics.median(sizes):.2%}, worst {max(sizes):.2%}, {len(sizes)} workloads")
+    print(f"\nmedian {statistics.median(sizes):.2%}, worst {max(sizes):.2%}, {len(sizes)} steps")
     return 0
 
 
