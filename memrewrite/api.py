@@ -27,7 +27,7 @@ from memrewrite.rewrite import where
 from memrewrite.simulate import Timeline
 from memrewrite.simulate.as_cuda import NOTE
 from memrewrite.simulate.workspaces import workspace_bytes
-from memrewrite.step import Inputs, Step, device_type, optimizers_like
+from memrewrite.step import Inputs, Step, device_of, device_type, optimizers_like
 from memrewrite.stepspec import amp_dtype, optimizer_factory
 from memrewrite.verifying import Verdict
 
@@ -91,16 +91,16 @@ def optimize(
     registry.check(names)
     inputs = _inputs(example_inputs, example_kwargs)
     _refuse_replaced(model)
-    step = replace(make_step(model, optimizer, loss_fn, amp, mode), as_cuda=_as_cuda(device, _device(model, inputs)))
+    step = replace(make_step(model, optimizer, loss_fn, amp, mode), as_cuda=_as_cuda(device, device_of(model, inputs)))
     bare = pipeline.without_hooks(model)
     limit = None if budget is None else Budget.parse(budget)
     progress("simulate")
-    workspace = workspace_bytes(_device(model, inputs), step.amp, step.mode, step.as_cuda)
+    workspace = workspace_bytes(device_of(model, inputs), step.amp, step.mode, step.as_cuda)
     before = simulate_original(bare, inputs, step, workspace, attribute=True)
     progress("capture")
     found = find(bare, inputs, step, regions)
     parts = [pipeline.Part(region, step) for region in found.found]
-    profile = profile_on(_device(model, inputs))
+    profile = profile_on(device_of(model, inputs))
     line = pipeline.Line(bare, inputs, step, workspace, parts, found.notes, found.left, profile, compiled=compiled)
     if profile is not None:
         progress("profile")
@@ -391,9 +391,3 @@ def _as_cuda(wanted: str | torch.device | None, here: torch.device) -> bool:
     if (kind, here.type) == ("cuda", "cpu") and not torch.cuda.is_available():
         return True
     raise UsageError(f"The model is on {here}, not on {wanted}; move it and its inputs there, or leave out device.")
-
-
-def _device(model: nn.Module, inputs: Inputs) -> torch.device:
-    for tensor in [*model.parameters(), *inputs.tensors()]:
-        return tensor.device
-    return torch.device("cpu")

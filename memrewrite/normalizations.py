@@ -47,5 +47,5 @@ def call_again(node: fx.Node, rectified: bool) -> Call:
 
 def again_ms(normalizations: Mapping[fx.Node, fx.Node | None], roofline: Roofline) -> dict[fx.Node, float]:
     """What it takes to run each normalization again, which reads and writes as much as it gives; rectifiers nothing."""
-    found = {relu: 0.0 for relu in normalizations.values() if relu is not None}
-    return found | {node: roofline.ms((0, 2 * node.meta["val"].nbytes), None) for node in normalizations}
+    rectifiers = {relu: 0.0 for relu in normalizations.values() if relu is not None}
+    return rectifiers | {node: roofline.ms((0, 2 * node.meta["val"].nbytes), None) for node in normalizations}

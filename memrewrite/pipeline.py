@@ -24,10 +24,10 @@ from memrewrite.plan.segments import Chain, Plan
 from memrewrite.private import tree_unflatten
 from memrewrite.regions import Region
 from memrewrite.rewrite import Pass, Refused, Result
-from memrewrite.runtime.batch_norm import has_triton
+from memrewrite.runtime.batch_norm import kernel_runs_on
 from memrewrite.runtime.dropin import build, graft, program_from
 from memrewrite.simulate import Timeline, preserved_rng
-from memrewrite.step import Inputs, Step, default_loss
+from memrewrite.step import Inputs, Step, default_loss, device_of
 from memrewrite.trained import observe_trained
 from memrewrite.working import Levels, levels
 
@@ -180,8 +180,7 @@ class Line:
     @property
     def statistics(self) -> bool:
         """Whether batch normalizations in segments keep their statistics and apply them again, by a kernel for CUDA."""
-        on_cuda = self.step.device_type(self.model, self.inputs) == "cuda"
-        return on_cuda and not self.compiled and (self.step.as_cuda or has_triton())
+        return not self.compiled and (self.step.as_cuda or kernel_runs_on(device_of(self.model, self.inputs)))
 
     def costs(self, part: Part) -> Costs:
         """What the nodes of a region's graph, as it is now, take: measured where there is a profile."""

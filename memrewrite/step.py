@@ -135,11 +135,16 @@ def autocast(amp: torch.dtype | None, device: str, cached: bool = True) -> conte
     return torch.autocast(device, amp, cache_enabled=cached) if amp is not None else contextlib.nullcontext()
 
 
-def device_type(module: nn.Module, inputs: Inputs) -> str:
-    """``"cuda"`` or ``"cpu"``: where the first parameter (else the first input) lies."""
+def device_of(module: nn.Module, inputs: Inputs) -> torch.device:
+    """Where the first parameter (else the first input) lies."""
     for tensor in [*module.parameters(), *inputs.tensors()]:
-        return tensor.device.type
-    return "cpu"
+        return tensor.device
+    return torch.device("cpu")
+
+
+def device_type(module: nn.Module, inputs: Inputs) -> str:
+    """``"cuda"`` or ``"cpu"``: that of ``device_of``."""
+    return device_of(module, inputs).type
 
 
 def default_loss(output: Any) -> Tensor:

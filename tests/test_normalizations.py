@@ -141,6 +141,49 @@ def test_they_are_kept_where_there_is_a_kernel(on: str) -> None:
     assert ("normalize(recomputing" in source) == (on == "cuda")
 
 
+def rounded_once(
+    x: Tensor, statistics: Sequence[Tensor], weight: Tensor, bias: Tensor, formula: int, rectified: bool
+) -> Tensor:
+    """What the kernel's formulas give, by way of float64."""
+    mean, invstd, weight, bias = (value.view(-1, *[1] * (x.dim() - 2)) for value in (*statistics, weight, bias))
+    scale = invstd * weight
+    factor, other, added = (
+        ((x - mean) * weight, invstd, bias),
+        (x, scale, bias - mean * scale),
+        (x - mean, scale, bias),
+    )[formula]
+    return (factor.double() * other.double() + added.double()).to(x.dtype)
+
+
+@pytest.fixture
+def some(monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, list[Tensor], Tensor, Tensor]:
+    """An input of batch normalization, its statistics, weight and bias, as if there were a kernel for the CPU."""
+    monkeypatch.setattr(runtime, "apply_statistics", rounded_once)
+    monkeypatch.setattr(runtime, "kernel_runs_on", lambda device: True)
+    monkeypatch.setattr(runtime, "_POSSIBLE", {})
+    torch.manual_seed(0)
+    return torch.randn(9, 16, 40, 30), [torch.randn(16), torch.rand(16) + 0.5], torch.rand(16) + 0.5, torch.randn(16)
+
+
+@pytest.mark.parametrize("formula", range(3))
+def test_the_formula_is_told_by_what_it_gave(formula: int, some: tuple[Tensor, list[Tensor], Tensor, Tensor]) -> None:
+    x, statistics, weight, bias = some
+    zero = torch.zeros(16)
+    nothing = rounded_once(x, statistics, zero, bias, formula, False)
+    assert runtime._formula(nothing, x, statistics, zero, bias) is None  # all formulas give that
+    result = rounded_once(x, statistics, weight, bias, formula, False)
+    assert runtime._formula(torch.full_like(x, torch.nan), x, statistics, weight, bias) is None
+    assert runtime._formula(result, x, statistics, weight, bias) == formula
+    assert runtime._formula(nothing, x, statistics, zero, bias) == formula  # as it is known now
+
+
+def test_another_formula_is_none_of_them(some: tuple[Tensor, list[Tensor], Tensor, Tensor]) -> None:
+    x, statistics, weight, bias = some
+    assert runtime._formula(x, x, statistics, weight, bias) is None
+    right = rounded_once(x, statistics, weight, bias, 0, False)
+    assert runtime._formula(right, x, statistics, weight, bias) is None  # libraries choose by shape, which was seen
+
+
 LAYOUTS = {
     "images": ((6, 16, 40, 40), torch.contiguous_format),
     "channels last": ((6, 16, 40, 40), torch.channels_last),

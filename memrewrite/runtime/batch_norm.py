@@ -10,7 +10,6 @@ because its text is also pasted into generated models.
 """
 
 import functools
-import importlib.util
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -59,12 +58,13 @@ class _Normalized(Kept):
     def gave(self, tensor: Tensor) -> bool:
         if super().gave(tensor):
             return True
-        self.statistics.append(tensor.detach())  # the mean, then one over the standard deviation
+        if len(self.statistics) < 2:  # the mean, then one over the standard deviation
+            self.statistics.append(tensor.detach())
         return False
 
     def take(self, result: Any, random: Any) -> None:
         (x, weight, bias, *_), self.args = self.args, ()
-        if len(self.statistics) >= 2:
+        if len(self.statistics) == 2:
             with torch.no_grad():
                 self.formula = _formula(result, x, self.statistics, weight, bias)
 
@@ -93,7 +93,7 @@ def _formula(result: Tensor, x: Tensor, statistics: list[Tensor], weight: Any, b
     if hasattr(x, "fake_mode"):
         return _SIMULATED
     plain = all(type(value) in (Tensor, nn.Parameter) for value in (x, weight, bias))
-    if not (plain and x.is_cuda and has_triton() and rows_and_columns(x) and x.stride() == result.stride()):
+    if not (plain and rows_and_columns(x) and x.stride() == result.stride() and kernel_runs_on(x.device)):
         return None
     kind = x.shape, x.stride(), x.dtype, x.device
     possible = _POSSIBLE.get(kind, _FORMULAS)
@@ -120,9 +120,16 @@ def _windows(tensor: Tensor) -> Iterator[Tensor]:
 
 
 @functools.cache
-def has_triton() -> bool:
-    """Whether Triton is installed."""
-    return importlib.util.find_spec("triton") is not None
+def kernel_runs_on(device: torch.device) -> bool:
+    """Whether this is a CUDA device and the kernel runs there."""
+    if device.type != "cuda":
+        return False
+    try:
+        values = torch.ones(4, 4, device=device)
+        apply_statistics(values, [values[0], values[0]], values[0], values[0], 0, False)
+    except Exception:  # no Triton, nothing to compile with, a device that it does not know: the operator has to do
+        return False
+    return True
 
 
 def rows_and_columns(x: Tensor) -> tuple[int, int] | None:
@@ -155,7 +162,7 @@ def apply_statistics(
     by_row = x.dim() > 2 and x.is_contiguous()
     wide = min(1 << (columns - 1).bit_length(), _TILE)
     tall = _TILE // wide
-    tensors = (x, result, *statistics[:2], weight, bias)
+    tensors = (x, result, *statistics, weight, bias)
     with torch.cuda.device_of(x):
         grid = (-(-rows // tall), -(-columns // wide))
         _kernel()[grid](
