@@ -20,6 +20,7 @@ _LEVELS = 12  # bounds they are planned for
 # of eight models, from ResNet-50 to GPT-2, cost the same to the last digit.
 _ROOMY = 1.25
 _ALIKE = 0.005  # the share by which the lowest peaks may differ: GPT-2's last 0.2 % cost half the recomputation again
+_RISEN = 0.01  # a peak so much above the lowest one seen is beyond the minimum, in the plans of ten models
 _SLACK = 0.01  # a plan that leaves less than this share of the bytes it may move unused is good enough,
 _MORE = 2  # and one that leaves less than this share of the whole budget so, if this many more looks find no better one
 
@@ -160,7 +161,9 @@ class Search:
         """
         self.best = Fitted(Plan(), self.kept, self.kept <= budget)
         for factor in (1.0, 1.03, 1.07, 1.12, 1.2, 1.35):
-            self._look(int(self.lowest * factor), budget)
+            peak = self._look(int(self.lowest * factor), budget)
+            if peak is not None and peak > (1 + _RISEN) * self.best.peak:
+                break
         return self.best
 
 
