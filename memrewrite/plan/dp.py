@@ -28,6 +28,7 @@ _FEWEST, _MOST = 32, 16_000  # labels: of a position at least, and of a whole ch
 def nested(table: Intervals, cuts: Bytes, levels: Bytes) -> Nested:
     """Plan the inside of all intervals between ``cuts`` under each of ``levels`` bytes."""
     ms = np.full((len(cuts), len(cuts), len(levels)), np.inf)
+    need = np.zeros(ms.shape, dtype=np.int64)
     for i, a in enumerate(cuts[:-1]):
         reached = np.flatnonzero(np.isfinite(table.ms[a, cuts]))
         if not len(reached):
@@ -35,9 +36,9 @@ def nested(table: Intervals, cuts: Bytes, levels: Bytes) -> Nested:
         ends, outside = cuts[reached], table.live_ins(int(a))
         for number, level in enumerate(levels):
             inside = _walk(Space(table), int(a), int(ends[-1]), int(level), _INNER_SLOTS, outside)
-            more = inside.least(ends - a)
+            more, need[i, reached, number] = inside.least(ends - a)
             ms[i, reached, number] = np.where(more > 0, table.ms[a, ends] + more, np.inf)
-    return Nested(cuts, levels, ms)
+    return Nested(cuts, levels, ms, need)
 
 
 def flat(chain: Chain) -> Space:
@@ -153,19 +154,18 @@ class _Moves:
 
 
 def _nested_moves(labels: "_Labels", table: Intervals, inner: Nested, b: int, bound: int, kind: int) -> _Moves:
-    """Intervals from earlier cuts to ``b``, each planned inside under the largest level there is room for."""
+    """Intervals from earlier cuts to ``b``, each with the cheapest plan inside that there is room for."""
     end = int(np.searchsorted(inner.cuts, b))
     here = [np.arange(labels.first[cut], labels.first[cut + 1]) for cut in inner.cuts[:end]]
     origin = np.concatenate([np.empty(0, np.int64), *here])
     start = np.repeat(np.arange(end), [len(each) for each in here])
     a, before = inner.cuts[start], labels.held[origin]
     around = before + table.base[a, b]
-    level = np.searchsorted(inner.levels, bound - around, side="right") - 1
-    usable = np.where(np.isfinite(inner.ms[:, end]), np.arange(len(inner.levels)), -1)
-    level = np.where(level >= 0, np.maximum.accumulate(usable, axis=1)[start, level], -1)
-    ms = np.where(level >= 0, inner.ms[start, end, level], np.inf)
-    needed = around + inner.levels[np.maximum(level, 0)]
-    return _Moves(before + table.held[a, b], needed, labels.ms[origin] + ms, origin, kind + level + 1)
+    ms = np.where(inner.need[start, end] <= (bound - around)[:, None], inner.ms[start, end], np.inf)
+    level = ms.argmin(axis=1)
+    needed = around + inner.need[start, end, level]
+    ms = labels.ms[origin] + np.take_along_axis(ms, level[:, None], axis=1)[:, 0]
+    return _Moves(before + table.held[a, b], needed, ms, origin, kind + level + 1)
 
 
 class _Labels:
@@ -181,6 +181,7 @@ class _Labels:
         self.position = np.zeros(size, dtype=np.int64)
         self.held = np.zeros(size, dtype=np.int64)
         self.ms = np.zeros(size)
+        self._needed = np.zeros(size, dtype=np.int64)  # at most on the way
         self._origin = np.zeros(size, dtype=np.int64)
         self._kind = np.zeros(size, dtype=np.int64)
         self._slots, self._next, self._rest = slots, 0, rest
@@ -205,13 +206,14 @@ class _Labels:
         self.first[self._next + 1 :] = end = start + len(order)
         self.position[start:end], self.held[start:end] = self._next, moves.held[order]
         self.ms[start:end], self._origin[start:end] = moves.ms[order], moves.origin[order]
+        self._needed[start:end] = np.maximum(self._needed[moves.origin[order]], moves.needed[order])
         self._kind[start:end] = moves.kind[order]
         self._next += 1
 
-    def least(self, positions: Bytes) -> NDArray[np.float64]:
-        """The cost of the cheapest label of each position, infinite where there is none."""
+    def least(self, positions: Bytes) -> tuple[NDArray[np.float64], Bytes]:
+        """The cost of the cheapest label of each position, infinite where there is none, and the bytes it needs."""
         last = self.first[positions + 1] - 1  # they are in order of bytes, so of falling cost
-        return np.where(last >= self.first[positions], self.ms[last], np.inf)
+        return np.where(last >= self.first[positions], self.ms[last], np.inf), self._needed[last]
 
     def back(self, position: int) -> tuple[float, list[tuple[int, int, int]]] | None:
         """The cost of the cheapest label of a position and its intervals (a, b, kind); None if there is no label."""

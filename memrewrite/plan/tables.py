@@ -57,12 +57,13 @@ class Nested:
 
     ``ms[i, j, l]`` is the cost of [cuts[i], cuts[j]) when what runs again there is planned under the bound
     ``levels[l]`` (ascending bytes); infinite where there is no such plan, or one without segments, which is the same
-    as the interval alone.
+    as the interval alone. ``need`` is what such a plan takes of its bound.
     """
 
     cuts: Bytes
     levels: Bytes
     ms: NDArray[np.float64]
+    need: Bytes
 
 
 @dataclass(frozen=True)
@@ -109,10 +110,11 @@ class Space:
             yield Arcs(a, way.held[a, b], way.peak[a, b], way.ms[a, b])
             if inner is not None and b in inner.cuts:
                 end = int(np.searchsorted(inner.cuts, b))
-                for number, level in enumerate(inner.levels):
+                for number in range(len(inner.levels)):
                     here = np.flatnonzero(np.isfinite(inner.ms[:end, end, number]))
                     a = inner.cuts[here]
-                    yield Arcs(a, way.held[a, b], way.base[a, b] + level, inner.ms[here, end, number])
+                    needed = way.base[a, b] + inner.need[here, end, number]
+                    yield Arcs(a, way.held[a, b], needed, inner.ms[here, end, number])
 
 
 def intervals(chain: Chain) -> Intervals:
