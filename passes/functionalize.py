@@ -41,15 +41,14 @@ class Functionalize:
     def __call__(self, graph_module: fx.GraphModule, effects: Effects) -> Result:
         """Rewrite every in-place operation on an activation that has no living alias."""
         findings = Findings()
-        position = {node: index for index, node in enumerate(effects.order)}
         for node in effects.order:
             if not match(node, effects):
                 continue
             spelling = out_of_place(node)
-            if (reason := check(node, spelling, effects, position)) or spelling is None:
+            if (reason := check(node, spelling, effects)) or spelling is None:
                 findings.refuse(node, reason or "")
                 continue
-            rewrite(node, spelling, effects, position)
+            rewrite(node, spelling, effects)
             findings.apply(node, f"{node.name} writes a new tensor instead of its input")
         graph_module.graph.lint()
         graph_module.recompile()
@@ -62,7 +61,7 @@ def match(node: fx.Node, effects: Effects) -> bool:
     return bool(written & {"node", "input"}) and not only_metadata(node)
 
 
-def check(node: fx.Node, spelling: Spelling | None, effects: Effects, position: dict[fx.Node, int]) -> str | None:
+def check(node: fx.Node, spelling: Spelling | None, effects: Effects) -> str | None:
     """Why ``node`` has to stay in place; None if it need not."""
     target = operand(node)
     value = tensor(target)
@@ -76,23 +75,23 @@ def check(node: fx.Node, spelling: Spelling | None, effects: Effects, position: 
     if effects.of[node].random and value.device.type != "cpu":
         return f"Out of place, {node.name} would draw its random numbers by another kernel."
     same = _same_tensor(target)
-    for alias in effects.order[: position[node]]:
+    for alias in effects.order[: effects.position[node]]:
         if key in effects.of[alias].outputs and _same_tensor(alias) is not same:
-            late = [user.name for user in alias.users if position[user] > position[node]]
+            late = [user.name for user in alias.users if effects.position[user] > effects.position[node]]
             if late:
                 return f"Its storage is also seen through {alias.name}, which {late[0]} reads later."
     return _rearranged(node, value, effects.order[effects.storages[key].producer]) or _differs(node, target, spelling)
 
 
-def rewrite(node: fx.Node, spelling: Spelling, effects: Effects, position: dict[fx.Node, int]) -> None:
+def rewrite(node: fx.Node, spelling: Spelling, effects: Effects) -> None:
     """Spell ``node`` out of place and let every later use of the written tensor read the new one."""
     target = operand(node)
     key, written = _storage(target, effects), _same_tensor(target)
     spelling.put(node)
-    for alias in effects.order[: position[node]]:
+    for alias in effects.order[: effects.position[node]]:
         if key in effects.of[alias].outputs and _same_tensor(alias) is written:
             for user in list(alias.users):
-                if position[user] > position[node]:
+                if effects.position[user] > effects.position[node]:
                     user.replace_input_with(alias, node)
 
 

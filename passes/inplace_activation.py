@@ -126,7 +126,7 @@ def _foreign(source: fx.Node, value: Tensor, key: int, effects: Effects) -> str 
 
 
 def _read_later(node: fx.Node, source: fx.Node, key: int, effects: Effects) -> str | None:
-    for later in effects.order[effects.order.index(node) + 1 :]:
+    for later in effects.order[effects.position[node] + 1 :]:
         if key in effects.of[later].reads:
             if later.op == "output":
                 return f"The model returns its input {source.name}."
