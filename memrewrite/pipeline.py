@@ -192,8 +192,8 @@ class Line:
         if not self.statistics:
             return costs
         found = normalizations.found(effects)
-        measured = self.profile.again(found) if self.profile else {}
-        return replace(costs, again={**normalizations.again_ms(found, costs.roofline), **measured})
+        again = self.profile.again(found) if self.profile else normalizations.again_ms(found, costs.roofline)
+        return replace(costs, again=again)
 
     def step_ms(self) -> float | None:
         """The predicted time of a step in ms; None without a profile, and where parts of the model are no graph."""

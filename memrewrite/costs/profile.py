@@ -9,13 +9,13 @@ from contextlib import AbstractContextManager
 import torch
 from torch import fx
 
-from memrewrite.costs import ROOFLINES, Costs
+from memrewrite.costs import ROOFLINES, Costs, Times
 from memrewrite.costs.calls import Call, call_of
 from memrewrite.costs.table import Table, cache_file
 from memrewrite.costs.table import environment as environment_of
 from memrewrite.costs.timer import Measure, timing_on
 from memrewrite.effects import Effects, autocast_switch
-from memrewrite.normalizations import call_again
+from memrewrite.normalizations import again_ms, call_again
 
 _SECONDS = 10.0  # for one model, all its variants together
 
@@ -40,26 +40,28 @@ class Profile:
     def costs(self, effects: Effects, amp: torch.dtype | None) -> Costs:
         """The costs of a CUDA graph's nodes as observed (``effects``) under ``amp``, after timing what is unknown."""
         roofline = ROOFLINES["cuda"]
-        calls = _calls(effects, amp)
         expected = {node: roofline.ms((f.flops, f.moved), amp) for node, f in effects.of.items()}
-        weights: dict[str, float] = defaultdict(float)
-        for node, call in calls:
-            weights[call.text] += expected[node]
-        distinct = {call.text: call for _, call in calls if call.text not in self._table.known}
-        # The dearest first, so that the time runs out on those that matter least.
-        self._measure(sorted(distinct.values(), key=lambda call: weights[call.text], reverse=True))
-        known = ((node, self._table.known.get(call.text)) for node, call in calls)
-        measured = {node: times for node, times in known if times is not None}
+        measured = self._times(_calls(effects, amp), expected)
         guessed = sum(expected[node] for node in measured)
         real = sum(times.forward for node, times in measured.items() if expected[node])
         return Costs(roofline, amp, measured, real / guessed if real and guessed else 1.0)
 
     def again(self, normalizations: Mapping[fx.Node, fx.Node | None]) -> dict[fx.Node, float]:
-        """What it takes, in ms, to apply the statistics of each normalization again, as far as that could be timed."""
-        calls = {node: call_again(node, relu is not None) for node, relu in normalizations.items()}
-        self._measure(list({call.text: call for call in calls.values() if call.text not in self._table.known}.values()))
-        known = ((node, self._table.known.get(call.text)) for node, call in calls.items())
-        return {node: times.forward for node, times in known if times is not None}
+        """What it takes, in ms, to run each normalization and its rectifier again; by the roofline where not timed."""
+        expected = again_ms(normalizations, ROOFLINES["cuda"])
+        calls = [(node, call_again(node, relu is not None)) for node, relu in normalizations.items()]
+        return expected | {node: times.forward for node, times in self._times(calls, expected).items()}
+
+    def _times(self, calls: list[tuple[fx.Node, Call]], expected: Mapping[fx.Node, float]) -> dict[fx.Node, Times]:
+        """The times of nodes by their calls, as far as they are known once what is unknown was timed."""
+        known = self._table.known
+        weights: dict[str, float] = defaultdict(float)
+        for node, call in calls:
+            weights[call.text] += expected[node]
+        distinct = {call.text: call for _, call in calls if call.text not in known}
+        # The dearest first, so that the time runs out on those that matter least.
+        self._measure(sorted(distinct.values(), key=lambda call: weights[call.text], reverse=True))
+        return {node: times for node, call in calls if (times := known.get(call.text)) is not None}
 
     def _measure(self, calls: list[Call]) -> None:
         if not calls or self._left <= 0:
