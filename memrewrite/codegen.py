@@ -29,7 +29,7 @@ from torch import Tensor, fx, nn
 from memrewrite.capture.captured import Captured, TensorSpec
 from memrewrite.capture.normal import attribute
 from memrewrite.errors import CaptureError
-from memrewrite.normalizations import rectifier
+from memrewrite.normalizations import in_one_with, runs_again_with
 from memrewrite.private import C_FUNCTIONS, OpOverload, TreeSpec, treespec_dumps
 from memrewrite.runtime.cross_entropy import chunked_cross_entropy
 from memrewrite.runtime.swish import exact_swish, swish
@@ -173,10 +173,10 @@ class _Writer:
             return f"{arguments[0]}.{node.target}({', '.join([*arguments[1:], *keywords])})"
         name = function_name(node.target)
         if "statistics" in node.meta:
-            given = ["recomputing", str(node.meta["statistics"]), str(_rectified(node)), *map(self.value, node.args)]
-            return f"normalize({', '.join(given)})"
-        if (number := _normalized_by(node)) is not None:
-            return f"rectify(recomputing, {number}, {arguments[0]})"
+            kept = ["recomputing", str(node.meta["statistics"]), str(runs_again_with(node) is not None)]
+            return f"normalize({', '.join([*kept, *arguments])})"
+        if (normalized := in_one_with(node)) is not None:
+            return f"rectify(recomputing, {normalized.meta['statistics']}, {arguments[0]})"
         if "keep" in node.meta:
             kept = ["recomputing", str(node.meta["keep"]), str(bool(node.meta.get("random"))), name]
             return f"keep({', '.join([*kept, *arguments, *keywords])})"
@@ -302,21 +302,6 @@ def _segment(node: fx.Node) -> tuple[int, ...]:
     """The numbers of the segments a node stands in, the outermost first."""
     found: tuple[int, ...] = node.meta.get("segment", ())
     return found
-
-
-def _rectified(node: fx.Node) -> bool:
-    """Whether a batch normalization whose statistics stay may run again with the ReLU that follows."""
-    relu = rectifier(node)
-    return relu is not None and relu.target is torch.ops.aten.relu_.default and _segment(relu) == _segment(node)
-
-
-def _normalized_by(node: fx.Node) -> int | None:
-    """The number of the batch normalization that a ReLU may run again with."""
-    source = node.args[0] if node.target is torch.ops.aten.relu_.default else None
-    if not isinstance(source, fx.Node) or "statistics" not in source.meta or not _rectified(source):
-        return None
-    number: int = source.meta["statistics"]
-    return number
 
 
 def _groups(nodes: Iterable[fx.Node], depth: int) -> list[list[fx.Node]]:

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from memrewrite.costs import Roofline
 from memrewrite.costs.calls import Argument, Call
 from memrewrite.effects import Effects
-from memrewrite.runtime.batch_norm import apply_statistics, rows_and_columns
+from memrewrite.runtime.batch_norm import apply_statistics, as_matrix
 from memrewrite.simulate.transients import like
 
 _TRAINING = 5  # the position of that argument
@@ -23,7 +23,7 @@ def keeps_statistics(node: fx.Node) -> bool:
         return False
     given = [value.meta.get("val") if isinstance(value, fx.Node) else None for value in node.args[:3]]
     tensors = [value for value in given if isinstance(value, Tensor)]
-    return len(tensors) == len(given) and rows_and_columns(tensors[0]) is not None
+    return len(tensors) == len(given) and as_matrix(tensors[0]) is not None
 
 
 def rectifier(node: fx.Node) -> fx.Node | None:
@@ -31,6 +31,22 @@ def rectifier(node: fx.Node) -> fx.Node | None:
     users = list(node.users)
     alone = len(users) == 1 and users[0].target in (torch.ops.aten.relu.default, torch.ops.aten.relu_.default)
     return users[0] if alone else None
+
+
+def runs_again_with(node: fx.Node) -> fx.Node | None:
+    """The rectifier of ``node`` where it writes over its input in the same segment: the two run again as one."""
+    relu = rectifier(node)
+    if relu is None or relu.target is not torch.ops.aten.relu_.default:
+        return None
+    return relu if relu.meta.get("segment") == node.meta.get("segment") else None
+
+
+def in_one_with(relu: fx.Node) -> fx.Node | None:
+    """The normalization that ``relu`` runs again in one with, whose statistics are marked as kept; None without one."""
+    source = relu.args[0] if relu.args else None
+    if not isinstance(source, fx.Node) or "statistics" not in source.meta:
+        return None
+    return source if runs_again_with(source) is relu else None
 
 
 def found(effects: Effects) -> dict[fx.Node, fx.Node | None]:

@@ -58,6 +58,8 @@ class CheckpointSegments:
                 _mark(node, path, effects)
                 if self.statistics and keeps_statistics(node):
                     node.meta["statistics"] = number
+                else:
+                    _mark_once(node, effects)
             freed = sum(effects.storages[key].bytes for key in _freed(effects, nodes[a:b]))
             findings.apply(nodes[a], f"{b - a} nodes up to {nodes[b - 1].name}, {format_bytes(freed)} not kept")
         for a, b in self.plan.keeping:
@@ -75,9 +77,12 @@ def clear(graph_module: fx.GraphModule) -> None:
 
 
 def _mark(node: fx.Node, path: tuple[int, ...], effects: Effects) -> None:
-    facts = effects.of[node]
     node.meta["segment"] = path
-    node.meta["random"] = facts.random
+    node.meta["random"] = effects.of[node].random
+
+
+def _mark_once(node: fx.Node, effects: Effects) -> None:
+    facts = effects.of[node]
     if is_counter(effects, node):
         node.meta["run_once"] = "skip"
     elif facts.statistics:

@@ -93,7 +93,7 @@ def _formula(result: Tensor, x: Tensor, statistics: list[Tensor], weight: Any, b
     if hasattr(x, "fake_mode"):
         return _SIMULATED
     plain = all(type(value) in (Tensor, nn.Parameter) for value in (x, weight, bias))
-    if not (plain and rows_and_columns(x) and x.stride() == result.stride() and kernel_runs_on(x.device)):
+    if not (plain and as_matrix(x) and x.stride() == result.stride() and kernel_runs_on(x.device)):
         return None
     kind = x.shape, x.stride(), x.dtype, x.device
     possible = _POSSIBLE.get(kind, _FORMULAS)
@@ -132,18 +132,18 @@ def kernel_runs_on(device: torch.device) -> bool:
     return True
 
 
-def rows_and_columns(x: Tensor) -> tuple[int, int] | None:
-    """``x`` (N, C, ...) as a matrix in the order of its memory, a row for each channel of an image or a column for each
-    channel; None where it is no such matrix, or not of a type that is normalized in float32.
+def as_matrix(x: Tensor) -> tuple[int, int, bool] | None:
+    """The rows and columns of ``x`` (N, C, ...) in the order of its memory, and whether a channel of an image is a row:
+    otherwise each channel is a column. None where it is no such matrix, or not of a type normalized in float32.
     """
     if x.dtype not in (torch.float32, torch.float16, torch.bfloat16) or x.dim() < 2 or not x.numel():
         return None
     if x.dim() > 2 and x.is_contiguous():
-        return x.shape[0] * x.shape[1], x[0, 0].numel()
+        return x.shape[0] * x.shape[1], x[0, 0].numel(), True
     last = {2: torch.contiguous_format, 4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
     if last is None or not x.is_contiguous(memory_format=last):
         return None
-    return x.numel() // x.shape[1], x.shape[1]
+    return x.numel() // x.shape[1], x.shape[1], False
 
 
 def apply_statistics(
@@ -154,12 +154,14 @@ def apply_statistics(
 
     ``formula`` 0 is ((x - mean) * weight) * invstd + bias, 1 is x * scale + (bias - mean * scale) and 2 is
     (x - mean) * scale + bias, where scale is invstd * weight, each with its last product and sum rounded as one.
+    Raises ``ValueError`` for what is no matrix.
     """
-    result, matrix = torch.empty_like(x), rows_and_columns(x)
-    if matrix is None or formula == _SIMULATED:
+    result, matrix = torch.empty_like(x), as_matrix(x)
+    if formula == _SIMULATED:
         return result
-    rows, columns = matrix
-    by_row = x.dim() > 2 and x.is_contiguous()
+    if matrix is None:
+        raise ValueError(f"No kernel normalizes {x.dtype} {tuple(x.shape)} with strides {x.stride()}.")
+    rows, columns, by_row = matrix
     wide = min(1 << (columns - 1).bit_length(), _TILE)
     tall = _TILE // wide
     tensors = (x, result, *statistics, weight, bias)
