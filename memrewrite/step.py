@@ -7,6 +7,7 @@ In inference mode the step is one forward under ``torch.no_grad``.
 import contextlib
 import functools
 import inspect
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -137,9 +138,7 @@ def autocast(amp: torch.dtype | None, device: str, cached: bool = True) -> conte
 
 def device_of(module: nn.Module, inputs: Inputs) -> torch.device:
     """Where the first parameter (else the first input) lies."""
-    for tensor in [*module.parameters(), *inputs.tensors()]:
-        return tensor.device
-    return torch.device("cpu")
+    return next((t.device for t in itertools.chain(module.parameters(), inputs.tensors())), torch.device("cpu"))
 
 
 def device_type(module: nn.Module, inputs: Inputs) -> str:

@@ -164,8 +164,7 @@ def _nested_moves(labels: "_Labels", table: Intervals, inner: Nested, b: int, bo
     ms = np.where(inner.need[start, end] <= (bound - around)[:, None], inner.ms[start, end], np.inf)
     level = ms.argmin(axis=1)
     needed = around + inner.need[start, end, level]
-    ms = labels.ms[origin] + np.take_along_axis(ms, level[:, None], axis=1)[:, 0]
-    return _Moves(before + table.held[a, b], needed, ms, origin, kind + level + 1)
+    return _Moves(before + table.held[a, b], needed, labels.ms[origin] + ms.min(axis=1), origin, kind + level + 1)
 
 
 class _Labels:
