@@ -10,6 +10,7 @@ from memrewrite import normalizations, registry
 from memrewrite.checks import broken, health
 from memrewrite.codegen import generate
 from memrewrite.costs import Costs, roofline_costs
+from memrewrite.costs.compiled import when_compiled
 from memrewrite.costs.profile import Profile
 from memrewrite.costs.steptime import step_ms
 from memrewrite.costs.work import of_loss, of_optimizer
@@ -61,13 +62,13 @@ class Part:
         """Observe again next time: another way to look has left other values in the nodes."""
         self._observed = None
 
-    def chain(self, costs: Costs) -> Chain:
+    def chain(self, costs: Costs, compiled: bool) -> Chain:
         """The graph as it is now, as numbers for the planner."""
         nodes, code = list(self.graph_module.graph.nodes), self.graph_module.code
         if self._levels is None or self._levels[:2] != (nodes, code):
             loss_of = self._loss_of if not self.region.path else None
             self._levels = nodes, code, levels(self.graph_module, self.region.example, self.step, loss_of)
-        return chain(self.observe(), self._levels[2], costs)
+        return chain(self.observe(), self._levels[2], costs, compiled)
 
     def _loss_of(self, leaves: Any) -> Tensor:
         """The loss of what the graph returns, if that is all the model returns."""
@@ -180,7 +181,7 @@ class Line:
     @property
     def statistics(self) -> bool:
         """Whether batch normalizations in segments keep their statistics and apply them again, by a kernel for CUDA."""
-        return not self.compiled and (self.step.as_cuda or kernel_runs_on(device_of(self.model, self.inputs)))
+        return self.step.as_cuda or kernel_runs_on(device_of(self.model, self.inputs))
 
     def costs(self, part: Part) -> Costs:
         """What the nodes of a region's graph, as it is now, take: measured where there is a profile."""
@@ -189,6 +190,8 @@ class Line:
             costs = roofline_costs(self.step.device_type(self.model, self.inputs), self.step.amp)
         else:
             costs = self.profile.costs(effects, self.step.amp)
+        if self.compiled:
+            return when_compiled(costs, effects)
         if not self.statistics:
             return costs
         found = normalizations.found(effects)
@@ -222,21 +225,21 @@ class Line:
 
     def _search(self, exact: bool) -> Search:
         plain = self.simulate()
-        chains = join([part.chain(self.costs(part)) for part in self.parts])
+        chains = join([part.chain(self.costs(part), self.compiled) for part in self.parts])
         fixed = plain.floor - sum(_rounded(p) for p in self.model.parameters() if p.requires_grad)
 
         def peak(candidate: Plan) -> int:
             self.segments(candidate)
             return self.simulate().peak if exact else self.rehearse(plain)
 
-        return Search(chains, plain.peak, fixed, peak, plain=self.compiled)
+        return Search(chains, plain.peak, fixed, peak)
 
     def segments(self, plan: Plan) -> None:
         """Turn a plan over the regions' joined chains into segments."""
         start = 0
         for part in self.parts:
             end = start + len(compute_nodes_of(part.graph_module))
-            part.apply(CheckpointSegments(plan.part(start, end), self.statistics))
+            part.apply(CheckpointSegments(plan.part(start, end), self.statistics, self.compiled))
             start = end + 1  # the boundary that `join` puts between regions
 
 
@@ -298,9 +301,9 @@ def mark_inplace(line: Line, names: tuple[str, ...] | None) -> None:
 
     What autograd keeps depends on the call: it is observed as if everything required a gradient and without autocast,
     whose copies would be kept in place of what is marked, so that whoever calls the result may choose.
-    Marks that would raise the peak are taken back.
+    Marks that would raise the peak are taken back. ``torch.compile`` finds for itself what to write in place.
     """
-    if names is not None and InplaceActivation.name not in names:
+    if line.compiled or (names is not None and InplaceActivation.name not in names):
         return
     parts = [part for part in line.parts if InplaceActivation.name not in part.results]
     before = _spellings(parts)

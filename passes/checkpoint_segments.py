@@ -35,11 +35,13 @@ MARKS = ("segment", "random", "run_once", "keep", "statistics")
 class CheckpointSegments:
     """Mark the nodes of each interval of ``plan``. Raises ``InternalError`` for an interval that may not move.
 
-    ``statistics`` says that those of batch normalizations stay.
+    ``statistics`` says that those of batch normalizations stay, ``compiled`` that what can be kept is what
+    ``torch.compile`` can keep.
     """
 
     plan: Plan
     statistics: bool = False
+    compiled: bool = False
     name: ClassVar[str] = "checkpoint_segments"
     exact: ClassVar[bool] = True
 
@@ -64,7 +66,7 @@ class CheckpointSegments:
             findings.apply(nodes[a], f"{b - a} nodes up to {nodes[b - 1].name}, {format_bytes(freed)} not kept")
         for a, b in self.plan.keeping:
             for number in range(a, b):
-                if own_bytes(effects, nodes[number]) >= 0:
+                if own_bytes(effects, nodes[number], self.compiled) >= 0:
                     nodes[number].meta["keep"] = number
         return findings.result()
 

@@ -1,5 +1,6 @@
 """What a compiled module keeps and needs, read off the two graphs that the compiler makes of a step."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -9,20 +10,25 @@ from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.decomposition import select_decomp_table
 
 from memrewrite.private import tree_flatten
 
 
 @dataclass(frozen=True)
 class CompiledBytes:
-    """Bytes of activations and gradients: ``kept`` between the two graphs, ``peak`` at most in either of them."""
+    """Bytes of activations and gradients: ``kept`` between the two graphs, ``peak`` at most in either of them.
+
+    ``backward`` counts the operators of the second graph by their names.
+    """
 
     kept: int
     peak: int
+    backward: Counter[str]
 
 
 def compiled_bytes(module: nn.Module, loss: Callable[[nn.Module], Tensor]) -> CompiledBytes:
-    """Of one step of ``module`` compiled as one graph by ``aot_eager``, which ``loss`` calls.
+    """Of one step of ``module`` compiled as one graph, which ``loss`` calls.
 
     A value lives from the node that makes it to its last reader.
     """
@@ -36,6 +42,7 @@ def compiled_bytes(module: nn.Module, loss: Callable[[nn.Module], Tensor]) -> Co
         fw_compiler=note,
         bw_compiler=note,
         partition_fn=min_cut_rematerialization_partition,
+        decompositions=select_decomp_table(),
         keep_inference_input_mutations=True,
     )
     torch.compiler.reset()
@@ -50,7 +57,8 @@ def compiled_bytes(module: nn.Module, loss: Callable[[nn.Module], Tensor]) -> Co
         if node.name in made:
             kept |= _storages(node)
     size = sum(count for key, count in kept.items() if key not in outside)
-    return CompiledBytes(size, max(_peak(graph, outside) for graph in graphs))
+    names = Counter(str(node.target) for node in backward.nodes)
+    return CompiledBytes(size, max(_peak(graph, outside) for graph in graphs), names)
 
 
 def _peak(graph: fx.Graph, outside: set[int]) -> int:

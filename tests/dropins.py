@@ -72,16 +72,17 @@ def segmented(
     kwargs: dict[str, Any] | None = None,
     keeping: bool = False,
     statistics: bool = False,
+    compiled: bool = False,
 ) -> Segmented:
     """``model`` with segments of up to ``size`` nodes wherever they may be, of several sizes one inside the other.
 
-    ``keeping`` keeps in them what can be kept; ``statistics`` keeps those of batch normalizations, as on CUDA, and puts
-    activations in place.
+    ``keeping`` keeps in them what can be kept, for ``torch.compile`` where ``compiled``. ``statistics`` keeps those of
+    batch normalizations, as on CUDA, and puts activations in place.
     """
     inputs = Inputs(args, kwargs or {})
     step = Step("train", None, None, amp)
     part = pipeline.Part(Region("", model, capture(model, inputs), lambda: inputs), step)
-    line = (Keeping if statistics else pipeline.Line)(model, inputs, step, 0, [part])
+    line = (Keeping if statistics else pipeline.Line)(model, inputs, step, 0, [part], compiled=compiled)
     part.apply(Functionalize())
     effects = part.observe()
     nodes = compute_nodes(effects)

@@ -1,4 +1,4 @@
-"""Plans for a result that will be compiled: only what ``torch.compile`` honours."""
+"""Plans for a result that will be compiled: what ``torch.compile`` honours, and how it runs that."""
 
 import functools
 import re
@@ -9,33 +9,32 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 import memrewrite
 from memrewrite.errors import BudgetInfeasibleError
 from tests.benchmarks.models import WORKLOADS
 from tests.compiled import compiled_bytes
-from tests.dropins import loss_of, step
+from tests.dropins import assert_same_bits, loss_of, segmented, step
 from tests.models import ResidualNet
 from tests.test_kept import Block
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model, its input and a budget, and ``word`` for what of the usual plan ``torch.compile`` does not honour."""
+    """A model, its input and a budget."""
 
     build: Callable[[], nn.Module]
     x: Tensor
     budget: str
-    word: str
 
 
 NESTED, KEPT = "segments in segments", "nodes kept"
 CASES = {
-    NESTED: Case(lambda: ResidualNet(4, 8), torch.randn(8, 3, 16, 16), "min", "within=recomputing"),
-    KEPT: Case(
-        lambda: nn.Sequential(*(Block(16, 0.0) for _ in range(4))), torch.randn(2, 128, 16), "65%", "keep(recomputing"
-    ),
+    NESTED: Case(lambda: ResidualNet(4, 8), torch.randn(8, 3, 16, 16), "min"),
+    KEPT: Case(lambda: nn.Sequential(*(Block(16, 0.0) for _ in range(4))), torch.randn(2, 128, 16), "65%"),
 }
+PRODUCTS = ("aten.addmm.default", "aten.mm.default", "aten.convolution.default", "aten.bmm.default")
 
 
 @functools.cache
@@ -48,12 +47,20 @@ def optimized(name: str, compiled: bool, budget: int | None = None) -> Any:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_plan_for_the_compiler_has_what_it_honours_and_no_more(name: str) -> None:
+def test_a_plan_for_the_compiler_divides_only_segments_that_keep_nodes(name: str) -> None:
     planned, usual = optimized(name, compiled=True), optimized(name, compiled=False)
     assert (planned.report.config["compiled"], usual.report.config["compiled"]) == (True, False)
-    assert CASES[name].word in usual._memrewrite.source
-    assert not re.search(r"within=recomputing|keep\(recomputing", planned._memrewrite.source)
-    assert {segment.depth for segment in planned.report.segments} == {1}
+    outer = re.findall(r"^def segment_(\d+)\(", planned._memrewrite.source, re.M)
+    divided = {number for number, _ in re.findall(r"^def segment_(\d+)_(\d+)\(", planned._memrewrite.source, re.M)}
+    keeping = {number for number in outer if re.search(kept_in(number), planned._memrewrite.source, re.M | re.S)}
+    assert outer
+    assert divided <= keeping
+    assert name == NESTED or keeping
+
+
+def kept_in(number: str) -> str:
+    """A pattern for a kept node in an outermost segment or in a part of it."""
+    return rf"^def segment_{number}(_\d+)?\([^\n]*\n((?!def )[^\n]*\n)*?[^\n]*keep\(recomputing"
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -96,3 +103,71 @@ def test_a_budget_that_only_segments_in_segments_reach() -> None:
         optimized(NESTED, compiled=True, budget=low)
     assert caught.value.lowest == optimized(NESTED, compiled=True).report.predicted_after.peak > low
     assert caught.value.options
+
+
+class Wide(nn.Module):
+    """Residual branches whose products are dear and narrow, or wide."""
+
+    def __init__(self, width: int = 32, depth: int = 6) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(depth))
+        self.ups = nn.ModuleList(nn.Linear(width, 4 * width) for _ in range(depth))
+        self.downs = nn.ModuleList(nn.Linear(4 * width, width) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for norm, up, down in zip(self.norms, self.ups, self.downs, strict=True):
+            x = x + torch.sigmoid(down(functional.gelu(up(norm(x)))))
+        return x
+
+
+@pytest.mark.parametrize("amp", [None, torch.bfloat16], ids=["float32", "bfloat16 autocast"])
+@pytest.mark.parametrize("budget", ["45%", "60%", "75%"])
+def test_what_is_kept_does_not_run_again_and_nothing_else_is_held(budget: str, amp: torch.dtype | None) -> None:
+    torch.manual_seed(0)
+    model, x = Wide(), torch.randn(64, 16, 32)
+    outside = sum(tensor.nbytes for tensor in [x, *model.parameters()])
+    original = memrewrite.estimate(model, x, optimizer="none", amp=amp).peak.bytes - outside
+    limit = outside + original * int(budget.rstrip("%")) // 100
+    result: Any = memrewrite.optimize(model, x, budget=limit, optimizer="none", amp=amp, verify=False, compiled=True)
+
+    def loss(module: nn.Module) -> Tensor:
+        with torch.autocast("cpu", amp, enabled=amp is not None):
+            return loss_of(module(x))
+
+    plain, found = compiled_bytes(model, loss), compiled_bytes(result, loss)
+    source = result._memrewrite.source
+    kept, products = source.count("keep(recomputing"), source.count("aten.linear.default")
+    again = sum(found.backward[name] - plain.backward[name] for name in PRODUCTS)
+    assert kept > 0
+    assert again <= products - kept
+    assert found.kept < limit - outside
+    assert found.kept <= 0.8 * plain.kept
+
+
+class Normalized(nn.Module):
+    """Batch normalizations with what may follow them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(3 if i == 0 else 8, 8, 3, padding=1, bias=False) for i in range(3))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu_(self.norms[0](self.convs[0](x)))
+        y = functional.leaky_relu_(self.norms[1](self.convs[1](x)), 0.1)
+        return torch.relu(self.norms[2](self.convs[2](y)) + x)
+
+
+@pytest.mark.parametrize("statistics", [False, True])
+def test_compiled_statistics_are_found_once_where_they_are_kept(statistics: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Normalized(), torch.randn(4, 3, 16, 16)
+    result = segmented(model, x, size=100, statistics=statistics).module
+    found = compiled_bytes(result, lambda module: loss_of(module(x)))
+    assert found.backward["aten.var_mean.correction"] == (0 if statistics else 3)
+    assert found.backward["aten.convolution.default"] >= 2
+    taken, expected = (
+        step(module, x, torch.compile(type(module).__call__, backend="aot_eager_decomp_partition", fullgraph=True))
+        for module in (result, model)
+    )
+    assert_same_bits(taken, expected)

@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 
 from memrewrite.costs import ROOFLINES, Costs, Times, roofline_costs
 from memrewrite.costs.calls import Call, call_of
+from memrewrite.costs.compiled import when_compiled
 from memrewrite.costs.profile import Profile, profile_on
 from memrewrite.costs.table import Table, cache_file, environment
 from memrewrite.costs.timer import Measure, timing_on
@@ -288,3 +289,32 @@ def test_a_call_that_fails_takes_no_time(effects: Effects) -> None:
 
 def test_there_is_no_profile_off_cuda() -> None:
     assert profile_on(CPU) is None
+
+
+class Mixed(nn.Module):
+    """Products, and what lies between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.first(x)).relu()
+        return self.second(y.permute(0, 2, 3, 1)).sigmoid() * 2
+
+
+@pytest.mark.parametrize("amp", [None, torch.bfloat16])
+def test_compiled_only_products_and_what_they_are_handed_take_time(amp: torch.dtype | None) -> None:
+    effects = observed(Mixed(), torch.randn(2, 3, 8, 8), amp=amp)
+    costs = roofline_costs("cuda", amp)
+    compiled = when_compiled(costs, effects)
+    times = {part: compiled.again_ms(node := node_named(effects, part), effects.of[node]) for part in PARTS}
+    relu, element = node_named(effects, "relu"), 4 if amp is None else 2
+    assert times["relu"] == costs.roofline.ms((0, 2 * relu.meta["val"].numel() * element), None)
+    assert times["batch_norm"] == times["sigmoid"] == times["mul"] == times["permute"] == 0.0
+    for product in ("conv2d", "linear"):
+        node = node_named(effects, product)
+        assert times[product] == costs.ms(node, effects.of[node]) > 0.0
+
+
+PARTS = ("conv2d", "batch_norm", "relu", "permute", "linear", "sigmoid", "mul")

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 
 from memrewrite.private import TorchDispatchMode
@@ -31,6 +32,26 @@ class Block(nn.Module):
         return x + torch.tanh(y)
 
 
+class Made(TorchDispatchMode):
+    """Notes the storages that operators make."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {tensor.untyped_storage().data_ptr() for tensor in args if isinstance(tensor, Tensor)}
+        if isinstance(result, Tensor) and result.untyped_storage().data_ptr() not in given:
+            storage = result.untyped_storage()
+            self.made[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()
+        return result
+
+    def alive(self) -> int:
+        """The bytes of those that something still holds."""
+        return sum(size for storage, size in self.made.values() if not storage.expired())
+
+
 def model(dropout: float = 0.0, width: int = 16) -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(Block(width, dropout), Block(width, dropout))
@@ -40,8 +61,15 @@ def tokens(length: int = 8, width: int = 16) -> Tensor:
     return torch.randn(2, length, width, generator=torch.Generator().manual_seed(1))
 
 
-def kept(dropout: float = 0.0, size: Size = 100, keeping: bool = True, amp: torch.dtype | None = None) -> Segmented:
-    return segmented(model(dropout), tokens(), size=size, keeping=keeping, amp=amp)
+def kept(
+    dropout: float = 0.0,
+    size: Size = 100,
+    amp: torch.dtype | None = None,
+    *,
+    keeping: bool = True,
+    compiled: bool = False,
+) -> Segmented:
+    return segmented(model(dropout), tokens(), size=size, amp=amp, keeping=keeping, compiled=compiled)
 
 
 class Attentions(TorchDispatchMode):
@@ -68,8 +96,9 @@ def test_attention_runs_once(size: Size, keeping: bool, runs: int) -> None:
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("call", USES, ids=lambda call: getattr(call, "__name__", "step"))
-def test_every_number_is_the_same(call: Any, dropout: float, size: Size) -> None:
-    found = kept(dropout, size)
+@pytest.mark.parametrize("compiled", [False, True], ids=["attention kept", "products kept"])
+def test_every_number_is_the_same(compiled: bool, call: Any, dropout: float, size: Size) -> None:
+    found = kept(dropout, size, compiled=compiled)
     if call is None:
         assert_same_bits(step(found.module, tokens()), step(model(dropout), tokens()))
     else:
@@ -77,12 +106,14 @@ def test_every_number_is_the_same(call: Any, dropout: float, size: Size) -> None
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_autocast(dropout: float) -> None:
+@pytest.mark.parametrize("compiled", [False, True], ids=["attention kept", "products kept"])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_autocast(size: Size, compiled: bool, dropout: float) -> None:
     def call(module: nn.Module, x: Tensor) -> Any:
         with torch.autocast("cpu", torch.bfloat16):
             return module(x)
 
-    found = kept(dropout, amp=torch.bfloat16)
+    found = kept(dropout, size, torch.bfloat16, compiled=compiled)
     assert_same_bits(step(found.module, tokens(), call), step(model(dropout), tokens(), call))
 
 
@@ -119,3 +150,19 @@ def test_what_is_kept_is_all_that_is_held() -> None:
 def test_outside_a_segment_it_just_runs() -> None:
     x = torch.ones(3, requires_grad=True)
     assert keep(False, 0, False, torch.sin, x).equal(x.sin())
+
+
+@pytest.mark.parametrize("amp", [None, torch.bfloat16], ids=["float32", "autocast"])
+def test_a_kept_product_holds_its_result_and_neither_input_nor_casts(amp: torch.dtype | None) -> None:
+    """Its input is saved as a view of two dimensions, and under autocast as a copy; both are made again."""
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Tanh(), nn.Linear(256, 16), nn.Tanh()), torch.randn(32, 8, 256)
+
+    def held(keeping: bool) -> int:
+        module = segmented(net, x, size=100, amp=amp, keeping=keeping, compiled=keeping).module
+        with torch.autocast("cpu", amp, enabled=amp is not None), Made() as made:
+            output = module(x)
+        return made.alive() - output.nbytes
+
+    element = 4 if amp is None else amp.itemsize
+    assert (held(keeping=False), held(keeping=True)) == (0, 32 * 8 * 16 * element)

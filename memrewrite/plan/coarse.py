@@ -100,7 +100,8 @@ def _merged(chain: Chain, starts: NDArray[np.int64]) -> Coarse:
             ),
             segment_ms=chain.segment_ms,
             gradients=chain.gradients,
-            own=None if chain.own is None else np.maximum.reduceat(chain.own, first),
+            own=tuple(np.maximum.reduceat(own, first) for own in chain.own),
+            on_demand=chain.on_demand,
         ),
         starts,
     )

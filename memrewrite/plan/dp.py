@@ -15,9 +15,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from memrewrite.plan.demand import keeping_on_demand, pieces
 from memrewrite.plan.guide import Guide, guide, lightest
 from memrewrite.plan.segments import Bytes, Chain, Plan
-from memrewrite.plan.tables import KEEPING, NEVER, Intervals, Nested, Space, intervals, keeping
+from memrewrite.plan.tables import KEEPING, NEVER, Intervals, Keeping, Nested, Space, intervals, keeping
 
 _KEPT = -1  # what leads to a label is a kept node, or an interval of one of the kinds in `tables`
 _INNER_SLOTS = 32
@@ -44,15 +45,17 @@ def nested(table: Intervals, cuts: Bytes, levels: Bytes) -> Nested:
 def flat(chain: Chain) -> Space:
     """The plans for a chain without segments in segments."""
     table = intervals(chain)
-    return Space(table, keeping=keeping(table, chain))
+    choices = [own for own in chain.own if (own >= 0).any()]
+    if chain.on_demand:
+        return Space(table, keeping=tuple(keeping_on_demand(table, chain, own) for own in choices))
+    return Space(table, keeping=tuple(Keeping(own, keeping(table, chain, own)) for own in choices))
 
 
 def with_nested(among: Space, cuts: Bytes, levels: Bytes) -> Space:
     """The plans of ``among``, and those with segments in segments between ``cuts``, for inner bounds of ``levels``."""
     inner = nested(among.table, cuts, levels)
-    if among.keeping is None:
-        return Space(among.table, inner)
-    return Space(among.table, inner, among.keeping, nested(replace(among.table, ms=among.keeping.ms), cuts, levels))
+    kept = (replace(k, inner=nested(replace(among.table, ms=k.table.ms), cuts, levels)) for k in among.keeping)
+    return Space(among.table, inner, tuple(kept))
 
 
 def plan(among: Space | Intervals, bound: int) -> Plan | None:
@@ -69,15 +72,20 @@ def plan(among: Space | Intervals, bound: int) -> Plan | None:
         return None
     ms, steps = found
     chosen: list[tuple[int, int]] = []
+    kept: list[tuple[int, int]] = []
     for a, b, kind in steps:
         chosen.append((a, b))
+        if kind >= KEEPING:
+            choice = among.keeping[kind // KEEPING - 1]
+            kept += [(p, p + 1) for p in range(a, b) if choice.own[p] >= 0]
+            chosen += pieces(choice, a, b)
         base, table, inner = [way for way in among.ways() if way[0] <= kind][-1]
         if inner is not None and kind > base:
             inside = Space(replace(among.table, ms=table.ms))
             level = int(inner.levels[kind - base - 1])
             within = _walk(inside, a, b, level, _INNER_SLOTS, among.table.live_ins(a)).back(b - a)
             chosen += [(c + a, d + a) for c, d, _ in within[1]] if within is not None else []
-    return Plan(tuple(chosen), ms, tuple((a, b) for a, b, kind in steps if kind >= KEEPING))
+    return Plan(tuple(chosen), ms, tuple(kept))
 
 
 def _walk(

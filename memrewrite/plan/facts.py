@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, fx
 
 from memrewrite.costs import Costs
@@ -12,6 +13,8 @@ from memrewrite.effects import Effects, autocast_switch
 from memrewrite.plan.segments import Bytes, Chain, Held
 from memrewrite.private import tree_iter
 from memrewrite.working import Levels
+
+_SHARES = (1.0, 0.75, 0.5, 0.35, 0.25, 0.15)  # of the bytes of all products, those that are kept
 
 
 def compute_nodes(effects: Effects) -> list[fx.Node]:
@@ -52,18 +55,21 @@ def join(chains: list[Chain]) -> Chain:
         pending=np.concatenate([part.pending + made for part, made in zip(parts, later, strict=True)]),
         storages=tuple(s.moved(int(start)) for part, start in zip(parts, starts, strict=False) for s in part.storages),
         segment_ms=chains[0].segment_ms,
+        on_demand=chains[0].on_demand,
         gradients=sum(part.gradients for part in parts),
     )
 
 
-def chain(effects: Effects, levels: Mapping[fx.Node, Levels], costs: Costs) -> Chain:
-    """The chain of ``compute_nodes(effects)``. Pure: nothing is run."""
+def chain(effects: Effects, levels: Mapping[fx.Node, Levels], costs: Costs, compiled: bool = False) -> Chain:
+    """The chain of ``compute_nodes(effects)``, as it runs when ``compiled`` or else. Pure: nothing is run."""
     nodes = compute_nodes(effects)
     facts = [effects.of[node] for node in nodes]
     storages = held_storages(effects, nodes)
     forward, work, pending = _beside(storages, [levels[node] for node in nodes])
+    ms = np.array([costs.again_ms(node, effects.of[node]) for node in nodes])
+    own = np.array([own_bytes(effects, node, compiled) for node in nodes], dtype=np.int64)
     return Chain(
-        ms=np.array([costs.again_ms(node, effects.of[node]) for node in nodes]),
+        ms=ms,
         rerun_ms=np.array([costs.rerun_ms(node, effects.of[node]) for node in nodes]),
         saves=np.array([bool(f.saved) for f in facts]),
         reach=reach(effects, nodes),
@@ -73,7 +79,8 @@ def chain(effects: Effects, levels: Mapping[fx.Node, Levels], costs: Costs) -> C
         storages=tuple(storages.values()),
         segment_ms=costs.roofline.segment_ms,
         gradients=_gradients(effects),
-        own=np.array([own_bytes(effects, node) for node in nodes], dtype=np.int64),
+        own=_choices(own, ms) if compiled else (own,),
+        on_demand=compiled,
     )
 
 
@@ -158,21 +165,34 @@ def held_storages(effects: Effects, nodes: list[fx.Node]) -> dict[int, Held]:
     return held
 
 
-def own_bytes(effects: Effects, node: fx.Node) -> int:
+def own_bytes(effects: Effects, node: fx.Node, compiled: bool = False) -> int:
     """What it takes to keep what only ``node`` makes instead of running it again with its segment; -1 if it has to run.
 
-    Worth it is what computes much and saves its result besides what it is given: attention, recurrent layers. Nothing
-    may write what is kept.
+    Worth it is what computes much and saves its result besides what it is given: attention, recurrent layers. When
+    ``compiled``, all that computes much, because nodes run again one by one. Nothing may write what is kept.
     """
     f = effects.of[node]
-    if node.op != "call_function" or not f.rerun[0] or f.writes or not f.saves_output:
+    if node.op != "call_function" or not (f.flops if compiled else f.rerun[0]) or f.writes:
         return -1
     inputs = {key for source in node.all_input_nodes for key in effects.of[source].outputs}
-    made = (f.saved | f.outputs) - inputs
+    made = (f.outputs if compiled else f.saved | f.outputs) - inputs
     saves_inputs = any(effects.storages[key].origin == "node" for key in f.saved & inputs)
-    if not saves_inputs or made & effects.written:
+    if not (compiled or (f.saves_output and saves_inputs)) or made & effects.written:
         return -1
     return sum(effects.storages[key].bytes for key in made)
+
+
+def _choices(own: Bytes, ms: NDArray[np.float64]) -> tuple[Bytes, ...]:
+    """Of the nodes that can be kept: all, and those that take the most ms a byte, in fewer and fewer bytes."""
+    worth = np.where(own > 0, ms / np.maximum(own, 1), np.where(own == 0, np.inf, -1.0))
+    order = np.argsort(-worth, kind="stable")
+    sizes = np.maximum(own[order], 0).cumsum()
+    found = []
+    for share in _SHARES:
+        count = int(np.searchsorted(sizes, share * sizes[-1], side="right"))
+        least = worth[order[min(count, len(order)) - 1]] if count else np.inf
+        found.append(np.where((own >= 0) & (worth >= least), own, -1))
+    return tuple(found)
 
 
 def _beside(storages: dict[int, Held], levels: list[Levels]) -> tuple[Bytes, Bytes, Bytes]:

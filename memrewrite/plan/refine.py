@@ -38,13 +38,11 @@ class Search:
     """What is known about the plans for a chain, from one budget to the next.
 
     ``kept`` is the simulated peak in bytes without any segment, ``fixed`` the bytes that no plan can move (parameters,
-    optimizer state, inputs, workspaces), ``simulate`` gives the exact peak of a plan. With ``plain`` there are only
-    plans without segments in segments and without nodes kept in them.
+    optimizer state, inputs, workspaces), ``simulate`` gives the exact peak of a plan.
     """
 
-    def __init__(self, chain: Chain, kept: int, fixed: int, simulate: Simulate, *, plain: bool = False) -> None:
-        self.chain = replace(chain, own=None) if plain else chain
-        self.kept, self.fixed, self.simulate, self.plain = kept, fixed, simulate, plain
+    def __init__(self, chain: Chain, kept: int, fixed: int, simulate: Simulate) -> None:
+        self.chain, self.kept, self.fixed, self.simulate = chain, kept, fixed, simulate
         self.peaks: dict[Plan, int] = {}
         self._plans: dict[int, Plan | None] = {}
 
@@ -107,7 +105,7 @@ class Search:
         if storages == self.chain.storages:
             return None
         chain = replace(self.chain, storages=storages)
-        other = Search(chain, self.kept, self.fixed, self.simulate, plain=self.plain)
+        other = Search(chain, self.kept, self.fixed, self.simulate)
         other.peaks = self.peaks  # how storages are counted changes no peak
         return other
 
@@ -124,7 +122,7 @@ class Search:
     @functools.cached_property
     def nested(self) -> Space:
         """All plans."""
-        if self.plain:
+        if self.chain.on_demand:
             return self.flat
         lowest = lowest_bound(self.flat.table, max(self.kept - self.fixed, 1))
         levels = np.geomspace(lowest / 8, lowest, _LEVELS).astype(np.int64)

@@ -52,7 +52,9 @@ class Chain:
     ``work`` and ``forward`` the bytes in use besides what is held while the backward of the node and the node itself
     run (values and gradients passing by, temporaries, parameter gradients made so far), ``pending`` those in use as
     backward comes to the node; ``gradients`` the bytes of all parameter gradients the chain makes; ``own`` what it
-    takes to keep what only the node makes, so that it does not run again with its segment (-1 where it has to).
+    takes to keep what only the node makes, so that it does not run again with its segment (-1 where it has to), one
+    array for each choice of nodes. ``on_demand`` says that with such a choice what a segment runs again is made as
+    backward asks for it, every node once, as ``torch.compile`` does it (see ``plan.demand``).
     """
 
     ms: NDArray[np.float64]
@@ -65,7 +67,8 @@ class Chain:
     storages: tuple[Held, ...]
     segment_ms: float
     gradients: int = 0
-    own: Bytes | None = None
+    own: tuple[Bytes, ...] = ()
+    on_demand: bool = False
 
     def __len__(self) -> int:
         return len(self.ms)

@@ -14,7 +14,7 @@ from memrewrite.plan.segments import Bytes, Chain, Held
 NEVER = np.iinfo(np.int64).max // 4
 
 # Kinds of intervals: one that as it runs again is all kept, or is planned for a level (1 + its number); and the same of
-# one whose nodes that can be kept are, counted from `KEEPING`.
+# those with kept nodes, `KEEPING` further for each choice of them.
 WHOLE, KEEPING = 0, 1000
 
 
@@ -77,19 +77,31 @@ class Arcs:
 
 
 @dataclass(frozen=True)
+class Keeping:
+    """The intervals in which the nodes are kept that ``own`` has bytes for, and what else is known of them.
+
+    ``cuts`` are the positions at which each of them is divided into segments; else ``inner`` may know better ones.
+    """
+
+    own: Bytes
+    table: Intervals
+    inner: Nested | None = None
+    cuts: Bytes | None = None
+
+
+@dataclass(frozen=True)
 class Space:
     """The plans there are: of intervals, of segments in them, and both again with nodes kept inside intervals."""
 
     table: Intervals
     inner: Nested | None = None
-    keeping: Intervals | None = None
-    keeping_inner: Nested | None = None
+    keeping: tuple[Keeping, ...] = ()
 
     def ways(self) -> Iterator[tuple[int, Intervals, Nested | None]]:
         """The kind, the tables and the insides of intervals."""
         yield WHOLE, self.table, self.inner
-        if self.keeping is not None:
-            yield KEEPING, self.keeping, self.keeping_inner
+        for number, each in enumerate(self.keeping, 1):
+            yield number * KEEPING, each.table, each.inner
 
     def leading(self, b: int) -> list[Arcs]:
         """All steps to position ``b``: a kept node, and intervals by kind."""
@@ -146,26 +158,29 @@ def intervals(chain: Chain) -> Intervals:
     keep = made[1:] - made[:-1]
     after = np.arange(1, n + 1)
     work = chain.work - unsaved[after, after]
-    held, base, peak, ms = (_by_end(each) for each in (held, base, peak, rerun_ms(chain)))
+    held, base, peak, ms = (by_end(each) for each in (held, base, peak, rerun_ms(chain)))
     return Intervals(held, base, peak, ms, keep, work, chain.forward, later, unsaved, least, passing)
 
 
-def _by_end(table: NDArray[Any]) -> NDArray[Any]:
+def by_end(table: NDArray[Any]) -> NDArray[Any]:
     """The same table, laid out so that all intervals with one end lie together."""
     return np.asfortranarray(table)
 
 
-def keeping(table: Intervals, chain: Chain) -> Intervals | None:
-    """The same tables where every node that can be kept inside an interval is; None where there is no such node."""
-    if chain.own is None or (chain.own < 0).all():
-        return None
-    kept = chain.own >= 0
-    before = np.concatenate([[0], np.where(kept, chain.own, 0).cumsum()])
-    count = np.concatenate([[0], kept.cumsum()])
+def keeping(table: Intervals, chain: Chain, own: Bytes) -> Intervals:
+    """The same tables where every node is kept inside an interval that ``own`` has bytes for."""
+    kept = own >= 0
+    before = summed(np.where(kept, own, 0))
+    count = summed(kept)
     still = replace(chain, ms=np.where(kept, 0.0, chain.ms), rerun_ms=np.where(kept, 0.0, chain.rerun_ms))
     a, b = np.ogrid[: len(before), : len(before)]
     ms = np.where(count[b] > count[a], rerun_ms(still), np.inf)
-    return replace(table, held=_by_end(table.held + before[b] - before[a]), ms=_by_end(ms))
+    return replace(table, held=by_end(table.held + before[b] - before[a]), ms=by_end(ms))
+
+
+def summed(values: NDArray[Any]) -> Bytes:
+    """At each position, the sum of the values before it."""
+    return np.concatenate([[0], values.cumsum()])
 
 
 def rerun_ms(chain: Chain) -> NDArray[np.float64]:
@@ -188,7 +203,7 @@ def _live_ins(n: int, storages: Sequence[Held]) -> Bytes:
     """
     following = [(before, use, s.bytes) for s in storages for before, use in itertools.pairwise((s.producer, *s.uses))]
     ahead = _count(n, following)  # made or used before x, and used next at y or later
-    return _by_end(np.diagonal(ahead)[:, None] - ahead[:, : n + 1])
+    return by_end(np.diagonal(ahead)[:, None] - ahead[:, : n + 1])
 
 
 def _count(n: int, entries: list[tuple[int, int, int]]) -> Bytes:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from memrewrite.runtime.segment import Kept, Recomputation, once
 
@@ -31,6 +32,8 @@ def normalize(recomputing: Any, number: int, rectified: bool, *args: Any) -> Any
     ``number`` tells it from others in the segment. Running statistics are updated once.
     """
     if not isinstance(recomputing, Recomputation):
+        if torch.compiler.is_compiling() and torch.is_grad_enabled():
+            return checkpoint(torch.ops.aten.batch_norm.default, *args, use_reentrant=False, context_fn=_as_it_likes)
         return torch.ops.aten.batch_norm.default(*args)
     kind = functools.partial(_Normalized, rectified)
     return recomputing.keep(number, torch.ops.aten.batch_norm.default, args, {}, False, kind)
@@ -43,7 +46,17 @@ def rectify(recomputing: Any, number: int, normalized: Tensor) -> Tensor:
         if isinstance(kept, _Normalized) and kept.formula is not None:
             recomputing.save(normalized)
             return normalized
-    return torch.relu_(normalized)
+    return torch.relu(normalized) if torch.compiler.is_compiling() else torch.relu_(normalized)
+
+
+def _compilers_choice(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.PREFER_SAVE
+
+
+# The compiler then keeps the statistics, as it would outside of segments.
+_as_it_likes = functools.partial(
+    create_selective_checkpoint_contexts, _compilers_choice, allow_cache_entry_mutation=True
+)
 
 
 class _Normalized(Kept):

@@ -15,7 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    get_device_states,
+    set_device_states,
+)
 
 OWNERS = "_memrewrite_owners"  # where the module keeps its parameters: full name -> (dictionary, name in there)
 
@@ -67,9 +73,22 @@ def keep(recomputing: Any, number: int, random: bool, operator: Callable[..., An
     Of what it saves, the segment makes those tensors again that are among ``args``. ``number`` tells it from others in
     the segment; ``random`` says that it draws.
     """
-    if not isinstance(recomputing, Recomputation):
-        return operator(*args, **kwargs)
-    return recomputing.keep(number, operator, args, kwargs, random)
+    if isinstance(recomputing, Recomputation):
+        return recomputing.keep(number, operator, args, kwargs, random)
+    if torch.compiler.is_compiling() and torch.is_grad_enabled():
+        return checkpoint(operator, *_cast(operator, args), use_reentrant=False, context_fn=_KEEPING, **kwargs)
+    return operator(*args, **kwargs)
+
+
+def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Of what a kept operator runs, all stays but views, which the compiler may make again.
+
+    A node that has to run again, in there, would make the compiler keep what it reads.
+    """
+    return CheckpointPolicy.PREFER_SAVE if operator.is_view else CheckpointPolicy.MUST_SAVE
+
+
+_KEEPING = functools.partial(create_selective_checkpoint_contexts, _policy, allow_cache_entry_mutation=True)
 
 
 class _Token:
@@ -192,6 +211,7 @@ class Recomputation:
         kind: "Callable[[tuple[Any, ...]], Kept] | None" = None,
     ) -> Any:
         """Run ``operator`` in the forward pass, and later give what it gave then, or what ``kind`` of it does."""
+        args = _cast(operator, args)
         if not self:
             self.keeping = kept = self.kept[number] = (kind or Kept)(args)
             try:
@@ -201,8 +221,8 @@ class Recomputation:
             kept.take(result, (torch.get_rng_state(), get_device_states(*args)) if random else None)
             return result
         kept = self.outermost.kept[number]
-        for position in kept.saved:
-            self.save(args[position])
+        for position, place in kept.saved:
+            self.save(args[position] if place is None else args[position].as_strided(*place))
         return kept.give(args)
 
     @property
@@ -216,19 +236,20 @@ class Recomputation:
 
 
 class Kept:
-    """What an operator gave, which of its arguments it saved, and the random state it left."""
+    """What an operator gave, which of its arguments or views of them it saved, and the random state it left."""
 
     def __init__(self, args: tuple[Any, ...]) -> None:
         self.args: tuple[Any, ...] = args
-        self.saved: list[int] = []
+        self.saved: list[tuple[int, Any]] = []
         self.outputs: Any = None
         self.random: Any = None
 
     def gave(self, tensor: Tensor) -> bool:
-        """Whether a tensor it saves is an argument, which is noted then."""
+        """Whether a tensor it saves is an argument or a view of one, which is noted then."""
         for position, value in enumerate(self.args):
-            if isinstance(value, Tensor) and _same(value, tensor):
-                self.saved.append(position)
+            if isinstance(value, Tensor) and value.untyped_storage() is tensor.untyped_storage():
+                place = None if _same(value, tensor) else (tensor.shape, tensor.stride(), tensor.storage_offset())
+                self.saved.append((position, place))
                 return True
         return False
 
@@ -248,10 +269,25 @@ class Kept:
         return outputs[0] if self.single else outputs
 
 
+_PRODUCTS = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "conv1d", "conv2d", "conv3d")
+_CAST = tuple(getattr(torch.ops.aten, name).default for name in (*_PRODUCTS, "scaled_dot_product_attention"))
+
+
+def _cast(operator: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """``args`` as autocast gives them to ``operator``, so that their casts run again where it is kept."""
+    return tuple(map(_as_autocast, args)) if operator in _CAST else args
+
+
+def _as_autocast(value: Any) -> Any:
+    if not isinstance(value, Tensor) or not value.is_floating_point() or value.dtype == torch.float64:
+        return value
+    kind = value.device.type
+    return value.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else value
+
+
 def _same(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are the same part of one storage, seen alike."""
-    alike = a.dtype == b.dtype and a.shape == b.shape and a.stride() == b.stride()
-    return alike and a.storage_offset() == b.storage_offset() and a.untyped_storage() is b.untyped_storage()
+    """Whether two tensors of one storage are the same part of it, seen alike."""
+    return a.shape == b.shape and a.stride() == b.stride() and a.storage_offset() == b.storage_offset()
 
 
 def _again(value: Tensor, version: int, trained: bool) -> Tensor:
