@@ -76,10 +76,10 @@ def optimize(
     CUDA, nothing is measured, equivalence is verified on the CPU, and the result takes inputs on the CPU. ``regions``
     are patterns of submodule paths (``"layers.*"``) to capture one by one, whose own hooks keep firing; by default the
     whole model is captured, else its largest submodules that can be. ``passes`` names those allowed, ``exact`` keeps
-    the forward bit-equal. ``compiled=True`` is for a result that ``torch.compile`` will get, which runs segments inside
-    a segment with it and keeps nothing in it: the plan then has neither, and may not reach as low a peak. The peak that
-    is predicted, measured and held to the budget stays that of the uncompiled module. ``verify=False`` returns the
-    result unproved.
+    the forward bit-equal. ``compiled=True`` is for a result that ``torch.compile`` will get, which fuses what it runs
+    again and makes each node as backward asks for it: the plan then counts products alone, keeps those worth it, and
+    divides only segments where that costs nothing. The peak that is predicted, measured and held to the budget stays
+    that of the uncompiled module. ``verify=False`` returns the result unproved.
 
     The result shares every Parameter and buffer with ``model``, is an instance of its class, and carries ``.report``
     (where the class has a ``report`` of its own that stays, and ``memrewrite.report_of(result)`` gives ours); where

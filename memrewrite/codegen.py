@@ -18,8 +18,7 @@ import keyword
 import math
 import operator
 import re
-import sys
-from collections import Counter, namedtuple
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -29,8 +28,9 @@ from torch import Tensor, fx, nn
 from memrewrite.capture.captured import Captured, TensorSpec
 from memrewrite.capture.normal import attribute
 from memrewrite.errors import CaptureError
+from memrewrite.expressions import Trees, literal, nested
 from memrewrite.normalizations import in_one_with, runs_again_with
-from memrewrite.private import C_FUNCTIONS, OpOverload, TreeSpec, treespec_dumps
+from memrewrite.private import C_FUNCTIONS, OpOverload
 from memrewrite.runtime.cross_entropy import chunked_cross_entropy
 from memrewrite.runtime.swish import exact_swish, swish
 from memrewrite.submodules import Submodules
@@ -58,7 +58,7 @@ def generate(captured: Captured, prefix: str = "") -> tuple[str, dict[str, Tenso
     """
     writer = _Writer(captured, prefix)
     writer.graph()
-    text = "\n".join([_HEADER, *writer.functions, _program(captured, prefix)])
+    text = "\n".join([_HEADER, *writer.trees.lines(), *writer.functions, _program(captured, prefix)])
     compile(text, "<memrewrite>", "exec")
     return text, {name: captured.constants[path] for path, name in writer.constants.items()}
 
@@ -82,7 +82,7 @@ _CALLED = {function.__name__: function for function in (swish, exact_swish, chun
 _RUNTIME = ("keep", "normalize", "once", "rectify", "run_segment", *_CALLED, "tree_unflatten", "treespec_loads")
 _MODULES_USED = ("aten", "torch", "operator", "math", "builtins", "importlib")
 _GLOBALS = (*_MODULES_USED, "inf", "nan", "getattr", "slice", "complex", *_RUNTIME)
-_OWN = re.compile(r"(segment|region)_\d")
+_OWN = re.compile(r"(segment|region|TREE)_\d")
 _PLAIN = re.compile(r"[\w.]+")
 
 
@@ -91,6 +91,7 @@ class _Writer:
         self.captured = captured
         self.prefix = prefix
         self.functions: list[str] = []
+        self.trees = Trees(prefix)
         self.constants = {path: CONSTANT.format(i) for i, path in enumerate(captured.constants)}
         self.names: dict[fx.Node, str] = {}
         attributes = captured.graph_module.graph.find_nodes(op="get_attr")
@@ -106,7 +107,8 @@ class _Writer:
         (output,) = graph.find_nodes(op="output")
         parameters = [self.name(node) for node in graph.find_nodes(op="placeholder")]
         lines = self.body(nodes, 0, output.all_input_nodes)
-        result = f"return {_nested(self.captured.output_tree, [self.value(v) for v in output.args[0]])}"
+        leaves = [self.value(v) for v in output.args[0]]
+        result = f"return {nested(self.captured.output_tree, leaves, self.trees)}"
         lines += [*self.submodules.lines(), result]
         self.function(f"{self.prefix}graph", ["self", *parameters], lines)
 
@@ -249,24 +251,6 @@ _REGIONS: dict[Any, tuple[str, int]] = {
 }
 
 
-def literal(value: Any) -> str:
-    """A constant as an expression. Raises ``CaptureError`` for a type that has none."""
-    if isinstance(value, torch.device):
-        return f"torch.device({value.type!r})"  # the current device of that type, whichever rank runs it
-    if isinstance(value, torch.dtype | torch.layout | torch.memory_format):
-        return str(value)
-    if value is None or isinstance(value, bool):
-        return repr(value)
-    if value is Ellipsis:
-        return "..."
-    if isinstance(value, complex):
-        return f"complex({float.__repr__(value.real)}, {float.__repr__(value.imag)})"
-    for plain in (int, float, str):  # not the repr of a subclass, such as an enum's or NumPy's
-        if isinstance(value, plain):
-            return plain.__repr__(value)
-    raise CaptureError(f"The graph holds {value!r} of type {type(value).__name__}, which cannot be written as source.")
-
-
 def function_name(target: Any) -> str:
     """How generated source names a function."""
     if isinstance(target, OpOverload):
@@ -326,50 +310,6 @@ def _live_ins(nodes: list[fx.Node]) -> list[fx.Node]:
     return [n for n in used if n not in inside]
 
 
-def _nested(tree: TreeSpec, leaves: list[str]) -> str:
-    """An expression that nests the leaves the way ``tree`` says."""
-    if tree.is_leaf():
-        return leaves[0]
-    parts = []
-    rest = leaves
-    for child in tree.children():
-        parts.append(_nested(child, rest[: child.num_leaves]))
-        rest = rest[child.num_leaves :]
-    if tree.type is tuple:
-        return f"({''.join(part + ', ' for part in parts)})"
-    if tree.type is list:
-        return f"[{', '.join(parts)}]"
-    if tree.type is dict:
-        return f"{{{', '.join(f'{literal(k)}: {part}' for k, part in zip(tree.context, parts, strict=True))}}}"
-    if tree.type is namedtuple:
-        return f"{_class(tree.context)}({', '.join(parts)})"
-    if tree.type.__module__ == "torch.return_types":
-        return f"torch.return_types.{tree.type.__name__}(({''.join(part + ', ' for part in parts)}))"
-    return f"tree_unflatten([{', '.join(leaves)}], treespec_loads({_dumped(tree)!r}))"
-
-
-def _class(kind: type) -> str:
-    """How generated source names a class of the user's."""
-    found: Any = sys.modules.get(kind.__module__)
-    for part in kind.__qualname__.split("."):
-        found = getattr(found, part, None)
-    if found is not kind:
-        raise CaptureError(
-            f"forward takes or returns a {kind.__name__}, which {kind.__module__} has under no name of its own; "
-            "define the class at the top of a module."
-        )
-    return f"importlib.import_module({kind.__module__!r}).{kind.__qualname__}"
-
-
-def _dumped(tree: TreeSpec) -> str:
-    """The structure of a class PyTorch knows how to flatten (a model output, say) as text."""
-    try:
-        return treespec_dumps(tree)
-    except (NotImplementedError, TypeError, ValueError) as error:
-        name = tree.type.__name__
-        raise CaptureError(f"forward takes or returns a {name}, which cannot be written as source.") from error
-
-
 def _program(captured: Captured, prefix: str) -> str:
     leaves = [
         f"({leaf.dtype}, {leaf.device_type!r}, {leaf.shape!r})"
@@ -377,14 +317,16 @@ def _program(captured: Captured, prefix: str) -> str:
         else f"('constant', {literal(leaf)})"
         for leaf in captured.inputs.leaves
     ]
-    tree = _nested(captured.inputs.tree, ["0"] * captured.inputs.tree.num_leaves)
+    trees = Trees(f"{prefix}INPUT_")
+    tree = nested(captured.inputs.tree, ["0"] * captured.inputs.tree.num_leaves, trees)
     shapes = [leaf.shape for leaf in captured.inputs.leaves if isinstance(leaf, TensorSpec)]
     sizes = sorted({size for shape in shapes for size in shape if isinstance(size, str)})
     conditions = " and ".join(f"({condition})" for condition in captured.inputs.conditions)
     fits = f"\n    fits=lambda {', '.join(sizes)}: {conditions}," if conditions else ""
+    constants = "\n".join(trees.lines())
     return f"""
 
-PROGRAM = Program(
+{constants}PROGRAM = Program(
     names={captured.inputs.parameters!r},
     tree=tree_structure({tree}),
     leaves=({"".join(leaf + ", " for leaf in leaves)}),

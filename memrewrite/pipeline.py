@@ -115,7 +115,7 @@ class Line:
 
     ``left`` says of parts outside, by path, why they stay as they are; ``profile`` times nodes on their device,
     ``original_ms`` is the predicted time of a step of the model as it is. ``compiled`` says that the result will be,
-    so that its plans have what ``torch.compile`` honours: no segments in segments, no nodes kept in them.
+    so that its plans are for what ``torch.compile`` runs again, and how (see ``plan.demand``).
     """
 
     model: nn.Module
@@ -199,8 +199,8 @@ class Line:
         return replace(costs, again=again)
 
     def step_ms(self) -> float | None:
-        """The predicted time of a step in ms; None without a profile, and where parts of the model are no graph."""
-        if self.profile is None or [part.region.path for part in self.parts] != [""]:
+        """The predicted time of a step in ms; None without a profile, for the compiler, and where parts are no graph."""
+        if self.profile is None or self.compiled or [part.region.path for part in self.parts] != [""]:
             return None
         (part,) = self.parts
         tree = part.region.captured.output_tree

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from memrewrite.capture import Captured, InputSpec, TensorSpec, capture
-from memrewrite.codegen import _Writer, function_name, generate, literal
+from memrewrite.codegen import _Writer, function_name, generate
 from memrewrite.errors import CaptureError
+from memrewrite.expressions import literal
 from memrewrite.private import tree_flatten
 from memrewrite.runtime.dropin import build, program_from
 from memrewrite.step import Inputs

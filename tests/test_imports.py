@@ -30,7 +30,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("registry",),
     ("passes",),
     ("plan", "codegen", "checks", "regions", "submodules"),
-    ("rewrite",),
+    ("expressions", "rewrite"),
     ("effects", "costs", "normalizations", "trained", "working"),
     ("capture",),
     ("coverage", "verifying", "measuring"),

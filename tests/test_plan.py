@@ -405,10 +405,10 @@ def test_a_plan_that_counts_what_goes_by_once_is_taken_where_it_is_cheaper(monke
     budget = 20_000
     alone = search._fit(budget)
     assert alone.fits
-    assert search.cautious is not None
-    cheaper = search.cautious._fit(budget)
+    (cautious,) = search.others
+    cheaper = cautious._fit(budget)
     monkeypatch.setattr(search, "_fit", lambda budget: replace(alone, plan=replace(alone.plan, ms=1e9)))
     assert search.fit(budget) == cheaper
     monkeypatch.setattr(search, "_fit", lambda budget: replace(alone, plan=replace(alone.plan, ms=0.0)))
-    monkeypatch.setattr(search.cautious, "_fit", lambda budget: pytest.fail("nothing was promised"))
+    monkeypatch.setattr(cautious, "_fit", lambda budget: pytest.fail("nothing was promised"))
     assert search.fit(budget).plan.ms == 0.0

@@ -1,11 +1,11 @@
 """Segments that ``torch.compile`` runs again: a node at a time, as backward asks for what it makes, and each node once.
 
 So it costs nothing more to divide a segment with kept nodes into segments. What crosses such a cut is made again when
-backward comes to the segment, and stays until backward is through with it. A cut is where that is little, and where it
-can be made again of what is kept without running a product further back than the cut before: a sum of branches that
-all end in kept nodes, say.
+backward comes to the segment, and stays until backward is through with it. A cut is where that is little, and where
+little else is made on the way from what is kept, as in a sum of branches that all end in kept nodes.
 """
 
+from collections import defaultdict
 from dataclasses import replace
 
 import numpy as np
@@ -16,27 +16,29 @@ from memrewrite.plan.segments import Bytes, Chain
 from memrewrite.plan.tables import NEVER, Intervals, Keeping, by_end, keeping, summed
 
 _AROUND = 6  # nodes before and after a cut that no fewer bytes cross
+_MORE = 1.25  # times as many bytes as cross its neighbours
+_BESIDES = 0.25  # of what crosses a cut, as much besides may be held from where it is made again
 
 
 def keeping_on_demand(table: Intervals, chain: Chain, own: Bytes) -> Keeping:
     """The segments in which the nodes are kept that ``own`` has bytes for; they begin and end where few bytes cross."""
     crossing = _crossing(chain, own < 0)
     light = _light(crossing)
-    cuts = _cuts(chain, own, light)
+    cuts = _cuts(chain, own, _lightest(light, crossing))
     ends = np.unique([0, *light, len(chain)])
     usual = keeping(table, chain, own)
-    kept = summed(np.maximum(own, 0))
-    inside = table.peak - table.base - np.minimum(kept - kept[:, None], table.peak // 2)
+    kept, saved = summed(np.maximum(own, 0)), summed(_saved(chain, own >= 0))
+    inside = np.where(table.peak < NEVER, table.peak - table.base - (saved - saved[:, None]), NEVER)
     need = np.full_like(table.peak, NEVER)
     ms = np.full_like(usual.ms, np.inf)
     for a in ends[:-1]:
         starts = np.append(a, cuts[cuts > a])
         remade = np.append(0, crossing[starts[1:]].cumsum())
-        held = remade + kept[starts] - kept[a]
-        through = np.maximum.accumulate(np.append(0, held[:-1] + inside[starts[:-1], starts[1:]]))
+        through = np.maximum.accumulate(np.append(0, remade[:-1] + inside[starts[:-1], starts[1:]]))
         b = ends[(ends > a) & np.isfinite(usual.ms[a, ends])]
         piece = np.searchsorted(starts, b) - 1
-        need[a, b] = table.base[a, b] + np.maximum(through[piece], held[piece] + inside[starts[piece], b])
+        most = np.maximum(through[piece], remade[piece] + inside[starts[piece], b])
+        need[a, b] = table.base[a, b] + kept[b] - kept[a] + most
         ms[a, b] = usual.ms[a, b]
     for s in chain.storages:  # what is kept and used after the segment counts once
         if own[s.producer] >= 0 and s.saver is not None:
@@ -49,6 +51,15 @@ def pieces(choice: Keeping, a: int, b: int) -> list[tuple[int, int]]:
     if choice.cuts is None or not (inside := [int(cut) for cut in choice.cuts if a < cut < b]):
         return []
     return list(zip([a, *inside], [*inside, b], strict=True))
+
+
+def _saved(chain: Chain, nodes: NDArray[np.bool_]) -> Bytes:
+    """Of what each of ``nodes`` makes, the bytes that autograd keeps."""
+    found = np.zeros(len(chain), dtype=np.int64)
+    for s in chain.storages:
+        if nodes[s.producer] and s.saver is not None:
+            found[s.producer] += s.bytes
+    return found
 
 
 def _crossing(chain: Chain, made_again: NDArray[np.bool_]) -> Bytes:
@@ -70,21 +81,35 @@ def _light(crossing: Bytes) -> Bytes:
     return np.flatnonzero((inside == around.min(axis=1)) & (inside != crossing[:-2])) + 1
 
 
+def _lightest(light: Bytes, crossing: Bytes) -> Bytes:
+    """Of the ``light`` positions, those that few more bytes cross than the lightest of the two before or after."""
+    sizes = np.pad(crossing[light], 2, mode="constant", constant_values=NEVER)
+    before, after = np.minimum(sizes[:-4], sizes[1:-3]), np.minimum(sizes[3:-1], sizes[4:])
+    return light[crossing[light] <= _MORE * np.maximum(before, after)]
+
+
 def _cuts(chain: Chain, own: Bytes, light: Bytes) -> Bytes:
-    """Of the ``light`` positions, those before which nothing dear runs for what crosses them, back to the last one."""
-    n = len(chain)
-    kept = own >= 0
-    read: list[list[int]] = [[] for _ in range(n + 1)]
-    for s in chain.storages:
+    """Of the ``light`` positions, those where little besides what crosses them is made again, and held, for that."""
+    reads, makes = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)
+    for number, s in enumerate(chain.storages):
+        makes[s.producer].append(number)
         for use in s.uses:
-            read[min(use, n)].append(s.producer)
-    back = np.full(n, n)  # the first product that runs for the value of a node
-    for node in np.flatnonzero(~kept):
-        before = [back[source] for source in read[node] if source < node]
-        back[node] = min([node if chain.own[0][node] >= 0 else n, *before])
-    found = [0]
+            reads[use].append(number)
+    found: list[int] = []
+    there: set[int] = set()  # what crosses the last one
     for position in light:
-        made = [s.producer for s in chain.storages if s.producer < position <= s.last_use and not kept[s.producer]]
-        if all(back[each] >= found[-1] for each in made):
+        across = {
+            i for i, s in enumerate(chain.storages) if s.producer < position <= s.last_use and own[s.producer] < 0
+        }
+        nodes = {chain.storages[i].producer for i in across - there}
+        ahead = list(nodes)
+        while ahead:
+            needed = {chain.storages[i].producer for i in reads[ahead.pop()] if i not in there}
+            ahead += (more := {node for node in needed - nodes if own[node] < 0})
+            nodes |= more
+        besides = [chain.storages[i] for node in nodes for i in makes[node] if i not in across]
+        held = sum(s.bytes for s in besides if s.saver is not None)
+        if held <= _BESIDES * sum(chain.storages[i].bytes for i in across):
             found.append(int(position))
-    return np.array(found[1:], dtype=np.int64)
+            there = across
+    return np.array(found, dtype=np.int64)

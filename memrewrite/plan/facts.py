@@ -12,6 +12,7 @@ from memrewrite.costs import Costs
 from memrewrite.effects import Effects, autocast_switch
 from memrewrite.plan.segments import Bytes, Chain, Held
 from memrewrite.private import tree_iter
+from memrewrite.runtime.segment import PRODUCTS
 from memrewrite.working import Levels
 
 _SHARES = (1.0, 0.75, 0.5, 0.35, 0.25, 0.15)  # of the bytes of all products, those that are kept
@@ -175,7 +176,7 @@ def own_bytes(effects: Effects, node: fx.Node, compiled: bool = False) -> int:
     if node.op != "call_function" or not (f.flops if compiled else f.rerun[0]) or f.writes:
         return -1
     inputs = {key for source in node.all_input_nodes for key in effects.of[source].outputs}
-    made = (f.outputs if compiled else f.saved | f.outputs) - inputs
+    made = (f.outputs if compiled and node.target in PRODUCTS else f.saved | f.outputs) - inputs
     saves_inputs = any(effects.storages[key].origin == "node" for key in f.saved & inputs)
     if not (compiled or (f.saves_output and saves_inputs)) or made & effects.written:
         return -1

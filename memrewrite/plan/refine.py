@@ -49,12 +49,13 @@ class Search:
     def fit(self, budget: int) -> Fitted:
         """The cheapest plan found whose simulated peak is at most ``budget`` bytes; else that of the lowest, to 0.5 %.
 
-        Where none is found, or a cheaper one may be, storages that go by are counted otherwise, by ``cautious``.
+        Where none is found, or a cheaper one may be, ``others`` are asked too.
         """
         found = self._fit(budget)
-        if self.cautious is None or (found.fits and not self.cautious._promises(budget, found.plan.ms)):
-            return found
-        return min(found, self.cautious._fit(budget), key=_rank)
+        for other in self.others:
+            if not found.fits or other._promises(budget, found.plan.ms):
+                found = min(found, other._fit(budget), key=_rank)
+        return found
 
     def _promises(self, budget: int, ms: float) -> bool:
         """Whether, if the estimate were exact, there would be a plan of less than ``ms``.
@@ -95,19 +96,23 @@ class Search:
         return self.best if self.best.fits else self._explore(budget)
 
     @functools.cached_property
-    def cautious(self) -> "Search | None":
-        """The search that takes what several nodes use and nobody saves for saved; None where there is nothing such.
+    def others(self) -> "list[Search]":
+        """Searches that are right where this one may be too hopeful.
 
-        Two segments that use a storage then count it once, but so do kept nodes, which let go of it: right near the
-        lowest peak, where nearly all nodes lie in segments.
+        One takes what several nodes use and nobody saves for saved. Two segments that use a storage then count it once,
+        but so do kept nodes, which let go of it: right near the lowest peak, where nearly all nodes lie in segments.
+        Where segments run again on demand, one keeps nothing in them.
         """
-        storages = tuple(s.saved() for s in self.chain.storages)
-        if storages == self.chain.storages:
-            return None
-        chain = replace(self.chain, storages=storages)
-        other = Search(chain, self.kept, self.fixed, self.simulate)
-        other.peaks = self.peaks  # how storages are counted changes no peak
-        return other
+        chains = [replace(self.chain, storages=tuple(s.saved() for s in self.chain.storages))]
+        chains += [replace(self.chain, own=())] * self.chain.on_demand
+        found = [
+            Search(chain, self.kept, self.fixed, self.simulate)
+            for chain in chains
+            if (chain.storages, len(chain.own)) != (self.chain.storages, len(self.chain.own))
+        ]
+        for other in found:
+            other.peaks = self.peaks  # how bytes are estimated changes no peak
+        return found
 
     @functools.cached_property
     def coarse(self) -> Coarse:

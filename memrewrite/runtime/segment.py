@@ -269,8 +269,12 @@ class Kept:
         return outputs[0] if self.single else outputs
 
 
-_PRODUCTS = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "conv1d", "conv2d", "conv3d")
-_CAST = tuple(getattr(torch.ops.aten, name).default for name in (*_PRODUCTS, "scaled_dot_product_attention"))
+# Autocast runs all of these in its own type. What the products save are their inputs, views of them or casts.
+PRODUCTS = tuple(
+    getattr(torch.ops.aten, name).default
+    for name in ("linear", "mm", "bmm", "addmm", "baddbmm", "conv1d", "conv2d", "conv3d")
+)
+_CAST = (*PRODUCTS, torch.ops.aten.matmul.default, torch.ops.aten.scaled_dot_product_attention.default)
 
 
 def _cast(operator: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, ...]:

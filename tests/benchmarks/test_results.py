@@ -68,8 +68,17 @@ def test_pareto_targets(name: str, value: str | None, by: dict[str, float]) -> N
     assert target.value == (value or f"geometric mean x{mean:.3f} over 1, worst x{mean:.3f}")
 
 
+def test_points_that_are_too_low_for_us_count() -> None:
+    (target,) = (t for t in targets.pareto_targets(ROWS) if t.name.startswith("points of activation_memory_budget"))
+    assert target.value == "1 of 2"
+
+
 def test_targets_without_rows() -> None:
-    assert [t.value for t in targets.pareto_targets([])] == ["0 of 0 feasible rows"] + 5 * ["no rows"]
+    assert [t.value for t in targets.pareto_targets([])] == [
+        "0 of 0 feasible rows",
+        *5 * ["no rows"],
+        "0 of 0",
+    ]
     assert targets.prediction_targets([]) == []
 
 
@@ -126,7 +135,7 @@ def test_report_has_a_section_for_every_file(tmp_path: Path, monkeypatch: pytest
     assert "| net | 1,200 | 2.0 s | 3.5 s |  |" in full
     assert "| case 1 | 1.01 GB | 1.00 GB | +1.00% | 1.0 s |  |" in full
     assert short == results.short_table(ROWS)
-    assert len(found) == 7
+    assert len(found) == 8
     assert results.report(tmp_path / "none", "") == ("", "", [])
 
 

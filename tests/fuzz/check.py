@@ -37,6 +37,7 @@ class Ask:
     optimizer: str = "none"
     amp: torch.dtype | None = None
     exact: bool = False
+    compiled: bool = False
 
 
 def check(model: nn.Module, inputs: Inputs, ask: Ask, half: bool = False) -> str:
@@ -56,7 +57,7 @@ def check(model: nn.Module, inputs: Inputs, ask: Ask, half: bool = False) -> str
     share = ask.share
     budget = before.floor + int(share * (before.peak - before.floor)) if isinstance(share, float) else share
     twin, given = copy.deepcopy(model), _private(inputs)
-    options: dict[str, Any] = {"optimizer": ask.optimizer, "amp": ask.amp, "passes": ask.passes, "exact": ask.exact}
+    options = {name: value for name, value in vars(ask).items() if name != "share"}
     try:
         result = optimize(model, inputs.args, budget=budget, **options)
     except (BudgetInfeasibleError, CaptureError, UsageError) as error:

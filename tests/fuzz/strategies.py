@@ -273,4 +273,5 @@ def asks() -> st.SearchStrategy[Ask]:
         optimizer=st.sampled_from(["none", "sgd", "adamw"]),
         amp=st.sampled_from([None, None, None, torch.bfloat16]),
         exact=st.booleans(),
+        compiled=st.booleans(),
     )
