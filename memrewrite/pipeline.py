@@ -199,7 +199,7 @@ class Line:
         return replace(costs, again=again)
 
     def step_ms(self) -> float | None:
-        """The predicted time of a step in ms; None without a profile, for the compiler, and where parts are no graph."""
+        """The predicted time of a step in ms; None without a profile, when compiled, and where parts are no graph."""
         if self.profile is None or self.compiled or [part.region.path for part in self.parts] != [""]:
             return None
         (part,) = self.parts

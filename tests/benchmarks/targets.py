@@ -90,7 +90,7 @@ def at_share(rows: list[ParetoRow], share: float) -> float | None:
 
 
 def at_compiled(rows: list[ParetoRow]) -> dict[str, float | None]:
-    """Our compiled step time over torch.compile's, at the peak of each of its memory budgets; None where ours is higher.
+    """Our compiled step time over torch.compile's, at the peak of each of its memory budgets; None where we need more.
 
     Empty where we have no compiled row.
     """
