@@ -79,7 +79,7 @@ inf, nan = math.inf, math.nan
 
 # What the functions below refer to by a bare name; a local of that name would hide it.
 _CALLED = {function.__name__: function for function in (swish, exact_swish, chunked_cross_entropy)}
-_RUNTIME = ("keep", "normalize", "once", "rectify", "run_segment", *_CALLED, "tree_unflatten", "treespec_loads")
+_RUNTIME = ("draw", "keep", "normalize", "once", "rectify", "run_segment", *_CALLED, "tree_unflatten", "treespec_loads")
 _MODULES_USED = ("aten", "torch", "operator", "math", "builtins", "importlib")
 _GLOBALS = (*_MODULES_USED, "inf", "nan", "getattr", "slice", "complex", *_RUNTIME)
 _OWN = re.compile(r"(segment|region|TREE)_\d")
@@ -182,6 +182,8 @@ class _Writer:
         if "keep" in node.meta:
             kept = ["recomputing", str(node.meta["keep"]), str(bool(node.meta.get("random"))), name]
             return f"keep({', '.join([*kept, *arguments, *keywords])})"
+        if "draw" in node.meta:
+            return f"draw({', '.join([name, *arguments, *keywords])})"
         return f"{name}({', '.join([*arguments, *keywords])})"
 
     def region(self, node: fx.Node) -> str:

@@ -12,7 +12,7 @@ The graph keeps its nodes; ``meta["segment"]`` of one in segment 1 inside segmen
 that a node draws random numbers, and ``meta["run_once"]`` what must not happen again in recomputation: ``"skip"`` for a
 counter nobody reads, or the attributes of the running statistics, which recomputation writes into scratch memory.
 ``meta["keep"]`` numbers a node that does not run again with its segment, ``meta["statistics"]`` a batch normalization
-that only applies its statistics again.
+that only applies its statistics again, ``meta["draw"]`` one whose few random numbers stay in compiled code.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,8 @@ from memrewrite.plan.facts import compute_nodes, is_counter, own_bytes, reach
 from memrewrite.plan.segments import Plan
 from memrewrite.rewrite import Findings, Result
 
-MARKS = ("segment", "random", "run_once", "keep", "statistics")
+MARKS = ("segment", "random", "run_once", "keep", "statistics", "draw")
+_FEW = 2**20  # bytes of random numbers that compiled code keeps
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,8 @@ class CheckpointSegments:
                     node.meta["statistics"] = number
                 else:
                     _mark_once(node, effects)
+                if self.compiled and _draws_few(node, effects):
+                    node.meta["draw"] = True
             freed = sum(effects.storages[key].bytes for key in _freed(effects, nodes[a:b]))
             findings.apply(nodes[a], f"{b - a} nodes up to {nodes[b - 1].name}, {format_bytes(freed)} not kept")
         for a, b in self.plan.keeping:
@@ -81,6 +84,11 @@ def clear(graph_module: fx.GraphModule) -> None:
 def _mark(node: fx.Node, path: tuple[int, ...], effects: Effects) -> None:
     node.meta["segment"] = path
     node.meta["random"] = effects.of[node].random
+
+
+def _draws_few(node: fx.Node, effects: Effects) -> bool:
+    made = sum(effects.storages[key].bytes for key in effects.of[node].outputs)
+    return effects.of[node].random and node.op == "call_function" and made <= _FEW
 
 
 def _mark_once(node: fx.Node, effects: Effects) -> None:

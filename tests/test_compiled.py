@@ -144,6 +144,32 @@ def test_what_is_kept_does_not_run_again_and_nothing_else_is_held(budget: str, a
     assert found.kept <= 0.8 * plain.kept
 
 
+class Dropped(nn.Module):
+    """Branches that are dropped for whole samples, as timm does it."""
+
+    def __init__(self, width: int = 64, depth: int = 6) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            kept = x.new_empty((x.shape[0], 1, 1)).bernoulli_(0.8).div_(0.8)
+            x = x + torch.tanh(layer(x)) * kept
+        return x
+
+
+def test_compiled_few_random_numbers_stay() -> None:
+    torch.manual_seed(0)
+    model, x = Dropped(), torch.randn(8, 64, 64)
+    result: Any = memrewrite.optimize(model, x, budget="min", optimizer="none", compiled=True)
+    assert result.report.segments
+    assert result.report.verdict.startswith("bit-equal")
+    assert "draw(" in result._memrewrite.source
+    found = compiled_bytes(result, lambda module: loss_of(module(x)))
+    assert not [name for name in found.backward if "rng" in name or name.startswith("aten.bernoulli")]
+    assert found.backward["aten.tanh.default"] > 0
+
+
 class Normalized(nn.Module):
     """Batch normalizations with what may follow them."""
 

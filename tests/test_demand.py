@@ -7,7 +7,8 @@ import pytest
 
 from memrewrite.plan.demand import keeping_on_demand, pieces
 from memrewrite.plan.dp import flat, lowest_bound, plan
-from memrewrite.plan.segments import Chain, Held
+from memrewrite.plan.refine import Search
+from memrewrite.plan.segments import Chain, Held, Plan
 from memrewrite.plan.tables import NEVER, intervals
 
 WIDE, NARROW, STREAM = 80, 10, 20  # bytes: what the first product of a block makes, the second, and their sum
@@ -93,3 +94,20 @@ def test_plans_keep_what_is_dear_and_narrow() -> None:
     assert {chain.own[0][a] >= 0 and b == a + 1 for a, b in found.keeping} == {True}
     outer = [pair for path, pair in found.numbered() if len(path) == 1]
     assert all(any(a <= p and q <= b for a, b in outer) for p, q in found.keeping)
+
+
+def test_where_kept_nodes_take_more_than_estimated_there_are_plans_without_them() -> None:
+    chain = residual()
+    whole = sum(held.bytes for held in chain.storages)
+    table = intervals(chain)
+
+    def simulate(candidate: Plan) -> int:
+        if candidate.keeping:
+            return whole
+        return min((int(table.peak[a, b]) for a, b in candidate.intervals), default=whole)
+
+    search = Search(chain, whole, 0, simulate)
+    fitted = search.fit(whole // 2)
+    assert fitted.fits
+    assert fitted.plan.intervals
+    assert not fitted.plan.keeping

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from memrewrite.runtime.segment import Kept, Recomputation, once
+from memrewrite.runtime.segment import Kept, Recomputation, is_compiled, once
 
 _FORMULAS = (0, 1, 2)
 _SIMULATED = -1
@@ -32,7 +32,7 @@ def normalize(recomputing: Any, number: int, rectified: bool, *args: Any) -> Any
     ``number`` tells it from others in the segment. Running statistics are updated once.
     """
     if not isinstance(recomputing, Recomputation):
-        if torch.compiler.is_compiling() and torch.is_grad_enabled():
+        if is_compiled():
             return checkpoint(torch.ops.aten.batch_norm.default, *args, use_reentrant=False, context_fn=_as_it_likes)
         return torch.ops.aten.batch_norm.default(*args)
     kind = functools.partial(_Normalized, rectified)

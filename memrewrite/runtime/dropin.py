@@ -21,7 +21,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_structure, tree_unf
 
 from memrewrite.runtime.batch_norm import normalize, rectify
 from memrewrite.runtime.cross_entropy import chunked_cross_entropy
-from memrewrite.runtime.segment import OWNERS, keep, once, run_segment
+from memrewrite.runtime.segment import OWNERS, draw, keep, once, run_segment
 from memrewrite.runtime.swish import exact_swish, swish
 
 _PARTS = "_memrewrite_parts"  # kept per object, with OWNERS, because they are looked at in every call
@@ -63,7 +63,7 @@ def program_from(source: str) -> Program:
         file = f"<memrewrite {hashlib.sha256(source.encode()).hexdigest()[:12]}>"
         linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
         runtime = (
-            *(Program, keep, normalize, once, rectify, run_segment, swish, exact_swish, chunked_cross_entropy),
+            *(Program, draw, keep, normalize, once, rectify, run_segment, swish, exact_swish, chunked_cross_entropy),
             *(tree_structure, tree_unflatten, treespec_loads),
         )
         namespace: dict[str, Any] = {getattr(item, "__name__", ""): item for item in runtime}

@@ -75,9 +75,23 @@ def keep(recomputing: Any, number: int, random: bool, operator: Callable[..., An
     """
     if isinstance(recomputing, Recomputation):
         return recomputing.keep(number, operator, args, kwargs, random)
-    if torch.compiler.is_compiling() and torch.is_grad_enabled():
-        return checkpoint(operator, *_cast(operator, args), use_reentrant=False, context_fn=_KEEPING, **kwargs)
-    return operator(*args, **kwargs)
+    return draw(operator, *_cast(operator, args), **kwargs) if is_compiled() else operator(*args, **kwargs)
+
+
+def draw(operator: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``operator(*args, **kwargs)``; in compiled code what it gives stays.
+
+    Of what draws, so few numbers stay that they are not worth the random state, which compiled code would save and set
+    by way of the CPU.
+    """
+    if not is_compiled():
+        return operator(*args, **kwargs)
+    return checkpoint(operator, *args, use_reentrant=False, context_fn=_KEEPING, **kwargs)
+
+
+def is_compiled() -> bool:
+    """Whether a training step is being compiled."""
+    return torch.compiler.is_compiling() and torch.is_grad_enabled()
 
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
