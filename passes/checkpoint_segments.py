@@ -59,7 +59,11 @@ class CheckpointSegments:
                 )
             for number, node in enumerate(nodes[a:b], a):
                 _mark(node, path, effects)
-                if self.statistics and keeps_statistics(node):
+                if (
+                    self.statistics
+                    and keeps_statistics(node)
+                    and not (self.compiled and _feeds_products(node, effects))
+                ):
                     node.meta["statistics"] = number
                 else:
                     _mark_once(node, effects)
@@ -84,6 +88,11 @@ def clear(graph_module: fx.GraphModule) -> None:
 def _mark(node: fx.Node, path: tuple[int, ...], effects: Effects) -> None:
     node.meta["segment"] = path
     node.meta["random"] = effects.of[node].random
+
+
+def _feeds_products(node: fx.Node, effects: Effects) -> bool:
+    """Whether compiled code would rather keep the result of ``node`` than its statistics."""
+    return any(effects.of[user].flops for user in node.users)
 
 
 def _draws_few(node: fx.Node, effects: Effects) -> bool:

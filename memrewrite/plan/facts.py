@@ -185,6 +185,8 @@ def own_bytes(effects: Effects, node: fx.Node, compiled: bool = False) -> int:
 
 def _choices(own: Bytes, ms: NDArray[np.float64]) -> tuple[Bytes, ...]:
     """Of the nodes that can be kept: all, and those that take the most ms a byte, in fewer and fewer bytes."""
+    if not len(own):
+        return ()
     worth = np.where(own > 0, ms / np.maximum(own, 1), np.where(own == 0, np.inf, -1.0))
     order = np.argsort(-worth, kind="stable")
     sizes = np.maximum(own[order], 0).cumsum()

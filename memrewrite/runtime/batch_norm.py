@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from memrewrite.runtime.segment import Kept, Recomputation, is_compiled, once
+from memrewrite.runtime.compiled import is_compiled, may_stay
+from memrewrite.runtime.segment import Kept, Recomputation, once
 
 _FORMULAS = (0, 1, 2)
 _SIMULATED = -1
@@ -33,7 +33,7 @@ def normalize(recomputing: Any, number: int, rectified: bool, *args: Any) -> Any
     """
     if not isinstance(recomputing, Recomputation):
         if is_compiled():
-            return checkpoint(torch.ops.aten.batch_norm.default, *args, use_reentrant=False, context_fn=_as_it_likes)
+            return may_stay(torch.ops.aten.batch_norm.default, args)
         return torch.ops.aten.batch_norm.default(*args)
     kind = functools.partial(_Normalized, rectified)
     return recomputing.keep(number, torch.ops.aten.batch_norm.default, args, {}, False, kind)
@@ -47,16 +47,6 @@ def rectify(recomputing: Any, number: int, normalized: Tensor) -> Tensor:
             recomputing.save(normalized)
             return normalized
     return torch.relu(normalized) if torch.compiler.is_compiling() else torch.relu_(normalized)
-
-
-def _compilers_choice(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.PREFER_SAVE
-
-
-# The compiler then keeps the statistics, as it would outside of segments.
-_as_it_likes = functools.partial(
-    create_selective_checkpoint_contexts, _compilers_choice, allow_cache_entry_mutation=True
-)
 
 
 class _Normalized(Kept):

@@ -20,8 +20,9 @@ from torch.nn import Parameter
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_structure, tree_unflatten, treespec_loads
 
 from memrewrite.runtime.batch_norm import normalize, rectify
+from memrewrite.runtime.compiled import draw
 from memrewrite.runtime.cross_entropy import chunked_cross_entropy
-from memrewrite.runtime.segment import OWNERS, draw, keep, once, run_segment
+from memrewrite.runtime.segment import OWNERS, keep, once, run_segment
 from memrewrite.runtime.swish import exact_swish, swish
 
 _PARTS = "_memrewrite_parts"  # kept per object, with OWNERS, because they are looked at in every call

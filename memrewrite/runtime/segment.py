@@ -15,13 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-    get_device_states,
-    set_device_states,
-)
+from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
+
+from memrewrite.runtime.compiled import is_compiled, stays
 
 OWNERS = "_memrewrite_owners"  # where the module keeps its parameters: full name -> (dictionary, name in there)
 
@@ -75,34 +71,7 @@ def keep(recomputing: Any, number: int, random: bool, operator: Callable[..., An
     """
     if isinstance(recomputing, Recomputation):
         return recomputing.keep(number, operator, args, kwargs, random)
-    return draw(operator, *_cast(operator, args), **kwargs) if is_compiled() else operator(*args, **kwargs)
-
-
-def draw(operator: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``operator(*args, **kwargs)``; in compiled code what it gives stays.
-
-    Of what draws, so few numbers stay that they are not worth the random state, which compiled code would save and set
-    by way of the CPU.
-    """
-    if not is_compiled():
-        return operator(*args, **kwargs)
-    return checkpoint(operator, *args, use_reentrant=False, context_fn=_KEEPING, **kwargs)
-
-
-def is_compiled() -> bool:
-    """Whether a training step is being compiled."""
-    return torch.compiler.is_compiling() and torch.is_grad_enabled()
-
-
-def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Of what a kept operator runs, all stays but views, which the compiler may make again.
-
-    A node that has to run again, in there, would make the compiler keep what it reads.
-    """
-    return CheckpointPolicy.PREFER_SAVE if operator.is_view else CheckpointPolicy.MUST_SAVE
-
-
-_KEEPING = functools.partial(create_selective_checkpoint_contexts, _policy, allow_cache_entry_mutation=True)
+    return stays(operator, _cast(operator, args), kwargs) if is_compiled() else operator(*args, **kwargs)
 
 
 class _Token:
