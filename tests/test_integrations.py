@@ -246,3 +246,40 @@ def test_lightning_refusals(path: str, optimizers: int, sentence: str, lightning
 
     with pytest.raises(UsageError, match=re.escape(sentence)):
         fit(lightning, lightning_module(lightning, optimizers), Optimize(path, budget="min"))
+
+
+def language_model(transformers: ModuleType, family: str) -> Any:
+    common = {"vocab_size": 100, "bos_token_id": 0, "eos_token_id": 0}
+    if family == "llama":
+        config = transformers.LlamaConfig(
+            num_hidden_layers=3, hidden_size=64, num_attention_heads=4, intermediate_size=128, **common
+        )
+        return transformers.LlamaForCausalLM(config)
+    dropout = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=3, n_embd=64, n_head=4, **common, **dropout))
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_language_model_compiles_as_one_graph(transformers: ModuleType, family: str) -> None:
+    """What it returns is of a class of its own, whose structure the compiler finds made."""
+    torch.manual_seed(0)
+    model = language_model(transformers, family).train()
+    model.config.use_cache = False
+    ids = torch.randint(0, 100, (2, 64))
+    given = {"input_ids": ids, "labels": ids}
+    result: Any = memrewrite.optimize(
+        model, (), example_kwargs=given, budget="60%", optimizer="sgd", verify=False, compiled=True
+    )
+    assert result.report.segments
+    torch.compiler.reset()
+    compiled: Any = torch.compile(result, backend="aot_eager", fullgraph=True)
+    output: Any = compiled(**given)
+    output.loss.backward()
+    found = {name: p.grad for name, p in result.named_parameters()}
+    result.zero_grad(set_to_none=True)
+    expected = model(**given)
+    expected.loss.backward()
+    torch.compiler.reset()
+    assert type(output) is type(expected)
+    torch.testing.assert_close((output.loss, output.logits), (expected.loss, expected.logits))
+    torch.testing.assert_close(found, {name: p.grad for name, p in model.named_parameters()})
