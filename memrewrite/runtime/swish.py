@@ -71,6 +71,8 @@ class _Swish(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, beta: float | Tensor) -> Tensor:
         scaled = _scaled(x, beta)
+        if torch.compiler.is_compiling():  # PyTorch 2.11 loses the gradient of what is written in place in here
+            return torch.sigmoid(scaled) * x
         gate = torch.sigmoid(scaled) if scaled is x else scaled.sigmoid_()
         return gate.mul_(x)
 
