@@ -20,6 +20,7 @@ from typing import ClassVar
 
 from torch import fx
 
+from memrewrite.costs.compiled import feeds_products
 from memrewrite.effects import Effects
 from memrewrite.errors import InternalError
 from memrewrite.normalizations import keeps_statistics
@@ -59,11 +60,7 @@ class CheckpointSegments:
                 )
             for number, node in enumerate(nodes[a:b], a):
                 _mark(node, path, effects)
-                if (
-                    self.statistics
-                    and keeps_statistics(node)
-                    and not (self.compiled and _feeds_products(node, effects))
-                ):
+                if self._keeps_statistics(node, effects):
                     node.meta["statistics"] = number
                 else:
                     _mark_once(node, effects)
@@ -77,6 +74,11 @@ class CheckpointSegments:
                     nodes[number].meta["keep"] = number
         return findings.result()
 
+    def _keeps_statistics(self, node: fx.Node, effects: Effects) -> bool:
+        """Compiled code would rather keep a result that products read."""
+        keeps = self.statistics and keeps_statistics(node)
+        return keeps and not (self.compiled and feeds_products(node, effects))
+
 
 def clear(graph_module: fx.GraphModule) -> None:
     """Take every segment mark off the graph."""
@@ -88,11 +90,6 @@ def clear(graph_module: fx.GraphModule) -> None:
 def _mark(node: fx.Node, path: tuple[int, ...], effects: Effects) -> None:
     node.meta["segment"] = path
     node.meta["random"] = effects.of[node].random
-
-
-def _feeds_products(node: fx.Node, effects: Effects) -> bool:
-    """Whether compiled code would rather keep the result of ``node`` than its statistics."""
-    return any(effects.of[user].flops for user in node.users)
 
 
 def _draws_few(node: fx.Node, effects: Effects) -> bool:

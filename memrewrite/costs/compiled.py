@@ -18,9 +18,14 @@ def when_compiled(costs: Costs, effects: Effects) -> Costs:
     again = {}
     for node, facts in effects.of.items():
         if not facts.flops and facts.moved:
-            handed = any(effects.of[user].flops for user in _users(node, effects))
+            handed = feeds_products(node, effects)
             again[node] = costs.roofline.ms((0, 2 * _bytes(node, costs.amp)), None) if handed else 0.0
     return replace(costs, again=again)
+
+
+def feeds_products(node: fx.Node, effects: Effects) -> bool:
+    """Whether compiled code has to write out the result of ``node``, because a product reads it."""
+    return any(effects.of[user].flops for user in _users(node, effects))
 
 
 def _users(node: fx.Node, effects: Effects) -> Iterator[fx.Node]:
@@ -36,4 +41,4 @@ def _bytes(node: fx.Node, amp: torch.dtype | None) -> int:
     value = node.meta["val"]
     if not isinstance(value, Tensor):
         return 0
-    return value.numel() * min(value.element_size(), value.element_size() if amp is None else amp.itemsize)
+    return value.nbytes if amp is None else value.numel() * min(value.element_size(), amp.itemsize)

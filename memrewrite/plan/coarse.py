@@ -1,5 +1,6 @@
 """A long chain as a shorter one whose every node stands for a few: segments begin and end only between those."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,7 +38,7 @@ def coarsen(chain: Chain, longest: int = _LONGEST) -> Coarse:
     fixed = np.append(True, begins[1:] != begins[:-1])[:n] | ~begins
     boundary = fixed | makes | (chain.ms > 0)
     if boundary.sum() > longest:
-        boundary = fixed | _lightest(boundary, _crossing(chain), longest)
+        boundary = fixed | _lightest(boundary, crossing(len(chain), chain.storages), longest)
     return _merged(chain, np.append(np.flatnonzero(boundary), n))
 
 
@@ -45,18 +46,18 @@ def cuts(chain: Chain, most: int) -> Bytes:
     """Up to ``most`` positions where few bytes cross, spread over the chain, with its beginning and its end."""
     inside = (chain.reach > np.arange(len(chain))) & (np.arange(len(chain)) > 0)
     if most > 2 and inside.any():
-        inside = _lightest(inside, _crossing(chain), min(most - 2, int(inside.sum())))
+        inside = _lightest(inside, crossing(len(chain), chain.storages), min(most - 2, int(inside.sum())))
     else:
         inside = np.zeros_like(inside)
     return np.array([0, *np.flatnonzero(inside), len(chain)], dtype=np.int64)
 
 
-def _crossing(chain: Chain) -> Bytes:
-    """Per node, the bytes made before it and used by it or after it."""
-    steps = np.zeros(len(chain) + 1, dtype=np.int64)
-    for s in chain.storages:
+def crossing(n: int, storages: Iterable[Held]) -> Bytes:
+    """For each of ``n`` nodes, the bytes of ``storages`` made before it and used by it or after it."""
+    steps = np.zeros(n + 1, dtype=np.int64)
+    for s in storages:
         steps[s.producer + 1] += s.bytes
-        steps[min(s.last_use, len(chain) - 1) + 1] -= s.bytes
+        steps[min(s.last_use, n - 1) + 1] -= s.bytes
     return np.cumsum(steps)[:-1]
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
+from memrewrite.plan.coarse import crossing
 from memrewrite.plan.segments import Bytes, Chain
 from memrewrite.plan.tables import NEVER, Intervals, Keeping, by_end, keeping, summed
 
@@ -22,9 +23,9 @@ _BESIDES = 0.25  # of what crosses a cut, as much besides may be held from where
 
 def keeping_on_demand(table: Intervals, chain: Chain, own: Bytes) -> Keeping:
     """The segments in which the nodes are kept that ``own`` has bytes for; they begin and end where few bytes cross."""
-    crossing = _crossing(chain, own < 0)
-    light = _light(crossing)
-    cuts = _cuts(chain, own, _lightest(light, crossing))
+    across = crossing(len(chain), [s for s in chain.storages if own[s.producer] < 0])
+    light = _light(across)
+    cuts = _cuts(chain, own, _lightest(light, across), across)
     ends = np.unique([0, *light, len(chain)])
     usual = keeping(table, chain, own)
     kept, saved = summed(np.maximum(own, 0)), summed(_saved(chain, own >= 0))
@@ -33,7 +34,7 @@ def keeping_on_demand(table: Intervals, chain: Chain, own: Bytes) -> Keeping:
     ms = np.full_like(usual.ms, np.inf)
     for a in ends[:-1]:
         starts = np.append(a, cuts[cuts > a])
-        remade = np.append(0, crossing[starts[1:]].cumsum())
+        remade = np.append(0, across[starts[1:]].cumsum())
         through = np.maximum.accumulate(np.append(0, remade[:-1] + inside[starts[:-1], starts[1:]]))
         b = ends[(ends > a) & np.isfinite(usual.ms[a, ends])]
         piece = np.searchsorted(starts, b) - 1
@@ -62,33 +63,23 @@ def _saved(chain: Chain, nodes: NDArray[np.bool_]) -> Bytes:
     return found
 
 
-def _crossing(chain: Chain, made_again: NDArray[np.bool_]) -> Bytes:
-    """At each position, the bytes of what is made before it by nodes ``made_again`` and used at it or later."""
-    steps = np.zeros(len(chain) + 1, dtype=np.int64)
-    for s in chain.storages:
-        if made_again[s.producer]:
-            steps[s.producer + 1] += s.bytes
-            steps[min(s.last_use, len(chain) - 1) + 1] -= s.bytes
-    return steps.cumsum()
-
-
-def _light(crossing: Bytes) -> Bytes:
+def _light(across: Bytes) -> Bytes:
     """The positions inside the chain where the fewest bytes cross of all those around, the first of several."""
-    inside = crossing[1:-1]
+    inside = across[1:]
     if not len(inside):
         return np.zeros(0, dtype=np.int64)
     around = sliding_window_view(np.pad(inside, _AROUND, mode="edge"), 2 * _AROUND + 1)
-    return np.flatnonzero((inside == around.min(axis=1)) & (inside != crossing[:-2])) + 1
+    return np.flatnonzero((inside == around.min(axis=1)) & (inside != across[:-1])) + 1
 
 
-def _lightest(light: Bytes, crossing: Bytes) -> Bytes:
+def _lightest(light: Bytes, across: Bytes) -> Bytes:
     """Of the ``light`` positions, those that few more bytes cross than the lightest of the two before or after."""
-    sizes = np.pad(crossing[light], 2, mode="constant", constant_values=NEVER)
+    sizes = np.pad(across[light], 2, mode="constant", constant_values=NEVER)
     before, after = np.minimum(sizes[:-4], sizes[1:-3]), np.minimum(sizes[3:-1], sizes[4:])
-    return light[crossing[light] <= _MORE * np.maximum(before, after)]
+    return light[across[light] <= _MORE * np.maximum(before, after)]
 
 
-def _cuts(chain: Chain, own: Bytes, light: Bytes) -> Bytes:
+def _cuts(chain: Chain, own: Bytes, light: Bytes, across: Bytes) -> Bytes:
     """Of the ``light`` positions, those where little besides what crosses them is made again, and held, for that."""
     reads, makes = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)
     for number, s in enumerate(chain.storages):
@@ -98,18 +89,16 @@ def _cuts(chain: Chain, own: Bytes, light: Bytes) -> Bytes:
     found: list[int] = []
     there: set[int] = set()  # what crosses the last one
     for position in light:
-        across = {
-            i for i, s in enumerate(chain.storages) if s.producer < position <= s.last_use and own[s.producer] < 0
-        }
-        nodes = {chain.storages[i].producer for i in across - there}
+        here = {i for i, s in enumerate(chain.storages) if s.producer < position <= s.last_use and own[s.producer] < 0}
+        nodes = {chain.storages[i].producer for i in here - there}
         ahead = list(nodes)
         while ahead:
             needed = {chain.storages[i].producer for i in reads[ahead.pop()] if i not in there}
             ahead += (more := {node for node in needed - nodes if own[node] < 0})
             nodes |= more
-        besides = [chain.storages[i] for node in nodes for i in makes[node] if i not in across]
+        besides = [chain.storages[i] for node in nodes for i in makes[node] if i not in here]
         held = sum(s.bytes for s in besides if s.saver is not None)
-        if held <= _BESIDES * sum(chain.storages[i].bytes for i in across):
+        if held <= _BESIDES * across[position]:
             found.append(int(position))
-            there = across
+            there = here
     return np.array(found, dtype=np.int64)

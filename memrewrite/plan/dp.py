@@ -75,15 +75,15 @@ def plan(among: Space | Intervals, bound: int) -> Plan | None:
     kept: list[tuple[int, int]] = []
     for a, b, kind in steps:
         chosen.append((a, b))
-        if kind >= KEEPING:
-            choice = among.keeping[kind // KEEPING - 1]
-            kept += [(p, p + 1) for p in range(a, b) if choice.own[p] >= 0]
-            chosen += pieces(choice, a, b)
-        base, table, inner = [way for way in among.ways() if way[0] <= kind][-1]
-        if inner is not None and kind > base:
-            inside = Space(replace(among.table, ms=table.ms))
-            level = int(inner.levels[kind - base - 1])
-            within = _walk(inside, a, b, level, _INNER_SLOTS, among.table.live_ins(a)).back(b - a)
+        number, level = divmod(kind, KEEPING)
+        way = among.keeping[number - 1] if number else among
+        if isinstance(way, Keeping):
+            kept += [(p, p + 1) for p in range(a, b) if way.own[p] >= 0]
+            chosen += pieces(way, a, b)
+        if way.inner is not None and level:
+            inside = Space(replace(among.table, ms=way.table.ms))
+            most = int(way.inner.levels[level - 1])
+            within = _walk(inside, a, b, most, _INNER_SLOTS, among.table.live_ins(a)).back(b - a)
             chosen += [(c + a, d + a) for c, d, _ in within[1]] if within is not None else []
     return Plan(tuple(chosen), ms, tuple(kept))
 

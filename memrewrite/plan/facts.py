@@ -173,12 +173,11 @@ def own_bytes(effects: Effects, node: fx.Node, compiled: bool = False) -> int:
     ``compiled``, all that computes much, because nodes run again one by one. Nothing may write what is kept.
     """
     f = effects.of[node]
-    if node.op != "call_function" or not (f.flops if compiled else f.rerun[0]) or f.writes:
-        return -1
     inputs = {key for source in node.all_input_nodes for key in effects.of[source].outputs}
-    made = (f.outputs if compiled and node.target in PRODUCTS else f.saved | f.outputs) - inputs
     saves_inputs = any(effects.storages[key].origin == "node" for key in f.saved & inputs)
-    if not (compiled or (f.saves_output and saves_inputs)) or made & effects.written:
+    worth = f.flops if compiled else f.rerun[0] and f.saves_output and saves_inputs
+    made = (f.outputs if compiled and node.target in PRODUCTS else f.saved | f.outputs) - inputs
+    if node.op != "call_function" or f.writes or not worth or made & effects.written:
         return -1
     return sum(effects.storages[key].bytes for key in made)
 
@@ -193,7 +192,7 @@ def _choices(own: Bytes, ms: NDArray[np.float64]) -> tuple[Bytes, ...]:
     found = []
     for share in _SHARES:
         count = int(np.searchsorted(sizes, share * sizes[-1], side="right"))
-        least = worth[order[min(count, len(order)) - 1]] if count else np.inf
+        least = worth[order[count - 1]] if count else np.inf
         found.append(np.where((own >= 0) & (worth >= least), own, -1))
     return tuple(found)
 

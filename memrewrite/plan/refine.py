@@ -103,13 +103,13 @@ class Search:
         but so do kept nodes, which let go of it: right near the lowest peak, where nearly all nodes lie in segments.
         Where segments run again on demand, one keeps nothing in them.
         """
-        chains = [replace(self.chain, storages=tuple(s.saved() for s in self.chain.storages))]
-        chains += [replace(self.chain, own=())] * self.chain.on_demand
-        found = [
-            Search(chain, self.kept, self.fixed, self.simulate)
-            for chain in chains
-            if (chain.storages, len(chain.own)) != (self.chain.storages, len(self.chain.own))
-        ]
+        chains = []
+        saved = tuple(s.saved() for s in self.chain.storages)
+        if saved != self.chain.storages:
+            chains.append(replace(self.chain, storages=saved))
+        if self.chain.on_demand and self.chain.own:
+            chains.append(replace(self.chain, own=()))
+        found = [Search(chain, self.kept, self.fixed, self.simulate) for chain in chains]
         for other in found:
             other.peaks = self.peaks  # how bytes are estimated changes no peak
         return found

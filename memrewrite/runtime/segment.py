@@ -230,7 +230,7 @@ class Kept:
     def gave(self, tensor: Tensor) -> bool:
         """Whether a tensor it saves is an argument or a view of one, which is noted then."""
         for position, value in enumerate(self.args):
-            if isinstance(value, Tensor) and value.untyped_storage() is tensor.untyped_storage():
+            if isinstance(value, Tensor) and _in_one(value, tensor):
                 place = None if _same(value, tensor) else (tensor.shape, tensor.stride(), tensor.storage_offset())
                 self.saved.append((position, place))
                 return True
@@ -272,8 +272,13 @@ def _as_autocast(value: Any) -> Any:
     return value.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else value
 
 
+def _in_one(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors see one storage as elements of one type."""
+    return a.dtype == b.dtype and a.untyped_storage() is b.untyped_storage()
+
+
 def _same(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of one storage are the same part of it, seen alike."""
+    """Whether two tensors that do are the same part of it."""
     return a.shape == b.shape and a.stride() == b.stride() and a.storage_offset() == b.storage_offset()
 
 
