@@ -79,7 +79,8 @@ inf, nan = math.inf, math.nan
 
 # What the functions below refer to by a bare name; a local of that name would hide it.
 _CALLED = {function.__name__: function for function in (swish, exact_swish, chunked_cross_entropy)}
-_RUNTIME = ("draw", "keep", "normalize", "once", "rectify", "run_segment", *_CALLED, "tree_unflatten", "treespec_loads")
+_SEGMENTS = ("draw", "keep", "normalize", "once", "rectify", "run_segment", "summed")
+_RUNTIME = (*_SEGMENTS, *_CALLED, "tree_unflatten", "treespec_loads")
 _MODULES_USED = ("aten", "torch", "operator", "math", "builtins", "importlib")
 _GLOBALS = (*_MODULES_USED, "inf", "nan", "getattr", "slice", "complex", *_RUNTIME)
 _OWN = re.compile(r"(segment|region|TREE)_\d")
@@ -115,6 +116,7 @@ class _Writer:
     def body(self, nodes: list[fx.Node], depth: int, results: list[fx.Node]) -> list[str]:
         """The statements of the nodes inside ``depth`` segments; ``results`` are used after them."""
         groups = _groups(nodes, depth)
+        positions = {node: position for position, members in enumerate(groups) for node in members}
         uses = _last_uses(groups) | dict.fromkeys(results, len(groups))
         lines = []
         for position, members in enumerate(groups):
@@ -122,6 +124,9 @@ class _Writer:
                 live_ins, live_outs = _live_ins(members), [n for n in members if uses.get(n, position) > position]
                 call = self.segment(members, depth + 1, live_ins, live_outs)
                 lines.append(call + self.drop(n for n in live_ins if uses[n] == position))
+                if depth == 0:  # what one node reads has no sum, but maybe a slice of another gradient
+                    later = {n: sum(positions.get(user, 0) > position for user in n.users) for n in live_ins}
+                    lines += self.sums(n for n in live_ins if later[n] > 1)
             else:
                 (node,) = members
                 dead = [n for n in (*node.all_input_nodes, node) if uses.get(n, position) == position]
@@ -145,6 +150,11 @@ class _Writer:
         keywords += ["within=recomputing"] * (depth > 1)
         call = f"run_segment({', '.join([name, 'self', *arguments, *keywords])})"
         return f"({results}) = {call}" if live_outs else call
+
+    def sums(self, nodes: Iterable[fx.Node]) -> list[str]:
+        """The statement after which ``nodes`` marked so are read as summed, if there are any."""
+        names = "".join(f"{self.name(n)}, " for n in nodes if "summed" in n.meta)
+        return [f"({names}) = summed({names.removesuffix(', ')})"] * bool(names)
 
     def parameters(self, nodes: list[fx.Node]) -> dict[str, int]:
         """The names of the parameters that these nodes read, and how many nodes of the graph read each."""

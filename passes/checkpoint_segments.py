@@ -12,7 +12,8 @@ The graph keeps its nodes; ``meta["segment"]`` of one in segment 1 inside segmen
 that a node draws random numbers, and ``meta["run_once"]`` what must not happen again in recomputation: ``"skip"`` for a
 counter nobody reads, or the attributes of the running statistics, which recomputation writes into scratch memory.
 ``meta["keep"]`` numbers a node that does not run again with its segment, ``meta["statistics"]`` a batch normalization
-that only applies its statistics again, ``meta["draw"]`` one whose few random numbers stay in compiled code.
+that only applies its statistics again. Of nodes in compiled code, ``meta["draw"]`` marks one whose few random numbers
+stay, ``meta["summed"]`` one whose gradient is summed up from one segment that reads it to the next.
 """
 
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from memrewrite.plan.facts import compute_nodes, is_counter, own_bytes, reach
 from memrewrite.plan.segments import Plan
 from memrewrite.rewrite import Findings, Result
 
-MARKS = ("segment", "random", "run_once", "keep", "statistics", "draw")
+MARKS = ("segment", "random", "run_once", "keep", "statistics", "draw", "summed")
 _FEW = 2**20  # bytes of random numbers that compiled code keeps
 
 
@@ -72,6 +73,8 @@ class CheckpointSegments:
             for number in range(a, b):
                 if own_bytes(effects, nodes[number], self.compiled) >= 0:
                     nodes[number].meta["keep"] = number
+        for node in nodes if self.compiled else ():
+            node.meta["summed"] = True
         return findings.result()
 
     def _keeps_statistics(self, node: fx.Node, effects: Effects) -> bool:

@@ -95,6 +95,36 @@ def test_compiled_it_holds_what_was_planned_across_skip_connections() -> None:
     assert beyond_plan(result, x) <= 1.02
 
 
+class Dense(nn.Module):
+    """Every layer reads what all before it gave, side by side."""
+
+    def __init__(self, depth: int = 6, growth: int = 8) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(growth * (i + 1), growth, 3, padding=1) for i in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = [functional.pad(x, (0, 0, 0, 0, 0, 8 - x.shape[1]))]
+        for conv in self.convs:
+            features.append(torch.tanh(conv(torch.cat(features, 1))))
+        return torch.cat(features, 1)
+
+
+@pytest.mark.parametrize(
+    "case", [Case(Dense, torch.randn(4, 3, 16, 16), "min"), *CASES.values()], ids=["dense", *CASES]
+)
+def test_compiled_backward_comes_to_a_segment_once_its_gradients_are_there(case: Case) -> None:
+    torch.manual_seed(0)
+    result: Any = memrewrite.optimize(
+        case.build(), case.x, budget=case.budget, optimizer="none", verify=False, compiled=True
+    )
+    segments, sums = (len(re.findall(rf"= {name}\(", result._memrewrite.source)) for name in ("run_segment", "summed"))
+    inner = result._memrewrite.source.count("within=recomputing")
+    assert segments - inner > 1
+    assert (sums > 0) == (case.build is Dense)
+    backward = compiled_bytes(result, lambda module: loss_of(module(case.x))).backward
+    assert backward["auto_functionalized_v2"] == segments - inner + sums
+
+
 def test_a_budget_that_only_segments_in_segments_reach() -> None:
     low = optimized(NESTED, compiled=False).report.predicted_after.peak
     said = (

@@ -218,7 +218,6 @@ def test_forward_mode_is_right_or_raises() -> None:
         torch.func.jvp(lambda x: swish(x, 1.5), (x,), (torch.ones_like(x),))
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # Dynamo's own, on tracing any Function
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @beta_cases
 def test_compiles_without_a_graph_break(beta: float | Tensor, backend: str) -> None:

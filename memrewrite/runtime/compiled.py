@@ -1,20 +1,78 @@
-"""What ``torch.compile`` does not run again with the rest of a segment. This text is also part of generated models.
+"""Segments where ``torch.compile`` runs them again, and what of them it does not. Also part of generated models.
 
 Compiled, a segment is one call of ``checkpoint``; an operator in one of its own inside that is treated otherwise.
 In there no node may have to run again: the compiler would keep what it reads.
 """
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 
 def is_compiled() -> bool:
     """Whether a training step is being compiled."""
     return torch.compiler.is_compiling() and torch.is_grad_enabled()
+
+
+def run_compiled(run: Callable[..., Any], live_ins: tuple[Any, ...], random: bool) -> Any:
+    """``run(*live_ins)``, a segment, of which only its live-ins stay; compiled only."""
+    outputs = checkpoint(run, *live_ins, use_reentrant=False, preserve_rng_state=random)
+    outputs = checkpoint(_views, outputs, use_reentrant=False, preserve_rng_state=False)
+    return _passed(outputs) if isinstance(outputs, tuple) else _passed((outputs,))[0]
+
+
+def _views(outputs: Any) -> Any:
+    """What a segment gives, as views of it, in a segment of their own.
+
+    AOTAutograd keeps what one segment hands on to another; without that it would rather run the segment again before
+    backward comes to it, for what came after it, and hold all that the segment saves until then.
+    """
+    if isinstance(outputs, tuple):
+        return tuple(map(_views, outputs))
+    return outputs.unsqueeze(0).squeeze(0) if isinstance(outputs, Tensor) else outputs
+
+
+def summed(*values: Any) -> tuple[Any, ...]:
+    """``values``, of whose gradients what later segments add is summed up before backward goes on.
+
+    Inductor would add once the sum is read, and hold all that it adds until then.
+    """
+    return _passed(values) if is_compiled() else values
+
+
+def _passed(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """``values``, whose gradients are there before what comes earlier runs backward.
+
+    Inductor would fuse reductions of several segments' gradients, and so hold what these read all at once.
+    """
+    trained = [isinstance(value, Tensor) and value.requires_grad for value in values]
+    apply: Callable[..., tuple[Tensor, ...]] = _Passed.apply
+    passed = iter(apply(*itertools.compress(values, trained)) if any(trained) else ())
+    return tuple(next(passed) if here else value for value, here in zip(values, trained, strict=True))
+
+
+class _Passed(torch.autograd.Function):
+    """Dynamo traces ``backward`` with what ``forward`` gives, so that this must not count as a write to its input."""
+
+    @staticmethod
+    def forward(context: Any, *values: Tensor) -> tuple[Tensor, ...]:
+        return tuple(value.data for value in values)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        torch.ops.memrewrite.arrive(list(gradients))
+        return gradients
+
+
+if not hasattr(torch.ops.memrewrite, "arrive"):  # it says that it writes: nothing is moved across it
+    torch.library.define("memrewrite::arrive", "(Tensor(a!)[] gradients) -> ()")
+    torch.library.impl("memrewrite::arrive", "CompositeExplicitAutograd", lambda gradients: None)
+    torch.library.register_fake("memrewrite::arrive", lambda gradients: None)
 
 
 def stays(operator: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

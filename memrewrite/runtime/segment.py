@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
+from torch.utils.checkpoint import get_device_states, set_device_states
 
-from memrewrite.runtime.compiled import is_compiled, stays
+from memrewrite.runtime.compiled import is_compiled, run_compiled, stays
 
 OWNERS = "_memrewrite_owners"  # where the module keeps its parameters: full name -> (dictionary, name in there)
 
@@ -46,21 +46,8 @@ def run_segment(
     if within is not None and not (within and within.again):
         return segment(module, within, *live_ins)
     if torch.compiler.is_compiling():  # AOTAutograd functionalizes buffer updates, so they happen once by themselves
-        run = functools.partial(segment, module, False)
-        outputs = checkpoint(run, *live_ins, use_reentrant=False, preserve_rng_state=random)
-        return checkpoint(_boundary, outputs, use_reentrant=False, preserve_rng_state=False)
+        return run_compiled(functools.partial(segment, module, False), live_ins, random)
     return Recomputation(segment, module, live_ins, random, reads, cached, within).run()
-
-
-def _boundary(outputs: Any) -> Any:
-    """What a segment gives, as views of it, in a segment of their own.
-
-    AOTAutograd keeps what one segment hands on to another; without that it would rather run the segment again before
-    backward comes to it, for what came after it, and hold all that the segment saves until then.
-    """
-    if isinstance(outputs, tuple):
-        return tuple(map(_boundary, outputs))
-    return outputs.unsqueeze(0).squeeze(0) if isinstance(outputs, Tensor) else outputs
 
 
 def keep(recomputing: Any, number: int, random: bool, operator: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
