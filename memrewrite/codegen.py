@@ -79,7 +79,7 @@ inf, nan = math.inf, math.nan
 
 # What the functions below refer to by a bare name; a local of that name would hide it.
 _CALLED = {function.__name__: function for function in (swish, exact_swish, chunked_cross_entropy)}
-_SEGMENTS = ("draw", "keep", "normalize", "once", "rectify", "run_segment", "summed")
+_SEGMENTS = ("draw", "keep", "normalize", "once", "rectify", "run_segment", "settled")
 _RUNTIME = (*_SEGMENTS, *_CALLED, "tree_unflatten", "treespec_loads")
 _MODULES_USED = ("aten", "torch", "operator", "math", "builtins", "importlib")
 _GLOBALS = (*_MODULES_USED, "inf", "nan", "getattr", "slice", "complex", *_RUNTIME)
@@ -124,9 +124,8 @@ class _Writer:
                 live_ins, live_outs = _live_ins(members), [n for n in members if uses.get(n, position) > position]
                 call = self.segment(members, depth + 1, live_ins, live_outs)
                 lines.append(call + self.drop(n for n in live_ins if uses[n] == position))
-                if depth == 0:  # what one node reads has no sum, but maybe a slice of another gradient
-                    later = {n: sum(positions.get(user, 0) > position for user in n.users) for n in live_ins}
-                    lines += self.sums(n for n in live_ins if later[n] > 1)
+                if depth == 0:
+                    lines += self.settle([*live_ins, *live_outs], positions, position)
             else:
                 (node,) = members
                 dead = [n for n in (*node.all_input_nodes, node) if uses.get(n, position) == position]
@@ -151,10 +150,17 @@ class _Writer:
         call = f"run_segment({', '.join([name, 'self', *arguments, *keywords])})"
         return f"({results}) = {call}" if live_outs else call
 
-    def sums(self, nodes: Iterable[fx.Node]) -> list[str]:
-        """The statement after which ``nodes`` marked so are read as summed, if there are any."""
-        names = "".join(f"{self.name(n)}, " for n in nodes if "summed" in n.meta)
-        return [f"({names}) = summed({names.removesuffix(', ')})"] * bool(names)
+    def settle(self, nodes: Iterable[fx.Node], positions: dict[fx.Node, int], position: int) -> list[str]:
+        """The statement, if any, after which those of ``nodes`` are read as settled that are marked so.
+
+        Of what the segment at ``position`` reads, those that several nodes read later: one would give no sum.
+        """
+        names = ""
+        for node in nodes:
+            later = sum(positions.get(user, 0) > position for user in node.users)
+            if "settled" in node.meta and later > (positions[node] < position):
+                names += f"{self.name(node)}, "
+        return [f"({names}) = settled({names.removesuffix(', ')})"] * bool(names)
 
     def parameters(self, nodes: list[fx.Node]) -> dict[str, int]:
         """The names of the parameters that these nodes read, and how many nodes of the graph read each."""

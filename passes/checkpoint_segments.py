@@ -13,7 +13,7 @@ that a node draws random numbers, and ``meta["run_once"]`` what must not happen 
 counter nobody reads, or the attributes of the running statistics, which recomputation writes into scratch memory.
 ``meta["keep"]`` numbers a node that does not run again with its segment, ``meta["statistics"]`` a batch normalization
 that only applies its statistics again. Of nodes in compiled code, ``meta["draw"]`` marks one whose few random numbers
-stay, ``meta["summed"]`` one whose gradient is summed up from one segment that reads it to the next.
+stay, ``meta["settled"]`` one whose gradient is summed up as far as it goes before an earlier segment runs backward.
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ from memrewrite.plan.facts import compute_nodes, is_counter, own_bytes, reach
 from memrewrite.plan.segments import Plan
 from memrewrite.rewrite import Findings, Result
 
-MARKS = ("segment", "random", "run_once", "keep", "statistics", "draw", "summed")
+MARKS = ("segment", "random", "run_once", "keep", "statistics", "draw", "settled")
 _FEW = 2**20  # bytes of random numbers that compiled code keeps
 
 
@@ -74,7 +74,7 @@ class CheckpointSegments:
                 if own_bytes(effects, nodes[number], self.compiled) >= 0:
                     nodes[number].meta["keep"] = number
         for node in nodes if self.compiled else ():
-            node.meta["summed"] = True
+            node.meta["settled"] = True
         return findings.result()
 
     def _keeps_statistics(self, node: fx.Node, effects: Effects) -> bool:

@@ -2,6 +2,7 @@
 
 import functools
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -117,12 +118,16 @@ def test_compiled_backward_comes_to_a_segment_once_its_gradients_are_there(case:
     result: Any = memrewrite.optimize(
         case.build(), case.x, budget=case.budget, optimizer="none", verify=False, compiled=True
     )
-    segments, sums = (len(re.findall(rf"= {name}\(", result._memrewrite.source)) for name in ("run_segment", "summed"))
-    inner = result._memrewrite.source.count("within=recomputing")
-    assert segments - inner > 1
-    assert (sums > 0) == (case.build is Dense)
+    source = result._memrewrite.source
+    outermost = source.count("= run_segment(") - source.count("within=recomputing")
+    settled = re.findall(r"\((.*), \) = settled\((.*)\)", source)
+    assert outermost > 1
+    assert outermost - 1 <= len(settled) <= outermost  # nothing that is only returned
+    assert all(read == written for read, written in settled)
+    often = Counter(name for read, _ in settled for name in read.split(", "))
+    assert (max(often.values()) > 1) == (case.build is Dense)
     backward = compiled_bytes(result, lambda module: loss_of(module(case.x))).backward
-    assert backward["auto_functionalized_v2"] == segments - inner + sums
+    assert backward["auto_functionalized_v2"] == len(settled)
 
 
 def test_a_budget_that_only_segments_in_segments_reach() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+from filelock import FileLock, Timeout
 from torch import Tensor, fx, nn
 
 from memrewrite.costs import ROOFLINES, Costs, Times, roofline_costs
@@ -60,7 +61,7 @@ def test_times_last_in_the_file(effects: Effects, tmp_path: Path) -> None:
     file = tmp_path / "below" / "times.json"
     measure = Recorded()
     first = Profile(Table("here", file), opened(measure)).costs(effects, None)
-    assert [entry.name for entry in file.parent.iterdir()] == ["times.json"]
+    assert {entry.name for entry in file.parent.iterdir()} == {"times.json", "times.json.lock"}
     again = Recorded()
     assert Profile(Table("here", file), opened(again)).costs(effects, None).measured == first.measured
     assert again.calls == []
@@ -99,6 +100,26 @@ def test_what_others_wrote_meanwhile_stays(effects: Effects, tmp_path: Path) -> 
     file.write_text(json.dumps(SOUND), encoding="utf-8")
     profile.costs(effects, None)
     assert Table("here", file).known.keys() == {"old", *measure.calls}
+
+
+def test_one_process_measures_at_a_time_and_the_next_knows_its_times(effects: Effects, tmp_path: Path) -> None:
+    file = tmp_path / "times.json"
+    first, second = Recorded(), Recorded()
+    alone: list[bool] = []
+
+    @contextlib.contextmanager
+    def while_locked() -> Iterator[Measure]:
+        with pytest.raises(Timeout):
+            FileLock(f"{file}.lock", timeout=0).acquire()
+        alone.append(True)
+        yield first
+
+    other = Profile(Table("here", file), opened(second))
+    Profile(Table("here", file), while_locked).costs(effects, None)
+    other.costs(effects, None)
+    assert alone
+    assert first.calls
+    assert second.calls == []
 
 
 def test_a_folder_that_cannot_be_made_is_no_error(effects: Effects, tmp_path: Path) -> None:

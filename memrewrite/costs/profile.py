@@ -54,29 +54,31 @@ class Profile:
 
     def _times(self, calls: list[tuple[fx.Node, Call]], expected: Mapping[fx.Node, float]) -> dict[fx.Node, Times]:
         """The times of nodes by their calls, as far as they are known once what is unknown was timed."""
-        known = self._table.known
         weights: dict[str, float] = defaultdict(float)
         for node, call in calls:
             weights[call.text] += expected[node]
-        distinct = {call.text: call for _, call in calls if call.text not in known}
+        distinct = {call.text: call for _, call in calls if call.text not in self._table.known}
         # The dearest first, so that the time runs out on those that matter least.
         self._measure(sorted(distinct.values(), key=lambda call: weights[call.text], reverse=True))
+        known = self._table.known
         return {node: times for node, call in calls if (times := known.get(call.text)) is not None}
 
     def _measure(self, calls: list[Call]) -> None:
         if not calls or self._left <= 0:
             return
-        known = self._table.known
-        began = self._clock()
-        done = set()
-        with self._timing() as measure:
-            for call in calls:
-                if self._clock() - began >= self._left:
-                    break
-                known[call.text] = measure(call)
-                done |= {call.text} if call.lasting else set()
-        self._left -= self._clock() - began
-        self._table.save(done)
+        with self._table.alone():
+            known = self._table.known
+            began = self._clock()
+            done = set()
+            with self._timing() as measure:
+                for call in calls:
+                    if self._clock() - began >= self._left:
+                        break
+                    if call.text not in known:
+                        known[call.text] = measure(call)
+                        done |= {call.text} if call.lasting else set()
+            self._left -= self._clock() - began
+            self._table.save(done)
 
 
 def profile_on(device: torch.device) -> Profile | None:

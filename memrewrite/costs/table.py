@@ -9,15 +9,18 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import astuple
 from pathlib import Path
 
 import torch
+from filelock import FileLock, Timeout
 
 from memrewrite.costs import Times
 
 _VERSION = 1  # of the file and of what the figures in it mean
+_PATIENCE_S = 60.0  # with another process that measures
 
 
 def environment(device: torch.device) -> str:
@@ -47,6 +50,17 @@ class Table:
     def __init__(self, environment: str, file: Path | None) -> None:
         self._environment, self._file = environment, file
         self.known: dict[str, Times | None] = dict(self._read())
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Wait for other processes that measure, and know what they measured; meanwhile they wait for this one."""
+        with ExitStack() as stack:
+            if self._file is not None:
+                with suppress(OSError, Timeout):  # side by side with them, then
+                    self._file.parent.mkdir(parents=True, exist_ok=True)
+                    stack.enter_context(FileLock(f"{self._file}.lock", timeout=_PATIENCE_S))
+                self.known = {**self._read(), **self.known}
+            yield
 
     def save(self, texts: set[str]) -> None:
         """Add the times of these signatures to the file, where it can be written."""

@@ -22,8 +22,7 @@ def is_compiled() -> bool:
 def run_compiled(run: Callable[..., Any], live_ins: tuple[Any, ...], random: bool) -> Any:
     """``run(*live_ins)``, a segment, of which only its live-ins stay; compiled only."""
     outputs = checkpoint(run, *live_ins, use_reentrant=False, preserve_rng_state=random)
-    outputs = checkpoint(_views, outputs, use_reentrant=False, preserve_rng_state=False)
-    return _passed(outputs) if isinstance(outputs, tuple) else _passed((outputs,))[0]
+    return checkpoint(_views, outputs, use_reentrant=False, preserve_rng_state=False)
 
 
 def _views(outputs: Any) -> Any:
@@ -37,26 +36,20 @@ def _views(outputs: Any) -> Any:
     return outputs.unsqueeze(0).squeeze(0) if isinstance(outputs, Tensor) else outputs
 
 
-def summed(*values: Any) -> tuple[Any, ...]:
-    """``values``, of whose gradients what later segments add is summed up before backward goes on.
+def settled(*values: Any) -> tuple[Any, ...]:
+    """``values``, whose gradients are summed up before what comes earlier runs backward.
 
-    Inductor would add once the sum is read, and hold all that it adds until then.
+    Inductor would fuse sums and reductions of several segments' gradients, and so hold what these read all at once.
     """
-    return _passed(values) if is_compiled() else values
-
-
-def _passed(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """``values``, whose gradients are there before what comes earlier runs backward.
-
-    Inductor would fuse reductions of several segments' gradients, and so hold what these read all at once.
-    """
+    if not is_compiled():
+        return values
     trained = [isinstance(value, Tensor) and value.requires_grad for value in values]
-    apply: Callable[..., tuple[Tensor, ...]] = _Passed.apply
-    passed = iter(apply(*itertools.compress(values, trained)) if any(trained) else ())
-    return tuple(next(passed) if here else value for value, here in zip(values, trained, strict=True))
+    settle: Callable[..., tuple[Tensor, ...]] = _Settled.apply
+    found = iter(settle(*itertools.compress(values, trained)) if any(trained) else ())
+    return tuple(next(found) if here else value for value, here in zip(values, trained, strict=True))
 
 
-class _Passed(torch.autograd.Function):
+class _Settled(torch.autograd.Function):
     """Dynamo traces ``backward`` with what ``forward`` gives, so that this must not count as a write to its input."""
 
     @staticmethod
@@ -65,14 +58,14 @@ class _Passed(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
-        torch.ops.memrewrite.arrive(list(gradients))
+        torch.ops.memrewrite.settle(list(gradients))
         return gradients
 
 
-if not hasattr(torch.ops.memrewrite, "arrive"):  # it says that it writes: nothing is moved across it
-    torch.library.define("memrewrite::arrive", "(Tensor(a!)[] gradients) -> ()")
-    torch.library.impl("memrewrite::arrive", "CompositeExplicitAutograd", lambda gradients: None)
-    torch.library.register_fake("memrewrite::arrive", lambda gradients: None)
+if not hasattr(torch.ops.memrewrite, "settle"):  # it says that it writes: nothing is moved across it
+    torch.library.define("memrewrite::settle", "(Tensor(a!)[] gradients) -> ()")
+    torch.library.impl("memrewrite::settle", "CompositeExplicitAutograd", lambda gradients: None)
+    torch.library.register_fake("memrewrite::settle", lambda gradients: None)
 
 
 def stays(operator: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -20,7 +20,7 @@ from torch.nn import Parameter
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_structure, tree_unflatten, treespec_loads
 
 from memrewrite.runtime.batch_norm import normalize, rectify
-from memrewrite.runtime.compiled import draw, summed
+from memrewrite.runtime.compiled import draw, settled
 from memrewrite.runtime.cross_entropy import chunked_cross_entropy
 from memrewrite.runtime.segment import OWNERS, keep, once, run_segment
 from memrewrite.runtime.swish import exact_swish, swish
@@ -64,7 +64,7 @@ def program_from(source: str) -> Program:
         file = f"<memrewrite {hashlib.sha256(source.encode()).hexdigest()[:12]}>"
         linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
         runtime = (
-            *(Program, draw, keep, normalize, once, rectify, run_segment, summed, swish, exact_swish),
+            *(Program, draw, keep, normalize, once, rectify, run_segment, settled, swish, exact_swish),
             *(chunked_cross_entropy, tree_structure, tree_unflatten, treespec_loads),
         )
         namespace: dict[str, Any] = {getattr(item, "__name__", ""): item for item in runtime}
