@@ -63,7 +63,8 @@ class _Settled(torch.autograd.Function):
 
 
 if not hasattr(torch.ops.memrewrite, "settle"):  # it says that it writes: nothing is moved across it
-    torch.library.define("memrewrite::settle", "(Tensor(a!)[] gradients) -> ()")
+    tags = (torch.Tag.flexible_layout,)  # or Inductor would copy gradients that lie otherwise than uncompiled
+    torch.library.define("memrewrite::settle", "(Tensor(a!)[] gradients) -> ()", tags=tags)
     torch.library.impl("memrewrite::settle", "CompositeExplicitAutograd", lambda gradients: None)
     torch.library.register_fake("memrewrite::settle", lambda gradients: None)
 
