@@ -157,9 +157,10 @@ class _Writer:
         """
         names = ""
         for node in nodes:
-            later = sum(positions.get(user, 0) > position for user in node.users)
-            if "settled" in node.meta and later > (positions[node] < position):
-                names += f"{self.name(node)}, "
+            if "settled" in node.meta:
+                later = sum(positions.get(user, position) > position for user in node.users)
+                read_here = positions[node] < position
+                names += f"{self.name(node)}, " * (later > read_here)
         return [f"({names}) = settled({names.removesuffix(', ')})"] * bool(names)
 
     def parameters(self, nodes: list[fx.Node]) -> dict[str, int]:
