@@ -116,7 +116,6 @@ class _Writer:
     def body(self, nodes: list[fx.Node], depth: int, results: list[fx.Node]) -> list[str]:
         """The statements of the nodes inside ``depth`` segments; ``results`` are used after them."""
         groups = _groups(nodes, depth)
-        positions = {node: position for position, members in enumerate(groups) for node in members}
         uses = _last_uses(groups) | dict.fromkeys(results, len(groups))
         lines = []
         for position, members in enumerate(groups):
@@ -125,7 +124,7 @@ class _Writer:
                 call = self.segment(members, depth + 1, live_ins, live_outs)
                 lines.append(call + self.drop(n for n in live_ins if uses[n] == position))
                 if depth == 0:
-                    lines += self.settle([*live_ins, *live_outs], positions, position)
+                    lines += self.settle(members[-1], live_ins, live_outs)
             else:
                 (node,) = members
                 dead = [n for n in (*node.all_input_nodes, node) if uses.get(n, position) == position]
@@ -150,18 +149,14 @@ class _Writer:
         call = f"run_segment({', '.join([name, 'self', *arguments, *keywords])})"
         return f"({results}) = {call}" if live_outs else call
 
-    def settle(self, nodes: Iterable[fx.Node], positions: dict[fx.Node, int], position: int) -> list[str]:
-        """The statement, if any, after which those of ``nodes`` are read as settled that are marked so.
+    def settle(self, last: fx.Node, live_ins: list[fx.Node], live_outs: list[fx.Node]) -> list[str]:
+        """The statement, if any, by which what of these comes after a segment (its ``last`` node) is read as settled.
 
-        Of what the segment at ``position`` reads, those that several nodes read later: one would give no sum.
+        Of what the segment reads, that is what several nodes read later: one would give no sum.
         """
-        names = ""
-        for node in nodes:
-            if "settled" in node.meta:
-                later = sum(positions.get(user, position) > position for user in node.users)
-                read_here = positions[node] < position
-                names += f"{self.name(node)}, " * (later > read_here)
-        return [f"({names}) = settled({names.removesuffix(', ')})"] * bool(names)
+        nodes = [n for n in live_ins if _later_readers(n, last) > 1] + [n for n in live_outs if _later_readers(n, last)]
+        names = ", ".join(self.name(n) for n in nodes if "settled" in n.meta)
+        return [f"({names}, ) = settled({names})"] if names else []
 
     def parameters(self, nodes: list[fx.Node]) -> dict[str, int]:
         """The names of the parameters that these nodes read, and how many nodes of the graph read each."""
@@ -321,6 +316,11 @@ def _groups(nodes: Iterable[fx.Node], depth: int) -> list[list[fx.Node]]:
 
 def _last_uses(groups: list[list[fx.Node]]) -> dict[fx.Node, int]:
     return {used: i for i, nodes in enumerate(groups) for node in nodes for used in node.all_input_nodes}
+
+
+def _later_readers(node: fx.Node, last: fx.Node) -> int:
+    """How many nodes after ``last`` read ``node``; to be returned does not count."""
+    return sum(last < user and user.op != "output" for user in node.users)
 
 
 def _live_ins(nodes: list[fx.Node]) -> list[fx.Node]:

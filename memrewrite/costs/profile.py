@@ -54,20 +54,20 @@ class Profile:
 
     def _times(self, calls: list[tuple[fx.Node, Call]], expected: Mapping[fx.Node, float]) -> dict[fx.Node, Times]:
         """The times of nodes by their calls, as far as they are known once what is unknown was timed."""
+        known = self._table.known
         weights: dict[str, float] = defaultdict(float)
         for node, call in calls:
             weights[call.text] += expected[node]
-        distinct = {call.text: call for _, call in calls if call.text not in self._table.known}
+        distinct = {call.text: call for _, call in calls if call.text not in known}
         # The dearest first, so that the time runs out on those that matter least.
         self._measure(sorted(distinct.values(), key=lambda call: weights[call.text], reverse=True))
-        known = self._table.known
         return {node: times for node, call in calls if (times := known.get(call.text)) is not None}
 
     def _measure(self, calls: list[Call]) -> None:
         if not calls or self._left <= 0:
             return
+        known = self._table.known
         with self._table.alone():
-            known = self._table.known
             began = self._clock()
             done = set()
             with self._timing() as measure:

@@ -59,7 +59,7 @@ class Table:
                 with suppress(OSError, Timeout):  # side by side with them, then
                     self._file.parent.mkdir(parents=True, exist_ok=True)
                     stack.enter_context(FileLock(f"{self._file}.lock", timeout=_PATIENCE_S))
-                self.known = {**self._read(), **self.known}
+                self.known.update({**self._read(), **self.known})
             yield
 
     def save(self, texts: set[str]) -> None:

@@ -45,7 +45,7 @@ def run_segment(
         return segment(module, False, *live_ins)
     if within is not None and not (within and within.again):
         return segment(module, within, *live_ins)
-    if torch.compiler.is_compiling():  # AOTAutograd functionalizes buffer updates, so they happen once by themselves
+    if is_compiled():  # AOTAutograd functionalizes buffer updates, so they happen once by themselves
         return run_compiled(functools.partial(segment, module, False), live_ins, random)
     return Recomputation(segment, module, live_ins, random, reads, cached, within).run()
 
