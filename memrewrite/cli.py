@@ -62,7 +62,7 @@ def main(context: click.Context) -> None:
 @flags.budget
 @click.option("--passes", help="Run only these passes, separated by commas; by default all.")
 @click.option("--exact/--no-exact", default=False, help="Allow only rewrites that keep every bit of the outputs.")
-@click.option("--compiled/--no-compiled", default=False, help="Plan only what torch.compile of the result will honour.")
+@click.option("--compiled/--no-compiled", default=False, help="Plan for torch.compile of the result; measure that.")
 @click.option("--verify/--no-verify", default=True, help="Prove that the rewritten model takes the same steps.")
 @click.option("--measure/--no-measure", default=True, help="Run both variants, each in a process of its own.")
 @flags.timeout
@@ -90,6 +90,7 @@ def optimize(**given: Any) -> int:
 @click.option("--artifact", type=flags.PATH, help="Measure the rewritten model in this folder, too.")
 @click.option("--batch-sizes", callback=flags.sizes, help="Measure the peak at each of these: 32,64,128.")
 @click.option("--plot", type=flags.PATH, help="Draw the peak against the batch size: a .png, .svg or .pdf file.")
+@click.option("--compiled/--no-compiled", default=False, help="Measure under torch.compile; on CUDA only.")
 @flags.timeout
 @flags.output
 def measure(**given: Any) -> int:

@@ -62,7 +62,7 @@ def _measure(job: dict[str, Any]) -> dict[str, Any]:
     module, inputs, step = _load(loader, StepSpec.from_json(job["step"]))
     torch.manual_seed(loader.seed)
     with _refused_fallback():
-        return asdict(measure(module, inputs, step, steps=job["steps"]))
+        return asdict(measure(module, inputs, step, steps=job["steps"], compiled=loader.compiled))
 
 
 @contextlib.contextmanager

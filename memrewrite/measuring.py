@@ -12,13 +12,13 @@ import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from memrewrite.child import run_job
-from memrewrite.errors import DataDependentError, DoesNotFitError, UsageError
+from memrewrite.errors import DataDependentError, DoesNotFitError, MeasurementError, UsageError
 from memrewrite.private import clear_cublas_workspaces
 from memrewrite.report.data import Measured
 from memrewrite.simulate import Timeline, preserved_rng, run_tracked, simulate, with_workspaces
@@ -34,7 +34,7 @@ class Loader:
     """What a measuring process loads: a target as the command line has it, optionally rewritten by a saved artifact.
 
     ``inputs`` are ``--input`` texts, ``artifact`` a folder that ``memrewrite.artifact`` wrote, ``seed`` seeds the
-    random state before the target is loaded and before the steps.
+    random state before the target is loaded and before the steps; ``compiled`` is that of ``measure``.
     """
 
     target: str
@@ -43,6 +43,7 @@ class Loader:
     artifact: str | None = None
     device: str = "cpu"
     seed: int = 0
+    compiled: bool = False
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Loader":
@@ -103,28 +104,36 @@ def _tracked(module: nn.Module, inputs: Inputs, step: Step, steps: int, attribut
             ) from error
 
 
-def measure(module: nn.Module, inputs: Inputs, step: Step, *, steps: int = 10) -> Measured:
+def measure(module: nn.Module, inputs: Inputs, step: Step, *, steps: int = 10, compiled: bool = False) -> Measured:
     """Take two steps for the phase table and ``steps`` more for the time; the peak is that of the second step on.
 
     On CUDA, allocations from before that are neither the module's nor the inputs' are left out of the allocated
-    figures. On the CPU nothing is cached, so the reserved figure is the peak.
-    Raises ``DoesNotFitError`` when memory runs out, ``UsageError`` for a device that is neither CPU nor CUDA.
+    figures. On the CPU nothing is cached, so the reserved figure is the peak. ``compiled`` measures what
+    ``torch.compile`` makes of the module, on CUDA: what compiled code allocates on the CPU cannot be tracked.
+    Raises ``DoesNotFitError`` when memory runs out, ``UsageError`` for a device that is neither CPU nor CUDA, or for
+    ``compiled`` on the CPU, ``MeasurementError`` where the module does not compile.
     """
     tensors = [*module.parameters(), *inputs.tensors()]
     device = tensors[0].device if tensors else torch.device("cpu")
     if device.type not in ("cpu", "cuda"):
         raise UsageError(f"Memory cannot be measured on {device}; move the model and its inputs to cpu or cuda.")
+    if compiled and device.type != "cuda":
+        raise UsageError("What torch.compile makes of a model is measured on CUDA only; move the model there.")
     run = _on_cuda if device.type == "cuda" else _on_cpu
+    measured = cast(nn.Module, torch.compile(module)) if compiled else module
     # Raised after the handler, where nothing refers to the failed step's tensors any more.
     with preserved_state(module, inputs):
         try:
-            return run(module, inputs, step, steps, device)
+            return run(measured, inputs, step, steps, device)
         except torch.OutOfMemoryError:
             failed = True
         except RuntimeError as error:
             failed = "DefaultCPUAllocator" in str(error)
-            if not failed:
+            if not failed and not compiled:
                 raise
+            if not failed:
+                reason = next(iter(str(error).splitlines()), "")
+                raise MeasurementError(f"{type(module).__name__} does not run compiled: {reason}") from error
     raise DoesNotFitError(out_of_memory(f"The training step of {type(module).__name__}", str(device)))
 
 

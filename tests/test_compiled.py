@@ -96,6 +96,28 @@ def test_compiled_it_holds_what_was_planned_across_skip_connections() -> None:
     assert beyond_plan(result, x) <= 1.02
 
 
+class Chain(nn.Module):
+    """Blocks that end with a view, which AOTAutograd would not keep for being told to."""
+
+    def __init__(self, width: int = 32, depth: int = 6) -> None:
+        super().__init__()
+        self.ups = nn.ModuleList(nn.Linear(width, 4 * width) for _ in range(depth))
+        self.downs = nn.ModuleList(nn.Linear(4 * width, width) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for up, down in zip(self.ups, self.downs, strict=True):
+            x = down(torch.tanh(up(x)))
+        return x
+
+
+def test_compiled_segments_that_give_views_run_again_one_by_one() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(64, 16, 32)
+    result: Any = memrewrite.optimize(Chain(), x, budget="min", optimizer="none", verify=False, compiled=True)
+    assert len(result.report.segments) > 4
+    assert beyond_plan(result, x) <= 1.02
+
+
 class Dense(nn.Module):
     """Every layer reads what all before it gave, side by side."""
 

@@ -164,6 +164,11 @@ def test_other_devices_are_refused() -> None:
         measure(nn.Linear(2, 2, device="meta"), Inputs((), {}), Step())
 
 
+def test_compiled_steps_are_measured_on_cuda_only() -> None:
+    with pytest.raises(UsageError, match="measured on CUDA only"):
+        measure(nn.Linear(2, 2), Inputs((torch.ones(1, 2),), {}), Step(), compiled=True)
+
+
 def test_child_round_trip(target: str, capfd: pytest.CaptureFixture[str]) -> None:
     loader = Loader(f"{target}:Tiny", ("2x8",), batch_size=6, seed=3)
     step = StepSpec("train", "sgd-momentum", "tiny_target:squared", "bf16")

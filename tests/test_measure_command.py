@@ -134,6 +134,17 @@ def test_one_batch_size_reaches_the_process(
     assert seen[0] == Loader(NET, batch_size=5)
 
 
+def test_compiled_steps_are_measured_on_cuda_only(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = fake(monkeypatch)
+    assert cli.run(["measure", NET, *OPTIONS, "--compiled"]) == 2
+    assert "is measured on CUDA, not on cpu; leave out --compiled" in capsys.readouterr().err
+    monkeypatch.setattr(command, "device_named", torch.device)
+    assert cli.run(["measure", NET, "--device", "cuda:0", "--compiled", "-q"]) == 0
+    assert seen == [Loader(NET, device="cuda:0", compiled=True)]
+
+
 @pytest.mark.parametrize("arguments", [[], ["--artifact", "out"], ["--batch-sizes", "2,4"]])
 def test_nothing_fits(
     here: Path, arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -385,7 +385,8 @@ def test_a_device_that_takes_more_than_simulated_gets_another_plan(monkeypatch: 
     offsets = iter([3000, 3000, 3000, 3000, 3000, 3000])
     peaks: list[int] = []
 
-    def on_device(module: nn.Module, inputs: Inputs, step: Step, steps: int) -> Measured:
+    def on_device(module: nn.Module, inputs: Inputs, step: Step, steps: int, compiled: bool) -> Measured:
+        assert not compiled
         peaks.append(simulate(module, inputs, step).peak + next(offsets))
         return measured(peaks[-1])
 
@@ -402,6 +403,28 @@ def test_a_device_that_takes_more_than_simulated_gets_another_plan(monkeypatch: 
     with pytest.raises(BudgetInfeasibleError) as caught:
         memrewrite.optimize(model, x, budget=low + 1000, verify=False)
     assert caught.value.lowest > low + 1000
+
+
+def test_a_budget_for_the_compiler_is_held_by_the_compiled_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which here takes 2000 bytes less than the uncompiled one that is planned for."""
+
+    def on_device(module: nn.Module, inputs: Inputs, step: Step, steps: int, compiled: bool) -> Measured:
+        return measured(simulate(module, inputs, step).peak - 2000 * compiled)
+
+    model, x = seeded(lambda: SwishStack(8)), rows(256)
+    low = memrewrite.optimize(model, x, budget="min", verify=False, compiled=True).report.predicted_after.peak
+    monkeypatch.setattr(api, "device_type", lambda *args: "cuda")
+    monkeypatch.setattr(measuring, "measure", on_device)
+    monkeypatch.setattr(api, "_segments", lambda line: ())
+    report = memrewrite.optimize(model, x, budget=low - 1000, verify=False, compiled=True).report
+    assert report.predicted_after.peak == low
+    assert report.measured_after == measured(low - 2000)
+    assert report.notes[-1].startswith(
+        "Peaks are predicted for the model as it is, and measured for what torch.compile"
+    )
+    with pytest.raises(BudgetInfeasibleError) as caught:
+        memrewrite.optimize(model, x, budget=low - 3000, verify=False, compiled=True)
+    assert caught.value.lowest == low - 2000
 
 
 @pytest.mark.parametrize("budget", [None, "min"], ids=["no budget", "min"])

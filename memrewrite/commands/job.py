@@ -12,7 +12,7 @@ from torch import nn
 
 from memrewrite import target
 from memrewrite.commands.answer import Outcome, respond
-from memrewrite.commands.requests import ModelRequest
+from memrewrite.commands.requests import MeasureRequest, ModelRequest, OptimizeRequest
 from memrewrite.errors import DoesNotFitError, MeasurementError, UsageError
 from memrewrite.inputs import first_line, to_device
 from memrewrite.measuring import Loader
@@ -44,9 +44,10 @@ class Job(Generic[R]):
 
 
 def loader_of(request: ModelRequest, device: torch.device, artifact: Path | None = None) -> Loader:
-    """How another process loads what was asked for, rewritten by ``artifact``."""
+    """How another process loads what was asked for, rewritten by ``artifact``; it compiles what it measures on CUDA."""
     folder = None if artifact is None else str(artifact)
-    return Loader(request.target, request.input, request.batch_size, folder, str(device), request.seed)
+    compiled = device.type == "cuda" and isinstance(request, OptimizeRequest | MeasureRequest) and request.compiled
+    return Loader(request.target, request.input, request.batch_size, folder, str(device), request.seed, compiled)
 
 
 def run(request: R, work: Callable[[Job[R], Stages], Outcome], *, on_device: bool = True) -> int:

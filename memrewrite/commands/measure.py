@@ -6,7 +6,7 @@ from memrewrite.artifact import manifest
 from memrewrite.commands.answer import Outcome, respond
 from memrewrite.commands.job import device_named, loader_of
 from memrewrite.commands.requests import MeasureRequest
-from memrewrite.errors import DoesNotFitError, MeasurementError, OtherInputsError
+from memrewrite.errors import DoesNotFitError, MeasurementError, OtherInputsError, UsageError
 from memrewrite.measuring import Loader, measure_in_child
 from memrewrite.progress import Stages
 from memrewrite.report import batch_plot
@@ -26,6 +26,8 @@ def run(request: MeasureRequest) -> int:
 
 def _measure(request: MeasureRequest, stage: Stages) -> Outcome:
     loader = loader_of(request, device_named(request.device))
+    if request.compiled and not loader.compiled:
+        raise UsageError(f"What torch.compile makes is measured on CUDA, not on {loader.device}; leave out --compiled.")
     pairs = [_pair(request, replace(loader, batch_size=size), stage) for size in request.batch_sizes or (None,)]
     _refuse_nothing(pairs)
     if request.plot is not None:

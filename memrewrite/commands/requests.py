@@ -94,6 +94,7 @@ class MeasureRequest(ModelRequest):
     artifact: Path | None
     batch_sizes: tuple[int, ...]
     plot: Path | None
+    compiled: bool
     timeout: float
 
     def __post_init__(self) -> None:

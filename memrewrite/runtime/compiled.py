@@ -21,19 +21,38 @@ def is_compiled() -> bool:
 
 def run_compiled(run: Callable[..., Any], live_ins: tuple[Any, ...], random: bool) -> Any:
     """``run(*live_ins)``, a segment, of which only its live-ins stay; compiled only."""
-    outputs = checkpoint(run, *live_ins, use_reentrant=False, preserve_rng_state=random)
-    return checkpoint(_views, outputs, use_reentrant=False, preserve_rng_state=False)
+    return _handed_on(checkpoint(run, *live_ins, use_reentrant=False, preserve_rng_state=random))
 
 
-def _views(outputs: Any) -> Any:
-    """What a segment gives, as views of it, in a segment of their own.
+def _handed_on(outputs: Any) -> Any:
+    """What a segment gives, which AOTAutograd then keeps if backward needs it.
 
-    AOTAutograd keeps what one segment hands on to another; without that it would rather run the segment again before
-    backward comes to it, for what came after it, and hold all that the segment saves until then.
+    Else it would keep the fewest bytes from which backward can make all it needs: what an earlier segment reads, even
+    where several segments run again at once for that.
     """
     if isinstance(outputs, tuple):
-        return tuple(map(_views, outputs))
-    return outputs.unsqueeze(0).squeeze(0) if isinstance(outputs, Tensor) else outputs
+        return tuple(map(_handed_on, outputs))
+    if not isinstance(outputs, Tensor):
+        return outputs
+    handed: Callable[..., Tensor] = _HandedOn.apply
+    return handed(outputs) if outputs.requires_grad else _part(outputs)
+
+
+def _part(value: Tensor) -> Tensor:
+    """``value``, by an operator that AOTAutograd never runs again and Inductor makes nothing of."""
+    return value.unsqueeze(0).unbind()[0]
+
+
+class _HandedOn(torch.autograd.Function):
+    """``_part`` without its backward, which stacks gradients."""
+
+    @staticmethod
+    def forward(context: Any, value: Tensor) -> Tensor:
+        return _part(value.data)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        return gradient
 
 
 def settled(*values: Any) -> tuple[Any, ...]:
