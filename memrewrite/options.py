@@ -3,7 +3,6 @@
 import re
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Literal
 
 from memrewrite.errors import UsageError
 
@@ -70,18 +69,6 @@ class Budget:
         return (
             f"{100 * self.share:.4g}% of the original peak" if self.share is not None else format_bytes(self.bytes or 0)
         )
-
-
-@dataclass(frozen=True)
-class Options:
-    """Options of one ``optimize`` call, as the API and the command line both make them."""
-
-    budget: Budget | None = None
-    mode: Literal["train", "inference"] = "train"
-    passes: tuple[str, ...] | None = None
-    exact: bool = False
-    verify: bool = True
-    seed: int = 0
 
 
 def format_bytes(count: int) -> str:

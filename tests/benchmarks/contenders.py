@@ -2,7 +2,7 @@
 
 ``ours`` and ``ours+compile`` are followed by a budget: ``min``, ``block`` (the peak that block checkpointing takes) or
 a share of the bytes that eager training takes beyond parameters, gradients, optimizer state and inputs. ``compile`` may
-be followed by PyTorch's own ``activation_memory_budget``.
+be followed by PyTorch's own ``activation_memory_budget``; ``=0.5`` is the peak that ``compile 0.5`` takes.
 """
 
 from collections.abc import Mapping
@@ -22,9 +22,11 @@ from tests.benchmarks.rows import ParetoRow
 EAGER, BLOCK, SQRT, OURS, COMPILE, BOTH = "eager", "block", "sqrt", "ours", "compile", "ours+compile"
 MINIMUM = f"{OURS} min"
 _OURS = [f"{OURS} {budget}" for budget in ("min", "block", "80%", "65%", "50%", "40%", "33%", "27%")]
-_RATIOS = [f"{COMPILE} {ratio}" for ratio in ("0.8", "0.5", "0.3", "0.2", "0.1", "0")]
+_RATIOS = ("0.8", "0.5", "0.3", "0.2", "0.1", "0")
+_COMPILED = [f"{COMPILE} {ratio}" for ratio in _RATIOS]
 _BOTH = [f"{BOTH} {budget}" for budget in ("min", "27%", "33%", "40%", "50%", "65%", "80%")]
-CONTENDERS = [EAGER, BLOCK, SQRT, *_OURS, COMPILE, *_RATIOS, *_BOTH]
+_MATCHED = [f"{BOTH} ={ratio}" for ratio in _RATIOS]
+CONTENDERS = [EAGER, BLOCK, SQRT, *_OURS, COMPILE, *_COMPILED, *_BOTH, *_MATCHED]
 
 Rows = Mapping[str, ParetoRow]
 """What is known of a workload already, by contender."""
@@ -56,10 +58,11 @@ def bound(contender: str, rows: Rows) -> int | None:
     text = contender.split()[1]
     if text == "min":
         return None
-    reference = rows.get(BLOCK if text == "block" else EAGER)
+    whose = BLOCK if text == "block" else f"{COMPILE} {text[1:]}" if text.startswith("=") else EAGER
+    reference = rows.get(whose)
     if reference is None or reference.peak is None or reference.fixed is None:
-        raise ValueError(f"the peak of {BLOCK if text == 'block' else EAGER} is not known")
-    if text == "block":
+        raise ValueError(f"the peak of {whose} is not known")
+    if whose != EAGER:
         return reference.peak
     return reference.fixed + int(float(text.rstrip("%")) / 100 * (reference.peak - reference.fixed))
 

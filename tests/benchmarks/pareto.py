@@ -23,7 +23,7 @@ import torch
 
 from memrewrite.errors import BudgetInfeasibleError
 from tests.benchmarks import contenders
-from tests.benchmarks.contenders import CONTENDERS, EAGER, MINIMUM, is_compiled, kind
+from tests.benchmarks.contenders import BOTH, COMPILE, CONTENDERS, EAGER, MINIMUM, is_compiled, kind
 from tests.benchmarks.models import WORKLOADS
 from tests.benchmarks.rows import INFEASIBLE, PARETO, ParetoRow, append, attempt, machine, read
 from tests.benchmarks.trial import Trial, clear
@@ -150,17 +150,18 @@ class _Parent:
     end: float
 
     def run(self, wanted: list[str]) -> None:
-        """Run what is missing, compiled contenders last: their budgets come from the others' rows."""
+        """Run what is missing, compiled contenders last, ours after its peers: budgets come from the others' rows."""
         together = [c for c in wanted if not is_compiled(c)]
         while missing := self._missing(together):
             with self._process(missing) as process:
                 code = process.wait()
             self._account_for(missing[0], code)
-        missing = self._missing([c for c in wanted if is_compiled(c)])
         jobs = self._jobs()
-        for start in range(0, len(missing), jobs):
-            self._side_by_side(missing[start : start + jobs])
-        for contender in self._missing(missing):  # what ran out of memory beside others
+        for each in (COMPILE, BOTH):
+            missing = self._missing([c for c in wanted if kind(c) == each])
+            for start in range(0, len(missing), jobs):
+                self._side_by_side(missing[start : start + jobs])
+        for contender in self._missing([c for c in wanted if is_compiled(c)]):  # what ran out of memory beside others
             with self._process([contender]) as process:
                 code = process.wait()
             self._account_for(contender, code)

@@ -59,11 +59,12 @@ def test_sqrt_segments_run_every_block_once(blocks: int, segments: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "gigabytes"), [("ours min", None), ("ours block", 4), ("ours 50%", 6), ("ours+compile 25%", 4)]
+    ("name", "gigabytes"),
+    [("ours min", None), ("ours block", 4), ("ours 50%", 6), ("ours+compile 25%", 4), ("ours+compile =0.3", 3)],
 )
 def test_bounds(name: str, gigabytes: int | None) -> None:
     about: dict[str, Any] = {"workload": "net", "batch": 1, "amp": "off", "optimizer": "sgd", "ok": True}
-    peaks = {"eager": 10 * 10**9, "block": 4 * 10**9}
+    peaks = {"eager": 10 * 10**9, "block": 4 * 10**9, "compile 0.3": 3 * 10**9}
     rows = {c: ParetoRow(contender=c, peak=peak, fixed=2 * 10**9, **about) for c, peak in peaks.items()}
     assert contenders.bound(name, rows) == (None if gigabytes is None else gigabytes * 10**9)
 

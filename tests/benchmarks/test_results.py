@@ -59,6 +59,7 @@ PREDICTED = [
         ("step time at 50% of eager's activations, ours / eager", None, {"net": 1.1}),
         ("step time at 27% of eager's activations, ours / eager", None, {"net": 1.4}),
         ("step time at the peak of activation_memory_budget, ours+compile / its", None, {"net compile 0.5": 0.9}),
+        ("lowest activation peak compiled, ours / lowest of activation_memory_budget", None, {"net": 3 / 1}),
     ],
 )
 def test_pareto_targets(name: str, value: str | None, by: dict[str, float]) -> None:
@@ -78,6 +79,7 @@ def test_targets_without_rows() -> None:
         "0 of 0 feasible rows",
         *5 * ["no rows"],
         "0 of 0",
+        "no rows",
     ]
     assert targets.prediction_targets([]) == []
 
@@ -135,7 +137,7 @@ def test_report_has_a_section_for_every_file(tmp_path: Path, monkeypatch: pytest
     assert "| net | 1,200 | 2.0 s | 3.5 s |  |" in full
     assert "| case 1 | 1.01 GB | 1.00 GB | +1.00% | 1.0 s |  |" in full
     assert short == results.short_table(ROWS)
-    assert len(found) == 8
+    assert len(found) == 9
     assert results.report(tmp_path / "none", "") == ("", "", [])
 
 
