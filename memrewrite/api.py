@@ -79,9 +79,9 @@ def optimize(
     whole model is captured, else its largest submodules that can be. ``passes`` names those allowed, ``exact`` keeps
     the forward bit-equal. ``compiled=True`` is for a result that ``torch.compile`` will get, which fuses what it runs
     again and makes each node as backward asks for it: the plan then counts products alone, keeps those worth it, and
-    divides only segments where that costs nothing. The predicted peak stays that of the uncompiled module; the one that
-    is measured, on a GPU, and held to the budget there is that of the compiled one. ``verify=False`` returns the result
-    unproved.
+    divides only segments where that costs nothing. The predicted peak stays that of the uncompiled module, less what
+    casts to wider types take there; the one that is measured, on a GPU, and held to the budget there is that of the
+    compiled one. ``verify=False`` returns the result unproved.
 
     The result shares every Parameter and buffer with ``model``, is an instance of its class, and carries ``.report``
     (where the class has a ``report`` of its own that stays, and ``memrewrite.report_of(result)`` gives ours); where
@@ -101,9 +101,10 @@ def optimize(
     before = simulate_original(bare, inputs, step, workspace, attribute=True)
     progress("capture")
     found = find(bare, inputs, step, regions)
+    step = replace(step, compiled=compiled)
     parts = [pipeline.Part(region, step) for region in found.found]
     profile = profile_on(device_of(model, inputs))
-    line = pipeline.Line(bare, inputs, step, workspace, parts, found.notes, found.left, profile, compiled=compiled)
+    line = pipeline.Line(bare, inputs, step, workspace, parts, found.notes, found.left, profile)
     if profile is not None:
         progress("profile")
         line.original_ms = line.step_ms()
@@ -113,6 +114,7 @@ def optimize(
     if limit is not None:
         progress("plan")
         measured = _meet(line, limit, before.peak, names)
+        pipeline.drop_needless_casts(line)
     pipeline.mark_inplace(line, names)
     modified = any(result.modified for result in line.results.values())
     after = line.simulate()
@@ -268,6 +270,7 @@ def _meet(line: pipeline.Line, limit: Budget, original: int, names: tuple[str, .
             return measured
         if last:
             break
+        line.in_turn = line.compiled and attempt > 1  # it takes time: where less room is not enough
         missed = max(missed, measured.peak - fitted.peak)
         margin = int(attempt * _MARGIN * budget)  # each plan misses by its own bytes
         target = min(target, budget - reserve - missed) - margin

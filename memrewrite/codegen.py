@@ -32,6 +32,7 @@ from memrewrite.expressions import Trees, literal, nested
 from memrewrite.normalizations import in_one_with, runs_again_with
 from memrewrite.private import C_FUNCTIONS, OpOverload
 from memrewrite.runtime.cross_entropy import chunked_cross_entropy
+from memrewrite.runtime.segment import as_autocast
 from memrewrite.runtime.swish import exact_swish, swish
 from memrewrite.submodules import Submodules
 
@@ -78,8 +79,8 @@ inf, nan = math.inf, math.nan
 
 
 # What the functions below refer to by a bare name; a local of that name would hide it.
-_CALLED = {function.__name__: function for function in (swish, exact_swish, chunked_cross_entropy)}
-_SEGMENTS = ("draw", "keep", "normalize", "once", "rectify", "run_segment", "settled")
+_CALLED = {function.__name__: function for function in (as_autocast, swish, exact_swish, chunked_cross_entropy)}
+_SEGMENTS = ("draw", "in_turn", "keep", "normalize", "once", "rectify", "run_segment", "settled")
 _RUNTIME = (*_SEGMENTS, *_CALLED, "tree_unflatten", "treespec_loads")
 _MODULES_USED = ("aten", "torch", "operator", "math", "builtins", "importlib")
 _GLOBALS = (*_MODULES_USED, "inf", "nan", "getattr", "slice", "complex", *_RUNTIME)
@@ -182,6 +183,8 @@ class _Writer:
         if node.op not in ("call_function", "call_method"):
             raise CaptureError(f"The graph has a {node.op} node ({node.name}), which cannot be written as source.")
         arguments = [f"once({self.value(a)}, recomputing)" if a in once else self.value(a) for a in node.args]
+        if (first := node.meta.get("in_turn")) is not None:
+            arguments[first : first + 2] = [f"*in_turn({arguments[first]}, {arguments[first + 1]})"]
         keywords = [f"{k}={self.value(v)}" for k, v in node.kwargs.items()]
         if node.op == "call_method":
             return f"{arguments[0]}.{node.target}({', '.join([*arguments[1:], *keywords])})"

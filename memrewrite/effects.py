@@ -21,11 +21,11 @@ from memrewrite.layers import Layer, Recall
 from memrewrite.private import FakeTensorMode, real_rules_on_fake_tensors, tree_iter
 from memrewrite.simulate.as_cuda import as_cuda
 from memrewrite.simulate.known import known_values
+from memrewrite.simulate.tracker import rounded, widened
 from memrewrite.simulate.true_results import TrueResults
 from memrewrite.step import autocast
 
 Origin = Literal["parameter", "buffer", "input", "node"]
-GRANULE = 512  # bytes; the CUDA caching allocator rounds every block up to this
 
 
 @dataclass(frozen=True)
@@ -108,14 +108,15 @@ def observe(
     amp: torch.dtype | None = None,
     grad: bool = True,
     cuda: bool = False,
+    compiled: bool = False,
 ) -> Effects:
     """Run every node once on fake copies of ``example`` (one tensor per placeholder) and record what it does.
 
     ``grad`` False observes it under ``torch.no_grad``, where nothing is saved; ``cuda`` observes what CPU tensors would
-    do on CUDA.
+    do on CUDA, ``compiled`` counts bytes as ``Step.compiled`` says.
     Leaves each node's fake result in ``node.meta["val"]``. No real memory is touched.
     """
-    observer = _Observer(graph_module)
+    observer = _Observer(graph_module, compiled)
     device = next((t.device.type for t in (*graph_module.parameters(), *example)), "cpu")
     # A model may write its inputs in place; PyTorch forbids that for leaves that require a gradient, hence the clone.
     # Detached, because the conversion would also copy .grad and the history of a non-leaf.
@@ -166,8 +167,9 @@ _FLOPS = {
 class _Recorder(Layer):
     """Notes for the node being run which storages its operators touch."""
 
-    def __init__(self) -> None:
+    def __init__(self, compiled: bool) -> None:
         super().__init__()
+        self.compiled = compiled
         self.storages: dict[int, Storage] = {}
         self._ids: dict[int, int] = {}
         self._alive: list[torch.UntypedStorage] = []  # so that an id is never given twice
@@ -183,14 +185,13 @@ class _Recorder(Layer):
         self.flops = self.moved = 0
         self.rerun = (0, 0)
 
-    def storage(self, tensor: Tensor, origin: Origin = "node") -> int:
-        """The id of the tensor's storage; a storage not met before counts as made by the current node."""
+    def storage(self, tensor: Tensor, origin: Origin = "node", size: int = 0) -> int:
+        """The id of the tensor's storage; one not met before counts as made by the current node, of ``size`` bytes."""
         storage = tensor.untyped_storage()
         if id(storage) not in self._ids:
             self._ids[id(storage)] = len(self._alive)
             self._alive.append(storage)
-            size = -(-storage.nbytes() // GRANULE) * GRANULE
-            self.storages[self._ids[id(storage)]] = Storage(size, origin, self.index)
+            self.storages[self._ids[id(storage)]] = Storage(rounded(size or storage.nbytes()), origin, self.index)
         return self._ids[id(storage)]
 
     def pack(self, tensor: Tensor) -> object:
@@ -206,6 +207,8 @@ class _Recorder(Layer):
         self.stale_save |= bool(written & self.saved)
         self.statistics |= {self.storage(t) for t in _tensors(_statistics(func, args))}
         result = self.below(func, types, args, kwargs)
+        if self.compiled and (size := widened(func, args, result)):
+            self.storage(result, size=size)
         outputs = [(self.storage(t), t) for t in _tensors(result)]
         self.reads |= {key for key, _ in inputs}
         self.writes |= written | self.statistics
@@ -221,10 +224,10 @@ class _Recorder(Layer):
 class _Observer(fx.Interpreter):
     """Runs the graph on fake tensors; parameters are made fake as they are met."""
 
-    def __init__(self, graph_module: fx.GraphModule) -> None:
+    def __init__(self, graph_module: fx.GraphModule, compiled: bool) -> None:
         super().__init__(graph_module)
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self.recorder = _Recorder()
+        self.recorder = _Recorder(compiled)
         self.facts: dict[fx.Node, NodeEffects] = {}
         self._attributes: dict[int, Any] = {}
 

@@ -14,9 +14,10 @@ from memrewrite.costs.compiled import when_compiled
 from memrewrite.costs.profile import Profile
 from memrewrite.costs.steptime import step_ms
 from memrewrite.costs.work import of_loss, of_optimizer
-from memrewrite.effects import GRANULE, Effects, observe
+from memrewrite.effects import Effects, observe
 from memrewrite.errors import CaptureError, InternalError
 from memrewrite.measuring import predict
+from memrewrite.passes import early_casts
 from memrewrite.passes.checkpoint_segments import MARKS, CheckpointSegments, clear
 from memrewrite.passes.inplace_activation import InplaceActivation
 from memrewrite.plan.facts import chain, compute_nodes_of, join
@@ -28,6 +29,7 @@ from memrewrite.rewrite import Pass, Refused, Result
 from memrewrite.runtime.batch_norm import kernel_runs_on
 from memrewrite.runtime.dropin import build, graft, program_from
 from memrewrite.simulate import Timeline, preserved_rng
+from memrewrite.simulate.tracker import rounded
 from memrewrite.step import Inputs, Step, default_loss, device_of
 from memrewrite.trained import observe_trained
 from memrewrite.working import Levels, levels
@@ -54,7 +56,8 @@ class Part:
         nodes, code = list(self.graph_module.graph.nodes), self.graph_module.code
         if self._observed is None or self._observed[:2] != (nodes, code):
             grad = self.step.mode == "train"
-            effects = observe(self.graph_module, self.region.example, self.step.amp, grad, self.step.as_cuda)
+            step = self.step
+            effects = observe(self.graph_module, self.region.example, step.amp, grad, step.as_cuda, step.compiled)
             self._observed = nodes, code, effects
         return self._observed[2]
 
@@ -62,13 +65,13 @@ class Part:
         """Observe again next time: another way to look has left other values in the nodes."""
         self._observed = None
 
-    def chain(self, costs: Costs, compiled: bool) -> Chain:
+    def chain(self, costs: Costs) -> Chain:
         """The graph as it is now, as numbers for the planner."""
         nodes, code = list(self.graph_module.graph.nodes), self.graph_module.code
         if self._levels is None or self._levels[:2] != (nodes, code):
             loss_of = self._loss_of if not self.region.path else None
             self._levels = nodes, code, levels(self.graph_module, self.region.example, self.step, loss_of)
-        return chain(self.observe(), self._levels[2], costs, compiled)
+        return chain(self.observe(), self._levels[2], costs, self.step.compiled)
 
     def _loss_of(self, leaves: Any) -> Tensor:
         """The loss of what the graph returns, if that is all the model returns."""
@@ -114,8 +117,9 @@ class Line:
     """A model on its way: its regions in the order they run (one, the whole model, wherever that can be captured).
 
     ``left`` says of parts outside, by path, why they stay as they are; ``profile`` times nodes on their device,
-    ``original_ms`` is the predicted time of a step of the model as it is. ``compiled`` says that the result will be,
-    so that its plans are for what ``torch.compile`` runs again, and how (see ``plan.demand``).
+    ``original_ms`` is the predicted time of a step of the model as it is. Of a step that is ``compiled``, plans are for
+    what ``torch.compile`` runs again, and how (see ``plan.demand``); ``in_turn`` says that it has to hold fewer tensors
+    there and fuse less.
     """
 
     model: nn.Module
@@ -127,11 +131,16 @@ class Line:
     left: dict[str, str] = field(default_factory=dict)
     profile: Profile | None = None
     original_ms: float | None = None
-    compiled: bool = False
+    in_turn: bool = False
     _searches: dict[bool, tuple[tuple[str, ...], Search]] = field(
         default_factory=dict
     )  # with the programs they are for
     _simulated: dict[tuple[str, ...], Timeline] = field(default_factory=dict)  # by what was simulated
+
+    @property
+    def compiled(self) -> bool:
+        """Whether the plans are for ``torch.compile``."""
+        return self.step.compiled
 
     @property
     def results(self) -> dict[str, Result]:
@@ -225,21 +234,21 @@ class Line:
 
     def _search(self, exact: bool) -> Search:
         plain = self.simulate()
-        chains = join([part.chain(self.costs(part), self.compiled) for part in self.parts])
-        fixed = plain.floor - sum(_rounded(p) for p in self.model.parameters() if p.requires_grad)
+        chains = join([part.chain(self.costs(part)) for part in self.parts])
+        fixed = plain.floor - sum(rounded(p.nbytes) for p in self.model.parameters() if p.requires_grad)
 
         def peak(candidate: Plan) -> int:
             self.segments(candidate)
             return self.simulate().peak if exact else self.rehearse(plain)
 
-        return Search(chains, plain.peak, fixed, peak)
+        return Search(chains, plain.peak, fixed, peak, plain.peak_of_optimizer)
 
     def segments(self, plan: Plan) -> None:
         """Turn a plan over the regions' joined chains into segments."""
         start = 0
         for part in self.parts:
             end = start + len(compute_nodes_of(part.graph_module))
-            part.apply(CheckpointSegments(plan.part(start, end), self.statistics, self.compiled))
+            part.apply(CheckpointSegments(plan.part(start, end), self.statistics, self.compiled, self.in_turn))
             start = end + 1  # the boundary that `join` puts between regions
 
 
@@ -282,12 +291,24 @@ def plan(line: Line, budget: int) -> Fitted:
 
     One plan over all regions in the order they run. Marks the plan of the lowest peak when none fits.
     """
+    if line.step.amp is not None and line.simulate().peak > budget:
+        for part in line.parts:
+            early_casts.insert(part.graph_module, part.observe())
     fitted = line.searches(exact=False).fit(budget)
     line.segments(fitted.plan)
     if line.simulate().peak != fitted.peak:
         fitted = line.searches(exact=True).fit(budget)
         line.segments(fitted.plan)
+    if line.compiled and not (fitted.fits or line.in_turn):
+        line.in_turn = True
+        line.segments(fitted.plan)
     return fitted
+
+
+def drop_needless_casts(line: Line) -> None:
+    """Take away what ``plan`` spelled out and no segment begins with."""
+    for part in line.parts:
+        early_casts.drop_needless(part.graph_module)
 
 
 def no_plan(line: Line, budget: int) -> Fitted:
@@ -377,7 +398,3 @@ def without_segments(line: Line) -> Callable[[], None]:
             node.meta.update(marks)
 
     return restore
-
-
-def _rounded(tensor: Tensor) -> int:
-    return -(-tensor.nbytes // GRANULE) * GRANULE

@@ -263,6 +263,13 @@ def backward_number() -> int | None:
     return None if node is None or node.name().endswith("AccumulateGrad") else int(node._sequence_nr())
 
 
+def gives_gradient_of_leaf() -> bool:
+    """Whether a formula of backward is running, without grad mode unlike what runs again, that gives it to a leaf."""
+    node = None if torch.is_grad_enabled() else torch._C._current_autograd_node()
+    following = () if node is None else (function for function, _ in node.next_functions)
+    return any(function is not None and function.name().endswith("AccumulateGrad") for function in following)
+
+
 def has_global_module_hooks() -> bool:
     """Whether hooks for every module are registered; there are functions to register them but none that asks."""
     return bool(torch.nn.modules.module._has_any_global_hook())

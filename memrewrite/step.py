@@ -47,7 +47,8 @@ class Step:
     """How one step is taken. ``optimizer`` None counts no optimizer state; ``amp`` None runs without autocast.
 
     ``as_cuda`` plans for CUDA on tensors that lie on the CPU: what runs on fake tensors runs as it does on CUDA; what
-    runs on real ones runs on the CPU as ever.
+    runs on real ones runs on the CPU as ever. ``compiled`` plans for ``torch.compile``, which casts to a wider type
+    wherever that is read: such a tensor counts as what it is made of.
     """
 
     mode: Literal["train", "inference"] = "train"
@@ -55,6 +56,7 @@ class Step:
     loss_fn: Callable[[Any], Tensor] | None = None
     amp: torch.dtype | None = None
     as_cuda: bool = False
+    compiled: bool = False
 
     def device_type(self, module: nn.Module, inputs: Inputs) -> str:
         """``"cuda"`` or ``"cpu"``: what the step is planned for."""

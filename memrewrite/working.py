@@ -65,7 +65,8 @@ def _levels(
     with on_fakes(graph_module, Inputs(tuple(example), {}), step.as_cuda) as (twin, fakes), TrueResults():
         # A model may write its inputs in place; PyTorch forbids that for leaves that require a gradient.
         inputs = [fake.clone() if fake.requires_grad else fake for fake in fakes.tensors()]
-        watch = _Watch(device.type, transients, [*twin.parameters(), *twin.buffers(), *inputs])
+        before = [*twin.parameters(), *twin.buffers(), *inputs]
+        watch = _Watch(device.type, transients, before, step.compiled)
         runner = _Runner(twin, graph_module.graph, watch)
         with watch:
             with autocast(step.amp, device.type, cached=False):
@@ -86,8 +87,10 @@ def _levels(
 class _Watch(Tracker):
     """Notes the levels of the node whose operators run, which in the backward pass it finds out itself."""
 
-    def __init__(self, device_type: str, transients: Transients | None, before: list[Tensor]) -> None:
-        super().__init__(device_type, transients)
+    def __init__(
+        self, device_type: str, transients: Transients | None, before: list[Tensor], compiled: bool = False
+    ) -> None:
+        super().__init__(device_type, transients, compiled=compiled)
         self.register(before, "before")
         self.base = self.current
         self.found: list[Levels] = []

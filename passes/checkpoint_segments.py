@@ -13,12 +13,15 @@ that a node draws random numbers, and ``meta["run_once"]`` what must not happen 
 counter nobody reads, or the attributes of the running statistics, which recomputation writes into scratch memory.
 ``meta["keep"]`` numbers a node that does not run again with its segment, ``meta["statistics"]`` a batch normalization
 that only applies its statistics again. Of nodes in compiled code, ``meta["draw"]`` marks one whose few random numbers
-stay, ``meta["settled"]`` one whose gradient is summed up as far as it goes before an earlier segment runs backward.
+stay, ``meta["settled"]`` one whose gradient is summed up as far as it goes before an earlier segment runs backward,
+``meta["in_turn"]`` a product that is through with what it reads before the gradient of that is used, which is at this
+place in its arguments, and the weight after it.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import torch
 from torch import fx
 
 from memrewrite.costs.compiled import feeds_products
@@ -30,8 +33,10 @@ from memrewrite.plan.facts import compute_nodes, is_counter, own_bytes, reach
 from memrewrite.plan.segments import Plan
 from memrewrite.rewrite import Findings, Result
 
-MARKS = ("segment", "random", "run_once", "keep", "statistics", "draw", "settled")
+aten = torch.ops.aten
+MARKS = ("segment", "random", "run_once", "keep", "statistics", "draw", "settled", "in_turn")
 _FEW = 2**20  # bytes of random numbers that compiled code keeps
+_VALUE_AT: dict[Any, int] = {aten.linear.default: 0, aten.matmul.default: 0, aten.mm.default: 0, aten.addmm.default: 1}
 
 
 @dataclass(frozen=True)
@@ -39,12 +44,13 @@ class CheckpointSegments:
     """Mark the nodes of each interval of ``plan``. Raises ``InternalError`` for an interval that may not move.
 
     ``statistics`` says that those of batch normalizations stay, ``compiled`` that what can be kept is what
-    ``torch.compile`` can keep.
+    ``torch.compile`` can keep, ``in_turn`` that it is to hold fewer tensors and fuse less.
     """
 
     plan: Plan
     statistics: bool = False
     compiled: bool = False
+    in_turn: bool = False
     name: ClassVar[str] = "checkpoint_segments"
     exact: ClassVar[bool] = True
 
@@ -75,6 +81,8 @@ class CheckpointSegments:
                     nodes[number].meta["keep"] = number
         for node in nodes if self.compiled else ():
             node.meta["settled"] = True
+            if self.in_turn and _narrows(node):
+                node.meta["in_turn"] = _VALUE_AT[node.target]
         return findings.result()
 
     def _keeps_statistics(self, node: fx.Node, effects: Effects) -> bool:
@@ -98,6 +106,15 @@ def _mark(node: fx.Node, path: tuple[int, ...], effects: Effects) -> None:
 def _draws_few(node: fx.Node, effects: Effects) -> bool:
     made = sum(effects.storages[key].bytes for key in effects.of[node].outputs)
     return effects.of[node].random and node.op == "call_function" and made <= _FEW
+
+
+def _narrows(node: fx.Node) -> bool:
+    """Whether it is a product with a weight that gives less than it reads, and alone reads."""
+    first = _VALUE_AT.get(node.target)
+    value, weight = (None, None) if first is None else node.args[first : first + 2]
+    if not (isinstance(value, fx.Node) and isinstance(weight, fx.Node) and weight.op == "get_attr"):
+        return False
+    return len(value.users) == 1 and bool(value.meta["val"].numel() > node.meta["val"].numel())
 
 
 def _mark_once(node: fx.Node, effects: Effects) -> None:

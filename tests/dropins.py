@@ -80,9 +80,9 @@ def segmented(
     batch normalizations, as on CUDA, and puts activations in place.
     """
     inputs = Inputs(args, kwargs or {})
-    step = Step("train", None, None, amp)
+    step = Step("train", None, None, amp, compiled=compiled)
     part = pipeline.Part(Region("", model, capture(model, inputs), lambda: inputs), step)
-    line = (Keeping if statistics else pipeline.Line)(model, inputs, step, 0, [part], compiled=compiled)
+    line = (Keeping if statistics else pipeline.Line)(model, inputs, step, 0, [part])
     part.apply(Functionalize())
     effects = part.observe()
     nodes = compute_nodes(effects)

@@ -5,7 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -200,6 +200,27 @@ def test_what_is_kept_does_not_run_again_and_nothing_else_is_held(budget: str, a
     assert again <= products - kept
     assert found.kept < limit - outside
     assert found.kept <= 0.8 * plain.kept
+
+
+def test_compiled_the_lowest_plan_is_through_with_a_value_before_its_gradient_is_read() -> None:
+    torch.manual_seed(0)
+    model, x = Wide(), torch.randn(64, 16, 32)
+    lowest, roomy = (
+        memrewrite.optimize(model, x, budget=budget, optimizer="none", compiled=True) for budget in ("min", "90%")
+    )
+    assert "in_turn(" not in cast(Any, roomy)._memrewrite.source
+    source = cast(Any, lowest)._memrewrite.source
+    narrowing = re.findall(r"aten\.linear\.default\(\*in_turn\(\w+, ([\w.]+)\)", source)
+    assert len(narrowing) == len(model.downs)  # not the products that widen
+    assert all("downs" in weight for weight in narrowing)
+    backward = compiled_bytes(lowest, lambda module: loss_of(module(x))).backward
+    assert backward["auto_functionalized_v2"] == source.count("= settled(") + len(narrowing)
+    torch.compiler.reset()
+    compiled: Any = torch.compile(lowest, backend="aot_eager", fullgraph=True)
+    found, expected = step(lowest, x, lambda module, x: compiled(x)), step(lowest, x)
+    torch.compiler.reset()
+    del found["random"], expected["random"]
+    torch.testing.assert_close(found, expected)
 
 
 class Dropped(nn.Module):

@@ -12,9 +12,10 @@ from torch.nn import functional as F  # noqa: N812  (its customary name)
 
 from memrewrite.capture import capture
 from memrewrite.capture.normal import leaf_tensors
-from memrewrite.effects import GRANULE, Effects, NodeEffects, observe
+from memrewrite.effects import Effects, NodeEffects, observe
 from memrewrite.passes.spelling import operation
 from memrewrite.private import FakeTensor, tree_leaves
+from memrewrite.simulate.tracker import GRANULE
 from memrewrite.step import Inputs
 from tests.layers import WIDTH, images, model, x
 from tests.models import MODELS, make
@@ -158,6 +159,20 @@ def test_autocast_keeps_its_cast_weights_where_they_were_made(front_end: str) ->
     assert first.saves_output
     assert not second.saves_output
     assert cast <= second.reads
+
+
+@front_ends
+def test_compiled_a_cast_to_a_wider_type_counts_as_what_it_is_made_of(front_end: str) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return self.linear(x).bfloat16().float().exp()
+
+    for compiled in (True, False):
+        effects = effects_of(forward, torch.zeros(256, WIDTH), front_end=front_end, compiled=compiled)
+        (exp,) = (node for node in effects.order if operation(node) == "exp")
+        (wide,) = exp.all_input_nodes
+        (narrow,) = wide.all_input_nodes
+        before, after = (effects.storages[key].bytes for node in (narrow, wide) for key in effects.of[node].outputs)
+        assert after == before * (1 if compiled else 2)
 
 
 RERUN: dict[str, tuple[Callable[..., Any], Tensor, str, bool]] = {

@@ -13,9 +13,9 @@ import memrewrite
 from memrewrite.costs import ROOFLINES, Costs
 from memrewrite.costs.profile import Profile
 from memrewrite.costs.table import Table
-from memrewrite.effects import GRANULE
 from memrewrite.normalizations import again_ms, found
 from memrewrite.runtime import batch_norm as runtime
+from memrewrite.simulate.tracker import GRANULE
 from tests.dropins import assert_same_bits, image, peak, segmented, step
 from tests.timing import Recorded, node_named, observed, opened
 

@@ -3,7 +3,7 @@
 import copy
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -425,6 +425,27 @@ def test_a_budget_for_the_compiler_is_held_by_the_compiled_step(monkeypatch: pyt
     with pytest.raises(BudgetInfeasibleError) as caught:
         memrewrite.optimize(model, x, budget=low - 3000, verify=False, compiled=True)
     assert caught.value.lowest == low - 2000
+
+
+@pytest.mark.parametrize(("wrong", "in_turn"), [(1, [False, False]), (2, [False, False, True])])
+def test_compiled_code_fuses_less_only_where_less_room_is_not_enough(
+    monkeypatch: pytest.MonkeyPatch, wrong: int, in_turn: list[bool]
+) -> None:
+    seen: list[bool] = []
+
+    def on_device(module: nn.Module, inputs: Inputs, step: Step, steps: int, compiled: bool) -> Measured:
+        seen.append("in_turn(" in cast(Any, module)._memrewrite.source)
+        return measured(int(1.02 * budget) if len(seen) <= wrong else simulate(module, inputs, step).peak)
+
+    torch.manual_seed(0)
+    branch = [nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)]
+    model, x = nn.Sequential(*(layer for _ in range(6) for layer in copy.deepcopy(branch))), torch.randn(256, 16)
+    budget = int(0.7 * simulate(model, Inputs((x,), {}), Step()).peak)
+    monkeypatch.setattr(api, "device_type", lambda *args: "cuda")
+    monkeypatch.setattr(measuring, "measure", on_device)
+    monkeypatch.setattr(api, "_segments", lambda line: ())
+    memrewrite.optimize(model, x, budget=budget, optimizer="none", verify=False, compiled=True)
+    assert seen == in_turn
 
 
 @pytest.mark.parametrize("budget", [None, "min"], ids=["no budget", "min"])

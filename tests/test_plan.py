@@ -412,3 +412,24 @@ def test_a_plan_that_counts_what_goes_by_once_is_taken_where_it_is_cheaper(monke
     monkeypatch.setattr(search, "_fit", lambda budget: replace(alone, plan=replace(alone.plan, ms=0.0)))
     monkeypatch.setattr(cautious, "_fit", lambda budget: pytest.fail("nothing was promised"))
     assert search.fit(budget).plan.ms == 0.0
+
+
+def test_where_nothing_fits_a_more_hopeful_estimate_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    chain = layers(40)
+    chain = replace(chain, work=chain.work + 4000)
+    machine = Machine(chain, lambda estimate, segments: estimate)
+    search = Search(chain, machine(Plan()), 0, machine)
+    lowest = search.fit(1)
+    assert not lowest.fits
+    assert lowest.peak == min(machine.peaks.values())
+    assert search.hopeful[1].lowest < search.hopeful[0].lowest < search.lowest
+    found = replace(lowest, peak=lowest.peak // 2)
+    monkeypatch.setattr(search.hopeful[1], "_fit", lambda budget: found)
+    assert search.fit(1) == found
+
+
+def test_no_more_hopeful_estimate_is_asked_where_no_plan_could_take_less() -> None:
+    machine = Machine(layers(40), lambda estimate, segments: max(estimate, 9000))
+    search = Search(machine.chain, machine(Plan()), 0, machine, least=9000)
+    assert search.fit(1).peak == 9000
+    assert "hopeful" not in vars(search)

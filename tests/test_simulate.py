@@ -323,6 +323,28 @@ def test_tracker_counts(run: Any, current: int, peak: int) -> None:
     assert tracker.current == 0
 
 
+@pytest.mark.parametrize(
+    ("run", "compiled", "eager"),
+    [
+        pytest.param(lambda x: x.float(), 2048, 4096, id="wider"),
+        pytest.param(lambda x: x.double(), 2048, 8192, id="much-wider"),
+        pytest.param(lambda x: x.float().half(), 2048, 2048, id="narrower"),
+        pytest.param(lambda x: x.float() + 1, 4096, 4096, id="computed-with"),
+        pytest.param(lambda x: x.to(torch.bfloat16), 0, 0, id="as-it-is"),
+        pytest.param(lambda x: torch.eye(16).bfloat16().to_sparse().float(), 1024, 1024, id="sparse"),
+    ],
+)
+def test_compiled_a_cast_to_a_wider_type_counts_as_what_it_is_made_of(run: Any, compiled: int, eager: int) -> None:
+    x = torch.zeros(1024, dtype=torch.bfloat16)
+    for tracker, expected in ((Tracker("cpu", compiled=True), compiled), (Tracker("cpu"), eager)):
+        with tracker:
+            tracker.register([x], "given")
+            kept = run(x)
+        assert tracker.current - tracker.living()["given"] == expected
+        del kept
+        assert tracker.living() == {"given": 2048}
+
+
 def test_tracker_keeps_nothing_alive_and_leaves_no_mode_behind() -> None:
     tracker, kept = track(lambda: torch.zeros(4))
     assert isinstance(tracker, TorchDispatchMode)

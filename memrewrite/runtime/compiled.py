@@ -77,15 +77,37 @@ class _Settled(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
-        torch.ops.memrewrite.settle(list(gradients))
+        torch.ops.memrewrite.settle(list(gradients), [])
         return gradients
+
+
+def in_turn(value: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """``value`` and ``weight`` for a product, whose backward is through with the value before its gradient is read.
+
+    Inductor would make a value again in the kernel that reads its gradient, and hold both and what these are made of.
+    """
+    if not (is_compiled() and value.requires_grad and weight.requires_grad):
+        return value, weight
+    pair: Callable[..., tuple[Tensor, Tensor]] = _InTurn.apply
+    return pair(value, weight)
+
+
+class _InTurn(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, value: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return value.data, weight.data
+
+    @staticmethod
+    def backward(context: Any, of_value: Tensor, of_weight: Tensor) -> tuple[Tensor, Tensor]:
+        torch.ops.memrewrite.settle([of_value], [of_weight])
+        return of_value, of_weight
 
 
 if not hasattr(torch.ops.memrewrite, "settle"):  # it says that it writes: nothing is moved across it
     tags = (torch.Tag.flexible_layout,)  # or Inductor would copy gradients that lie otherwise than uncompiled
-    torch.library.define("memrewrite::settle", "(Tensor(a!)[] gradients) -> ()", tags=tags)
-    torch.library.impl("memrewrite::settle", "CompositeExplicitAutograd", lambda gradients: None)
-    torch.library.register_fake("memrewrite::settle", lambda gradients: None)
+    torch.library.define("memrewrite::settle", "(Tensor(a!)[] gradients, Tensor[] before) -> ()", tags=tags)
+    torch.library.impl("memrewrite::settle", "CompositeExplicitAutograd", lambda gradients, before: None)
+    torch.library.register_fake("memrewrite::settle", lambda gradients, before: None)
 
 
 def stays(operator: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -20,9 +20,9 @@ from torch.nn import Parameter
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_structure, tree_unflatten, treespec_loads
 
 from memrewrite.runtime.batch_norm import normalize, rectify
-from memrewrite.runtime.compiled import draw, settled
+from memrewrite.runtime.compiled import draw, in_turn, settled
 from memrewrite.runtime.cross_entropy import chunked_cross_entropy
-from memrewrite.runtime.segment import OWNERS, keep, once, run_segment
+from memrewrite.runtime.segment import OWNERS, as_autocast, keep, once, run_segment
 from memrewrite.runtime.swish import exact_swish, swish
 
 _PARTS = "_memrewrite_parts"  # kept per object, with OWNERS, because they are looked at in every call
@@ -64,8 +64,8 @@ def program_from(source: str) -> Program:
         file = f"<memrewrite {hashlib.sha256(source.encode()).hexdigest()[:12]}>"
         linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
         runtime = (
-            *(Program, draw, keep, normalize, once, rectify, run_segment, settled, swish, exact_swish),
-            *(chunked_cross_entropy, tree_structure, tree_unflatten, treespec_loads),
+            *(Program, draw, in_turn, keep, normalize, once, rectify, run_segment, settled, swish, exact_swish),
+            *(as_autocast, chunked_cross_entropy, tree_structure, tree_unflatten, treespec_loads),
         )
         namespace: dict[str, Any] = {getattr(item, "__name__", ""): item for item in runtime}
         exec(compile(source, file, "exec"), namespace)  # noqa: S102  (our own generated text)

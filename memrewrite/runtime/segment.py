@@ -244,15 +244,16 @@ PRODUCTS = tuple(
     getattr(torch.ops.aten, name).default
     for name in ("linear", "mm", "bmm", "addmm", "baddbmm", "conv1d", "conv2d", "conv3d")
 )
-_CAST = (*PRODUCTS, torch.ops.aten.matmul.default, torch.ops.aten.scaled_dot_product_attention.default)
+IN_AUTOCAST = (*PRODUCTS, torch.ops.aten.matmul.default, torch.ops.aten.scaled_dot_product_attention.default)
 
 
 def _cast(operator: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, ...]:
     """``args`` as autocast gives them to ``operator``, so that their casts run again where it is kept."""
-    return tuple(map(_as_autocast, args)) if operator in _CAST else args
+    return tuple(map(as_autocast, args)) if operator in IN_AUTOCAST else args
 
 
-def _as_autocast(value: Any) -> Any:
+def as_autocast(value: Any) -> Any:
+    """``value`` as autocast, if it is on, gives it to what it runs in its own type."""
     if not isinstance(value, Tensor) or not value.is_floating_point() or value.dtype == torch.float64:
         return value
     kind = value.device.type

@@ -153,7 +153,7 @@ def run_tracked(
 ) -> Timeline:
     """Run ``steps`` steps on the module itself, real or fake, and count the storages on its device type."""
     places = Places(module) if attribute else None
-    tracker = Tracker(device_type(module, inputs), transients, places)
+    tracker = Tracker(device_type(module, inputs), transients, places, step.compiled)
     tracker.register(tensors_of(module), BUFFERS)
     for name, buffer in module.named_buffers():
         tracker.register([buffer], BUFFERS, _owner(name))

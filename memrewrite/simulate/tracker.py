@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from memrewrite.layers import Layer
-from memrewrite.private import FakeTensor
+from memrewrite.private import FakeTensor, gives_gradient_of_leaf
 from memrewrite.simulate.places import Places
 from memrewrite.simulate.transients import Transients
 
@@ -21,6 +21,13 @@ GRANULE = 512  # bytes; the CUDA caching allocator rounds every allocation up to
 def rounded(size: int) -> int:
     """``size`` bytes as the CUDA allocator counts them: the next multiple of 512."""
     return -(-size // GRANULE) * GRANULE
+
+
+def widened(func: Any, args: Sequence[Any], result: Any) -> int:
+    """The bytes that ``result`` is made of where it is that in a wider type; 0 for a leaf's gradient, which stays."""
+    if func is not torch.ops.aten._to_copy.default or result.layout is not torch.strided or gives_gradient_of_leaf():
+        return 0
+    return int(args[0].nbytes) if result.element_size() > args[0].element_size() else 0
 
 
 @dataclass(frozen=True)
@@ -67,11 +74,18 @@ class Tracker(Layer):
     ``modules`` the submodule of each.
     No tensor is kept alive. Storages from before count once they are given to ``register``. What an operator takes
     while it runs counts towards the peak as far as ``transients`` knows it. With ``places``, storages know the
-    submodule that made them.
+    submodule that made them. ``compiled`` counts a tensor in a wider type as what it was cast from (see ``Step``).
     """
 
-    def __init__(self, device_type: str, transients: Transients | None = None, places: Places | None = None) -> None:
+    def __init__(
+        self,
+        device_type: str,
+        transients: Transients | None = None,
+        places: Places | None = None,
+        compiled: bool = False,
+    ) -> None:
         super().__init__()
+        self.compiled = compiled
         self.device_type = device_type
         self.current = 0
         self.peak = 0
@@ -153,6 +167,8 @@ class Tracker(Layer):
             self._place = self._places.now()
         result = self.below(func, types, args, kwargs or {})
         self._func = func
+        if self.compiled and (size := widened(func, args, result)):
+            self._see(result, size)
         self._see_all(result)
         extra = 0 if self._transients is None else self._transients.lookup(func, args, dict(kwargs or {}))
         if self.current + extra > self.peak:
@@ -179,8 +195,8 @@ class Tracker(Layer):
             for item in result:
                 self._see_all(item)
 
-    def _see(self, tensor: Tensor) -> _Block | None:
-        """The block of a tensor's storage, counted now if it is new; None on other devices."""
+    def _see(self, tensor: Tensor, size: int | None = None) -> _Block | None:
+        """The block of a tensor's storage, counted now, as ``size`` bytes, if it is new; None on other devices."""
         storage = tensor.untyped_storage()
         nbytes = storage.nbytes()
         known = self._live.get(id(storage))
@@ -192,12 +208,13 @@ class Tracker(Layer):
         device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
         if device.type != self.device_type:
             return None
-        return self._born(storage, nbytes, self._category)
+        return self._born(storage, nbytes, self._category, size)
 
-    def _born(self, storage: torch.UntypedStorage, nbytes: int, category: str) -> _Block:
+    def _born(self, storage: torch.UntypedStorage, nbytes: int, category: str, size: int | None = None) -> _Block:
         self._clock += 1
         block = _Block(storage, self._died)
-        block.key, block.nbytes, block.size, block.category = id(storage), nbytes, rounded(nbytes), category
+        block.key, block.nbytes, block.category = id(storage), nbytes, category
+        block.size = rounded(nbytes if size is None else size)
         block.born, block.died = self._clock, math.inf
         block.module, block.label, block.func = self._place, self._label, self._func
         block.events = len(self.events), None

@@ -79,6 +79,7 @@ def check(model: nn.Module, inputs: Inputs, ask: Ask, half: bool = False) -> str
         return "a loss of rounding errors"
     loose = HALF_TOLERANCE if half or ask.amp is not None else TOLERANCE
     _compare_training(twin, copy.deepcopy(result), inputs, step, 0.0 if exact else loose)
+    step = replace(step, compiled=ask.compiled and result is not model)
     tracked = run_tracked(copy.deepcopy(result), _private(inputs), step).peak
     if real == before.peak:  # not so where PyTorch's shape rules miss already the original (RReLU, transposed)
         assert tracked == result.report.predicted_after.peak, f"{tracked} B tracked, not as predicted"

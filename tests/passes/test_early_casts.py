@@ -1,0 +1,118 @@
+"""Casts for products are spelled out where autocast makes them: every bit stays, and segments keep what is narrow."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+import memrewrite
+from memrewrite.capture import capture
+from memrewrite.effects import observe
+from memrewrite.passes import early_casts
+from memrewrite.passes.functionalize import Functionalize
+from memrewrite.runtime.segment import as_autocast
+from memrewrite.step import Inputs
+from tests.passes.helpers import FRONT_ENDS, Around, assert_same_bits, example, numbers, targets
+
+Function = Callable[[Any, Tensor], Any]
+
+# Functions of a product's result, and how many casts they have.
+CASES: dict[str, tuple[Function, int]] = {
+    "residual": (lambda m, x: m.linear(x.float() + 1), 1),
+    "both operands": (lambda m, x: torch.mm(x.float() + 1, (x.float() - 1).t()), 2),
+    "several products": (lambda m, x: (lambda y: torch.matmul(y.t(), y) + torch.matmul(y.t(), y))(x.float() + 1), 2),
+    "the same tensor twice": (lambda m, x: (lambda y: torch.matmul(y, y))(x.float()[:, :5] + 1), 0),
+    "narrow already": (lambda m, x: m.linear(x + 1), 0),
+    "no product": (lambda m, x: (x.float() + 1).exp(), 0),
+}
+
+
+def cast_early(model: nn.Module, x: Tensor, front_end: str = "export") -> fx.GraphModule:
+    """The graph of ``model`` with its casts under autocast spelled out."""
+    torch.compiler.reset()
+    graph_module = capture(model, Inputs((x,), {}), front_end).graph_module
+    Functionalize()(graph_module, observe(graph_module, [x]))
+    early_casts.insert(graph_module, observe(graph_module, [x], torch.bfloat16))
+    return graph_module
+
+
+@pytest.mark.parametrize("front_end", FRONT_ENDS)
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("amp", [True, False], ids=["autocast", "without"])
+def test_every_bit_stays(name: str, front_end: str, amp: bool) -> None:
+    function, casts = CASES[name]
+    model, x = Around(function), example()
+    graph_module = cast_early(model, x, front_end)
+    assert targets(graph_module).count("as_autocast") == casts
+    with torch.autocast("cpu", torch.bfloat16, enabled=amp):
+        assert_same_bits(numbers(graph_module, x, model), numbers(model, x, model))
+
+
+def test_a_second_time_nothing_is_left_to_cast() -> None:
+    model, x = Around(CASES["residual"][0]), example()
+    graph_module = cast_early(model, x)
+    before = graph_module.code
+    early_casts.insert(graph_module, observe(graph_module, [x], torch.bfloat16))
+    assert graph_module.code == before
+
+
+def test_what_autocast_leaves_alone_is_not_cast() -> None:
+    model, x = Around(lambda m, x: m.linear(x.double() + 1)).double(), example().double()
+    assert "as_autocast" not in targets(cast_early(model, x))
+
+
+@pytest.mark.parametrize(("of_cast", "left"), [(None, 1), ((0,), 0)], ids=["before its segment", "in it"])
+def test_a_cast_in_the_segment_of_its_product_goes(of_cast: tuple[int, ...] | None, left: int) -> None:
+    model, x = Around(CASES["residual"][0]), example()
+    graph_module = cast_early(model, x)
+    (cast,) = (node for node in graph_module.graph.nodes if node.target is as_autocast)
+    (product,) = cast.users
+    product.meta["segment"] = (0,)
+    if of_cast is not None:
+        cast.meta["segment"] = of_cast
+    early_casts.drop_needless(graph_module)
+    assert targets(graph_module).count("as_autocast") == left
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_same_bits(numbers(graph_module, x, model), numbers(model, x, model))
+
+
+class Block(nn.Module):
+    """ConvNeXt's: its scale in float32 makes the sums that the convolutions read float32 too."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(width, width, 7, padding=3, groups=width)
+        self.norm = nn.LayerNorm(width)
+        self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.scale = nn.Parameter(torch.full((width,), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.conv(x).permute(0, 2, 3, 1))
+        y = self.scale * self.narrow(nn.functional.gelu(self.wide(y)))
+        return x + y.permute(0, 3, 1, 2)
+
+
+def optimized(monkeypatch: pytest.MonkeyPatch, early: bool, compiled: bool = False) -> Any:
+    """A net of such blocks at its lowest peak under autocast."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Conv2d(3, 16, 4, 4), *(Block(16) for _ in range(6))), torch.randn(2, 3, 64, 64)
+    if not early:
+        monkeypatch.setattr(early_casts, "insert", lambda graph_module, effects: None)
+    return memrewrite.optimize(model, x, budget="min", amp="bf16", exact=True, compiled=compiled)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_the_lowest_peak_is_lower(monkeypatch: pytest.MonkeyPatch, compiled: bool) -> None:
+    early = optimized(monkeypatch, True, compiled)
+    late = optimized(monkeypatch, False, compiled)
+    assert early.report.verdict.startswith("bit-equal")
+    assert early.report.predicted_after.peak < 0.97 * late.report.predicted_after.peak
+    assert "as_autocast(" in early._memrewrite.source
+
+
+def test_a_step_that_fits_is_left_alone() -> None:
+    model, x = nn.Sequential(nn.Conv2d(3, 4, 1), Block(4)), torch.randn(2, 3, 8, 8)
+    result = memrewrite.optimize(model, x, budget="1GB", amp="bf16")
+    assert "as_autocast" not in getattr(getattr(result, "_memrewrite", None), "source", "")
