@@ -85,6 +85,7 @@ __all__ = [
     "checkpoint_calls",
     "clear_cublas_workspaces",
     "foreach_on_fake_tensors",
+    "gives_gradient_of_leaf",
     "has_global_module_hooks",
     "in_place_of_modes",
     "is_mutable",

@@ -37,6 +37,27 @@ def test_dispatch_mode_sees_operators_of_forward_and_backward() -> None:
     assert len(ops.names) > 2
 
 
+def test_what_gives_a_leaf_its_gradient_is_told_from_what_else_backward_runs() -> None:
+    leaf = torch.ones(2, dtype=torch.bfloat16, requires_grad=True)
+    found: list[tuple[str, bool]] = []
+
+    class Asked(Ops):
+        def __torch_dispatch__(self, func: Any, *rest: Any) -> Any:
+            found.append((str(func), private.gives_gradient_of_leaf()))
+            return super().__torch_dispatch__(func, *rest)
+
+    def again(token: None) -> torch.Tensor:
+        with torch.enable_grad():
+            return leaf.float().sin()
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, again), Asked():
+        (leaf.float().sin() * leaf).sum().backward()
+    casts = [told for name, told in found if name == "aten._to_copy.default"]
+    assert casts.count(True) == 2  # of the product's and of the cast's leaf
+    assert not any(told for name, told in found if name in ("aten.sin.default", "aten.cos.default"))
+    assert not private.gives_gradient_of_leaf()
+
+
 def test_dispatch_mode_sees_operators_on_fake_tensors() -> None:
     with private.FakeTensorMode(), Ops() as ops:
         result = torch.ones(2) + 1

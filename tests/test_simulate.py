@@ -345,6 +345,14 @@ def test_compiled_a_cast_to_a_wider_type_counts_as_what_it_is_made_of(run: Any, 
         assert tracker.living() == {"given": 2048}
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradients_of_weights_are_their_own_also_compiled(compiled: bool) -> None:
+    module, inputs = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), Inputs((torch.zeros(8, 64),), {})
+    timeline = simulate(module, inputs, Step(amp=torch.bfloat16, compiled=compiled), attribute=True)
+    sizes = [life.bytes for life in timeline.lives if life.category == "gradients" and "step 2" in life.operator]
+    assert sorted(sizes) == sorted(2 * [64 * 64 * 4, 64 * 4 + 256])
+
+
 def test_tracker_keeps_nothing_alive_and_leaves_no_mode_behind() -> None:
     tracker, kept = track(lambda: torch.zeros(4))
     assert isinstance(tracker, TorchDispatchMode)
