@@ -3,8 +3,9 @@
     python -m tests.benchmarks.maxbatch FOLDER [--only resnet50 gpt2_medium] [--budgets 8 16] [--deadline-s 540]
 
 Every (workload, contender, budget) becomes a row of ``FOLDER/maxbatch.jsonl``; a stopped run resumes where it was. A
-batch fits when the measured peak is within the budget. The search starts where the peak would be if it grew with the
-batch, and ends when the next batch to try is less than an eighth larger than one that fits.
+batch fits when the measured peak is within the budget. The search goes where the peak would be if it grew with the
+batch as between batches seen before, those of other rows among them, and ends when a batch less than an eighth larger
+than one that fits does not fit.
 """
 
 import argparse
@@ -12,7 +13,7 @@ import itertools
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +37,13 @@ Figures = dict[str, Any]
 
 @dataclass
 class Search:
-    """The batches of one contender at one workload."""
+    """The batches of one contender at one workload. ``known`` are the bytes that a batch needs at least."""
 
     name: str
     contender: str
     device: torch.device
     tiny: bool = False
-    probed: Figures | None = None
+    known: dict[int, int] = field(default_factory=dict)
 
     def largest(self, budget: int) -> BatchRow:
         """The row of the largest batch within ``budget`` bytes."""
@@ -52,7 +53,7 @@ class Search:
             tried[batch] = self._trained(batch, budget)
             return tried[batch] is not None
 
-        batch = largest(fits, self._guess(budget))
+        batch = largest(fits, lambda: self._guess(budget))
         figures = tried.get(batch) or {"note": "no batch fits"}
         return self.row(budget, batch, ok=batch > 0, trials=len(tried), **figures)
 
@@ -63,18 +64,27 @@ class Search:
         return BatchRow(workload=self.name, batch=batch, budget=budget, **about, **machine(self.device), **figures)
 
     def _guess(self, budget: int) -> int:
-        """The batch that would just fit if what a step takes beyond the fixed bytes grew with the batch."""
-        if self.probed is None:
-            self.probed = self._train(_PROBE, None)
-        each = max(self.probed["peak"] - self.probed["fixed"], 1) / _PROBE
-        return int((budget - self.probed["fixed"]) / each)
+        """The batch that would just fit if the peak grew evenly, at the pace from the smallest batch that is known to
+        the one whose need is nearest to the budget."""
+        if len(self.known) < 2:
+            probed = self._train(_PROBE, None)
+            self.known |= {0: probed["fixed"], _PROBE: probed["peak"]}
+        small = min(self.known)
+        near = min(self.known.keys() - {small}, key=lambda batch: abs(self.known[batch] - budget))
+        pace = max(self.known[near] - self.known[small], 1) / (near - small)
+        return int(near + (budget - self.known[near]) / pace)
 
     def _trained(self, batch: int, budget: int) -> Figures | None:
         """The figures of a row, None where that batch does not fit."""
         try:
             trained = self._train(batch, budget)
-        except (BudgetInfeasibleError, MeasurementError, torch.OutOfMemoryError):
+        except BudgetInfeasibleError as error:
+            self.known[batch] = error.lowest
             return None
+        except (MeasurementError, torch.OutOfMemoryError):
+            return None
+        if self.contender != OURS:  # which fills the budget
+            self.known[batch] = trained["peak"]
         if trained["peak"] > budget:
             return None
         samples = batch * WORKLOADS[self.name].samples
@@ -101,23 +111,21 @@ class Search:
         return trial.figures(_STEPS)
 
 
-def largest(fits: Callable[[int], bool], guess: int) -> int:
+def largest(fits: Callable[[int], bool], guess: Callable[[], int]) -> int:
     """A batch that fits while one about an eighth larger does not; 0 where 1 does not fit.
 
-    From the guess in doubling strides until the answer lies between two batches, then halfway between them.
+    ``guess`` is asked before each try. What it says is kept away from batches that were tried, in doubling strides: an
+    eighth from the largest that fits, a sixteenth from the smallest that does not; between two, it is halfway.
     """
-    low, high, stride, batch = 0, None, 1, max(guess, 1)
+    low, high, up, down = 0, None, 1, 1
     while high is None or high - low > max(1, low // _GRANULE):
+        batch = max(guess(), low + up * max(1, low // _GRANULE))
+        if high is not None and (most := high - down * max(1, high // (2 * _GRANULE))) < batch:
+            batch = (low + high) // 2 if low else max(most, 1)
         if fits(batch):
-            low = batch
+            low, up, down = batch, 2 * up, 1
         else:
-            high = batch
-        if low and high is not None:
-            batch = (low + high) // 2
-            continue
-        away = stride * max(1, batch // _GRANULE)
-        batch = max(1, batch + away if high is None else batch - away)
-        stride *= 2
+            high, up, down = batch, 1, 2 * down
     return low
 
 
@@ -136,7 +144,7 @@ def main() -> int:
     options = parser.parse_args()
     end, path = time.monotonic() + options.deadline_s, options.folder / MAXBATCH
     for name, contender in itertools.product(options.only, options.contenders):
-        search = Search(name, contender, torch.device(options.device), options.tiny)
+        search = Search(name, contender, torch.device(options.device), options.tiny, _known(path, name, contender))
         for budget in (int(gigabytes * 1e9) for gigabytes in options.budgets):
             if time.monotonic() < end and (name, contender, budget) not in _done(path):
                 append(path, _row(search, budget))
@@ -145,6 +153,12 @@ def main() -> int:
 
 def _row(search: Search, budget: int) -> BatchRow:
     return attempt(lambda: search.largest(budget), lambda why: search.row(budget, ok=False, note=why))
+
+
+def _known(path: Path, name: str, contender: str) -> dict[int, int]:
+    """What a batch of a row needs is about the row's budget."""
+    rows = [row for row in read(path, BatchRow) if (row.workload, row.contender) == (name, contender)]
+    return {row.batch: row.budget for row in rows if row.ok}
 
 
 def _done(path: Path) -> set[tuple[str, str, int]]:
