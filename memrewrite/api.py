@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from memrewrite import __version__, measuring, pipeline, registry, verifying
-from memrewrite.advice import infeasible
+from memrewrite.budgeting import meet
 from memrewrite.costs import Costs
 from memrewrite.costs.profile import profile_on
 from memrewrite.coverage import kept
@@ -33,11 +33,6 @@ from memrewrite.verifying import Verdict
 
 Factory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 Optimizer = str | torch.optim.Optimizer | type[torch.optim.Optimizer] | Factory | None
-_CORRECTIONS = 6  # plans made after the device's own peak was seen
-_MARGIN = 0.0005  # what each of them leaves of the budget besides, times its number
-# What a plan leaves of a budget on CUDA: the caching allocator counts blocks that it does not split as a whole, up to
-# 1 MiB more each, and which these are depends on what ran before. In other processes peaks were 0.04 % higher.
-_RESERVE = 0.002
 _COMPILED = "Peaks are predicted for the model as it is, and measured for what torch.compile makes of it."
 
 
@@ -113,7 +108,7 @@ def optimize(
     measured = None
     if limit is not None:
         progress("plan")
-        measured = _meet(line, limit, before.peak, names)
+        measured = meet(line, limit, before.peak, names)
         pipeline.drop_needless_casts(line)
     pipeline.mark_inplace(line, names)
     modified = any(result.modified for result in line.results.values())
@@ -241,46 +236,6 @@ def _refuse_replaced(model: nn.Module) -> None:
         raise UsageError("The model's forward was replaced on the object; define it in the model's class instead.")
     if hasattr(type(model), "_memrewrite"):
         raise UsageError("The model is already optimized; optimize the original again with the new budget.")
-
-
-def _meet(line: pipeline.Line, limit: Budget, original: int, names: tuple[str, ...] | None) -> Measured | None:
-    """Plan until the peak is within the budget; on a GPU, measure, and plan again by what was seen.
-
-    A plan for ``torch.compile`` is measured compiled.
-    Raises ``BudgetInfeasibleError`` when the lowest reachable peak is above it.
-    """
-    budget = limit.resolve(original) or 0
-    pipeline.rewrite_slower(line, names, budget)
-    on_cuda = device_type(line.model, line.inputs) == "cuda"
-    reserve = int(_RESERVE * budget) if on_cuda else 0
-    target, missed = budget - reserve, 0
-    for attempt in range(1, _CORRECTIONS + 1):
-        fitted = pipeline.plan(line, target) if _may_checkpoint(line, names) else pipeline.no_plan(line, target)
-        last = not fitted.fits and not limit.minimum
-        if last:
-            pipeline.mark_inplace(line, names)
-            lowest = line.simulate().peak + missed
-            judged = not (on_cuda and line.compiled)  # compiled, it may take less
-            if judged and lowest > budget and (on_cuda or original > budget):  # else the model fits as it is
-                raise infeasible(line, budget, lowest)
-        if not on_cuda:
-            return None
-        measured = measuring.measure(line.build(), line.inputs, line.step, steps=3, compiled=line.compiled)
-        if limit.minimum or measured.peak <= budget - (0 if last else reserve):
-            return measured
-        if last:
-            break
-        line.in_turn = line.compiled and attempt > 1  # it takes time: where less room is not enough
-        missed = max(missed, measured.peak - fitted.peak)
-        margin = int(attempt * _MARGIN * budget)  # each plan misses by its own bytes
-        target = min(target, budget - reserve - missed) - margin
-    if measured.peak <= budget:
-        return measured
-    raise infeasible(line, budget, measured.peak)
-
-
-def _may_checkpoint(line: pipeline.Line, names: tuple[str, ...] | None) -> bool:
-    return line.step.mode == "train" and (names is None or "checkpoint_segments" in names)
 
 
 def _prove(line: pipeline.Line, result: nn.Module, seed: int, exact: bool) -> Verdict:

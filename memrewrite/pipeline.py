@@ -311,6 +311,19 @@ def drop_needless_casts(line: Line) -> None:
         early_casts.drop_needless(part.graph_module)
 
 
+def cast_inputs(line: Line) -> Callable[[], None] | None:
+    """Cast inputs before the segments that cast them; calling the result takes that back. None where none does."""
+    for part in line.parts:
+        part.observe()
+    found = [early_casts.insert_for_inputs(part.graph_module) for part in line.parts]
+
+    def restore() -> None:
+        for part, casts in zip(line.parts, found, strict=True):
+            early_casts.take_away(part.graph_module, casts)
+
+    return restore if any(found) else None
+
+
 def no_plan(line: Line, budget: int) -> Fitted:
     """What ``plan`` says when segments are not among the passes asked for."""
     peak = line.simulate().peak

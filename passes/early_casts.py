@@ -13,7 +13,12 @@ After::
 
 Autocast casts in the same place, so nothing changes but where a segment may begin: with half of the bytes of a sum in
 float32 that nothing else keeps. A cast in the segment of its product is of no use, and is taken away after planning.
+An input is there anyway, and its cast takes room besides; but of an image that convolutions read, Inductor may hold a
+copy in their layout, in float32.
 """
+
+import itertools
+from collections.abc import Iterable
 
 from torch import Tensor, fx
 
@@ -40,21 +45,48 @@ def insert(graph_module: fx.GraphModule, effects: Effects) -> None:
     graph_module.recompile()
 
 
-def drop_needless(graph_module: fx.GraphModule) -> None:
-    """Take away each cast that lies in the segment of its product, or in none as that does."""
-    for node in graph_module.graph.find_nodes(op="call_function", target=as_autocast):
-        (source,) = node.all_input_nodes
-        if all(user.meta.get("segment") == node.meta.get("segment") for user in node.users):
-            node.replace_all_uses_with(source)
-            graph_module.graph.erase_node(node)
+def insert_for_inputs(graph_module: fx.GraphModule) -> list[fx.Node]:
+    """Spell out the cast of each input that only one product reads, before its segment; returns the casts.
+
+    The graph was observed under autocast.
+    """
+    nodes, casts = graph_module.graph.nodes, []
+    for product in [node for node in nodes if operation(node) in _PRODUCTS and "segment" in node.meta]:
+        for source in product.all_input_nodes:
+            alone = len(source.users) == product.args.count(source) == 1
+            if source.op == "placeholder" and alone and _is_narrower(product, source):
+                first = next(node for node in nodes if node.meta.get("segment", ())[:1] == product.meta["segment"][:1])
+                with graph_module.graph.inserting_before(first):
+                    casts.append(graph_module.graph.call_function(as_autocast, (source,)))
+                product.replace_input_with(source, casts[-1])
+    graph_module.recompile()
+    return casts
+
+
+def take_away(graph_module: fx.GraphModule, casts: Iterable[fx.Node]) -> None:
+    """Take casts away again."""
+    for cast in casts:
+        (source,) = cast.all_input_nodes
+        cast.replace_all_uses_with(source)
+        graph_module.graph.erase_node(cast)
     graph_module.recompile()
 
 
+def drop_needless(graph_module: fx.GraphModule) -> None:
+    """Take away each cast that lies in the segment of its product, or in none as that does."""
+    casts = graph_module.graph.find_nodes(op="call_function", target=as_autocast)
+    alike = (all(user.meta.get("segment") == cast.meta.get("segment") for user in cast.users) for cast in casts)
+    take_away(graph_module, list(itertools.compress(casts, alike)))
+
+
 def _is_cast(source: fx.Node, product: fx.Node, effects: Effects) -> bool:
-    """Whether autocast gives ``product`` what ``source`` makes in another type."""
-    value, result = source.meta["val"], product.meta["val"]
-    if sum(operation(user) in _PRODUCTS for user in source.users) > 1:
-        return False
-    if not isinstance(value, Tensor) or not value.is_floating_point() or value.dtype == result.dtype:
+    """Whether autocast gives ``product``, and no other product, what ``source`` makes in another type."""
+    if sum(operation(user) in _PRODUCTS for user in source.users) > 1 or not _is_narrower(product, source):
         return False
     return all(effects.storages[key].origin == "node" for key in effects.of[source].outputs)
+
+
+def _is_narrower(product: fx.Node, source: fx.Node) -> bool:
+    """Whether a product of the floating-point ``source`` has another type."""
+    value = source.meta["val"]
+    return isinstance(value, Tensor) and value.is_floating_point() and value.dtype != product.meta["val"].dtype

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
 import memrewrite
-from memrewrite import api, measuring, registry, verifying
+from memrewrite import api, budgeting, measuring, registry, verifying
 from memrewrite.effects import Effects
 from memrewrite.errors import BudgetInfeasibleError, CaptureError, NotEquivalentError, UsageError
 from memrewrite.options import Budget
@@ -381,6 +381,14 @@ def measured(peak: int) -> Measured:
     return Measured(peak, peak, 1.0, (), "cuda")
 
 
+def stand_in(monkeypatch: pytest.MonkeyPatch, on_device: Callable[..., Measured]) -> None:
+    """Let the CPU pass for a GPU on which ``on_device`` measures."""
+    for module in (api, budgeting):
+        monkeypatch.setattr(module, "device_type", lambda *args: "cuda")
+    monkeypatch.setattr(measuring, "measure", on_device)
+    monkeypatch.setattr(api, "_segments", lambda line: ())
+
+
 def test_a_device_that_takes_more_than_simulated_gets_another_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     offsets = iter([3000, 3000, 3000, 3000, 3000, 3000])
     peaks: list[int] = []
@@ -393,9 +401,7 @@ def test_a_device_that_takes_more_than_simulated_gets_another_plan(monkeypatch: 
     model, x = seeded(lambda: SwishStack(8)), rows(256)
     report = memrewrite.optimize(model, x, budget="min", verify=False).report
     low, high = report.predicted_after.peak, report.predicted_before.peak
-    monkeypatch.setattr(api, "device_type", lambda *args: "cuda")
-    monkeypatch.setattr(measuring, "measure", on_device)
-    monkeypatch.setattr(api, "_segments", lambda line: ())
+    stand_in(monkeypatch, on_device)
     budget = (low + high) // 2
     result = memrewrite.optimize(model, x, budget=budget, verify=False)
     assert result.report.measured_after == measured(peaks[-1])
@@ -413,9 +419,7 @@ def test_a_budget_for_the_compiler_is_held_by_the_compiled_step(monkeypatch: pyt
 
     model, x = seeded(lambda: SwishStack(8)), rows(256)
     low = memrewrite.optimize(model, x, budget="min", verify=False, compiled=True).report.predicted_after.peak
-    monkeypatch.setattr(api, "device_type", lambda *args: "cuda")
-    monkeypatch.setattr(measuring, "measure", on_device)
-    monkeypatch.setattr(api, "_segments", lambda line: ())
+    stand_in(monkeypatch, on_device)
     report = memrewrite.optimize(model, x, budget=low - 1000, verify=False, compiled=True).report
     assert report.predicted_after.peak == low
     assert report.measured_after == measured(low - 2000)
@@ -441,11 +445,36 @@ def test_compiled_code_fuses_less_only_where_less_room_is_not_enough(
     branch = [nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)]
     model, x = nn.Sequential(*(layer for _ in range(6) for layer in copy.deepcopy(branch))), torch.randn(256, 16)
     budget = int(0.7 * simulate(model, Inputs((x,), {}), Step()).peak)
-    monkeypatch.setattr(api, "device_type", lambda *args: "cuda")
-    monkeypatch.setattr(measuring, "measure", on_device)
-    monkeypatch.setattr(api, "_segments", lambda line: ())
+    stand_in(monkeypatch, on_device)
     memrewrite.optimize(model, x, budget=budget, optimizer="none", verify=False, compiled=True)
     assert seen == in_turn
+
+
+@pytest.mark.parametrize("saved", [1000, -1000], ids=["less", "more"])
+@pytest.mark.parametrize("minimum", [True, False], ids=["min", "a budget below"])
+def test_inputs_are_cast_before_their_segments_where_the_compiled_step_takes_less_so(
+    monkeypatch: pytest.MonkeyPatch, minimum: bool, saved: int
+) -> None:
+    torch.manual_seed(0)
+    layers = [layer for _ in range(6) for layer in (nn.Linear(32, 32), nn.GELU())]
+    arguments: Any = {"optimizer": "none", "amp": "bf16", "compiled": True}
+    model, x = nn.Sequential(*layers), torch.randn(256, 32)
+    lowest = memrewrite.optimize(model, x, budget="min", **arguments).report.predicted_after.peak
+
+    def on_device(module: nn.Module, inputs: Inputs, step: Step, steps: int, compiled: bool) -> Measured:
+        return measured(lowest - saved * ("as_autocast(" in cast(Any, module)._memrewrite.source))
+
+    stand_in(monkeypatch, on_device)
+    budget = "min" if minimum else lowest - 500
+    if saved < 0 and not minimum:
+        with pytest.raises(BudgetInfeasibleError) as caught:
+            memrewrite.optimize(model, x, budget=budget, **arguments)
+        assert caught.value.lowest == lowest
+        return
+    result: Any = memrewrite.optimize(model, x, budget=budget, **arguments)
+    assert result.report.measured_after == measured(lowest - max(saved, 0))
+    assert result.report.equivalent
+    assert ("as_autocast(" in result._memrewrite.source) == (saved > 0)
 
 
 @pytest.mark.parametrize("budget", [None, "min"], ids=["no budget", "min"])

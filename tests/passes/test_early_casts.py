@@ -78,6 +78,45 @@ def test_a_cast_in_the_segment_of_its_product_goes(of_cast: tuple[int, ...] | No
         assert_same_bits(numbers(graph_module, x, model), numbers(model, x, model))
 
 
+class Straight(Around):
+    """``function(self, x)`` of the input itself."""
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self, x)
+
+
+# Functions of an input in float32, the segments of their products, and how many casts of it come before these.
+OF_INPUTS: dict[str, tuple[Function, list[tuple[int, ...] | None], int]] = {
+    "read by more": (lambda m, x: m.linear(x) + x.exp(), [(0,)], 0),
+    "read by one product": (lambda m, x: m.linear(torch.mm(x, m.linear.weight)), [(0, 1), (0, 2)], 1),
+    "read by two": (lambda m, x: m.linear(x) + torch.mm(x, m.linear.weight), [(0,), (1,)], 0),
+    "in no segment": (lambda m, x: m.linear(x), [None], 0),
+}
+
+
+@pytest.mark.parametrize("name", OF_INPUTS)
+def test_an_input_is_cast_before_the_segment_of_the_one_product_that_reads_it(name: str) -> None:
+    function, segments, casts = OF_INPUTS[name]
+    model, x = Straight(function), example()
+    graph_module = capture(model, Inputs((x,), {}), "export").graph_module
+    Functionalize()(graph_module, observe(graph_module, [x]))
+    observe(graph_module, [x], torch.bfloat16)
+    before = graph_module.code
+    products = [
+        node for node in graph_module.graph.nodes if str(node.target) in ("aten.mm.default", "aten.linear.default")
+    ]
+    for node, segment in zip(products, segments, strict=True):
+        node.meta |= {} if segment is None else {"segment": segment}
+    inserted = early_casts.insert_for_inputs(graph_module)
+    assert targets(graph_module).count("as_autocast") == len(inserted) == casts
+    early_casts.drop_needless(graph_module)
+    assert targets(graph_module).count("as_autocast") == casts
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_same_bits(numbers(graph_module, x, model), numbers(model, x, model))
+    early_casts.take_away(graph_module, inserted)
+    assert graph_module.code == before
+
+
 class Block(nn.Module):
     """ConvNeXt's: its scale in float32 makes the sums that the convolutions read float32 too."""
 

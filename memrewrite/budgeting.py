@@ -1,0 +1,70 @@
+"""From a budget to a plan that is within it: by simulation, and on a GPU by what is measured there."""
+
+from memrewrite import measuring, pipeline
+from memrewrite.advice import infeasible
+from memrewrite.options import Budget
+from memrewrite.report.data import Measured
+from memrewrite.step import device_type
+
+_CORRECTIONS = 6  # plans made after the device's own peak was seen
+_MARGIN = 0.0005  # what each of them leaves of the budget besides, times its number
+# What a plan leaves of a budget on CUDA: the caching allocator counts blocks that it does not split as a whole, up to
+# 1 MiB more each, and which these are depends on what ran before. In other processes peaks were 0.04 % higher.
+_RESERVE = 0.002
+
+
+def meet(line: pipeline.Line, limit: Budget, original: int, names: tuple[str, ...] | None) -> Measured | None:
+    """Plan until the peak is within the budget; on a GPU, measure, and plan again by what was seen.
+
+    A plan for ``torch.compile`` is measured compiled.
+    Raises ``BudgetInfeasibleError`` when the lowest reachable peak is above it.
+    """
+    budget = limit.resolve(original) or 0
+    pipeline.rewrite_slower(line, names, budget)
+    on_cuda = device_type(line.model, line.inputs) == "cuda"
+    reserve = int(_RESERVE * budget) if on_cuda else 0
+    target, missed = budget - reserve, 0
+    for attempt in range(1, _CORRECTIONS + 1):
+        fitted = pipeline.plan(line, target) if _may_checkpoint(line, names) else pipeline.no_plan(line, target)
+        last = not fitted.fits and not limit.minimum
+        if last:
+            pipeline.mark_inplace(line, names)
+            lowest = line.simulate().peak + missed
+            judged = not (on_cuda and line.compiled)  # compiled, it may take less
+            if judged and lowest > budget and (on_cuda or original > budget):  # else the model fits as it is
+                raise infeasible(line, budget, lowest)
+        if not on_cuda:
+            return None
+        measured = _measured(line)
+        if line.compiled and (limit.minimum or (last and measured.peak > budget)):
+            measured = _with_inputs_cast(line, measured)
+        if limit.minimum or measured.peak <= budget - (0 if last else reserve):
+            return measured
+        if last:
+            break
+        line.in_turn = line.compiled and attempt > 1  # it takes time: where less room is not enough
+        missed = max(missed, measured.peak - fitted.peak)
+        margin = int(attempt * _MARGIN * budget)  # each plan misses by its own bytes
+        target = min(target, budget - reserve - missed) - margin
+    if measured.peak <= budget:
+        return measured
+    raise infeasible(line, budget, measured.peak)
+
+
+def _measured(line: pipeline.Line) -> Measured:
+    return measuring.measure(line.build(), line.inputs, line.step, steps=3, compiled=line.compiled)
+
+
+def _with_inputs_cast(line: pipeline.Line, measured: Measured) -> Measured:
+    """The lowest compiled peak, which is ``measured``, with inputs cast before their segments if it is lower then."""
+    restore = pipeline.cast_inputs(line)
+    if restore is not None:
+        again = _measured(line)
+        if again.peak < measured.peak:
+            return again
+        restore()
+    return measured
+
+
+def _may_checkpoint(line: pipeline.Line, names: tuple[str, ...] | None) -> bool:
+    return line.step.mode == "train" and (names is None or "checkpoint_segments" in names)
