@@ -58,10 +58,14 @@ def leaf(*shape: int, dtype: torch.dtype = F32) -> Tensor:
     return torch.zeros(shape, dtype=dtype, requires_grad=True)
 
 
-def attention(dtype: torch.dtype, depth: int = D, heads: int = H, mask: Any = None, **options: Any) -> Tensor:
-    """Attention of ``H`` heads over as many or fewer ``heads`` of keys and values."""
+def attention(
+    dtype: torch.dtype, depth: int = D, heads: int = H, mask: Any = None, across: bool = False, **options: Any
+) -> Tensor:
+    """Attention of ``H`` heads over as many or fewer ``heads`` of keys and values; ``mask`` has a type and a shape."""
     q, k = leaf(B, H, S, depth, dtype=dtype), leaf(B, heads, S, depth, dtype=dtype)
     given = None if mask is None else torch.zeros(mask[1:], dtype=mask[0])
+    if across and given is not None:
+        given = given.mT
     return F.scaled_dot_product_attention(q, k, leaf(*k.shape, dtype=dtype), given, **options)
 
 
@@ -94,6 +98,11 @@ KEPT: dict[str, tuple[Callable[[], Tensor], torch.dtype | None, int]] = {
     ),
     "plain": (lambda: attention(F32, 6), None, 3 * B * H * S * 6 * 4 + B * H * S * S * 4),
     "plain-double": (lambda: attention(F64), None, 3 * B * H * S * D * 8 + B * H * S * S * 8),
+    "plain-transposed-mask": (
+        lambda: attention(F32, mask=(F32, S, S), across=True),
+        None,
+        3 * B * H * S * D * 4 + B * H * S * S * 4,
+    ),
     "layer-norm": (lambda: F.layer_norm(leaf(S, D), (D,), leaf(D), leaf(D)), None, S * D * 4 + 2 * D * 4 + 2 * S * 4),
     "layer-norm-autocast": (
         lambda: F.layer_norm(leaf(S, D, dtype=BF16), (D,), leaf(D), leaf(D)),

@@ -204,7 +204,7 @@ def _attention(operator: OpOverload, keys: Any, args: Any, kwargs: Any) -> Any:
         scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
         flash = torch.ops.aten._scaled_dot_product_flash_attention.default
         return flash(*padded, p, causal, False, scale=scale)[0][..., : value.shape[-1]]
-    if _takes_efficient(query, key, value):
+    if _takes_efficient(query, key, value, mask):
         grad = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
         bias = None if mask is None else _bias(mask, query, key)
         efficient = torch.ops.aten._scaled_dot_product_efficient_attention.default
@@ -223,8 +223,10 @@ def _takes_flash(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
     return same_depth and square and _regular(query, key, value, shared)
 
 
-def _takes_efficient(query: Tensor, key: Tensor, value: Tensor) -> bool:
+def _takes_efficient(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
     """``can_use_mem_efficient_attention`` there, for compute capability 8.0 and later."""
+    if mask is not None and mask.stride(-1) != 1:
+        return False
     if query.dtype not in (*_HALF, torch.float32) or not torch.backends.cuda.mem_efficient_sdp_enabled():
         return False
     step = 16 // query.element_size()
