@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from tests.benchmarks.maxbatch import CONTENDERS
 from tests.benchmarks.plots import PLOTS
 from tests.benchmarks.rows import (
     INFEASIBLE,
@@ -82,9 +83,9 @@ def plan_table(rows: list[PlanRow]) -> str:
 
 def batch_table(rows: list[BatchRow]) -> str:
     """One line per workload and budget, one column per contender: the largest batch, and samples per second at it."""
-    shown = list(dict.fromkeys(row.contender for row in rows))
+    shown = [contender for contender in CONTENDERS if any(row.contender == contender for row in rows)]
     lines: dict[tuple[str, int], dict[str, str]] = {}
-    for row in rows:
+    for row in sorted(rows, key=lambda row: (row.workload, row.budget)):
         cell = f"{row.batch}, {row.per_second:,.0f}/s" if row.per_second else row.note
         lines.setdefault((row.workload, row.budget), {})[row.contender] = cell
     body = ([name, _gb(budget), *(of.get(c, "") for c in shown)] for (name, budget), of in lines.items())
