@@ -25,6 +25,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("report.option_table", "report.tables"),
     ("integrations",),
     ("api",),
+    ("budgeting",),
     ("advice",),
     ("pipeline",),
     ("registry",),
