@@ -414,7 +414,9 @@ def test_a_plan_that_counts_what_goes_by_once_is_taken_where_it_is_cheaper(monke
     assert search.fit(budget).plan.ms == 0.0
 
 
-def test_where_nothing_fits_a_more_hopeful_estimate_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_nothing_fits_more_hopeful_estimates_are_asked_as_long_as_hope_helps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     chain = layers(40)
     chain = replace(chain, work=chain.work + 4000)
     machine = Machine(chain, lambda estimate, segments: estimate)
@@ -426,6 +428,8 @@ def test_where_nothing_fits_a_more_hopeful_estimate_is_asked(monkeypatch: pytest
     found = replace(lowest, peak=lowest.peak // 2)
     monkeypatch.setattr(search.hopeful[1], "_fit", lambda budget: found)
     assert search.fit(1) == found
+    monkeypatch.setattr(search.hopeful[0], "_fit", lambda budget: replace(lowest, peak=search.kept))
+    assert search.fit(1).peak >= lowest.peak
 
 
 def test_no_more_hopeful_estimate_is_asked_where_no_plan_could_take_less() -> None:

@@ -50,14 +50,18 @@ class Search:
     def fit(self, budget: int) -> Fitted:
         """The cheapest plan found whose simulated peak is at most ``budget`` bytes; else that of the lowest, to 0.5 %.
 
-        Where none is found, or a cheaper one may be, ``others`` are asked too, and last those that are ``hopeful``.
+        Where none is found, or a cheaper one may be, ``others`` are asked too, and last those that are ``hopeful``, as
+        long as hope helps.
         """
         found = self._fit(budget)
         for other in self.others:
             if self._may_fall(found) or other._promises(budget, found.plan.ms):
                 found = min(found, other._fit(budget), key=_rank)
-        if self._may_fall(found):
-            found = min(found, *(other._fit(budget) for other in self.hopeful), key=_rank)
+        for other in self.hopeful if self._may_fall(found) else ():
+            hoped = other._fit(budget)
+            if hoped.peak > found.peak:
+                break
+            found = min(found, hoped, key=_rank)
         return found
 
     def _may_fall(self, found: Fitted) -> bool:
