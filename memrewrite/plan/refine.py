@@ -59,9 +59,10 @@ class Search:
                 found = min(found, other._fit(budget), key=_rank)
         for other in self.hopeful if self._may_fall(found) else ():
             hoped = other._fit(budget)
-            if hoped.peak > found.peak:
-                break
+            helped = hoped.peak <= found.peak
             found = min(found, hoped, key=_rank)
+            if not helped:
+                break
         return found
 
     def _may_fall(self, found: Fitted) -> bool:
