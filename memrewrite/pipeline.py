@@ -55,8 +55,7 @@ class Part:
         """Facts about the graph as it is now; marks for segments do not change them."""
         nodes, code = list(self.graph_module.graph.nodes), self.graph_module.code
         if self._observed is None or self._observed[:2] != (nodes, code):
-            grad = self.step.mode == "train"
-            step = self.step
+            step, grad = self.step, self.step.mode == "train"
             effects = observe(self.graph_module, self.region.example, step.amp, grad, step.as_cuda, step.compiled)
             self._observed = nodes, code, effects
         return self._observed[2]
@@ -313,9 +312,7 @@ def drop_needless_casts(line: Line) -> None:
 
 def cast_inputs(line: Line) -> Callable[[], None] | None:
     """Cast inputs before the segments that cast them; calling the result takes that back. None where none does."""
-    for part in line.parts:
-        part.observe()
-    found = [early_casts.insert_for_inputs(part.graph_module) for part in line.parts]
+    found = [early_casts.insert_for_inputs(part.graph_module, part.observe()) for part in line.parts]
 
     def restore() -> None:
         for part, casts in zip(line.parts, found, strict=True):

@@ -38,27 +38,22 @@ def insert(graph_module: fx.GraphModule, effects: Effects) -> None:
         if operation(node) in _PRODUCTS:
             for source in node.all_input_nodes:
                 if node.args.count(source) == 1 and _is_cast(source, node, effects):
-                    with graph_module.graph.inserting_before(node):
-                        cast = graph_module.graph.call_function(as_autocast, (source,))
-                    cast.meta = {key: node.meta[key] for key in ("module_path", "source") if key in node.meta}
-                    node.replace_input_with(source, cast)
+                    _cast(source, node, node)
     graph_module.recompile()
 
 
-def insert_for_inputs(graph_module: fx.GraphModule) -> list[fx.Node]:
-    """Spell out the cast of each input that only one product reads, before its segment; returns the casts.
-
-    The graph was observed under autocast.
-    """
-    nodes, casts = graph_module.graph.nodes, []
-    for product in [node for node in nodes if operation(node) in _PRODUCTS and "segment" in node.meta]:
-        for source in product.all_input_nodes:
-            alone = len(source.users) == product.args.count(source) == 1
-            if source.op == "placeholder" and alone and _is_narrower(product, source):
-                first = next(node for node in nodes if node.meta.get("segment", ())[:1] == product.meta["segment"][:1])
-                with graph_module.graph.inserting_before(first):
-                    casts.append(graph_module.graph.call_function(as_autocast, (source,)))
-                product.replace_input_with(source, casts[-1])
+def insert_for_inputs(graph_module: fx.GraphModule, effects: Effects) -> list[fx.Node]:
+    """Spell out the cast of each input that only one product reads, before its segment; returns the casts."""
+    casts = []
+    first: dict[int, fx.Node] = {}  # of each outermost segment
+    for node in effects.order:
+        if "segment" not in node.meta:
+            continue
+        place = first.setdefault(node.meta["segment"][0], node)
+        for source in node.all_input_nodes if operation(node) in _PRODUCTS else ():
+            alone = len(source.users) == node.args.count(source) == 1
+            if source.op == "placeholder" and alone and _is_narrower(node, source):
+                casts.append(_cast(source, node, place))
     graph_module.recompile()
     return casts
 
@@ -77,6 +72,15 @@ def drop_needless(graph_module: fx.GraphModule) -> None:
     casts = graph_module.graph.find_nodes(op="call_function", target=as_autocast)
     alike = (all(user.meta.get("segment") == cast.meta.get("segment") for user in cast.users) for cast in casts)
     take_away(graph_module, list(itertools.compress(casts, alike)))
+
+
+def _cast(source: fx.Node, product: fx.Node, place: fx.Node) -> fx.Node:
+    """A cast of ``source`` before ``place``, which ``product`` reads instead of it."""
+    with place.graph.inserting_before(place):
+        cast = place.graph.call_function(as_autocast, (source,))
+    cast.meta = {key: product.meta[key] for key in ("module_path", "source") if key in product.meta}
+    product.replace_input_with(source, cast)
+    return cast
 
 
 def _is_cast(source: fx.Node, product: fx.Node, effects: Effects) -> bool:

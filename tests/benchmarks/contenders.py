@@ -8,11 +8,13 @@ be followed by PyTorch's own ``activation_memory_budget``; ``=0.5`` is the peak 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
+from unittest import mock
 
 import torch
 import torch._functorch.config as functorch
 from torch import nn
 
+from memrewrite import budgeting
 from memrewrite.api import optimize
 from memrewrite.errors import BudgetInfeasibleError
 from memrewrite.step import Inputs, Step
@@ -98,20 +100,26 @@ def _optimized(contender: str, step: Step, model: nn.Module, inputs: Inputs, row
     return rewritten(budget, step, model, inputs, verify=verify, compiled=is_compiled(contender))
 
 
+def _infeasible(line: object, budget: int, lowest: int) -> BudgetInfeasibleError:
+    """The error without what else would fit, which takes several plans to say."""
+    return BudgetInfeasibleError(f"The lowest peak is {lowest} bytes, not {budget}.", lowest)
+
+
 def rewritten(
     budget: int | None, step: Step, model: nn.Module, inputs: Inputs, *, verify: bool = False, compiled: bool = False
 ) -> Ready:
     """``model`` within ``budget`` bytes, or at its lowest peak; raises what ``optimize`` raises."""
-    optimized = optimize(
-        model,
-        inputs.args,
-        example_kwargs=inputs.kwargs,
-        budget="min" if budget is None else budget,
-        optimizer=step.optimizer,
-        amp=step.amp,
-        compiled=compiled,
-        verify=verify,
-    )
+    with mock.patch.object(budgeting, "infeasible", _infeasible):
+        optimized = optimize(
+            model,
+            inputs.args,
+            example_kwargs=inputs.kwargs,
+            budget="min" if budget is None else budget,
+            optimizer=step.optimizer,
+            amp=step.amp,
+            compiled=compiled,
+            verify=verify,
+        )
     report = optimized.report
     note = report.verdict if verify else ""
     return Ready(optimized, budget, report.predicted_after.peak, len(report.segments), note)

@@ -16,11 +16,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 
-from memrewrite import budgeting
 from memrewrite.errors import BudgetInfeasibleError, MeasurementError
 from tests.benchmarks.contenders import BLOCK, EAGER, OURS, prepare, rewritten
 from tests.benchmarks.models import WORKLOADS
@@ -105,18 +103,12 @@ class Search:
         with self.device:
             model, inputs = workload.build(self.tiny), workload.inputs(batch, self.tiny)
         if self.contender == OURS:
-            with mock.patch.object(budgeting, "infeasible", _plainly):
-                ready = rewritten(budget, step, model, inputs)
+            ready = rewritten(budget, step, model, inputs)
         else:
             ready = prepare(self.contender, workload, model, inputs, {})
         trial = Trial(ready.module, inputs, step, others)
         trial.warm_up()
         return trial.figures(_STEPS)
-
-
-def _plainly(line: object, budget: int, lowest: int) -> BudgetInfeasibleError:
-    """The error without what else would fit, which takes several plans to say."""
-    return BudgetInfeasibleError(f"The lowest peak is {lowest} bytes, not {budget}.", lowest)
 
 
 def largest(fits: Callable[[int], bool], guess: Callable[[], int]) -> int:

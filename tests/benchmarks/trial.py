@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from memrewrite.measuring import measure
 from memrewrite.private import clear_cublas_workspaces
 from memrewrite.simulate.fake import tensors_of
+from memrewrite.simulate.tracker import rounded
 from memrewrite.step import Inputs, Step
 
 WARM_UP = 3
-_GRANULE = 512
 
 
 @dataclass
@@ -67,7 +67,8 @@ class Trial:
         kept = [value for values in state for value in values.values() if isinstance(value, Tensor)]
         gradients = [p for p in self.module.parameters() if p.requires_grad]
         owned = {id(t.untyped_storage()): t for t in [*tensors_of(self.module), *self.inputs.tensors(), *kept]}
-        return sum(_rounded(t) for t in [*owned.values(), *gradients] if t.device == self.device)
+        counted = [t for t in [*owned.values(), *gradients] if t.device == self.device]
+        return sum(rounded(t.untyped_storage().nbytes()) for t in counted)
 
     def _on_cuda(self, steps: int) -> list[float]:
         self.step.run(self.module, self.inputs, self.optimizer)  # allocates again what was freed after the warm-up
@@ -97,7 +98,3 @@ def clear(device: torch.device) -> int:
     clear_cublas_workspaces()
     torch.cuda.empty_cache()
     return torch.cuda.memory_allocated(device)
-
-
-def _rounded(tensor: Tensor) -> int:
-    return -(-tensor.untyped_storage().nbytes() // _GRANULE) * _GRANULE

@@ -29,11 +29,17 @@ CASES: dict[str, tuple[Function, int]] = {
 }
 
 
-def cast_early(model: nn.Module, x: Tensor, front_end: str = "export") -> fx.GraphModule:
-    """The graph of ``model`` with its casts under autocast spelled out."""
+def captured(model: nn.Module, x: Tensor, front_end: str = "export") -> fx.GraphModule:
+    """The graph of ``model``, functionalized."""
     torch.compiler.reset()
     graph_module = capture(model, Inputs((x,), {}), front_end).graph_module
     Functionalize()(graph_module, observe(graph_module, [x]))
+    return graph_module
+
+
+def cast_early(model: nn.Module, x: Tensor, front_end: str = "export") -> fx.GraphModule:
+    """The graph of ``model`` with its casts under autocast spelled out."""
+    graph_module = captured(model, x, front_end)
     early_casts.insert(graph_module, observe(graph_module, [x], torch.bfloat16))
     return graph_module
 
@@ -98,16 +104,15 @@ OF_INPUTS: dict[str, tuple[Function, list[tuple[int, ...] | None], int]] = {
 def test_an_input_is_cast_before_the_segment_of_the_one_product_that_reads_it(name: str) -> None:
     function, segments, casts = OF_INPUTS[name]
     model, x = Straight(function), example()
-    graph_module = capture(model, Inputs((x,), {}), "export").graph_module
-    Functionalize()(graph_module, observe(graph_module, [x]))
-    observe(graph_module, [x], torch.bfloat16)
+    graph_module = captured(model, x)
+    effects = observe(graph_module, [x], torch.bfloat16)
     before = graph_module.code
     products = [
         node for node in graph_module.graph.nodes if str(node.target) in ("aten.mm.default", "aten.linear.default")
     ]
     for node, segment in zip(products, segments, strict=True):
         node.meta |= {} if segment is None else {"segment": segment}
-    inserted = early_casts.insert_for_inputs(graph_module)
+    inserted = early_casts.insert_for_inputs(graph_module, effects)
     assert targets(graph_module).count("as_autocast") == len(inserted) == casts
     early_casts.drop_needless(graph_module)
     assert targets(graph_module).count("as_autocast") == casts
