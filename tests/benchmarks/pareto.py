@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ import torch
 from memrewrite.errors import BudgetInfeasibleError
 from tests.benchmarks import contenders
 from tests.benchmarks.contenders import BOTH, COMPILE, CONTENDERS, EAGER, MINIMUM, is_compiled, kind
-from tests.benchmarks.models import WORKLOADS
+from tests.benchmarks.models import WORKLOADS, Workload
 from tests.benchmarks.rows import INFEASIBLE, PARETO, ParetoRow, append, attempt, machine, read
 from tests.benchmarks.trial import Trial, clear
 
@@ -38,7 +38,10 @@ _STEPS = {"cuda": 15, "cpu": 5}
 
 @dataclass
 class Bench:
-    """One workload on its device. ``gate`` is called when a contender is ready to be timed."""
+    """One workload on its device, with another batch or optimizer where those are given.
+
+    ``gate`` is called when a contender is ready to be timed.
+    """
 
     name: str
     path: Path
@@ -46,6 +49,13 @@ class Bench:
     tiny: bool = False
     batch: int | None = None
     gate: Callable[[], None] | None = None
+    optimizer: str | None = None
+
+    @property
+    def workload(self) -> Workload:
+        """What is trained."""
+        known = WORKLOADS[self.name]
+        return replace(known, batch=self.batch or known.batch, optimizer=self.optimizer or known.optimizer)
 
     def rows(self) -> dict[str, ParetoRow]:
         """What the file has of this workload, by contender."""
@@ -66,11 +76,11 @@ class Bench:
         return row
 
     def _contend(self, contender: str, verify: bool) -> ParetoRow:
-        workload, batch = WORKLOADS[self.name], self.batch or WORKLOADS[self.name].batch
+        workload = self.workload
         others = clear(self.device)
         torch.manual_seed(0)
         with self.device:
-            model, inputs = workload.build(self.tiny), workload.inputs(batch, self.tiny)
+            model, inputs = workload.build(self.tiny), workload.inputs(workload.batch, self.tiny)
         started = time.perf_counter()
         try:
             ready = contenders.prepare(contender, workload, model, inputs, self.rows(), verify=verify)
@@ -92,10 +102,10 @@ class Bench:
 
     def row(self, contender: str, **figures: Any) -> ParetoRow:
         """A row of this workload."""
-        workload = WORKLOADS[self.name]
+        workload = self.workload
         return ParetoRow(
             workload=self.name,
-            batch=self.batch or workload.batch,
+            batch=workload.batch,
             amp=workload.amp,
             optimizer=workload.optimizer,
             contender=contender,
@@ -112,7 +122,7 @@ def main() -> int:
     for name in options.only or WORKLOADS:
         gate = _wait_for_turn if options.gate else None
         device = torch.device(options.device)
-        bench = Bench(name, options.folder / PARETO, device, options.tiny, options.batch, gate)
+        bench = Bench(name, options.folder / PARETO, device, options.tiny, options.batch, gate, options.optimizer)
         if options.child:
             bench.run(wanted, end)
         else:
@@ -128,6 +138,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--deadline-s", type=float, default=float("inf"), help="stop after that many seconds")
     parser.add_argument("--jobs", type=int, default=6, help="how many may compile side by side")
     parser.add_argument("--batch", type=int, help="instead of each workload's own")
+    parser.add_argument("--optimizer", help="likewise: sgd, module:factory, ...")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="tiny models of the same families")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
@@ -206,6 +217,8 @@ class _Parent:
         command += ["--tiny"] * self.options.tiny + ["--gate"] * gate
         if self.bench.batch is not None:
             command += ["--batch", str(self.bench.batch)]
+        if self.bench.optimizer is not None:
+            command += ["--optimizer", self.bench.optimizer]
         pipe = subprocess.PIPE if gate else None
         threads = str(max(1, (os.cpu_count() or 1) // self.options.jobs))
         environment = {**os.environ, **({"TORCHINDUCTOR_COMPILE_THREADS": threads} if gate else {})}
