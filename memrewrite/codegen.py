@@ -206,7 +206,6 @@ class _Writer:
         context, body_at = _REGIONS[node.target]
         body, *operands = node.args[body_at:]
         graph = _body(node, body).graph
-        name = f"{self.prefix}region_{len(self.functions)}_{node.name}"
         inside = [n for n in graph.nodes if n.op not in ("placeholder", "get_attr", "output")]
         (output,) = graph.find_nodes(op="output")
         uses = _last_uses([*([n] for n in inside), [output]])
@@ -221,7 +220,8 @@ class _Writer:
         parameters = [self.name(n) for n in graph.find_nodes(op="placeholder")]
         opening = context.format(*(self.value(a) for a in node.args[:body_at]))
         lines = [f"with {opening}:", *(f"    {line}" for line in lines)]
-        self.function(name, ["self", *parameters], lines)  # inner regions are written before
+        name = f"{self.prefix}region_{len(self.functions)}_{node.name}"  # inner regions, written before, have others
+        self.function(name, ["self", *parameters], lines)
         return f"{name}({', '.join(['self', *(self.value(a) for a in operands)])})"
 
     def drop(self, nodes: Iterable[fx.Node]) -> str:
@@ -354,6 +354,7 @@ def _program(captured: Captured, prefix: str) -> str:
     leaves=({"".join(leaf + ", " for leaf in leaves)}),
     training={captured.training!r},
     dtype={captured.dtype},
+    autocast={captured.autocast!r},
     run={prefix}graph,{fits}
 )
 """

@@ -187,7 +187,7 @@ class _Call:
 
 def _captured(module: nn.Module, inputs: Inputs, called_with: Inputs, step: Step) -> Captured:
     """Capture a module on ``inputs``; raises ``CaptureError`` also for a graph that cannot stand for it in the step."""
-    captured = capture(module, inputs)
+    captured = capture(module, inputs, amp=step.amp)
     source, constants = generate(captured)
     if step.mode == "train" and captured.checkpoints:
         _refuse_writes_of_kept(Region("", module, captured, lambda: called_with), step)

@@ -35,7 +35,7 @@ from memrewrite.private import tree_map
 from memrewrite.reference import FusedRandomnessError, Recorder, double_step
 from memrewrite.report.data import Check
 from memrewrite.runtime.dropin import FallbackWarning, accept
-from memrewrite.step import Inputs, Step
+from memrewrite.step import Inputs, Step, autocast, device_type
 from memrewrite.trial import Record, State, cuda_devices, deterministic, seed_all, take_step
 
 __all__ = ["TensorVerdict", "Verdict", "verify"]
@@ -244,7 +244,8 @@ def _why_not_run(case: _Case) -> str | None:
     program = getattr(type(case.rewritten), "_memrewrite", None)
     if program is None:
         return None
-    tensors, reason = accept(program, case.rewritten, case.inputs.args, case.inputs.kwargs)
+    with autocast(case.step.amp, device_type(case.rewritten, case.inputs)):
+        tensors, reason = accept(program, case.rewritten, case.inputs.args, case.inputs.kwargs)
     return None if tensors is not None else reason or "it was captured in the other of train and eval mode"
 
 

@@ -1,11 +1,17 @@
 """What a model does only while it is traced, and what a trace asserts, must not reach the drop-in."""
 
+import contextlib
+import warnings
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
+import memrewrite
 from memrewrite.capture import capture
+from memrewrite.capture.told import autocast_told
+from memrewrite.runtime.dropin import FallbackWarning
 from memrewrite.step import Inputs, autocast
 from tests.layers import model, x
 from tests.test_capture import drop_in, front_ends
@@ -56,3 +62,45 @@ def test_whether_something_is_traced_is_asked_as_before_afterwards() -> None:
     assert not torch.compiler.is_compiling()
     assert torch.compile(torch.compiler.is_compiling, backend="eager", fullgraph=True)()
     assert torch.equal(torch.export.export(model(bound), (x(),)).module()(x()), model(bound)(x()) / 2)
+
+
+def asking(self: Any, x: Tensor) -> Any:
+    """Products that autocast must not narrow, as transformers writes them."""
+    with torch.no_grad():
+        on = torch.is_autocast_enabled("cpu")
+        with torch.autocast("cpu", enabled=False) if on else contextlib.nullcontext():
+            angles = x @ x.T
+    return self.other(self.linear(x).relu()) * angles.cos().sum()
+
+
+@front_ends
+@pytest.mark.parametrize("amp", [torch.bfloat16, None], ids=["autocast", "without"])
+def test_a_model_that_asks_about_autocast_is_told_what_holds_in_the_step(
+    front_end: str, amp: torch.dtype | None
+) -> None:
+    module = model(asking)
+    captured = capture(module, Inputs((x(),), {}), front_end, amp)
+    assert captured.autocast == amp
+    optimized = drop_in(module, captured)
+    with autocast(amp, "cpu"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(optimized(x()), module(x()))
+    other = torch.bfloat16 if amp is None else None
+    with autocast(other, "cpu"), pytest.warns(FallbackWarning, match="it asks about autocast, which casts to"):
+        assert torch.equal(optimized(x()), module(x()))
+
+
+def test_a_model_that_asks_about_autocast_is_optimized_for_its_step() -> None:
+    module = model(asking)
+    optimized = memrewrite.optimize(module, x(), amp="bf16", budget="min")
+    assert optimized.report.verdict.startswith("bit-equal")
+
+
+def test_what_autocast_is_told_is_the_truth_to_pytorch_and_afterwards() -> None:
+    with autocast_told(torch.bfloat16, "cpu") as asked:
+        assert torch.is_autocast_enabled("cpu")
+        assert torch.get_autocast_dtype("cpu") == torch.bfloat16
+        assert not torch.is_autocast_enabled("cuda")
+        assert asked == [__name__] * 3
+        assert torch.nn.Linear(4, 4)(torch.ones(2, 4)).dtype == torch.float32
+    assert not torch.is_autocast_enabled("cpu")

@@ -1,7 +1,7 @@
 """The data of a capture: a graph over the model's own parameters, and what a call must look like to run it."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx
@@ -50,7 +50,8 @@ class Captured:
     ``training`` maps each submodule path to its training flag at capture; ``dtype`` is that of the model's first
     parameter, None if it has none. ``exact`` is False where the model, on the example's values, takes a way of its
     own to the same result and the graph the way that fits any values, so that their bits may differ.
-    ``checkpoints`` says that forward calls ``torch.utils.checkpoint``, which the graph does not.
+    ``checkpoints`` says that forward calls ``torch.utils.checkpoint``, which the graph does not. ``autocast`` is
+    "any", or where the model asks about autocast what it was told: the type, None for without.
     """
 
     graph_module: fx.GraphModule
@@ -63,3 +64,4 @@ class Captured:
     notes: tuple[str, ...] = ()
     exact: bool = True
     checkpoints: bool = False
+    autocast: torch.dtype | Literal["any"] | None = "any"

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import torch
@@ -52,7 +52,8 @@ class Findings:
 
     ``notes`` are sentences for the user; ``export_loses`` is what ``torch.export``'s graph would lack, ``asks`` the
     Python module that asks whether it is being traced, "" if there is none. ``exact`` is False where the model takes
-    another way on the values of these inputs than on values it cannot see; ``checkpoints`` says that it checkpoints.
+    another way on the values of these inputs than on values it cannot see; ``checkpoints`` says that it checkpoints,
+    ``autocast`` what it was told of that, if it asked.
     """
 
     notes: tuple[str, ...] = ()
@@ -60,6 +61,7 @@ class Findings:
     asks: str = ""
     exact: bool = True
     checkpoints: bool = False
+    autocast: torch.dtype | Literal["any"] | None = "any"
 
 
 def check(model: nn.Module, inputs: Inputs) -> Findings:

@@ -12,7 +12,7 @@ import linecache
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +43,8 @@ class Program:
     ``names`` are the parameters of forward the example call filled; ``tree`` is the structure of their values;
     ``leaves`` has one entry per leaf: ``(dtype, device type, sizes)`` of a tensor, sizes being ints or, where they may
     vary, names, or ``("constant", value)``. ``training`` maps submodule paths to the training flag they were captured
-    with, ``dtype`` is that of the first parameter. ``fits`` says of named sizes whether forward takes the path that was
+    with, ``dtype`` is that of the first parameter; ``autocast`` is the type it has to cast to, None where there may be
+    none, "any" where that does not matter. ``fits`` says of named sizes whether forward takes the path that was
     captured. ``run`` computes ``forward`` from the module and the tensor leaves.
     ``source`` is the text all this came from.
     """
@@ -55,6 +56,7 @@ class Program:
     dtype: torch.dtype | None
     run: Callable[..., Any]
     fits: Callable[..., bool] = lambda **sizes: True
+    autocast: torch.dtype | Literal["any"] | None = "any"
     source: str = ""
 
 
@@ -285,7 +287,15 @@ def _match(program: Program, module: nn.Module, leaves: list[Any]) -> tuple[list
     weight = next(module.parameters(), None)
     if weight is not None and weight.dtype != program.dtype:
         return None, f"the parameters are {weight.dtype}, captured as {program.dtype}"
+    if program.autocast != "any" and (now := _autocast(tensors if weight is None else [weight])) != program.autocast:
+        return None, f"it asks about autocast, which casts to {now} now and to {program.autocast} at capture"
     return tensors, ""
+
+
+def _autocast(tensors: list[Tensor]) -> torch.dtype | None:
+    """What autocast casts to on the device of the first tensor; None where it is off."""
+    kind = tensors[0].device.type if tensors else "cpu"
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
 def _cast_anyway(leaf: Tensor, dtype: torch.dtype) -> bool:
