@@ -52,6 +52,7 @@ def optimize(
     loss_fn: Callable[[Any], Tensor] | None = None,
     amp: str | torch.dtype | None = None,
     mode: Literal["train", "inference"] | None = None,
+    micro_batches: int = 1,
     device: str | torch.device | None = None,
     regions: Sequence[str] | None = None,
     passes: Iterable[str] | None = None,
@@ -67,7 +68,8 @@ def optimize(
     bytes or a ``Budget``, and bounds the peak of a steady step: parameters, gradients, optimizer state, inputs,
     activations, temporaries and library workspaces. ``optimizer`` is ``"none"``, ``"sgd"``, ``"sgd-momentum"``,
     ``"adam"``, ``"adamw"``, an optimizer to copy, its class or a factory, or None; ``loss_fn(output)`` gives a scalar;
-    ``amp`` is ``"bf16"`` or ``"fp16"``; ``mode`` is by default the one the model is in. ``device`` is where the model
+    ``amp`` is ``"bf16"`` or ``"fp16"``; ``mode`` is by default the one the model is in; ``micro_batches`` says over how
+    many batches like these gradients are accumulated before each step of the optimizer. ``device`` is where the model
     lies, or, for a model on the CPU where there is no CUDA, ``"cuda"`` to plan for it: then peaks are predicted for
     CUDA, nothing is measured, equivalence is verified on the CPU, and the result takes inputs on the CPU. ``regions``
     are patterns of submodule paths (``"layers.*"``) to capture one by one, whose own hooks keep firing; by default the
@@ -88,7 +90,8 @@ def optimize(
     registry.check(names)
     inputs = _inputs(example_inputs, example_kwargs)
     _refuse_replaced(model)
-    step = replace(make_step(model, optimizer, loss_fn, amp, mode), as_cuda=_as_cuda(device, device_of(model, inputs)))
+    step = make_step(model, optimizer, loss_fn, amp, mode, micro_batches)
+    step = replace(step, as_cuda=_as_cuda(device, device_of(model, inputs)))
     bare = pipeline.without_hooks(model)
     limit = None if budget is None else Budget.parse(budget)
     progress("simulate")
@@ -138,6 +141,7 @@ def measure(
     loss_fn: Callable[[Any], Tensor] | None = None,
     amp: str | torch.dtype | None = None,
     mode: Literal["train", "inference"] | None = None,
+    micro_batches: int = 1,
     steps: int = 10,
     compiled: bool = False,
 ) -> Measured:
@@ -151,7 +155,7 @@ def measure(
     Raises ``MeasurementError`` when memory runs out or compiling fails, ``UsageError`` for arguments that cannot be
     meant.
     """
-    step = make_step(model, optimizer, loss_fn, amp, mode)
+    step = make_step(model, optimizer, loss_fn, amp, mode, micro_batches)
     return measuring.measure(model, _inputs(example_inputs, example_kwargs), step, steps=steps, compiled=compiled)
 
 
@@ -165,6 +169,7 @@ def verify(
     loss_fn: Callable[[Any], Tensor] | None = None,
     amp: str | torch.dtype | None = None,
     mode: Literal["train", "inference"] | None = None,
+    micro_batches: int = 1,
     exact: bool = False,
     steps: int = 3,
     seed: int = 0,
@@ -179,7 +184,7 @@ def verify(
     """
     if original.training != rewritten.training:
         raise UsageError("One model is in train mode and the other is not; call train() or eval() on both.")
-    step = make_step(original, optimizer, loss_fn, amp, mode)
+    step = make_step(original, optimizer, loss_fn, amp, mode, micro_batches)
     inputs = _inputs(example_inputs, example_kwargs)
     return verifying.verify(original, rewritten, inputs, step, exact=exact, steps=steps, seed=seed)
 
@@ -209,11 +214,14 @@ def make_step(
     loss_fn: Callable[[Any], Tensor] | None,
     amp: str | torch.dtype | None,
     mode: Literal["train", "inference"] | None,
+    micro_batches: int = 1,
 ) -> Step:
     """The step that the arguments of ``optimize`` and the like mean.
 
-    Raises ``UsageError`` for names that mean nothing, and for a mode the model is not in.
+    Raises ``UsageError`` for names and numbers that mean nothing, and for a mode the model is not in.
     """
+    if micro_batches < 1:
+        raise UsageError(f"A step cannot take {micro_batches} micro-batches; give at least 1.")
     now: Literal["train", "inference"] = "train" if model.training else "inference"
     if mode is not None and mode != now:
         raise UsageError(f"The model is in {now} mode; call model.{'train' if mode == 'train' else 'eval'}() first.")
@@ -223,7 +231,8 @@ def make_step(
         factory = optimizer_factory(optimizer)
     else:
         factory = optimizers_like(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else optimizer
-    return Step(now, factory, loss_fn, amp_dtype(amp) if isinstance(amp, str) else amp)
+    kind = amp_dtype(amp) if isinstance(amp, str) else amp
+    return Step(now, factory, loss_fn, kind, micro_batches=micro_batches)
 
 
 def _inputs(args: Any, kwargs: dict[str, Any] | None) -> Inputs:
@@ -273,6 +282,7 @@ def _report(
         "budget": None if limit is None else str(limit),
         "mode": line.step.mode,
         "amp": None if line.step.amp is None else str(line.step.amp),
+        "micro_batches": line.step.micro_batches,
         "compiled": line.compiled,
         "front_end": ", ".join(dict.fromkeys(part.region.captured.front_end for part in line.parts)),
         "regions": [part.region.path for part in line.parts],
@@ -327,7 +337,7 @@ def _shares(line: pipeline.Line) -> tuple[Share, ...]:
 
 
 def _peaks(timeline: Timeline) -> Peaks:
-    return Peaks(timeline.peak, timeline.peak_step1, timeline.phases, timeline.categories)
+    return Peaks(timeline.peak, timeline.peak_step1, timeline.phases, timeline.categories, timeline.reserved)
 
 
 def _segments(line: pipeline.Line) -> tuple[Segment, ...]:

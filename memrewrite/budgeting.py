@@ -8,13 +8,13 @@ from memrewrite.step import device_type
 
 _CORRECTIONS = 6  # plans made after the device's own peak was seen
 _MARGIN = 0.0005  # what each of them leaves of the budget besides, times its number
-# What a plan leaves of a budget on CUDA: the caching allocator counts blocks that it does not split as a whole, up to
-# 1 MiB more each, and which these are depends on what ran before. In other processes peaks were 0.04 % higher.
+# What a plan leaves of a budget on CUDA: which blocks the caching allocator hands out, up to 1 MiB more than was asked
+# for, depends on what ran before. In other processes peaks were 0.04 % higher.
 _RESERVE = 0.002
 
 
 def meet(line: pipeline.Line, limit: Budget, original: int, names: tuple[str, ...] | None) -> Measured | None:
-    """Plan until the peak is within the budget; on a GPU, measure, and plan again by what was seen.
+    """Plan until the peak is within the budget, as it is measured on a GPU, else as it is simulated.
 
     A plan for ``torch.compile`` is measured compiled.
     Raises ``BudgetInfeasibleError`` when the lowest reachable peak is above it.
@@ -29,30 +29,31 @@ def meet(line: pipeline.Line, limit: Budget, original: int, names: tuple[str, ..
         last = not fitted.fits and not limit.minimum
         if last:
             pipeline.mark_inplace(line, names)
-            lowest = line.simulate().peak + missed
+            lowest = max(line.simulate().peak, line.simulate(blocks=False).peak + missed)
             judged = not (on_cuda and line.compiled)  # compiled, it may take less
             if judged and lowest > budget and (on_cuda or original > budget):  # else the model fits as it is
                 raise infeasible(line, budget, lowest)
-        if not on_cuda:
+        if not on_cuda and (last or not line.step.as_cuda):
             return None
-        measured = _measured(line)
-        if line.compiled and (limit.minimum or (last and measured.peak > budget)):
+        measured = _measured(line) if on_cuda else None
+        if measured is not None and line.compiled and (limit.minimum or (last and measured.peak > budget)):
             measured = _with_inputs_cast(line, measured)
-        if limit.minimum or measured.peak <= budget - (0 if last else reserve):
+        peak = line.simulate().peak if measured is None else measured.peak
+        if limit.minimum or peak <= budget - (0 if last else reserve):
             return measured
         if last:
             break
         line.in_turn = line.compiled and attempt > 1  # it takes time: where less room is not enough
-        missed = max(missed, measured.peak - fitted.peak)
+        missed = max(missed, peak - fitted.peak)
         margin = int(attempt * _MARGIN * budget)  # each plan misses by its own bytes
         target = min(target, budget - reserve - missed) - margin
-    if measured.peak <= budget:
+    if peak <= budget:
         return measured
-    raise infeasible(line, budget, measured.peak)
+    raise infeasible(line, budget, peak)
 
 
 def _measured(line: pipeline.Line) -> Measured:
-    return measuring.measure(line.build(), line.inputs, line.step, steps=3, compiled=line.compiled)
+    return measuring.measure(line.build(), line.inputs, line.step.shortest(), steps=3, compiled=line.compiled)
 
 
 def _with_inputs_cast(line: pipeline.Line, measured: Measured) -> Measured:

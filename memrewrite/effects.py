@@ -19,9 +19,10 @@ from torch.utils.flop_counter import flop_registry
 
 from memrewrite.layers import Layer, Recall
 from memrewrite.private import FakeTensorMode, real_rules_on_fake_tensors, tree_iter
+from memrewrite.simulate.allocator import rounded
 from memrewrite.simulate.as_cuda import as_cuda
 from memrewrite.simulate.known import known_values
-from memrewrite.simulate.tracker import rounded, widened
+from memrewrite.simulate.tracker import widened
 from memrewrite.simulate.true_results import TrueResults
 from memrewrite.step import autocast
 

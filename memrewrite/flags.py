@@ -15,6 +15,7 @@ CONFIGURABLE: dict[str, type] = {
     "budget": str,
     "input": list,
     "batch_size": int,
+    "micro_batches": int,
     "optimizer": str,
     "loss": str,
     "amp": str,
@@ -96,6 +97,13 @@ model = group(
         type=click.IntRange(min=1),
         metavar="N",
         help="Repeat or cut the example inputs to this batch size.",
+    ),
+    click.option(
+        "--micro-batches",
+        type=click.IntRange(min=1),
+        default=1,
+        metavar="N",
+        help="Accumulate the gradients of this many batches before each step of the optimizer.",
     ),
     click.option(
         "--optimizer", default="adamw", help="Use none, sgd, sgd-momentum, adam, adamw, or your own module:factory."

@@ -22,6 +22,7 @@ from memrewrite.errors import DataDependentError, DoesNotFitError, MeasurementEr
 from memrewrite.private import clear_cublas_workspaces
 from memrewrite.report.data import Measured
 from memrewrite.simulate import Timeline, preserved_rng, run_tracked, simulate, with_workspaces
+from memrewrite.simulate.allocator import allocator_on
 from memrewrite.simulate.fake import tensors_of
 from memrewrite.step import Inputs, Phase, Step, device_type
 from memrewrite.stepspec import StepSpec
@@ -76,6 +77,7 @@ def predict(
     steps: int = 2,
     attribute: bool = False,
     probe: bool = True,
+    blocks: bool = True,
 ) -> Timeline:
     """``simulate``, or where the step depends on values real steps under the tracker, after which all is put back.
 
@@ -84,18 +86,26 @@ def predict(
     """
     try:
         return simulate(
-            module, inputs, step, workspace_bytes=workspace_bytes, steps=steps, attribute=attribute, probe=probe
+            module,
+            inputs,
+            step,
+            workspace_bytes=workspace_bytes,
+            steps=steps,
+            attribute=attribute,
+            probe=probe,
+            blocks=blocks,
         )
     except DataDependentError:
         if step.as_cuda or (not probe and device_type(module, inputs) != "cpu"):
             raise
-        return with_workspaces(_tracked(module, inputs, step, steps, attribute), workspace_bytes)
+        return with_workspaces(_tracked(module, inputs, step, steps, attribute, blocks), workspace_bytes)
 
 
-def _tracked(module: nn.Module, inputs: Inputs, step: Step, steps: int, attribute: bool) -> Timeline:
+def _tracked(module: nn.Module, inputs: Inputs, step: Step, steps: int, attribute: bool, blocks: bool) -> Timeline:
     with preserved_state(module, inputs):
         try:
-            return run_tracked(module, inputs, step, steps=steps, attribute=attribute)
+            allocator = allocator_on(device_type(module, inputs)) if blocks else None
+            return run_tracked(module, inputs, step, steps=steps, attribute=attribute, allocator=allocator)
         except torch.OutOfMemoryError as error:
             name = type(module).__name__
             raise DoesNotFitError(

@@ -29,7 +29,7 @@ from memrewrite.rewrite import Pass, Refused, Result
 from memrewrite.runtime.batch_norm import kernel_runs_on
 from memrewrite.runtime.dropin import build, graft, program_from
 from memrewrite.simulate import Timeline, preserved_rng
-from memrewrite.simulate.tracker import rounded
+from memrewrite.simulate.allocator import rounded
 from memrewrite.step import Inputs, Step, default_loss, device_of
 from memrewrite.trained import observe_trained
 from memrewrite.working import Levels, levels
@@ -70,7 +70,8 @@ class Part:
         if self._levels is None or self._levels[:2] != (nodes, code):
             loss_of = self._loss_of if not self.region.path else None
             self._levels = nodes, code, levels(self.graph_module, self.region.example, self.step, loss_of)
-        return chain(self.observe(), self._levels[2], costs, self.step.compiled)
+        found = chain(self.observe(), self._levels[2], costs, self.step.compiled)
+        return found if self.step.micro_batches == 1 else replace(found, gradients=0)  # which are there already
 
     def _loss_of(self, leaves: Any) -> Tensor:
         """The loss of what the graph returns, if that is all the model returns."""
@@ -134,7 +135,7 @@ class Line:
     _searches: dict[bool, tuple[tuple[str, ...], Search]] = field(
         default_factory=dict
     )  # with the programs they are for
-    _simulated: dict[tuple[str, ...], Timeline] = field(default_factory=dict)  # by what was simulated
+    _simulated: dict[tuple[bool, tuple[str, ...]], Timeline] = field(default_factory=dict)  # by what was simulated
 
     @property
     def compiled(self) -> bool:
@@ -166,12 +167,19 @@ class Line:
         """The drop-in for the model, of the graphs as they are now."""
         return graft(self.model, {part.region.path: part.build() for part in self.parts})
 
-    def simulate(self) -> Timeline:
-        """The exact timeline of two steps of the graphs as they are now."""
-        programs = tuple(part.source for part in self.parts)
-        if programs not in self._simulated:
-            self._simulated[programs] = predict(self.build(), self.inputs, self.step, workspace_bytes=self.workspace)
-        return self._simulated[programs]
+    def simulate(self, blocks: bool = True) -> Timeline:
+        """The exact timeline of two steps of the graphs as they are now.
+
+        Plans are made and compared by what is asked for, ``blocks`` False: which block the allocator has for it depends
+        on all that was there before, and is seen once a plan is chosen.
+        """
+        blocks = blocks and self.step.device_type(self.model, self.inputs) == "cuda"
+        key = (blocks, tuple(part.source for part in self.parts))
+        if key not in self._simulated:
+            workspace = self.workspace
+            built = self.build()
+            self._simulated[key] = predict(built, self.inputs, self.step, workspace_bytes=workspace, blocks=blocks)
+        return self._simulated[key]
 
     def attributed(self) -> Timeline:
         """What ``simulate`` gives, with the submodule that made each storage."""
@@ -183,7 +191,7 @@ class Line:
         That of ``simulate`` in a third of its time, unless the model's second step differs from its first.
         """
         step = replace(self.step, optimizer=None)
-        once = predict(self.build(), self.inputs, step, workspace_bytes=self.workspace, steps=1)
+        once = predict(self.build(), self.inputs, step, workspace_bytes=self.workspace, steps=1, blocks=False)
         return max(once.peak + usual.before_last_step - once.before_last_step, usual.peak_of_optimizer)
 
     @property
@@ -216,7 +224,8 @@ class Line:
         with preserved_rng(self.inputs.tensors()):  # a loss of the user's may draw
             loss = of_loss(part.observe(), lambda flat: tree_unflatten(flat, tree), self.step, device)
             optimizer = of_optimizer(self.model, self.inputs, self.step)
-        return step_ms(part.observe(), self.costs(part), (loss, optimizer))
+        passes = self.step.micro_batches
+        return step_ms(part.observe(), self.costs(part), [*[loss] * passes, optimizer], passes)
 
     def searches(self, exact: bool) -> Search:
         """The search for plans of the graphs as they are now, whose segments are cleared.
@@ -232,13 +241,14 @@ class Line:
         return found[1]
 
     def _search(self, exact: bool) -> Search:
-        plain = self.simulate()
+        plain = self.simulate(blocks=False)
         chains = join([part.chain(self.costs(part)) for part in self.parts])
-        fixed = plain.floor - sum(rounded(p.nbytes) for p in self.model.parameters() if p.requires_grad)
+        new = [] if self.step.micro_batches > 1 else [p for p in self.model.parameters() if p.requires_grad]
+        fixed = plain.floor - sum(rounded(p.nbytes) for p in new)  # gradients, which come as backward goes
 
         def peak(candidate: Plan) -> int:
             self.segments(candidate)
-            return self.simulate().peak if exact else self.rehearse(plain)
+            return self.simulate(blocks=False).peak if exact else self.rehearse(plain)
 
         return Search(chains, plain.peak, fixed, peak, plain.peak_of_optimizer)
 
@@ -290,12 +300,12 @@ def plan(line: Line, budget: int) -> Fitted:
 
     One plan over all regions in the order they run. Marks the plan of the lowest peak when none fits.
     """
-    if line.step.amp is not None and line.simulate().peak > budget:
+    if line.step.amp is not None and line.simulate(blocks=False).peak > budget:
         for part in line.parts:
             early_casts.insert(part.graph_module, part.observe())
     fitted = line.searches(exact=False).fit(budget)
     line.segments(fitted.plan)
-    if line.simulate().peak != fitted.peak:
+    if line.simulate(blocks=False).peak != fitted.peak:
         fitted = line.searches(exact=True).fit(budget)
         line.segments(fitted.plan)
     if line.compiled and not (fitted.fits or line.in_turn):
@@ -323,7 +333,7 @@ def cast_inputs(line: Line) -> Callable[[], None] | None:
 
 def no_plan(line: Line, budget: int) -> Fitted:
     """What ``plan`` says when segments are not among the passes asked for."""
-    peak = line.simulate().peak
+    peak = line.simulate(blocks=False).peak
     return Fitted(Plan(), peak, peak <= budget)
 
 
@@ -343,9 +353,9 @@ def mark_inplace(line: Line, names: tuple[str, ...] | None) -> None:
     after = _spellings(parts)
     if before == after:
         return
-    peak = line.simulate().peak
+    peak = line.simulate(blocks=False).peak
     _spell(parts, before)
-    if peak <= line.simulate().peak:
+    if peak <= line.simulate(blocks=False).peak:
         _spell(parts, after)
         return
     for part in parts:

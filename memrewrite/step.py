@@ -1,6 +1,7 @@
 """The training step a budget speaks of; simulation, measuring and verification all run this one.
 
-Inputs on the device, forward under ``amp``, loss, backward, optimizer step, ``zero_grad(set_to_none=True)``.
+Inputs on the device, forward under ``amp``, loss, backward, optimizer step, ``zero_grad(set_to_none=True)``. Where
+gradients are accumulated, forward, loss and backward are taken several times before the optimizer's step.
 In inference mode the step is one forward under ``torch.no_grad``.
 """
 
@@ -10,7 +11,7 @@ import inspect
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -48,7 +49,8 @@ class Step:
 
     ``as_cuda`` plans for CUDA on tensors that lie on the CPU: what runs on fake tensors runs as it does on CUDA; what
     runs on real ones runs on the CPU as ever. ``compiled`` plans for ``torch.compile``, which casts to a wider type
-    wherever that is read: such a tensor counts as what it is made of.
+    wherever that is read: such a tensor counts as what it is made of. Gradients of ``micro_batches`` forward and
+    backward passes add up before the optimizer's step, each pass over the same inputs.
     """
 
     mode: Literal["train", "inference"] = "train"
@@ -57,6 +59,11 @@ class Step:
     amp: torch.dtype | None = None
     as_cuda: bool = False
     compiled: bool = False
+    micro_batches: int = 1
+
+    def shortest(self) -> "Step":
+        """The shortest step that takes as much memory: third and later micro-batches find what the second found."""
+        return replace(self, micro_batches=min(self.micro_batches, 2))
 
     def device_type(self, module: nn.Module, inputs: Inputs) -> str:
         """``"cuda"`` or ``"cpu"``: what the step is planned for."""
@@ -76,23 +83,19 @@ class Step:
         optimizer: torch.optim.Optimizer | None,
         on_phase: Callable[[Phase], None] = lambda phase: None,
     ) -> Tensor | None:
-        """Take one step; ``on_phase`` is called as each phase ends. Returns the detached loss (None in inference)."""
-        on_phase("data")
+        """Take one step; ``on_phase`` is called as each phase ends. Returns the detached loss (None in inference).
+
+        Micro-batches before the last one belong to its first phase.
+        """
         if self.mode == "inference":
+            on_phase("data")
             with torch.no_grad(), autocast(self.amp, device_type(module, inputs)):
                 module(*inputs.args, **inputs.kwargs)
                 on_phase("forward")
             return None
-        with autocast(self.amp, device_type(module, inputs)):
-            output = module(*inputs.args, **inputs.kwargs)
-            on_phase("forward")
-            loss = (self.loss_fn or default_loss)(output)
-            on_phase("loss")
-        del output
-        loss.backward()
-        on_phase("backward")
-        value = loss.detach()
-        del loss
+        for _ in range(self.micro_batches - 1):
+            self._pass(module, inputs, lambda phase: None)
+        value = self._pass(module, inputs, on_phase)
         if optimizer is not None:
             optimizer.step()
             on_phase("step")
@@ -101,6 +104,19 @@ class Step:
             on_phase("step")
             module.zero_grad(set_to_none=True)
         return value
+
+    def _pass(self, module: nn.Module, inputs: Inputs, on_phase: Callable[[Phase], None]) -> Tensor:
+        """Forward, loss and backward; returns the detached loss."""
+        on_phase("data")
+        with autocast(self.amp, device_type(module, inputs)):
+            output = module(*inputs.args, **inputs.kwargs)
+            on_phase("forward")
+            loss = (self.loss_fn or default_loss)(output)
+            on_phase("loss")
+        del output
+        loss.backward()
+        on_phase("backward")
+        return loss.detach()
 
 
 @contextlib.contextmanager

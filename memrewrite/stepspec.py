@@ -28,13 +28,15 @@ class StepSpec:
     """How one step is taken, by name.
 
     ``optimizer`` is one of ``OPTIMIZERS`` or ``module:factory`` (called with the parameters), ``loss`` is ``module:fn``
-    (called with the model's output) or None for the default loss, ``amp`` one of ``AMP``.
+    (called with the model's output) or None for the default loss, ``amp`` one of ``AMP``; ``micro_batches`` is that of
+    ``Step``.
     """
 
     mode: Literal["train", "inference"] = "train"
     optimizer: str = "adamw"
     loss: str | None = None
     amp: str = "off"
+    micro_batches: int = 1
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for ``json.dumps``."""
@@ -52,7 +54,8 @@ class StepSpec:
         if self.mode not in MODES:
             raise UsageError(f"Mode {self.mode!r} is unknown; choose {_choices(MODES)}.")
         loss = None if self.loss is None else named(self.loss, "loss")
-        return Step(self.mode, optimizer_factory(self.optimizer), loss, amp_dtype(self.amp))
+        optimizer, amp = optimizer_factory(self.optimizer), amp_dtype(self.amp)
+        return Step(self.mode, optimizer, loss, amp, micro_batches=self.micro_batches)
 
 
 def optimizer_factory(name: str) -> "OptimizerFactory | None":

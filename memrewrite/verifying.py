@@ -129,7 +129,7 @@ def verify(
         raise UsageError(f"Cannot verify over {steps} steps; give at least 1.")
     _refuse_hooks()
     devices = cuda_devices((original, rewritten), inputs)
-    case = _Case(original, rewritten, inputs, step, steps, seed, devices)
+    case = _Case(original, rewritten, inputs, step.shortest(), steps, seed, devices)
     state, full = case.keep(), _batch(inputs)
     try:
         with deterministic():

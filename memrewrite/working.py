@@ -9,7 +9,7 @@ from bisect import bisect_right
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -65,7 +65,7 @@ def _levels(
     with on_fakes(graph_module, Inputs(tuple(example), {}), step.as_cuda) as (twin, fakes), TrueResults():
         # A model may write its inputs in place; PyTorch forbids that for leaves that require a gradient.
         inputs = [fake.clone() if fake.requires_grad else fake for fake in fakes.tensors()]
-        before = [*twin.parameters(), *twin.buffers(), *inputs]
+        before = [*twin.parameters(), *twin.buffers(), *inputs, *_waiting(twin, step)]
         watch = _Watch(device.type, transients, before, step.compiled)
         runner = _Runner(twin, graph_module.graph, watch)
         with watch:
@@ -82,6 +82,16 @@ def _levels(
                 torch.autograd.backward(trained, [torch.ones_like(output) for output in trained])
         watch.turn(None)
     return dict(zip(graph_module.graph.nodes, watch.found, strict=True))
+
+
+def _waiting(twin: nn.Module, step: Step) -> list[Tensor]:
+    """The gradients of earlier micro-batches, to which backward adds."""
+    if step.micro_batches == 1:
+        return []
+    trained = [p for p in twin.parameters() if p.requires_grad]
+    for parameter in trained:
+        parameter.grad = torch.empty_like(parameter)
+    return [cast(Tensor, parameter.grad) for parameter in trained]
 
 
 class _Watch(Tracker):

@@ -11,7 +11,7 @@ from torch import nn
 import memrewrite
 from memrewrite import cli
 from memrewrite.advice import Variants, options
-from memrewrite.advice.loops import Accumulating, Careless
+from memrewrite.advice.loops import Careless
 from memrewrite.errors import BudgetInfeasibleError
 from memrewrite.report.data import Option
 from memrewrite.simulate import run_tracked, simulate
@@ -70,7 +70,7 @@ def test_micro_batches_find_the_gradients_of_those_before() -> None:
     option = named(found, "2 micro-batches of 256")
     half = Inputs((torch.ones(256, 64),), {})
     assert option.fits
-    assert option.peak_bytes == real(module, half, Accumulating(**vars(ADAMW)))
+    assert option.peak_bytes == real(module, half, replace(ADAMW, micro_batches=2))
     gradients = sum(p.numel() * 4 for p in module.parameters())
     assert option.peak_bytes > real(module, half, ADAMW)
     new = 64 * 64 * 4 + 2 * 512  # the gradient that is added to one of those, and granules
@@ -84,7 +84,7 @@ def test_a_larger_batch_that_fits_where_no_gradients_wait_is_told() -> None:
     assert named(found, "8 micro-batches of 64").fits
     lower = named(found, "batch 128 (--batch-size 128)")
     assert lower.peak_bytes == real(module, rows(128), ADAMW) <= 0.3 * now
-    assert lower.peak_bytes < real(module, rows(128), Accumulating(**vars(ADAMW)))
+    assert lower.peak_bytes < real(module, rows(128), replace(ADAMW, micro_batches=2))
 
 
 def test_batch_normalization_is_spoken_of_only_where_it_is() -> None:

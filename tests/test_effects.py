@@ -15,7 +15,7 @@ from memrewrite.capture.normal import leaf_tensors
 from memrewrite.effects import Effects, NodeEffects, observe
 from memrewrite.passes.spelling import operation
 from memrewrite.private import FakeTensor, tree_leaves
-from memrewrite.simulate.tracker import GRANULE
+from memrewrite.simulate.allocator import GRANULE
 from memrewrite.step import Inputs
 from tests.layers import WIDTH, images, model, x
 from tests.models import MODELS, make

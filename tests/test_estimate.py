@@ -22,10 +22,10 @@ from memrewrite.estimates.batches import MOST, largest
 from memrewrite.estimates.data import Estimate, Textbook
 from memrewrite.report import estimate_table
 from memrewrite.simulate import run_tracked, simulate
+from memrewrite.simulate.allocator import rounded
 from memrewrite.simulate.as_cuda import library_bytes
 from memrewrite.simulate.batch import at_batch
 from memrewrite.simulate.fake import tensors_of
-from memrewrite.simulate.tracker import rounded
 from memrewrite.step import Inputs, Step
 from tests.models import MODELS, ResidualNet, SwishNet, images, make
 

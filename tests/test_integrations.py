@@ -167,6 +167,7 @@ def test_a_rewritten_model_trains_on_every_batch_and_is_saved_under_its_own_name
     result = optimize_trainer(ours, budget="min", verify=False)
     assert ours.model is result
     assert memrewrite.report_of(result).changed
+    assert memrewrite.report_of(result).config["micro_batches"] == 2
     with warnings.catch_warnings():
         warnings.simplefilter("error", memrewrite.FallbackWarning)  # also for the last batch, of two rows
         ours.train()

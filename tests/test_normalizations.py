@@ -15,7 +15,7 @@ from memrewrite.costs.profile import Profile
 from memrewrite.costs.table import Table
 from memrewrite.normalizations import again_ms, found
 from memrewrite.runtime import batch_norm as runtime
-from memrewrite.simulate.tracker import GRANULE
+from memrewrite.simulate.allocator import GRANULE
 from tests.dropins import assert_same_bits, image, peak, segmented, step
 from tests.timing import Recorded, node_named, observed, opened
 

@@ -178,7 +178,7 @@ def test_the_page_says(sentence: str) -> None:
 
 REPORTS = {
     "everything": full_report(),
-    "bare": Report("Net", "train", "cpu", {}, None, Peaks(0, 0, (), {}), Peaks(0, 0, (), {})),
+    "bare": Report("Net", "train", "cpu", {}, None, Peaks(0, 0, (), {}, 0), Peaks(0, 0, (), {}, 0)),
     "no curve after": replace(full_report(), curve_after=None),
     "failed": replace(full_report(), equivalent=False, verdict="not equivalent: output"),
 }

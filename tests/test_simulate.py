@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from memrewrite.errors import CaptureError, UsageError
 from memrewrite.private import FakeTensor, FakeTensorMode, OpOverload, TorchDispatchMode
 from memrewrite.simulate import Timeline, run_tracked, simulate
+from memrewrite.simulate.allocator import rounded
 from memrewrite.simulate.fake import fake_inputs, fake_twin, tensors_of
-from memrewrite.simulate.tracker import OPERATOR_WORKSPACE, Tracker, rounded
+from memrewrite.simulate.tracker import OPERATOR_WORKSPACE, Tracker
 from memrewrite.simulate.transients import Transients, like, made, random_state_on_host, transients_on
 from memrewrite.simulate.workspaces import workspace_bytes
 from memrewrite.step import PHASES, Inputs, Step

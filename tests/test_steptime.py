@@ -52,6 +52,7 @@ def test_the_time_of_a_step_is_that_of_the_device_or_of_the_cpu(effects: Effects
     slow_cpu = Costs(CUDA, None, {node: Times(0.0, 0.0, 0.1, 0.2) for node in work})
     assert step_ms(effects, slow_device, ()) == pytest.approx(7.0 * len(work), rel=1e-6)
     assert step_ms(effects, slow_cpu, ()) == pytest.approx(0.3 * len(work), rel=1e-6)
+    assert step_ms(effects, slow_device, (), passes=3) == pytest.approx(21.0 * len(work), rel=1e-6)
     segment = [node_named(effects, name) for name in ("linear", "silu", "relu")]
     try:
         for node in segment:
@@ -132,7 +133,7 @@ def test_the_report_tells_the_predicted_time(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_table_shows_the_predicted_time() -> None:
-    peaks = Peaks(10, 10, (), {})
+    peaks = Peaks(10, 10, (), {}, 10)
     report = Report("Net", "train", "cuda:0", {}, None, peaks, peaks, predicted_ms_before=20.0, predicted_ms_after=25.0)
     assert "predicted step time 20.0 ms 25.0 ms x1.25" in printed(report)
     assert "measured step time" not in printed(report)

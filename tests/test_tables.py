@@ -10,8 +10,8 @@ from memrewrite.report.data import Measured, Option, Peaks, Report, Segment, Sha
 from memrewrite.report.tables import WIDTH, over_budget, show
 from memrewrite.report.text import plain
 
-BEFORE = Peaks(10 * 10**9, 9 * 10**9, (), {})
-AFTER = Peaks(6 * 10**9, 6 * 10**9, (), {})
+BEFORE = Peaks(10 * 10**9, 9 * 10**9, (), {}, 12 * 10**9)
+AFTER = Peaks(6 * 10**9, 6 * 10**9, (), {}, 7 * 10**9)
 UNCHANGED = Report("model.py:Net", "train", "cuda:0", {}, None, BEFORE, BEFORE, verdict="bit-equal", equivalent=True)
 OLD = Measured(10 * 10**9, 11 * 10**9, 50.0, (), "H200")
 NEW = Measured(7 * 10**9, 8 * 10**9, 60.0, (), "H200")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from memrewrite.advice.loops import Accumulating, Careless
+from memrewrite.advice.loops import Careless
 from memrewrite.errors import BudgetInfeasibleError, MemrewriteError
 from memrewrite.measuring import predict
 from memrewrite.options import format_bytes
@@ -106,7 +106,7 @@ def _batches(variants: Variants, limit: int, now: int, also: str = "") -> Iterat
     """
     whole = variants.inputs.batch_size
     train = variants.step.mode == "train"
-    loop = Accumulating(**vars(variants.step)) if train else variants.step
+    loop = replace(variants.step, micro_batches=2) if train else variants.step
     known = [(whole, now)]
     for size in (whole >> power for power in range(1, whole.bit_length())):
         if _line(known, size) > 1.1 * limit and size > 1:
@@ -120,7 +120,7 @@ def _batches(variants: Variants, limit: int, now: int, also: str = "") -> Iterat
     if len(known) == 1:
         return
     size, peak = known[-1]
-    parts = -(-whole // size)
+    parts = -(-whole // size) * variants.step.micro_batches
     if not train:
         yield Option(f"{parts} batches of {size}", peak, peak <= limit, f"{parts} forward passes")
         return

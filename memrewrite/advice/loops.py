@@ -1,6 +1,6 @@
 """Other training loops than the step a budget speaks of, for simulating what they take."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,35 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from memrewrite.step import Inputs, Phase, Step, autocast, default_loss, device_type
-
-
-class _Waiting(torch.optim.Optimizer):
-    """Leaves parameters and gradients as they are: between micro-batches nothing happens."""
-
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        super().__init__(parameters, {})
-
-    def step(self, closure: Any = None) -> Any:
-        """Do nothing."""
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do nothing."""
-
-
-@dataclass(frozen=True)
-class Accumulating(Step):
-    """Gradient accumulation: the second micro-batch finds the gradients of the first, and any further one does, too."""
-
-    def run(
-        self,
-        module: nn.Module,
-        inputs: Inputs,
-        optimizer: torch.optim.Optimizer | None,
-        on_phase: Callable[[Phase], None] = lambda phase: None,
-    ) -> Tensor | None:
-        """Two forward and backward passes over ``inputs``, then the optimizer's step."""
-        super().run(module, inputs, _Waiting(module.parameters()), on_phase)
-        return super().run(module, inputs, optimizer, on_phase)
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ def _estimate(job: Job, stage: Stages) -> Outcome:
         loss_fn=job.step.loss_fn,
         amp=job.step.amp,
         mode=request.mode,
+        micro_batches=request.micro_batches,
         device="cuda" if job.step.as_cuda else None,
         device_memory=request.device_memory,
         progress=stage,

@@ -18,7 +18,6 @@ from memrewrite.inputs import first_line, to_device
 from memrewrite.measuring import Loader
 from memrewrite.progress import Stages
 from memrewrite.step import Inputs, Step
-from memrewrite.stepspec import StepSpec
 
 R = TypeVar("R", bound=ModelRequest)
 
@@ -31,7 +30,6 @@ class Job(Generic[R]):
     module: nn.Module
     inputs: Inputs
     name: str
-    spec: StepSpec
     step: Step
     device: torch.device
 
@@ -70,7 +68,6 @@ def _loaded(request: R, on_device: bool) -> Iterator[Job[R]]:
 
     With ``on_device`` False they stay where the target makes them.
     """
-    spec = StepSpec(request.mode, request.optimizer, request.loss, request.amp)
     torch.manual_seed(request.seed)
     wanted = device_named(request.device)
     as_cuda = wanted.type == "cuda" and not (on_device and torch.cuda.is_available())
@@ -80,8 +77,8 @@ def _loaded(request: R, on_device: bool) -> Iterator[Job[R]]:
         module = found.module.to(device)
         if module.training != (request.mode == "train"):  # else leave submodules the user froze as they are
             module.train(request.mode == "train")
-        step = replace(spec.build(), as_cuda=as_cuda)
-        yield Job(request, module, to_device(found.inputs, device), found.name, spec, step, device)
+        step = replace(request.step.build(), as_cuda=as_cuda)
+        yield Job(request, module, to_device(found.inputs, device), found.name, step, device)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,6 @@ from memrewrite.progress import Stages
 from memrewrite.report import batch_plot
 from memrewrite.report.data import Measured
 from memrewrite.report.measured import Failure, Pair, show
-from memrewrite.stepspec import StepSpec
 
 
 def run(request: MeasureRequest) -> int:
@@ -44,12 +43,11 @@ def _pair(request: MeasureRequest, loader: Loader, stage: Stages) -> Pair:
     """Both variants at one batch size; what the target's own inputs have where none is given."""
     if loader.batch_size is None:
         loader = replace(loader, batch_size=request.batch_size)
-    spec = StepSpec(request.mode, request.optimizer, request.loss, request.amp)
 
     def measured(what: Loader, name: str) -> Measured | Failure:
         stage(f"measure {name}" + (f" at batch {what.batch_size}" if request.batch_sizes else ""))
         try:
-            return measure_in_child(what, spec, timeout_s=request.timeout)
+            return measure_in_child(what, request.step, timeout_s=request.timeout)
         except (MeasurementError, OtherInputsError) as error:
             if not (request.batch_sizes or isinstance(error, DoesNotFitError)):
                 raise

@@ -74,6 +74,7 @@ def _optimize(job: Job, budget: Budget | None, stage: Stages) -> Outcome:
         loss_fn=job.step.loss_fn,
         amp=job.step.amp,
         mode=request.mode,
+        micro_batches=request.micro_batches,
         device="cuda" if job.step.as_cuda else None,
         passes=None if request.passes is None else tuple(request.passes.split(",")),
         exact=request.exact,
@@ -170,7 +171,7 @@ def _measured(job: Job, report: Report, artifact: Path | None, stage: Stages) ->
 
     def measured(what: Loader, name: str) -> Measured:
         stage(f"measure {name}")
-        return measure_in_child(what, job.spec, timeout_s=job.request.timeout)
+        return measure_in_child(what, job.request.step, timeout_s=job.request.timeout)
 
     before = None
     try:
@@ -189,7 +190,7 @@ def _verify_saved(job: Job, report: Report, artifact: Path, stage: Stages) -> No
     exact_passes = {each.name for each in registry.patterns(None, job.request.exact) if each.exact}
     inexact = set(registry.PATTERNS) - exact_passes
     exact = inexact.isdisjoint(name for name, _, _ in report.rewrites)
-    verify_in_child(job.loader(artifact), job.spec, exact=exact, timeout_s=job.request.timeout)
+    verify_in_child(job.loader(artifact), job.request.step, exact=exact, timeout_s=job.request.timeout)
 
 
 def _changes(job: Job, optimized: nn.Module) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from memrewrite.errors import UsageError
+from memrewrite.stepspec import StepSpec
 
 PLOTS = (".png", ".svg", ".pdf")
 
@@ -43,12 +44,18 @@ class ModelRequest(Request):
     target: str
     input: tuple[str, ...]
     batch_size: int | None
+    micro_batches: int
     optimizer: str
     loss: str | None
     amp: Literal["off", "bf16", "fp16"]
     mode: Literal["train", "inference"]
     device: str
     seed: int
+
+    @property
+    def step(self) -> StepSpec:
+        """The step that was asked for."""
+        return StepSpec(self.mode, self.optimizer, self.loss, self.amp, self.micro_batches)
 
 
 @dataclass(frozen=True, kw_only=True)

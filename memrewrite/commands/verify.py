@@ -10,7 +10,6 @@ from memrewrite.commands.requests import VerifyRequest
 from memrewrite.errors import NotEquivalentError
 from memrewrite.progress import Stages
 from memrewrite.report.proof import show
-from memrewrite.stepspec import StepSpec
 
 
 def run(request: VerifyRequest) -> int:
@@ -22,8 +21,7 @@ def run(request: VerifyRequest) -> int:
 def _verify(request: VerifyRequest, files: dict[str, str], stage: Stages) -> Outcome:
     stage("verify")
     loader = loader_of(request, device_named(request.device), request.artifact)
-    spec = StepSpec(request.mode, request.optimizer, request.loss, request.amp)
-    verdict = recheck(loader, spec, exact=request.exact, timeout_s=request.timeout)
+    verdict = recheck(loader, request.step, exact=request.exact, timeout_s=request.timeout)
     payload = {"artifact": str(request.artifact), "target": request.target, **asdict(verdict), "files": files}
     title = f"{request.artifact} against {request.target}: {request.mode} step on {loader.device}"
     return Outcome(

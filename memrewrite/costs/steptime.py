@@ -14,10 +14,10 @@ from memrewrite.effects import Effects
 from memrewrite.private import tree_iter
 
 
-def step_ms(effects: Effects, costs: Costs, others: Iterable[Work]) -> float:
-    """Milliseconds of a step: the graph's nodes, their backward, the segments marked in it, and ``others``.
+def step_ms(effects: Effects, costs: Costs, others: Iterable[Work], passes: int = 1) -> float:
+    """Milliseconds of a step: ``passes`` times the graph's nodes, their backward and the segments marked in it.
 
-    A segment costs the CPU its fixed time besides that of starting its nodes again. ``others`` (loss, optimizer) move
+    A segment costs the CPU its fixed time besides that of starting its nodes again. ``others`` (losses, optimizer) move
     their bytes at the roofline's rate.
     """
     device = cpu = 0.0
@@ -34,6 +34,7 @@ def step_ms(effects: Effects, costs: Costs, others: Iterable[Work]) -> float:
     for members in segments.values():
         device += costs.segment(members, effects)
         cpu += costs.roofline.segment_ms + sum(costs.times(n, effects.of[n], False).forward_cpu for n in members)
+    device, cpu = passes * device, passes * cpu
     for work in others:
         device += work.moved / costs.roofline.bytes_per_ms
         cpu += work.operators * costs.roofline.node_ms

@@ -39,6 +39,7 @@ def estimate(
     loss_fn: Callable[[Any], Tensor] | None = None,
     amp: str | torch.dtype | None = None,
     mode: Literal["train", "inference"] | None = None,
+    micro_batches: int = 1,
     device: str | torch.device | None = None,
     device_memory: str | int | Budget | None = None,
     progress: Callable[[str], None] = lambda stage: None,
@@ -59,7 +60,7 @@ def estimate(
     wanted = here if device is None else _kind(device)
     if here == "cuda" and wanted != here:
         raise UsageError("The model is on cuda; leave out device, or move the model and its inputs to the CPU.")
-    step = make_step(model, optimizer, loss_fn, amp, mode)
+    step = make_step(model, optimizer, loss_fn, amp, mode, micro_batches)
     step = replace(step, as_cuda=wanted == "cuda" and here != "cuda")
     memory = None if device_memory is None else _bytes(device_memory)
     look = _Look(pipeline.without_hooks(model), inputs, step, library_bytes(step.mode) if wanted == "cuda" else 0)
@@ -155,7 +156,8 @@ def _peak(timeline: Timeline) -> Peak:
     label = timeline.events[timeline.peak_event][1]
     phase, _, operator = label.removeprefix("step 2 ").partition(": ")
     place = timeline.modules[timeline.peak_event]
-    return Peak(timeline.peak, timeline.categories, phase.removesuffix(" ends"), operator, place)
+    ended = phase.removesuffix(" ends")
+    return Peak(timeline.peak, timeline.categories, ended, operator, place, timeline.reserved)
 
 
 def _kind(device: str | torch.device) -> str:

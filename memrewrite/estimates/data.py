@@ -30,8 +30,9 @@ class ModuleShare:
 class Peak:
     """Where the peak of the second step is: its bytes by category, and the operator that allocates there.
 
-    ``module`` is the path of the submodule whose operator it is (in backward, whose forward it undoes), "" the model's
-    own forward, None what lies outside, such as the loss and the optimizer.
+    ``reserved`` is what CUDA's caching allocator holds then; on the CPU, which has none, the peak. ``module`` is the
+    path of the submodule whose operator it is (in backward, whose forward it undoes), "" the model's own forward, None
+    what lies outside, such as the loss and the optimizer.
     """
 
     bytes: int
@@ -39,6 +40,7 @@ class Peak:
     phase: str
     operator: str
     module: str | None
+    reserved: int
 
 
 @dataclass(frozen=True)

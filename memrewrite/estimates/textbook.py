@@ -34,8 +34,9 @@ from memrewrite.simulate import (
     Timeline,
     preserved_rng,
 )
+from memrewrite.simulate.allocator import rounded
 from memrewrite.simulate.fake import on_fakes, tensors_of
-from memrewrite.simulate.tracker import OPERATOR_WORKSPACE, rounded
+from memrewrite.simulate.tracker import OPERATOR_WORKSPACE
 from memrewrite.step import Inputs, Step, autocast, device_type
 
 _PRODUCTS = {str(packet) for packet in flop_registry}  # aten.mm, aten.convolution, ...

@@ -28,8 +28,8 @@ class Optimize(Callback):  # type: ignore[misc]  # Lightning is not there while 
     """Puts a rewritten module in the place of the ``LightningModule``'s submodule at ``path``, and sets ``report``.
 
     The step is the trainer's own: the first batch, on its device, as ``training_step`` passes it on to the submodule,
-    the optimizer and the precision. ``options`` are those of ``memrewrite.optimize``, and win. The loss is not known
-    before it is computed: give ``loss_fn`` where it takes much memory.
+    the optimizer, the precision and ``accumulate_grad_batches``. ``options`` are those of ``memrewrite.optimize``, and
+    win. The loss is not known before it is computed: give ``loss_fn`` where it takes much memory.
     """
 
     def __init__(self, path: str, **options: Any) -> None:
@@ -60,8 +60,9 @@ class Optimize(Callback):  # type: ignore[misc]  # Lightning is not there while 
     def _optimize(self, trainer: Trainer, part: nn.Module, training_step: Callable[[], object]) -> nn.Module:
         with trainer.precision_plugin.train_step_context():
             call = first_call(part, training_step)
-        step = {"optimizer": self._optimizer(trainer), "amp": _AMP.get(trainer.precision), **self.options}
-        return optimize(part, call.args, example_kwargs=call.kwargs, **step)
+        step = {"optimizer": self._optimizer(trainer), "amp": _AMP.get(trainer.precision)}
+        step["micro_batches"] = trainer.accumulate_grad_batches
+        return optimize(part, call.args, example_kwargs=call.kwargs, **{**step, **self.options})
 
     def _submodule(self, pl_module: LightningModule) -> nn.Module:
         try:

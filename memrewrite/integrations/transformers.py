@@ -21,9 +21,9 @@ def optimize_trainer(trainer: Trainer, **options: Any) -> OptimizedModule:
     """Put a rewritten model in place of ``trainer.model``, before ``trainer.train()``; returns it.
 
     The step is the trainer's own: its first batch as its ``training_step`` passes it on, its optimizer, ``fp16`` or
-    ``bf16``. ``options`` are those of ``memrewrite.optimize``, and win. Batches of other lengths run the original
-    forward: pad to one length. A loss that the trainer computes outside of the model (label smoothing,
-    ``compute_loss_func``) is not in the step unless it is given as ``loss_fn``.
+    ``bf16``, ``gradient_accumulation_steps``. ``options`` are those of ``memrewrite.optimize``, and win. Batches of
+    other lengths run the original forward: pad to one length. A loss that the trainer computes outside of the model
+    (label smoothing, ``compute_loss_func``) is not in the step unless it is given as ``loss_fn``.
     Raises ``UsageError`` for a trainer that makes its model itself, and what ``memrewrite.optimize`` raises.
     """
     if trainer.model_init is not None:
@@ -32,7 +32,8 @@ def optimize_trainer(trainer: Trainer, **options: Any) -> OptimizedModule:
         trainer.create_optimizer()
     call = first_call(trainer.model, lambda: _step(trainer))
     amp = "bf16" if trainer.args.bf16 else "fp16" if trainer.args.fp16 else None
-    step = {"optimizer": trainer.optimizer, "amp": amp, **options}
+    parts = trainer.args.gradient_accumulation_steps
+    step = {"optimizer": trainer.optimizer, "amp": amp, "micro_batches": parts, **options}
     result = optimize(trainer.model, call.args, example_kwargs=call.kwargs, **step)
     trainer.model = trainer.model_wrapped = result
     return result

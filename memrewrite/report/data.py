@@ -20,13 +20,15 @@ class Peaks:
     """Where memory stood in one variant of the model; all in bytes, peaks over the second training step.
 
     ``phases`` holds (phase, bytes in use as the phase ends) for steps 1 and 2 in order; ``categories`` the bytes in use
-    at the peak by kind (parameters, gradients, optimizer state, inputs, activations, temporaries, ...).
+    at the peak by kind (parameters, gradients, optimizer state, inputs, activations, temporaries, ...). ``reserved`` is
+    what CUDA's caching allocator then holds of the device; on the CPU, which has none, the peak.
     """
 
     peak: int
     peak_step1: int
     phases: tuple[tuple[str, int], ...]
     categories: dict[str, int]
+    reserved: int
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,8 @@ def _parts(estimate: Estimate, depth: int | None) -> Iterator[RenderableType]:
     yield Text(plain(f"{estimate.model}: {estimate.mode} step on {estimate.device}{batch}"), style="bold")
     yield Text(plain(f"Predicted peak: {format_bytes(estimate.peak.bytes)}, {_place(estimate)}"))
     yield _categories(estimate)
+    if estimate.device == "cuda":
+        yield Text(f"Reserved by the caching allocator: {format_bytes(estimate.peak.reserved)}")
     if estimate.mode == "train" and estimate.inference_peak is not None:
         yield Text(f"Inference with the same inputs, under no_grad: {format_bytes(estimate.inference_peak)}")
     yield Text()

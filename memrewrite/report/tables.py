@@ -68,6 +68,9 @@ def _peaks(report: Report, fits: bool) -> Table:
     rows = table("", "original", "rewritten", "change")
     before, after = report.predicted_before.peak, report.predicted_after.peak
     rows.add_row("predicted peak", format_bytes(before), format_bytes(after), change(before, after))
+    if report.device == "cuda":
+        before, after = report.predicted_before.reserved, report.predicted_after.reserved
+        rows.add_row("predicted reserved", format_bytes(before), format_bytes(after), change(before, after))
     old, new = report.measured_before, report.measured_after
     missing = NOT_MEASURED if fits else DOES_NOT_FIT
     peaks = [format_bytes(old.peak) if old else missing, format_bytes(new.peak) if new else NOT_MEASURED]

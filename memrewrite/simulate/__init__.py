@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from memrewrite.errors import DataDependentError, UsageError
 from memrewrite.private import FAKE_TENSOR_ERRORS, foreach_on_fake_tensors, tree_leaves
+from memrewrite.simulate.allocator import Allocator, allocator_on
 from memrewrite.simulate.as_cuda import transients_for
 from memrewrite.simulate.fake import on_fakes, tensors_of
 from memrewrite.simulate.places import Places
@@ -41,10 +42,12 @@ _BORN_AS: dict[Phase, str] = {
 
 @dataclass(frozen=True)
 class Timeline:
-    """Where memory stands during the steps taken, two as a rule; everything in bytes, storages rounded up to 512.
+    """Where memory stands during the steps taken, two as a rule; everything in bytes.
 
-    ``peak`` is that of the last step, ``phases`` the bytes in use as each phase of every step ends, ``categories``
-    the bytes in use at ``peak`` by kind (they sum to it). ``events`` are (bytes in use, ``step 2 backward: operator``)
+    A storage counts as its bytes rounded up to 512; on CUDA as the block of the caching allocator that it lies in,
+    unless that was not asked for. ``peak`` is that of the last step, ``reserved`` what the allocator holds by then,
+    ``phases`` the bytes in use as each phase of every step ends, ``categories`` the bytes in use at ``peak`` by kind
+    (they sum to it). ``events`` are (bytes in use, ``step 2 backward: operator``)
     after each operator that changed them. ``floor`` is what no plan can lower: parameters, buffers, inputs, gradients,
     optimizer state and library workspaces. ``peak_event`` is the number of the event at which ``peak`` was reached.
 
@@ -58,6 +61,7 @@ class Timeline:
     categories: dict[str, int]
     events: list[tuple[int, str]]
     floor: int
+    reserved: int
     peak_event: int = 0
     lives: tuple[Life, ...] = ()
     modules: tuple[str | None, ...] = ()
@@ -82,7 +86,7 @@ class Timeline:
 
     @property
     def before_last_step(self) -> int:
-        """Bytes in use as the last step begins: parameters, buffers, inputs, optimizer state."""
+        """Bytes in use as the last step begins: parameters, buffers, inputs, optimizer state, accumulated gradients."""
         return [size for phase, size in self.phases if phase == "data"][-1]
 
     @property
@@ -100,14 +104,16 @@ def simulate(
     steps: int = 2,
     attribute: bool = False,
     probe: bool = True,
+    blocks: bool = True,
 ) -> Timeline:
     """Run ``steps`` steps on a fake twin of ``module`` and count.
 
     ``workspace_bytes`` is what libraries hold on the device besides tensors (``simulate.workspaces``); it is added
     throughout. On CUDA, what operators take while they run is measured there, one operator at a time, the first time
     its signature is met; for a step ``as_cuda``, or with ``probe`` False, it is known of attention alone and the device
-    is left alone. ``attribute`` says by which submodule
-    every storage was made. The module, its tensors and the random state stay as they are.
+    is left alone. ``attribute`` says by which submodule every storage was made. With ``blocks`` False what is asked for
+    counts, and not what the caching allocator of CUDA hands out for it. The module, its tensors and the random state
+    stay as they are.
     Raises ``UsageError`` for CUDA tensors without CUDA, ``DataDependentError`` where the step depends on data.
     """
     tensors = [*tensors_of(module), *inputs.tensors()]
@@ -119,14 +125,20 @@ def simulate(
     with preserved_rng(tensors):
         device = next((tensor.device for tensor in tensors if tensor.is_cuda), torch.device("cpu"))
         transients = transients_for(device, step.as_cuda or (device.type == "cuda" and not probe))
-        timeline = _on_fakes(module, inputs, step, transients, steps, attribute)
+        timeline = _on_fakes(module, inputs, step, transients, steps, attribute, blocks)
         if transients is not None and transients.probe():
-            timeline = _on_fakes(module, inputs, step, transients, steps, attribute)
+            timeline = _on_fakes(module, inputs, step, transients, steps, attribute, blocks)
     return with_workspaces(timeline, workspace_bytes)
 
 
 def _on_fakes(
-    module: nn.Module, inputs: Inputs, step: Step, transients: Transients | None, steps: int, attribute: bool
+    module: nn.Module,
+    inputs: Inputs,
+    step: Step,
+    transients: Transients | None,
+    steps: int,
+    attribute: bool,
+    blocks: bool,
 ) -> Timeline:
     try:
         with (
@@ -134,7 +146,8 @@ def _on_fakes(
             on_fakes(module, inputs, step.as_cuda, these=True) as (twin, fakes),
             TrueResults(),
         ):
-            return run_tracked(twin, fakes, step, transients, steps, attribute)
+            allocator = allocator_on(step.device_type(module, inputs)) if blocks else None
+            return run_tracked(twin, fakes, step, transients, steps, attribute, allocator)
     except FAKE_TENSOR_ERRORS as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise DataDependentError(
@@ -150,10 +163,11 @@ def run_tracked(
     transients: Transients | None = None,
     steps: int = 2,
     attribute: bool = False,
+    allocator: Allocator | None = None,
 ) -> Timeline:
     """Run ``steps`` steps on the module itself, real or fake, and count the storages on its device type."""
     places = Places(module) if attribute else None
-    tracker = Tracker(device_type(module, inputs), transients, places, step.compiled)
+    tracker = Tracker(device_type(module, inputs), transients, places, step.compiled, allocator)
     tracker.register(tensors_of(module), BUFFERS)
     for name, buffer in module.named_buffers():
         tracker.register([buffer], BUFFERS, _owner(name))
@@ -161,13 +175,14 @@ def run_tracked(
         tracker.register([parameter], PARAMETERS, _owner(name))
     tracker.register(inputs.tensors(), INPUTS)
     recorder = _Recorder(tracker, module, inputs, step.make_optimizer(module))
+    shortest = step.shortest()
     peaks = []
     with places.followed() if places else nullcontext():
         for number in range(1, steps + 1):
             tracker.reset_peak()
             recorder.start(number)
             with tracker:
-                step.run(module, inputs, recorder.optimizer, recorder.on_phase)
+                shortest.run(module, inputs, recorder.optimizer, recorder.on_phase)
             peaks.append(tracker.peak)
     return Timeline(
         peaks[-1],
@@ -176,6 +191,7 @@ def run_tracked(
         tracker.categories(),
         tracker.events,
         recorder.floor,
+        max(peaks) if allocator is None else allocator.reserved,
         tracker.peak_event,
         tracker.lives() if attribute else (),
         tuple(tracker.modules) if attribute else (),
@@ -254,4 +270,5 @@ def with_workspaces(timeline: Timeline, size: int) -> Timeline:
         categories={**timeline.categories, WORKSPACES: size},
         events=[(count + size, label) for count, label in timeline.events],
         floor=timeline.floor + size,
+        reserved=timeline.reserved + size,
     )

@@ -11,16 +11,11 @@ from torch import Tensor
 
 from memrewrite.layers import Layer
 from memrewrite.private import FakeTensor, gives_gradient_of_leaf
+from memrewrite.simulate.allocator import Allocator, Block, rounded
 from memrewrite.simulate.places import Places
 from memrewrite.simulate.transients import Transients
 
 OPERATOR_WORKSPACE = "operator workspace"
-GRANULE = 512  # bytes; the CUDA caching allocator rounds every allocation up to a multiple of it
-
-
-def rounded(size: int) -> int:
-    """``size`` bytes as the CUDA allocator counts them: the next multiple of 512."""
-    return -(-size // GRANULE) * GRANULE
 
 
 def widened(func: Any, args: Sequence[Any], result: Any) -> int:
@@ -34,8 +29,9 @@ def widened(func: Any, args: Sequence[Any], result: Any) -> int:
 class Life:
     """One storage: in use at the events numbered ``born`` to ``died - 1``, where ``died`` may be their count.
 
-    ``bytes`` are rounded up to 512. ``module`` is the path of the submodule that made it or, for a gradient or
-    optimizer state, whose parameter it belongs to; "" is the module itself, None what lies outside (inputs, the loss).
+    ``bytes`` are rounded up to 512, or those of a block. ``module`` is the path of the submodule that made it or, for a
+    gradient or optimizer state, whose parameter it belongs to; "" is the module itself, None what lies outside (inputs,
+    the loss).
     ``operator`` is the label of its birth, ``step 1 forward: aten.relu.default``, without an operator where it was
     there before.
     """
@@ -54,7 +50,7 @@ class _Block(weakref.ref[torch.UntypedStorage]):
     ``events`` are those it saw, as in ``Life``.
     """
 
-    __slots__ = ("born", "category", "died", "events", "func", "key", "label", "module", "nbytes", "size")
+    __slots__ = ("born", "category", "died", "events", "func", "given", "key", "label", "module", "nbytes", "size")
     key: int
     nbytes: int
     size: int
@@ -65,6 +61,7 @@ class _Block(weakref.ref[torch.UntypedStorage]):
     label: str
     func: Any
     events: tuple[int, int | None]
+    given: Block | None  # by the allocator
 
 
 class Tracker(Layer):
@@ -74,7 +71,8 @@ class Tracker(Layer):
     ``modules`` the submodule of each.
     No tensor is kept alive. Storages from before count once they are given to ``register``. What an operator takes
     while it runs counts towards the peak as far as ``transients`` knows it. With ``places``, storages know the
-    submodule that made them. ``compiled`` counts a tensor in a wider type as what it was cast from (see ``Step``).
+    submodule that made them. ``compiled`` counts a tensor in a wider type as what it was cast from (see ``Step``). With
+    ``blocks`` a storage counts as the block that this allocator would hand out for it.
     """
 
     def __init__(
@@ -83,9 +81,11 @@ class Tracker(Layer):
         transients: Transients | None = None,
         places: Places | None = None,
         compiled: bool = False,
+        blocks: Allocator | None = None,
     ) -> None:
         super().__init__()
         self.compiled = compiled
+        self.blocks = blocks
         self.device_type = device_type
         self.current = 0
         self.peak = 0
@@ -171,6 +171,10 @@ class Tracker(Layer):
             self._see(result, size)
         self._see_all(result)
         extra = 0 if self._transients is None else self._transients.lookup(func, args, dict(kwargs or {}))
+        if extra and self.blocks is not None:
+            block = self.blocks.allocate(extra)
+            extra = block.size
+            self.blocks.release(block)
         if self.current + extra > self.peak:
             self._clock += 1  # a moment of its own: storages may have died since the last birth
             self._set_peak(extra)
@@ -215,6 +219,10 @@ class Tracker(Layer):
         block = _Block(storage, self._died)
         block.key, block.nbytes, block.category = id(storage), nbytes, category
         block.size = rounded(nbytes if size is None else size)
+        block.given = None
+        if self.blocks is not None and block.size:
+            block.given = self.blocks.allocate(block.size)
+            block.size = block.given.size
         block.born, block.died = self._clock, math.inf
         block.module, block.label, block.func = self._place, self._label, self._func
         block.events = len(self.events), None
@@ -232,6 +240,8 @@ class Tracker(Layer):
             block.died = self._clock
             block.events = block.events[0], len(self.events)
             self.current -= block.size
+            if self.blocks is not None and block.given is not None:
+                self.blocks.release(block.given)
 
 
 def _parts(tensor: Tensor) -> tuple[Tensor, ...]:

@@ -3,27 +3,29 @@
     python -m tests.benchmarks.predict FOLDER [--only resnet50 bert_base] [--deadline-s 540]
 
 Every case becomes a row of ``FOLDER/predict.jsonl``; a stopped run resumes where it was. The prediction is made first,
-without running the model; where a step depends on values, real steps are tracked instead, and the row says so.
-Accumulated gradients are not among the cases, because a step is one forward and one backward pass.
+without running the model; where a step depends on values, real steps are tracked instead, and the row says so. Loops
+with a ``GradScaler`` are measured with it and predicted without: it has a few tensors of one number.
 """
 
 import argparse
 import re
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from memrewrite.api import optimize
 from memrewrite.errors import DataDependentError
 from memrewrite.measuring import measure, predict
-from memrewrite.simulate import simulate
+from memrewrite.report.data import Peaks
+from memrewrite.simulate import Timeline, simulate
 from memrewrite.simulate.workspaces import workspace_bytes
-from memrewrite.step import Inputs, OptimizerFactory, Step
+from memrewrite.step import Inputs, OptimizerFactory, Phase, Step, autocast, default_loss, device_type
 from memrewrite.stepspec import amp_dtype, optimizer_factory
 from tests.benchmarks.models import adamw_fused
 from tests.benchmarks.predict_models import MODELS
@@ -41,7 +43,10 @@ _TINY_BATCH = 4
 
 @dataclass(frozen=True)
 class Case:
-    """One step. Parameters whose names match ``frozen`` do not train; ``budget`` is that of the rewritten model."""
+    """One step. Parameters whose names match ``frozen`` do not train; ``budget`` is that of the rewritten model.
+
+    ``scaled`` says that the real loop has a ``GradScaler``.
+    """
 
     model: str
     batch: int
@@ -49,12 +54,15 @@ class Case:
     optimizer: str = "adamw"
     frozen: str = ""
     budget: str = ""
+    micro_batches: int = 1
+    scaled: bool = False
 
     @property
     def name(self) -> str:
         """What the rows call it."""
         frozen, ours = (" frozen" if self.frozen else ""), (f" ours {self.budget}" if self.budget else "")
-        return f"{self.model} b{self.batch} {self.amp} {self.optimizer}{frozen}{ours}"
+        parts = f" x{self.micro_batches}" if self.micro_batches > 1 else ""
+        return f"{self.model} b{self.batch}{parts} {self.amp} {self.optimizer}{' scaled' * self.scaled}{frozen}{ours}"
 
     def build(self, tiny: bool = False) -> tuple[nn.Module, Inputs]:
         """The model, on the current default device, and its inputs."""
@@ -69,7 +77,38 @@ class Case:
     def step(self) -> Step:
         """The step it takes."""
         factory = _FACTORIES.get(self.optimizer) or optimizer_factory(self.optimizer)
-        return Step("train", factory, None, amp_dtype(self.amp))
+        return Step("train", factory, None, amp_dtype(self.amp), micro_batches=self.micro_batches)
+
+
+@dataclass(frozen=True)
+class Scaled(Step):
+    """The step of a loop with a ``GradScaler``."""
+
+    scaler: torch.amp.GradScaler = field(default_factory=lambda: torch.amp.GradScaler(init_scale=256.0))
+
+    def run(
+        self,
+        module: nn.Module,
+        inputs: Inputs,
+        optimizer: torch.optim.Optimizer | None,
+        on_phase: Callable[[Phase], None] = lambda phase: None,
+    ) -> Tensor | None:
+        """One step of that loop, which skips the optimizer's where gradients overflow."""
+        on_phase("data")
+        with autocast(self.amp, device_type(module, inputs)):
+            output = module(*inputs.args, **inputs.kwargs)
+            on_phase("forward")
+            loss = default_loss(output)
+            on_phase("loss")
+        del output
+        self.scaler.scale(loss).backward()
+        on_phase("backward")
+        assert optimizer is not None
+        self.scaler.step(optimizer)
+        self.scaler.update()
+        on_phase("step")
+        optimizer.zero_grad(set_to_none=True)
+        return None
 
 
 CASES = [
@@ -80,6 +119,7 @@ CASES = [
     Case("resnet50", 128, "bf16", "adamw-fused"),
     Case("resnet50", 64, frozen=r"conv1|bn1|layer[123]\."),
     Case("resnet50", 128, budget="60%"),
+    Case("resnet50", 64, micro_batches=4),
     Case("efficientnet_b4", 16),
     Case("efficientnet_b4", 32, "bf16", "adam"),
     Case("efficientnet_b4", 16, budget="40%"),
@@ -93,6 +133,8 @@ CASES = [
     Case("vit_base", 128, "bf16", frozen=r"(?!head|blocks\.1[01])"),
     Case("swin_tiny", 128, "bf16"),
     Case("swin_tiny", 64, "fp16", "adam"),
+    Case("swin_tiny", 64, "fp16", "adam", scaled=True),
+    Case("resnet50", 128, "fp16", "sgd-momentum", scaled=True),
     Case("unet", 4),
     Case("unet", 8, "bf16", "sgd-momentum"),
     Case("unet", 8, budget="60%"),
@@ -111,6 +153,8 @@ CASES = [
     Case("gpt2_medium", 2, optimizer="adam"),
     Case("gpt2_medium", 4, "bf16", "adafactor"),
     Case("gpt2_medium", 4, "bf16", budget="60%"),
+    Case("gpt2_medium", 4, "bf16", micro_batches=2),
+    Case("gpt2_medium", 4, "bf16", micro_batches=2, budget="60%"),
     Case("llama_1b", 1, "bf16"),
     Case("llama_1b", 2, "bf16", "sgd"),
 ]
@@ -136,16 +180,19 @@ def _figures(case: Case, device: torch.device, tiny: bool) -> dict[str, Any]:
     with device:
         module, inputs = case.build(tiny)
     step, started = case.step(), time.perf_counter()
+    predicted: Peaks | Timeline
     if case.budget:
         module, predicted, note = _optimized(case, module, inputs, step)
     else:
         predicted, note = _predicted(module, inputs, step, device)
     seconds = time.perf_counter() - started
-    measured = measure(module, inputs, step, steps=_STEPS)
-    return {"predicted": predicted, "measured": measured.peak, "seconds": seconds, "note": note}
+    real = Scaled(**vars(step)) if case.scaled else step
+    measured = measure(module, inputs, real, steps=_STEPS)
+    reserved = {"predicted_reserved": predicted.reserved, "reserved": measured.reserved}
+    return {"predicted": predicted.peak, "measured": measured.peak, **reserved, "seconds": seconds, "note": note}
 
 
-def _optimized(case: Case, module: nn.Module, inputs: Inputs, step: Step) -> tuple[nn.Module, int, str]:
+def _optimized(case: Case, module: nn.Module, inputs: Inputs, step: Step) -> tuple[nn.Module, Peaks, str]:
     optimized = optimize(
         module,
         inputs.args,
@@ -153,17 +200,18 @@ def _optimized(case: Case, module: nn.Module, inputs: Inputs, step: Step) -> tup
         budget=case.budget,
         optimizer=step.optimizer,
         amp=step.amp,
+        micro_batches=step.micro_batches,
         verify=False,
     )
-    return optimized, optimized.report.predicted_after.peak, f"{len(optimized.report.segments)} segments"
+    return optimized, optimized.report.predicted_after, f"{len(optimized.report.segments)} segments"
 
 
-def _predicted(module: nn.Module, inputs: Inputs, step: Step, device: torch.device) -> tuple[int, str]:
+def _predicted(module: nn.Module, inputs: Inputs, step: Step, device: torch.device) -> tuple[Timeline, str]:
     workspace = workspace_bytes(device, step.amp, step.mode)
     try:
-        return simulate(module, inputs, step, workspace_bytes=workspace).peak, ""
+        return simulate(module, inputs, step, workspace_bytes=workspace), ""
     except DataDependentError:
-        return predict(module, inputs, step, workspace_bytes=workspace).peak, "depends on values: real steps tracked"
+        return predict(module, inputs, step, workspace_bytes=workspace), "depends on values: real steps tracked"
 
 
 def main() -> int:

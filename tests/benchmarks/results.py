@@ -72,7 +72,8 @@ def short_table(rows: list[ParetoRow]) -> str:
 
 def predict_table(rows: list[PredictRow]) -> str:
     """One line per case."""
-    return _table(["case", "predicted", "measured", "error", "prediction took", "remark"], map(_predict_line, rows))
+    columns = ["case", "predicted", "measured", "error", "reserved, predicted", "reserved", "error", "took", "remark"]
+    return _table(columns, map(_predict_line, rows))
 
 
 def plan_table(rows: list[PlanRow]) -> str:
@@ -153,8 +154,13 @@ def _pareto_line(row: ParetoRow, eager: ParetoRow | None) -> list[str]:
 
 
 def _predict_line(row: PredictRow) -> list[str]:
-    error = f"{row.predicted / row.measured - 1:+.2%}" if row.predicted and row.measured else ""
-    return [row.workload, _gb(row.predicted), _gb(row.measured), error, _s(row.seconds), row.note]
+    pairs = ((row.predicted, row.measured), (row.predicted_reserved, row.reserved))
+    figures = [text for pair in pairs for text in (*map(_gb, pair), _error(*pair))]
+    return [row.workload, *figures, _s(row.seconds), row.note]
+
+
+def _error(predicted: int | None, measured: int | None) -> str:
+    return f"{predicted / measured - 1:+.2%}" if predicted and measured else ""
 
 
 def _activations(row: ParetoRow, eager: ParetoRow | None) -> str:

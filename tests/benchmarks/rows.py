@@ -57,10 +57,12 @@ class ParetoRow(Row):
 
 @dataclass(frozen=True, kw_only=True)
 class PredictRow(Row):
-    """Predicted against measured peak bytes of a step; ``seconds`` is what the prediction took."""
+    """Predicted against measured peak bytes of a step, allocated and reserved; ``seconds`` is what predicting took."""
 
     predicted: int | None = None
     measured: int | None = None
+    predicted_reserved: int | None = None
+    reserved: int | None = None
     seconds: float | None = None
 
 

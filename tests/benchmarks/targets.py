@@ -6,7 +6,7 @@ compared at one peak, ours is the fastest of our points that take no more memory
 
 import math
 import statistics
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from tests.benchmarks.contenders import BLOCK, BOTH, COMPILE, CONTENDERS, EAGER, OURS, kind
@@ -47,13 +47,22 @@ def pareto_targets(rows: list[ParetoRow]) -> list[Target]:
 
 
 def prediction_targets(rows: list[PredictRow]) -> list[Target]:
-    """Median and worst share by which a predicted peak is off the measured one, over the rows that have both."""
-    errors = {row.workload: abs(row.predicted / row.measured - 1) for row in rows if row.predicted and row.measured}
-    if not errors:
-        return []
-    worst = max(errors, key=lambda name: errors[name])
-    value = f"median {statistics.median(errors.values()):.2%}, worst {errors[worst]:.2%} ({worst}), {len(errors)} cases"
-    return [Target("error of the predicted peak", value, errors)]
+    """Median and worst share by which predicted bytes are off the measured ones, over the rows that have both."""
+    peaks = {row.workload: (row.predicted, row.measured) for row in rows}
+    reserved = {row.workload: (row.predicted_reserved, row.reserved) for row in rows}
+    return [
+        *_errors("error of the predicted peak", peaks),
+        *_errors("error of what the allocator is predicted to reserve", reserved),
+    ]
+
+
+def _errors(name: str, figures: dict[str, tuple[int | None, int | None]]) -> Iterator[Target]:
+    errors = {name: abs(predicted / real - 1) for name, (predicted, real) in figures.items() if predicted and real}
+    if errors:
+        worst = max(errors, key=lambda each: errors[each])
+        median = statistics.median(errors.values())
+        value = f"median {median:.2%}, worst {errors[worst]:.2%} ({worst}), {len(errors)} cases"
+        yield Target(name, value, errors)
 
 
 def within_budget(rows: list[ParetoRow]) -> Target:

@@ -1,7 +1,7 @@
 """Rows of the benchmarks become tables, targets and curves."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +85,11 @@ def test_targets_without_rows() -> None:
 
 
 def test_prediction_targets() -> None:
+    known = replace(PREDICTED[0], workload="case", predicted_reserved=3 * GB, reserved=4 * GB)
+    (_, reserved) = targets.prediction_targets([*PREDICTED, known])
+    assert reserved.name == "error of what the allocator is predicted to reserve"
+    assert reserved.value == "median 25.00%, worst 25.00% (case), 1 cases"
+    assert "| 3.00 GB | 4.00 GB | -25.00% |" in results.predict_table([known])
     (target,) = targets.prediction_targets(PREDICTED)
     assert target.value == "median 1.00%, worst 5.00% (case -5), 3 cases"
 
@@ -135,7 +140,7 @@ def test_report_has_a_section_for_every_file(tmp_path: Path, monkeypatch: pytest
     ]
     assert "| net | 8.00 GB | 32, 3,200/s | 96, 9,600/s |" in full
     assert "| net | 1,200 | 2.0 s | 3.5 s |  |" in full
-    assert "| case 1 | 1.01 GB | 1.00 GB | +1.00% | 1.0 s |  |" in full
+    assert "| case 1 | 1.01 GB | 1.00 GB | +1.00% |  |  |  | 1.0 s |  |" in full
     assert short == results.short_table(ROWS)
     assert len(found) == 9
     assert results.report(tmp_path / "none", "") == ("", "", [])

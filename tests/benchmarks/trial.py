@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from memrewrite.measuring import measure
 from memrewrite.private import clear_cublas_workspaces
+from memrewrite.simulate.allocator import rounded
 from memrewrite.simulate.fake import tensors_of
-from memrewrite.simulate.tracker import rounded
 from memrewrite.step import Inputs, Step
 
 WARM_UP = 3

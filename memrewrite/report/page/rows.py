@@ -113,6 +113,8 @@ def figures(report: "Report") -> list[Figure]:
     missing = NOT_MEASURED if fits else DOES_NOT_FIT
     rows = [_bytes("Peak, predicted", report.predicted_before.peak, report.predicted_after.peak)]
     rows.append(_bytes("Peak, measured", old.peak if old else None, new.peak if new else None, missing))
+    if report.device == "cuda":
+        rows.append(_bytes("Reserved, predicted", report.predicted_before.reserved, report.predicted_after.reserved))
     if old or new:
         reserved = old.reserved if old else None, new.reserved if new else None
         rows.append(_bytes("Reserved, measured", *reserved, missing))

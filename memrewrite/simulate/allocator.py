@@ -1,0 +1,142 @@
+"""PyTorch's caching allocator for CUDA, in numbers: what it hands out and reserves for a sequence of requests.
+
+By ``c10/cuda/CUDACachingAllocator.cpp`` with room enough on the device: requests of up to 1 MiB share segments of
+2 MiB, those below 10 MiB segments of 20 MiB, larger ones get a segment of their own, rounded up to 2 MiB. The best
+fitting free block is used; what it has too much becomes a block of its own, if that is large enough. Blocks that are
+free side by side become one, and segments are kept. Of the settings in ``PYTORCH_CUDA_ALLOC_CONF`` only
+``expandable_segments`` is known: all blocks of a pool then lie in one segment that grows by pages, and every rest is
+split off.
+"""
+
+import os
+import re
+from bisect import bisect_left, insort
+from dataclasses import dataclass, field
+
+GRANULE = 512  # bytes; every request is rounded up to a multiple of it
+_MIB = 2**20
+_SMALL = _MIB  # the largest request that goes to the pool of small blocks
+_SMALL_SEGMENT, _LARGE_SEGMENT = 2 * _MIB, 20 * _MIB  # and the pages of segments that grow
+_OWN_SEGMENT = 10 * _MIB  # the smallest request that gets a segment of its own,
+_ROUND = 2 * _MIB  # which is a multiple of this
+_EXPANDABLE = re.compile(r"expandable_segments\s*:\s*true", re.IGNORECASE)
+
+
+def rounded(size: int, granule: int = GRANULE) -> int:
+    """``size`` bytes as the allocator counts them: the next multiple of 512."""
+    return -(-size // granule) * granule
+
+
+@dataclass(eq=False, slots=True)
+class Block:
+    """``size`` bytes at an address of their own in their pool, between their neighbours in the segment."""
+
+    address: int
+    size: int
+    small: bool
+    before: "Block | None" = None
+    after: "Block | None" = None
+    free: bool = False
+
+
+@dataclass
+class Allocator:
+    """``allocated`` and ``reserved`` are bytes in use: those of the blocks handed out, and of all segments.
+
+    A block may be larger than was asked for: where segments do not grow, a rest of up to 1 MiB is not split off a block
+    from the pool of large ones.
+    """
+
+    expandable: bool = False
+    allocated: int = 0
+    reserved: int = 0
+    _free: dict[bool, list[tuple[int, int, Block]]] = field(default_factory=lambda: {True: [], False: []})
+    _last: dict[bool, Block] = field(default_factory=dict)  # of each pool, the block at the highest address
+
+    def allocate(self, size: int) -> Block:
+        """The block for a request of ``size`` bytes, more than none."""
+        size = rounded(size)
+        small = size <= _SMALL
+        block = self._best(size, small) or self._new(size, small)
+        rest = block.size - size
+        if rest >= GRANULE if small or self.expandable else rest > _SMALL:
+            self._split(block, size)
+        self.allocated += block.size
+        return block
+
+    def release(self, block: Block) -> None:
+        """Take a block back; with free neighbours it becomes one."""
+        self.allocated -= block.size
+        if block.before is not None and block.before.free:
+            block = self._joined(block.before, block)
+        if block.after is not None and block.after.free:
+            block = self._joined(block, block.after)
+        self._offer(block)
+
+    def _best(self, size: int, small: bool) -> Block | None:
+        free = self._free[small]
+        place = bisect_left(free, (size, 0))
+        if place == len(free):
+            return None
+        block = free[place][2]
+        self._take(block)
+        return block
+
+    def _new(self, size: int, small: bool) -> Block:
+        """A segment; or the segment of the pool grows until its last block is large enough."""
+        last = self._last.get(small)
+        page = _SMALL_SEGMENT if small else _LARGE_SEGMENT
+        if self.expandable:
+            length = rounded(size - last.size if last is not None and last.free else size, page)
+        else:
+            length = page if size < _OWN_SEGMENT else rounded(size, _ROUND)
+        self.reserved += length
+        block = Block(0 if last is None else last.address + last.size, length, small)
+        self._last[small] = block
+        if not self.expandable or last is None:
+            return block
+        block.before, last.after = last, block
+        return self._joined(last, block) if last.free else block
+
+    def _split(self, block: Block, size: int) -> None:
+        """Leave ``block`` ``size`` bytes and offer the rest."""
+        rest = Block(block.address + size, block.size - size, block.small, block, block.after)
+        block.size = size
+        self._follow(rest, block)
+        if rest.after is not None:
+            rest.after.before = rest
+        block.after = rest
+        self._offer(rest)
+
+    def _joined(self, first: Block, second: Block) -> Block:
+        for block in (first, second):
+            if block.free:
+                self._take(block)
+        first.size += second.size
+        first.after = second.after
+        if first.after is not None:
+            first.after.before = first
+        self._follow(first, second)
+        return first
+
+    def _follow(self, block: Block, last: Block) -> None:
+        """``block`` is the pool's last one where ``last`` was."""
+        if self._last[block.small] is last:
+            self._last[block.small] = block
+
+    def _offer(self, block: Block) -> None:
+        block.free = True
+        insort(self._free[block.small], (block.size, block.address, block))
+
+    def _take(self, block: Block) -> None:
+        block.free = False
+        free = self._free[block.small]
+        del free[bisect_left(free, (block.size, block.address))]
+
+
+def allocator_on(device_type: str) -> Allocator | None:
+    """An empty allocator as PyTorch's environment configures it; None on other devices than CUDA."""
+    if device_type != "cuda":
+        return None
+    settings = (os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
+    return Allocator(any(map(_EXPANDABLE.search, settings)))
