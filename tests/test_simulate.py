@@ -23,7 +23,7 @@ from memrewrite.simulate.transients import Transients, like, made, random_state_
 from memrewrite.simulate.workspaces import workspace_bytes
 from memrewrite.step import PHASES, Inputs, Step
 from memrewrite.stepspec import OPTIMIZERS, optimizer_factory
-from tests.models import MODELS, SwishNet, TiedNet, make, rows
+from tests.models import MODELS, SwishNet, TiedNet, images, make, rows
 
 AMP = {"float32": None, "bf16": torch.bfloat16}
 
@@ -114,6 +114,13 @@ def test_workspaces_are_added_throughout() -> None:
     assert more.categories["library workspaces"] == 4096
     assert sum(more.categories.values()) == more.peak
     assert workspace_bytes(torch.device("cpu")) == 0
+
+
+def test_libraries_without_work_have_no_workspaces() -> None:
+    module, inputs = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()), images()
+    assert simulate(module, inputs, Step(), workspace_bytes=4096) == simulate(module, inputs, Step())
+    module.append(nn.Linear(10, 2))
+    assert simulate(module, inputs, Step(), workspace_bytes=4096) != simulate(module, inputs, Step())
 
 
 class Stateful(nn.Module):

@@ -47,9 +47,10 @@ class Timeline:
     A storage counts as its bytes rounded up to 512; on CUDA as the block of the caching allocator that it lies in,
     unless that was not asked for. ``peak`` is that of the last step, ``reserved`` what the allocator holds by then,
     ``phases`` the bytes in use as each phase of every step ends, ``categories`` the bytes in use at ``peak`` by kind
-    (they sum to it). ``events`` are (bytes in use, ``step 2 backward: operator``)
-    after each operator that changed them. ``floor`` is what no plan can lower: parameters, buffers, inputs, gradients,
-    optimizer state and library workspaces. ``peak_event`` is the number of the event at which ``peak`` was reached.
+    (they sum to it). ``events`` are (bytes in use, ``step 2 backward: operator``) after each operator that changed
+    them. ``floor`` is what no plan can lower: parameters, buffers, inputs, gradients, optimizer state and library workspaces.
+    ``multiplied`` says whether there was anything for cuBLAS to do. ``peak_event`` is the number of the event at which
+    ``peak`` was reached.
 
     Where submodules were followed, ``lives`` has every storage and ``modules`` for each event the path of the submodule
     whose operator it is: in backward, the one whose forward is undone; "" for the module itself, None outside of it.
@@ -62,6 +63,7 @@ class Timeline:
     events: list[tuple[int, str]]
     floor: int
     reserved: int
+    multiplied: bool
     peak_event: int = 0
     lives: tuple[Life, ...] = ()
     modules: tuple[str | None, ...] = ()
@@ -109,11 +111,11 @@ def simulate(
     """Run ``steps`` steps on a fake twin of ``module`` and count.
 
     ``workspace_bytes`` is what libraries hold on the device besides tensors (``simulate.workspaces``); it is added
-    throughout. On CUDA, what operators take while they run is measured there, one operator at a time, the first time
-    its signature is met; for a step ``as_cuda``, or with ``probe`` False, it is known of attention alone and the device
-    is left alone. ``attribute`` says by which submodule every storage was made. With ``blocks`` False what is asked for
-    counts, and not what the caching allocator of CUDA hands out for it. The module, its tensors and the random state
-    stay as they are.
+    throughout, unless there is nothing for them to do. On CUDA, what operators take while they run is measured there,
+    one operator at a time, the first time its signature is met; for a step ``as_cuda``, or with ``probe`` False, it is
+    known of attention and of sums alone and the device is left alone. ``attribute`` says by which submodule every
+    storage was made. With ``blocks`` False what is asked for counts, and not what the caching allocator of CUDA hands
+    out for it. The module, its tensors and the random state stay as they are.
     Raises ``UsageError`` for CUDA tensors without CUDA, ``DataDependentError`` where the step depends on data.
     """
     tensors = [*tensors_of(module), *inputs.tensors()]
@@ -192,6 +194,7 @@ def run_tracked(
         tracker.events,
         recorder.floor,
         max(peaks) if allocator is None else allocator.reserved,
+        tracker.multiplied,
         tracker.peak_event,
         tracker.lives() if attribute else (),
         tuple(tracker.modules) if attribute else (),
@@ -259,8 +262,8 @@ def preserved_rng(tensors: list[Tensor]) -> Iterator[None]:
 
 
 def with_workspaces(timeline: Timeline, size: int) -> Timeline:
-    """The timeline with ``size`` bytes of library workspaces throughout."""
-    if not size:
+    """The timeline with ``size`` bytes of library workspaces throughout, if the libraries had anything to do."""
+    if not size or not timeline.multiplied:
         return timeline
     return replace(
         timeline,

@@ -16,6 +16,9 @@ from memrewrite.simulate.places import Places
 from memrewrite.simulate.transients import Transients
 
 OPERATOR_WORKSPACE = "operator workspace"
+# What cuBLAS computes, by name; convolutions are cuDNN's, attention and norms PyTorch's own.
+_BLAS = {"mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot", "linear", "_addmm_activation"}
+_BLAS |= {"_scaled_mm", "_grouped_mm", "_int_mm", "_scaled_grouped_mm"}
 
 
 def widened(func: Any, args: Sequence[Any], result: Any) -> int:
@@ -92,6 +95,7 @@ class Tracker(Layer):
         self.events: list[tuple[int, str]] = []
         self.modules: list[str | None] = []
         self.peak_event = 0  # the number of the event at which the peak was reached
+        self.multiplied = False  # whether cuBLAS has had anything to do
         self._places = places
         self._place: str | None = None
         self._func: Any = None
@@ -167,6 +171,7 @@ class Tracker(Layer):
             self._place = self._places.now()
         result = self.below(func, types, args, kwargs or {})
         self._func = func
+        self.multiplied = self.multiplied or getattr(func, "__name__", "").partition(".")[0] in _BLAS
         if self.compiled and (size := widened(func, args, result)):
             self._see(result, size)
         self._see_all(result)
