@@ -48,9 +48,9 @@ class Timeline:
     unless that was not asked for. ``peak`` is that of the last step, ``reserved`` what the allocator holds by then,
     ``phases`` the bytes in use as each phase of every step ends, ``categories`` the bytes in use at ``peak`` by kind
     (they sum to it). ``events`` are (bytes in use, ``step 2 backward: operator``) after each operator that changed
-    them. ``floor`` is what no plan can lower: parameters, buffers, inputs, gradients, optimizer state and library workspaces.
-    ``multiplied`` says whether there was anything for cuBLAS to do. ``peak_event`` is the number of the event at which
-    ``peak`` was reached.
+    them, ``peak_event`` the number of the one at which ``peak`` was reached. ``floor`` is what no plan can lower:
+    parameters, buffers, inputs, gradients, optimizer state and library workspaces. ``multiplied`` says whether there
+    was anything for cuBLAS to do.
 
     Where submodules were followed, ``lives`` has every storage and ``modules`` for each event the path of the submodule
     whose operator it is: in backward, the one whose forward is undone; "" for the module itself, None outside of it.
