@@ -68,7 +68,7 @@ def find(model: nn.Module, inputs: Inputs, step: Step, names: Sequence[str] | No
     if names is not None:
         return _named(model, inputs, step, names)
     try:
-        captured = _captured(model, inputs, inputs, step)
+        captured = _captured(model, inputs, step)
     except CaptureError as refusal:
         regions = _largest(model, inputs, step, str(refusal))
         if not regions.found:
@@ -157,9 +157,9 @@ class _Like:
     dtype: torch.dtype
     device: torch.device
 
-    def make(self, dtype: torch.dtype, grad: bool) -> Tensor:
-        tensor = torch.empty_strided(self.shape, self.stride, dtype=dtype, device=self.device).zero_()
-        return tensor.requires_grad_(grad and (dtype.is_floating_point or dtype.is_complex))
+    def make(self, grad: bool) -> Tensor:
+        tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device).zero_()
+        return tensor.requires_grad_(grad and (self.dtype.is_floating_point or self.dtype.is_complex))
 
 
 @dataclass(frozen=True)
@@ -174,26 +174,24 @@ class _Call:
     kwargs: Any
     unfit: str
 
-    def inputs(self, grad: bool, plain: torch.dtype | None = None) -> Inputs:
-        """Inputs like those of the call; values of autocast's dtype ``plain`` are made float32."""
+    def inputs(self, grad: bool) -> Inputs:
+        """Inputs like those of the call."""
 
         def make(leaf: Any) -> Any:
-            if not isinstance(leaf, _Like):
-                return leaf
-            return leaf.make(torch.float32 if leaf.dtype == plain else leaf.dtype, grad)
+            return leaf.make(grad) if isinstance(leaf, _Like) else leaf
 
         return Inputs(tree_map(make, self.args), tree_map(make, self.kwargs))
 
 
-def _captured(module: nn.Module, inputs: Inputs, called_with: Inputs, step: Step) -> Captured:
+def _captured(module: nn.Module, inputs: Inputs, step: Step) -> Captured:
     """Capture a module on ``inputs``; raises ``CaptureError`` also for a graph that cannot stand for it in the step."""
     captured = capture(module, inputs, amp=step.amp)
     source, constants = generate(captured)
     if step.mode == "train" and captured.checkpoints:
-        _refuse_writes_of_kept(Region("", module, captured, lambda: called_with), step)
+        _refuse_writes_of_kept(Region("", module, captured, lambda: inputs), step)
     if step.amp is not None:
         program = build(module, program_from(source), constants)
-        theirs, ours = (_types(each, called_with, step) for each in (module, program))
+        theirs, ours = (_types(each, inputs, step) for each in (module, program))
         if theirs != ours:
             raise CaptureError(
                 f"{type(module).__name__} asks for the type of a tensor and returns {theirs} under autocast, where a "
@@ -230,9 +228,9 @@ def _types(module: nn.Module, inputs: Inputs, step: Step) -> str:
 
 
 def _region(path: str, module: nn.Module, call: _Call, step: Step) -> Region:
-    """Capture a submodule; autocast works on the graph as it runs, so it is captured in float32."""
+    """Capture a submodule on inputs like those it is called with."""
     grad = step.mode == "train"
-    captured = _captured(module, call.inputs(grad, plain=step.amp), call.inputs(grad), step)
+    captured = _captured(module, call.inputs(grad), step)
     for node in captured.graph_module.graph.nodes:
         node.meta["module_path"] = f"{path}.{node.meta.get('module_path') or ''}".rstrip(".")
     return Region(path, module, captured, lambda: call.inputs(grad))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import memrewrite
 from memrewrite.capture import capture
-from memrewrite.capture.told import autocast_told
+from memrewrite.capture.asked import autocast_asked
 from memrewrite.runtime.dropin import FallbackWarning
 from memrewrite.step import Inputs, autocast
 from tests.layers import model, x
@@ -96,11 +96,43 @@ def test_a_model_that_asks_about_autocast_is_optimized_for_its_step() -> None:
     assert optimized.report.verdict.startswith("bit-equal")
 
 
-def test_what_autocast_is_told_is_the_truth_to_pytorch_and_afterwards() -> None:
-    with autocast_told(torch.bfloat16, "cpu") as asked:
+def typed(self: Any, x: Tensor) -> Any:
+    """A norm in float32 that returns the type it was given, as those of queries and keys do."""
+    hidden = self.linear(x)
+    return self.other(hidden.float().tanh().to(hidden.dtype)).relu()
+
+
+@front_ends
+@pytest.mark.parametrize("amp", [torch.bfloat16, None], ids=["autocast", "without"])
+def test_types_that_a_model_asks_for_are_those_of_the_step(front_end: str, amp: torch.dtype | None) -> None:
+    module = model(typed)
+    captured = capture(module, Inputs((x(),), {}), front_end, amp)
+    assert captured.autocast == amp
+    optimized = drop_in(module, captured)
+    for kind in (amp, torch.bfloat16 if amp is None else None):
+        with autocast(kind, "cpu"), warnings.catch_warnings():
+            warnings.simplefilter("error" if kind == amp else "ignore")
+            assert torch.equal(optimized(x()), module(x()))
+
+
+@front_ends
+@pytest.mark.parametrize("amp", [torch.bfloat16, None], ids=["autocast", "without"])
+def test_what_does_not_depend_on_autocast_is_right_with_it_and_without(front_end: str, amp: torch.dtype | None) -> None:
+    module = model(lambda self, x: self.other(self.linear(x).relu()).float())
+    captured = capture(module, Inputs((x(),), {}), front_end, amp)
+    assert captured.autocast == "any"
+    optimized = drop_in(module, captured)
+    for kind in (torch.bfloat16, None):
+        with autocast(kind, "cpu"), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert torch.equal(optimized(x()), module(x()))
+
+
+def test_who_asks_about_autocast_is_told_the_truth() -> None:
+    with autocast(torch.bfloat16, "cpu"), autocast_asked() as asked:
         assert torch.is_autocast_enabled("cpu")
         assert torch.get_autocast_dtype("cpu") == torch.bfloat16
         assert not torch.is_autocast_enabled("cuda")
         assert asked == [__name__] * 3
-        assert torch.nn.Linear(4, 4)(torch.ones(2, 4)).dtype == torch.float32
+        assert torch.nn.Linear(4, 4)(torch.ones(2, 4)).dtype == torch.bfloat16
     assert not torch.is_autocast_enabled("cpu")

@@ -15,7 +15,6 @@ from memrewrite.capture import dynamo, exported, hazards
 from memrewrite.capture.captured import Captured, InputSpec, TensorSpec
 from memrewrite.capture.normal import bind
 from memrewrite.capture.state import preserved
-from memrewrite.capture.told import autocast_told
 from memrewrite.errors import CaptureError
 from memrewrite.private import real_rules_on_fake_tensors, tracing_untold
 from memrewrite.step import Inputs, autocast, device_type
@@ -30,39 +29,31 @@ _TOLD = "The model asks whether it is being traced (in {}), and only what it doe
 def capture(model: nn.Module, inputs: Inputs, front_end: str | None = None, amp: torch.dtype | None = None) -> Captured:
     """Capture ``model`` as ``inputs`` call it, in the mode it is in; the model and all random state stay as they are.
 
-    The graph has no casts of autocast, but where the model asks about autocast, it is told what holds in a step under
-    ``amp``, and the graph is right for that alone. ``front_end`` names one of ``FRONT_ENDS``; by default each is tried
-    in order.
+    Under autocast to ``amp`` the graph has what the model does then, but not the casts of autocast, which works on the
+    graph as it runs. ``front_end`` names one of ``FRONT_ENDS``; by default each is tried in order.
     Raises ``CaptureError`` naming the hazard, or what each front end said.
     """
     said = []
     bind(model, inputs)
-    device = device_type(model, inputs)
-    with preserved(model), real_rules_on_fake_tensors():
-        with autocast_told(amp, device) as asked:
-            findings = hazards.check(model, inputs)
-        if asked:
-            findings = replace(findings, autocast=amp)
+    with preserved(model), real_rules_on_fake_tensors(), autocast(amp, device_type(model, inputs)):
+        findings = hazards.check(model, inputs)
         if findings.asks and front_end != "dynamo" and not findings.export_loses:
             # Not told that it is traced, it does what it always does; nothing else is as good, but it may not work.
-            with suppress(Exception), tracing_untold(), autocast_told(amp, device):
+            with suppress(Exception), tracing_untold():
                 return _with(findings, exported.capture(model, inputs))
         for name in [front_end] if front_end else FRONT_ENDS:
             if name == "export" and findings.export_loses:
                 said.append(f"export: it loses {findings.export_loses}")
                 continue
-            # Dynamo takes what it is told for a constant, and writes no casts into its graph.
-            told = autocast_told(amp, device) if name == "export" else autocast(amp if asked else None, device)
             try:
-                with told:
-                    captured = FRONT_ENDS[name](model, inputs)
+                captured = FRONT_ENDS[name](model, inputs)
             except CaptureError:
                 raise
             except Exception as error:  # front ends raise anything; every reason is passed on
                 said.append(f"{name}: {_first_line(error)}")
             else:
-                notes = (_TOLD.format(findings.asks),) if findings.asks else ()
-                return _with(findings, captured, *notes)
+                told = (_TOLD.format(findings.asks),) if findings.asks else ()
+                return _with(findings, captured, *told)
     raise CaptureError(
         f"{type(model).__name__} cannot be captured as one graph ({'; '.join(said)}). Control flow that depends on "
         "tensor values has to be written with tensors (torch.where, masks) or moved out of forward."

@@ -51,7 +51,8 @@ class Captured:
     parameter, None if it has none. ``exact`` is False where the model, on the example's values, takes a way of its
     own to the same result and the graph the way that fits any values, so that their bits may differ.
     ``checkpoints`` says that forward calls ``torch.utils.checkpoint``, which the graph does not. ``autocast`` is
-    "any", or where the model asks about autocast what it was told: the type, None for without.
+    "any", or where the model does something else with autocast than without, what it was captured under: the type, None
+    for without.
     """
 
     graph_module: fx.GraphModule

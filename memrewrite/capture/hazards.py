@@ -22,6 +22,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from memrewrite.capture.asked import autocast_asked
 from memrewrite.capture.normal import quiet
 from memrewrite.capture.state import Attributes, random_state
 from memrewrite.errors import CaptureError
@@ -37,7 +38,7 @@ from memrewrite.private import (
 )
 from memrewrite.simulate.fake import fake_inputs, fake_twin
 from memrewrite.simulate.known import known_values
-from memrewrite.step import Inputs
+from memrewrite.step import Inputs, device_type
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _TENSOR_HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
@@ -53,7 +54,7 @@ class Findings:
     ``notes`` are sentences for the user; ``export_loses`` is what ``torch.export``'s graph would lack, ``asks`` the
     Python module that asks whether it is being traced, "" if there is none. ``exact`` is False where the model takes
     another way on the values of these inputs than on values it cannot see; ``checkpoints`` says that it checkpoints,
-    ``autocast`` what it was told of that, if it asked.
+    ``autocast`` is that of ``Captured``.
     """
 
     notes: tuple[str, ...] = ()
@@ -65,13 +66,20 @@ class Findings:
 
 
 def check(model: nn.Module, inputs: Inputs) -> Findings:
-    """Rehearse forward. Raises ``CaptureError`` naming the hazard and its place if there is one."""
-    name = type(model).__name__
+    """Rehearse forward, under autocast as it is. Raises ``CaptureError`` naming the hazard and its place if any."""
+    name, device = type(model).__name__, device_type(model, inputs)
     _refuse_hooks(model)
     _refuse_names(model)
     before = random_state()
-    with quiet(), tracing_untold() as asked, checkpoint_calls() as checkpoints, _function_calls() as functions:
-        rehearsal = _Rehearsal(model, inputs)
+    with (
+        quiet(),
+        tracing_untold() as asked,
+        autocast_asked() as about,
+        checkpoint_calls() as checkpoints,
+        _function_calls() as functions,
+        _autocast_regions() as regions,
+    ):
+        rehearsal = _Rehearsal(model, inputs, regions)
         first = rehearsal.run()
         if random_state() != before:
             raise CaptureError(
@@ -94,13 +102,22 @@ def check(model: nn.Module, inputs: Inputs) -> Findings:
     notes = ["The model's own torch.utils.checkpoint calls are replaced by the plan."] if checkpoints else []
     if place := rehearsal.decided_by_values(first):
         notes.append(_DECIDED.format(name=name, place=place))
-    return Findings(tuple(notes), lost, asked[0] if asked else "", exact=not place, checkpoints=bool(checkpoints))
+    amp = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    return Findings(
+        notes=tuple(notes),
+        export_loses=lost,
+        asks=asked[0] if asked else "",
+        exact=not place,
+        checkpoints=bool(checkpoints),
+        autocast=amp if about or rehearsal.decided_by_autocast(first, device) else "any",
+    )
 
 
 class _Rehearsal:
     """Runs of forward on one fake twin; ``before`` and ``between`` are its attributes before the first and the last."""
 
-    def __init__(self, model: nn.Module, inputs: Inputs) -> None:
+    def __init__(self, model: nn.Module, inputs: Inputs, regions: list[bool]) -> None:
+        self._regions = regions
         self._name = type(model).__name__
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         with self._explained():
@@ -121,10 +138,19 @@ class _Rehearsal:
         except CaptureError:  # no graph can hold what it does then
             return ""
 
+    def decided_by_autocast(self, first: "_Watch", device: str) -> bool:
+        """Whether forward calls other functions, or the same for other types, where autocast is switched."""
+        enabled = torch.is_autocast_enabled(device)
+        try:
+            with torch.autocast(device, torch.bfloat16, enabled=not enabled):
+                return bool(first.differs(self.run()))
+        except CaptureError:  # it does not run then
+            return True
+
     def run(self, given: Sequence[tuple[Tensor, Tensor]] = ()) -> "_Watch":
         """Run forward once; ``given`` are fake inputs and the real ones whose values it may see."""
         # Only a training step runs backward, where a checkpoint would write them once more.
-        watch = _Watch({id(b) for b in self._twin.buffers()} if self._twin.training else set())
+        watch = _Watch({id(b) for b in self._twin.buffers()} if self._twin.training else set(), self._regions)
         self.between = Attributes(self._twin)
         leaves, nesting = tree_flatten((self._given.args, self._given.kwargs))
         with self._explained(), self._mode, known_values(given) as values, watch:
@@ -216,6 +242,24 @@ def _refuse_changes(
 
 
 @contextmanager
+def _autocast_regions() -> Iterator[list[bool]]:
+    """For each autocast region that is open meanwhile, outermost first, whether it was entered with gradients on."""
+    regions: list[bool] = []
+    enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
+
+    def entered(self: torch.autocast) -> Any:
+        regions.append(torch.is_grad_enabled())
+        return enter(self)  # type: ignore[no-untyped-call]
+
+    def left(self: torch.autocast, *error: Any) -> Any:
+        regions.pop()
+        return leave(self, *error)
+
+    with mock.patch.multiple(torch.autocast, __enter__=entered, __exit__=left):
+        yield regions
+
+
+@contextmanager
 def _function_calls() -> Iterator[list[str]]:
     """The names of custom ``autograd.Function`` classes applied meanwhile where a gradient may flow."""
     calls: list[str] = []
@@ -269,13 +313,13 @@ class _Watch(TorchFunctionMode):
     """Sees every torch function of a rehearsal, and in which modes it runs.
 
     ``places`` holds where something on the list of what is refused happened, a write to one of ``buffers`` (by id)
-    under a checkpoint among it; ``nested`` says where modes are in force
-    that export loses, "" if nowhere. ``output`` is what forward returned.
+    under a checkpoint among it; ``nested`` says where modes are in force that export loses, "" if nowhere; ``regions``
+    is that of ``_autocast_regions``. ``output`` is what forward returned.
     """
 
-    def __init__(self, buffers: set[int]) -> None:
+    def __init__(self, buffers: set[int], regions: list[bool]) -> None:
         super().__init__()
-        self._buffers = buffers
+        self._buffers, self._regions = buffers, regions
         self.places: dict[str, list[str]] = {}
         self.nested = ""
         self.output: Any = None
@@ -296,8 +340,8 @@ class _Watch(TorchFunctionMode):
         }
         for what in (what for what, happened in happens.items() if happened):
             self.places.setdefault(what, []).append(_caller())
-        if not torch.is_grad_enabled() and _autocast() != autocast:
-            self.nested = self.nested or f"no_grad nested with autocast at {_caller()}"  # it keeps the outer one only
+        if not torch.is_grad_enabled() and _autocast() != autocast and any(self._regions):
+            self.nested = self.nested or f"no_grad inside of autocast at {_caller()}"  # it keeps the outer one only
         if torch.is_autocast_cache_enabled() != self._cache:
             self.nested = self.nested or f"autocast without its cache at {_caller()}"
         if _attention() != attention:

@@ -1,0 +1,34 @@
+"""Whether a model asks about autocast: what it does then need not be what it does with autocast switched."""
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+
+_OURS = ("torch", "memrewrite")
+_QUESTIONS = ("is_autocast_enabled", "is_autocast_cpu_enabled", "get_autocast_dtype", "get_autocast_gpu_dtype")
+
+
+@contextmanager
+def autocast_asked() -> Iterator[list[str]]:
+    """The names of the modules, but PyTorch's own, that ask meanwhile, unless they imported a question by its name."""
+    importlib.import_module("torch._dynamo")  # as it is imported it notes these functions, to know them again
+    asked: list[str] = []
+    with ExitStack() as stack:
+        for name in _QUESTIONS:
+            stack.enter_context(mock.patch.object(torch, name, _noting(getattr(torch, name), asked)))
+        yield asked
+
+
+def _noting(question: Callable[..., Any], asked: list[str]) -> Callable[..., Any]:
+    def answer(*args: Any) -> Any:
+        asking = str(sys._getframe(1).f_globals.get("__name__"))
+        if asking.partition(".")[0] not in _OURS:
+            asked.append(asking)
+        return question(*args)
+
+    return answer
