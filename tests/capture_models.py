@@ -328,7 +328,7 @@ def autocast_regions(self: Any, x: Tensor) -> Any:
     return self.other(a.float()) + b, a
 
 
-@case(x, export="no_grad nested with autocast at capture_models.py")
+@case(x, export="no_grad inside of autocast at capture_models.py")
 def nested_regions(self: Any, x: Tensor) -> Any:
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         a = torch.relu(self.linear(x))

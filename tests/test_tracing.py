@@ -10,7 +10,7 @@ from torch import Tensor
 
 import memrewrite
 from memrewrite.capture import capture
-from memrewrite.capture.asked import autocast_asked
+from memrewrite.capture.autocasts import autocast_asked
 from memrewrite.runtime.dropin import FallbackWarning
 from memrewrite.step import Inputs, autocast
 from tests.layers import model, x

@@ -22,7 +22,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from memrewrite.capture.asked import autocast_asked
+from memrewrite.capture.autocasts import autocast_asked, autocast_regions
 from memrewrite.capture.normal import quiet
 from memrewrite.capture.state import Attributes, random_state
 from memrewrite.errors import CaptureError
@@ -77,7 +77,7 @@ def check(model: nn.Module, inputs: Inputs) -> Findings:
         autocast_asked() as about,
         checkpoint_calls() as checkpoints,
         _function_calls() as functions,
-        _autocast_regions() as regions,
+        autocast_regions() as regions,
     ):
         rehearsal = _Rehearsal(model, inputs, regions)
         first = rehearsal.run()
@@ -242,24 +242,6 @@ def _refuse_changes(
 
 
 @contextmanager
-def _autocast_regions() -> Iterator[list[bool]]:
-    """For each autocast region that is open meanwhile, outermost first, whether it was entered with gradients on."""
-    regions: list[bool] = []
-    enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
-
-    def entered(self: torch.autocast) -> Any:
-        regions.append(torch.is_grad_enabled())
-        return enter(self)  # type: ignore[no-untyped-call]
-
-    def left(self: torch.autocast, *error: Any) -> Any:
-        regions.pop()
-        return leave(self, *error)
-
-    with mock.patch.multiple(torch.autocast, __enter__=entered, __exit__=left):
-        yield regions
-
-
-@contextmanager
 def _function_calls() -> Iterator[list[str]]:
     """The names of custom ``autograd.Function`` classes applied meanwhile where a gradient may flow."""
     calls: list[str] = []
@@ -314,7 +296,7 @@ class _Watch(TorchFunctionMode):
 
     ``places`` holds where something on the list of what is refused happened, a write to one of ``buffers`` (by id)
     under a checkpoint among it; ``nested`` says where modes are in force that export loses, "" if nowhere; ``regions``
-    is that of ``_autocast_regions``. ``output`` is what forward returned.
+    is that of ``autocast_regions``. ``output`` is what forward returned.
     """
 
     def __init__(self, buffers: set[int], regions: list[bool]) -> None:

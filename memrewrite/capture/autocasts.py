@@ -1,4 +1,4 @@
-"""Whether a model asks about autocast: what it does then need not be what it does with autocast switched."""
+"""What a forward does about autocast: the questions that it asks, the regions that it opens."""
 
 import importlib
 import sys
@@ -32,3 +32,21 @@ def _noting(question: Callable[..., Any], asked: list[str]) -> Callable[..., Any
         return question(*args)
 
     return answer
+
+
+@contextmanager
+def autocast_regions() -> Iterator[list[bool]]:
+    """For each autocast region that is open meanwhile, outermost first, whether it was entered with gradients on."""
+    regions: list[bool] = []
+    enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
+
+    def entered(self: torch.autocast) -> Any:
+        regions.append(torch.is_grad_enabled())
+        return enter(self)  # type: ignore[no-untyped-call]
+
+    def left(self: torch.autocast, *error: Any) -> Any:
+        regions.pop()
+        return leave(self, *error)
+
+    with mock.patch.multiple(torch.autocast, __enter__=entered, __exit__=left):
+        yield regions
