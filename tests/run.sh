@@ -3,4 +3,5 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 .ci/setup
+export OMP_NUM_THREADS=1 # a thread for each process: two of each on two cores take a third longer
 .venv/bin/python -m pytest -n 2 --dist loadfile "$@"

@@ -61,8 +61,13 @@ def capture(model: nn.Module, inputs: Inputs, front_end: str | None = None, amp:
 
 
 def _with(findings: hazards.Findings, captured: Captured, *told: str) -> Captured:
-    notes, autocast = (*findings.notes, *told), findings.autocast
-    return replace(captured, notes=notes, exact=findings.exact, checkpoints=findings.checkpoints, autocast=autocast)
+    return replace(
+        captured,
+        notes=(*findings.notes, *told),
+        exact=findings.exact,
+        checkpoints=findings.checkpoints,
+        autocast=findings.autocast,
+    )
 
 
 def _first_line(error: BaseException) -> str:

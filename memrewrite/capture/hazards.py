@@ -94,7 +94,8 @@ def check(model: nn.Module, inputs: Inputs) -> Findings:
         _refuse_changes(name, rehearsal.before, _always_matters)
         for what, places in first.places.items():
             raise CaptureError(f"{name} {_REFUSED[what].format(place=places[0])}")
-        _refuse_difference(name, rehearsal, first)
+        switched = rehearsal.differs_where_autocast_is_switched(first, device)
+        _refuse_difference(name, rehearsal, first, again=switched)
     written = next(rehearsal.before.written(), None)
     lost = f"writes to self.{written}, which is no buffer" if written else first.nested
     if "apply" in checkpoints:
@@ -109,7 +110,7 @@ def check(model: nn.Module, inputs: Inputs) -> Findings:
         asks=asked[0] if asked else "",
         exact=not place,
         checkpoints=bool(checkpoints),
-        autocast=amp if about or rehearsal.decided_by_autocast(first, device) else "any",
+        autocast=amp if about or switched else "any",
     )
 
 
@@ -138,14 +139,17 @@ class _Rehearsal:
         except CaptureError:  # no graph can hold what it does then
             return ""
 
-    def decided_by_autocast(self, first: "_Watch", device: str) -> bool:
-        """Whether forward calls other functions, or the same for other types, where autocast is switched."""
-        enabled = torch.is_autocast_enabled(device)
+    def differs_where_autocast_is_switched(self, first: "_Watch", device: str) -> bool:
+        """Whether forward calls other functions then, or the same for other types; if so, the run leaves no trace."""
+        before, enabled = Attributes(self._twin), torch.is_autocast_enabled(device)
         try:
             with torch.autocast(device, torch.bfloat16, enabled=not enabled):
-                return bool(first.differs(self.run()))
+                differs = bool(first.differs(self.run()))
         except CaptureError:  # it does not run then
-            return True
+            differs = True
+        if differs:
+            before.restore()
+        return differs
 
     def run(self, given: Sequence[tuple[Tensor, Tensor]] = ()) -> "_Watch":
         """Run forward once; ``given`` are fake inputs and the real ones whose values it may see."""
@@ -208,8 +212,14 @@ def _failed(name: str, error: Exception) -> str:
     return f"{name} does not run on the example inputs{place}: {type(error).__name__}: {text}."
 
 
-def _refuse_difference(name: str, rehearsal: _Rehearsal, first: "_Watch") -> None:
-    """A second run must do the same as the first and change nothing. What is set up once and then kept is no hazard."""
+def _refuse_difference(name: str, rehearsal: _Rehearsal, first: "_Watch", again: bool) -> None:
+    """A second run must do the same as the first and change nothing. What is set up once and then kept is no hazard.
+
+    Without ``again`` it has been taken, and did the same.
+    """
+    if not again:
+        _refuse_changes(name, rehearsal.between)
+        return
     try:
         second = rehearsal.run()
     except CaptureError:
