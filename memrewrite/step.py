@@ -97,7 +97,7 @@ class Step:
             self._pass(module, inputs, lambda phase: None)
         value = self._pass(module, inputs, on_phase)
         if optimizer is not None:
-            optimizer.step()
+            self.update(optimizer)
             on_phase("step")
             optimizer.zero_grad(set_to_none=True)
         else:
@@ -114,9 +114,17 @@ class Step:
             loss = (self.loss_fn or default_loss)(output)
             on_phase("loss")
         del output
-        loss.backward()
+        self.backward(loss)
         on_phase("backward")
         return loss.detach()
+
+    def backward(self, loss: Tensor) -> None:
+        """Make the gradients of ``loss``; a loop that does more than that overrides it."""
+        loss.backward()
+
+    def update(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let the optimizer take its step; likewise."""
+        optimizer.step()
 
 
 @contextlib.contextmanager

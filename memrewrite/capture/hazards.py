@@ -36,6 +36,7 @@ from memrewrite.private import (
     tree_leaves,
     tree_map,
 )
+from memrewrite.runtime.dropin import autocast_dtype
 from memrewrite.simulate.fake import fake_inputs, fake_twin
 from memrewrite.simulate.known import known_values
 from memrewrite.step import Inputs, device_type
@@ -95,7 +96,10 @@ def check(model: nn.Module, inputs: Inputs) -> Findings:
         for what, places in first.places.items():
             raise CaptureError(f"{name} {_REFUSED[what].format(place=places[0])}")
         switched = rehearsal.differs_where_autocast_is_switched(first, device)
-        _refuse_difference(name, rehearsal, first, again=switched)
+        if switched:
+            _refuse_difference(name, rehearsal, first)
+        else:  # which was the second run, then
+            _refuse_changes(name, rehearsal.between)
     written = next(rehearsal.before.written(), None)
     lost = f"writes to self.{written}, which is no buffer" if written else first.nested
     if "apply" in checkpoints:
@@ -103,14 +107,13 @@ def check(model: nn.Module, inputs: Inputs) -> Findings:
     notes = ["The model's own torch.utils.checkpoint calls are replaced by the plan."] if checkpoints else []
     if place := rehearsal.decided_by_values(first):
         notes.append(_DECIDED.format(name=name, place=place))
-    amp = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     return Findings(
         notes=tuple(notes),
         export_loses=lost,
         asks=asked[0] if asked else "",
         exact=not place,
         checkpoints=bool(checkpoints),
-        autocast=amp if about or switched else "any",
+        autocast=autocast_dtype(device) if about or switched else "any",
     )
 
 
@@ -212,14 +215,8 @@ def _failed(name: str, error: Exception) -> str:
     return f"{name} does not run on the example inputs{place}: {type(error).__name__}: {text}."
 
 
-def _refuse_difference(name: str, rehearsal: _Rehearsal, first: "_Watch", again: bool) -> None:
-    """A second run must do the same as the first and change nothing. What is set up once and then kept is no hazard.
-
-    Without ``again`` it has been taken, and did the same.
-    """
-    if not again:
-        _refuse_changes(name, rehearsal.between)
-        return
+def _refuse_difference(name: str, rehearsal: _Rehearsal, first: "_Watch") -> None:
+    """A second run must do the same as the first and change nothing. What is set up once and then kept is no hazard."""
     try:
         second = rehearsal.run()
     except CaptureError:

@@ -287,15 +287,16 @@ def _match(program: Program, module: nn.Module, leaves: list[Any]) -> tuple[list
     weight = next(module.parameters(), None)
     if weight is not None and weight.dtype != program.dtype:
         return None, f"the parameters are {weight.dtype}, captured as {program.dtype}"
-    if program.autocast != "any" and (now := _autocast(tensors if weight is None else [weight])) != program.autocast:
-        return None, f"it asks about autocast, which casts to {now} now and to {program.autocast} at capture"
+    if program.autocast != "any":
+        now = autocast_dtype(next((t.device.type for t in (weight, *tensors) if t is not None), "cpu"))
+        if now != program.autocast:
+            return None, f"it asks about autocast, which casts to {now} now and to {program.autocast} at capture"
     return tensors, ""
 
 
-def _autocast(tensors: list[Tensor]) -> torch.dtype | None:
-    """What autocast casts to on the device of the first tensor; None where it is off."""
-    kind = tensors[0].device.type if tensors else "cpu"
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """What autocast casts to there; None where it is off."""
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
 
 
 def _cast_anyway(leaf: Tensor, dtype: torch.dtype) -> bool:

@@ -23,7 +23,7 @@ _EXPANDABLE = re.compile(r"expandable_segments\s*:\s*true", re.IGNORECASE)
 
 
 def rounded(size: int, granule: int = GRANULE) -> int:
-    """``size`` bytes as the allocator counts them: the next multiple of 512."""
+    """The next multiple of ``granule``; of 512, it is what the allocator counts for ``size`` bytes."""
     return -(-size // granule) * granule
 
 

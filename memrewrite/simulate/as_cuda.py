@@ -34,7 +34,7 @@ from memrewrite.private import (
     tree_map,
     without_autocast,
 )
-from memrewrite.simulate.allocator import GRANULE
+from memrewrite.simulate.allocator import rounded
 from memrewrite.simulate.transients import Transients, transients_on
 
 STATED_ERROR = "5 %"  # of the peak; see tests/benchmarks
@@ -116,7 +116,7 @@ def _flash_backward(given: dict[str, Any]) -> int:
     """
     batch, heads, rows, depth = given["query"].shape
     columns, item = given["key"].shape[2], given["key"].element_size()
-    rows, depth = _up(rows, 128), _up(depth, 32 if depth <= 128 else 64)
+    rows, depth = rounded(rows, 128), rounded(depth, 32 if depth <= 128 else 64)
     shared = 2 * columns * given["key"].shape[3] * item if given["key"].shape[1] != heads else 0
     return int(batch * heads * (rows * depth * 4 + rows * 4 + shared))
 
@@ -125,7 +125,7 @@ def _efficient_backward(given: dict[str, Any]) -> int:
     """``kernel_backward.h``: a float32 per row, and float32 gradients in half precision, of q and in deep heads."""
     batch, heads, rows, depth = given["query"].shape
     columns = given["key"].shape[2]
-    sums = _up(rows, 64) * depth + (2 * columns * depth if depth > 128 else 0)
+    sums = rounded(rows, 64) * depth + (2 * columns * depth if depth > 128 else 0)
     return int(batch * heads * 4 * (rows + (sums if given["query"].dtype in _HALF else 0)))
 
 
@@ -153,7 +153,7 @@ def _sum(given: dict[str, Any]) -> int:
         return 0
     sharing = max(min(-(-at_once // blocks), -(-per_thread // _FEW)), -(-per_thread // _MANY))
     partial = max(source.element_size(), 4) * columns * sharing * across * vector
-    return _up(partial, GRANULE) + _up(4 * blocks, GRANULE) if sharing > 1 else 0
+    return rounded(partial) + rounded(4 * blocks) if sharing > 1 else 0
 
 
 def _power(size: int) -> int:
@@ -353,7 +353,3 @@ def _cast_to(dtype: torch.dtype, operator: OpOverload, args: Any, kwargs: Any) -
 def _castable(leaf: Any) -> bool:
     """What autocast casts: floating-point tensors, but not those in double precision."""
     return isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype != torch.float64
-
-
-def _up(size: int, granule: int) -> int:
-    return -(-size // granule) * granule

@@ -34,9 +34,8 @@ class Life:
 
     ``bytes`` are rounded up to 512, or those of a block. ``module`` is the path of the submodule that made it or, for a
     gradient or optimizer state, whose parameter it belongs to; "" is the module itself, None what lies outside (inputs,
-    the loss).
-    ``operator`` is the label of its birth, ``step 1 forward: aten.relu.default``, without an operator where it was
-    there before.
+    the loss). ``operator`` is the label of its birth, ``step 1 forward: aten.relu.default``, without an operator where
+    it was there before.
     """
 
     born: int

@@ -11,7 +11,6 @@ import argparse
 import re
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from memrewrite.measuring import measure, predict
 from memrewrite.report.data import Peaks
 from memrewrite.simulate import Timeline, simulate
 from memrewrite.simulate.workspaces import workspace_bytes
-from memrewrite.step import Inputs, OptimizerFactory, Phase, Step, autocast, default_loss, device_type
+from memrewrite.step import Inputs, OptimizerFactory, Step
 from memrewrite.stepspec import amp_dtype, optimizer_factory
 from tests.benchmarks.models import adamw_fused
 from tests.benchmarks.predict_models import MODELS
@@ -86,29 +85,14 @@ class Scaled(Step):
 
     scaler: torch.amp.GradScaler = field(default_factory=lambda: torch.amp.GradScaler(init_scale=256.0))
 
-    def run(
-        self,
-        module: nn.Module,
-        inputs: Inputs,
-        optimizer: torch.optim.Optimizer | None,
-        on_phase: Callable[[Phase], None] = lambda phase: None,
-    ) -> Tensor | None:
-        """One step of that loop, which skips the optimizer's where gradients overflow."""
-        on_phase("data")
-        with autocast(self.amp, device_type(module, inputs)):
-            output = module(*inputs.args, **inputs.kwargs)
-            on_phase("forward")
-            loss = default_loss(output)
-            on_phase("loss")
-        del output
+    def backward(self, loss: Tensor) -> None:
+        """That of the scaled loss."""
         self.scaler.scale(loss).backward()
-        on_phase("backward")
-        assert optimizer is not None
+
+    def update(self, optimizer: torch.optim.Optimizer) -> None:
+        """Nothing where gradients overflow."""
         self.scaler.step(optimizer)
         self.scaler.update()
-        on_phase("step")
-        optimizer.zero_grad(set_to_none=True)
-        return None
 
 
 CASES = [
