@@ -3,6 +3,7 @@
     OMP_NUM_THREADS=1 python -m tests.zoo.run rows.jsonl     # everything not yet in rows.jsonl
     python -m tests.zoo.run rows.jsonl --only timm/cait --again
     python -m tests.zoo.run rows.jsonl --jobs 16       # so many models at a time, one core each
+    python -m tests.zoo.run bf16.jsonl --amp bf16      # under autocast; writes no table
     python -m tests.zoo.run rows.jsonl --table         # only write the table
 
 The budget is the floor plus 60 % of what lies above it: floor + 0.6 * (peak - floor), both predicted. A row of an
@@ -31,7 +32,7 @@ from memrewrite.measuring import predict
 from memrewrite.plan.facts import join
 from memrewrite.simulate import run_tracked
 from memrewrite.step import Step
-from memrewrite.stepspec import optimizer_factory
+from memrewrite.stepspec import amp_dtype, optimizer_factory
 from tests.zoo.models import ZOO, Entry, build
 from tests.zoo.table import write
 
@@ -69,6 +70,7 @@ class Row:
     verdict: str = ""
     seconds: float = 0.0
     torch: str = torch.__version__.partition("+")[0]
+    amp: str = "off"
 
     @property
     def key(self) -> str:
@@ -76,9 +78,9 @@ class Row:
         return f"{self.library}/{self.family}"
 
 
-def examine(entry: Entry) -> Row:
+def examine(entry: Entry, amp: str = "off") -> Row:
     """Optimize one model in this process; every error ends in the row."""
-    row = Row(entry.library, entry.family, entry.name)
+    row = Row(entry.library, entry.family, entry.name, amp=amp)
     started = time.perf_counter()
     try:
         _fill(row, entry)
@@ -94,13 +96,18 @@ def _fill(row: Row, entry: Entry) -> None:
     torch.manual_seed(0)
     model, inputs = build(entry)
     row.parameters = sum(p.numel() for p in model.parameters())
-    step = Step(optimizer=optimizer_factory(entry.optimizer))
+    step = Step(optimizer=optimizer_factory(entry.optimizer), amp=amp_dtype(row.amp))
     before = predict(model, inputs, step)
     row.before, row.budget = before.peak, int(before.floor + SHARE * (before.peak - before.floor))
     started = time.perf_counter()
     with mock.patch.object(pipeline, "join", wraps=join) as joined:
         result = memrewrite.optimize(
-            model, inputs.args, example_kwargs=inputs.kwargs, budget=row.budget, optimizer=entry.optimizer
+            model,
+            inputs.args,
+            example_kwargs=inputs.kwargs,
+            budget=row.budget,
+            optimizer=entry.optimizer,
+            amp=step.amp,
         )
     row.seconds = time.perf_counter() - started
     report = memrewrite.report_of(result)
@@ -117,12 +124,12 @@ def _fill(row: Row, entry: Entry) -> None:
     row.sentence = "" if row.outcome == "verified" else "The result is over budget or unproved, and nobody said so."
 
 
-def in_child(entry: Entry) -> Row:
+def in_child(entry: Entry, amp: str = "off") -> Row:
     """Examine one model in a fresh process with a limit on time and memory; the libraries are imported once for all."""
     started = time.perf_counter()
-    row = Row(entry.library, entry.family, entry.name)
+    row = Row(entry.library, entry.family, entry.name, amp=amp)
     receiver, sender = _PROCESSES.Pipe(duplex=False)
-    child = _PROCESSES.Process(target=_send, args=(entry, sender), daemon=True)
+    child = _PROCESSES.Process(target=_send, args=(entry, amp, sender), daemon=True)
     child.start()
     sender.close()
     if receiver.poll(LIMIT_S):
@@ -138,11 +145,11 @@ def in_child(entry: Entry) -> Row:
     return row
 
 
-def _send(entry: Entry, sender: Connection) -> None:
+def _send(entry: Entry, amp: str, sender: Connection) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    sender.send(json.dumps(asdict(examine(entry))))
+    sender.send(json.dumps(asdict(examine(entry, amp))))
 
 
 def read(path: Path) -> dict[str, Row]:
@@ -160,6 +167,7 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="also models that have a row")
     parser.add_argument("--failed", action="store_true", help="also models whose row is not verified")
     parser.add_argument("--table", action="store_true", help="run nothing")
+    parser.add_argument("--amp", choices=["off", "bf16"], default="off", help="train under autocast")
     parser.add_argument("--jobs", type=int, default=1, help="models at a time")
     options = parser.parse_args()
     known = read(options.rows)
@@ -170,11 +178,12 @@ def main() -> None:
         and (options.again or entry.key not in known or (options.failed and known[entry.key].outcome != "verified"))
     ]
     with ThreadPoolExecutor(options.jobs) as threads, options.rows.open("a") as file:
-        for done in as_completed([threads.submit(in_child, entry) for entry in wanted]):
+        for done in as_completed([threads.submit(in_child, entry, options.amp) for entry in wanted]):
             row = done.result()
             print(json.dumps(asdict(row)), file=file, flush=True)
             print(f"{row.outcome:9} {row.key:40} {row.seconds:6.1f} s  {row.sentence[:300]}", flush=True)
-    write(list(read(options.rows).values()))
+    if options.amp == "off":
+        write(list(read(options.rows).values()))
 
 
 if __name__ == "__main__":

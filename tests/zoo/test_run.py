@@ -9,12 +9,14 @@ from tests.zoo import run
 from tests.zoo.models import Entry
 
 
-def test_a_model_becomes_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("amp", ["off", "bf16"])
+def test_a_model_becomes_a_row(monkeypatch: pytest.MonkeyPatch, amp: str) -> None:
     layers = [layer for _ in range(8) for layer in (nn.Linear(16, 16), nn.Sigmoid())]
     made = nn.Sequential(*layers), Inputs((torch.randn(512, 16),), {})
     monkeypatch.setattr(run, "build", lambda entry: made)
-    row = run.examine(Entry("none", "layers", "layers"))
+    row = run.examine(Entry("none", "layers", "layers"), amp)
     assert row.outcome == "verified", row.sentence
+    assert row.amp == amp
     assert row.predicted == row.tracked
     assert (row.predicted or 0) <= (row.budget or 0)
     assert row.segments
