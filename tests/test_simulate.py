@@ -77,12 +77,25 @@ def test_the_reserve_of_recurrent_layers_is_counted(kind: Callable[..., nn.Modul
     assert (simulated.peak, simulated.phases) == (real.peak, real.phases)
 
 
-@pytest.mark.parametrize("affine", [True, False], ids=["weights", "none"])
+NORMALIZATIONS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "layer": (lambda: nn.LayerNorm(16), (512, 16)),
+    "layer without weights": (lambda: nn.LayerNorm(16, elementwise_affine=False), (512, 16)),
+    "group": (lambda: nn.GroupNorm(16, 16), (32, 16)),
+    "group without weights": (lambda: nn.GroupNorm(16, 16, affine=False), (32, 16)),
+    "batch": (lambda: nn.BatchNorm1d(256), (8, 256)),
+    "batch without weights": (lambda: nn.BatchNorm1d(256, affine=False), (8, 256)),
+    "batch without running statistics": (lambda: nn.BatchNorm1d(256, track_running_stats=False), (8, 256)),
+    "batch alone": (lambda: nn.BatchNorm1d(256, affine=False, track_running_stats=False), (8, 256)),
+}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_what_layer_norm_keeps_of_each_row_is_counted(dtype: torch.dtype, affine: bool) -> None:
-    module = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16, elementwise_affine=affine), nn.Linear(16, 16)).to(dtype)
+@pytest.mark.parametrize("kind", NORMALIZATIONS)
+def test_the_statistics_that_normalizations_keep_are_counted(kind: str, dtype: torch.dtype) -> None:
+    build, (count, width) = NORMALIZATIONS[kind]
+    module = nn.Sequential(nn.Linear(width, width), build(), nn.Linear(width, width)).to(dtype)
     amp = torch.bfloat16 if dtype is torch.float32 else None
-    simulated, real = both(module, Inputs((torch.randn(512, 16, dtype=dtype),), {}), Step(amp=amp))
+    simulated, real = both(module, Inputs((torch.randn(count, width, dtype=dtype),), {}), Step(amp=amp))
     assert simulated == real
 
 
