@@ -17,6 +17,7 @@ from memrewrite.costs import Costs
 from memrewrite.costs.profile import profile_on
 from memrewrite.coverage import kept
 from memrewrite.errors import CaptureError, MemrewriteError, NotEquivalentError, UsageError
+from memrewrite.marking import mark_inplace
 from memrewrite.measuring import predict
 from memrewrite.options import Budget
 from memrewrite.plan.facts import compute_nodes, held_storages
@@ -77,8 +78,8 @@ def optimize(
     the forward bit-equal. ``compiled=True`` is for a result that ``torch.compile`` will get, which fuses what it runs
     again and makes each node as backward asks for it: the plan then counts products alone, keeps those worth it, and
     divides only segments where that costs nothing. The predicted peak stays that of the uncompiled module, less what
-    casts to wider types take there; the one that is measured, on a GPU, and held to the budget there is that of the
-    compiled one. ``verify=False`` returns the result unproved.
+    casts to wider types take there, with gradients of zeros (``simulate.tangents``); the one that is measured, on a
+    GPU, and held to the budget there is that of the compiled one. ``verify=False`` returns the result unproved.
 
     The result shares every Parameter and buffer with ``model``, is an instance of its class, and carries ``.report``
     (where the class has a ``report`` of its own that stays, and ``memrewrite.report_of(result)`` gives ours); where
@@ -113,7 +114,7 @@ def optimize(
         progress("plan")
         measured = meet(line, limit, before.peak, names)
         pipeline.drop_needless_casts(line)
-    pipeline.mark_inplace(line, names)
+    mark_inplace(line, names)
     modified = any(result.modified for result in line.results.values())
     after = line.simulate()
     if not modified and (limit is None or before.peak <= max(limit.resolve(before.peak) or 0, after.peak)):

@@ -15,11 +15,10 @@ from memrewrite.costs.profile import Profile
 from memrewrite.costs.steptime import step_ms
 from memrewrite.costs.work import of_loss, of_optimizer
 from memrewrite.effects import Effects, observe
-from memrewrite.errors import CaptureError, InternalError
+from memrewrite.errors import InternalError
 from memrewrite.measuring import predict
 from memrewrite.passes import early_casts
 from memrewrite.passes.checkpoint_segments import MARKS, CheckpointSegments, clear
-from memrewrite.passes.inplace_activation import InplaceActivation
 from memrewrite.plan.facts import chain, compute_nodes_of, join
 from memrewrite.plan.refine import Fitted, Search
 from memrewrite.plan.segments import Chain, Plan
@@ -31,7 +30,6 @@ from memrewrite.runtime.dropin import build, graft, program_from
 from memrewrite.simulate import Timeline, preserved_rng
 from memrewrite.simulate.allocator import rounded
 from memrewrite.step import Inputs, Step, default_loss, device_of
-from memrewrite.trained import observe_trained
 from memrewrite.working import Levels, levels
 
 
@@ -119,7 +117,7 @@ class Line:
     ``left`` says of parts outside, by path, why they stay as they are; ``profile`` times nodes on their device,
     ``original_ms`` is the predicted time of a step of the model as it is. Of a step that is ``compiled``, plans are for
     what ``torch.compile`` runs again, and how (see ``plan.demand``); ``in_turn`` says that it has to hold fewer tensors
-    there and fuse less.
+    there and fuse less, and ``spare`` how many bytes plans leave for what forward and backward take there besides.
     """
 
     model: nn.Module
@@ -132,9 +130,10 @@ class Line:
     profile: Profile | None = None
     original_ms: float | None = None
     in_turn: bool = False
-    _searches: dict[bool, tuple[tuple[str, ...], Search]] = field(
+    spare: int = 0
+    _searches: dict[bool, tuple[tuple[int, tuple[str, ...]], Search]] = field(
         default_factory=dict
-    )  # with the programs they are for
+    )  # with the bytes to spare and the programs they are for
     _simulated: dict[tuple[bool, tuple[str, ...]], Timeline] = field(default_factory=dict)  # by what was simulated
 
     @property
@@ -174,7 +173,7 @@ class Line:
         on all that was there before, and is seen once a plan is chosen.
         """
         blocks = blocks and self.step.device_type(self.model, self.inputs) == "cuda"
-        key = (blocks, tuple(part.source for part in self.parts))
+        key = (blocks, self._programs)
         if key not in self._simulated:
             workspace = self.workspace
             built = self.build()
@@ -185,14 +184,23 @@ class Line:
         """What ``simulate`` gives, with the submodule that made each storage."""
         return predict(self.build(), self.inputs, self.step, workspace_bytes=self.workspace, attribute=True)
 
-    def rehearse(self, usual: Timeline) -> int:
-        """The peak in bytes, by one forward and backward pass, as ``usual`` has it in its second step and optimizer.
+    def peak(self) -> int:
+        """The peak in bytes of the graphs as they are now that plans are made by: simulated, with ``spare``."""
+        timeline = self.simulate(blocks=False)
+        return max(timeline.peak_of_passes + self.spare, timeline.peak_of_optimizer)
 
-        That of ``simulate`` in a third of its time, unless the model's second step differs from its first.
+    def rehearse(self, usual: Timeline) -> int:
+        """``peak`` by one forward and backward pass, where that is as ``usual`` is in its second step and optimizer.
+
+        In a third of the time, unless the model's second step differs from its first. ``usual`` is the timeline of any
+        program of this line: what is in use as a step begins is the same for all.
         """
+        if (False, self._programs) in self._simulated:
+            return self.peak()
         step = replace(self.step, optimizer=None)
         once = predict(self.build(), self.inputs, step, workspace_bytes=self.workspace, steps=1, blocks=False)
-        return max(once.peak + usual.before_last_step - once.before_last_step, usual.peak_of_optimizer)
+        passes = once.peak + usual.before_last_step - once.before_last_step
+        return max(passes + self.spare, usual.peak_of_optimizer)
 
     @property
     def statistics(self) -> bool:
@@ -234,23 +242,32 @@ class Line:
         """
         for part in self.parts:
             clear(part.graph_module)
-        programs = tuple(part.source for part in self.parts)
+        asked = self.spare, self._programs
         found = self._searches.get(exact)
-        if found is None or found[0] != programs:
-            self._searches[exact] = found = programs, self._search(exact)
+        if found is None or found[0] != asked:
+            self._searches[exact] = found = asked, self._search(exact)
         return found[1]
 
+    @property
+    def _programs(self) -> tuple[str, ...]:
+        return tuple(part.source for part in self.parts)
+
     def _search(self, exact: bool) -> Search:
-        plain = self.simulate(blocks=False)
+        seen = (timeline for (blocks, _), timeline in self._simulated.items() if not blocks)
+        usual = next(seen, None) or self.simulate(blocks=False)
+
+        def now() -> int:
+            return self.peak() if exact else self.rehearse(usual)
+
         chains = join([part.chain(self.costs(part)) for part in self.parts])
         new = [] if self.step.micro_batches > 1 else [p for p in self.model.parameters() if p.requires_grad]
-        fixed = plain.floor - sum(rounded(p.nbytes) for p in new)  # gradients, which come as backward goes
+        fixed = usual.floor - sum(rounded(p.nbytes) for p in new)  # gradients, which come as backward goes
 
         def peak(candidate: Plan) -> int:
             self.segments(candidate)
-            return self.simulate(blocks=False).peak if exact else self.rehearse(plain)
+            return now()
 
-        return Search(chains, plain.peak, fixed, peak, plain.peak_of_optimizer)
+        return Search(chains, now(), fixed, peak, usual.peak_of_optimizer)
 
     def segments(self, plan: Plan) -> None:
         """Turn a plan over the regions' joined chains into segments."""
@@ -305,7 +322,7 @@ def plan(line: Line, budget: int) -> Fitted:
             early_casts.insert(part.graph_module, part.observe())
     fitted = line.searches(exact=False).fit(budget)
     line.segments(fitted.plan)
-    if line.simulate(blocks=False).peak != fitted.peak:
+    if line.peak() != fitted.peak:
         fitted = line.searches(exact=True).fit(budget)
         line.segments(fitted.plan)
     if line.compiled and not (fitted.fits or line.in_turn):
@@ -315,9 +332,12 @@ def plan(line: Line, budget: int) -> Fitted:
 
 
 def drop_needless_casts(line: Line) -> None:
-    """Take away what ``plan`` spelled out and no segment begins with."""
-    for part in line.parts:
-        early_casts.drop_needless(part.graph_module)
+    """Take away what ``plan`` spelled out and no segment begins with, unless the peak is lower with it."""
+    peak = line.simulate(blocks=False).peak
+    restored = [early_casts.drop_needless(part.graph_module) for part in line.parts]
+    if line.simulate(blocks=False).peak > peak:
+        for restore in restored:
+            restore()
 
 
 def cast_inputs(line: Line) -> Callable[[], None] | None:
@@ -335,63 +355,6 @@ def no_plan(line: Line, budget: int) -> Fitted:
     """What ``plan`` says when segments are not among the passes asked for."""
     peak = line.simulate(blocks=False).peak
     return Fitted(Plan(), peak, peak <= budget)
-
-
-def mark_inplace(line: Line, names: tuple[str, ...] | None) -> None:
-    """Mark activations in place, once and last, because legality depends on the segments.
-
-    What autograd keeps depends on the call: it is observed as if everything required a gradient and without autocast,
-    whose copies would be kept in place of what is marked, so that whoever calls the result may choose.
-    Marks that would raise the peak are taken back. ``torch.compile`` finds for itself what to write in place.
-    """
-    if line.compiled or (names is not None and InplaceActivation.name not in names):
-        return
-    parts = [part for part in line.parts if InplaceActivation.name not in part.results]
-    before = _spellings(parts)
-    for part in parts:
-        _mark_inplace(part)
-    after = _spellings(parts)
-    if before == after:
-        return
-    peak = line.simulate(blocks=False).peak
-    _spell(parts, before)
-    if peak <= line.simulate(blocks=False).peak:
-        _spell(parts, after)
-        return
-    for part in parts:
-        done = part.results[InplaceActivation.name]
-        refused = (Refused(each.where, "In place, the peak of the step would be higher.") for each in done.applied)
-        part.results[InplaceActivation.name] = Result((), (*done.refused, *refused))
-
-
-def _mark_inplace(part: Part) -> None:
-    effects = part.observe()
-
-    def look() -> Effects:
-        return observe_trained(
-            part.region.module, part.graph_module, part.region.example, effects, grad=part.step.mode == "train"
-        )
-
-    try:
-        first = [look()]
-    except CaptureError as error:
-        part.forget()
-        where = part.region.path or "(root)"
-        part.results[InplaceActivation.name] = Result((), (Refused(where, f"What would be kept is unknown: {error}"),))
-        return
-    part.apply(InplaceActivation(), lambda: first.pop() if first else look())
-
-
-def _spellings(parts: list[Part]) -> list[tuple[Any, ...]]:
-    return [(node.target, node.args, node.kwargs) for part in parts for node in part.graph_module.graph.nodes]
-
-
-def _spell(parts: list[Part], spellings: list[tuple[Any, ...]]) -> None:
-    nodes = [node for part in parts for node in part.graph_module.graph.nodes]
-    for node, (target, args, kwargs) in zip(nodes, spellings, strict=True):
-        node.target, node.args, node.kwargs = target, args, kwargs
-    for part in parts:
-        part.graph_module.recompile()
 
 
 def abandon(line: Line) -> None:

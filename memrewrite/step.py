@@ -49,8 +49,9 @@ class Step:
 
     ``as_cuda`` plans for CUDA on tensors that lie on the CPU: what runs on fake tensors runs as it does on CUDA; what
     runs on real ones runs on the CPU as ever. ``compiled`` plans for ``torch.compile``, which casts to a wider type
-    wherever that is read: such a tensor counts as what it is made of. Gradients of ``micro_batches`` forward and
-    backward passes add up before the optimizer's step, each pass over the same inputs.
+    wherever that is read, so that such a tensor counts as what it is made of, and hands zeros to backward as gradients
+    of what is given besides the loss. Gradients of ``micro_batches`` forward and backward passes add up before the
+    optimizer's step, each pass over the same inputs.
     """
 
     mode: Literal["train", "inference"] = "train"

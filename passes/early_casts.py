@@ -18,7 +18,7 @@ copy in their layout, in float32.
 """
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from torch import Tensor, fx
 
@@ -67,11 +67,22 @@ def take_away(graph_module: fx.GraphModule, casts: Iterable[fx.Node]) -> None:
     graph_module.recompile()
 
 
-def drop_needless(graph_module: fx.GraphModule) -> None:
-    """Take away each cast that lies in the segment of its product, or in none as that does."""
+def drop_needless(graph_module: fx.GraphModule) -> Callable[[], None]:
+    """Take away each cast that lies in the segment of its product, or in none as that does; the result restores them.
+
+    Some let go of what they cast before the product runs.
+    """
     casts = graph_module.graph.find_nodes(op="call_function", target=as_autocast)
     alike = (all(user.meta.get("segment") == cast.meta.get("segment") for user in cast.users) for cast in casts)
-    take_away(graph_module, list(itertools.compress(casts, alike)))
+    needless = [(cast, *cast.all_input_nodes, *cast.users) for cast in itertools.compress(casts, alike)]
+    take_away(graph_module, [cast for cast, _, _ in needless])
+
+    def restore() -> None:
+        for cast, source, product in needless:
+            _cast(source, product, product).meta = cast.meta
+        graph_module.recompile()
+
+    return restore
 
 
 def _cast(source: fx.Node, product: fx.Node, place: fx.Node) -> fx.Node:

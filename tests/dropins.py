@@ -9,6 +9,7 @@ from torch import Tensor, fx, nn
 
 from memrewrite import pipeline
 from memrewrite.capture import capture
+from memrewrite.marking import mark_inplace
 from memrewrite.passes.functionalize import Functionalize
 from memrewrite.plan.facts import compute_nodes, reach
 from memrewrite.plan.segments import Bytes, Plan
@@ -91,7 +92,7 @@ def segmented(
     kept = [pair for path, pair in Plan(tuple(intervals)).numbered() if len(path) == 1] if keeping else []
     line.segments(Plan(tuple(intervals), keeping=tuple(kept)))
     if statistics:
-        pipeline.mark_inplace(line, None)
+        mark_inplace(line, None)
     return Segmented(line.build(), nodes, ends.tolist(), len(intervals))
 
 

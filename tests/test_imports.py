@@ -27,6 +27,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("api",),
     ("budgeting",),
     ("advice",),
+    ("marking",),
     ("pipeline",),
     ("registry",),
     ("passes",),
@@ -45,7 +46,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
 # Imports against that order, each with its reason.
 EXCEPTIONS: dict[tuple[str, str], str] = {}
 # Files that may name a pass: who lists them all, and who runs the ones that frame the others.
-NAMES_PASSES = {"registry", "pipeline"}
+NAMES_PASSES = {"registry", "marking", "pipeline"}
 
 
 def module_name(file: Path) -> str:

@@ -1,6 +1,7 @@
 """``memrewrite.optimize`` from model to drop-in: budgets kept to the byte, the same numbers, failures told apart."""
 
 import copy
+import functools
 import json
 from collections.abc import Callable
 from typing import Any, cast
@@ -448,6 +449,41 @@ def test_compiled_code_fuses_less_only_where_less_room_is_not_enough(
     stand_in(monkeypatch, on_device)
     memrewrite.optimize(model, x, budget=budget, optimizer="none", verify=False, compiled=True)
     assert seen == in_turn
+
+
+@pytest.mark.parametrize("more", [80_000, 300_000], ids=["within reach", "out of reach"])
+@pytest.mark.parametrize("minimum", [True, False], ids=["min", "a budget"])
+def test_compiled_passes_that_take_more_are_planned_below_the_optimizer(
+    monkeypatch: pytest.MonkeyPatch, minimum: bool, more: int
+) -> None:
+    """The lowest plan is the first to take no more than the optimizer, until the device is seen to take more."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(8) for layer in (nn.Linear(96, 96), nn.Tanh(), nn.Sigmoid())]
+    model, x = nn.Sequential(*layers), torch.randn(128, 96)
+    arguments: Any = {"optimizer": functools.partial(torch.optim.AdamW, foreach=True), "compiled": True}
+    lowest = memrewrite.optimize(model, x, budget="min", **arguments).report.predicted_after.peak
+    taken: list[int] = []
+
+    def compiled_peak(module: nn.Module, inputs: Inputs, step: Step) -> int:
+        timeline = simulate(module, inputs, step)
+        assert timeline.peak_of_optimizer == lowest
+        return max(timeline.peak_of_passes + more, lowest)
+
+    def on_device(module: nn.Module, inputs: Inputs, step: Step, steps: int, compiled: bool) -> Measured:
+        taken.append(compiled_peak(module, inputs, step))
+        return measured(taken[-1])
+
+    stand_in(monkeypatch, on_device)
+    budget = "min" if minimum else lowest
+    if more > 200_000 and not minimum:
+        with pytest.raises(BudgetInfeasibleError) as caught:
+            memrewrite.optimize(model, x, budget=budget, **arguments)
+        assert caught.value.lowest == min(taken) < taken[0]
+        return
+    result: Any = memrewrite.optimize(model, x, budget=budget, **arguments)
+    assert result.report.measured_after == measured(min(taken))
+    assert compiled_peak(result, Inputs((x,), {}), Step(optimizer=arguments["optimizer"])) == min(taken) < taken[0]
+    assert (min(taken) == lowest) == (more < 200_000)
 
 
 @pytest.mark.parametrize("saved", [1000, -1000], ids=["less", "more"])

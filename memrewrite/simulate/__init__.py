@@ -19,6 +19,7 @@ from memrewrite.simulate.allocator import Allocator, allocator_on
 from memrewrite.simulate.as_cuda import transients_for
 from memrewrite.simulate.fake import on_fakes, tensors_of
 from memrewrite.simulate.places import Places
+from memrewrite.simulate.tangents import zero_gradients
 from memrewrite.simulate.tracker import OPERATOR_WORKSPACE, Life, Tracker
 from memrewrite.simulate.transients import Transients
 from memrewrite.simulate.true_results import TrueResults
@@ -90,6 +91,12 @@ class Timeline:
     def before_last_step(self) -> int:
         """Bytes in use as the last step begins: parameters, buffers, inputs, optimizer state, accumulated gradients."""
         return [size for phase, size in self.phases if phase == "data"][-1]
+
+    @property
+    def peak_of_passes(self) -> int:
+        """The peak in bytes of the second step until the optimizer works."""
+        optimizer, second = "step 2 step", "step 2"
+        return max(size for size, label in self.events if label.startswith(second) and not label.startswith(optimizer))
 
     @property
     def peak_of_optimizer(self) -> int:
@@ -179,7 +186,7 @@ def run_tracked(
     recorder = _Recorder(tracker, module, inputs, step.make_optimizer(module))
     shortest = step.shortest()
     peaks = []
-    with places.followed() if places else nullcontext():
+    with places.followed() if places else nullcontext(), zero_gradients(module) if step.compiled else nullcontext():
         for number in range(1, steps + 1):
             tracker.reset_peak()
             recorder.start(number)

@@ -1,6 +1,7 @@
 """Casts for products are spelled out where autocast makes them: every bit stays, and segments keep what is narrow."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,11 +9,13 @@ import torch
 from torch import Tensor, fx, nn
 
 import memrewrite
+from memrewrite import pipeline
 from memrewrite.capture import capture
 from memrewrite.effects import observe
 from memrewrite.passes import early_casts
 from memrewrite.passes.functionalize import Functionalize
 from memrewrite.runtime.segment import as_autocast
+from memrewrite.simulate import Timeline
 from memrewrite.step import Inputs
 from tests.passes.helpers import FRONT_ENDS, Around, assert_same_bits, example, numbers, targets
 
@@ -78,8 +81,13 @@ def test_a_cast_in_the_segment_of_its_product_goes(of_cast: tuple[int, ...] | No
     product.meta["segment"] = (0,)
     if of_cast is not None:
         cast.meta["segment"] = of_cast
-    early_casts.drop_needless(graph_module)
+    restore = early_casts.drop_needless(graph_module)
     assert targets(graph_module).count("as_autocast") == left
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_same_bits(numbers(graph_module, x, model), numbers(model, x, model))
+    restore()
+    (again,) = (node for node in graph_module.graph.nodes if node.target is as_autocast)
+    assert (list(again.users), again.meta.get("segment")) == ([product], of_cast)
     with torch.autocast("cpu", torch.bfloat16):
         assert_same_bits(numbers(graph_module, x, model), numbers(model, x, model))
 
@@ -154,6 +162,32 @@ def test_the_lowest_peak_is_lower(monkeypatch: pytest.MonkeyPatch, compiled: boo
     assert early.report.verdict.startswith("bit-equal")
     assert early.report.predicted_after.peak < 0.97 * late.report.predicted_after.peak
     assert "as_autocast(" in early._memrewrite.source
+
+
+@pytest.mark.parametrize("worth", [0, 512], ids=["of no use", "of use"])
+def test_needless_casts_stay_where_the_peak_is_lower_with_them(monkeypatch: pytest.MonkeyPatch, worth: int) -> None:
+    """As it was for MetaFormer, whose gradients were cast in another order without them, above the budget."""
+    seen: list[int] = []
+    simulate = pipeline.Line.simulate
+
+    def with_worth(line: pipeline.Line, blocks: bool = True) -> Timeline:
+        timeline, casts = simulate(line, blocks), line.parts[0].source.count(" = as_autocast(")
+        seen.append(casts)
+        return replace(timeline, peak=timeline.peak - worth * casts)
+
+    drop = pipeline.drop_needless_casts
+
+    def watched(line: pipeline.Line) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(pipeline.Line, "simulate", with_worth)
+            drop(line)
+
+    monkeypatch.setattr(pipeline, "drop_needless_casts", watched)
+    result = optimized(monkeypatch, True)
+    before, after = seen
+    assert after < before
+    assert result._memrewrite.source.count(" = as_autocast(") == (before if worth else after)
+    assert result.report.verdict.startswith("bit-equal")
 
 
 def test_a_step_that_fits_is_left_alone() -> None:
