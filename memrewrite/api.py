@@ -5,6 +5,7 @@
 
 import platform
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal, cast
 
@@ -128,7 +129,8 @@ def optimize(
     verdict = None
     if verify:
         progress("verify")
-        verdict = _prove(line, result, seed, exact)
+        with _blaming(bare):  # for whatever shapes alone do not tell
+            verdict = _prove(line, result, seed, exact)
     pipeline.with_hooks_of(model, result)
     return _with_report(result, _report(line, limit, before, line.attributed(), verdict, measured))
 
@@ -197,8 +199,15 @@ def simulate_original(
 
     Raises ``CaptureError`` where the model itself fails on the inputs.
     """
-    try:
+    with _blaming(model):
         return predict(model, inputs, step, workspace_bytes=workspace, attribute=attribute, probe=probe)
+
+
+@contextmanager
+def _blaming(model: nn.Module) -> Iterator[None]:
+    """Let what the model itself raises on the example inputs be a ``CaptureError`` that says so."""
+    try:
+        yield
     except MemrewriteError:
         raise
     except Exception as error:

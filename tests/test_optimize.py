@@ -276,6 +276,21 @@ def test_models_that_cannot_be_meant() -> None:
     assert_untouched(before, model)
 
 
+def test_a_model_that_fails_on_values_alone() -> None:
+    """As DeBERTa does under autocast; fake tensors have no values that could overflow."""
+
+    class Overflowing(SwishStack):
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = super().forward(x)
+            return y.bfloat16().masked_fill(y > 0, torch.finfo(torch.float32).min)
+
+    model = seeded(Overflowing)
+    before = state(model)
+    with pytest.raises(CaptureError, match="Overflowing fails on the example inputs with RuntimeError: value"):
+        memrewrite.optimize(model, rows(256), budget="min")
+    assert_untouched(before, model)
+
+
 def test_exact_keeps_every_bit_of_the_forward() -> None:
     model = seeded(SwishStack)
     result = memrewrite.optimize(model, rows(256), budget="min", exact=True)

@@ -27,8 +27,8 @@ import torch
 
 import memrewrite
 from memrewrite import pipeline
+from memrewrite.api import simulate_original
 from memrewrite.errors import MemrewriteError
-from memrewrite.measuring import predict
 from memrewrite.plan.facts import join
 from memrewrite.simulate import run_tracked
 from memrewrite.step import Step
@@ -97,7 +97,7 @@ def _fill(row: Row, entry: Entry) -> None:
     model, inputs = build(entry)
     row.parameters = sum(p.numel() for p in model.parameters())
     step = Step(optimizer=optimizer_factory(entry.optimizer), amp=amp_dtype(row.amp))
-    before = predict(model, inputs, step)
+    before = simulate_original(model, inputs, step, 0)
     row.before, row.budget = before.peak, int(before.floor + SHARE * (before.peak - before.floor))
     started = time.perf_counter()
     with mock.patch.object(pipeline, "join", wraps=join) as joined:
