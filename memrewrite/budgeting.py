@@ -62,8 +62,8 @@ def _measured(line: pipeline.Line) -> Measured:
 def _below_the_optimizer(line: pipeline.Line, fitted: Fitted, measured: Measured, wanted: int) -> Measured:
     """The lowest compiled peak, where ``fitted``, measured so, was only sought to take no more than the optimizer does.
 
-    Compiled, forward and backward may take more than is simulated: Llama's took 0.7 GB more, and 1.6 with the plan that
-    is lowest there. So plans leave ever more to spare, until the measured peak is ``wanted`` or nothing lies lower.
+    Compiled, forward and backward may take more than is simulated, each plan's by its own bytes. So plans leave ever
+    more to spare, twice what the last one took more, until the measured peak is ``wanted`` or nothing lies lower.
     """
     best, plan = measured, fitted.plan
     while measured.peak > wanted and fitted.peak == (timeline := line.simulate(blocks=False)).peak_of_optimizer:

@@ -10,6 +10,7 @@ because its text is also pasted into generated models.
 """
 
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -142,7 +143,7 @@ def as_matrix(x: Tensor) -> tuple[int, int, bool] | None:
     if x.dtype not in (torch.float32, torch.float16, torch.bfloat16) or x.dim() < 2 or not x.numel():
         return None
     if x.dim() > 2 and x.is_contiguous():
-        return x.shape[0] * x.shape[1], x[0, 0].numel(), True
+        return x.shape[0] * x.shape[1], math.prod(x.shape[2:]), True
     last = {2: torch.contiguous_format, 4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
     if last is None or not x.is_contiguous(memory_format=last):
         return None
