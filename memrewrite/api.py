@@ -107,7 +107,7 @@ def optimize(
     line = pipeline.Line(bare, inputs, step, workspace, parts, found.notes, found.left, profile)
     if profile is not None:
         progress("profile")
-        line.original_ms = line.step_ms()
+        line.original = line.times()
     progress("rewrite")
     pipeline.rewrite(line, names, exact)
     measured = None
@@ -319,9 +319,13 @@ def _report(
         notes=_notes(line),
         versions=_versions(),
         shares=_shares(line),
-        predicted_ms_before=line.original_ms,
-        predicted_ms_after=line.original_ms if after is before else line.step_ms(),
+        predicted_ms_before=_longer(line.original),
+        predicted_ms_after=_longer(line.original if after is before else line.times()),
     )
+
+
+def _longer(times: tuple[float, float] | None) -> float | None:
+    return None if times is None else max(times)
 
 
 def _notes(line: pipeline.Line) -> tuple[str, ...]:

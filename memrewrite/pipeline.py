@@ -12,7 +12,7 @@ from memrewrite.codegen import generate
 from memrewrite.costs import Costs, roofline_costs
 from memrewrite.costs.compiled import when_compiled
 from memrewrite.costs.profile import Profile
-from memrewrite.costs.steptime import step_ms
+from memrewrite.costs.steptime import step_times
 from memrewrite.costs.work import of_loss, of_optimizer
 from memrewrite.effects import Effects, observe
 from memrewrite.errors import InternalError
@@ -115,9 +115,10 @@ class Line:
     """A model on its way: its regions in the order they run (one, the whole model, wherever that can be captured).
 
     ``left`` says of parts outside, by path, why they stay as they are; ``profile`` times nodes on their device,
-    ``original_ms`` is the predicted time of a step of the model as it is. Of a step that is ``compiled``, plans are for
-    what ``torch.compile`` runs again, and how (see ``plan.demand``); ``in_turn`` says that it has to hold fewer tensors
-    there and fuse less, and ``spare`` how many bytes plans leave for what forward and backward take there besides.
+    ``original`` are the predicted ``times`` of a step of the model as it is. Of a step that is ``compiled``, plans are
+    for what ``torch.compile`` runs again, and how (see ``plan.demand``); ``in_turn`` says that it has to hold fewer
+    tensors there and fuse less, and ``spare`` how many bytes plans leave for what forward and backward take there
+    besides.
     """
 
     model: nn.Module
@@ -128,7 +129,7 @@ class Line:
     notes: tuple[str, ...] = ()
     left: dict[str, str] = field(default_factory=dict)
     profile: Profile | None = None
-    original_ms: float | None = None
+    original: tuple[float, float] | None = None
     in_turn: bool = False
     spare: int = 0
     _searches: dict[bool, tuple[tuple[int, tuple[str, ...]], Search]] = field(
@@ -204,7 +205,12 @@ class Line:
 
     @property
     def statistics(self) -> bool:
-        """Whether batch normalizations in segments keep their statistics and apply them again, by a kernel for CUDA."""
+        """Whether batch normalizations in segments keep their statistics and apply them again, by a kernel for CUDA.
+
+        That saves the device time and costs the CPU some: where a step takes the CPU longer, they run again as a whole.
+        """
+        if self.original is not None and self.original[0] < self.original[1]:
+            return False
         return self.step.as_cuda or kernel_runs_on(device_of(self.model, self.inputs))
 
     def costs(self, part: Part) -> Costs:
@@ -222,8 +228,11 @@ class Line:
         again = self.profile.again(found) if self.profile else normalizations.again_ms(found, costs.roofline)
         return replace(costs, again=again)
 
-    def step_ms(self) -> float | None:
-        """The predicted time of a step in ms; None without a profile, when compiled, and where parts are no graph."""
+    def times(self) -> tuple[float, float] | None:
+        """The predicted times of a step in ms, of the device and of the CPU that starts its work.
+
+        None without a profile, when compiled, and where parts are no graph.
+        """
         if self.profile is None or self.compiled or [part.region.path for part in self.parts] != [""]:
             return None
         (part,) = self.parts
@@ -233,7 +242,7 @@ class Line:
             loss = of_loss(part.observe(), lambda flat: tree_unflatten(flat, tree), self.step, device)
             optimizer = of_optimizer(self.model, self.inputs, self.step)
         passes = self.step.micro_batches
-        return step_ms(part.observe(), self.costs(part), [*[loss] * passes, optimizer], passes)
+        return step_times(part.observe(), self.costs(part), [*[loss] * passes, optimizer], passes)
 
     def searches(self, exact: bool) -> Search:
         """The search for plans of the graphs as they are now, whose segments are cleared.

@@ -52,6 +52,19 @@ def test_a_graph_is_observed_once_until_it_changes(monkeypatch: pytest.MonkeyPat
     assert set(part.observe().order) == set(part.graph_module.graph.nodes)
 
 
+@pytest.mark.parametrize(("times", "kept"), [(None, True), ((5.0, 3.0), True), ((3.0, 5.0), False)])
+def test_statistics_are_kept_where_the_device_takes_longer(
+    monkeypatch: pytest.MonkeyPatch, times: tuple[float, float] | None, kept: bool
+) -> None:
+    monkeypatch.setattr(pipeline, "kernel_runs_on", lambda device: True)
+    under_test = line("residual", Step())
+    under_test.original = times
+    (part,) = under_test.parts
+    n = len(compute_nodes_of(part.graph_module))
+    under_test.segments(Plan(((0, n // 2),)))
+    assert ("normalize(" in part.source) == under_test.statistics == kept
+
+
 def test_a_peak_that_one_pass_does_not_tell_is_found_by_two_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = make("residual")
     monkeypatch.setattr(pipeline.Line, "rehearse", lambda self, usual: usual.peak // 4)

@@ -1,6 +1,7 @@
-"""The time of a whole step, predicted: that of the device or that of the CPU that starts everything, the longer one.
+"""The times of a whole step, predicted: that of the device and that of the CPU that starts everything.
 
-The step's operators are put in a queue and the CPU waits for none of them, so the two run side by side.
+The step's operators are put in a queue and the CPU waits for none of them, so the two run side by side and the longer
+one is the step's.
 """
 
 from collections import defaultdict
@@ -14,8 +15,9 @@ from memrewrite.effects import Effects
 from memrewrite.private import tree_iter
 
 
-def step_ms(effects: Effects, costs: Costs, others: Iterable[Work], passes: int = 1) -> float:
-    """Milliseconds of a step: ``passes`` times the graph's nodes, their backward and the segments marked in it.
+def step_times(effects: Effects, costs: Costs, others: Iterable[Work], passes: int = 1) -> tuple[float, float]:
+    """Milliseconds of a step on the device and on the CPU: ``passes`` times the graph's nodes, their backward and the
+    segments marked in it.
 
     A segment costs the CPU its fixed time besides that of starting its nodes again. ``others`` (losses, optimizer) move
     their bytes at the roofline's rate.
@@ -38,7 +40,7 @@ def step_ms(effects: Effects, costs: Costs, others: Iterable[Work], passes: int 
     for work in others:
         device += work.moved / costs.roofline.bytes_per_ms
         cpu += work.operators * costs.roofline.node_ms
-    return max(device, cpu)
+    return device, cpu
 
 
 def _trained(node: fx.Node) -> bool:
