@@ -72,8 +72,9 @@ def _below_the_optimizer(line: pipeline.Line, fitted: Fitted, measured: Measured
         measured = _measured(line)
         if measured.peak < best.peak:
             best, plan = measured, fitted.plan
-    line.spare = 0
-    line.segments(plan)
+    if line.spare:
+        line.spare = 0
+        line.segments(plan)
     return best
 
 

@@ -50,16 +50,16 @@ def test_the_time_of_a_step_is_that_of_the_device_or_of_the_cpu(effects: Effects
     work = [node for node in nodes if effects.of[node].moved]
     slow_device = Costs(CUDA, None, {node: Times(2.0, 5.0, 0.1, 0.2) for node in work})
     slow_cpu = Costs(CUDA, None, {node: Times(0.0, 0.0, 0.1, 0.2) for node in work})
-    assert step_times(effects, slow_device, ())[0] == pytest.approx(7.0 * len(work), rel=1e-6)
-    assert step_times(effects, slow_cpu, ())[1] == pytest.approx(0.3 * len(work), rel=1e-6)
-    assert step_times(effects, slow_device, (), passes=3)[0] == pytest.approx(21.0 * len(work), rel=1e-6)
+    assert max(step_times(effects, slow_device, ())) == pytest.approx(7.0 * len(work), rel=1e-6)
+    assert max(step_times(effects, slow_cpu, ())) == pytest.approx(0.3 * len(work), rel=1e-6)
+    assert max(step_times(effects, slow_device, (), passes=3)) == pytest.approx(21.0 * len(work), rel=1e-6)
     segment = [node_named(effects, name) for name in ("linear", "silu", "relu")]
     try:
         for node in segment:
             node.meta["segment"] = (0,)
-        assert step_times(effects, slow_device, ())[0] == pytest.approx(7.0 * len(work) + 6.0, rel=1e-6)
+        assert max(step_times(effects, slow_device, ())) == pytest.approx(7.0 * len(work) + 6.0, rel=1e-6)
         expected = 0.3 * len(work) + 0.3 + CUDA.segment_ms
-        assert step_times(effects, slow_cpu, ())[1] == pytest.approx(expected, rel=1e-6)
+        assert max(step_times(effects, slow_cpu, ())) == pytest.approx(expected, rel=1e-6)
     finally:
         for node in segment:
             del node.meta["segment"]
@@ -78,7 +78,7 @@ class Fork(nn.Module):
 def test_gradients_that_meet_are_added() -> None:
     found = observed(Fork(), torch.randn(4, 8))
     costs = Costs(CUDA, None, {node: Times(0.0) for node in compute_nodes(found)})
-    assert step_times(found, costs, ())[0] == pytest.approx(3 * 4 * 8 * 4 / CUDA.bytes_per_ms)
+    assert max(step_times(found, costs, ())) == pytest.approx(3 * 4 * 8 * 4 / CUDA.bytes_per_ms)
 
 
 @pytest.mark.parametrize(

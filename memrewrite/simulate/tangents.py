@@ -7,7 +7,7 @@ computes for the logits itself is there.
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,16 +24,19 @@ def zero_gradients(module: nn.Module) -> Iterator[None]:
 
     def hook(module: nn.Module, args: Any, output: Any) -> None:
         held.clear()
+        zeros: dict[int, Callable[[], Tensor]] = {}
         given = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        others = {position: tensor for position, tensor in enumerate(given) if tensor.dim()}
-        for loss in (tensor for tensor in given if not tensor.dim()):
-            for position, tensor in others.items():
-                loss.register_hook(functools.partial(hold, position, tensor.shape, tensor.dtype, tensor.device))
-        for position, tensor in others.items():
-            tensor.register_hook(functools.partial(let_go, position))
+        for position, tensor in enumerate(given):
+            if tensor.dim():
+                zeros[position] = functools.partial(torch.zeros, tensor.shape, dtype=tensor.dtype, device=tensor.device)
+                tensor.register_hook(functools.partial(let_go, position))
+            else:  # a loss
+                tensor.register_hook(functools.partial(hold, zeros))
 
-    def hold(position: int, shape: torch.Size, dtype: torch.dtype, device: torch.device, gradient: Tensor) -> None:
-        held[position] = torch.zeros(shape, dtype=dtype, device=device)
+    def hold(zeros: dict[int, Callable[[], Tensor]], gradient: Tensor) -> None:
+        while zeros:  # of several losses the first one is enough
+            position, make = zeros.popitem()
+            held[position] = make()
 
     def let_go(position: int, gradient: Tensor) -> None:
         held.pop(position, None)
