@@ -4,6 +4,9 @@ A model that computes its loss itself gives its logits as well. Eagerly nothing 
 come from. AOTAutograd's backward takes a gradient of every output that needs one, so it is handed zeros: for the logits
 of a language model with 128,256 words 2 GB for 8,192 tokens in bfloat16, from the beginning of backward until what it
 computes for the logits itself is there.
+
+PyTorch 2.11 holds them until backward ends (pytorch/pytorch#177837). They are not counted so long: plans would leave
+room for more than compiled code takes. What it takes beyond its plan is measured (``budgeting``).
 """
 
 import functools
