@@ -69,18 +69,19 @@ def optimize(
     ``example_inputs`` is a tensor or a tuple; ``budget`` text such as ``"8GB"``, ``"60%"`` or ``"min"``, an int of
     bytes or a ``Budget``, and bounds the peak of a steady step: parameters, gradients, optimizer state, inputs,
     activations, temporaries and library workspaces. ``optimizer`` is ``"none"``, ``"sgd"``, ``"sgd-momentum"``,
-    ``"adam"``, ``"adamw"``, an optimizer to copy, its class or a factory, or None; ``loss_fn(output)`` gives a scalar;
-    ``amp`` is ``"bf16"`` or ``"fp16"``; ``mode`` is by default the one the model is in; ``micro_batches`` says over how
-    many batches like these gradients are accumulated before each step of the optimizer. ``device`` is where the model
-    lies, or, for a model on the CPU where there is no CUDA, ``"cuda"`` to plan for it: then peaks are predicted for
-    CUDA, nothing is measured, equivalence is verified on the CPU, and the result takes inputs on the CPU. ``regions``
-    are patterns of submodule paths (``"layers.*"``) to capture one by one, whose own hooks keep firing; by default the
-    whole model is captured, else its largest submodules that can be. ``passes`` names those allowed, ``exact`` keeps
-    the forward bit-equal. ``compiled=True`` is for a result that ``torch.compile`` will get, which fuses what it runs
-    again and makes each node as backward asks for it: the plan then counts products alone, keeps those worth it, and
-    divides only segments where that costs nothing. The predicted peak stays that of the uncompiled module, less what
-    casts to wider types take there, with gradients of zeros (``simulate.tangents``); the one that is measured, on a
-    GPU, and held to the budget there is that of the compiled one. ``verify=False`` returns the result unproved.
+    ``"adam"``, ``"adamw"``, either with ``-fused``, an optimizer to copy, its class or a factory, or None;
+    ``loss_fn(output)`` gives a scalar; ``amp`` is ``"bf16"`` or ``"fp16"``; ``mode`` is by default the one the model is
+    in; ``micro_batches`` says over how many batches like these gradients are accumulated before each step of the
+    optimizer. ``device`` is where the model lies, or, for a model on the CPU where there is no CUDA, ``"cuda"`` to plan
+    for it: then peaks are predicted for CUDA, nothing is measured, equivalence is verified on the CPU, and the result
+    takes inputs on the CPU. ``regions`` are patterns of submodule paths (``"layers.*"``) to capture one by one, whose
+    own hooks keep firing; by default the whole model is captured, else its largest submodules that can be. ``passes``
+    names those allowed, ``exact`` keeps the forward bit-equal. ``compiled=True`` is for a result that ``torch.compile``
+    will get, which fuses what it runs again and makes each node as backward asks for it: the plan then counts products
+    alone, keeps those worth it, and divides only segments where that costs nothing. The predicted peak stays that of
+    the uncompiled module, less what casts to wider types take there, with gradients of zeros (``simulate.tangents``);
+    the one that is measured, on a GPU, and held to the budget there is that of the compiled one. ``verify=False``
+    returns the result unproved.
 
     The result shares every Parameter and buffer with ``model``, is an instance of its class, and carries ``.report``
     (where the class has a ``report`` of its own that stays, and ``memrewrite.report_of(result)`` gives ours); where

@@ -106,7 +106,9 @@ model = group(
         help="Accumulate the gradients of this many batches before each step of the optimizer.",
     ),
     click.option(
-        "--optimizer", default="adamw", help="Use none, sgd, sgd-momentum, adam, adamw, or your own module:factory."
+        "--optimizer",
+        default="adamw",
+        help="Use none, sgd, sgd-momentum, adam, adam-fused, adamw, adamw-fused, or your own module:factory.",
     ),
     click.option("--loss", help="Use this module:function to make a scalar of the model's output."),
     click.option(

@@ -326,7 +326,7 @@ def plan(line: Line, budget: int) -> Fitted:
 
     One plan over all regions in the order they run. Marks the plan of the lowest peak when none fits.
     """
-    if line.step.amp is not None and line.simulate(blocks=False).peak > budget:
+    if line.step.amp is not None and line.peak() > budget:
         for part in line.parts:
             early_casts.insert(part.graph_module, part.observe())
     fitted = line.searches(exact=False).fit(budget)

@@ -4,6 +4,7 @@ PyTorch is imported by ``build`` alone, so that ``--help`` stays fast.
 """
 
 import contextlib
+import functools
 import importlib
 import sys
 from collections.abc import Callable
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from memrewrite.step import OptimizerFactory, Step
 
 MODES = ("train", "inference")
-OPTIMIZERS = ("none", "sgd", "sgd-momentum", "adam", "adamw")
+OPTIMIZERS = ("none", "sgd", "sgd-momentum", "adam", "adam-fused", "adamw", "adamw-fused")
 AMP = ("off", "bf16", "fp16")
 
 
@@ -65,9 +66,11 @@ def optimizer_factory(name: str) -> "OptimizerFactory | None":
     factories: dict[str, OptimizerFactory | None] = {
         "none": None,
         "sgd": torch.optim.SGD,
-        "sgd-momentum": lambda parameters: torch.optim.SGD(parameters, momentum=0.9),
+        "sgd-momentum": functools.partial(torch.optim.SGD, momentum=0.9),
         "adam": torch.optim.Adam,
+        "adam-fused": functools.partial(torch.optim.Adam, fused=True),
         "adamw": torch.optim.AdamW,
+        "adamw-fused": functools.partial(torch.optim.AdamW, fused=True),
     }
     if name in factories:
         return factories[name]

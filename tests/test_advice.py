@@ -1,7 +1,9 @@
 """What else would fit: every peak that is told is that of a real step, and costs are said where they are."""
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,10 +14,12 @@ import memrewrite
 from memrewrite import cli
 from memrewrite.advice import Variants, options
 from memrewrite.advice.loops import Careless
+from memrewrite.advice.optimizers import frugal
 from memrewrite.errors import BudgetInfeasibleError
 from memrewrite.report.data import Option
 from memrewrite.simulate import run_tracked, simulate
-from memrewrite.step import Inputs, Step, evaluating
+from memrewrite.simulate.workspaces import workspace_bytes
+from memrewrite.step import Inputs, OptimizerFactory, Step, evaluating
 from memrewrite.stepspec import optimizer_factory
 from tests.models import ResidualNet, SwishNet, images, rows
 
@@ -117,6 +121,86 @@ def test_all_of_it_together_where_nothing_else_fits() -> None:
     assert now > found[together[0]].peak_bytes
 
 
+def perceptron(layers: int = 6, width: int = 512) -> nn.Module:
+    return nn.Sequential(*[layer for _ in range(layers) for layer in (nn.Linear(width, width), nn.ReLU())])
+
+
+def wide(batch: int, width: int = 512) -> Inputs:
+    return Inputs((torch.ones(batch, width),), {})
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "name", "frugally"),
+    [
+        (torch.optim.AdamW, "AdamW with fused=True", partial(torch.optim.AdamW, fused=True)),
+        (torch.optim.NAdam, "NAdam with foreach=False", partial(torch.optim.NAdam, foreach=False)),
+    ],
+)
+def test_other_kernels_come_first_where_the_optimizers_step_takes_most(
+    optimizer: Callable[..., torch.optim.Optimizer], name: str, frugally: OptimizerFactory
+) -> None:
+    module, inputs = perceptron(), wide(64)
+    step = Step(optimizer=partial(optimizer, foreach=True))  # on CUDA the default
+    assert simulate(module, inputs, step).peak_of_passes < simulate(module, inputs, step).peak_of_optimizer
+    _, found = asked(module, inputs, step, 0.95)
+    assert next(iter(found)) == name
+    assert found[name].fits
+    assert found[name].peak_bytes == real(module, inputs, replace(step, optimizer=frugally))
+    assert not any("micro-batches" in other for other in found)  # which do not lower the optimizer's step
+
+
+def test_they_come_with_smaller_batches_where_neither_is_enough() -> None:
+    module, inputs = perceptron(), wide(1024)
+    step = Step(optimizer=partial(torch.optim.AdamW, foreach=True))
+    now, found = asked(module, inputs, step, 0.8)
+    both = named(found, "8 micro-batches of 128 with gradient accumulation, with fused=True")
+    halves = replace(step, optimizer=partial(torch.optim.AdamW, fused=True), micro_batches=2)
+    assert both.fits
+    assert both.peak_bytes == real(module, wide(128), halves)
+    assert not named(found, "1024 micro-batches of 1").fits
+    assert simulate(module, inputs, replace(halves, micro_batches=1)).peak == now
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        None,
+        partial(torch.optim.Adam, fused=True),
+        partial(torch.optim.NAdam, foreach=False),
+        torch.optim.LBFGS,  # has neither
+    ],
+)
+def test_there_are_none_where_the_setting_is_unknown_or_made(optimizer: OptimizerFactory | None) -> None:
+    assert frugal(nn.Linear(2, 2), Step(optimizer=optimizer)) is None
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw"])
+def test_the_command_line_has_a_name_for_them(name: str) -> None:
+    kernels = frugal(nn.Linear(2, 2), Step(optimizer=optimizer_factory(name)))
+    assert kernels is not None
+    assert kernels.advice.endswith(f"(--optimizer {name}-fused)")
+    assert frugal(nn.Linear(2, 2), Step(optimizer=optimizer_factory(f"{name}-fused"))) is None
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_budget_below_the_optimizers_step_is_refused_with_the_peaks_of_a_plan_within_it(compiled: bool) -> None:
+    module, inputs = perceptron(24, 256), wide(768, 256)
+    workspaces = workspace_bytes(torch.device("cpu"), as_cuda=True)
+    foreach, fused = (
+        simulate(module, inputs, Step(optimizer=optimizer_factory(name), as_cuda=True), workspace_bytes=workspaces)
+        for name in ("adamw", "adamw-fused")
+    )
+    alone = foreach.peak_of_optimizer
+    assert alone < fused.peak  # of forward and backward without a plan
+    budget = alone - 1_000_000
+    with pytest.raises(BudgetInfeasibleError) as caught:
+        memrewrite.optimize(module, inputs.args, budget=budget, device="cuda", compiled=compiled, verify=False)
+    found = {option.name: option for option in caught.value.options}
+    assert caught.value.lowest == alone
+    assert "uncompiled" not in caught.value.summary  # where the optimizer takes as much
+    assert budget >= named(found, "AdamW with fused=True (--optimizer adamw-fused)").peak_bytes
+
+
 def test_nobody_is_told_to_do_what_they_do() -> None:
     _, found = asked(ResidualNet(), images(8), Step(optimizer=torch.optim.SGD), 0.7)
     assert [name for name in found if "autocast" in name] == ["bfloat16 autocast (--amp bf16)"]
@@ -129,6 +213,15 @@ def test_inference_has_smaller_batches_alone() -> None:
     ((name, option),) = found.items()
     assert name.startswith("2 batches of 8")
     assert option.peak_bytes == real(module, images(8), Step("inference"))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_an_inference_budget_that_no_program_meets(compiled: bool) -> None:
+    with pytest.raises(BudgetInfeasibleError) as caught:
+        memrewrite.optimize(perceptron().eval(), wide(4096).args, budget="20MB", compiled=compiled, verify=False)
+    (option,) = caught.value.options
+    assert option.name == "2 batches of 2048"
+    assert option.peak_bytes == real(perceptron().eval(), wide(2048), Step("inference"))
 
 
 def test_the_error_of_a_budget_carries_the_options() -> None:

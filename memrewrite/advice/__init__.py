@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from memrewrite.advice.loops import Careless
+from memrewrite.advice.optimizers import frugal
 from memrewrite.errors import BudgetInfeasibleError, MemrewriteError
 from memrewrite.measuring import predict
 from memrewrite.options import format_bytes
@@ -33,7 +34,10 @@ _OTHER_BITS = "products and convolutions in bfloat16: other bits, as fast or fas
 def infeasible(line: Line, budget: int, lowest: int) -> BudgetInfeasibleError:
     """The error for a budget in bytes that the line's lowest plan (marked on its graph) does not meet."""
     narrower = line.compiled and line.step.mode == "train"
-    plan, uncompiled = ("plan for torch.compile", "; uncompiled it may be lower") if narrower else ("plan", "")
+    alone = line.simulate().peak_of_optimizer >= lowest  # compiled or not
+    plan, uncompiled = "plan for torch.compile" if narrower else "plan", ""
+    if narrower and not alone:
+        uncompiled = "; uncompiled it may be lower"
     message = (
         f"No {plan} fits {format_bytes(budget)}: the lowest reachable peak is {format_bytes(lowest)} "
         f"({_floor(line)}){uncompiled}. What else would fit:"
@@ -81,13 +85,14 @@ class Variants:
 def options(variants: Variants, limit: int, now: int) -> tuple[Option, ...]:
     """Other ways to take the step, whose peak is ``now`` bytes: those within ``limit`` bytes first, then the cheapest.
 
-    Cheapest is what changes the training least: micro-batches (unless batch normalization sees them), autocast,
-    another optimizer, both, and all of it where nothing else fits. Of what does not fit, the lowest peaks come first.
+    Cheapest is what changes the training least: other kernels for the optimizer, where its step takes most,
+    micro-batches (unless batch normalization sees them), autocast, another optimizer, both, and all of it where nothing
+    else fits. Of what does not fit, the lowest peaks come first.
     Last stand evaluation, and what a loop would take that lets go of less than this step does.
     """
     if variants.step.mode == "inference":
         return tuple(_batches(variants, limit, now))
-    found = [*_batches(variants, limit, now), *_leaner_steps(variants, limit, now)]
+    found = [*_same_optimizer(variants, limit, now), *_leaner_steps(variants, limit, now)]
     if _normalized(variants.module):
         found.sort(key=lambda option: "micro-batches" in option.name)
     if not any(option.fits for option in found):
@@ -97,6 +102,24 @@ def options(variants: Variants, limit: int, now: int) -> tuple[Option, ...]:
     fitting = [option for option in found if option.fits]
     others = sorted((option for option in found if not option.fits), key=lambda option: option.peak_bytes)
     return (*fitting, *others, *_as_it_is(variants, limit, now))
+
+
+def _same_optimizer(variants: Variants, limit: int, now: int) -> list[Option]:
+    """Other kernels for the optimizer if its step takes most, smaller batches, and both where neither is enough."""
+    kernels = frugal(variants.module, variants.step)
+    if kernels is None:
+        return [*_batches(variants, limit, now)]
+    step = replace(variants.step, optimizer=kernels)
+    peak = variants.peak(step) or now
+    if peak < now:  # then the optimizer's step is above the limit
+        found = [Option(kernels.advice, peak, peak <= limit, kernels.cost)]
+    else:
+        found = [*_batches(variants, limit, now)]
+    if any(option.fits for option in found):
+        return found
+    reached = min((option.peak_bytes for option in found), default=now)
+    both = _batches(replace(variants, step=step), limit, peak, f", with {kernels.setting}")
+    return [*found, *(option for option in both if option.peak_bytes < reached)]
 
 
 def _batches(variants: Variants, limit: int, now: int, also: str = "") -> Iterator[Option]:

@@ -100,8 +100,8 @@ class Timeline:
 
     @property
     def peak_of_optimizer(self) -> int:
-        """The peak in bytes of the second step's last phase, in which the optimizer works."""
-        return max(size for size, label in self.events if label.startswith("step 2 step"))
+        """The peak in bytes of the second step's last phase, in which the optimizer works; 0 in inference."""
+        return max((size for size, label in self.events if label.startswith("step 2 step")), default=0)
 
 
 def simulate(

@@ -9,7 +9,7 @@ import importlib
 import math
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -47,11 +47,6 @@ class Workload:
     def step(self) -> Step:
         """The step that every contender takes."""
         return StepSpec(optimizer=self.optimizer, amp=self.amp).build()
-
-
-def adamw_fused(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """AdamW in one kernel, without temporaries."""
-    return torch.optim.AdamW(parameters, fused=True)
 
 
 class PlainSwish(nn.Module):

@@ -26,13 +26,11 @@ from memrewrite.simulate import Timeline, simulate
 from memrewrite.simulate.workspaces import workspace_bytes
 from memrewrite.step import Inputs, OptimizerFactory, Step
 from memrewrite.stepspec import amp_dtype, optimizer_factory
-from tests.benchmarks.models import adamw_fused
 from tests.benchmarks.predict_models import MODELS
 from tests.benchmarks.rows import PREDICT, PredictRow, append, attempt, machine, read
 from tests.benchmarks.trial import clear
 
 _FACTORIES: dict[str, OptimizerFactory] = {
-    "adamw-fused": adamw_fused,
     "adamw-loop": lambda parameters: torch.optim.AdamW(parameters, foreach=False),
     "adafactor": torch.optim.Adafactor,
 }
