@@ -65,9 +65,7 @@ def _plan_of_passes(line: pipeline.Line, target: int) -> Fitted:
     It does not fit; what else would is simulated with it.
     """
     alone = line.simulate(blocks=False).peak_of_optimizer
-    line.spare = alone - target
-    found = pipeline.plan(line, alone)
-    line.spare = 0
+    found = pipeline.plan(line, alone, spare=alone - target)
     return Fitted(found.plan, line.peak(), fits=False)
 
 
@@ -83,13 +81,11 @@ def _below_the_optimizer(line: pipeline.Line, fitted: Fitted, measured: Measured
     """
     best, plan = measured, fitted.plan
     while measured.peak > wanted and fitted.peak == (timeline := line.simulate(blocks=False)).peak_of_optimizer:
-        line.spare = 2 * (measured.peak - timeline.peak_of_passes)
-        fitted = pipeline.plan(line, 0)
+        fitted = pipeline.plan(line, 0, spare=2 * (measured.peak - timeline.peak_of_passes))
         measured = _measured(line)
         if measured.peak < best.peak:
             best, plan = measured, fitted.plan
-    if line.spare:
-        line.spare = 0
+    if fitted.plan != plan:
         line.segments(plan)
     return best
 

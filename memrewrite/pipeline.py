@@ -117,8 +117,7 @@ class Line:
     ``left`` says of parts outside, by path, why they stay as they are; ``profile`` times nodes on their device,
     ``original`` are the predicted ``times`` of a step of the model as it is. Of a step that is ``compiled``, plans are
     for what ``torch.compile`` runs again, and how (see ``plan.demand``); ``in_turn`` says that it has to hold fewer
-    tensors there and fuse less, and ``spare`` how many bytes plans leave for what forward and backward take there
-    besides.
+    tensors there and fuse less.
     """
 
     model: nn.Module
@@ -131,7 +130,6 @@ class Line:
     profile: Profile | None = None
     original: tuple[float, float] | None = None
     in_turn: bool = False
-    spare: int = 0
     _searches: dict[bool, tuple[tuple[int, tuple[str, ...]], Search]] = field(
         default_factory=dict
     )  # with the bytes to spare and the programs they are for
@@ -185,23 +183,23 @@ class Line:
         """What ``simulate`` gives, with the submodule that made each storage."""
         return predict(self.build(), self.inputs, self.step, workspace_bytes=self.workspace, attribute=True)
 
-    def peak(self) -> int:
-        """The peak in bytes of the graphs as they are now that plans are made by: simulated, with ``spare``."""
+    def peak(self, spare: int = 0) -> int:
+        """The simulated peak in bytes of the graphs as they are now, with ``spare`` more in forward and backward."""
         timeline = self.simulate(blocks=False)
-        return max(timeline.peak_of_passes + self.spare, timeline.peak_of_optimizer)
+        return max(timeline.peak_of_passes + spare, timeline.peak_of_optimizer)
 
-    def rehearse(self, usual: Timeline) -> int:
+    def rehearse(self, usual: Timeline, spare: int = 0) -> int:
         """``peak`` by one forward and backward pass, where that is as ``usual`` is in its second step and optimizer.
 
         In a third of the time, unless the model's second step differs from its first. ``usual`` is the timeline of any
         program of this line: what is in use as a step begins is the same for all.
         """
         if (False, self._programs) in self._simulated:
-            return self.peak()
+            return self.peak(spare)
         step = replace(self.step, optimizer=None)
         once = predict(self.build(), self.inputs, step, workspace_bytes=self.workspace, steps=1, blocks=False)
         passes = once.peak + usual.before_last_step - once.before_last_step
-        return max(passes + self.spare, usual.peak_of_optimizer)
+        return max(passes + spare, usual.peak_of_optimizer)
 
     @property
     def statistics(self) -> bool:
@@ -244,29 +242,29 @@ class Line:
         passes = self.step.micro_batches
         return step_times(part.observe(), self.costs(part), [*[loss] * passes, optimizer], passes)
 
-    def searches(self, exact: bool) -> Search:
+    def searches(self, exact: bool, spare: int = 0) -> Search:
         """The search for plans of the graphs as they are now, whose segments are cleared.
 
-        It simulates both steps and the optimizer (``exact``), or only ``rehearse``.
+        It simulates both steps and the optimizer (``exact``), or only ``rehearse``, with ``spare`` bytes more.
         """
         for part in self.parts:
             clear(part.graph_module)
-        asked = self.spare, self._programs
+        asked = spare, self._programs
         found = self._searches.get(exact)
         if found is None or found[0] != asked:
-            self._searches[exact] = found = asked, self._search(exact)
+            self._searches[exact] = found = asked, self._search(exact, spare)
         return found[1]
 
     @property
     def _programs(self) -> tuple[str, ...]:
         return tuple(part.source for part in self.parts)
 
-    def _search(self, exact: bool) -> Search:
+    def _search(self, exact: bool, spare: int) -> Search:
         seen = (timeline for (blocks, _), timeline in self._simulated.items() if not blocks)
         usual = next(seen, None) or self.simulate(blocks=False)
 
         def now() -> int:
-            return self.peak() if exact else self.rehearse(usual)
+            return self.peak(spare) if exact else self.rehearse(usual, spare)
 
         chains = join([part.chain(self.costs(part)) for part in self.parts])
         new = [] if self.step.micro_batches > 1 else [p for p in self.model.parameters() if p.requires_grad]
@@ -321,18 +319,19 @@ def rewrite_slower(line: Line, names: tuple[str, ...] | None, budget: int) -> No
                 part.apply(graph_pass)
 
 
-def plan(line: Line, budget: int) -> Fitted:
+def plan(line: Line, budget: int, spare: int = 0) -> Fitted:
     """Find segments so that the simulated peak is within ``budget`` bytes, and mark them.
 
-    One plan over all regions in the order they run. Marks the plan of the lowest peak when none fits.
+    One plan over all regions in the order they run. Marks the plan of the lowest peak when none fits. ``spare`` bytes
+    are left for what forward and backward take besides; the peak in the result is with them.
     """
-    if line.step.amp is not None and line.peak() > budget:
+    if line.step.amp is not None and line.peak(spare) > budget:
         for part in line.parts:
             early_casts.insert(part.graph_module, part.observe())
-    fitted = line.searches(exact=False).fit(budget)
+    fitted = line.searches(exact=False, spare=spare).fit(budget)
     line.segments(fitted.plan)
-    if line.peak() != fitted.peak:
-        fitted = line.searches(exact=True).fit(budget)
+    if line.peak(spare) != fitted.peak:
+        fitted = line.searches(exact=True, spare=spare).fit(budget)
         line.segments(fitted.plan)
     if line.compiled and not (fitted.fits or line.in_turn):
         line.in_turn = True

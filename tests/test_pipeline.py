@@ -67,7 +67,7 @@ def test_statistics_are_kept_where_the_device_takes_longer(
 
 def test_a_peak_that_one_pass_does_not_tell_is_found_by_two_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = make("residual")
-    monkeypatch.setattr(pipeline.Line, "rehearse", lambda self, usual: usual.peak // 4)
+    monkeypatch.setattr(pipeline.Line, "rehearse", lambda self, usual, spare: usual.peak // 4)
     budget = memrewrite.optimize(model, inputs.args, budget="min", verify=False).report.predicted_after.peak
     result = memrewrite.optimize(model, inputs.args, budget=budget, verify=False)
     assert result.report.predicted_after.peak <= budget
