@@ -23,7 +23,7 @@ from memrewrite.estimates.data import Estimate, Textbook
 from memrewrite.report import estimate_table
 from memrewrite.simulate import run_tracked, simulate
 from memrewrite.simulate.allocator import rounded
-from memrewrite.simulate.as_cuda import library_bytes
+from memrewrite.simulate.as_cuda import STATED_ERROR, library_bytes
 from memrewrite.simulate.batch import at_batch
 from memrewrite.simulate.fake import tensors_of
 from memrewrite.step import Inputs, Step
@@ -160,7 +160,7 @@ def test_a_step_for_cuda_is_planned_on_the_cpu() -> None:
     module, inputs = make("transformer")
     found = memrewrite.estimate(module, inputs.args, device="cuda")
     assert found.peak.bytes == simulate(module, inputs, replace(ADAMW, as_cuda=True)).peak + library_bytes("train")
-    assert "without using it, with a stated error" in found.notes[0]
+    assert STATED_ERROR in found.notes[0]
     assert any("libraries" in difference.why for difference in found.differences)
 
 

@@ -26,7 +26,7 @@ from memrewrite.step import Inputs, Step, evaluating
 
 __all__ = ["Difference", "Estimate", "Largest", "ModuleShare", "Peak", "Textbook", "estimate"]
 
-_AS_CUDA = f"The figures are predicted for CUDA without using it, with a stated error of {STATED_ERROR}. "
+_AS_CUDA = f"The figures are predicted for CUDA without using it; {STATED_ERROR}. "
 _UNKNOWN = "What operators take while they run, such as convolution workspaces, is not in the figures."
 
 

@@ -37,10 +37,10 @@ from memrewrite.private import (
 from memrewrite.simulate.allocator import rounded
 from memrewrite.simulate.transients import Transients, transients_on
 
-STATED_ERROR = "5 %"  # of the peak; see tests/benchmarks
+STATED_ERROR = "47 steps measured on H200s took at most 1.7 % more or less"  # tests/benchmarks/RESULTS.md
 NOTE = (
-    f"The figures are predicted for CUDA without it, with a stated error of {STATED_ERROR} (convolution workspaces are "
-    "not in them); equivalence was judged on the CPU, where the result runs: optimize again where CUDA is."
+    f"The figures are predicted for CUDA without it ({STATED_ERROR}; convolution workspaces are not in them); "
+    "equivalence was judged on the CPU, where the result runs: optimize again where CUDA is."
 )
 _TURN = threading.RLock()
 _ACTIVE: list[bool] = []

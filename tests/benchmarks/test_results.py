@@ -1,12 +1,14 @@
-"""Rows of the benchmarks become tables, targets and curves."""
+"""Rows of the benchmarks become tables, targets and curves; what is said elsewhere is what they say."""
 
 import json
+import re
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from memrewrite.simulate.as_cuda import STATED_ERROR
 from tests.benchmarks import plots, results, targets
 from tests.benchmarks.rows import BatchRow, ParetoRow, PlanRow, PredictRow, read
 
@@ -178,3 +180,12 @@ def test_fill_replaces_the_block_alone() -> None:
 def test_both_files_have_a_block() -> None:
     for path in (results.README, results.RESULTS):
         assert "new" in results.fill(path.read_text(), "new")
+
+
+def test_the_error_stated_without_cuda_is_the_measured_one() -> None:
+    section = results.RESULTS.read_text().partition("## Predicted for CUDA without CUDA\n")[2].partition("\n## ")[0]
+    found = re.findall(r"worst ([\d.]+)%, (\d+) steps", section)
+    worst, steps = max(float(error) for error, _ in found), sum(int(count) for _, count in found)
+    assert STATED_ERROR.startswith(f"{steps} steps ")
+    assert f" at most {worst:.1f} % " in STATED_ERROR
+    assert f"at most {worst:.1f} %, in {steps} steps" in " ".join(results.README.read_text().split())
