@@ -32,12 +32,12 @@ _OTHER_BITS = "products and convolutions in bfloat16: other bits, as fast or fas
 
 
 def infeasible(line: Line, budget: int, lowest: int) -> BudgetInfeasibleError:
-    """The error for a budget in bytes that the line's lowest plan (marked on its graph) does not meet."""
-    narrower = line.compiled and line.step.mode == "train"
-    alone = line.simulate().peak_of_optimizer >= lowest  # compiled or not
-    plan, uncompiled = "plan for torch.compile" if narrower else "plan", ""
-    if narrower and not alone:
-        uncompiled = "; uncompiled it may be lower"
+    """The error for a budget in bytes that no plan meets; what else would is simulated with the one that is marked."""
+    plan, uncompiled = "plan", ""
+    if line.compiled and line.step.mode == "train":
+        plan = "plan for torch.compile"
+        if line.simulate().peak_of_optimizer < lowest:
+            uncompiled = "; uncompiled it may be lower"
     message = (
         f"No {plan} fits {format_bytes(budget)}: the lowest reachable peak is {format_bytes(lowest)} "
         f"({_floor(line)}){uncompiled}. What else would fit:"
@@ -87,8 +87,8 @@ def options(variants: Variants, limit: int, now: int) -> tuple[Option, ...]:
 
     Cheapest is what changes the training least: other kernels for the optimizer, where its step takes most,
     micro-batches (unless batch normalization sees them), autocast, another optimizer, both, and all of it where nothing
-    else fits. Of what does not fit, the lowest peaks come first.
-    Last stand evaluation, and what a loop would take that lets go of less than this step does.
+    else fits. Of what does not fit, the lowest peaks come first. Last stand evaluation, and what a loop would take that
+    lets go of less than this step does.
     """
     if variants.step.mode == "inference":
         return tuple(_batches(variants, limit, now))
