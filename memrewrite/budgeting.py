@@ -26,17 +26,19 @@ def meet(line: pipeline.Line, limit: Budget, original: int, names: tuple[str, ..
     on_cuda = device_type(line.model, line.inputs) == "cuda"
     reserve = int(_RESERVE * budget) if on_cuda else 0
     target, missed = budget - reserve, 0
-    hopeless = not limit.minimum and line.simulate(blocks=False).peak_of_optimizer > budget + reserve
+    alone = line.simulate(blocks=False).peak_of_optimizer
+    if not limit.minimum and alone > budget + reserve and (on_cuda or original > budget):
+        if _may_checkpoint(line, names):  # so that what else would fit is simulated with a plan within the target
+            pipeline.plan(line, alone, spare=alone - target)
+        mark_inplace(line, names)
+        raise infeasible(line, budget, line.simulate().peak)
     for attempt in range(1, _CORRECTIONS + 1):
-        if not _may_checkpoint(line, names):
-            fitted = pipeline.no_plan(line, target)
-        else:
-            fitted = _plan_of_passes(line, target) if hopeless else pipeline.plan(line, target)
+        fitted = pipeline.plan(line, target) if _may_checkpoint(line, names) else pipeline.no_plan(line, target)
         last = not fitted.fits and not limit.minimum
         if last:
             mark_inplace(line, names)
             lowest = max(line.simulate().peak, line.simulate(blocks=False).peak + missed)
-            judged = hopeless or not (on_cuda and line.compiled)  # forward and backward may take less compiled
+            judged = not (on_cuda and line.compiled)  # compiled, it may take less
             if judged and lowest > budget and (on_cuda or original > budget):  # else the model fits as it is
                 raise infeasible(line, budget, lowest)
         if not on_cuda and (last or not line.step.as_cuda):
@@ -57,16 +59,6 @@ def meet(line: pipeline.Line, limit: Budget, original: int, names: tuple[str, ..
     if peak <= budget:
         return measured
     raise infeasible(line, budget, peak)
-
-
-def _plan_of_passes(line: pipeline.Line, target: int) -> Fitted:
-    """A plan whose forward and backward are within ``target`` bytes, where the optimizer's step takes more than that.
-
-    It does not fit; what else would is simulated with it.
-    """
-    alone = line.simulate(blocks=False).peak_of_optimizer
-    found = pipeline.plan(line, alone, spare=alone - target)
-    return Fitted(found.plan, line.peak(), fits=False)
 
 
 def _measured(line: pipeline.Line) -> Measured:

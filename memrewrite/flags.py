@@ -7,6 +7,8 @@ from typing import Any
 
 import click
 
+from memrewrite.stepspec import AMP, MODES, OPTIMIZERS
+
 Function = Callable[..., Any]
 
 PATH = click.Path(path_type=Path)
@@ -108,15 +110,13 @@ model = group(
     click.option(
         "--optimizer",
         default="adamw",
-        help="Use none, sgd, sgd-momentum, adam, adam-fused, adamw, adamw-fused, or your own module:factory.",
+        help=f"Use {', '.join(OPTIMIZERS)}, or your own module:factory.",
     ),
     click.option("--loss", help="Use this module:function to make a scalar of the model's output."),
-    click.option(
-        "--amp", type=click.Choice(["off", "bf16", "fp16"]), default="off", help="Run the forward under autocast."
-    ),
+    click.option("--amp", type=click.Choice(AMP), default="off", help="Run the forward under autocast."),
     click.option(
         "--mode",
-        type=click.Choice(["train", "inference"]),
+        type=click.Choice(MODES),
         default="train",
         help="Take training steps, or only forwards.",
     ),

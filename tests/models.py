@@ -106,8 +106,8 @@ def images(batch: int = 2) -> Inputs:
     return Inputs((torch.randn(batch, 3, 12, 12),), {})
 
 
-def rows(batch: int = 4) -> Inputs:
-    return Inputs((torch.randn(batch, 32),), {})
+def rows(batch: int = 4, width: int = 32) -> Inputs:
+    return Inputs((torch.randn(batch, width),), {})
 
 
 def tokens(batch: int = 2) -> Inputs:

@@ -125,10 +125,6 @@ def perceptron(layers: int = 6, width: int = 512) -> nn.Module:
     return nn.Sequential(*[layer for _ in range(layers) for layer in (nn.Linear(width, width), nn.ReLU())])
 
 
-def wide(batch: int, width: int = 512) -> Inputs:
-    return Inputs((torch.ones(batch, width),), {})
-
-
 @pytest.mark.parametrize(
     ("optimizer", "name", "frugally"),
     [
@@ -139,9 +135,10 @@ def wide(batch: int, width: int = 512) -> Inputs:
 def test_other_kernels_come_first_where_the_optimizers_step_takes_most(
     optimizer: Callable[..., torch.optim.Optimizer], name: str, frugally: OptimizerFactory
 ) -> None:
-    module, inputs = perceptron(), wide(64)
+    module, inputs = perceptron(), rows(64, 512)
     step = Step(optimizer=partial(optimizer, foreach=True))  # on CUDA the default
-    assert simulate(module, inputs, step).peak_of_passes < simulate(module, inputs, step).peak_of_optimizer
+    timeline = simulate(module, inputs, step)
+    assert timeline.peak_of_passes < timeline.peak_of_optimizer
     _, found = asked(module, inputs, step, 0.95)
     assert next(iter(found)) == name
     assert found[name].fits
@@ -150,13 +147,13 @@ def test_other_kernels_come_first_where_the_optimizers_step_takes_most(
 
 
 def test_they_come_with_smaller_batches_where_neither_is_enough() -> None:
-    module, inputs = perceptron(), wide(1024)
+    module, inputs = perceptron(), rows(1024, 512)
     step = Step(optimizer=partial(torch.optim.AdamW, foreach=True))
     now, found = asked(module, inputs, step, 0.8)
     both = named(found, "8 micro-batches of 128 with gradient accumulation, with fused=True")
     halves = replace(step, optimizer=partial(torch.optim.AdamW, fused=True), micro_batches=2)
     assert both.fits
-    assert both.peak_bytes == real(module, wide(128), halves)
+    assert both.peak_bytes == real(module, rows(128, 512), halves)
     assert not named(found, "1024 micro-batches of 1").fits
     assert simulate(module, inputs, replace(halves, micro_batches=1)).peak == now
 
@@ -184,7 +181,7 @@ def test_the_command_line_has_a_name_for_them(name: str) -> None:
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_budget_below_the_optimizers_step_is_refused_with_the_peaks_of_a_plan_within_it(compiled: bool) -> None:
-    module, inputs = perceptron(24, 256), wide(768, 256)
+    module, inputs = perceptron(24, 256), rows(768, 256)
     workspaces = workspace_bytes(torch.device("cpu"), as_cuda=True)
     foreach, fused = (
         simulate(module, inputs, Step(optimizer=optimizer_factory(name), as_cuda=True), workspace_bytes=workspaces)
@@ -218,10 +215,10 @@ def test_inference_has_smaller_batches_alone() -> None:
 @pytest.mark.parametrize("compiled", [False, True])
 def test_an_inference_budget_that_no_program_meets(compiled: bool) -> None:
     with pytest.raises(BudgetInfeasibleError) as caught:
-        memrewrite.optimize(perceptron().eval(), wide(4096).args, budget="20MB", compiled=compiled, verify=False)
+        memrewrite.optimize(perceptron().eval(), rows(4096, 512).args, budget="20MB", compiled=compiled, verify=False)
     (option,) = caught.value.options
     assert option.name == "2 batches of 2048"
-    assert option.peak_bytes == real(perceptron().eval(), wide(2048), Step("inference"))
+    assert option.peak_bytes == real(perceptron().eval(), rows(2048, 512), Step("inference"))
 
 
 def test_the_error_of_a_budget_carries_the_options() -> None:

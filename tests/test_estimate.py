@@ -160,7 +160,7 @@ def test_a_step_for_cuda_is_planned_on_the_cpu() -> None:
     module, inputs = make("transformer")
     found = memrewrite.estimate(module, inputs.args, device="cuda")
     assert found.peak.bytes == simulate(module, inputs, replace(ADAMW, as_cuda=True)).peak + library_bytes("train")
-    assert STATED_ERROR in found.notes[0]
+    assert f"without using it; {STATED_ERROR}" in found.notes[0]
     assert any("libraries" in difference.why for difference in found.differences)
 
 

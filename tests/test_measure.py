@@ -290,7 +290,10 @@ def test_child_ends_when_its_parent_is_killed(target: str) -> None:
 @pytest.mark.parametrize(
     ("spec", "sentence"),
     [
-        (StepSpec(optimizer="lion"), "Optimizer 'lion' is unknown; choose none, sgd, sgd-momentum, adam, adam-fused,"),
+        (
+            StepSpec(optimizer="lion"),
+            "Optimizer 'lion' is unknown; choose none, sgd, sgd-momentum, adam, adam-fused, adamw or adamw-fused",
+        ),
         (StepSpec(optimizer="torch.optim:Lion"), "The optimizer 'torch.optim:Lion' cannot be found"),
         (StepSpec(optimizer="torch:pi"), "is a float, which cannot be called"),
         (StepSpec(loss="no_such_module:fn"), "The loss 'no_such_module:fn' cannot be found"),
