@@ -144,6 +144,8 @@ class _Writer:
         keywords = [f"random={any(n.meta.get('random') for n in nodes)}"]
         if reads := self.parameters(nodes):
             keywords.append(f"reads={tuple(reads)!r}")
+            frozen = tuple(p for p in reads if not attribute(self.captured.graph_module, p).requires_grad)
+            keywords += [f"frozen={frozen!r}"] * bool(frozen)
             several = any(count > 1 for count in reads.values()) or any(n.target in _REGIONS for n in nodes)
             keywords += ["cached=True"] * several  # one cast for all uses of a weight also adds up their gradients
         keywords += ["within=recomputing"] * (depth > 1)
@@ -346,6 +348,7 @@ def _program(captured: Captured, prefix: str) -> str:
     conditions = " and ".join(f"({condition})" for condition in captured.inputs.conditions)
     fits = f"\n    fits=lambda {', '.join(sizes)}: {conditions}," if conditions else ""
     constants = "\n".join(trees.lines())
+    reads = "".join(f"\n        {row!r}," for row in captured.reads)
     return f"""
 
 {constants}PROGRAM = Program(
@@ -355,6 +358,8 @@ def _program(captured: Captured, prefix: str) -> str:
     training={captured.training!r},
     dtype={captured.dtype},
     autocast={captured.autocast!r},
+    reads=({reads}
+    ),
     run={prefix}graph,{fits}
 )
 """

@@ -36,8 +36,7 @@ def taken(module: nn.Module, inputs: Callable[[int], Inputs], leaves: bool = Tru
         loss_of(output).backward()
         record |= {f"{k} gradient {name}": _copy(p.grad) for name, p in module.named_parameters()}
         record |= {f"{k} input gradient {i}": _copy(t.grad) for i, t in enumerate(sources)}
-        buffers = ((name, b) for name, b in module.named_buffers() if "memrewrite_constant" not in name)
-        record |= {f"{k} buffer {name}": b.detach().clone() for name, b in buffers}
+        record |= {f"{k} buffer {name}": b.detach().clone() for name, b in module.named_buffers()}
         record |= {f"{k} input {i}": _copy(copies[id(t)]) for i, t in enumerate(sources)}
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

@@ -17,6 +17,7 @@ from memrewrite.artifact import manifest
 from memrewrite.artifact.load import load
 from memrewrite.artifact.save import save
 from memrewrite.errors import NotEquivalentError, UsageError
+from memrewrite.report.data import report_of
 from tests.artifacts import listing, net, optimized, written
 
 
@@ -153,7 +154,7 @@ def test_a_failed_check_leaves_nothing(here: Path, rewritten: nn.Module, error: 
 
 
 def test_the_report_of_the_check_is_the_one_written(here: Path, rewritten: nn.Module) -> None:
-    report = vars(rewritten)["report"]
+    report = report_of(rewritten)
     save(rewritten, "new", check=lambda draft: replace(report, model="as measured"))
     manifest.read(Path("new"))
     assert json.loads(Path("new/report.json").read_text())["model"] == "as measured"

@@ -106,11 +106,20 @@ class WithConstant(ConvNet):
 def test_constants_of_the_graph_stay_out_of_the_state_dict_and_of_the_model() -> None:
     model = WithConstant()
     result = segmented(model, image()).module
-    assert [name for name, _ in result.named_buffers() if "constant" in name] == ["memrewrite_constant_0"]
-    assert list(result.state_dict()) == list(model.state_dict())
+    twins = result, copy.copy(result), copy.deepcopy(result), pickle.loads(pickle.dumps(copy.deepcopy(result)))
+    for twin in twins:
+        assert names(twin) == names(model)
+        assert_same_bits(step(twin, image()), step(model, image()))
+    assert all(runs_rewritten(twin, image()) for twin in twins)
     assert model._non_persistent_buffers_set == set()
-    twin = pickle.loads(pickle.dumps(copy.deepcopy(result)))
-    assert_same_bits(step(twin, image()), step(result, image()))
+
+
+def names(module: nn.Module) -> dict[str, list[str]]:
+    """Every listing of a module's parts."""
+    listings = (module.named_parameters(), module.named_buffers(), module.named_modules(), module.state_dict().items())
+    kinds = ("parameters", "buffers", "modules", "state")
+    found = {kind: [name for name, _ in listed] for kind, listed in zip(kinds, listings, strict=True)}
+    return {**found, "attributes": list(vars(module)), "copied": list(vars(copy.copy(module)))}
 
 
 def test_eval_runs_the_original_silently_and_train_the_rewritten_again(pair: tuple[ConvNet, Any]) -> None:
@@ -177,7 +186,7 @@ def set_momentum(result: Any) -> Any:
 
 FALLBACKS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "frozen child": (freeze_child, "norm was captured in train mode"),
-    "dtype of everything": (widen, "an input is torch.float64 (2, 3, 8, 8) on cpu, captured as torch.float32"),
+    "dtype of everything": (widen, "norm.running_mean is torch.float64 (8,), captured as torch.float32 (8,)"),
     "other image size": (lambda result: torch.randn(2, 3, 9, 8), "an input is torch.float32 (2, 3, 9, 8)"),
     "no batch dimension of two": (lambda result: image(1), "an input is torch.float32 (1, 3, 8, 8)"),
     "other module": (swap_child, "head is another module than at capture"),
@@ -576,7 +585,9 @@ def test_a_layer_parametrized_afterwards(pair: tuple[ConvNet, Any]) -> None:
     model, result = pair
     parametrizations.weight_norm(model.head)
     assert parametrize.is_parametrized(result.head)
-    assert_same_bits(step(result, image()), step(model, image()))
+    with fallback("head is a ParametrizedLinear, captured as a Linear"):
+        ours = step(result, image())
+    assert_same_bits(ours, step(model, image()))
 
 
 def test_a_compiled_model_gives_an_uncompiled_result() -> None:

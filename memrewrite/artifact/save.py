@@ -25,7 +25,7 @@ from memrewrite.artifact.render import render
 from memrewrite.errors import InternalError, UsageError
 from memrewrite.report.data import Measured, Report, report_of
 from memrewrite.report.files import json_text
-from memrewrite.runtime.dropin import Program, graft, programs
+from memrewrite.runtime.dropin import Program, base_of, graft, own, programs
 from memrewrite.runtime.likeness import describe
 
 Check = Callable[[Path], Report | None]
@@ -109,7 +109,8 @@ def _draft(target: Path) -> Iterator[Path]:
 def _write_model(draft: Path, optimized: nn.Module, rewritten: dict[str, Program]) -> dict[str, Any]:
     """Write the code and its constants; returns what the manifest says of them."""
     likeness = describe(optimized)
-    constants = {path: _constants(optimized.get_submodule(path)) for path in rewritten}
+    parts = {path: own(optimized.get_submodule(path)) for path in rewritten}
+    constants = {path: {} if part is None else part.constants for path, part in parts.items()}
     moving = {path: _moving(program, constants[path]) for path, program in rewritten.items()}
     sources = {path: program.source for path, program in rewritten.items()}
     (draft / manifest.MODEL).write_text(render(sources, likeness, moving), encoding="utf-8")
@@ -124,10 +125,6 @@ def _write_model(draft: Path, optimized: nn.Module, rewritten: dict[str, Program
         "torch": {"written_with": torch.__version__, "minimum": manifest.TORCH_MINIMUM},
         "python": platform.python_version(),
     }
-
-
-def _constants(module: nn.Module) -> dict[str, torch.Tensor]:
-    return {k: v for k, v in vars(module)["_buffers"].items() if k.startswith("memrewrite_constant_")}
 
 
 def _moving(program: Program, constants: dict[str, torch.Tensor]) -> dict[str, bool]:
@@ -201,11 +198,9 @@ def _original(optimized: nn.Module) -> nn.Module:
 
 
 def _base(dropin: nn.Module) -> nn.Module:
-    kind: type[nn.Module] = type(dropin).__mro__[1]
+    kind = base_of(dropin)
     original = kind.__new__(kind)
-    original.__dict__.update({k: v for k, v in vars(dropin).items() if not k.startswith("_memrewrite")})
-    buffers = vars(dropin)["_buffers"]
-    original.__dict__["_buffers"] = {k: v for k, v in buffers.items() if not k.startswith("memrewrite_constant_")}
+    original.__dict__.update(vars(dropin))
     return original
 
 
@@ -215,7 +210,8 @@ def _essence(program: Any) -> tuple[Any, ...]:
     prefix = run.__name__.removesuffix("graph")
     functions = [f for f in run.__globals__.values() if inspect.isfunction(f) and _is_generated(f.__name__, prefix)]
     code = sorted((f.__name__, _instructions(f.__code__)) for f in functions)
-    return program.names, program.tree, repr((program.leaves, program.training, program.dtype)), code
+    calls = program.leaves, program.training, program.dtype, program.reads
+    return program.names, program.tree, repr(calls), code
 
 
 def _is_generated(name: str, prefix: str) -> bool:

@@ -67,6 +67,7 @@ def _with(findings: hazards.Findings, captured: Captured, *told: str) -> Capture
         exact=findings.exact,
         checkpoints=findings.checkpoints,
         autocast=findings.autocast,
+        reads=findings.reads,
     )
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import fx
 
 from memrewrite.private import TreeSpec
+from memrewrite.runtime.guards import Reads
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Captured:
     own to the same result and the graph the way that fits any values, so that their bits may differ.
     ``checkpoints`` says that forward calls ``torch.utils.checkpoint``, which the graph does not. ``autocast`` is
     "any", or where the model does something else with autocast than without, what it was captured under: the type, None
-    for without.
+    for without. ``reads`` are the attributes of modules that forward reads.
     """
 
     graph_module: fx.GraphModule
@@ -66,3 +67,4 @@ class Captured:
     exact: bool = True
     checkpoints: bool = False
     autocast: torch.dtype | Literal["any"] | None = "any"
+    reads: Reads = ()

@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from memrewrite.capture.autocasts import autocast_asked, autocast_regions
 from memrewrite.capture.normal import quiet
+from memrewrite.capture.reads import ReadsOfForward
 from memrewrite.capture.state import Attributes, random_state
 from memrewrite.errors import CaptureError
 from memrewrite.private import (
@@ -37,6 +38,7 @@ from memrewrite.private import (
     tree_map,
 )
 from memrewrite.runtime.dropin import autocast_dtype
+from memrewrite.runtime.guards import Reads
 from memrewrite.simulate.fake import fake_inputs, fake_twin
 from memrewrite.simulate.known import known_values
 from memrewrite.step import Inputs, device_type
@@ -55,7 +57,7 @@ class Findings:
     ``notes`` are sentences for the user; ``export_loses`` is what ``torch.export``'s graph would lack, ``asks`` the
     Python module that asks whether it is being traced, "" if there is none. ``exact`` is False where the model takes
     another way on the values of these inputs than on values it cannot see; ``checkpoints`` says that it checkpoints,
-    ``autocast`` is that of ``Captured``.
+    ``autocast`` and ``reads`` are those of ``Captured``.
     """
 
     notes: tuple[str, ...] = ()
@@ -64,6 +66,7 @@ class Findings:
     exact: bool = True
     checkpoints: bool = False
     autocast: torch.dtype | Literal["any"] | None = "any"
+    reads: Reads = ()
 
 
 def check(model: nn.Module, inputs: Inputs) -> Findings:
@@ -114,6 +117,7 @@ def check(model: nn.Module, inputs: Inputs) -> Findings:
         exact=not place,
         checkpoints=bool(checkpoints),
         autocast=autocast_dtype(device) if about or switched else "any",
+        reads=first.reads,
     )
 
 
@@ -160,8 +164,10 @@ class _Rehearsal:
         watch = _Watch({id(b) for b in self._twin.buffers()} if self._twin.training else set(), self._regions)
         self.between = Attributes(self._twin)
         leaves, nesting = tree_flatten((self._given.args, self._given.kwargs))
-        with self._explained(), self._mode, known_values(given) as values, watch:
+        reads = ReadsOfForward(self._twin)
+        with self._explained(), self._mode, known_values(given) as values, watch, reads.observed():
             watch.output = self._twin.forward(*self._given.args, **self._given.kwargs)
+        watch.reads = reads.found
         self._asked |= values.asked
         now, as_nested = tree_flatten((self._given.args, self._given.kwargs))
         if as_nested != nesting or any(new is not old for new, old in zip(now, leaves, strict=True)):
@@ -303,7 +309,7 @@ class _Watch(TorchFunctionMode):
 
     ``places`` holds where something on the list of what is refused happened, a write to one of ``buffers`` (by id)
     under a checkpoint among it; ``nested`` says where modes are in force that export loses, "" if nowhere; ``regions``
-    is that of ``autocast_regions``. ``output`` is what forward returned.
+    is that of ``autocast_regions``. ``output`` is what forward returned, ``reads`` what it read.
     """
 
     def __init__(self, buffers: set[int], regions: list[bool]) -> None:
@@ -312,6 +318,7 @@ class _Watch(TorchFunctionMode):
         self.places: dict[str, list[str]] = {}
         self.nested = ""
         self.output: Any = None
+        self.reads: Reads = ()
         self._calls: list[_FunctionCall] = []
         self._computing: list[_FunctionCall] = []  # those of them that gave numbers with fractions
         self._cache = torch.is_autocast_cache_enabled()

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
+CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-_OPAQUE = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, partial, Tensor, nn.Module)
+OPAQUE = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, partial, Tensor, nn.Module)
 _TABLES = ("_parameters", "_buffers", "_modules")  # where a module keeps what reads like an attribute
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -45,11 +45,11 @@ class Attributes:
             inner = path if key in _TABLES else f"{path}.{key}".lstrip(".")
             if isinstance(item, Tensor) and id(item) not in self._owned:
                 self._tensors.append((inner, item, item._version))
-            elif type(item) in _CONTAINERS:
+            elif type(item) in CONTAINERS:
                 self._keep(inner, item, descend)
             elif (state := _drawn(item)) is not None:
                 self._generators[id(item)] = (inner, item, state)
-            elif descend and hasattr(item, "__dict__") and not isinstance(item, _OPAQUE) and not _of_torch(item):
+            elif descend and hasattr(item, "__dict__") and not isinstance(item, OPAQUE) and not _of_torch(item):
                 self._keep(inner, vars(item), descend=False)
 
     def changed(self) -> Iterator[tuple[str, Any]]:
@@ -146,7 +146,7 @@ def _same(old: Any, new: Any) -> bool:
         return True
     if type(old) is not type(new):
         return False
-    if isinstance(old, tuple) or type(old) in _CONTAINERS:
+    if isinstance(old, tuple) or type(old) in CONTAINERS:
         pairs, others = ([*enumerate(v)] if isinstance(v, tuple) else _items(v) for v in (old, new))
         return len(pairs) == len(others) and all(
             k == key and _same(v, value) for (k, v), (key, value) in zip(pairs, others, strict=True)

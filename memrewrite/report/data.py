@@ -234,11 +234,20 @@ class Report:
 
 
 def attach(module: "nn.Module", report: Report) -> None:
-    """Let ``report_of(module)`` be ``report``, and ``module.report`` unless the model has an attribute of that name."""
-    vars(module)[_KEY] = report
+    """Let ``report_of(module)`` be ``report``, and ``module.report`` unless the model has an attribute of that name.
+
+    A drop-in keeps it outside of its attributes.
+    """
+    from memrewrite.runtime.dropin import own
+
     tensors_and_modules = (vars(module)[kind] for kind in ("_parameters", "_buffers", "_modules"))
-    own = getattr_static(module, "report", report)
-    if isinstance(own, Report) and not any("report" in named for named in tensors_and_modules):
+    theirs = getattr_static(module, "report", report)
+    free = isinstance(theirs, Report) and not any("report" in named for named in tensors_and_modules)
+    if (kept := own(module)) is not None:
+        kept.carry(report, shown=free)
+        return
+    vars(module)[_KEY] = report
+    if free:
         vars(module)["report"] = report
 
 
@@ -247,7 +256,10 @@ def report_of(module: "nn.Module") -> Report:
 
     Raises ``UsageError`` for any other module.
     """
-    report = vars(module).get(_KEY)
+    from memrewrite.runtime.dropin import own
+
+    kept = own(module)
+    report = vars(module).get(_KEY) if kept is None else kept.report
     if not isinstance(report, Report):
         raise UsageError(f"This {type(module).__name__} has no report; it is not what memrewrite.optimize returned.")
     return report

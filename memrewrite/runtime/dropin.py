@@ -10,25 +10,22 @@ import inspect
 import itertools
 import linecache
 import warnings
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import Parameter
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_structure, tree_unflatten, treespec_loads
 
 from memrewrite.runtime.batch_norm import normalize, rectify
 from memrewrite.runtime.compiled import draw, in_turn, settled
 from memrewrite.runtime.cross_entropy import chunked_cross_entropy
-from memrewrite.runtime.segment import OWNERS, as_autocast, keep, once, run_segment
+from memrewrite.runtime.guards import Guards, Reads
+from memrewrite.runtime.segment import OWN, as_autocast, keep, once, run_segment
 from memrewrite.runtime.swish import exact_swish, swish
 
-_PARTS = "_memrewrite_parts"  # kept per object, with OWNERS, because they are looked at in every call
-_SETTINGS = "_memrewrite_settings"  # kept per object and in its copies: numbers and switches as they were at capture
-_WARNED = "_memrewrite_warned"
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _PROGRAMS: dict[str, "Program"] = {}
 
 
@@ -45,7 +42,7 @@ class Program:
     vary, names, or ``("constant", value)``. ``training`` maps submodule paths to the training flag they were captured
     with, ``dtype`` is that of the first parameter; ``autocast`` is the type it has to cast to, None where there may be
     none, "any" where that does not matter. ``fits`` says of named sizes whether forward takes the path that was
-    captured. ``run`` computes ``forward`` from the module and the tensor leaves.
+    captured, ``reads`` which attributes it read. ``run`` computes ``forward`` from the module and the tensor leaves.
     ``source`` is the text all this came from.
     """
 
@@ -57,6 +54,7 @@ class Program:
     run: Callable[..., Any]
     fits: Callable[..., bool] = lambda **sizes: True
     autocast: torch.dtype | Literal["any"] | None = "any"
+    reads: Reads = ()
     source: str = ""
 
 
@@ -76,20 +74,54 @@ def program_from(source: str) -> Program:
     return _PROGRAMS[source]
 
 
-@dataclass
-class _Parts:
-    """What every call looks at: the submodules, their settings, and the dictionaries of their hooks and parameters.
+class Own:
+    """What one drop-in has to itself, outside of every listing of its parts: its class, made for it alone, keeps it.
 
-    ``children`` holds for each its path, the parent's ``_modules``, its name there, itself and the training flag it was
-    captured with; ``hooked`` has the path that each of ``hooks`` belongs to; ``settings`` has a path, the module's
-    attributes, one of their names and the value the generated code holds.
+    ``constants`` are tensors that the program holds, by name; ``owners`` says of each parameter which dictionary it
+    lies in, and under which name; ``broken`` is what had changed when this was copied. ``report`` is that of
+    ``optimize``, ``shown`` where the class has an attribute of that name. ``of`` refers to the drop-in, whose end lets
+    go of the rest.
     """
 
-    children: list[tuple[str, dict[str, Any], str, nn.Module, bool]]
-    hooks: list[dict[int, Any]]
-    hooked: list[str]
-    owners: list[dict[str, Any]]
-    settings: list[tuple[str, dict[str, Any], str, Any]]
+    def __init__(self) -> None:
+        self.kind: type = object
+        self.of: Callable[[], nn.Module | None] = lambda: None
+        self.guards: Guards | None = None
+        self.constants: dict[str, Tensor] = {}
+        self.owners: dict[str, tuple[dict[str, Any], str]] = {}
+        self.report: Any = None
+        self.shown = False
+        self.broken = ""
+        self.warned = False
+
+    def carry(self, report: Any, shown: bool) -> None:
+        """Keep the report, as an attribute too if it is to be ``shown``."""
+        self.report, self.shown = report, shown
+        if shown:
+            setattr(self.kind, "report", report)  # noqa: B010  (a class made at run time declares none)
+
+    def follow(self, tensors: list[Tensor]) -> None:
+        """Let constants lie where the inputs do, if that is another device of their type now."""
+        if self.constants and not torch.compiler.is_compiling():
+            device = next((tensor.device for tensor in tensors), None)
+            for name, tensor in self.constants.items():
+                if device is not None and tensor.device != device and tensor.device.type == device.type:
+                    self.constants[name] = tensor.to(device)
+                    setattr(self.kind, name, self.constants[name])
+
+    def tell_of_gradients(self, name: str) -> None:
+        """Warn, once, that segments are not run as such because a parameter needs a gradient, or none, unlike then."""
+        if not self.warned:
+            self.warned = True
+            text = f"Optimized {self.kind.__name__} keeps what the original does in a part of its forward: {name} "
+            text += "was trained, or frozen, after it was planned; optimize again for a plan."
+            warnings.warn(text, FallbackWarning, stacklevel=4)
+
+    def end(self, reference: object) -> None:
+        """Let go of everything: classes stay until Python looks for cycles, and would keep the parameters so long."""
+        if self.guards is not None:
+            vars(self.guards).clear()  # its rows refer to itself
+        self.guards, self.constants, self.owners = None, {}, {}
 
 
 def build(model: nn.Module, program: Program, constants: dict[str, Tensor]) -> nn.Module:
@@ -99,9 +131,7 @@ def build(model: nn.Module, program: Program, constants: dict[str, Tensor]) -> n
         state[name] = vars(model)[name].copy()
     result = _empty(type(model), program)
     vars(result).update(state)
-    for name, tensor in constants.items():
-        result.register_buffer(name, tensor, persistent=False)
-    _prepare(result, program)
+    prepare(result, constants)
     return result
 
 
@@ -125,6 +155,23 @@ def programs(model: nn.Module) -> dict[str, Program]:
     return {path: kind["_memrewrite"] for path, kind in kinds.items() if "_memrewrite" in kind}
 
 
+def own(module: nn.Module) -> Own | None:
+    """What a drop-in has to itself; None for other modules, also those that a method of its class makes."""
+    found: Own | None = getattr(type(module), OWN, None)
+    return found if found is not None and found.of() is module else None
+
+
+def empty_like(module: nn.Module) -> nn.Module:
+    """A drop-in for the same program without attributes, which ``prepare`` makes whole once it has them."""
+    return _empty(base_of(module), programs(module)[""])
+
+
+def base_of(module: nn.Module) -> type[nn.Module]:
+    """The user's class of a drop-in."""
+    kinds = type(module).__mro__
+    return next(after for kind, after in itertools.pairwise(kinds) if "_memrewrite" in vars(kind))
+
+
 def _load(base: type[nn.Module], source: str) -> nn.Module:
     """What pickle and deepcopy call: the optimisation travels as text, the class by reference, the state follows."""
     return _empty(base, program_from(source))
@@ -135,40 +182,22 @@ def _empty(base: type[nn.Module], program: Program) -> nn.Module:
     return cls.__new__(cls)
 
 
-def _prepare(module: nn.Module, program: Program) -> None:
-    """Note what every call looks at."""
-    modules = dict(module.named_modules())
-    children = []
-    for path, flag in program.training.items():
-        if path in modules and path:
-            parent, _, name = path.rpartition(".")
-            children.append((path, vars(modules[parent])["_modules"], name, modules[path], flag))
-    hooked = [path for path, *_ in children for _ in _HOOKS]
-    hooks = [vars(modules[path]).get(kind, {}) for path, *_ in children for kind in _HOOKS]
-    owners = [vars(child)["_parameters"] for child in modules.values()]
-    known = vars(module).setdefault(_SETTINGS, {path: _settings(child) for path, child in modules.items()})
-    settings = [
-        (f"{path}.{name}".lstrip("."), modules[path].__dict__, name, value)
-        for path, values in known.items()
-        if path in modules
-        for name, value in values.items()
-    ]
-    vars(module)[_PARTS] = _Parts(children, hooks, hooked, owners, settings)
-    vars(module)[OWNERS] = {
+def prepare(module: nn.Module, constants: dict[str, Tensor], plain: bytes | None = None) -> None:
+    """Note what every call of a drop-in looks at; ``plain`` is that of ``Guards``."""
+    kind = type(module)
+    kept: Own = vars(kind)[OWN]
+    program: Program = vars(kind)["_memrewrite"]
+    kept.of = weakref.ref(module, kept.end)
+    kept.constants = constants
+    for name, tensor in constants.items():
+        setattr(kind, name, tensor)
+    kept.guards = Guards(module, base_of(module), program.reads, program.training, constants.values(), plain)
+    kept.owners = {
         f"{path}.{name}".lstrip("."): (owner, name)
         for path, child in module.named_modules(remove_duplicate=False)
         for owner in [vars(child)["_parameters"]]
         for name in owner
     }
-
-
-def _settings(module: nn.Module) -> dict[str, bool | float]:
-    """Attributes such as a rate of dropout. Other types are left out: forward itself may set sizes and labels."""
-    plain = {name: value for name, value in vars(module).items() if isinstance(value, bool | float)}
-    return {name: value for name, value in plain.items() if name not in _OWN and not name.startswith("_memrewrite")}
-
-
-_OWN = frozenset(vars(nn.Module()))
 
 
 def _subclass(base: type[nn.Module], program: Program) -> type[nn.Module]:
@@ -177,33 +206,42 @@ def _subclass(base: type[nn.Module], program: Program) -> type[nn.Module]:
     Only its ``__qualname__`` says Optimized: libraries look classes up by ``__name__`` and write it into files, such as
     transformers, which shifts smoothed labels only for the names of its causal language models.
     """
+    kept = Own()
 
     @functools.wraps(base.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         tensors, reason = accept(program, self, args, kwargs)
         if tensors is not None and (program.training[""] or not _trains(self, tensors)):
+            kept.follow(tensors)
             return program.run(self, *tensors)
         reason = reason if tensors is None else "it was captured in eval mode, for calls under torch.no_grad()"
-        if reason and not self.__dict__.get(_WARNED):
-            self.__dict__[_WARNED] = True
+        if reason and not kept.warned:
+            kept.warned = True
             text = f"Optimized {base.__name__} ran its original forward: {reason}."
             warnings.warn(text, FallbackWarning, stacklevel=2)
         return base.forward(self, *args, **kwargs)
 
     def reduce(self: nn.Module, protocol: Any = None) -> Any:
-        state: Any = self.__getstate__()
-        if isinstance(state, dict):
-            state = {key: value for key, value in state.items() if key not in (_PARTS, OWNERS)}
-        return _load, (base, program.source), state
+        guards = kept.guards if kept.of() is self else None
+        broken = kept.broken or (_NOT_OURS if guards is None else guards.lost_in_copies())
+        plain = None if guards is None or broken else guards.plain
+        carried = broken, plain, kept.constants, kept.report, kept.shown
+        return _load, (base, program.source), (self.__getstate__(), *carried)
 
     def restore(self: Any, state: Any) -> None:
-        base.__setstate__(self, state)
-        _prepare(self, program)
+        attributes, kept.broken, plain, constants, *carried = state
+        base.__setstate__(self, attributes)
+        prepare(self, constants, plain)
+        kept.carry(*carried)
 
     forward.__signature__ = inspect.signature(base.forward)  # type: ignore[attr-defined]
-    members = {"forward": forward, "__reduce_ex__": reduce, "__setstate__": restore, "_memrewrite": program}
+    members = {"forward": forward, "__reduce_ex__": reduce, "__setstate__": restore, "_memrewrite": program, OWN: kept}
     names = {"__module__": base.__module__, "__qualname__": f"Optimized{base.__name__}"}
-    return type(base.__name__, (base,), {**members, **names})
+    kept.kind = type(base.__name__, (base,), {**members, **names})
+    return kept.kind
+
+
+_NOT_OURS = "this object was not made by memrewrite.optimize but by a method of its class"
 
 
 def accept(
@@ -229,29 +267,24 @@ def _trains(module: nn.Module, tensors: list[Tensor]) -> bool:
 
 
 def _changed(module: nn.Module) -> str:
-    """What is no longer as it was at capture: submodules, their modes and hooks, whose parameters; empty if nothing."""
-    parts = vars(module).get(_PARTS)
-    if parts is None:
-        return "this object was not made by memrewrite.optimize but by a method of its class"
-    eager = not torch.compiler.is_compiling()  # where compiled, the rest would only become guards
-    for path, siblings, name, child, flag in parts.children:
-        if child.training != flag:
-            return f"{path} was captured in {'train' if flag else 'eval'} mode"
-        if eager and siblings.get(name) is not child:
+    """What is no longer as it was at capture, "" if nothing is."""
+    kept: Own = getattr(type(module), OWN)
+    guards = kept.guards
+    if torch.compiler.is_compiling():
+        return _changed_in_trace(guards) if guards is not None else _NOT_OURS
+    if guards is None or kept.of() is not module:
+        return _NOT_OURS
+    return kept.broken or ("" if guards.hold() else guards.changed())
+
+
+def _changed_in_trace(guards: Guards) -> str:
+    """The same where ``torch.compile`` traces this: each comparison becomes a guard of the compiled code."""
+    for path, attributes, name, value in guards.compared:
+        if attributes.get(name) != value:
+            return f"{path} is another than at capture"
+    for path, children, name, child in guards.identical:
+        if children.get(name) is not child:
             return f"{path} is another module than at capture"
-    if eager:
-        if any(parts.hooks):
-            path = next(path for path, hooks in zip(parts.hooked, parts.hooks, strict=True) if hooks)
-            return f"{path} has a hook, which the rewritten forward would not call"
-        for owner in parts.owners:
-            for parameter in owner.values():
-                if not (type(parameter) is Parameter or parameter is None or isinstance(parameter, Parameter)):
-                    # recomputation in backward would find the module's own again
-                    return "its parameters are replaced for this call (torch.func.functional_call)"
-        for path, attributes, name, value in parts.settings:
-            now = attributes.get(name)
-            if now is not value and now != value:
-                return f"{path} is {now!r}, captured as {value!r}"
     return ""
 
 

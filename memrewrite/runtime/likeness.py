@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 Likeness = dict[str, dict[str, str]]
-_CONSTANT = re.compile(r"memrewrite_constant_\d+")
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype)
 _LABEL = re.compile(r"name|path|^_memrewrite")  # where a model came from, not what it computes
 _STRICT = ("class", "tensor", "code", "forward")  # of the others, versions of PyTorch add and drop some
@@ -44,9 +43,8 @@ def describe(model: nn.Module) -> Likeness:
     owners: dict[int, str] = {}
     parameters = model.named_parameters(remove_duplicate=False)
     for name, tensor in [*parameters, *model.named_buffers(remove_duplicate=False)]:
-        if not _CONSTANT.fullmatch(name):
-            owner = owners.setdefault(id(tensor), name)
-            found[name] = {"tensor": _tensor(tensor) if owner == name else f"tied to {owner}"}
+        owner = owners.setdefault(id(tensor), name)
+        found[name] = {"tensor": _tensor(tensor) if owner == name else f"tied to {owner}"}
     for kind in kinds:  # two classes may have one name
         code = found.setdefault(f"class {kind.__qualname__}", {"code": ""})
         code["code"] += _code(kind)

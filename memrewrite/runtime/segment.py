@@ -19,7 +19,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from memrewrite.runtime.compiled import is_compiled, run_compiled, stays
 
-OWNERS = "_memrewrite_owners"  # where the module keeps its parameters: full name -> (dictionary, name in there)
+OWN = "_memrewrite_own"  # where the class of a drop-in keeps what that has to itself
 
 
 def run_segment(
@@ -28,13 +28,16 @@ def run_segment(
     *live_ins: Any,
     random: bool,
     reads: tuple[str, ...] = (),
+    frozen: tuple[str, ...] = (),
     cached: bool = False,
     within: Any = None,
 ) -> Any:
     """Run ``segment(module, recomputing, *live_ins)`` and keep only its live-ins for backward.
 
     ``random`` says that the segment draws random numbers, so that recomputation must see the same random state;
-    ``reads`` names the parameters it reads; ``cached`` lets autocast keep its casts of them until it ends.
+    ``reads`` names the parameters it reads, ``frozen`` those of them that needed no gradient when it was planned; where
+    others do or do not, it keeps what the model itself would. ``cached`` lets autocast keep its casts of them until it
+    ends.
     ``recomputing`` is false in the forward pass and true whenever backward runs the segment again, which is how buffers
     are updated exactly once; a segment inside another one gets what that one got as ``within``, and is a part of it as
     long as that one runs for the first time.
@@ -47,7 +50,18 @@ def run_segment(
         return segment(module, within, *live_ins)
     if is_compiled():  # AOTAutograd functionalizes buffer updates, so they happen once by themselves
         return run_compiled(functools.partial(segment, module, False), live_ins, random)
-    return Recomputation(segment, module, live_ins, random, reads, cached, within).run()
+    parameters = _parameters(module, reads)
+    if not any(isinstance(value, Tensor) and value.requires_grad for value in (*live_ins, *parameters)):
+        return segment(module, within or False, *live_ins)  # nothing in it is kept for backward
+    if changed := [n for n, p in zip(reads, parameters, strict=True) if p is not None and _thawed(p, n in frozen)]:
+        getattr(type(module), OWN).tell_of_gradients(changed[0])
+        return segment(module, within or False, *live_ins)
+    return Recomputation(segment, module, live_ins, random, reads, parameters, cached, within).run()
+
+
+def _thawed(parameter: Tensor, frozen: bool) -> bool:
+    """Whether it needs a gradient now if it did not when it was planned, or the other way round."""
+    return parameter.requires_grad == frozen
 
 
 def keep(recomputing: Any, number: int, random: bool, operator: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -87,6 +101,7 @@ class Recomputation:
         live_ins: tuple[Any, ...],
         random: bool,
         reads: tuple[str, ...],
+        parameters: list[Any],
         cached: bool,
         within: "Recomputation | None",
     ) -> None:
@@ -98,7 +113,7 @@ class Recomputation:
         self.kept: dict[int, Kept] = {}  # by the outermost segment
         self.keeping: Kept | None = None  # the one that runs
         self.reads = reads
-        self.parameters = _parameters(module, reads)
+        self.parameters = parameters
         self.versions = [_version(value) for value in (*self.parameters, *live_ins)]
         self.autocast = _autocast_state(live_ins)
         self.random = (torch.get_rng_state(), get_device_states(*live_ins)) if random else None
@@ -302,7 +317,8 @@ def _autocast_state(values: tuple[Any, ...]) -> tuple[tuple[str, bool, torch.dty
 
 def _parameters(module: torch.nn.Module, names: tuple[str, ...]) -> list[Any]:
     """The parameters of these names, None for one that is no longer there (parametrized since, say)."""
-    owners = vars(module).get(OWNERS, {})
+    own = getattr(type(module), OWN, None)
+    owners = {} if own is None else own.owners
     places = (owners.get(name) for name in names)
     return [None if place is None else place[0].get(place[1]) for place in places]
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from memrewrite.layers import Recall
 from memrewrite.private import FakeTensor, FakeTensorMode, real_rules_on_fake_tensors, tree_map
+from memrewrite.runtime.dropin import empty_like, own, prepare
 from memrewrite.simulate.as_cuda import as_cuda
 from memrewrite.simulate.known import known_values
 from memrewrite.step import Inputs
@@ -131,9 +132,12 @@ class _Copier:
         return self._reference(value)
 
     def _object(self, value: Any) -> Any:
-        copied = self._remember(value, object.__new__(type(value)))
+        kept = own(value) if isinstance(value, nn.Module) else None
+        copied = self._remember(value, object.__new__(type(value)) if kept is None else empty_like(value))
         # Past any __setattr__: the attributes are those of a finished object.
         vars(copied).update({name: self.copy(item) for name, item in vars(value).items()})
+        if kept is not None:
+            prepare(copied, {name: self.copy(tensor) for name, tensor in kept.constants.items()})
         return copied
 
     def _dict(self, value: dict[Any, Any]) -> Any:

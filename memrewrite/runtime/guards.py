@@ -1,0 +1,349 @@
+"""Is a module still what its program was captured from? Torch only; part of every artifact.
+
+A program holds what forward read while it was captured: strides, rates, which children there are, whose forward runs.
+That is noted when a drop-in is built and compared in every call, whole lists at a time, which takes C code some 40 us
+for 300 modules. Of parameters and buffers only types and shapes matter: a program looks them up when it runs.
+"""
+
+import itertools
+import marshal
+import operator
+import reprlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+Holder = str | tuple[Any, ...]
+"""The path of a submodule; or that, and the attributes and keys that lead from there to an object it holds."""
+Reads = tuple[tuple[tuple[str, ...], tuple[Holder, ...]], ...]
+"""Names of attributes and the holders they were read of; ``_modules`` for all children, ``__dict__`` for all names."""
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
+_NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format)  # equal wherever they come from
+_ABSENT = ...  # a value that can be compared as bytes
+
+
+@dataclass
+class _Row:
+    """Things of one kind: what ``now`` lists is compared with what it listed ``then``, first of all by identity.
+
+    ``labels`` names each; ``reason(label, then, now)`` says of a pair that is not one object what has changed, "" if
+    nothing has that matters. ``live`` lists the same where ``now`` makes copies.
+    """
+
+    now: Callable[[], list[Any]]
+    labels: Callable[[], Iterable[str]]
+    reason: Callable[[str, Any, Any], str]
+    live: Callable[[], list[Any]] | None = None
+    then: list[Any] = field(default_factory=list)
+
+    def holds(self) -> bool:
+        """Whether nothing has changed, as far as one comparison tells."""
+        return (self.live or self.now)() == self.then
+
+    def changes(self) -> Iterator[str]:
+        """What has changed, a phrase each."""
+        pairs = itertools.zip_longest(self.then, self.now(), fillvalue=_ABSENT)
+        labels = itertools.chain(self.labels(), itertools.repeat("a part of it"))
+        for label, (then, now) in zip(labels, pairs, strict=False):
+            if then is not now and (reason := self.reason(label, then, now)):
+                yield reason
+
+
+class Guards:
+    """What the program of ``root``, of the user's class ``base``, depends on, as it is when this is made.
+
+    ``training`` has the flags of submodules at capture by path, ``constants`` are the tensors that the program holds,
+    ``plain`` are the plain values of the drop-in that ``root`` is a copy of.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        base: type,
+        reads: Reads,
+        training: dict[str, bool],
+        constants: Iterable[Tensor] = (),
+        plain: bytes | None = None,
+    ) -> None:
+        self._baked = {id(tensor) for tensor in constants}
+        self._owners: dict[str, dict[str, Any]] = {}  # attributes of the modules that forward reads of
+        self._called: dict[str, nn.Module] = {}  # those modules; not the root, whose end this must not put off
+        self._lists: list[tuple[str, dict[str, Any]]] = []  # all children of a module
+        self._children: list[tuple[str, dict[str, Any], str]] = []
+        self._tables: list[tuple[str, dict[str, Any]]] = []  # parameters and buffers
+        self._members: dict[tuple[type, str], None] = {}  # what was found on a class
+        self._absent: dict[str, list[str]] = {}  # names that a module itself has not, by its path
+        self._plain: list[tuple[str, dict[str, Any], list[str]]] = []  # attributes by the dictionary they lie in
+        self._computed: list[tuple[str, Any, str]] = []  # plain values that an object computes
+        self._others: list[tuple[str, Callable[[], Any]]] = []  # functions, tensors, lists of modules
+        inside = dict(root.named_modules(remove_duplicate=False))
+        for names, holders in reads:
+            for holder in holders:
+                owner = _at(inside, holder)
+                if isinstance(holder, str) and isinstance(owner, nn.Module):
+                    self._note_module(holder, owner, base if owner is root else type(owner), names)
+                elif owner is not _ABSENT:
+                    self._note_object(".".join(str(part) for part in holder if part != ""), owner, names)
+        self._rows = list(self._make_rows())
+        self._getters = [operator.itemgetter(*names) for *_, names in self._plain]
+        self._holders = [attributes for _, attributes, _ in self._plain]
+        self.plain = plain or _bytes(self._values(training))
+        self._settle()
+
+    def _note_module(self, path: str, module: nn.Module, kind: type, names: Iterable[str]) -> None:
+        self._owners[path] = attributes = vars(module)
+        if path:
+            self._called[path] = module
+        if "_modules" in names:
+            self._lists.append((path, attributes["_modules"]))
+        tables = attributes["_parameters"], attributes["_buffers"]
+        self._tables += [(path, table) for table in tables if table]
+        own = []
+        for name in attributes if "__dict__" in names else names:
+            if name in attributes["_modules"]:
+                self._children.append((_joined(path, name), attributes["_modules"], name))
+            elif name in attributes:
+                own += [] if name in _OF_EVERY_MODULE else [name]
+            elif not any(name in table for table in tables):
+                self._members[kind, name] = None
+                self._absent.setdefault(path, []).append(name)
+        self._note_attributes(path, attributes, own)
+
+    def _note_object(self, label: str, owner: Any, names: Iterable[str]) -> None:
+        attributes = getattr(owner, "__dict__", {})
+        self._note_attributes(label, attributes, attributes if "__dict__" in names else names)
+        for name in names:
+            if name in attributes or name == "__dict__":
+                continue
+            value = getattr(owner, name, _ABSENT)
+            if _is_plain(value):
+                self._computed.append((label, owner, name))
+            elif self._form(value) == self._form(getattr(owner, name, _ABSENT)):  # and not made anew each time
+                self._others.append((_joined(label, name), _Getter(owner, name)))
+
+    def _note_attributes(self, label: str, attributes: dict[str, Any], names: Iterable[str]) -> None:
+        there = [name for name in names if name in attributes]
+        plain = [name for name in there if _is_plain(attributes[name])]
+        if plain:
+            self._plain.append((label, attributes, plain))
+        self._others += [(_joined(label, n), _Getter(attributes, n)) for n in there if n not in plain]
+
+    def _make_rows(self) -> Iterator[_Row]:
+        paths, modules, everyone = list(self._called), list(self._called.values()), list(self._owners.values())
+        owners, listed, tables = [*map(vars, modules)], [d for _, d in self._lists], [d for _, d in self._tables]
+        parents, names = [d for _, d, _ in self._children], [name for *_, name in self._children]
+        kinds, members = [kind for kind, _ in self._members], [name for _, name in self._members]
+        hooks = [owner.get(kind, {}) for owner in owners for kind in _HOOKS]
+        get, flat, again = dict.get, itertools.chain.from_iterable, itertools.repeat
+
+        def hooked() -> list[Any]:
+            return hooks if any(hooks) else []
+
+        yield _Row(hooked, lambda: (path for path in paths for _ in _HOOKS), _hook)
+        yield _Row(lambda: [*map(type, modules)], lambda: paths, _another_class)
+        yield _Row(lambda: [*map(get, owners, again("forward"))], lambda: paths, _another_forward)
+        yield _Row(lambda: [*map(len, everyone)], lambda: self._owners, self._new_attribute)
+        yield _Row(lambda: [*map(get, parents, names)], lambda: [path for path, *_ in self._children], _another_module)
+        yield _Row(lambda: [*flat(map(dict.values, listed))], lambda: _items(self._lists), _another_module)
+        yield _Row(
+            lambda: [*map(dict, tables)], lambda: [path for path, _ in self._tables], _another_table, lambda: tables
+        )
+        of_classes = [f"{kind.__name__}.{name}" for kind, name in self._members]
+        yield _Row(lambda: [*map(getattr, kinds, members, again(_ABSENT))], lambda: of_classes, _another_member)
+        others = [label for label, _ in self._others]
+        yield _Row(lambda: [self._form(value()) for _, value in self._others], lambda: others, _another_object)
+
+    def hold(self) -> bool:
+        """Whether nothing has changed; False also where it takes ``changed`` to tell."""
+        try:
+            return all(row.holds() for row in self._rows) and _bytes(self._values()) == self.plain
+        except (KeyError, ValueError, TypeError, RuntimeError):  # gone, no longer plain, or other tensors
+            return False
+
+    def changed(self) -> str:
+        """What is no longer as it was, "" if nothing is; then calls are compared with what there is now."""
+        reason = next(self._changes(), "") or next(self._changed_values(), "")
+        if not reason:
+            self._settle()
+            self.plain = _bytes(self._values())
+        return reason
+
+    def lost_in_copies(self) -> str:
+        """The same as far as a copy of the drop-in could not tell, which is given ``plain``."""
+        odd = any(name not in found or not _is_plain(found[name]) for _, found, name, _ in self.compared)
+        return next(self._changes(), "") or (next(self._changed_values(), "") if odd else "")
+
+    def _changes(self) -> Iterator[str]:
+        return (reason for row in self._rows for reason in row.changes())
+
+    def _settle(self) -> None:
+        """Compare with what there is now; ``compared`` and ``identical`` are for code that is traced.
+
+        Each has a label, a dictionary, a key in there and its value.
+        """
+        for row in self._rows:
+            row.then = [] if row.reason is _hook else row.now()
+        captured = marshal.loads(self.plain)  # noqa: S302  (of our own making)
+        self.compared = [
+            (_joined(label, name), attributes, name, value)
+            for (label, attributes, names), values in zip(self._plain, captured, strict=False)
+            for name, value in zip(names, values if len(names) > 1 else [values], strict=True)
+        ]
+        lists = [(path, children, name) for path, children in self._lists for name in children]
+        self.identical = [(path, children, name, children[name]) for path, children, name in [*self._children, *lists]]
+
+    def _values(self, training: dict[str, bool] | None = None) -> list[Any]:
+        """The plain values now, with the flags of ``training`` if it is given."""
+        values = [*map(operator.call, self._getters, self._holders)]
+        if training is not None:
+            for place, (path, _, names) in enumerate(self._plain):
+                if "training" in names and path in training:
+                    found = [training[path] if name == "training" else self._plain[place][1][name] for name in names]
+                    values[place] = tuple(found) if len(found) > 1 else found[0]
+        return [*values, *(getattr(owner, name, _ABSENT) for _, owner, name in self._computed)]
+
+    def _changed_values(self) -> Iterator[str]:
+        for label, attributes, name, then in self.compared:
+            now = attributes.get(name, _ABSENT)
+            if self._form(now) != self._form(then):
+                if name == "training":
+                    yield f"{label.removesuffix('.training')} was captured in {'train' if then else 'eval'} mode"
+                yield _another_value(label, then, now)
+        computed = marshal.loads(self.plain)[len(self._plain) :]  # noqa: S302  (of our own making)
+        for (label, owner, name), then in zip(self._computed, computed, strict=True):
+            if self._form(now := getattr(owner, name, _ABSENT)) != self._form(then):
+                yield _another_value(_joined(label, name), then, now)
+
+    def _new_attribute(self, path: str, then: int, now: int) -> str:
+        """A module has more or fewer attributes: is one new that forward asked for?"""
+        new = (name for name in self._absent.get(path, ()) if name in self._owners[path])
+        return next((f"{_joined(path, name)} is new" for name in new), "")
+
+    def _form(self, value: Any) -> Any:
+        """What is compared of a value: types and plain values, kinds of tensors that are looked up, else identity."""
+        if isinstance(value, Tensor) and id(value) not in self._baked:
+            return Tensor, _kind_of(value)
+        if isinstance(value, dict):
+            return dict, *((self._form(key), self._form(item)) for key, item in value.items())
+        if isinstance(value, list | tuple | deque):
+            return type(value), *map(self._form, value)
+        return (type(value), value) if isinstance(value, _NAMED) or _is_plain(value) else _Same(value)
+
+
+@dataclass(frozen=True)
+class _Getter:
+    """An attribute of an object, or an item of a dictionary, as it is when this is called."""
+
+    owner: Any
+    name: str
+
+    def __call__(self) -> Any:
+        if isinstance(self.owner, dict):
+            return self.owner.get(self.name, _ABSENT)
+        return getattr(self.owner, self.name, _ABSENT)
+
+
+class _Same:
+    """Equal to another one of the same object."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def _at(modules: dict[str, nn.Module], holder: Holder) -> Any:
+    """The module or object at this place, ``_ABSENT`` where there is none (any more)."""
+    if isinstance(holder, str):
+        return modules.get(holder, _ABSENT)
+    value: Any = modules.get(holder[0], _ABSENT)
+    for part in holder[1:]:
+        try:
+            value = value[part] if isinstance(value, dict | list | tuple | deque) else getattr(value, part)
+        except (AttributeError, LookupError, TypeError):
+            return _ABSENT
+    return value
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is all numbers, text and lists and dictionaries of such, which can be compared as bytes."""
+    try:
+        _bytes(value)
+    except ValueError:
+        return False
+    return True
+
+
+def _bytes(value: Any) -> bytes:
+    """Plain values as bytes, which tell 1 from True and 1.0. Version 2 of the format knows no shared objects."""
+    return marshal.dumps(value, 2)
+
+
+def _joined(path: str, name: Any) -> str:
+    return f"{path}.{name}" if path else str(name)
+
+
+def _items(tables: list[tuple[str, dict[str, Any]]]) -> Iterator[str]:
+    return (_joined(path, name) for path, table in tables for name in table)
+
+
+def _hook(path: str, then: Any, now: Any) -> str:
+    return f"{path} has a hook, which the rewritten forward would not call" if now else ""
+
+
+def _another_class(path: str, then: type, now: type) -> str:
+    return f"{path} is a {now.__name__}, captured as a {then.__name__}"
+
+
+def _another_forward(path: str, then: Any, now: Any) -> str:
+    return f"{path} has another forward than at capture"
+
+
+def _another_module(path: str, then: Any, now: Any) -> str:
+    return f"{path} is another module than at capture"
+
+
+def _another_member(label: str, then: Any, now: Any) -> str:
+    return "" if type(then) is type(now) and then == now else f"{label} is another than at capture"
+
+
+def _another_object(label: str, then: Any, now: Any) -> str:
+    return "" if then == now else f"{label} is another object than at capture"
+
+
+def _another_value(label: str, then: Any, now: Any) -> str:
+    return f"{label} is {'no longer there' if now is _ABSENT else _SHORT.repr(now)}, captured as {_SHORT.repr(then)}"
+
+
+def _another_table(path: str, then: dict[str, Any], now: dict[str, Any]) -> str:
+    names = (name for name in {**then, **now} if then.get(name, _ABSENT) is not now.get(name, _ABSENT))
+    reasons = (_another_tensor(_joined(path, n), then.get(n, _ABSENT), now.get(n, _ABSENT)) for n in names)
+    return next(filter(None, reasons), "")
+
+
+def _another_tensor(label: str, then: Any, now: Any) -> str:
+    if isinstance(then, Parameter) and isinstance(now, Tensor) and not isinstance(now, Parameter):
+        # recomputation in backward would find the module's own again
+        return "its parameters are replaced for this call (torch.func.functional_call)"
+    before, after = _kind_of(then), _kind_of(now)
+    return "" if before == after else f"{label} is {after}, captured as {before}"
+
+
+def _kind_of(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return "nothing" if value is None or value is _ABSENT else f"a {type(value).__name__}"
+    return f"{value.dtype} {tuple(value.shape)}"
+
+
+_SHORT = reprlib.Repr()
