@@ -1,6 +1,7 @@
 """The other benchmarks on the CPU, in tiny form."""
 
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from memrewrite.stepspec import StepSpec
-from tests.benchmarks import contenders, maxbatch, plantime, predict, rows, without_cuda
+from tests.benchmarks import contenders, guards, maxbatch, plantime, predict, rows, without_cuda
 
 CPU = torch.device("cpu")
 _NODES = 150
@@ -88,3 +89,9 @@ def test_largest_batch_of_a_workload(contender: str) -> None:
     assert row.peak is not None
     assert row.peak <= row.budget
     assert row.per_second
+
+
+def test_what_guards_cost_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["guards", "--blocks", "2"])
+    assert guards.main() == 0
+    assert re.search(r"^\d+ modules.*\nguards: [\d.]+ us .*\ncall: [\d.]+ us", capsys.readouterr().out)

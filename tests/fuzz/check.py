@@ -47,7 +47,7 @@ def check(model: nn.Module, inputs: Inputs, ask: Ask, half: bool = False) -> str
     """
     step = Step("train" if model.training else "inference", optimizer_factory(ask.optimizer), None, ask.amp)
     try:
-        real = run_tracked(copy.deepcopy(model), _private(inputs), step).peak
+        real = run_tracked(copy.deepcopy(model), private(inputs), step).peak
     except (RuntimeError, ValueError, UsageError):  # the last where no output has a gradient
         return "the original fails"
     try:
@@ -56,12 +56,12 @@ def check(model: nn.Module, inputs: Inputs, ask: Ask, half: bool = False) -> str
         return type(error).__name__
     share = ask.share
     budget = before.floor + int(share * (before.peak - before.floor)) if isinstance(share, float) else share
-    twin, given = copy.deepcopy(model), _private(inputs)
+    twin, given = copy.deepcopy(model), private(inputs)
     options = {name: value for name, value in vars(ask).items() if name != "share"}
     try:
         result = optimize(model, inputs.args, budget=budget, **options)
     except (BudgetInfeasibleError, CaptureError, UsageError) as error:
-        _compare(_state(twin), _state(model), 0.0)
+        compare(_state(twin), _state(model), 0.0)
         if isinstance(error, BudgetInfeasibleError):
             _check_infeasible(error, budget)
         return type(error).__name__
@@ -72,7 +72,7 @@ def check(model: nn.Module, inputs: Inputs, ask: Ask, half: bool = False) -> str
             raise
         # One rounding to bfloat16 can turn a ReLU or a sum that cancels. That is refused aloud, with this advice.
         return check(twin, inputs, replace(ask, exact=True), half)
-    _compare(_tensors("input", given.args) | _state(twin), _tensors("input", inputs.args) | _state(model), 0.0)
+    compare(_tensors("input", given.args) | _state(twin), _tensors("input", inputs.args) | _state(model), 0.0)
     rewrites = {name for name, _, _ in result.report.rewrites}
     exact = rewrites <= {*EXACT, "functionalize"}
     if not exact and _loss_cancels(twin, inputs, step):
@@ -80,7 +80,7 @@ def check(model: nn.Module, inputs: Inputs, ask: Ask, half: bool = False) -> str
     loose = HALF_TOLERANCE if half or ask.amp is not None else TOLERANCE
     _compare_training(twin, copy.deepcopy(result), inputs, step, 0.0 if exact else loose)
     step = replace(step, compiled=ask.compiled and result is not model)
-    tracked = run_tracked(copy.deepcopy(result), _private(inputs), step).peak
+    tracked = run_tracked(copy.deepcopy(result), private(inputs), step).peak
     if real == before.peak:  # not so where PyTorch's shape rules miss already the original (RReLU, transposed)
         assert tracked == result.report.predicted_after.peak, f"{tracked} B tracked, not as predicted"
     allowed = budget if isinstance(budget, int) else max(before.peak, tracked if budget is None else 0)
@@ -90,7 +90,7 @@ def check(model: nn.Module, inputs: Inputs, ask: Ask, half: bool = False) -> str
 
 def _loss_cancels(model: nn.Module, inputs: Inputs, step: Step) -> bool:
     """Whether the loss is zero but for rounding (the mean of what was normalized), and so are its gradients then."""
-    numbers = _step(copy.deepcopy(model), inputs, step, 0)
+    numbers = take_step(copy.deepcopy(model), inputs, step, 0)
     largest = max(float(value.abs().max()) for name, value in numbers.items() if name.startswith("output"))
     return "loss" in numbers and abs(float(numbers["loss"])) <= ROUNDING * largest
 
@@ -105,15 +105,15 @@ def _compare_training(original: nn.Module, rewritten: nn.Module, inputs: Inputs,
     for number in range(STEPS):
         if loose:
             rewritten.load_state_dict(original.state_dict())
-        expected = _step(original, inputs, step, number)
-        _compare(expected, _step(rewritten, inputs, step, number), loose)
+        expected = take_step(original, inputs, step, number)
+        compare(expected, take_step(rewritten, inputs, step, number), loose)
 
 
-def _step(model: nn.Module, inputs: Inputs, step: Step, seed: int) -> Numbers:
+def take_step(model: nn.Module, inputs: Inputs, step: Step, seed: int) -> Numbers:
     """One step of gradient descent; everything it computed, strides of the outputs and random state included."""
     torch.manual_seed(seed)
     random.seed(seed)
-    leaves = _private(inputs)
+    leaves = private(inputs)
     numbers: Numbers = {}
     train = step.mode == "train"
     with torch.set_grad_enabled(train), autocast(step.amp, "cpu"):
@@ -139,7 +139,7 @@ def _step(model: nn.Module, inputs: Inputs, step: Step, seed: int) -> Numbers:
     return numbers
 
 
-def _compare(expected: Numbers, found: Numbers, loose: float) -> None:
+def compare(expected: Numbers, found: Numbers, loose: float) -> None:
     assert list(expected) == list(found)
     largest: dict[str, float] = {}
     for name, value in expected.items():
@@ -160,7 +160,7 @@ def _distance(a: Tensor, b: Tensor) -> float:
 
 def _state(model: nn.Module) -> Numbers:
     """Parameters and buffers, flags as tensors."""
-    named = [*model.named_parameters(), *((n, b) for n, b in model.named_buffers() if "memrewrite" not in n)]
+    named = [*model.named_parameters(), *model.named_buffers()]
     flags = torch.tensor([m.training for m in model.modules()] + [p.requires_grad for p in model.parameters()])
     return {f"state {name}": t.detach().clone() for name, t in named} | {"flags": flags}
 
@@ -170,6 +170,6 @@ def _tensors(kind: str, tree: Any) -> Numbers:
     return {f"{kind} {i}": t.detach().clone() for i, t in enumerate(leaves)}
 
 
-def _private(inputs: Inputs) -> Inputs:
+def private(inputs: Inputs) -> Inputs:
     args = tree_map(lambda t: t.detach().clone().requires_grad_(t.requires_grad), inputs.args)
     return Inputs(args, inputs.kwargs)

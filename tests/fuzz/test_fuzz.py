@@ -5,8 +5,10 @@ pytest -m fuzz --examples 1000      # other models every time; with pytest-xdist
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
 
 from tests.fuzz.check import PARTS, Ask, check
+from tests.fuzz.edits import Change, changes, check_edited
 from tests.fuzz.strategies import Recipe, asks, make, recipes
 
 ANY_TIME = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
@@ -29,3 +31,25 @@ def test_other_random_models_every_time(part: int, request: pytest.FixtureReques
     examples = -(-request.config.getoption("--examples") // PARTS)
     some = settings(ANY_TIME, max_examples=examples, print_blob=True)
     some(given(recipes(), asks())(try_one))()
+
+
+def edit_one(recipe: Recipe, edits: list[Change], copied: str) -> None:
+    model, inputs = make(recipe)
+    check_edited(model, inputs, edits, copied)
+
+
+COPIED = st.sampled_from(["no", "before", "after"])
+
+
+@settings(ANY_TIME, max_examples=30, derandomize=True, database=None, phases=[Phase.generate])
+@given(recipes(longest=9), changes(), COPIED)
+def test_the_same_edits_every_time(recipe: Recipe, edits: list[Change], copied: str) -> None:
+    edit_one(recipe, edits, copied)
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("part", range(PARTS))
+def test_other_edits_every_time(part: int, request: pytest.FixtureRequest) -> None:
+    examples = -(-request.config.getoption("--examples") // PARTS)
+    some = settings(ANY_TIME, max_examples=examples, print_blob=True)
+    some(given(recipes(), changes(), COPIED)(edit_one))()
