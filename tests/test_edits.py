@@ -11,6 +11,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 import memrewrite
+from memrewrite.artifact.load import load
+from memrewrite.artifact.save import save
 from memrewrite.runtime.dropin import FallbackWarning, own
 from tests.dropins import assert_same_bits, image, step
 
@@ -184,11 +187,11 @@ def result() -> Any:
 
 
 def told(module: nn.Module, x: Tensor) -> tuple[dict[str, Any], list[str]]:
-    """The numbers of a step, and what the module warned of."""
+    """The numbers of a step, and what the module warned of; an artifact has a class of warnings of its own."""
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         numbers = step(module, x)
-    assert {w.category for w in seen} <= {FallbackWarning}
+    assert {w.category.__name__ for w in seen} <= {FallbackWarning.__name__}
     return numbers, [str(w.message) for w in seen]
 
 
@@ -362,3 +365,17 @@ def test_compiled_code_is_guarded_too(name: str, result: Any) -> None:
         with pytest.warns(FallbackWarning, match="is another"):
             ours = compiled(image(4))
         assert ours.equal(plain(image(4)))
+
+
+@pytest.mark.parametrize("name", ["an item of a list", "a configuration", "scale of an adapter"])
+def test_an_artifact_knows_what_its_model_was_captured_with(name: str, result: Any, tmp_path: Path) -> None:
+    edit, reason = TOLD[name]
+    save(result, tmp_path / "out")
+    plain, same, other = net(), load(tmp_path / "out", net()), net()
+    assert told(same, image(4))[1] == []
+    for model in (plain, other):
+        edit(model)
+    numbers, texts = told(load(tmp_path / "out", other), image(4))
+    assert_same_bits(numbers, step(plain, image(4)))
+    assert len(texts) == 1
+    assert reason in texts[0]

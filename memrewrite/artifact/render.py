@@ -40,21 +40,27 @@ MODEL = {expected}
 # Tensors in {file}, and whether each lies on the device of the parameters.
 CONSTANTS = {moving}
 
+# Plain values that forward read, by the submodule that a program stands for.
+CAPTURED = {captured}
+
 
 def apply(model: nn.Module) -> nn.Module:
     """A drop-in for ``model``; raises ``WrongModelError`` when this was not generated for it."""
     refuse_other(model, MODEL)
     constants = read_constants(Path(__file__).with_name({file!r}), CONSTANTS, model)
-    rewritten = {{p: build(model.get_submodule(p), _PROGRAMS[p], constants[p]) for p in {paths}}}
+    rewritten = {{p: build(model.get_submodule(p), _PROGRAMS[p], constants[p], CAPTURED[p]) for p in {paths}}}
     return graft(model, rewritten)
 '''
 
 
-def render(sources: dict[str, str], expected: Likeness, moving: dict[str, dict[str, bool]]) -> str:
+def render(
+    sources: dict[str, str], expected: Likeness, moving: dict[str, dict[str, bool]], captured: dict[str, list[object]]
+) -> str:
     """The artifact's Python.
 
     ``sources`` are those of the programs by the path of their submodule, ``moving`` says of each program's constants
-    whether they follow the parameters, ``expected`` is the model's likeness.
+    whether they follow the parameters, ``captured`` are the plain values of its guards, ``expected`` is the model's
+    likeness.
     """
     imports: dict[str, set[str]] = {"from pathlib": {"Path"}}
     runtime = [_without_imports(inspect.getsource(module), imports) for module in _RUNTIME]
@@ -66,7 +72,8 @@ def render(sources: dict[str, str], expected: Likeness, moving: dict[str, dict[s
         )
         for path, source in sources.items()
     ]
-    end = _APPLY.format(expected=_table(expected), moving=_table(moving), file=CONSTANTS, paths=list(sources))
+    tables = {"expected": _table(expected), "moving": _table(moving), "captured": _table(captured)}
+    end = _APPLY.format(**tables, file=CONSTANTS, paths=list(sources))
     head = _HEAD.format(version=__version__, imports=_import_lines(imports))
     text = head + "\n\n\n".join([*runtime, *programs, end.lstrip("\n")])
     ast.parse(text)

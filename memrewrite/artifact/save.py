@@ -109,11 +109,12 @@ def _draft(target: Path) -> Iterator[Path]:
 def _write_model(draft: Path, optimized: nn.Module, rewritten: dict[str, Program]) -> dict[str, Any]:
     """Write the code and its constants; returns what the manifest says of them."""
     likeness = describe(optimized)
-    parts = {path: own(optimized.get_submodule(path)) for path in rewritten}
-    constants = {path: {} if part is None else part.constants for path, part in parts.items()}
+    parts = {path: part for path in rewritten if (part := own(optimized.get_submodule(path))) is not None}
+    constants = {path: part.constants for path, part in parts.items()}
+    captured = {path: [] if part.guards is None else part.guards.captured for path, part in parts.items()}
     moving = {path: _moving(program, constants[path]) for path, program in rewritten.items()}
     sources = {path: program.source for path, program in rewritten.items()}
-    (draft / manifest.MODEL).write_text(render(sources, likeness, moving), encoding="utf-8")
+    (draft / manifest.MODEL).write_text(render(sources, likeness, moving, captured), encoding="utf-8")
     if any(constants.values()):
         saved = {path: {name: t.detach().cpu() for name, t in found.items()} for path, found in constants.items()}
         torch.save(saved, draft / manifest.CONSTANTS)

@@ -22,7 +22,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_structure, tree_unf
 from memrewrite.runtime.batch_norm import normalize, rectify
 from memrewrite.runtime.compiled import draw, in_turn, settled
 from memrewrite.runtime.cross_entropy import chunked_cross_entropy
-from memrewrite.runtime.guards import Guards, Reads
+from memrewrite.runtime.guards import Guards, Reads, as_bytes
 from memrewrite.runtime.segment import OWN, as_autocast, keep, once, run_segment
 from memrewrite.runtime.swish import exact_swish, swish
 
@@ -124,14 +124,19 @@ class Own:
         self.guards, self.constants, self.owners = None, {}, {}
 
 
-def build(model: nn.Module, program: Program, constants: dict[str, Tensor]) -> nn.Module:
-    """A module that runs ``program`` and shares every Parameter, buffer and submodule with ``model``."""
+def build(
+    model: nn.Module, program: Program, constants: dict[str, Tensor], captured: list[Any] | None = None
+) -> nn.Module:
+    """A module that runs ``program`` and shares every Parameter, buffer and submodule with ``model``.
+
+    ``captured`` are the plain values of ``Guards`` at capture, where ``model`` may have others by now.
+    """
     state = {key: value for key, value in vars(model).items() if key != "_compiled_call_impl"}  # that one calls model
     for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
         state[name] = vars(model)[name].copy()
     result = _empty(type(model), program)
     vars(result).update(state)
-    prepare(result, constants)
+    prepare(result, constants, None if captured is None else as_bytes(captured))
     return result
 
 
@@ -191,7 +196,11 @@ def prepare(module: nn.Module, constants: dict[str, Tensor], plain: bytes | None
     kept.constants = constants
     for name, tensor in constants.items():
         setattr(kind, name, tensor)
-    kept.guards = Guards(module, base_of(module), program.reads, program.training, constants.values(), plain)
+    noted = module, base_of(module), program.reads, program.training, constants.values()
+    try:
+        kept.guards = Guards(*noted, plain)
+    except ValueError:  # there are other attributes to compare
+        kept.guards, kept.broken = Guards(*noted), "it has other attributes than at capture"
     kept.owners = {
         f"{path}.{name}".lstrip("."): (owner, name)
         for path, child in module.named_modules(remove_duplicate=False)

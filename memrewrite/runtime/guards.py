@@ -94,7 +94,7 @@ class Guards:
         self._rows = list(self._make_rows())
         self._getters = [operator.itemgetter(*names) for *_, names in self._plain]
         self._holders = [attributes for _, attributes, _ in self._plain]
-        self.plain = plain or _bytes(self._values(training))
+        self.plain = plain or as_bytes(self._values(training))
         self._settle()
 
     def _note_module(self, path: str, module: nn.Module, kind: type, names: Iterable[str]) -> None:
@@ -163,7 +163,7 @@ class Guards:
     def hold(self) -> bool:
         """Whether nothing has changed; False also where it takes ``changed`` to tell."""
         try:
-            return all(row.holds() for row in self._rows) and _bytes(self._values()) == self.plain
+            return all(row.holds() for row in self._rows) and as_bytes(self._values()) == self.plain
         except (KeyError, ValueError, TypeError, RuntimeError):  # gone, no longer plain, or other tensors
             return False
 
@@ -172,13 +172,19 @@ class Guards:
         reason = next(self._changes(), "") or next(self._changed_values(), "")
         if not reason:
             self._settle()
-            self.plain = _bytes(self._values())
+            self.plain = as_bytes(self._values())
         return reason
 
     def lost_in_copies(self) -> str:
         """The same as far as a copy of the drop-in could not tell, which is given ``plain``."""
         odd = any(name not in found or not _is_plain(found[name]) for _, found, name, _ in self.compared)
         return next(self._changes(), "") or (next(self._changed_values(), "") if odd else "")
+
+    @property
+    def captured(self) -> list[Any]:
+        """The plain values at capture: those of each dictionary, then what objects computed."""
+        found: list[Any] = marshal.loads(self.plain)  # noqa: S302  (of our own making)
+        return found
 
     def _changes(self) -> Iterator[str]:
         return (reason for row in self._rows for reason in row.changes())
@@ -190,10 +196,10 @@ class Guards:
         """
         for row in self._rows:
             row.then = [] if row.reason is _hook else row.now()
-        captured = marshal.loads(self.plain)  # noqa: S302  (of our own making)
+        captured = self.captured
         self.compared = [
             (_joined(label, name), attributes, name, value)
-            for (label, attributes, names), values in zip(self._plain, captured, strict=False)
+            for (label, attributes, names), values in zip(self._plain, captured[: len(self._plain)], strict=True)
             for name, value in zip(names, values if len(names) > 1 else [values], strict=True)
         ]
         lists = [(path, children, name) for path, children in self._lists for name in children]
@@ -216,7 +222,7 @@ class Guards:
                 if name == "training":
                     yield f"{label.removesuffix('.training')} was captured in {'train' if then else 'eval'} mode"
                 yield _another_value(label, then, now)
-        computed = marshal.loads(self.plain)[len(self._plain) :]  # noqa: S302  (of our own making)
+        computed = self.captured[len(self._plain) :]
         for (label, owner, name), then in zip(self._computed, computed, strict=True):
             if self._form(now := getattr(owner, name, _ABSENT)) != self._form(then):
                 yield _another_value(_joined(label, name), then, now)
@@ -279,13 +285,13 @@ def _at(modules: dict[str, nn.Module], holder: Holder) -> Any:
 def _is_plain(value: Any) -> bool:
     """Whether a value is all numbers, text and lists and dictionaries of such, which can be compared as bytes."""
     try:
-        _bytes(value)
+        as_bytes(value)
     except ValueError:
         return False
     return True
 
 
-def _bytes(value: Any) -> bytes:
+def as_bytes(value: Any) -> bytes:
     """Plain values as bytes, which tell 1 from True and 1.0. Version 2 of the format knows no shared objects."""
     return marshal.dumps(value, 2)
 
