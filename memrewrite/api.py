@@ -12,12 +12,13 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from memrewrite import __version__, measuring, pipeline, registry, verifying
+from memrewrite import __version__, habits, measuring, pipeline, registry, verifying
 from memrewrite.budgeting import meet
 from memrewrite.costs import Costs
 from memrewrite.costs.profile import profile_on
 from memrewrite.coverage import kept
 from memrewrite.errors import CaptureError, MemrewriteError, NotEquivalentError, UsageError
+from memrewrite.loop import TUTORIAL, Loop
 from memrewrite.marking import mark_inplace
 from memrewrite.measuring import predict
 from memrewrite.options import Budget
@@ -55,6 +56,7 @@ def optimize(
     amp: str | torch.dtype | None = None,
     mode: Literal["train", "inference"] | None = None,
     micro_batches: int = 1,
+    loop: str | Loop = TUTORIAL,
     device: str | torch.device | None = None,
     regions: Sequence[str] | None = None,
     passes: Iterable[str] | None = None,
@@ -72,7 +74,9 @@ def optimize(
     ``"adam"``, ``"adamw"``, either with ``-fused``, an optimizer to copy, its class or a factory, or None;
     ``loss_fn(output)`` gives a scalar; ``amp`` is ``"bf16"`` or ``"fp16"``; ``mode`` is by default the one the model is
     in; ``micro_batches`` says over how many batches like these gradients are accumulated before each step of the
-    optimizer. ``device`` is where the model lies, or, for a model on the CPU where there is no CUDA, ``"cuda"`` to plan
+    optimizer. ``loop`` says what your loop keeps alive: by default what PyTorch's tutorials do, else habits such as
+    ``"drop-output,prefetch"`` (``memrewrite.loop`` has all); tensors that ``loss_fn`` holds count as its targets.
+    ``device`` is where the model lies, or, for a model on the CPU where there is no CUDA, ``"cuda"`` to plan
     for it: then peaks are predicted for CUDA, nothing is measured, equivalence is verified on the CPU, and the result
     takes inputs on the CPU. ``regions`` are patterns of submodule paths (``"layers.*"``) to capture one by one, whose
     own hooks keep firing; by default the whole model is captured, else its largest submodules that can be. ``passes``
@@ -93,7 +97,7 @@ def optimize(
     registry.check(names)
     inputs = _inputs(example_inputs, example_kwargs)
     _refuse_replaced(model)
-    step = make_step(model, optimizer, loss_fn, amp, mode, micro_batches)
+    step = make_step(model, optimizer, loss_fn, amp, mode, micro_batches, loop)
     step = replace(step, as_cuda=_as_cuda(device, device_of(model, inputs)))
     bare = pipeline.without_hooks(model)
     limit = None if budget is None else Budget.parse(budget)
@@ -120,20 +124,21 @@ def optimize(
     modified = any(result.modified for result in line.results.values())
     after = line.simulate()
     if not modified and (limit is None or before.peak <= max(limit.resolve(before.peak) or 0, after.peak)):
-        return _with_report(model, _report(line, limit, before, before, None, measured))
+        return _with_report(model, _report(line, bare, limit, before, before, None, measured))
     if not modified:
         line.notes += ("Nothing had to be rewritten: written out as a program, the model lets go of values sooner.",)
     result = line.build()
     if after.peak > before.peak and measured is None:
         pipeline.abandon(line)
-        return _with_report(model, _report(line, limit, before, before, None, None))
+        return _with_report(model, _report(line, bare, limit, before, before, None, None))
     verdict = None
     if verify:
         progress("verify")
         with _blaming(bare):  # for whatever shapes alone do not tell
             verdict = _prove(line, result, seed, exact)
+    report = _report(line, result, limit, before, line.attributed(), verdict, measured)
     pipeline.with_hooks_of(model, result)
-    return _with_report(result, _report(line, limit, before, line.attributed(), verdict, measured))
+    return _with_report(result, report)
 
 
 def measure(
@@ -146,6 +151,7 @@ def measure(
     amp: str | torch.dtype | None = None,
     mode: Literal["train", "inference"] | None = None,
     micro_batches: int = 1,
+    loop: str | Loop = TUTORIAL,
     steps: int = 10,
     compiled: bool = False,
 ) -> Measured:
@@ -159,7 +165,7 @@ def measure(
     Raises ``MeasurementError`` when memory runs out or compiling fails, ``UsageError`` for arguments that cannot be
     meant.
     """
-    step = make_step(model, optimizer, loss_fn, amp, mode, micro_batches)
+    step = make_step(model, optimizer, loss_fn, amp, mode, micro_batches, loop)
     return measuring.measure(model, _inputs(example_inputs, example_kwargs), step, steps=steps, compiled=compiled)
 
 
@@ -174,6 +180,7 @@ def verify(
     amp: str | torch.dtype | None = None,
     mode: Literal["train", "inference"] | None = None,
     micro_batches: int = 1,
+    loop: str | Loop = TUTORIAL,
     exact: bool = False,
     steps: int = 3,
     seed: int = 0,
@@ -188,7 +195,7 @@ def verify(
     """
     if original.training != rewritten.training:
         raise UsageError("One model is in train mode and the other is not; call train() or eval() on both.")
-    step = make_step(original, optimizer, loss_fn, amp, mode, micro_batches)
+    step = make_step(original, optimizer, loss_fn, amp, mode, micro_batches, loop)
     inputs = _inputs(example_inputs, example_kwargs)
     return verifying.verify(original, rewritten, inputs, step, exact=exact, steps=steps, seed=seed)
 
@@ -226,6 +233,7 @@ def make_step(
     amp: str | torch.dtype | None,
     mode: Literal["train", "inference"] | None,
     micro_batches: int = 1,
+    loop: str | Loop = TUTORIAL,
 ) -> Step:
     """The step that the arguments of ``optimize`` and the like mean.
 
@@ -243,7 +251,7 @@ def make_step(
     else:
         factory = optimizers_like(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else optimizer
     kind = amp_dtype(amp) if isinstance(amp, str) else amp
-    return Step(now, factory, loss_fn, kind, micro_batches=micro_batches)
+    return Step(now, factory, loss_fn, kind, micro_batches=micro_batches, loop=Loop.parse(loop))
 
 
 def _inputs(args: Any, kwargs: dict[str, Any] | None) -> Inputs:
@@ -283,6 +291,7 @@ def _prove(line: pipeline.Line, result: nn.Module, seed: int, exact: bool) -> Ve
 
 def _report(
     line: pipeline.Line,
+    result: nn.Module,
     limit: Budget | None,
     before: Timeline,
     after: Timeline,
@@ -294,6 +303,7 @@ def _report(
         "mode": line.step.mode,
         "amp": None if line.step.amp is None else str(line.step.amp),
         "micro_batches": line.step.micro_batches,
+        "loop": str(line.step.loop),
         "compiled": line.compiled,
         "front_end": ", ".join(dict.fromkeys(part.region.captured.front_end for part in line.parts)),
         "regions": [part.region.path for part in line.parts],
@@ -320,6 +330,7 @@ def _report(
         notes=_notes(line),
         versions=_versions(),
         shares=_shares(line),
+        habits=habits.costs(result, line.inputs, line.step, after, line.workspace),
         predicted_ms_before=_longer(line.original),
         predicted_ms_after=_longer(line.original if after is before else line.times()),
     )

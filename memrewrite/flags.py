@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from memrewrite.loop import HABITS, TUTORIAL
 from memrewrite.stepspec import AMP, MODES, OPTIMIZERS
 
 Function = Callable[..., Any]
@@ -18,6 +19,7 @@ CONFIGURABLE: dict[str, type] = {
     "input": list,
     "batch_size": int,
     "micro_batches": int,
+    "loop": str,
     "optimizer": str,
     "loss": str,
     "amp": str,
@@ -106,6 +108,12 @@ model = group(
         default=1,
         metavar="N",
         help="Accumulate the gradients of this many batches before each step of the optimizer.",
+    ),
+    click.option(
+        "--loop",
+        default=TUTORIAL,
+        metavar="HABITS",
+        help=f"Say what your loop does otherwise, separated by commas: {', '.join(HABITS)}.",
     ),
     click.option(
         "--optimizer",

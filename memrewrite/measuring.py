@@ -24,7 +24,7 @@ from memrewrite.report.data import Measured
 from memrewrite.simulate import Timeline, preserved_rng, run_tracked, simulate, with_workspaces
 from memrewrite.simulate.allocator import allocator_on
 from memrewrite.simulate.fake import tensors_of
-from memrewrite.step import Inputs, Phase, Step, device_type
+from memrewrite.step import Inputs, Phase, Running, Step, device_type
 from memrewrite.stepspec import StepSpec
 
 _CPU_STEPS = 3  # steps there are slow and vary little
@@ -117,8 +117,8 @@ def _tracked(module: nn.Module, inputs: Inputs, step: Step, steps: int, attribut
 def measure(module: nn.Module, inputs: Inputs, step: Step, *, steps: int = 10, compiled: bool = False) -> Measured:
     """Take two steps for the phase table and ``steps`` more for the time; the peak is that of the second step on.
 
-    On CUDA, allocations from before that are neither the module's nor the inputs' are left out of the allocated
-    figures. On the CPU nothing is cached, so the reserved figure is the peak. ``compiled`` measures what
+    The steps are those of ``step.loop``. On CUDA, allocations from before that are neither the module's nor the inputs'
+    nor the loss function's are left out of the allocated figures. On the CPU nothing is cached, so the reserved figure is the peak. ``compiled`` measures what
     ``torch.compile`` makes of the module, on CUDA: what compiled code allocates on the CPU cannot be tracked.
     Raises ``DoesNotFitError`` when memory runs out, ``UsageError`` for a device that is neither CPU nor CUDA, or for
     ``compiled`` on the CPU, ``MeasurementError`` where the module does not compile.
@@ -158,11 +158,11 @@ def out_of_memory(who: str, device: str) -> str:
 
 def _on_cpu(module: nn.Module, inputs: Inputs, step: Step, steps: int, device: torch.device) -> Measured:
     timeline = run_tracked(module, inputs, step)
-    optimizer = step.make_optimizer(module)
+    loop = step.begin(module, inputs, step.make_optimizer(module))
     times = []
     for _ in range(min(steps, _CPU_STEPS) + 1):
         start = time.perf_counter()
-        step.run(module, inputs, optimizer)
+        loop.take()
         times.append((time.perf_counter() - start) * 1e3)
     return Measured(timeline.peak, timeline.peak, statistics.median(times[1:]), timeline.phases, str(device))
 
@@ -172,37 +172,32 @@ def _on_cuda(module: nn.Module, inputs: Inputs, step: Step, steps: int, device: 
     torch.cuda.synchronize(device)
     clear_cublas_workspaces()  # those of earlier work would pass for other allocations
     torch.cuda.empty_cache()
-    others = torch.cuda.memory_allocated(device) - _own_bytes([*tensors_of(module), *inputs.tensors()], device)
+    targets = step.targets(module, inputs)
+    own = [*tensors_of(module), *inputs.tensors(), *targets.all]
+    others = torch.cuda.memory_allocated(device) - _own_bytes(own, device)
     phases: list[tuple[str, int]] = []
 
     def on_phase(phase: Phase) -> None:
         phases.append((phase, torch.cuda.memory_allocated(device) - others))
 
-    optimizer = step.make_optimizer(module)
-    step.run(module, inputs, optimizer, on_phase)
+    loop = step.begin(module, inputs, step.make_optimizer(module), targets)
+    loop.take(on_phase)
     torch.cuda.reset_peak_memory_stats(device)
-    step.run(module, inputs, optimizer, on_phase)
-    step_ms = _median_ms(module, inputs, step, optimizer, steps, device)
+    loop.take(on_phase)
+    step_ms = _median_ms(loop, steps, device)
     peak = torch.cuda.max_memory_allocated(device) - others
     free, total = torch.cuda.mem_get_info(device)
     name = f"{torch.cuda.get_device_name(device)} ({device})"
     return Measured(peak, torch.cuda.max_memory_reserved(device), step_ms, tuple(phases), name, total - free)
 
 
-def _median_ms(
-    module: nn.Module,
-    inputs: Inputs,
-    step: Step,
-    optimizer: torch.optim.Optimizer | None,
-    steps: int,
-    device: torch.device,
-) -> float:
+def _median_ms(loop: Running, steps: int, device: torch.device) -> float:
     """The median time between CUDA events around each of ``steps`` steps, in ms."""
     with torch.cuda.device(device):
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(max(steps, 1) + 1)]
         marks[0].record()
         for mark in marks[1:]:
-            step.run(module, inputs, optimizer)
+            loop.take()
             mark.record()
         torch.cuda.synchronize(device)
     return statistics.median(start.elapsed_time(end) for start, end in itertools.pairwise(marks))

@@ -29,7 +29,7 @@ from memrewrite.runtime.batch_norm import kernel_runs_on
 from memrewrite.runtime.dropin import build, graft, program_from
 from memrewrite.simulate import Timeline, preserved_rng
 from memrewrite.simulate.allocator import rounded
-from memrewrite.step import Inputs, Step, default_loss, device_of
+from memrewrite.step import Inputs, Phase, Step, default_loss, device_of
 from memrewrite.working import Levels, levels
 
 
@@ -69,7 +69,7 @@ class Part:
             loss_of = self._loss_of if not self.region.path else None
             self._levels = nodes, code, levels(self.graph_module, self.region.example, self.step, loss_of)
         found = chain(self.observe(), self._levels[2], costs, self.step.compiled)
-        return found if self.step.micro_batches == 1 else replace(found, gradients=0)  # which are there already
+        return replace(found, gradients=0) if self.step.gradients_wait else found  # which are there already
 
     def _loss_of(self, leaves: Any) -> Tensor:
         """The loss of what the graph returns, if that is all the model returns."""
@@ -192,13 +192,22 @@ class Line:
         """``peak`` by one forward and backward pass, where that is as ``usual`` is in its second step and optimizer.
 
         In a third of the time, unless the model's second step differs from its first. ``usual`` is the timeline of any
-        program of this line: what is in use as a step begins is the same for all.
+        program of this line: by how much more is in use in each phase of a second step than in that of a first one is
+        the same for all (optimizer state, and what the loop keeps from the last step).
         """
-        if (False, self._programs) in self._simulated:
-            return self.peak(spare)
+        if (False, self._programs) in self._simulated or self.step.loop.zero_grad == "in place":
+            return self.peak(spare)  # in place, the first step has no gradients to add to
         step = replace(self.step, optimizer=None)
         once = predict(self.build(), self.inputs, step, workspace_bytes=self.workspace, steps=1, blocks=False)
-        passes = once.peak + usual.before_last_step - once.before_last_step
+        made_before = usual.as_ends("data", 1) - once.as_ends("data", 1)  # by optimizers that make it as they are made
+
+        def later(phase: Phase, like: Phase) -> int:
+            """The peak of ``phase`` in a second step, which has as much more in use as as ``like`` ends."""
+            return once.peak_in(phase, 1) + made_before + usual.as_ends(like, 2) - usual.as_ends(like, 1)
+
+        ways: tuple[tuple[Phase, Phase], ...]
+        ways = (("data", "data"), ("forward", "data"), ("loss", "forward"), ("backward", "backward"))
+        passes = max(later(*way) for way in (ways if self.step.mode == "train" else ways[:2]))
         return max(passes + spare, usual.peak_of_optimizer)
 
     @property
@@ -267,8 +276,12 @@ class Line:
             return self.peak(spare) if exact else self.rehearse(usual, spare)
 
         chains = join([part.chain(self.costs(part)) for part in self.parts])
-        new = [] if self.step.micro_batches > 1 else [p for p in self.model.parameters() if p.requires_grad]
-        fixed = usual.floor - sum(rounded(p.nbytes) for p in new)  # gradients, which come as backward goes
+        gradients = sum(rounded(p.nbytes) for p in self.model.parameters() if p.requires_grad)
+        fixed = usual.floor - (0 if self.step.gradients_wait else gradients)  # which come as backward goes
+        kept = gradients if self.step.loop.zero_grad == "before backward" and not self.step.gradients_wait else 0
+        chains = replace(chains, left=usual.held + kept)
+        if len(self.parts) > 1 or self.parts[0].region.path:  # whose levels do not show the model's output
+            chains = replace(chains, work=chains.work + usual.held, pending=chains.pending + usual.held)
 
         def peak(candidate: Plan) -> int:
             self.segments(candidate)

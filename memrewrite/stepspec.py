@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from memrewrite.errors import UsageError
+from memrewrite.loop import TUTORIAL, Loop
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +31,7 @@ class StepSpec:
 
     ``optimizer`` is one of ``OPTIMIZERS`` or ``module:factory`` (called with the parameters), ``loss`` is ``module:fn``
     (called with the model's output) or None for the default loss, ``amp`` one of ``AMP``; ``micro_batches`` is that of
-    ``Step``.
+    ``Step``, ``loop`` what ``Loop.parse`` reads.
     """
 
     mode: Literal["train", "inference"] = "train"
@@ -38,6 +39,7 @@ class StepSpec:
     loss: str | None = None
     amp: str = "off"
     micro_batches: int = 1
+    loop: str = TUTORIAL
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for ``json.dumps``."""
@@ -56,7 +58,7 @@ class StepSpec:
             raise UsageError(f"Mode {self.mode!r} is unknown; choose {_choices(MODES)}.")
         loss = None if self.loss is None else named(self.loss, "loss")
         optimizer, amp = optimizer_factory(self.optimizer), amp_dtype(self.amp)
-        return Step(self.mode, optimizer, loss, amp, micro_batches=self.micro_batches)
+        return Step(self.mode, optimizer, loss, amp, micro_batches=self.micro_batches, loop=Loop.parse(self.loop))
 
 
 def optimizer_factory(name: str) -> "OptimizerFactory | None":

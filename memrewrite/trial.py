@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from memrewrite.private import tree_flatten, tree_map
 from memrewrite.runtime.dropin import FallbackWarning
-from memrewrite.step import Inputs, Phase, Step, autocast, default_loss, device_type
+from memrewrite.step import Inputs, Phase, Step, Targets, autocast, default_loss, device_type
 
 Key = tuple[str, str]
 """Kind and name of one compared value, e.g. ``("gradient", "blocks.0.conv.weight")``."""
@@ -170,8 +170,10 @@ def take_step(
             if phase == "backward":
                 _keep_gradients(record, module, leaves)
 
-        observed = dataclasses.replace(step, loss_fn=observed_loss)
-        record["loss", "loss"] = _to_cpu(observed.run(module, private, optimizer, on_phase))
+        alone = dataclasses.replace(step.loop, ahead=0, average=False)  # what lies beside the step computes nothing
+        observed = dataclasses.replace(step, loss_fn=observed_loss, loop=alone)
+        loop = observed.begin(module, private, optimizer, Targets())
+        record["loss", "loss"] = _to_cpu(loop.take(on_phase))
     _keep_state(record, module, devices, parameters=optimizer is not None)
     return record
 

@@ -72,6 +72,7 @@ def _levels(
             with autocast(step.amp, device.type, cached=False):
                 outputs = runner.run(*inputs)
                 runner.env.clear()  # where what it returned is, too
+                kept = outputs if loss_of is not None and step.loop.keeps_output else None
                 outputs = [outputs if loss_of is None else loss_of(outputs)]
             trained = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
             del outputs
@@ -81,12 +82,13 @@ def _levels(
             with nullcontext() if loss_of else suppress(RuntimeError):
                 torch.autograd.backward(trained, [torch.ones_like(output) for output in trained])
         watch.turn(None)
+        del kept
     return dict(zip(graph_module.graph.nodes, watch.found, strict=True))
 
 
 def _waiting(twin: nn.Module, step: Step) -> list[Tensor]:
-    """The gradients of earlier micro-batches, to which backward adds."""
-    if step.micro_batches == 1:
+    """The gradients of earlier passes, to which backward adds."""
+    if not step.gradients_wait:
         return []
     trained = [p for p in twin.parameters() if p.requires_grad]
     for parameter in trained:

@@ -13,9 +13,9 @@ from torch import nn
 import memrewrite
 from memrewrite import cli
 from memrewrite.advice import Variants, options
-from memrewrite.advice.loops import Careless
 from memrewrite.advice.optimizers import frugal
 from memrewrite.errors import BudgetInfeasibleError
+from memrewrite.loop import Loop
 from memrewrite.report.data import Option
 from memrewrite.simulate import run_tracked, simulate
 from memrewrite.simulate.workspaces import workspace_bytes
@@ -59,7 +59,7 @@ def residual() -> dict[str, Option]:
         ("SGD without momentum", replace(ADAMW, optimizer=torch.optim.SGD)),
         ("both bfloat16 autocast and SGD", replace(ADAMW, amp=torch.bfloat16, optimizer=torch.optim.SGD)),
         ("evaluation", Step("inference")),
-        ("zero_grad(set_to_none=False)", Careless(**vars(ADAMW))),
+        ("zero_grad(set_to_none=False)", replace(ADAMW, loop=Loop.parse("zero-in-place"))),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

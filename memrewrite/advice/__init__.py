@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from memrewrite.advice.loops import Careless
 from memrewrite.advice.optimizers import frugal
 from memrewrite.errors import BudgetInfeasibleError, MemrewriteError
 from memrewrite.measuring import predict
@@ -27,6 +26,8 @@ _LEANER = {
     "SGD with momentum (--optimizer sgd-momentum)": "sgd-momentum",
     "SGD without momentum (--optimizer sgd)": "sgd",
 }
+_NEEDED = ("the gradient scaler", "the average of the weights")  # of what a loop keeps: they are part of the training
+_NOTICED = 0.01  # of the peak; a loop that spares less is told of only where it fits by that
 _AMP = "bfloat16 autocast (--amp bf16)"
 _OTHER_BITS = "products and convolutions in bfloat16: other bits, as fast or faster on a GPU"
 
@@ -85,14 +86,15 @@ class Variants:
 def options(variants: Variants, limit: int, now: int) -> tuple[Option, ...]:
     """Other ways to take the step, whose peak is ``now`` bytes: those within ``limit`` bytes first, then the cheapest.
 
-    Cheapest is what changes the training least: other kernels for the optimizer, where its step takes most,
-    micro-batches (unless batch normalization sees them), autocast, another optimizer, both, and all of it where nothing
-    else fits. Of what does not fit, the lowest peaks come first. Last stand evaluation, and what a loop would take that
-    lets go of less than this step does.
+    Cheapest is what changes the training least: a loop that keeps less, other kernels for the optimizer, where its step
+    takes most, micro-batches (unless batch normalization sees them), autocast, another optimizer, both, and all of it
+    where nothing else fits. Of what does not fit, the lowest peaks come first. Last stand evaluation, and what a loop would take that
+    does not free gradients.
     """
     if variants.step.mode == "inference":
-        return tuple(_batches(variants, limit, now))
-    found = [*_same_optimizer(variants, limit, now), *_leaner_steps(variants, limit, now)]
+        return (*_leaner_loops(variants, limit, now), *_batches(variants, limit, now))
+    found = [*_leaner_loops(variants, limit, now), *_same_optimizer(variants, limit, now)]
+    found += _leaner_steps(variants, limit, now)
     if _normalized(variants.module):
         found.sort(key=lambda option: "micro-batches" in option.name)
     if not any(option.fits for option in found):
@@ -207,7 +209,20 @@ def _as_it_is(variants: Variants, limit: int, now: int) -> Iterator[Option]:
         yield Option(
             "evaluation under torch.no_grad()", evaluation, evaluation <= limit, "no gradients, so no training"
         )
-    careless = variants.peak(Careless(**vars(variants.step)))
-    if careless is not None and careless > now:
-        cost = f"{format_bytes(careless - now)} more than this step, which keeps none of it"
-        yield Option("zero_grad(set_to_none=False), loss and output held", careless, careless <= limit, cost)
+    if variants.step.loop.zero_grad == "after step":
+        filled = replace(variants.step, loop=replace(variants.step.loop, zero_grad="in place"))
+        more = variants.peak(filled)
+        if more is not None and more > now:
+            cost = f"{format_bytes(more - now)} more than this step, which frees gradients"
+            yield Option("zero_grad(set_to_none=False)", more, more <= limit, cost)
+
+
+def _leaner_loops(variants: Variants, limit: int, now: int) -> Iterator[Option]:
+    """The loop without what it need not keep, one thing after another, as far as that lowers the peak."""
+    for habit in variants.step.loop.keeps(variants.step.mode):
+        if habit.words in _NEEDED:
+            continue
+        peak = variants.peak(replace(variants.step, loop=habit.loop))
+        if peak is not None and (peak <= limit or now - peak > _NOTICED * now):
+            cost = "nothing but a change of the loop"
+            yield Option(f"not {habit.words} (--loop {habit.loop})", peak, peak <= limit, cost)

@@ -31,6 +31,7 @@ def _estimate(job: Job, stage: Stages) -> Outcome:
         amp=job.step.amp,
         mode=request.mode,
         micro_batches=request.micro_batches,
+        loop=job.step.loop,
         device="cuda" if job.step.as_cuda else None,
         device_memory=request.device_memory,
         progress=stage,

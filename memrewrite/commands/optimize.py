@@ -75,6 +75,7 @@ def _optimize(job: Job, budget: Budget | None, stage: Stages) -> Outcome:
         amp=job.step.amp,
         mode=request.mode,
         micro_batches=request.micro_batches,
+        loop=job.step.loop,
         device="cuda" if job.step.as_cuda else None,
         passes=None if request.passes is None else tuple(request.passes.split(",")),
         exact=request.exact,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from memrewrite.errors import UsageError
+from memrewrite.loop import Loop
 from memrewrite.stepspec import StepSpec
 
 PLOTS = (".png", ".svg", ".pdf")
@@ -45,6 +46,7 @@ class ModelRequest(Request):
     input: tuple[str, ...]
     batch_size: int | None
     micro_batches: int
+    loop: str
     optimizer: str
     loss: str | None
     amp: Literal["off", "bf16", "fp16"]
@@ -52,10 +54,14 @@ class ModelRequest(Request):
     device: str
     seed: int
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        Loop.parse(self.loop)
+
     @property
     def step(self) -> StepSpec:
         """The step that was asked for."""
-        return StepSpec(self.mode, self.optimizer, self.loss, self.amp, self.micro_batches)
+        return StepSpec(self.mode, self.optimizer, self.loss, self.amp, self.micro_batches, self.loop)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,7 @@ from memrewrite.errors import CaptureError, UsageError
 from memrewrite.estimates import modules, textbook
 from memrewrite.estimates.batches import largest
 from memrewrite.estimates.data import Difference, Estimate, Largest, ModuleShare, Peak, Textbook
+from memrewrite.loop import TUTORIAL, Loop
 from memrewrite.options import Budget
 from memrewrite.report.data import Option
 from memrewrite.simulate import Timeline
@@ -40,6 +41,7 @@ def estimate(
     amp: str | torch.dtype | None = None,
     mode: Literal["train", "inference"] | None = None,
     micro_batches: int = 1,
+    loop: str | Loop = TUTORIAL,
     device: str | torch.device | None = None,
     device_memory: str | int | Budget | None = None,
     progress: Callable[[str], None] = lambda stage: None,
@@ -60,7 +62,7 @@ def estimate(
     wanted = here if device is None else _kind(device)
     if here == "cuda" and wanted != here:
         raise UsageError("The model is on cuda; leave out device, or move the model and its inputs to the CPU.")
-    step = make_step(model, optimizer, loss_fn, amp, mode, micro_batches)
+    step = make_step(model, optimizer, loss_fn, amp, mode, micro_batches, loop)
     step = replace(step, as_cuda=wanted == "cuda" and here != "cuda")
     memory = None if device_memory is None else _bytes(device_memory)
     look = _Look(pipeline.without_hooks(model), inputs, step, library_bytes(step.mode) if wanted == "cuda" else 0)

@@ -23,6 +23,7 @@ from memrewrite.options import format_bytes
 from memrewrite.private import FAKE_TENSOR_ERRORS, TorchDispatchMode, is_mutable
 from memrewrite.simulate import (
     ACTIVATIONS,
+    AVERAGE,
     BUFFERS,
     GRADIENTS,
     INPUTS,
@@ -111,7 +112,7 @@ def differences(text: Textbook, timeline: Timeline, counted: Counted, train: boo
     found = [
         Difference(size(PARAMETERS, 0) - weights, "parameters: their types, and granules of 512 bytes"),
         Difference(size(BUFFERS, 0), "buffers, such as the running statistics of BatchNorm"),
-        Difference(size(INPUTS, 0) - round(4 * text.inputs * text.batch_size), "inputs: their types, and granules"),
+        Difference(size(INPUTS, 0) - round(4 * text.inputs * text.batch_size), "inputs: their types and granules, targets, batches ahead"),
         *_activations(timeline, outputs, counted),
     ]
     if train:
@@ -124,6 +125,7 @@ def differences(text: Textbook, timeline: Timeline, counted: Counted, train: boo
         ]
     else:
         found.append(Difference(size(TEMPORARIES, 0), "temporaries"))
+    found.append(Difference(size(AVERAGE, 0), "the average of the weights"))
     found.append(Difference(size(WORKSPACES, 0), "workspaces of libraries"))
     found.append(Difference(size(OPERATOR_WORKSPACE, 0), "workspace of the operator that runs at the peak"))
     return tuple(difference for difference in found if difference.bytes)

@@ -101,6 +101,7 @@ def _merged(chain: Chain, starts: NDArray[np.int64]) -> Coarse:
             ),
             segment_ms=chain.segment_ms,
             gradients=chain.gradients,
+            left=chain.left,
             own=tuple(np.maximum.reduceat(own, first) for own in chain.own),
             on_demand=chain.on_demand,
         ),

@@ -51,7 +51,8 @@ class Chain:
     anything for it; ``reach`` the first node that an interval beginning there may not hold (itself: none begins there);
     ``work`` and ``forward`` the bytes in use besides what is held while the backward of the node and the node itself
     run (values and gradients passing by, temporaries, parameter gradients made so far), ``pending`` those in use as
-    backward comes to the node; ``gradients`` the bytes of all parameter gradients the chain makes; ``own`` what it
+    backward comes to the node; ``left`` those that the last step left there as long as forward runs for the first time;
+    ``gradients`` the bytes of all parameter gradients the chain makes; ``own`` what it
     takes to keep what only the node makes, so that it does not run again with its segment (-1 where it has to), one
     array for each choice of nodes. ``on_demand`` says that with such a choice what a segment runs again is made as
     backward asks for it, every node once, as ``torch.compile`` does it (see ``plan.demand``).
@@ -67,6 +68,7 @@ class Chain:
     storages: tuple[Held, ...]
     segment_ms: float
     gradients: int = 0
+    left: int = 0
     own: tuple[Bytes, ...] = ()
     on_demand: bool = False
 

@@ -159,7 +159,7 @@ def intervals(chain: Chain) -> Intervals:
     after = np.arange(1, n + 1)
     work = chain.work - unsaved[after, after]
     held, base, peak, ms = (by_end(each) for each in (held, base, peak, rerun_ms(chain)))
-    return Intervals(held, base, peak, ms, keep, work, chain.forward, later, unsaved, least, passing)
+    return Intervals(held, base, peak, ms, keep, work, chain.forward + chain.left, later, unsaved, least, passing)
 
 
 def by_end(table: NDArray[Any]) -> NDArray[Any]:

@@ -150,6 +150,14 @@ class Option:
 
 
 @dataclass(frozen=True)
+class HabitCost:
+    """What something that the loop keeps alive, in ``words``, adds to the predicted peak, in bytes."""
+
+    words: str
+    bytes: int
+
+
+@dataclass(frozen=True)
 class Report:
     """Everything a user is told. ``rewrites`` and ``refusals`` are (pass, where, what or why).
 
@@ -157,6 +165,7 @@ class Report:
     ``checks`` is the verdict by group of values, empty where nothing was verified.
     ``command_line`` is the command line as it was typed, "" where Python asked.
     ``options`` is what else was tried for the model as it is, where that was asked for.
+    ``habits`` is what the loop in ``config`` keeps alive and need not, for the rewritten model.
     ``shares`` splits a model that could not be captured whole; it is empty for one that was, and in inference.
     ``predicted_ms_before`` and ``predicted_ms_after`` are the step's time in ms as its operators' own times make it,
     None where these are not known (off CUDA, or where the model could not be captured whole).
@@ -188,6 +197,7 @@ class Report:
     modules: tuple[ModuleBytes, ...] = ()
     command_line: str = ""
     options: tuple[Option, ...] = ()
+    habits: tuple[HabitCost, ...] = ()
 
     @property
     def captured_share(self) -> float:

@@ -44,6 +44,7 @@ def _parts(report: Report, verbose: bool, written: Path | None, fits: bool) -> I
     budget = "no budget" if report.budget is None else f"budget {format_bytes(report.budget)}"
     yield Text(plain(f"{report.model}: {report.mode} step on {report.device}, {budget}"), style="bold")
     yield _peaks(report, fits)
+    yield from _habits(report)
     yield Text()
     if report.changed:
         yield from _shares(report, verbose)
@@ -82,6 +83,13 @@ def _peaks(report: Report, fits: bool) -> Table:
         before_ms, after_ms = (each.step_ms if each else None for each in (old, new))
         rows.add_row("measured step time", *_times(before_ms, after_ms, missing, NOT_MEASURED))
     return rows
+
+
+def _habits(report: Report) -> Iterator[RenderableType]:
+    """What the loop keeps, with what it costs at the peak."""
+    if report.habits:
+        costs = ", ".join(f"{habit.words} {format_bytes(habit.bytes)}" for habit in report.habits)
+        yield _text(f"Of the predicted peak, the loop ({report.config.get('loop')}) takes: {costs}")
 
 
 def _times(before: float | None, after: float | None, missing_before: str, missing_after: str) -> tuple[str, str, str]:

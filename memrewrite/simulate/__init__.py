@@ -17,21 +17,22 @@ from memrewrite.errors import DataDependentError, UsageError
 from memrewrite.private import FAKE_TENSOR_ERRORS, foreach_on_fake_tensors, tree_leaves
 from memrewrite.simulate.allocator import Allocator, allocator_on
 from memrewrite.simulate.as_cuda import transients_for
-from memrewrite.simulate.fake import on_fakes, tensors_of
+from memrewrite.simulate.fake import fakes_of, on_fakes, tensors_of
 from memrewrite.simulate.places import Places
 from memrewrite.simulate.tangents import zero_gradients
 from memrewrite.simulate.tracker import OPERATOR_WORKSPACE, Life, Tracker
 from memrewrite.simulate.transients import Transients
 from memrewrite.simulate.true_results import TrueResults
-from memrewrite.step import PHASES, Inputs, Phase, Step, device_type
+from memrewrite.step import PHASES, Inputs, Phase, Running, Step, Targets, device_type
 
 __all__ = ["Life", "Timeline", "preserved_rng", "run_tracked", "simulate", "with_workspaces"]
 
 PARAMETERS, BUFFERS, INPUTS = "parameters", "buffers", "inputs"
 GRADIENTS, STATE = "gradients", "optimizer state"
+AVERAGE = "average of the weights"
 ACTIVATIONS, TEMPORARIES = "activations", "temporaries"
 WORKSPACES = "library workspaces"
-_PERSISTENT = (PARAMETERS, BUFFERS, INPUTS, GRADIENTS, STATE)
+_PERSISTENT = (PARAMETERS, BUFFERS, INPUTS, GRADIENTS, STATE, AVERAGE)
 _BORN_AS: dict[Phase, str] = {
     "data": ACTIVATIONS,
     "forward": ACTIVATIONS,
@@ -50,8 +51,9 @@ class Timeline:
     ``phases`` the bytes in use as each phase of every step ends, ``categories`` the bytes in use at ``peak`` by kind
     (they sum to it). ``events`` are (bytes in use, ``step 2 backward: operator``) after each operator that changed
     them, ``peak_event`` the number of the one at which ``peak`` was reached. ``floor`` is what no plan can lower:
-    parameters, buffers, inputs, gradients, optimizer state and library workspaces. ``multiplied`` says whether there
-    was anything for cuBLAS to do.
+    parameters, buffers, inputs with the targets that the loss function holds, gradients, optimizer state, an average of
+    the weights and library workspaces. ``held`` is what is freed when the loop lets go of the last step's output and
+    loss. ``multiplied`` says whether there was anything for cuBLAS to do.
 
     Where submodules were followed, ``lives`` has every storage and ``modules`` for each event the path of the submodule
     whose operator it is: in backward, the one whose forward is undone; "" for the module itself, None outside of it.
@@ -65,6 +67,7 @@ class Timeline:
     floor: int
     reserved: int
     multiplied: bool
+    held: int = 0
     peak_event: int = 0
     lives: tuple[Life, ...] = ()
     modules: tuple[str | None, ...] = ()
@@ -87,10 +90,13 @@ class Timeline:
         extra = {WORKSPACES: [library] * len(known)} if library else {}
         return series | extra | ({OPERATOR_WORKSPACE: operator} if any(operator) else {})
 
-    @property
-    def before_last_step(self) -> int:
-        """Bytes in use as the last step begins: parameters, buffers, inputs, optimizer state, accumulated gradients."""
-        return [size for phase, size in self.phases if phase == "data"][-1]
+    def as_ends(self, phase: Phase, number: int) -> int:
+        """Bytes in use as ``phase`` of step ``number``, the first or last, ends."""
+        return [size for name, size in self.phases if name == phase][0 if number == 1 else -1]
+
+    def peak_in(self, phase: Phase, number: int) -> int:
+        """The peak in bytes of a phase of step ``number``, 0 where nothing happens in it."""
+        return max((size for size, label in self.events if label.startswith(f"step {number} {phase}")), default=0)
 
     @property
     def peak_of_passes(self) -> int:
@@ -149,6 +155,7 @@ def _on_fakes(
     attribute: bool,
     blocks: bool,
 ) -> Timeline:
+    targets = step.targets(module, inputs)
     try:
         with (
             foreach_on_fake_tensors(step.as_cuda),
@@ -156,7 +163,9 @@ def _on_fakes(
             TrueResults(),
         ):
             allocator = allocator_on(step.device_type(module, inputs)) if blocks else None
-            return run_tracked(twin, fakes, step, transients, steps, attribute, allocator)
+            given = [*fakes.tensors(), *twin.parameters()]
+            seen = Targets(fakes_of(targets.of_batch, given), fakes_of(targets.fixed, given))
+            return run_tracked(twin, fakes, step, transients, steps, attribute, allocator, seen)
     except FAKE_TENSOR_ERRORS as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise DataDependentError(
@@ -173,35 +182,46 @@ def run_tracked(
     steps: int = 2,
     attribute: bool = False,
     allocator: Allocator | None = None,
+    targets: Targets | None = None,
 ) -> Timeline:
-    """Run ``steps`` steps on the module itself, real or fake, and count the storages on its device type."""
+    """Run ``steps`` steps on the module itself, real or fake, and count the storages on its device type.
+
+    ``targets`` are by default those of the step.
+    """
     places = Places(module) if attribute else None
     tracker = Tracker(device_type(module, inputs), transients, places, step.compiled, allocator)
+    targets = step.targets(module, inputs) if targets is None else targets
+    tracker.register(targets.all, INPUTS)
     tracker.register(tensors_of(module), BUFFERS)
     for name, buffer in module.named_buffers():
         tracker.register([buffer], BUFFERS, _owner(name))
     for name, parameter in module.named_parameters():
         tracker.register([parameter], PARAMETERS, _owner(name))
     tracker.register(inputs.tensors(), INPUTS)
-    recorder = _Recorder(tracker, module, inputs, step.make_optimizer(module))
-    shortest = step.shortest()
+    loop = step.shortest().begin(module, inputs, step.make_optimizer(module), targets)
+    tracker.register(loop.batches, INPUTS)
+    tracker.register([] if loop.average is None else loop.average.tensors, AVERAGE)
+    recorder = _Recorder(tracker, loop)
     peaks = []
     with places.followed() if places else nullcontext(), zero_gradients(module) if step.compiled else nullcontext():
         for number in range(1, steps + 1):
             tracker.reset_peak()
             recorder.start(number)
             with tracker:
-                shortest.run(module, inputs, recorder.optimizer, recorder.on_phase)
+                loop.take(recorder.on_phase)
             peaks.append(tracker.peak)
+    categories, held = tracker.categories(), tracker.current
+    loop.release()
     return Timeline(
         peaks[-1],
         peaks[0],
         tuple(recorder.phases),
-        tracker.categories(),
+        categories,
         tracker.events,
         recorder.floor,
         max(peaks) if allocator is None else allocator.reserved,
         tracker.multiplied,
+        held - tracker.current,
         tracker.peak_event,
         tracker.lives() if attribute else (),
         tuple(tracker.modules) if attribute else (),
@@ -216,15 +236,13 @@ def _owner(name: str) -> str:
 class _Recorder:
     """Follows the phases of a step: what is born in each, and what turned out to be a gradient or optimizer state."""
 
-    def __init__(
-        self, tracker: Tracker, module: nn.Module, inputs: Inputs, optimizer: torch.optim.Optimizer | None
-    ) -> None:
+    def __init__(self, tracker: Tracker, loop: Running) -> None:
         self.tracker = tracker
-        self.optimizer = optimizer
         self.phases: list[tuple[str, int]] = []
         self.floor = 0
-        self._owners = {id(parameter): _owner(name) for name, parameter in module.named_parameters()}
-        self._leaves = [*module.parameters(), *inputs.tensors()]
+        self._loop = loop
+        self._owners = {id(parameter): _owner(name) for name, parameter in loop.module.named_parameters()}
+        self._leaves = [*loop.module.parameters(), *loop.inputs.tensors()]
         self._number = 0
         self._register_state()  # some optimizers make theirs as they are made
 
@@ -248,7 +266,8 @@ class _Recorder:
         self._begin(PHASES[min(PHASES.index(phase) + 1, len(PHASES) - 1)])
 
     def _register_state(self) -> None:
-        for owner, state in self.optimizer.state.items() if self.optimizer is not None else ():
+        self.tracker.register([] if self._loop.scaler is None else self._loop.scaler.tensors, STATE)
+        for owner, state in self._loop.optimizer.state.items() if self._loop.optimizer is not None else ():
             tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
             self.tracker.register(tensors, STATE, self._owners.get(id(owner)))
 

@@ -9,7 +9,7 @@ import functools
 import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import is_dataclass
 from typing import Any
@@ -48,6 +48,15 @@ def fake_inputs(inputs: Inputs, mode: FakeTensorMode, device: torch.device = _CP
         return copier.copy(leaf) if isinstance(leaf, Tensor) else leaf
 
     return Inputs(tree_map(convert, inputs.args), tree_map(convert, inputs.kwargs))
+
+
+def fakes_of(tensors: Sequence[Tensor], like: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """What operators see in place of real ``tensors`` that they meet beside ``like``, of which one is fake.
+
+    A fake mode gives one fake for each real tensor, and one storage for those that share theirs, while one lives.
+    """
+    mode = next((tensor.fake_mode for tensor in like if isinstance(tensor, FakeTensor)), None)
+    return tuple(tensors) if mode is None else tuple(mode.from_tensor(tensor) for tensor in tensors)
 
 
 @contextmanager

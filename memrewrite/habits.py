@@ -1,0 +1,25 @@
+"""What each habit of a loop costs at the peak: observed, by simulating the same steps in a loop without it."""
+
+from dataclasses import replace
+
+from torch import nn
+
+from memrewrite.measuring import predict
+from memrewrite.report.data import HabitCost
+from memrewrite.simulate import Timeline
+from memrewrite.step import Inputs, Step
+
+
+def costs(module: nn.Module, inputs: Inputs, step: Step, timeline: Timeline, workspace: int) -> tuple[HabitCost, ...]:
+    """By how many bytes each thing that ``step.loop`` keeps raises the peak of ``timeline``, which is of ``module``.
+
+    One simulation each, none for an output of which nothing is held. The costs need not add up: what is there at
+    another moment than the peak costs nothing.
+    """
+    found = []
+    for habit in step.loop.keeps(step.mode):
+        without = timeline.peak
+        if habit.loop.keeps_output == step.loop.keeps_output or timeline.held:
+            without = predict(module, inputs, replace(step, loop=habit.loop), workspace_bytes=workspace).peak
+        found.append(HabitCost(habit.words, timeline.peak - without))
+    return tuple(found)

@@ -1,0 +1,83 @@
+"""The tensors a function holds: in its closure, its defaults, the globals its code names, partials and objects.
+
+A loss function ``lambda output: criterion(output, target)`` holds a target, which lives as long as the step does and
+which no call shows.
+"""
+
+import functools
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_DEEPEST = 4  # containers, objects and functions inside one another: a method of a trainer reaches everything
+
+
+def held_by(function: Callable[..., Any]) -> tuple[list[Tensor], list[Tensor]]:
+    """Tensors that ``function`` holds, each once: those it holds itself, and those of modules it holds."""
+    seen: set[int] = set()
+    own: dict[int, Tensor] = {}
+    of_modules: dict[int, Tensor] = {}
+
+    def look(value: Any, depth: int) -> None:
+        if id(value) in seen or depth > _DEEPEST or isinstance(value, torch.optim.Optimizer):  # counted by itself
+            return
+        seen.add(id(value))
+        if isinstance(value, Tensor):
+            own[id(value)] = value
+        elif isinstance(value, nn.Module):
+            found = [*value.parameters(), *value.buffers()]
+            found += [each for part in value.modules() for each in vars(part).values() if isinstance(each, Tensor)]
+            of_modules.update({id(tensor): tensor for tensor in found})
+        else:
+            for inner in _inside(value):
+                look(inner, depth + 1)
+
+    look(function, 0)
+    return list(own.values()), [tensor for key, tensor in of_modules.items() if key not in own]
+
+
+def _inside(value: Any) -> Iterator[Any]:
+    """What a container, a function or a plain object refers to; nothing for what is no carrier of tensors."""
+    if isinstance(value, Mapping):
+        yield from list(value.values())
+    elif isinstance(value, list | tuple | set | frozenset):
+        yield from list(value)
+    elif isinstance(value, functools.partial):
+        yield from (value.func, value.args, value.keywords)
+    elif isinstance(value, types.MethodType):
+        yield from (value.__func__, value.__self__)
+    elif isinstance(value, types.FunctionType):
+        yield from _named(value)
+    elif not isinstance(value, type | types.ModuleType) and hasattr(value, "__dict__"):
+        yield from list(vars(value).values())
+        yield getattr(type(value), "__call__", None)  # whose code may name globals
+
+
+def _named(function: types.FunctionType) -> Iterator[Any]:
+    """What a Python function can reach by a name; of other functions in globals, those of its own file."""
+    for cell in function.__closure__ or ():
+        if _filled(cell):
+            yield cell.cell_contents
+    yield from (function.__defaults__ or (), function.__kwdefaults__ or {})
+    for name in _names(function.__code__):
+        value = function.__globals__.get(name)
+        mine = isinstance(value, types.FunctionType) and value.__globals__ is function.__globals__
+        if mine or isinstance(value, Tensor | nn.Module | functools.partial | list | tuple | dict):
+            yield value
+
+
+def _names(code: types.CodeType) -> set[str]:
+    """The names that a function and the functions in it look up."""
+    inner = [_names(each) for each in code.co_consts if isinstance(each, types.CodeType)]
+    return set(code.co_names).union(*inner)
+
+
+def _filled(cell: Any) -> bool:
+    try:
+        _ = cell.cell_contents
+    except ValueError:  # a name that has no value yet
+        return False
+    return True

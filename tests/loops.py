@@ -1,0 +1,150 @@
+"""Training loops as people write them, each written out, to compare what a step is said to take with what it takes.
+
+Nothing here knows ``memrewrite.step``: a loop is plain PyTorch, and ``peak_of`` counts every storage it has.
+"""
+
+import copy
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from memrewrite.simulate.tracker import Tracker
+
+STEPS = 3
+Batches = Iterator[tuple[Tensor, Tensor]]
+Criterion = Callable[[Any, Tensor], Tensor]
+Loop = Callable[[nn.Module, torch.optim.Optimizer, Criterion, Batches], None]
+
+
+def tutorial(model: nn.Module, optimizer: torch.optim.Optimizer, criterion: Criterion, batches: Batches) -> None:
+    for x, y in batches:
+        output = model(x)
+        loss = criterion(output, y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def drop_output(model: nn.Module, optimizer: torch.optim.Optimizer, criterion: Criterion, batches: Batches) -> None:
+    for x, y in batches:
+        loss = criterion(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        del loss
+
+
+def zero_before_backward(
+    model: nn.Module, optimizer: torch.optim.Optimizer, criterion: Criterion, batches: Batches
+) -> None:
+    for x, y in batches:
+        output = model(x)
+        loss = criterion(output, y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def zero_in_place(model: nn.Module, optimizer: torch.optim.Optimizer, criterion: Criterion, batches: Batches) -> None:
+    for x, y in batches:
+        output = model(x)
+        loss = criterion(output, y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+
+def prefetch(model: nn.Module, optimizer: torch.optim.Optimizer, criterion: Criterion, batches: Batches) -> None:
+    following = next(batches)
+    for coming in batches:
+        (x, y), following = following, coming
+        output = model(x)
+        loss = criterion(output, y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def scaler(model: nn.Module, optimizer: torch.optim.Optimizer, criterion: Criterion, batches: Batches) -> None:
+    scaling = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for x, y in batches:
+        output = model(x)
+        loss = criterion(output, y)
+        scaling.scale(loss).backward()
+        scaling.step(optimizer)
+        scaling.update()
+        optimizer.zero_grad()
+
+
+def ema(model: nn.Module, optimizer: torch.optim.Optimizer, criterion: Criterion, batches: Batches) -> None:
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn())
+    for x, y in batches:
+        output = model(x)
+        loss = criterion(output, y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        average.update_parameters(model)
+
+
+def accumulate(model: nn.Module, optimizer: torch.optim.Optimizer, criterion: Criterion, batches: Batches) -> None:
+    for number, (x, y) in enumerate(batches, 1):
+        output = model(x)
+        loss = criterion(output, y)
+        loss.backward()
+        if number % 2 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def evaluate(model: nn.Module, optimizer: torch.optim.Optimizer, criterion: Criterion, batches: Batches) -> None:
+    with torch.no_grad():
+        for x, _ in batches:
+            output = model(x)  # noqa: F841  (as it is in loops: held until the next one is there)
+
+
+LOOPS: dict[str, Loop] = {
+    "tutorial": tutorial,
+    "drop-output": drop_output,
+    "zero-before-backward": zero_before_backward,
+    "zero-in-place": zero_in_place,
+    "prefetch": prefetch,
+    "scaler": scaler,
+    "ema": ema,
+}
+
+
+def peak_of(
+    loop: Loop,
+    model: nn.Module,
+    optimizer: Callable[[Any], torch.optim.Optimizer],
+    criterion: Criterion,
+    x: Tensor,
+    y: Tensor,
+    first: int = 2,
+) -> int:
+    """The most bytes in use from forward number ``first`` on, by the storages of a real run of six batches.
+
+    Each batch is of fresh tensors; how long they live is the loop's affair. ``model`` stays as it is.
+    """
+    tracker = Tracker("cpu")
+    model = copy.deepcopy(model)
+    tracker.register([*model.parameters(), *model.buffers()], "model")
+    forwards = itertools.count(1)
+
+    def begin(module: nn.Module, args: Any) -> None:
+        if next(forwards) == first:
+            tracker.reset_peak()
+
+    def batches() -> Batches:
+        for _ in range(6):
+            yield x.clone(), y.clone()
+
+    model.register_forward_pre_hook(begin)
+    with tracker:
+        loop(model, optimizer(model.parameters()), criterion, batches())
+    return tracker.peak

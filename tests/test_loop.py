@@ -1,0 +1,195 @@
+"""The loop a step runs in: what is simulated is what a loop takes that is written by hand, and plans keep to it."""
+
+import copy
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+import memrewrite
+from examples.unet import UNet
+from memrewrite import cli
+from memrewrite.errors import UsageError
+from memrewrite.loop import HABITS, Loop
+from memrewrite.simulate import run_tracked, simulate
+from memrewrite.step import Inputs, Step
+from tests import loops
+from tests.models import ResidualNet
+
+
+class LanguageModel(nn.Module):
+    """Token embedding, residual layers that are no wider inside, a head whose logits are the largest tensor of all."""
+
+    def __init__(self, words: int = 160, width: int = 32, depth: int = 5) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(words, width)
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(depth))
+        self.inner = nn.ModuleList(nn.Linear(width, 4 * width) for _ in range(depth))
+        self.outer = nn.ModuleList(nn.Linear(4 * width, width) for _ in range(depth))
+        self.head = nn.Linear(width, words)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for norm, inner, outer in zip(self.norms, self.inner, self.outer, strict=True):
+            x = x + outer(F.gelu(inner(norm(x))))
+        return self.head(x)
+
+
+class Case(NamedTuple):
+    model: Callable[[], nn.Module]
+    x: Callable[[], Tensor]
+    y: Callable[[], Tensor]
+    criterion: loops.Criterion
+    budget: float
+
+
+def of_tokens(output: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1), y.flatten())
+
+
+CASES = {
+    "unet": Case(
+        lambda: UNet(base=4, levels=2, classes=4),
+        lambda: torch.randn(2, 3, 64, 64),
+        lambda: torch.randint(4, (2, 64, 64)),
+        F.cross_entropy,
+        0.62,
+    ),
+    "language model": Case(
+        LanguageModel, lambda: torch.randint(160, (16, 64)), lambda: torch.randint(160, (16, 64)), of_tokens, 0.6
+    ),
+    "cnn": Case(
+        lambda: ResidualNet(8, 4),
+        lambda: torch.randn(8, 3, 24, 24),
+        lambda: torch.randint(10, (8,)),
+        F.cross_entropy,
+        0.6,
+    ),
+}
+
+
+def made(name: str) -> tuple[nn.Module, Tensor, Tensor, loops.Criterion]:
+    torch.manual_seed(0)
+    case = CASES[name]
+    return case.model(), case.x(), case.y(), case.criterion
+
+
+def step_of(loop: str, criterion: loops.Criterion, y: Tensor, **more: Any) -> Step:
+    loss_fn = lambda output: criterion(output, y)  # noqa: E731  (a closure over the target is what is meant)
+    return Step(optimizer=torch.optim.AdamW, loss_fn=loss_fn, loop=Loop.parse(loop), **more)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("loop", loops.LOOPS)
+def test_a_simulated_step_takes_what_the_written_loop_takes(loop: str, name: str) -> None:
+    model, x, y, criterion = made(name)
+    step = step_of(loop, criterion, y)
+    simulated = simulate(model, Inputs((x,), {}), step)
+    assert simulated.peak == loops.peak_of(loops.LOOPS[loop], model, torch.optim.AdamW, criterion, x, y)
+    assert simulated == run_tracked(copy.deepcopy(model), Inputs((x,), {}), step)
+    assert sum(simulated.categories.values()) == simulated.peak
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_accumulation_in_the_tutorials_loop(name: str) -> None:
+    model, x, y, criterion = made(name)
+    simulated = simulate(model, Inputs((x,), {}), step_of("tutorial", criterion, y, micro_batches=2))
+    assert simulated.peak == loops.peak_of(loops.accumulate, model, torch.optim.AdamW, criterion, x, y, first=3)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_inference_keeps_the_last_output_while_the_next_forward_runs(name: str) -> None:
+    model, x, y, criterion = made(name)
+    model.eval()
+    kept = simulate(model, Inputs((x,), {}), Step("inference"))
+    assert kept.peak == loops.peak_of(loops.evaluate, model, torch.optim.SGD, criterion, x, y[:0])
+    dropped = simulate(model, Inputs((x,), {}), Step("inference", loop=Loop.parse("drop-output")))
+    assert kept.peak - dropped.peak == kept.held == -(-model(x).nbytes // 512) * 512
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("loop", loops.LOOPS)
+def test_a_plan_is_within_its_budget_in_the_loop_it_is_for(loop: str, name: str) -> None:
+    model, x, y, criterion = made(name)
+    step = step_of(loop, criterion, y)
+    budget = int(CASES[name].budget * loops.peak_of(loops.LOOPS[loop], model, torch.optim.AdamW, criterion, x, y))
+    options: dict[str, Any] = {"optimizer": torch.optim.AdamW, "loss_fn": step.loss_fn, "loop": loop}
+    optimized = memrewrite.optimize(model, x, budget=budget, verify=False, **options)
+    peak = loops.peak_of(loops.LOOPS[loop], optimized, torch.optim.AdamW, criterion, x, y)
+    assert peak == optimized.report.predicted_after.peak <= budget
+    assert optimized.report.config["loop"] == loop
+
+
+@pytest.mark.parametrize("name", ["unet", "language model"])
+def test_a_plan_for_a_loop_that_keeps_less_is_over_its_budget(name: str) -> None:
+    model, x, y, criterion = made(name)
+    options: dict[str, Any] = {"optimizer": torch.optim.AdamW, "loss_fn": step_of("", criterion, y).loss_fn}
+    optimized = memrewrite.optimize(model, x, budget="min", loop="drop-output", verify=False, **options)
+    promised = optimized.report.predicted_after.peak
+    assert loops.peak_of(loops.drop_output, optimized, torch.optim.AdamW, criterion, x, y) == promised
+    assert loops.peak_of(loops.tutorial, optimized, torch.optim.AdamW, criterion, x, y) > 1.03 * promised
+
+
+TEXTS = {
+    "": "tutorial",
+    "tutorial": "tutorial",
+    " drop-output , prefetch ": "drop-output,prefetch",
+    "prefetch=1": "prefetch",
+    "prefetch=3,ema": "prefetch=3,ema",
+    "ema,scaler,zero-in-place": "zero-in-place,scaler,ema",
+    "tutorial,scaler": "scaler",
+}
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_loop_is_written_as_it_is_read(text: str) -> None:
+    loop = Loop.parse(text)
+    assert str(loop) == TEXTS[text]
+    assert Loop.parse(str(loop)) == loop == Loop.parse(loop)
+
+
+def test_every_habit_has_a_loop_of_its_own() -> None:
+    read = {name: Loop.parse(name) for name in HABITS}
+    assert [str(loop) for loop in read.values()] == list(HABITS)
+    assert len({*read.values(), Loop()}) == len(HABITS) + 1
+
+
+REFUSED = {
+    "drop-outputs": "The loop habit 'drop-outputs' is unknown; known are tutorial, drop-output, zero-before-backward, "
+    "zero-in-place, prefetch, scaler and ema.",
+    "prefetch=0": "The loop habit 'prefetch=0' is unknown",
+    "zero-in-place,zero-before-backward": "A loop frees gradients in one way",
+}
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_a_loop_that_means_nothing_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UsageError, match=re.escape(REFUSED[text])):
+        Loop.parse(text)
+    assert cli.run(["estimate", "examples/unet.py", "--loop", text]) == 2
+    assert REFUSED[text] in capsys.readouterr().err
+
+
+def test_a_loop_that_is_no_text_is_refused() -> None:
+    with pytest.raises(UsageError, match="Loop 3 is not text"):
+        memrewrite.measure(nn.Linear(2, 2), torch.ones(1, 2), loop=3)  # type: ignore[arg-type]
+
+
+def test_what_a_loop_keeps_is_named_with_the_loop_that_does_not() -> None:
+    loop = Loop.parse("zero-before-backward,prefetch=2,scaler,ema")
+    assert {habit.words: str(habit.loop) for habit in loop.keeps()} == {
+        "keeping the output": "drop-output,zero-before-backward,prefetch=2,scaler,ema",
+        "loading the next 2 batches ahead": "zero-before-backward,scaler,ema",
+        "zero_grad before backward": "prefetch=2,scaler,ema",
+        "the gradient scaler": "zero-before-backward,prefetch=2,ema",
+        "the average of the weights": "zero-before-backward,prefetch=2,scaler",
+    }
+    assert [habit.words for habit in loop.keeps("inference")] == [
+        "keeping the output",
+        "loading the next 2 batches ahead",
+    ]
+    assert not list(Loop.parse("drop-output").keeps())
