@@ -13,6 +13,11 @@ See for yourself what a step takes, and that two models take the same one::
     memrewrite.measure(model, example_inputs).peak              # bytes, on the device itself
     memrewrite.verify(model, optimized, example_inputs).summary
 
+See whether your loop keeps to what was promised, and what of it does not::
+
+    with memrewrite.watch(optimized):
+        train(optimized)
+
 ``memrewrite.load`` applies a folder that ``memrewrite optimize -o`` wrote on the command line to a model.
 """
 
@@ -33,18 +38,22 @@ if TYPE_CHECKING:
     from memrewrite.api import OptimizedModule, measure, optimize, verify
     from memrewrite.artifact.load import load
     from memrewrite.estimates import Estimate, estimate
+    from memrewrite.loop import Loop
     from memrewrite.report.data import Measured, Report, report_of
     from memrewrite.runtime.dropin import FallbackWarning
     from memrewrite.runtime.swish import Swish, swish
     from memrewrite.verifying import Verdict
+    from memrewrite.watching import OverBudgetWarning, watch
 
 __version__ = "0.1.0"
 
 _LAZY = {
     "Estimate": "memrewrite.estimates",
     "FallbackWarning": "memrewrite.runtime.dropin",
+    "Loop": "memrewrite.loop",
     "Measured": "memrewrite.report.data",
     "OptimizedModule": "memrewrite.api",
+    "OverBudgetWarning": "memrewrite.watching",
     "Report": "memrewrite.report.data",
     "Swish": "memrewrite.runtime.swish",
     "Verdict": "memrewrite.verifying",
@@ -55,6 +64,7 @@ _LAZY = {
     "report_of": "memrewrite.report.data",
     "swish": "memrewrite.runtime.swish",
     "verify": "memrewrite.api",
+    "watch": "memrewrite.watching",
 }
 
 __all__ = [
@@ -63,11 +73,13 @@ __all__ = [
     "CaptureError",
     "Estimate",
     "FallbackWarning",
+    "Loop",
     "Measured",
     "MeasurementError",
     "MemrewriteError",
     "NotEquivalentError",
     "OptimizedModule",
+    "OverBudgetWarning",
     "Report",
     "Swish",
     "TargetError",
@@ -80,6 +92,7 @@ __all__ = [
     "report_of",
     "swish",
     "verify",
+    "watch",
 ]
 
 

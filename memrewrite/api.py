@@ -304,6 +304,7 @@ def _report(
         "amp": None if line.step.amp is None else str(line.step.amp),
         "micro_batches": line.step.micro_batches,
         "loop": str(line.step.loop),
+        "input_bytes": line.inputs.bytes,
         "compiled": line.compiled,
         "front_end": ", ".join(dict.fromkeys(part.region.captured.front_end for part in line.parts)),
         "regions": [part.region.path for part in line.parts],

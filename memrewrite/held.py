@@ -53,7 +53,7 @@ def _inside(value: Any) -> Iterator[Any]:
         yield from _named(value)
     elif not isinstance(value, type | types.ModuleType) and hasattr(value, "__dict__"):
         yield from list(vars(value).values())
-        yield getattr(type(value), "__call__", None)  # whose code may name globals
+        yield vars(type(value)).get("__call__")  # whose code may name globals
 
 
 def _named(function: types.FunctionType) -> Iterator[Any]:

@@ -76,12 +76,14 @@ class Loop:
             if self.zero_grad != "after step":
                 raise UsageError("A loop frees gradients in one way; give zero-before-backward or zero-in-place.")
             return replace(self, zero_grad="before backward" if word == "zero-before-backward" else "in place")
-        changed = {"drop-output": ("keeps_output", False), "scaler": ("scaler", True), "ema": ("average", True)}
-        if word not in changed:
-            known = f"{', '.join([TUTORIAL, *HABITS][:-1])} and {[*HABITS][-1]}"
-            raise UsageError(f"The loop habit {word!r} is unknown; known are {known}.")
-        name, setting = changed[word]
-        return replace(self, **{name: setting})
+        if word == "drop-output":
+            return replace(self, keeps_output=False)
+        if word == "scaler":
+            return replace(self, scaler=True)
+        if word == "ema":
+            return replace(self, average=True)
+        known = f"{', '.join([TUTORIAL, *HABITS][:-1])} and {[*HABITS][-1]}"
+        raise UsageError(f"The loop habit {word!r} is unknown; known are {known}.")
 
     def __str__(self) -> str:
         zeroing = {"before backward": "zero-before-backward", "in place": "zero-in-place"}
@@ -110,3 +112,6 @@ class Loop:
             yield Habit("the gradient scaler", replace(self, scaler=False))
         if self.average:
             yield Habit("the average of the weights", replace(self, average=False))
+
+
+TUTORIAL_LOOP = Loop()

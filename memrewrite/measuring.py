@@ -118,8 +118,9 @@ def measure(module: nn.Module, inputs: Inputs, step: Step, *, steps: int = 10, c
     """Take two steps for the phase table and ``steps`` more for the time; the peak is that of the second step on.
 
     The steps are those of ``step.loop``. On CUDA, allocations from before that are neither the module's nor the inputs'
-    nor the loss function's are left out of the allocated figures. On the CPU nothing is cached, so the reserved figure is the peak. ``compiled`` measures what
-    ``torch.compile`` makes of the module, on CUDA: what compiled code allocates on the CPU cannot be tracked.
+    nor the loss function's are left out of the allocated figures. On the CPU nothing is cached, so the reserved figure
+    is the peak. ``compiled`` measures what ``torch.compile`` makes of the module, on CUDA: what compiled code allocates
+    on the CPU cannot be tracked.
     Raises ``DoesNotFitError`` when memory runs out, ``UsageError`` for a device that is neither CPU nor CUDA, or for
     ``compiled`` on the CPU, ``MeasurementError`` where the module does not compile.
     """

@@ -21,7 +21,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from memrewrite.errors import UsageError
 from memrewrite.held import held_by
-from memrewrite.loop import Loop
+from memrewrite.loop import TUTORIAL_LOOP, Loop
 from memrewrite.private import Scaler, tree_leaves
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -39,6 +39,13 @@ class Inputs:
     def tensors(self) -> list[Tensor]:
         """Every tensor in the inputs, in flattening order."""
         return [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)]
+
+    @property
+    def bytes(self) -> int:
+        """What the storages of all of them take, each counted once, in granules of 512 bytes."""
+        dense = (t.untyped_storage() for t in self.tensors() if t.layout is torch.strided)
+        storages = {id(storage): storage for storage in dense}
+        return sum(-(-storage.nbytes() // 512) * 512 for storage in storages.values())
 
     @property
     def batch_size(self) -> int:
@@ -65,7 +72,7 @@ class Step:
     as_cuda: bool = False
     compiled: bool = False
     micro_batches: int = 1
-    loop: Loop = Loop()
+    loop: Loop = TUTORIAL_LOOP
 
     def shortest(self) -> "Step":
         """The shortest step that takes as much memory: third and later micro-batches find what the second found."""

@@ -1,23 +1,90 @@
 """Training loops as people write them, each written out, to compare what a step is said to take with what it takes.
 
-Nothing here knows ``memrewrite.step``: a loop is plain PyTorch, and ``peak_of`` counts every storage it has.
+The loops are plain PyTorch and know nothing of ``memrewrite.step``; ``peak_of`` counts every storage they have.
 """
 
 import copy
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from examples.unet import UNet
+from memrewrite import loop as habits
 from memrewrite.simulate.tracker import Tracker
+from memrewrite.step import Step
+from tests.models import ResidualNet
 
 STEPS = 3
 Batches = Iterator[tuple[Tensor, Tensor]]
 Criterion = Callable[[Any, Tensor], Tensor]
 Loop = Callable[[nn.Module, torch.optim.Optimizer, Criterion, Batches], None]
+
+
+class LanguageModel(nn.Module):
+    """Token embedding, residual layers that are no wider inside, a head whose logits are the largest tensor of all."""
+
+    def __init__(self, words: int = 160, width: int = 32, depth: int = 5) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(words, width)
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(depth))
+        self.inner = nn.ModuleList(nn.Linear(width, 4 * width) for _ in range(depth))
+        self.outer = nn.ModuleList(nn.Linear(4 * width, width) for _ in range(depth))
+        self.head = nn.Linear(width, words)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for norm, inner, outer in zip(self.norms, self.inner, self.outer, strict=True):
+            x = x + outer(F.gelu(inner(norm(x))))
+        return self.head(x)
+
+
+class Case(NamedTuple):
+    model: Callable[[], nn.Module]
+    x: Callable[[], Tensor]
+    y: Callable[[], Tensor]
+    criterion: Criterion
+    budget: float
+
+
+def of_tokens(output: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1), y.flatten())
+
+
+CASES = {
+    "unet": Case(
+        lambda: UNet(base=4, levels=2, classes=4),
+        lambda: torch.randn(2, 3, 64, 64),
+        lambda: torch.randint(4, (2, 64, 64)),
+        F.cross_entropy,
+        0.62,
+    ),
+    "language model": Case(
+        LanguageModel, lambda: torch.randint(160, (16, 64)), lambda: torch.randint(160, (16, 64)), of_tokens, 0.6
+    ),
+    "cnn": Case(
+        lambda: ResidualNet(8, 4),
+        lambda: torch.randn(8, 3, 24, 24),
+        lambda: torch.randint(10, (8,)),
+        F.cross_entropy,
+        0.6,
+    ),
+}
+
+
+def made(name: str) -> tuple[nn.Module, Tensor, Tensor, Criterion]:
+    torch.manual_seed(0)
+    case = CASES[name]
+    return case.model(), case.x(), case.y(), case.criterion
+
+
+def step_of(loop: str, criterion: Criterion, y: Tensor, **more: Any) -> Step:
+    loss_fn = lambda output: criterion(output, y)  # noqa: E731  (a closure over the target is what is meant)
+    return Step(optimizer=torch.optim.AdamW, loss_fn=loss_fn, loop=habits.Loop.parse(loop), **more)
 
 
 def tutorial(model: nn.Module, optimizer: torch.optim.Optimizer, criterion: Criterion, batches: Batches) -> None:

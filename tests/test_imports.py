@@ -35,7 +35,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("expressions", "rewrite"),
     ("effects", "costs", "normalizations", "trained", "working"),
     ("capture",),
-    ("coverage", "habits", "verifying"),
+    ("coverage", "habits", "verifying", "watching"),
     ("measuring",),
     ("compare", "reference", "report", "trial"),
     ("simulate", "stepspec"),

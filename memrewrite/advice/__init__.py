@@ -88,8 +88,8 @@ def options(variants: Variants, limit: int, now: int) -> tuple[Option, ...]:
 
     Cheapest is what changes the training least: a loop that keeps less, other kernels for the optimizer, where its step
     takes most, micro-batches (unless batch normalization sees them), autocast, another optimizer, both, and all of it
-    where nothing else fits. Of what does not fit, the lowest peaks come first. Last stand evaluation, and what a loop would take that
-    does not free gradients.
+    where nothing else fits. Of what does not fit, the lowest peaks come first. Last stand evaluation, and what a loop
+    would take that does not free gradients.
     """
     if variants.step.mode == "inference":
         return (*_leaner_loops(variants, limit, now), *_batches(variants, limit, now))

@@ -112,7 +112,10 @@ def differences(text: Textbook, timeline: Timeline, counted: Counted, train: boo
     found = [
         Difference(size(PARAMETERS, 0) - weights, "parameters: their types, and granules of 512 bytes"),
         Difference(size(BUFFERS, 0), "buffers, such as the running statistics of BatchNorm"),
-        Difference(size(INPUTS, 0) - round(4 * text.inputs * text.batch_size), "inputs: their types and granules, targets, batches ahead"),
+        Difference(
+            size(INPUTS, 0) - round(4 * text.inputs * text.batch_size),
+            "inputs: their types and granules, targets, batches ahead",
+        ),
         *_activations(timeline, outputs, counted),
     ]
     if train:

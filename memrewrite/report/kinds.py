@@ -24,7 +24,13 @@ class Kind:
 
 
 KINDS = (  # from the bottom up
-    Kind("parameters", "parameters and buffers", ("parameters", "buffers", "average of the weights"), "#1d3f66", "#2f5f95"),
+    Kind(
+        "parameters",
+        "parameters and buffers",
+        ("parameters", "buffers", "average of the weights"),
+        "#1d3f66",
+        "#2f5f95",
+    ),
     Kind("state", "optimizer state", ("optimizer state",), "#3f77b0", "#5a94cf"),
     Kind("gradients", "gradients", ("gradients",), "#86b3dc", "#9cc4ea"),
     Kind("inputs", "inputs", ("inputs",), "#cfdfee", "#d9e6f3"),

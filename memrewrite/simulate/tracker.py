@@ -119,6 +119,10 @@ class Tracker(Layer):
                 block.category = category
                 block.module = block.module if module is None else module
 
+    def counts(self, tensor: Tensor) -> bool:
+        """Whether the storage of ``tensor`` is counted now."""
+        return id(tensor.untyped_storage()) in self._live
+
     def begin(self, label: str, category: str) -> None:
         """From here on, storages are born as ``category`` and events are labelled ``label: operator``."""
         self._label, self._category, self._labels = label, category, {}
