@@ -22,8 +22,9 @@ def train(model: nn.Module, batches: list[tuple[Tensor, Tensor]], amp: torch.dty
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scaler = torch.amp.GradScaler(device, enabled=amp == torch.float16)
     if budget is not None:
-        # The one line. Its step is this loop's: the inputs, the optimizer and the precision.
-        model = memrewrite.optimize(model, batches[0][0], budget=budget, optimizer=optimizer, amp=amp)
+        # The one line. Its step is this loop's: inputs, optimizer, precision, and no name for the output below.
+        options = {"optimizer": optimizer, "amp": amp, "loop": "drop-output"}
+        model = memrewrite.optimize(model, batches[0][0], budget=budget, **options)
     run = Run()
     torch.manual_seed(1)  # dropout
     for images, labels in batches:

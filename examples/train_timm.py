@@ -28,7 +28,8 @@ def train(batches: list[tuple[Tensor, Tensor]], amp: torch.dtype | None, budget:
     optimizer = create_optimizer_v2(model, opt="adamw", lr=1e-3, weight_decay=0.05)
     loss_fn = LabelSmoothingCrossEntropy()
     if budget is not None:
-        model = memrewrite.optimize(model, batches[0][0], budget=budget, optimizer=optimizer, amp=amp)  # the one line
+        options = {"optimizer": optimizer, "amp": amp, "loop": "drop-output,ema"}  # add prefetch with timm's loader
+        model = memrewrite.optimize(model, batches[0][0], budget=budget, **options)  # the one line
     average = ModelEmaV3(model, decay=0.9)
     scheduler, _ = create_scheduler_v2(optimizer, sched="cosine", num_epochs=len(batches), warmup_epochs=1)
     scaler = NativeScaler(device.type)

@@ -1,7 +1,4 @@
-"""``optimize``: capture, observe, rewrite, plan, verify, measure. Each stage lives in a room of its own.
-
-``measure`` and ``verify`` are the last two stages by themselves, for any module.
-"""
+"""``optimize``: capture, observe, rewrite, plan, verify, measure; the last two stages also by themselves."""
 
 import platform
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -74,18 +71,18 @@ def optimize(
     ``"adam"``, ``"adamw"``, either with ``-fused``, an optimizer to copy, its class or a factory, or None;
     ``loss_fn(output)`` gives a scalar; ``amp`` is ``"bf16"`` or ``"fp16"``; ``mode`` is by default the one the model is
     in; ``micro_batches`` says over how many batches like these gradients are accumulated before each step of the
-    optimizer. ``loop`` says what your loop keeps alive: by default what PyTorch's tutorials do, else habits such as
-    ``"drop-output,prefetch"`` (``memrewrite.loop`` has all); tensors that ``loss_fn`` holds count as its targets.
-    ``device`` is where the model lies, or, for a model on the CPU where there is no CUDA, ``"cuda"`` to plan
-    for it: then peaks are predicted for CUDA, nothing is measured, equivalence is verified on the CPU, and the result
-    takes inputs on the CPU. ``regions`` are patterns of submodule paths (``"layers.*"``) to capture one by one, whose
-    own hooks keep firing; by default the whole model is captured, else its largest submodules that can be. ``passes``
-    names those allowed, ``exact`` keeps the forward bit-equal. ``compiled=True`` is for a result that ``torch.compile``
-    will get, which fuses what it runs again and makes each node as backward asks for it: the plan then counts products
-    alone, keeps those worth it, and divides only segments where that costs nothing. The predicted peak stays that of
-    the uncompiled module, less what casts to wider types take there, with gradients of zeros (``simulate.tangents``);
-    the one that is measured, on a GPU, and held to the budget there is that of the compiled one. ``verify=False``
-    returns the result unproved.
+    optimizer. ``loop`` is what your loop keeps alive: what PyTorch's tutorials do, or habits as in
+    ``"drop-output,prefetch"`` (``memrewrite.loop``); what ``loss_fn`` holds counts as its targets. ``device`` is where
+    the model lies, or, for a model on the CPU where there is no CUDA, ``"cuda"`` to plan for it: then peaks are
+    predicted for CUDA, nothing is measured, equivalence is verified on the CPU, and the result takes inputs on the CPU.
+    ``regions`` are patterns of submodule paths (``"layers.*"``) to capture one by one, whose own hooks keep firing; by
+    default the whole model is captured, else its largest submodules that can be. ``passes`` names those allowed,
+    ``exact`` keeps the forward bit-equal. ``compiled=True`` is for a result that ``torch.compile`` will get, which
+    fuses what it runs again and makes each node as backward asks for it: the plan then counts products alone, keeps
+    those worth it, and divides only segments where that costs nothing. The predicted peak stays that of the uncompiled
+    module, less what casts to wider types take there, with gradients of zeros (``simulate.tangents``); the one that is
+    measured, on a GPU, and held to the budget there is that of the compiled one. ``verify=False`` returns the result
+    unproved.
 
     The result shares every Parameter and buffer with ``model``, is an instance of its class, and carries ``.report``
     (where the class has a ``report`` of its own that stays, and ``memrewrite.report_of(result)`` gives ours); where
@@ -331,7 +328,7 @@ def _report(
         notes=_notes(line),
         versions=_versions(),
         shares=_shares(line),
-        habits=habits.costs(result, line.inputs, line.step, after, line.workspace),
+        habits=habits.costs(line.step, after, lambda step: line.peak_of(result, step)),
         predicted_ms_before=_longer(line.original),
         predicted_ms_after=_longer(line.original if after is before else line.times()),
     )

@@ -29,7 +29,7 @@ from memrewrite.runtime.batch_norm import kernel_runs_on
 from memrewrite.runtime.dropin import build, graft, program_from
 from memrewrite.simulate import Timeline, preserved_rng
 from memrewrite.simulate.allocator import rounded
-from memrewrite.step import Inputs, Phase, Step, default_loss, device_of
+from memrewrite.step import Inputs, Step, default_loss, device_of
 from memrewrite.working import Levels, levels
 
 
@@ -183,6 +183,10 @@ class Line:
         """What ``simulate`` gives, with the submodule that made each storage."""
         return predict(self.build(), self.inputs, self.step, workspace_bytes=self.workspace, attribute=True)
 
+    def peak_of(self, module: nn.Module, step: Step) -> int:
+        """The predicted peak in bytes of another step of a module, on the same inputs."""
+        return predict(module, self.inputs, step, workspace_bytes=self.workspace).peak
+
     def peak(self, spare: int = 0) -> int:
         """The simulated peak in bytes of the graphs as they are now, with ``spare`` more in forward and backward."""
         timeline = self.simulate(blocks=False)
@@ -192,22 +196,13 @@ class Line:
         """``peak`` by one forward and backward pass, where that is as ``usual`` is in its second step and optimizer.
 
         In a third of the time, unless the model's second step differs from its first. ``usual`` is the timeline of any
-        program of this line: by how much more is in use in each phase of a second step than in that of a first one is
-        the same for all (optimizer state, and what the loop keeps from the last step).
+        program of this line.
         """
         if (False, self._programs) in self._simulated or self.step.loop.zero_grad == "in place":
             return self.peak(spare)  # in place, the first step has no gradients to add to
         step = replace(self.step, optimizer=None)
         once = predict(self.build(), self.inputs, step, workspace_bytes=self.workspace, steps=1, blocks=False)
-        made_before = usual.as_ends("data", 1) - once.as_ends("data", 1)  # by optimizers that make it as they are made
-
-        def later(phase: Phase, like: Phase) -> int:
-            """The peak of ``phase`` in a second step, which has as much more in use as as ``like`` ends."""
-            return once.peak_in(phase, 1) + made_before + usual.as_ends(like, 2) - usual.as_ends(like, 1)
-
-        ways: tuple[tuple[Phase, Phase], ...]
-        ways = (("data", "data"), ("forward", "data"), ("loss", "forward"), ("backward", "backward"))
-        passes = max(later(*way) for way in (ways if self.step.mode == "train" else ways[:2]))
+        passes = once.repeated(usual, self.step.mode)
         return max(passes + spare, usual.peak_of_optimizer)
 
     @property

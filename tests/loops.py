@@ -137,7 +137,7 @@ def prefetch(model: nn.Module, optimizer: torch.optim.Optimizer, criterion: Crit
 
 
 def scaler(model: nn.Module, optimizer: torch.optim.Optimizer, criterion: Criterion, batches: Batches) -> None:
-    scaling = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaling = torch.amp.GradScaler(next(model.parameters()).device.type, init_scale=4.0)
     for x, y in batches:
         output = model(x)
         loss = criterion(output, y)

@@ -148,7 +148,7 @@ def test_other_kernels_come_first_where_the_optimizers_step_takes_most(
 
 def test_they_come_with_smaller_batches_where_neither_is_enough() -> None:
     module, inputs = perceptron(), rows(1024, 512)
-    step = Step(optimizer=partial(torch.optim.AdamW, foreach=True))
+    step = Step(optimizer=partial(torch.optim.AdamW, foreach=True), loop=Loop.parse("drop-output"))
     now, found = asked(module, inputs, step, 0.8)
     both = named(found, "8 micro-batches of 128 with gradient accumulation, with fused=True")
     halves = replace(step, optimizer=partial(torch.optim.AdamW, fused=True), micro_batches=2)
@@ -198,6 +198,18 @@ def test_a_budget_below_the_optimizers_step_is_refused_with_the_peaks_of_a_plan_
     assert budget >= named(found, "AdamW with fused=True (--optimizer adamw-fused)").peak_bytes
 
 
+def test_a_loop_that_keeps_less_stands_first() -> None:
+    module = nn.Sequential(nn.Linear(16, 64), nn.Linear(64, 2048))
+    step = Step(optimizer=torch.optim.SGD, loop=Loop.parse("prefetch,ema"))
+    now, found = asked(module, Inputs((torch.ones(512, 16),), {}), step, 0.8)
+    first, option = next(iter(found.items()))
+    assert first == "not keeping the output (--loop drop-output,prefetch,ema)"
+    assert option.cost == "nothing but a change of the loop"
+    dropping = replace(step, loop=Loop.parse("drop-output,prefetch,ema"))
+    assert option.peak_bytes == real(module, Inputs((torch.ones(512, 16),), {}), dropping) < now
+    assert not any("prefetch,ema" not in name for name in found if name.startswith("not "))  # ema is training itself
+
+
 def test_nobody_is_told_to_do_what_they_do() -> None:
     _, found = asked(ResidualNet(), images(8), Step(optimizer=torch.optim.SGD), 0.7)
     assert [name for name in found if "autocast" in name] == ["bfloat16 autocast (--amp bf16)"]
@@ -214,11 +226,12 @@ def test_inference_has_smaller_batches_alone() -> None:
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_an_inference_budget_that_no_program_meets(compiled: bool) -> None:
+    x, loop = rows(4096, 512).args, Loop.parse("drop-output")
     with pytest.raises(BudgetInfeasibleError) as caught:
-        memrewrite.optimize(perceptron().eval(), rows(4096, 512).args, budget="20MB", compiled=compiled, verify=False)
+        memrewrite.optimize(perceptron().eval(), x, budget="20MB", compiled=compiled, loop=loop, verify=False)
     (option,) = caught.value.options
     assert option.name == "2 batches of 2048"
-    assert option.peak_bytes == real(perceptron().eval(), rows(2048, 512), Step("inference"))
+    assert option.peak_bytes == real(perceptron().eval(), rows(2048, 512), Step("inference", loop=loop))
 
 
 def test_the_error_of_a_budget_carries_the_options() -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from memrewrite.errors import CaptureError, UsageError
+from memrewrite.loop import Loop
 from memrewrite.private import FakeTensor, FakeTensorMode, OpOverload, TorchDispatchMode
 from memrewrite.simulate import Timeline, run_tracked, simulate
 from memrewrite.simulate.allocator import rounded
@@ -108,7 +109,8 @@ def test_checkpointing_lowers_the_peak() -> None:
 def test_phases_and_floor_of_a_linear_layer() -> None:
     module = nn.Linear(256, 256, bias=False)
     inputs = Inputs((torch.zeros(256, 256),), {})
-    timeline = simulate(module, inputs, Step(optimizer=optimizer_factory("sgd-momentum")))
+    step = Step(optimizer=optimizer_factory("sgd-momentum"), loop=Loop.parse("drop-output"))
+    timeline = simulate(module, inputs, step)
     one = 256 * 256 * 4
     assert [name for name, _ in timeline.phases] == [*PHASES, *PHASES]
     assert timeline.floor == 4 * one  # the parameter, its gradient, its momentum, the input

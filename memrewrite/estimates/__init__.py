@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from memrewrite import advice, pipeline
+from memrewrite import advice, habits, pipeline
 from memrewrite.api import Optimizer, make_step, simulate_original
 from memrewrite.errors import CaptureError, UsageError
 from memrewrite.estimates import modules, textbook
@@ -68,7 +68,9 @@ def estimate(
     look = _Look(pipeline.without_hooks(model), inputs, step, library_bytes(step.mode) if wanted == "cuda" else 0)
     progress("simulate")
     timeline = look.timeline(attribute=True)
-    more = look.at(2 * inputs.batch_size).attempt(attribute=True) if inputs.batch_size else None
+    alone = look.dropping() or look  # whose forward keeps nothing but what backward needs
+    kept = timeline if alone is look else alone.timeline(attribute=True)
+    more = alone.at(2 * inputs.batch_size).attempt(attribute=True) if inputs.batch_size else None
     counted = textbook.count(look.model, inputs, step)
     rule = textbook.rule(look.model, inputs, step, inputs.batch_size, counted)
     inference = look if step.mode == "inference" else look.inference(wanted)
@@ -80,14 +82,16 @@ def estimate(
         batch_size=inputs.batch_size or None,
         peak=_peak(timeline),
         inference_peak=None if evaluated is None else evaluated.peak,
-        modules=modules.shares(model, timeline, (inputs.batch_size, more) if more else None),
+        modules=modules.shares(model, timeline, kept, (inputs.batch_size, more) if more else None),
         textbook=rule,
         differences=textbook.differences(rule, timeline, counted, step.mode == "train"),
+        loop=str(step.loop),
+        habits=habits.costs(step, timeline, lambda s: kept.peak if s == alone.step else look.of(s).timeline().peak),
         notes=() if wanted == "cpu" else (f"{_AS_CUDA if step.as_cuda else ''}{_UNKNOWN}",),
     )
     if memory is None:
         return found
-    return _fitted(found, look, inference, memory, None if more is None else more.peak, progress)
+    return _fitted(found, look, inference, memory, progress)
 
 
 @dataclass(frozen=True)
@@ -122,23 +126,31 @@ class _Look:
         found = self.at(batch_size).attempt()
         return None if found is None else found.peak
 
+    def of(self, step: Step) -> "_Look":
+        """The same with another step."""
+        return replace(self, step=step)
+
+    def dropping(self) -> "_Look | None":
+        """The same in a loop that lets go of the output before backward; None where this one does."""
+        loop = self.step.loop
+        if self.step.mode == "inference" or not loop.keeps_output:
+            return None
+        return self.of(replace(self.step, loop=replace(loop, keeps_output=False)))
+
     def inference(self, device: str) -> "_Look":
         """The same in eval mode under ``no_grad``."""
         step = replace(self.step, mode="inference", optimizer=None, loss_fn=None)
         return replace(self, step=step, workspace=library_bytes("inference") if device == "cuda" else 0)
 
 
-def _fitted(
-    found: Estimate, look: _Look, inference: _Look, memory: int, double: int | None, progress: Callable[[str], None]
-) -> Estimate:
-    """The estimate with what it says about ``memory`` bytes; ``double`` is the peak with twice the batch."""
+def _fitted(found: Estimate, look: _Look, inference: _Look, memory: int, progress: Callable[[str], None]) -> Estimate:
+    """The estimate with what it says about ``memory`` bytes."""
     fits = found.peak.bytes <= memory
     batch = found.batch_size or 0
     progress("largest batch")
-    sizes = [_largest(look, memory, batch, found.peak.bytes, double)]
+    sizes = [_largest(look, memory, batch, found.peak.bytes)]
     if inference is not look:
-        twice = inference.peak(2 * batch) if batch else None
-        sizes.append(_largest(inference, memory, batch, found.inference_peak, twice))
+        sizes.append(_largest(inference, memory, batch, found.inference_peak))
     others: tuple[Option, ...] = ()
     if not fits:
         progress("options")
@@ -148,7 +160,8 @@ def _fitted(
     return replace(found, device_memory=memory, fits=fits, largest=tuple(sizes), options=others)
 
 
-def _largest(look: _Look, memory: int, batch: int, once: int | None, twice: int | None) -> Largest:
+def _largest(look: _Look, memory: int, batch: int, once: int | None) -> Largest:
+    twice = look.peak(2 * batch) if batch else None
     if once is None or twice is None:
         return Largest(look.step.mode, None, None, (), "no other batch size could be simulated")
     return largest(look.step.mode, memory, {batch: once, 2 * batch: twice}, look.peak)

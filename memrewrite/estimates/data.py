@@ -3,7 +3,8 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from memrewrite.report.data import Option
+from memrewrite.loop import TUTORIAL
+from memrewrite.report.data import HabitCost, Option
 
 SCHEMA_VERSION = 1
 
@@ -108,7 +109,8 @@ class Estimate:
 
     ``inference_peak`` is that of a forward under ``no_grad`` in eval mode with the same inputs. ``differences`` lead
     from ``textbook`` to ``peak``. ``fits``, ``largest`` (in training and in inference) and ``options`` (what would fit
-    where it does not) are about ``device_memory`` and empty without one.
+    where it does not) are about ``device_memory`` and empty without one. ``habits`` is what the ``loop`` keeps alive
+    and need not.
     """
 
     model: str
@@ -125,6 +127,8 @@ class Estimate:
     largest: tuple[Largest, ...] = ()
     options: tuple[Option, ...] = ()
     notes: tuple[str, ...] = ()
+    loop: str = TUTORIAL
+    habits: tuple[HabitCost, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for ``json.dumps``; carries ``schema_version``."""

@@ -9,12 +9,15 @@ from memrewrite.estimates.data import ModuleShare
 from memrewrite.simulate import ACTIVATIONS, PARAMETERS, TEMPORARIES, Life, Timeline
 
 
-def shares(module: nn.Module, timeline: Timeline, other: tuple[int, Timeline] | None) -> tuple[ModuleShare, ...]:
+def shares(
+    module: nn.Module, timeline: Timeline, dropping: Timeline, other: tuple[int, Timeline] | None
+) -> tuple[ModuleShare, ...]:
     """The share of every submodule, in the order of ``named_modules``.
 
-    ``other`` is a timeline with so many samples more (or fewer, negative), from which follows what one takes.
+    ``dropping`` is the timeline in a loop that lets go of the output before backward. ``other`` is one more of such a
+    loop with so many samples more (or fewer, negative), from which follows what one takes.
     """
-    alone = _kept(timeline)
+    alone = _kept(dropping)
     kept, parameters = _with_submodules(alone), _with_submodules(_parameters(timeline))
     made = _with_submodules(_made(timeline.living(timeline.peak_event)))
     elsewhere = _with_submodules(_kept(other[1])) if other else None

@@ -11,6 +11,7 @@ the result to ``fit``.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -19,6 +20,7 @@ from torch import nn
 from memrewrite.api import optimize
 from memrewrite.errors import UsageError
 from memrewrite.integrations.calls import first_call
+from memrewrite.integrations.loops import LIGHTNING
 from memrewrite.report.data import Report, report_of
 
 _AMP = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
@@ -28,8 +30,9 @@ class Optimize(Callback):  # type: ignore[misc]  # Lightning is not there while 
     """Puts a rewritten module in the place of the ``LightningModule``'s submodule at ``path``, and sets ``report``.
 
     The step is the trainer's own: the first batch, on its device, as ``training_step`` passes it on to the submodule,
-    the optimizer, the precision and ``accumulate_grad_batches``. ``options`` are those of ``memrewrite.optimize``, and
-    win. The loss is not known before it is computed: give ``loss_fn`` where it takes much memory.
+    the optimizer, the precision and ``accumulate_grad_batches``, in Lightning's loop. ``options`` are those of
+    ``memrewrite.optimize``, and win. The loss is not known before it is computed: give ``loss_fn`` where it takes much
+    memory.
     """
 
     def __init__(self, path: str, **options: Any) -> None:
@@ -60,8 +63,9 @@ class Optimize(Callback):  # type: ignore[misc]  # Lightning is not there while 
     def _optimize(self, trainer: Trainer, part: nn.Module, training_step: Callable[[], object]) -> nn.Module:
         with trainer.precision_plugin.train_step_context():
             call = first_call(part, training_step)
-        step = {"optimizer": self._optimizer(trainer), "amp": _AMP.get(trainer.precision)}
+        step: dict[str, Any] = {"optimizer": self._optimizer(trainer), "amp": _AMP.get(trainer.precision)}
         step["micro_batches"] = trainer.accumulate_grad_batches
+        step["loop"] = replace(LIGHTNING, scaler=step["amp"] == "fp16")
         return optimize(part, call.args, example_kwargs=call.kwargs, **{**step, **self.options})
 
     def _submodule(self, pl_module: LightningModule) -> nn.Module:

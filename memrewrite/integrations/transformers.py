@@ -10,20 +10,24 @@ pass: to most causal language models also ``num_items_in_batch``, which is of no
 
 from typing import Any
 
+from accelerate.utils import convert_to_fp32
+from torch import Tensor
 from transformers import Trainer
 
 from memrewrite.api import OptimizedModule, optimize
 from memrewrite.errors import UsageError
 from memrewrite.integrations.calls import first_call
+from memrewrite.integrations.loops import trainer_loop
+from memrewrite.step import default_loss
 
 
 def optimize_trainer(trainer: Trainer, **options: Any) -> OptimizedModule:
     """Put a rewritten model in place of ``trainer.model``, before ``trainer.train()``; returns it.
 
     The step is the trainer's own: its first batch as its ``training_step`` passes it on, its optimizer, ``fp16`` or
-    ``bf16``, ``gradient_accumulation_steps``. ``options`` are those of ``memrewrite.optimize``, and win. Batches of
-    other lengths run the original forward: pad to one length. A loss that the trainer computes outside of the model
-    (label smoothing, ``compute_loss_func``) is not in the step unless it is given as ``loss_fn``.
+    ``bf16``, ``gradient_accumulation_steps``, in its loop. ``options`` are those of ``memrewrite.optimize``, and win.
+    Batches of other lengths run the original forward: pad to one length. A loss that the trainer computes outside of
+    the model (label smoothing, ``compute_loss_func``) is not in the step unless it is given as ``loss_fn``.
     Raises ``UsageError`` for a trainer that makes its model itself, and what ``memrewrite.optimize`` raises.
     """
     if trainer.model_init is not None:
@@ -33,10 +37,22 @@ def optimize_trainer(trainer: Trainer, **options: Any) -> OptimizedModule:
     call = first_call(trainer.model, lambda: _step(trainer))
     amp = "bf16" if trainer.args.bf16 else "fp16" if trainer.args.fp16 else None
     parts = trainer.args.gradient_accumulation_steps
-    step = {"optimizer": trainer.optimizer, "amp": amp, "micro_batches": parts, **options}
+    loop = trainer_loop(parts, scaler=amp == "fp16")
+    step = {"optimizer": trainer.optimizer, "amp": amp, "micro_batches": parts, "loop": loop, "loss_fn": _loss}
+    if amp is None:
+        del step["loss_fn"]
+    step |= options
     result = optimize(trainer.model, call.args, example_kwargs=call.kwargs, **step)
     trainer.model = trainer.model_wrapped = result
     return result
+
+
+def _loss(outputs: Any) -> Tensor:
+    """The model's own, after what accelerate makes of its outputs under mixed precision: all of them in float32.
+
+    Read in accelerate 1.15.0: ``Accelerator.prepare_model`` wraps ``model.forward`` in ``convert_outputs_to_fp32``.
+    """
+    return default_loss(convert_to_fp32(outputs))
 
 
 def _step(trainer: Trainer) -> None:

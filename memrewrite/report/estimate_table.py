@@ -12,6 +12,7 @@ from rich.text import Text
 from memrewrite.estimates.data import Estimate, Largest, ModuleShare
 from memrewrite.options import format_bytes, short_bytes
 from memrewrite.report.option_table import option_table
+from memrewrite.report.tables import habit_costs
 from memrewrite.report.text import plain
 
 _TOP = 10  # modules, where no depth is asked for
@@ -29,6 +30,7 @@ def _parts(estimate: Estimate, depth: int | None) -> Iterator[RenderableType]:
     yield Text(plain(f"{estimate.model}: {estimate.mode} step on {estimate.device}{batch}"), style="bold")
     yield Text(plain(f"Predicted peak: {format_bytes(estimate.peak.bytes)}, {_place(estimate)}"))
     yield _categories(estimate)
+    yield from habit_costs(estimate.habits, estimate.loop)
     if estimate.device == "cuda":
         yield Text(f"Reserved by the caching allocator: {format_bytes(estimate.peak.reserved)}")
     if estimate.mode == "train" and estimate.inference_peak is not None:

@@ -4,7 +4,7 @@ Names of layers and reasons come from foreign code, so they are printed without 
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from rich.console import Console, Group, RenderableType
@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memrewrite.options import format_bytes
-from memrewrite.report.data import Report
+from memrewrite.report.data import HabitCost, Report
 from memrewrite.report.option_table import option_table
 from memrewrite.report.text import plain
 
@@ -44,7 +44,7 @@ def _parts(report: Report, verbose: bool, written: Path | None, fits: bool) -> I
     budget = "no budget" if report.budget is None else f"budget {format_bytes(report.budget)}"
     yield Text(plain(f"{report.model}: {report.mode} step on {report.device}, {budget}"), style="bold")
     yield _peaks(report, fits)
-    yield from _habits(report)
+    yield from habit_costs(report.habits, str(report.config.get("loop")))
     yield Text()
     if report.changed:
         yield from _shares(report, verbose)
@@ -85,11 +85,11 @@ def _peaks(report: Report, fits: bool) -> Table:
     return rows
 
 
-def _habits(report: Report) -> Iterator[RenderableType]:
+def habit_costs(habits: Iterable[HabitCost], loop: str) -> Iterator[RenderableType]:
     """What the loop keeps, with what it costs at the peak."""
-    if report.habits:
-        costs = ", ".join(f"{habit.words} {format_bytes(habit.bytes)}" for habit in report.habits)
-        yield _text(f"Of the predicted peak, the loop ({report.config.get('loop')}) takes: {costs}")
+    costs = ", ".join(f"{habit.words} {format_bytes(habit.bytes)}" for habit in habits)
+    if costs:
+        yield _text(f"Of the predicted peak, the loop ({loop}) takes: {costs}")
 
 
 def _times(before: float | None, after: float | None, missing_before: str, missing_after: str) -> tuple[str, str, str]:

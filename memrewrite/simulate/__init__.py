@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -97,6 +98,22 @@ class Timeline:
     def peak_in(self, phase: Phase, number: int) -> int:
         """The peak in bytes of a phase of step ``number``, 0 where nothing happens in it."""
         return max((size for size, label in self.events if label.startswith(f"step {number} {phase}")), default=0)
+
+    def repeated(self, usual: "Timeline", mode: Literal["train", "inference"]) -> int:
+        """The peak in bytes that this one, of one forward and backward pass, would have in a second step.
+
+        There is as much more in use in each phase of a second step than in that of the first as in ``usual``: optimizer
+        state, and what the loop keeps from the last step.
+        """
+        made_before = usual.as_ends("data", 1) - self.as_ends("data", 1)  # by optimizers that make it as they are made
+
+        def later(phase: Phase, like: Phase) -> int:
+            """The peak of a phase that has as much more in use as there is as ``like`` ends."""
+            return self.peak_in(phase, 1) + made_before + usual.as_ends(like, 2) - usual.as_ends(like, 1)
+
+        ways: tuple[tuple[Phase, Phase], ...]
+        ways = (("data", "data"), ("forward", "data"), ("loss", "forward"), ("backward", "backward"))
+        return max(later(*way) for way in (ways if mode == "train" else ways[:2]))
 
     @property
     def peak_of_passes(self) -> int:

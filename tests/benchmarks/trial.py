@@ -33,13 +33,14 @@ class Trial:
 
     def __post_init__(self) -> None:
         self.optimizer = self.step.make_optimizer(self.module)
+        self.loop = self.step.begin(self.module, self.inputs, self.optimizer)
         self.device = next(self.module.parameters()).device
 
     def warm_up(self) -> None:
         """Take the first steps and free what only they needed."""
         clear(self.device)
         for _ in range(WARM_UP):
-            self.step.run(self.module, self.inputs, self.optimizer)
+            self.loop.take()
         clear(self.device)
 
     def figures(self, steps: int) -> dict[str, Any]:
@@ -62,21 +63,23 @@ class Trial:
         }
 
     def fixed(self) -> int:
-        """Bytes of parameters, buffers, their gradients, optimizer state and inputs, in the allocator's granules."""
+        """Bytes of parameters, buffers, gradients, optimizer state, inputs and what is beside, in granules."""
         state = [] if self.optimizer is None else list(self.optimizer.state.values())
         kept = [value for values in state for value in values.values() if isinstance(value, Tensor)]
         gradients = [p for p in self.module.parameters() if p.requires_grad]
+        kept += [*self.loop.targets.all, *self.loop.batches]
+        kept += [] if self.loop.average is None else self.loop.average.tensors
         owned = {id(t.untyped_storage()): t for t in [*tensors_of(self.module), *self.inputs.tensors(), *kept]}
         counted = [t for t in [*owned.values(), *gradients] if t.device == self.device]
         return sum(rounded(t.untyped_storage().nbytes()) for t in counted)
 
     def _on_cuda(self, steps: int) -> list[float]:
-        self.step.run(self.module, self.inputs, self.optimizer)  # allocates again what was freed after the warm-up
+        self.loop.take()  # allocates again what was freed after the warm-up
         torch.cuda.reset_peak_memory_stats(self.device)
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
         marks[0].record()
         for mark in marks[1:]:
-            self.step.run(self.module, self.inputs, self.optimizer)
+            self.loop.take()
             mark.record()
         torch.cuda.synchronize(self.device)
         return [start.elapsed_time(end) for start, end in itertools.pairwise(marks)]
@@ -84,7 +87,7 @@ class Trial:
     def _on_cpu(self, steps: int) -> list[float]:
         marks = [time.perf_counter()]
         for _ in range(steps):
-            self.step.run(self.module, self.inputs, self.optimizer)
+            self.loop.take()
             marks.append(time.perf_counter())
         return [(end - start) * 1e3 for start, end in itertools.pairwise(marks)]
 
