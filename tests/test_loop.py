@@ -1,17 +1,22 @@
 """The loop a step runs in: what is simulated is what a loop takes that is written by hand, and plans keep to it."""
 
 import copy
+import io
+import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
 import memrewrite
 from memrewrite import cli
 from memrewrite.errors import UsageError
 from memrewrite.loop import HABITS, Loop
+from memrewrite.report import estimate_table, tables
 from memrewrite.simulate import run_tracked, simulate
 from memrewrite.step import Inputs, Step
 from tests import loops
@@ -128,3 +133,59 @@ def test_what_a_loop_keeps_is_named_with_the_loop_that_does_not() -> None:
         "loading the next 2 batches ahead",
     ]
     assert not list(Loop.parse("drop-output").keeps())
+
+
+@pytest.mark.parametrize("loop", ["tutorial", "zero-before-backward,prefetch,scaler,ema"])
+def test_the_report_says_what_each_habit_costs(loop: str) -> None:
+    model, x, y, criterion = made("cnn")
+    options: dict[str, Any] = {"optimizer": "adamw", "loss_fn": step_of("", criterion, y).loss_fn}
+    report = memrewrite.optimize(model, x, loop=loop, verify=False, **options).report
+    costs = {habit.words: habit.bytes for habit in report.habits}
+    assert list(costs) == [habit.words for habit in Loop.parse(loop).keeps()]
+    for habit in Loop.parse(loop).keeps():
+        other = memrewrite.optimize(model, x, loop=habit.loop, verify=False, **options).report
+        assert costs[habit.words] == report.predicted_after.peak - other.predicted_after.peak
+    estimate = memrewrite.estimate(model, x, loop=loop, **options)
+    assert [habit.words for habit in estimate.habits] == list(costs)
+    text = f"the loop ({loop}) takes: keeping the output {costs['keeping the output']} B"
+    console = Console(width=400, record=True, file=io.StringIO())
+    tables.show(report, console)
+    assert text in console.export_text()
+    assert text.replace("B", "").split(" takes")[0] in report.to_html()
+    estimate_table.show(estimate, console)
+    assert f"the loop ({loop}) takes: " in console.export_text()
+
+
+def test_a_loop_that_keeps_nothing_has_no_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x, _, _ = made("cnn")
+    assert memrewrite.optimize(model, x, loop="drop-output", verify=False).report.habits == ()
+
+
+def test_the_scaler_changes_no_gradient_and_is_verified_with() -> None:
+    model, x, y, criterion = made("cnn")
+    loss_fn = step_of("", criterion, y).loss_fn
+    result = memrewrite.optimize(model, x, budget="70%", loop="scaler,zero-before-backward,ema", loss_fn=loss_fn)
+    assert result.report.equivalent
+    assert result.report.verdict.startswith("bit-equal")
+
+
+def test_a_loop_is_a_setting_of_the_command_line_and_of_the_project(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    net = "from tests.models import ResidualNet, images\nget_model = ResidualNet\nget_inputs = lambda: images().args\n"
+    (tmp_path / "net.py").write_text(net)
+    monkeypatch.chdir(tmp_path)
+
+    def estimated(*arguments: str) -> tuple[str, int]:
+        assert cli.run(["estimate", "net.py", "-q", "--json", "-", *arguments]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["loop"] == found["command"]["loop"] == str(Loop.parse(found["loop"]))
+        return found["loop"], found["peak"]["bytes"]
+
+    plain = estimated()
+    ahead = estimated("--loop", "prefetch")
+    assert (plain[0], ahead[0]) == ("tutorial", "prefetch")
+    assert plain[1] < ahead[1]
+    (tmp_path / "pyproject.toml").write_text('[tool.memrewrite]\nloop = "prefetch"\n')
+    assert estimated() == ahead
+    assert estimated("--loop", "tutorial") == plain

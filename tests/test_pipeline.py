@@ -7,6 +7,7 @@ import torch
 
 import memrewrite
 from memrewrite import effects, pipeline
+from memrewrite.loop import HABITS, Loop
 from memrewrite.plan.facts import compute_nodes_of
 from memrewrite.plan.segments import Plan
 from memrewrite.regions import find
@@ -31,6 +32,19 @@ def line(name: str, step: Step) -> pipeline.Line:
 @pytest.mark.parametrize("name", ["residual", "transformer", "tied"])
 def test_one_pass_tells_the_peak_of_two_steps(name: str, optimizer: str) -> None:
     under_test = line(name, Step(optimizer=OPTIMIZERS[optimizer]))
+    usual = under_test.simulate()
+    n = len(compute_nodes_of(under_test.parts[0].graph_module))
+    for plan in (Plan(), Plan(((0, n // 2),)), Plan(((0, n // 3), (n // 3, n - 1)))):
+        under_test.segments(plan)
+        assert under_test.rehearse(usual) == under_test.simulate().peak
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("loop", [*HABITS, "prefetch,scaler,ema,zero-before-backward"])
+@pytest.mark.parametrize("name", ["residual", "tied"])
+def test_one_pass_tells_the_peak_of_every_loop(name: str, loop: str, micro_batches: int) -> None:
+    step = Step(optimizer=torch.optim.AdamW, loop=Loop.parse(loop), micro_batches=micro_batches)
+    under_test = line(name, step)
     usual = under_test.simulate()
     n = len(compute_nodes_of(under_test.parts[0].graph_module))
     for plan in (Plan(), Plan(((0, n // 2),)), Plan(((0, n // 3), (n // 3, n - 1)))):

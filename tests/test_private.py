@@ -29,6 +29,30 @@ def test_name_is_there(name: str) -> None:
     assert getattr(private, name) is not None
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_scaler_lets_the_optimizer_step_on_fake_tensors_too(fused: bool) -> None:
+    with private.FakeTensorMode():
+        scaler = private.Scaler("cpu")
+        assert scaler.tensors == []
+        weight = nn.Parameter(torch.ones(3))
+        optimizer = torch.optim.AdamW([weight], fused=fused)
+        scaler.scale(weight.sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert len(scaler.tensors) == 2
+    assert optimizer.state[weight]["exp_avg"].shape == (3,)
+
+
+def test_a_scaler_leaves_gradients_as_they_are_and_steps_where_one_overflows() -> None:
+    weight = nn.Parameter(torch.tensor([2.0, torch.inf]))
+    scaler, optimizer = private.Scaler("cpu"), torch.optim.SGD([weight], lr=1.0)
+    scaler.scale(weight.square().sum()).backward()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [4.0, torch.inf]
+    scaler.step(optimizer)
+    assert weight[0] == -2.0
+
+
 def test_dispatch_mode_sees_operators_of_forward_and_backward() -> None:
     x = torch.ones(2, requires_grad=True)
     with Ops() as ops:

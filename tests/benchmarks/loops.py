@@ -168,7 +168,7 @@ def _loss(criterion: loops.Criterion, y: Tensor, output: Any) -> Tensor:
 def measured(
     loop: loops.Loop, module: nn.Module, criterion: loops.Criterion, x: Tensor, y: Tensor, device: torch.device
 ) -> int:
-    """The real peak in bytes from the second forward on; on CUDA, without what was allocated before beside the model."""
+    """The real peak in bytes from the second forward on; on CUDA, without what else was allocated before."""
     if device.type != "cuda":
         return loops.peak_of(loop, module, torch.optim.AdamW, criterion, x, y)
     gc.collect()
