@@ -292,8 +292,8 @@ class Scaler(torch.amp.GradScaler):
     """A ``GradScaler`` for observing a step: it always lets the optimizer take it, and shows what it holds.
 
     Public methods ask the device whether a gradient overflowed, which fake tensors cannot answer, and skip the step if
-    one did, which would leave its memory unseen. It scales by 1 until one
-    overflows, so that gradients are those of the step without it.
+    one did, which would leave its memory unseen. It scales by 1 until one overflows, so that gradients are those of the
+    step without it.
     """
 
     def __init__(self, device: str) -> None:
