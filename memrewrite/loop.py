@@ -34,10 +34,14 @@ _AHEAD = re.compile(r"prefetch(?:=([1-9]\d{0,3}))?")
 
 @dataclass(frozen=True)
 class Habit:
-    """One thing a loop keeps alive, in words, and the ``loop`` that is the same without it."""
+    """One thing a loop keeps alive, in words, and the ``loop`` that is the same without it.
+
+    ``trains`` says that it is part of the training, which would be another one without it.
+    """
 
     words: str
     loop: "Loop"
+    trains: bool = False
 
 
 @dataclass(frozen=True)
@@ -109,9 +113,9 @@ class Loop:
             kept = "zero_grad before backward" if self.zero_grad == "before backward" else "zero_grad in place"
             yield Habit(kept, replace(self, zero_grad="after step"))
         if self.scaler:
-            yield Habit("the gradient scaler", replace(self, scaler=False))
+            yield Habit("the gradient scaler", replace(self, scaler=False), trains=True)
         if self.average:
-            yield Habit("the average of the weights", replace(self, average=False))
+            yield Habit("the average of the weights", replace(self, average=False), trains=True)
 
 
 TUTORIAL_LOOP = Loop()

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from memrewrite.loop import Loop
 from memrewrite.options import format_bytes
-from memrewrite.private import tree_iter
+from memrewrite.private import FakeTensor, tree_iter
 from memrewrite.report.data import Report, report_of
-from memrewrite.runtime.dropin import accept, programs
+from memrewrite.runtime.dropin import accept, fallen_back, programs
 from memrewrite.simulate import AVERAGE, INPUTS, STATE
 from memrewrite.simulate.allocator import rounded
 from memrewrite.simulate.tracker import Tracker
@@ -61,6 +61,7 @@ class Watch:
         self._facts = _Facts()
         self._outputs: list[weakref.ref[torch.UntypedStorage]] = []
         self._handles: list[Any] = []
+        self._fallen = fallen_back(optimized)  # already before
 
     def __enter__(self) -> Self:
         # Functions, not methods: a copy of the model that somebody makes copies its hooks, but not what functions hold.
@@ -138,6 +139,9 @@ class Watch:
         facts, config = self._facts, self._report.config
         if facts.fallback:
             yield self._limit, f"the original forward ran, because {facts.fallback}"
+        for path in fallen_back(self._module):
+            if path and path not in self._fallen:
+                yield self._limit, f"the original forward of {path} ran, of which a warning has said why"
         if not self._loop.keeps_output and facts.output:
             size = format_bytes(facts.output)
             yield (
@@ -178,7 +182,7 @@ class Watch:
             )
 
     def _fallback(self, args: Any, kwargs: Any) -> str:
-        """Why the rewritten forward does not run for this call, "" if it does or that shows only inside."""
+        """Why the rewritten forward does not run for this call; "" if it does, or only parts are rewritten."""
         program = programs(self._module).get("")
         return "" if program is None else accept(program, self._module, args, kwargs)[1]
 
@@ -228,7 +232,7 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 def _all_tensors() -> list[Tensor]:
     """Every tensor that Python holds; asked by type, because some objects answer isinstance by importing things."""
     found = [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
-    return [t for t in found if t.layout is torch.strided and not t.is_meta]
+    return [t for t in found if not isinstance(t, FakeTensor) and t.layout is torch.strided and not t.is_meta]
 
 
 def _optimizers(module: nn.Module) -> list[torch.optim.Optimizer]:

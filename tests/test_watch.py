@@ -121,6 +121,20 @@ def test_the_original_forward() -> None:
     assert "the original forward ran, because pool has a hook, which the rewritten forward would not call" in told
 
 
+def test_the_original_forward_of_a_part() -> None:
+    model, x, y, criterion = made("unet")
+    options: dict[str, Any] = {"loss_fn": step_of("", criterion, y).loss_fn, "loop": "drop-output", "verify": False}
+    result = memrewrite.optimize(model, x, budget="min", regions=["inc", "up.0", "up.1"], **options)
+    result.get_submodule("up.1.conv.0").register_forward_hook(lambda module, args, output: None)
+
+    optimizer = torch.optim.AdamW(result.parameters())
+    with warnings.catch_warnings(record=True) as caught, memrewrite.watch(result) as watch:
+        warnings.simplefilter("always")
+        loops.drop_output(result, optimizer, criterion, iter([(x, y)] * STEPS))
+    assert [each.category for each in caught] == [memrewrite.FallbackWarning, memrewrite.OverBudgetWarning]
+    assert "the original forward of up.1 ran, of which a warning has said why" in watch.told
+
+
 def test_what_nobody_knows_is_said_so(dropping: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     result, x, y, criterion = dropping
     watch = memrewrite.watch(result)

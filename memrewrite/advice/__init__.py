@@ -26,7 +26,6 @@ _LEANER = {
     "SGD with momentum (--optimizer sgd-momentum)": "sgd-momentum",
     "SGD without momentum (--optimizer sgd)": "sgd",
 }
-_NEEDED = ("the gradient scaler", "the average of the weights")  # of what a loop keeps: they are part of the training
 _NOTICED = 0.01  # of the peak; a loop that spares less is told of only where it fits by that
 _AMP = "bfloat16 autocast (--amp bf16)"
 _OTHER_BITS = "products and convolutions in bfloat16: other bits, as fast or faster on a GPU"
@@ -220,7 +219,7 @@ def _as_it_is(variants: Variants, limit: int, now: int) -> Iterator[Option]:
 def _leaner_loops(variants: Variants, limit: int, now: int) -> Iterator[Option]:
     """The loop without what it need not keep, one thing after another, as far as that lowers the peak."""
     for habit in variants.step.loop.keeps(variants.step.mode):
-        if habit.words in _NEEDED:
+        if habit.trains:
             continue
         peak = variants.peak(replace(variants.step, loop=habit.loop))
         if peak is not None and (peak <= limit or now - peak > _NOTICED * now):

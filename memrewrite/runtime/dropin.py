@@ -177,6 +177,12 @@ def base_of(module: nn.Module) -> type[nn.Module]:
     return next(after for kind, after in itertools.pairwise(kinds) if "_memrewrite" in vars(kind))
 
 
+def fallen_back(model: nn.Module) -> list[str]:
+    """The paths of rewritten parts of a model that have run their original forward, and said so."""
+    parts = {path: own(model.get_submodule(path)) for path in programs(model)}
+    return [path for path, kept in parts.items() if kept is not None and kept.warned]
+
+
 def _load(base: type[nn.Module], source: str) -> nn.Module:
     """What pickle and deepcopy call: the optimisation travels as text, the class by reference, the state follows."""
     return _empty(base, program_from(source))
