@@ -42,7 +42,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("child",),
     ("step",),
     ("held", "loop"),
-    ("layers", "runtime", "files", "options", "private"),
+    ("custom_functions", "layers", "runtime", "files", "options", "private"),
     ("errors",),
 )
 # Imports against that order, each with its reason.

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
-from unittest import mock
 
 import torch
 import torch.utils.checkpoint
@@ -26,6 +25,7 @@ from memrewrite.capture.autocasts import autocast_asked, autocast_regions
 from memrewrite.capture.normal import quiet
 from memrewrite.capture.reads import ReadsOfForward
 from memrewrite.capture.state import Attributes, random_state
+from memrewrite.custom_functions import function_calls, functions_behind
 from memrewrite.errors import CaptureError
 from memrewrite.private import (
     FAKE_TENSOR_ERRORS,
@@ -47,7 +47,6 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 _TENSOR_HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
 _GRADIENTS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
-_OF_TORCH = ("torch.utils.checkpoint", "torch._library")  # Functions that belong to what a graph does keep
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ def check(model: nn.Module, inputs: Inputs) -> Findings:
         tracing_untold() as asked,
         autocast_asked() as about,
         checkpoint_calls() as checkpoints,
-        _function_calls() as functions,
+        function_calls() as functions,
         autocast_regions() as regions,
     ):
         rehearsal = _Rehearsal(model, inputs, regions)
@@ -90,7 +89,7 @@ def check(model: nn.Module, inputs: Inputs) -> Findings:
                 f"{name} draws from Python's or NumPy's random in forward, or seeds a generator there; "
                 "one outcome would be baked in. Draw with torch, or outside forward."
             )
-        functions += _functions_behind(first.output)  # applied through a name bound to ``apply`` before
+        functions += functions_behind(first.output)  # applied through a name bound to ``apply`` before
         if functions:
             raise CaptureError(
                 f"{name} uses the custom autograd.Function {functions[0]}, whose backward a captured graph loses."
@@ -252,37 +251,6 @@ def _refuse_changes(
                 f"{name} assigns {what} to self.{path} in forward; a captured graph would keep the first one for ever. "
                 "Update a buffer in place (copy_) instead; if forward sets it once and keeps it, call the model first."
             )
-
-
-@contextmanager
-def _function_calls() -> Iterator[list[str]]:
-    """The names of custom ``autograd.Function`` classes applied meanwhile where a gradient may flow."""
-    calls: list[str] = []
-    apply = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
-
-    def seen(cls: type, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled() and not cls.__module__.startswith(_OF_TORCH):
-            calls.append(cls.__name__)
-        return apply(cls, *args, **kwargs)
-
-    with mock.patch.object(torch.autograd.Function, "apply", classmethod(seen)):
-        yield calls
-
-
-def _functions_behind(output: Any) -> list[str]:
-    """The names of custom ``autograd.Function`` classes in the autograd graph of what forward returned."""
-    queue = [leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
-    seen = set(queue)
-    names: list[str] = []
-    while queue:
-        node = queue.pop()
-        kind = getattr(node, "_forward_cls", None)  # only custom ones have it
-        if kind is not None and not kind.__module__.startswith(_OF_TORCH):
-            names.append(kind.__name__)
-        new = {child for child, _ in node.next_functions if child is not None} - seen
-        seen |= new
-        queue.extend(new)
-    return names
 
 
 _DECIDED = (
