@@ -5,7 +5,6 @@ tracker. Everything the steps change is put back, whatever happens.
 """
 
 import contextlib
-import copy
 import gc
 import itertools
 import statistics
@@ -21,11 +20,12 @@ from memrewrite.child import run_job
 from memrewrite.errors import DataDependentError, DoesNotFitError, MeasurementError, UsageError
 from memrewrite.private import clear_cublas_workspaces
 from memrewrite.report.data import Measured
-from memrewrite.simulate import Timeline, preserved_rng, run_tracked, simulate, with_workspaces
+from memrewrite.simulate import Timeline, run_tracked, simulate, with_workspaces
 from memrewrite.simulate.allocator import allocator_on
 from memrewrite.simulate.fake import tensors_of
 from memrewrite.step import Inputs, Phase, Running, Step, device_type
 from memrewrite.stepspec import StepSpec
+from memrewrite.trial import State, cuda_devices
 
 _CPU_STEPS = 3  # steps there are slow and vary little
 
@@ -218,38 +218,9 @@ def preserved_state(module: nn.Module, inputs: Inputs) -> Iterator[None]:
 
     The contents wait in CPU memory; gradients that exist already are set aside where they are.
     """
-    tensors = [*tensors_of(module), *inputs.tensors()]
-    contents = _contents(tensors)
-    gradients = [(tensor, tensor.grad) for tensor in tensors if tensor.is_leaf]
-    attributes = [pair for part in module.modules() for pair in _attributes(part)]
-    for tensor, _ in gradients:
-        tensor.grad = None
+    state = State((module,), cuda_devices((module,), inputs), inputs.tensors())
+    state.clear_gradients()
     try:
-        with preserved_rng(tensors):
-            yield
+        yield
     finally:
-        for live, saved in attributes:
-            live.clear()
-            live.extend(saved) if isinstance(live, list) else live.update(saved)
-        for storage, content in contents:
-            if storage.nbytes() != content.nbytes():
-                storage.resize_(content.nbytes())
-            storage.copy_(content)
-        for tensor, gradient in gradients:
-            tensor.grad = gradient
-
-
-def _contents(tensors: list[Tensor]) -> list[tuple[torch.UntypedStorage, torch.UntypedStorage]]:
-    """Each storage with a copy on the CPU; whole storages, so that views and tied tensors are saved as they lie."""
-    pairs = {}
-    for storage in (t.untyped_storage() for t in tensors if t.layout is torch.strided):
-        if id(storage) not in pairs:
-            empty = torch.UntypedStorage(storage.nbytes())
-            pairs[id(storage)] = (storage, empty.copy_(storage))
-    return list(pairs.values())
-
-
-def _attributes(part: nn.Module) -> list[tuple[Any, Any]]:
-    """A module's attributes and the containers among them (also what is registered in it), each with a copy."""
-    containers = [value for value in vars(part).values() if isinstance(value, dict | list | set)]
-    return [(live, copy.copy(live)) for live in (vars(part), *containers)]
+        state.restore()

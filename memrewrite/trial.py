@@ -3,16 +3,19 @@
 import contextlib
 import dataclasses
 import functools
+import itertools
 import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from memrewrite.private import tree_flatten, tree_map
+from memrewrite.attributes import Attributes
+from memrewrite.private import is_view, tree_flatten, tree_map
 from memrewrite.runtime.dropin import FallbackWarning
+from memrewrite.simulate.fake import tensors_of
 from memrewrite.step import Inputs, Phase, Step, Targets, autocast, default_loss, device_type
 
 Key = tuple[str, str]
@@ -25,54 +28,41 @@ _DEEPEST_OUTPUT = 8  # levels of attributes followed into an output of unknown c
 class State:
     """Parameters, buffers, other attributes, gradients, flags and random state of some modules, bit for bit.
 
-    Bytes are kept on the CPU, one copy per storage; ``.grad`` tensors are kept by reference.
+    ``inputs`` are tensors that count as well. Bytes are kept on the CPU, one copy per storage; ``.grad`` tensors are
+    kept by reference.
     """
 
-    def __init__(self, modules: tuple[nn.Module, ...], devices: tuple[torch.device, ...]) -> None:
-        self._attributes: dict[int, tuple[Any, Any]] = {}  # a dict, list or set, and a shallow copy of it
+    def __init__(
+        self, modules: tuple[nn.Module, ...], devices: tuple[torch.device, ...], inputs: Iterable[Tensor] = ()
+    ) -> None:
+        self._attributes = [Attributes(module) for module in modules]
         self._tensors: dict[int, tuple[Tensor, Tensor, bool, Tensor | None]] = {}  # itself, alias, requires_grad, grad
         self._bytes: dict[int, tuple[Any, Any]] = {}  # a storage and its copy on the CPU
-        for module in modules:
-            for child in module.modules():
-                self._keep_attributes(vars(child))
+        for tensor in itertools.chain(*map(tensors_of, modules), inputs):
+            if id(tensor) not in self._tensors:
+                self._keep(tensor)
         self._generators = RandomState(devices)
 
-    def _keep_attributes(self, attributes: dict[str, Any]) -> None:
-        self._keep_container(attributes)
-        for value in attributes.values():
-            if isinstance(value, dict | list | set):
-                self._keep_container(value)
-
-    def _keep_container(self, container: Any) -> None:
-        self._attributes[id(container)] = (container, _shallow(container))
-        for value in list(container.values()) if isinstance(container, dict) else list(container):
-            if isinstance(value, Tensor) and id(value) not in self._tensors:
-                self._keep_tensor(value)
-
-    def _keep_tensor(self, tensor: Tensor) -> None:
+    def _keep(self, tensor: Tensor) -> None:
         grad = tensor.grad if tensor.is_leaf else None
         self._tensors[id(tensor)] = (tensor, tensor.detach(), tensor.requires_grad, grad)
         if tensor.layout != torch.strided or tensor.device.type == "meta":
             return  # a sparse buffer is kept by reference: no module writes one in place
         storage: Any = tensor.untyped_storage()
-        if storage.data_ptr() not in self._bytes:
+        if id(storage) not in self._bytes:
             saved = storage.clone() if storage.device.type == "cpu" else storage.cpu()
-            self._bytes[storage.data_ptr()] = (storage, saved)
+            self._bytes[id(storage)] = (storage, saved)
 
     def restore(self) -> None:
         """Put everything back, in place, into the same objects."""
-        for container, saved in self._attributes.values():
-            if [*map(id, _parts(container))] == [*map(id, _parts(saved))]:
-                continue  # the user's own kind of dict may refuse to be written, as diffusers' configurations do
-            container.clear()
-            if isinstance(container, list):
-                container.extend(saved)
-            else:
-                container.update(saved)
-        for storage, copy in self._bytes.values():
-            storage.copy_(copy)
+        for attributes in self._attributes:
+            attributes.restore()
+        for storage, saved in self._bytes.values():
+            if storage.nbytes() != saved.nbytes():
+                storage.resize_(saved.nbytes())
+            storage.copy_(saved)
         for tensor, alias, requires_grad, grad in self._tensors.values():
-            if tensor.grad_fn is not None and requires_grad is False:
+            if tensor.grad_fn is not None and requires_grad is False and not is_view(tensor):
                 tensor.detach_()  # a buffer updated in place from activations carries their graph
             if tensor.layout == torch.strided and tensor.data_ptr() != alias.data_ptr():
                 tensor.data = alias
@@ -246,13 +236,3 @@ def _to_cpu(value: Any) -> Any:
         return value
     value = value.detach()
     return (value if value.layout == torch.strided else value.to_dense()).to("cpu", copy=True)
-
-
-def _parts(container: Any) -> list[Any]:
-    return [part for pair in container.items() for part in pair] if isinstance(container, dict) else list(container)
-
-
-def _shallow(container: Any) -> Any:
-    if isinstance(container, dict):
-        return dict(container)
-    return list(container) if isinstance(container, list) else set(container)

@@ -1,7 +1,7 @@
 """Custom autograd.Functions are seen however they are applied, and only where a gradient may flow."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ class Double(torch.autograd.Function):
         return 2 * x
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         return 2 * gradient
 
 
@@ -33,24 +33,24 @@ class SetUp(Double):
         ctx.factor = inputs[1]
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return ctx.factor * gradient, None
 
 
 class Overridden(Double):
     @classmethod
-    def apply(cls, x: Tensor) -> Any:  # type: ignore[override]
-        return super().apply(x)
+    def apply(cls, x: Tensor) -> Any:
+        return super().apply(x)  # type: ignore[no-untyped-call]
 
 
-BOUND_BEFORE = Double.apply
+BOUND_BEFORE: Callable[[Tensor], Any] = Double.apply
 
 
 @pytest.mark.parametrize(
     ("apply", "names"),
     [
-        pytest.param(lambda x: Double.apply(x), ["Double"], id="of-the-class"),
-        pytest.param(lambda x: SetUp.apply(x), ["SetUp"], id="with-a-default"),
+        pytest.param(lambda x: cast(Any, Double).apply(x), ["Double"], id="of-the-class"),
+        pytest.param(lambda x: cast(Any, SetUp).apply(x), ["SetUp"], id="with-a-default"),
         pytest.param(lambda x: Overridden.apply(x), ["Overridden"], id="overridden"),
         pytest.param(lambda x: checkpoint(torch.sin, x, use_reentrant=True), [], id="of-torch"),
         pytest.param(lambda x: x.sin(), [], id="none"),
@@ -72,7 +72,7 @@ def test_functions_that_are_applied(apply: Callable[[Tensor], Tensor], names: li
 
 def test_none_counts_without_gradients() -> None:
     with function_calls() as calls, torch.no_grad():
-        result = Double.apply(torch.ones(3, requires_grad=True))
+        result = cast(Any, Double).apply(torch.ones(3, requires_grad=True))
     assert not calls
     assert not functions_behind(result)
 

@@ -14,8 +14,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.checkpoint import checkpoint
 
+from memrewrite.attributes import Attributes
 from memrewrite.capture import capture
-from memrewrite.capture.state import Attributes
 from memrewrite.codegen import generate
 from memrewrite.errors import CaptureError
 from memrewrite.step import Inputs

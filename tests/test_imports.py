@@ -42,8 +42,8 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("child",),
     ("step",),
     ("held", "loop"),
-    ("custom_functions", "layers", "runtime", "files", "options", "private"),
-    ("errors",),
+    ("attributes", "custom_functions", "layers", "runtime", "files", "options", "private"),
+    ("containers", "errors"),
 )
 # Imports against that order, each with its reason.
 EXCEPTIONS: dict[tuple[str, str], str] = {}

@@ -11,10 +11,10 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from memrewrite.attributes import preserved
 from memrewrite.capture import dynamo, exported, hazards
 from memrewrite.capture.captured import Captured, InputSpec, TensorSpec
 from memrewrite.capture.normal import bind
-from memrewrite.capture.state import preserved
 from memrewrite.errors import CaptureError
 from memrewrite.private import real_rules_on_fake_tensors, tracing_untold
 from memrewrite.step import Inputs, autocast, device_type

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from memrewrite.attributes import Attributes
 from memrewrite.capture.captured import Captured
 from memrewrite.capture.normal import bind, constants, copy_into, first_dtype, quiet, rebuild
-from memrewrite.capture.state import Attributes
 from memrewrite.errors import CaptureError
 from memrewrite.private import set_grad_enabled, tree_flatten, tree_leaves, tree_map
 from memrewrite.simulate.fake import tensors_of

@@ -21,10 +21,10 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from memrewrite.attributes import Attributes, random_state
 from memrewrite.capture.autocasts import autocast_asked, autocast_regions
 from memrewrite.capture.normal import quiet
 from memrewrite.capture.reads import ReadsOfForward
-from memrewrite.capture.state import Attributes, random_state
 from memrewrite.custom_functions import function_calls, functions_behind
 from memrewrite.errors import CaptureError
 from memrewrite.private import (

@@ -16,7 +16,7 @@ from unittest import mock
 
 from torch import nn
 
-from memrewrite.capture.state import CONTAINERS, OPAQUE
+from memrewrite.attributes import CONTAINERS, OPAQUE
 from memrewrite.runtime.guards import Holder, Reads
 
 _MODULE_CODE = cast(Any, sys.modules[nn.Module.__module__]).__file__

@@ -4,7 +4,6 @@ A tensor on the meta device stands for one that is not there yet: its fake lies 
 the model lies.
 """
 
-import copy
 import functools
 import types
 import weakref
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from memrewrite import containers
 from memrewrite.layers import Recall
 from memrewrite.private import FakeTensor, FakeTensorMode, real_rules_on_fake_tensors, tree_map
 from memrewrite.runtime.dropin import empty_like, own, prepare
@@ -124,14 +124,8 @@ class _Copier:
             return self._remember(value, self._convert(value))
         if isinstance(value, nn.Module):
             return self._object(value)
-        if isinstance(value, dict):
-            return self._dict(value)
-        if isinstance(value, list):
-            copied = self._remember(value, copy.copy(value))
-            copied[:] = [self.copy(item) for item in value]
-            return copied
-        if isinstance(value, set):
-            return self._remember(value, {self.copy(item) for item in value})
+        if containers.is_container(value):
+            return self._container(value)
         if isinstance(value, tuple):
             items = [self.copy(item) for item in value]
             changed = any(new is not old for new, old in zip(items, value, strict=True))
@@ -149,12 +143,12 @@ class _Copier:
             prepare(copied, {name: self.copy(tensor) for name, tensor in kept.constants.items()})
         return copied
 
-    def _dict(self, value: dict[Any, Any]) -> Any:
-        copied = self._remember(value, value.copy() if type(value) in _PLAIN_DICTS else copy.copy(value))
-        for key, item in value.items():
-            new = self.copy(item)
-            if new is not item:
-                copied[key] = new
+    def _container(self, value: Any) -> Any:
+        copied = self._remember(value, value.copy() if type(value) in _PLAIN_DICTS else containers.copied(value))
+        parts = containers.contents(value)
+        new = [self.copy(part) for part in parts]
+        if any(one is not other for one, other in zip(new, parts, strict=True)):
+            containers.put(copied, new)
         return copied
 
     def _reference(self, value: Any) -> Any:

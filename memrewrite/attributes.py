@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from memrewrite.containers import contents, is_container, put_back
+
 CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 OPAQUE = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, partial, Tensor, nn.Module)
@@ -23,13 +25,14 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 class Attributes:
-    """The attributes of a module and its submodules as they were: each dict, list or set in reach, shallowly copied.
+    """The attributes of a module and its submodules as they were: the contents of each dict, list or set in reach.
 
-    Plain objects held by a module count with their attributes, generators of random numbers with their state.
+    Plain objects held by a module count with their attributes, so do containers of a class of their own; generators of
+    random numbers count with their state.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._kept: dict[int, tuple[str, Any, Any]] = {}  # path, the container itself, its copy
+        self._kept: dict[int, tuple[str, Any, list[Any]]] = {}  # path, a container, its contents
         self._generators: dict[int, tuple[str, Any, Any]] = {}  # path, the generator, its state
         self._tensors: list[tuple[str, Tensor, int]] = []  # path, a tensor that is no parameter or buffer, its version
         self._trained = [(path, p, p.requires_grad) for path, p in module.named_parameters()]
@@ -40,22 +43,25 @@ class Attributes:
     def _keep(self, path: str, container: Any, descend: bool) -> None:
         if id(container) in self._kept:
             return
-        self._kept[id(container)] = (path, container, _copied(container))
-        for key, item in _items(container):
+        self._kept[id(container)] = (path, container, contents(container))
+        for key, item in _items(container, contents(container)):
             inner = path if key in _TABLES else f"{path}.{key}".lstrip(".")
             if isinstance(item, Tensor) and id(item) not in self._owned:
                 self._tensors.append((inner, item, item._version))
-            elif type(item) in CONTAINERS:
+                continue
+            if is_container(item):
                 self._keep(inner, item, descend)
-            elif (state := _drawn(item)) is not None:
+            if type(item) in CONTAINERS:
+                continue
+            if (state := _drawn(item)) is not None:
                 self._generators[id(item)] = (inner, item, state)
             elif descend and hasattr(item, "__dict__") and not isinstance(item, OPAQUE) and not _of_torch(item):
                 self._keep(inner, vars(item), descend=False)
 
     def changed(self) -> Iterator[tuple[str, Any]]:
         """Path and new value of each attribute or item that is no longer what it was."""
-        for path, container, copy in self._kept.values():
-            now, before = dict(_items(container)), dict(_items(copy))
+        for path, container, kept in self._kept.values():
+            now, before = dict(_items(container, contents(container))), dict(_items(container, kept))
             for key in dict.fromkeys([*before, *now]):
                 if key not in now or key not in before or not _same(before[key], now[key]):
                     yield (path if key in _TABLES else f"{path}.{key}".lstrip(".")), now.get(key)
@@ -72,14 +78,8 @@ class Attributes:
 
     def restore(self) -> None:
         """Put every container back, in place, into the same objects."""
-        for _, container, copy in self._kept.values():
-            if [*map(id, _flat(container))] == [*map(id, _flat(copy))]:
-                continue
-            container.clear()
-            if isinstance(container, list | deque):
-                container.extend(copy)
-            else:
-                container.update(copy)
+        for _, container, kept in self._kept.values():
+            put_back(container, kept)
         for _, generator, state in self._generators.values():
             _set(generator, state)
         for _, parameter, trained in self._trained:
@@ -124,20 +124,13 @@ def _preserved_rng() -> Iterator[None]:
             numpy.random.set_state(arrays)
 
 
-def _copied(container: Any) -> Any:
-    return list(container) if isinstance(container, list | deque) else container.copy()
-
-
-def _items(container: Any) -> list[tuple[Any, Any]]:
+def _items(container: Any, parts: list[Any]) -> list[tuple[Any, Any]]:
+    """The contents of a container as keys and values: a list has its positions for keys, a set None for values."""
     if isinstance(container, dict):
-        return list(container.items())
+        return list(zip(parts[::2], parts[1::2], strict=True))
     if isinstance(container, set):
-        return [(item, None) for item in container]
-    return list(enumerate(container))
-
-
-def _flat(container: Any) -> Iterator[Any]:
-    return (part for pair in container.items() for part in pair) if isinstance(container, dict) else iter(container)
+        return [(item, None) for item in parts]
+    return list(enumerate(parts))
 
 
 def _same(old: Any, new: Any) -> bool:
@@ -147,7 +140,7 @@ def _same(old: Any, new: Any) -> bool:
     if type(old) is not type(new):
         return False
     if isinstance(old, tuple) or type(old) in CONTAINERS:
-        pairs, others = ([*enumerate(v)] if isinstance(v, tuple) else _items(v) for v in (old, new))
+        pairs, others = ([*enumerate(v)] if isinstance(v, tuple) else _items(v, contents(v)) for v in (old, new))
         return len(pairs) == len(others) and all(
             k == key and _same(v, value) for (k, v), (key, value) in zip(pairs, others, strict=True)
         )
