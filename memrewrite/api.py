@@ -9,7 +9,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from memrewrite import __version__, habits, measuring, pipeline, registry, verifying
+from memrewrite import __version__, habits, measuring, pipeline, verifying
 from memrewrite.budgeting import meet
 from memrewrite.costs import Costs
 from memrewrite.costs.profile import profile_on
@@ -18,7 +18,7 @@ from memrewrite.errors import CaptureError, MemrewriteError, NotEquivalentError,
 from memrewrite.loop import TUTORIAL, Loop
 from memrewrite.marking import mark_inplace
 from memrewrite.measuring import predict
-from memrewrite.options import Budget
+from memrewrite.options import Budget, check_passes, check_seed
 from memrewrite.plan.facts import compute_nodes, held_storages
 from memrewrite.regions import find
 from memrewrite.report.curves import by_module, curve
@@ -91,7 +91,8 @@ def optimize(
     Raises ``CaptureError``, ``BudgetInfeasibleError``, ``NotEquivalentError``, ``MeasurementError``, ``UsageError``.
     """
     names = (passes,) if isinstance(passes, str) else None if passes is None else tuple(passes)
-    registry.check(names)
+    check_passes(names)
+    check_seed(seed)
     inputs = _inputs(example_inputs, example_kwargs)
     _refuse_replaced(model)
     step = make_step(model, optimizer, loss_fn, amp, mode, micro_batches, loop)
@@ -194,6 +195,7 @@ def verify(
         raise UsageError("One model is in train mode and the other is not; call train() or eval() on both.")
     step = make_step(original, optimizer, loss_fn, amp, mode, micro_batches, loop)
     inputs = _inputs(example_inputs, example_kwargs)
+    check_seed(seed)
     return verifying.verify(original, rewritten, inputs, step, exact=exact, steps=steps, seed=seed)
 
 

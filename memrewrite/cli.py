@@ -3,6 +3,10 @@
 Nothing here imports torch, so that ``--help`` answers at once; the work is in ``memrewrite.commands``.
 """
 
+import contextlib
+import errno
+import io
+import os
 import shlex
 import sys
 import traceback
@@ -14,7 +18,7 @@ import click
 
 from memrewrite import __version__, config, flags
 from memrewrite.commands.requests import EstimateRequest, MeasureRequest, OptimizeRequest, ShowRequest, VerifyRequest
-from memrewrite.errors import BudgetInfeasibleError, InternalError, MemrewriteError, UsageError
+from memrewrite.errors import BudgetInfeasibleError, InternalError, MemrewriteError, OutputError, UsageError
 
 EXIT_INTERRUPTED = 130
 HELP = {"help_option_names": ["-h", "--help"], "show_default": True}
@@ -172,6 +176,8 @@ def run(arguments: Sequence[str]) -> int:
     except MemrewriteError as error:
         return _fail(error, verbose)
     except Exception as error:
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None:  # the text of --help
+            return _fail(OutputError(f"Standard output cannot be written: {error.strerror}."), verbose)
         kind = type(error).__name__
         text = f"internal error, {kind}: {str(error).strip().partition(chr(10))[0]}"
         wrapped = InternalError(f"{text} (run again with -v for the traceback)")
@@ -181,10 +187,33 @@ def run(arguments: Sequence[str]) -> int:
 
 def entry_point() -> NoReturn:
     """The console command; exits with the code of ``run``."""
-    sys.exit(run(sys.argv[1:]))
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # paths and names can hold what the terminal's encoding lacks
+            stream.reconfigure(errors="backslashreplace")
+    code = run(sys.argv[1:])
+    with contextlib.suppress(ValueError):  # of a stream that is closed
+        code = _flushed(code)
+    sys.exit(code)
+
+
+def _flushed(code: int) -> int:
+    """The exit code, once standard output has taken everything; what it does not take is told and dropped."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        # Python would try once more as it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return code or _fail(OutputError(f"Standard output cannot be written: {error.strerror}."), verbose=False)
+    return code
 
 
 def _fail(error: MemrewriteError, verbose: bool) -> int:
+    with contextlib.suppress(OSError):  # nobody is left to be told
+        _tell(error, verbose)
+    return error.exit_code
+
+
+def _tell(error: MemrewriteError, verbose: bool) -> None:
     if verbose and error.__cause__ is not None:
         click.echo("".join(traceback.format_exception(error.__cause__)), err=True, nl=False)
     if isinstance(error, BudgetInfeasibleError) and error.options:
@@ -196,4 +225,3 @@ def _fail(error: MemrewriteError, verbose: bool) -> int:
         Console(stderr=True, width=80).print(option_table(error.options), markup=False, highlight=False, emoji=False)
     else:
         click.echo(f"memrewrite: {error}", err=True)
-    return error.exit_code

@@ -26,6 +26,12 @@ class TargetError(UsageError):
     """No model, several models, or no inputs where the target points."""
 
 
+class OutputError(UsageError):
+    """A result cannot be written where it was to go, such as to a device that is full."""
+
+    exit_code = 74
+
+
 class CaptureError(MemrewriteError):
     """The model cannot be captured as a graph, or a hazard in it would make a rewrite unsafe."""
 

@@ -5,24 +5,28 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from memrewrite.errors import UsageError
+from memrewrite.errors import OutputError
 
 
 @contextlib.contextmanager
 def whole(file: Path) -> Iterator[Path]:
     """A name beside ``file`` to write to; it becomes ``file`` at the end, or is gone where anything went wrong.
 
-    Raises ``UsageError`` when the disk refuses.
+    What is no file, such as a device or a pipe, is written to as it stands. Raises ``OutputError`` when the disk
+    refuses.
     """
     draft = file.with_name(f".{file.name}.{os.getpid()}")
     try:
+        if file.exists() and not file.is_file() and not file.is_dir():
+            yield file
+            return
         try:
             yield draft
             os.replace(draft, file)
         finally:
             draft.unlink(missing_ok=True)
     except OSError as error:
-        raise UsageError(f"{file} cannot be written: {error.strerror}; nothing was written.") from error
+        raise OutputError(f"{file} cannot be written: {error.strerror}; nothing was written.") from error
 
 
 def fill(file: Path, content: bytes) -> None:

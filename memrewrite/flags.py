@@ -48,6 +48,7 @@ Exit codes:
   5    The device ran out of memory, or the measuring process died.
   6    No plan fits the budget; the lowest peak that can be reached is told.
   70   Something is wrong in memrewrite itself.
+  74   The result cannot be written: the device is full, or the reader gone.
   130  The run was interrupted.
 """
 

@@ -6,7 +6,6 @@
 unless given), all from a fixed seed.
 """
 
-import difflib
 import inspect
 import re
 from collections.abc import Mapping
@@ -17,18 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from memrewrite.errors import TargetError, UsageError
+from memrewrite.input_text import InputText, did_you_mean
 from memrewrite.private import tree_map
 from memrewrite.step import Inputs
 
 INPUT_SEED = 0
-_GRAMMAR = re.compile(
-    r"(?:(?P<name>[A-Za-z_]\w*)=)?(?P<sizes>\d{1,12}(?:x\d{1,12})*)(?::(?P<dtype>\w+)(?::(?P<below>\d{1,18}))?)?"
-)
-_INTEGERS = {name: getattr(torch, name) for name in ("int8", "int16", "int32", "int64", "uint8")}
-_DTYPES: dict[str, torch.dtype] = {
-    **{name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "float64", "complex64", "bool")},
-    **_INTEGERS,
-}
 _INTEGER_NAMES = re.compile(r"ids?$|tokens?|labels?|targets?|mask|index|indices|position")
 
 _SPATIAL = {nn.Conv1d: "x1024", nn.Conv2d: "x224x224", nn.Conv3d: "x16x64x64"}
@@ -46,25 +38,8 @@ class RandomInput:
     @classmethod
     def parse(cls, text: str) -> "RandomInput":
         """Read one ``--input``; raises ``UsageError`` that says what is wrong and shows the form."""
-        match = _GRAMMAR.fullmatch(text.strip())
-        if match is None:
-            raise UsageError(
-                f"Input {text!r} is not of the form [NAME=]32x3x224x224[:float32]; for integers ids=8x128:int64:50257."
-            )
-        sizes = tuple(int(size) for size in match["sizes"].split("x"))
-        dtype = match["dtype"] or "float32"
-        if dtype not in _DTYPES:
-            raise UsageError(f"Input {text!r} has the unknown dtype {dtype!r}; {_did_you_mean(dtype, list(_DTYPES))}")
-        if 0 in sizes:
-            raise UsageError(f"Input {text!r} has a size of zero; every size must be at least 1.")
-        if match["below"] and dtype not in _INTEGERS:
-            raise UsageError(
-                f"Input {text!r} bounds {dtype} values; only integer dtypes take a bound, e.g. :int64:50257."
-            )
-        below = int(match["below"] or 2) if dtype in _INTEGERS else None
-        if below is not None and not 0 < below <= torch.iinfo(_DTYPES[dtype]).max + 1:
-            raise UsageError(f"Input {text!r} has the bound {below}, which {dtype} cannot draw below; give 1 or more.")
-        return cls(match["name"], sizes, _DTYPES[dtype], below)
+        read = InputText.parse(text)
+        return cls(read.name, read.sizes, getattr(torch, read.dtype), read.below)
 
     def draw(self, generator: torch.Generator) -> Tensor:
         """The tensor, on the CPU. Raises ``UsageError`` when there is no memory for it."""
@@ -187,13 +162,8 @@ def _check_name(name: str, module: nn.Module) -> None:
     if name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return
     raise UsageError(
-        f"{type(module).__name__}.forward has no parameter {name!r}; {_did_you_mean(name, list(parameters))}"
+        f"{type(module).__name__}.forward has no parameter {name!r}; {did_you_mean(name, list(parameters))}"
     )
-
-
-def _did_you_mean(name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {close[0]!r}?" if close else f"it has {', '.join(known) or 'none'}."
 
 
 def _is_kwargs(value: Any) -> bool:

@@ -21,6 +21,25 @@ _BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)")
 _PERCENT = re.compile(r"(\d+(?:\.\d+)?)\s*%")
 
 
+PASSES = ("swish", "composites", "chunked_cross_entropy", "checkpoint_segments", "inplace_activation")
+"""The passes that can be asked for, as the registry knows them: named here to be checked before PyTorch is imported."""
+SEEDS = range(-(2**63), 2**64)
+"""What PyTorch's generators can be seeded with."""
+
+
+def check_passes(names: "tuple[str, ...] | None") -> None:
+    """Raise ``UsageError`` for a name that is no pass."""
+    for name in names or ():
+        if name not in PASSES:
+            raise UsageError(f"There is no pass {name!r}; the passes are {', '.join(PASSES)}.")
+
+
+def check_seed(seed: int) -> None:
+    """Raise ``UsageError`` for a number that PyTorch's generators cannot be seeded with."""
+    if seed not in SEEDS:
+        raise UsageError(f"Seed {seed} is out of range; give a whole number from -2**63 to 2**64 - 1.")
+
+
 @dataclass(frozen=True)
 class Budget:
     """A bound on the real peak of a training step: bytes, a share of the original peak, or the lowest reachable.
@@ -69,6 +88,14 @@ class Budget:
         return (
             f"{100 * self.share:.4g}% of the original peak" if self.share is not None else format_bytes(self.bytes or 0)
         )
+
+
+def device_bytes(memory: "str | int | Budget") -> int:
+    """The bytes of a device that are given like a budget; raises ``UsageError`` for a share or ``min``."""
+    parsed = Budget.parse(memory)
+    if parsed.bytes is None:
+        raise UsageError(f"Device memory {memory!r} is no number of bytes; write e.g. 8GB or 7.5GiB.")
+    return parsed.bytes
 
 
 def format_bytes(count: int) -> str:

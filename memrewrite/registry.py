@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from memrewrite.errors import UsageError
+from memrewrite.options import check_passes
 from memrewrite.passes.checkpoint_segments import CheckpointSegments
 from memrewrite.passes.chunked_cross_entropy import ChunkedCrossEntropy
 from memrewrite.passes.composites import Composites
@@ -24,7 +24,7 @@ def patterns(names: tuple[str, ...] | None, exact: bool) -> list[Pass]:
 
     ``exact`` leaves out those that cannot keep the forward bit-equal. Raises ``UsageError`` for an unknown name.
     """
-    check(names)
+    check_passes(names)
     wanted = [make(exact) for name, make in PATTERNS.items() if names is None or name in names]
     return [Functionalize(), *(p for p in wanted if not exact or p.exact or p.name == Swish.name)]
 
@@ -32,10 +32,3 @@ def patterns(names: tuple[str, ...] | None, exact: bool) -> list[Pass]:
 def slower(names: tuple[str, ...] | None) -> list[Pass]:
     """Rewrites that cost time, of those asked for: for a step that would not fit without them."""
     return [make() for name, make in SLOWER.items() if names is None or name in names]
-
-
-def check(names: tuple[str, ...] | None) -> None:
-    """Raise ``UsageError`` for a name that is no pass."""
-    for name in names or ():
-        if name not in NAMES:
-            raise UsageError(f"There is no pass {name!r}; the passes are {', '.join(NAMES)}.")

@@ -50,12 +50,20 @@ class StepSpec:
         """The inverse of ``to_json``."""
         return cls(**data)
 
+    def check(self) -> None:
+        """Raise ``UsageError`` for a name that means nothing, as far as that shows before PyTorch is imported."""
+        if self.mode not in MODES:
+            raise UsageError(f"Mode {self.mode!r} is unknown; choose {_choices(MODES)}.")
+        _check_amp(self.amp)
+        _check_optimizer(self.optimizer)
+        if self.loss is not None:
+            _split(self.loss, "loss")
+
     def build(self) -> "Step":
         """The step itself; raises ``UsageError`` for a name that means nothing."""
         from memrewrite.step import Step
 
-        if self.mode not in MODES:
-            raise UsageError(f"Mode {self.mode!r} is unknown; choose {_choices(MODES)}.")
+        self.check()
         loss = None if self.loss is None else named(self.loss, "loss")
         optimizer, amp = optimizer_factory(self.optimizer), amp_dtype(self.amp)
         return Step(self.mode, optimizer, loss, amp, micro_batches=self.micro_batches, loop=Loop.parse(self.loop))
@@ -63,6 +71,7 @@ class StepSpec:
 
 def optimizer_factory(name: str) -> "OptimizerFactory | None":
     """The factory that ``name`` means, None for ``none``; raises ``UsageError`` for an unknown one."""
+    _check_optimizer(name)
     import torch
 
     factories: dict[str, OptimizerFactory | None] = {
@@ -74,21 +83,15 @@ def optimizer_factory(name: str) -> "OptimizerFactory | None":
         "adamw": torch.optim.AdamW,
         "adamw-fused": functools.partial(torch.optim.AdamW, fused=True),
     }
-    if name in factories:
-        return factories[name]
-    if ":" not in name:
-        raise UsageError(f"Optimizer {name!r} is unknown; choose {_choices(OPTIMIZERS)} or give module:factory.")
-    return named(name, "optimizer")
+    return factories[name] if name in factories else named(name, "optimizer")
 
 
 def amp_dtype(name: str) -> "torch.dtype | None":
     """The autocast dtype that ``name`` means, None for ``off``; raises ``UsageError`` for an unknown one."""
+    _check_amp(name)
     import torch
 
-    dtypes = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-    if name not in dtypes:
-        raise UsageError(f"Precision {name!r} is unknown; choose {_choices(AMP)}.")
-    return dtypes[name]
+    return {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
 
 
 def named(text: str, what: str) -> Callable[..., Any]:
@@ -96,9 +99,7 @@ def named(text: str, what: str) -> Callable[..., Any]:
 
     ``what`` it is for names it in the ``UsageError`` raised when there is no such callable.
     """
-    place, _, attribute = text.rpartition(":")
-    if not place or not attribute:
-        raise UsageError(f"The {what} {text!r} is not of the form module:function.")
+    place, attribute = _split(text, what)
     folder = str(Path.cwd())
     sys.path.append(folder)
     try:
@@ -113,6 +114,25 @@ def named(text: str, what: str) -> Callable[..., Any]:
     if not callable(value):
         raise UsageError(f"The {what} {text!r} is a {type(value).__name__}, which cannot be called.")
     return value
+
+
+def _check_optimizer(name: str) -> None:
+    if ":" in name:
+        _split(name, "optimizer")
+    elif name not in OPTIMIZERS:
+        raise UsageError(f"Optimizer {name!r} is unknown; choose {_choices(OPTIMIZERS)} or give module:factory.")
+
+
+def _check_amp(name: str) -> None:
+    if name not in AMP:
+        raise UsageError(f"Precision {name!r} is unknown; choose {_choices(AMP)}.")
+
+
+def _split(text: str, what: str) -> tuple[str, str]:
+    place, _, attribute = text.rpartition(":")
+    if not place or not attribute:
+        raise UsageError(f"The {what} {text!r} is not of the form module:function.")
+    return place, attribute
 
 
 def _choices(names: tuple[str, ...]) -> str:

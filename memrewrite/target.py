@@ -27,11 +27,11 @@ from torch import nn
 
 from memrewrite import inputs as example
 from memrewrite.errors import MemrewriteError, TargetError
+from memrewrite.place import Source
 from memrewrite.step import Inputs
 
 MODEL_NAMES = ("get_model", "build_model", "model")
 INPUT_NAMES = ("get_inputs", "example_inputs")
-_DOTTED = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)*")
 
 
 @dataclass(frozen=True)
@@ -47,29 +47,13 @@ class Loaded:
     folder: Path
 
 
-@dataclass(frozen=True)
-class _Source:
-    """Where the target's code lies: ``place`` as the user wrote it, ``file`` None for ``package.module``."""
-
-    place: str
-    attribute: str | None
-    file: Path | None
-
-    @property
-    def folder(self) -> Path:
-        return self.file.parent if self.file else Path.cwd()
-
-    def at(self, attribute: str) -> str:
-        return f"{self.place}:{attribute}"
-
-
 def load(target: str, inputs: tuple[str, ...] = (), batch_size: int | None = None) -> Loaded:
     """Import TARGET, make its model and its example inputs; ``inputs`` are ``--input`` texts.
 
     ``batch_size`` is passed to a ``get_inputs`` that takes it; other inputs are repeated or cut along dimension 0.
     Raises ``TargetError`` when there is no model, several, or no inputs, and ``UsageError`` for a wrong input text.
     """
-    source = _parse(target)
+    source = Source.parse(target)
     with importable(source.folder):
         code = _import_file(source.file) if source.file else _import_module(source)
         attribute = source.attribute or _find(code, source)
@@ -82,30 +66,6 @@ def load(target: str, inputs: tuple[str, ...] = (), batch_size: int | None = Non
         found = example.with_batch_size(found, batch_size)
     name = attribute if source.file is None else f"{source.file.name}:{attribute}"
     return Loaded(module, found, name, source.folder)
-
-
-def _parse(target: str) -> _Source:
-    place, colon, attribute = (
-        (target, "", "") if target.endswith(".py") or ":" not in target else target.rpartition(":")
-    )
-    if colon and not (place and _DOTTED.fullmatch(attribute)):
-        raise TargetError(f"Target {target!r} is not of the form path/model.py[:attr] or package.module:attr.")
-    path = Path(place).expanduser()
-    if path.suffix == ".py":
-        if not path.is_file():
-            raise TargetError(f"There is no file {place}{_nearby(path)}.")
-        return _Source(place, attribute or None, path.resolve())
-    if not _DOTTED.fullmatch(place) or path.is_file() or (path.exists() and not attribute):
-        raise TargetError(f"{place} is not a Python file; give path/model.py[:attr] or package.module:attr.")
-    if not attribute:
-        raise TargetError(f"Target {target!r} names no model; give path/model.py[:attr] or package.module:attr.")
-    return _Source(place, attribute, None)
-
-
-def _nearby(path: Path) -> str:
-    names = [file.name for file in path.parent.glob("*.py")]
-    close = difflib.get_close_matches(path.name, names, n=1)
-    return f"; did you mean {path.parent / close[0]}" if close else "; check the path"
 
 
 @contextlib.contextmanager
@@ -174,7 +134,7 @@ def _free_name(file: Path) -> str:
     return stem if free else f"{stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
 
 
-def _import_module(source: _Source) -> ModuleType:
+def _import_module(source: Source) -> ModuleType:
     try:
         with _foreign("importing it", _module_file(source.place)):
             return importlib.import_module(source.place)
@@ -194,7 +154,7 @@ def _module_file(name: str) -> str | None:
     return spec.origin if spec else None
 
 
-def _find(code: ModuleType, source: _Source) -> str:
+def _find(code: ModuleType, source: Source) -> str:
     """The attribute to take when none is named; raises ``TargetError`` unless exactly one answer is sure."""
     values = vars(code)
     for name in MODEL_NAMES:
@@ -224,7 +184,7 @@ def _is_module_class(value: Any) -> bool:
     return isinstance(value, type) and issubclass(value, nn.Module)
 
 
-def _attribute(code: ModuleType, attribute: str, source: _Source) -> Any:
+def _attribute(code: ModuleType, attribute: str, source: Source) -> Any:
     value: Any = code
     for name in attribute.split("."):
         if not hasattr(value, name):
@@ -272,7 +232,7 @@ def _file_of(value: Any) -> str | None:
 
 
 def _inputs(
-    code: ModuleType, module: nn.Module, second: Any, source: _Source, attribute: str, batch_size: int | None
+    code: ModuleType, module: nn.Module, second: Any, source: Source, attribute: str, batch_size: int | None
 ) -> tuple[Inputs, bool]:
     """The example inputs in the target's code, and whether they have the batch size already."""
     name = next((name for name in INPUT_NAMES if hasattr(code, name)), None)

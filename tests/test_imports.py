@@ -20,6 +20,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("report.estimate_table",),
     ("estimates",),
     ("artifact", "config", "flags", "inputs", "progress", "target"),
+    ("input_text", "place"),
     ("report.batch_plot", "report.code_diff", "report.contents", "report.measured"),
     ("report.proof", "report.read"),
     ("report.option_table", "report.tables"),

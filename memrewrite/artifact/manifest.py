@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,17 @@ def write(folder: Path, facts: dict[str, Any]) -> None:
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
 
 
-def read(folder: Path) -> dict[str, Any]:
-    """The manifest in ``folder``, every file in it checked; raises ``UsageError`` for one that is not as written."""
+def find(folder: Path) -> Path:
+    """The manifest's file in ``folder``; raises ``UsageError`` where there is none."""
     file = folder / MANIFEST
     if not file.is_file() or file.is_symlink():
         raise UsageError(f"{folder} is no artifact of memrewrite: it holds no {MANIFEST}.")
+    return file
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """The manifest in ``folder``, every file in it checked; raises ``UsageError`` for one that is not as written."""
+    file = find(folder)
     try:
         manifest = json.loads(file.read_text(encoding="utf-8"))
         schema, files = manifest["schema_version"], dict(manifest["files"])
@@ -43,6 +50,21 @@ def read(folder: Path) -> dict[str, Any]:
     if MODEL not in files:
         raise UsageError(f"{file} names no {MODEL}; make the artifact again.")
     return {**manifest, "files": files}
+
+
+def check_place(directory: Path, *, force: bool) -> None:
+    """Raise ``UsageError`` when no artifact could be put at ``directory``; ``force`` allows replacing one."""
+    target = Path(os.path.abspath(directory))
+    if not target.parent.is_dir():
+        raise UsageError(f"There is no folder {target.parent} to put {directory} in; make it first.")
+    if not os.path.lexists(target):
+        return
+    if not force:
+        raise UsageError(f"{directory} exists already; give another folder, or force to replace it.")
+    if target.is_symlink() or not target.is_dir():
+        raise UsageError(f"{directory} is not a folder; give another one, or remove it.")
+    if foreign := sorted({file.name for file in target.iterdir()} - OWN):
+        raise UsageError(f"{directory} holds {foreign[0]}, which memrewrite did not write; give another folder.")
 
 
 def _check(folder: Path, name: str, digest: Any) -> None:

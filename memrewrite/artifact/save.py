@@ -50,7 +50,7 @@ def save(
     """
     target = Path(os.path.abspath(directory))
     rewritten = _programs(optimized)
-    check_place(Path(directory), force=force)
+    manifest.check_place(Path(directory), force=force)
     report = report or report_of(optimized)
     with _write_errors(directory), _draft(target) as draft:
         facts = _write_model(draft, optimized, rewritten)
@@ -61,21 +61,6 @@ def save(
         if check is not None and (known := check(draft)) is not None:
             _finish(draft, facts, known)
         _move(draft, target)
-
-
-def check_place(directory: Path, *, force: bool) -> None:
-    """Raise ``UsageError`` when no artifact could be put at ``directory``; ``force`` allows replacing one."""
-    target = Path(os.path.abspath(directory))
-    if not target.parent.is_dir():
-        raise UsageError(f"There is no folder {target.parent} to put {directory} in; make it first.")
-    if not os.path.lexists(target):
-        return
-    if not force:
-        raise UsageError(f"{directory} exists already; give another folder, or force to replace it.")
-    if target.is_symlink() or not target.is_dir():
-        raise UsageError(f"{directory} is not a folder; give another one, or remove it.")
-    if foreign := sorted({file.name for file in target.iterdir()} - manifest.OWN):
-        raise UsageError(f"{directory} holds {foreign[0]}, which memrewrite did not write; give another folder.")
 
 
 def _programs(optimized: nn.Module) -> dict[str, Program]:

@@ -2,7 +2,7 @@
 
 import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -10,7 +10,8 @@ from typing import Any, TextIO
 from rich.console import Console
 
 from memrewrite.commands.requests import Request
-from memrewrite.files import whole
+from memrewrite.errors import OutputError
+from memrewrite.files import fill
 from memrewrite.progress import Stages
 from memrewrite.report import tables
 from memrewrite.report.data import SCHEMA_VERSION
@@ -40,13 +41,31 @@ def _answer(request: Request, outcome: Outcome, out: TextIO) -> int:
     payload = {"schema_version": SCHEMA_VERSION, **outcome.payload, **command}
     text = json_text(payload)
     if request.json == "-":
-        print(text, file=out, end="")
+        with standard_output(out):
+            print(text, file=out, end="")
         return outcome.code
     if request.json is not None:
-        with whole(Path(request.json)) as draft:
-            draft.write_text(text, encoding="utf-8")
-    outcome.show(Console(file=out, width=tables.WIDTH))
+        fill(Path(request.json), text.encode())
+    with standard_output(out):
+        outcome.show(_Console(file=out, width=tables.WIDTH))
     return outcome.code
+
+
+class _Console(Console):
+    """Ends with an error of the family where the reader is gone; rich itself would exit with the code 1."""
+
+    def on_broken_pipe(self) -> None:
+        raise OutputError("Standard output cannot be written: Broken pipe; the result is lost.")
+
+
+@contextlib.contextmanager
+def standard_output(out: TextIO) -> Iterator[None]:
+    """Write to ``out`` what is written meanwhile, to its end; raises ``OutputError`` where it takes no more."""
+    try:
+        yield
+        out.flush()
+    except OSError as error:
+        raise OutputError(f"Standard output cannot be written: {error.strerror}; the result is lost.") from error
 
 
 def say(console: Console, text: str) -> None:

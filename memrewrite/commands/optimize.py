@@ -10,7 +10,7 @@ from torch import nn
 
 from memrewrite import advice, api, registry
 from memrewrite.artifact.recheck import verify_in_child
-from memrewrite.artifact.save import check_place, save
+from memrewrite.artifact.save import save
 from memrewrite.codegen import generate
 from memrewrite.commands import job as jobs
 from memrewrite.commands.answer import Outcome, say
@@ -36,8 +36,6 @@ Job = jobs.Job[OptimizeRequest]
 def run(request: OptimizeRequest) -> int:
     """Carry out the request and give the exit code; raises what ``memrewrite.errors`` names."""
     budget = None if request.budget is None else Budget.parse(request.budget)
-    if request.output is not None:  # refuse at once what could not be written in the end
-        check_place(request.output, force=request.force)
     if request.png is not None:
         png.require()
     work = _check if request.check else _optimize
@@ -77,7 +75,7 @@ def _optimize(job: Job, budget: Budget | None, stage: Stages) -> Outcome:
         micro_batches=request.micro_batches,
         loop=job.step.loop,
         device="cuda" if job.step.as_cuda else None,
-        passes=None if request.passes is None else tuple(request.passes.split(",")),
+        passes=request.pass_names,
         exact=request.exact,
         compiled=request.compiled,
         verify=request.verify,
@@ -125,7 +123,7 @@ def _timelines(job: Job, optimized: nn.Module) -> list[Timeline]:
 def _write(request: OptimizeRequest, report: Report, timelines: list[Timeline]) -> None:
     """The files that were asked for besides the folder and the JSON."""
     if request.report is not None:
-        fill(request.report, report.to_html().encode())
+        fill(request.report, report.to_html().encode(errors="backslashreplace"))
     if request.png is not None:
         fill(request.png, png.to_png(report))
     if request.snapshot is not None:

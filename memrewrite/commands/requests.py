@@ -3,14 +3,20 @@
 A request that cannot be meant is refused when it is made, before PyTorch is imported.
 """
 
+import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from memrewrite.artifact import manifest
 from memrewrite.errors import UsageError
+from memrewrite.input_text import InputText
 from memrewrite.loop import Loop
+from memrewrite.options import Budget, check_passes, check_seed, device_bytes
+from memrewrite.place import Source
 from memrewrite.stepspec import StepSpec
 
+_DEVICE = re.compile(r"auto|(cpu|cuda)(:\d{1,3})?")
 PLOTS = (".png", ".svg", ".pdf")
 
 
@@ -56,7 +62,14 @@ class ModelRequest(Request):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        Source.parse(self.target)
+        for text in self.input:
+            InputText.parse(text)
         Loop.parse(self.loop)
+        self.step.check()
+        if not _DEVICE.fullmatch(self.device):
+            raise UsageError(f"Device {self.device!r} is not supported; give auto, cpu or cuda:0.")
+        check_seed(self.seed)
 
     @property
     def step(self) -> StepSpec:
@@ -86,6 +99,8 @@ class OptimizeRequest(ModelRequest):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        budget = None if self.budget is None else Budget.parse(self.budget)
+        check_passes(self.pass_names)
         files = {"--report": self.report, "--png": self.png, "--snapshot": self.snapshot}
         for option, file in files.items():
             if file is not None and self.check:
@@ -98,6 +113,15 @@ class OptimizeRequest(ModelRequest):
             raise UsageError("--advise says what else would fit a budget; give --budget, and leave out --check.")
         if self.check and self.output is not None:
             raise UsageError("--check writes nothing; leave out -o.")
+        if self.check and budget is not None and budget.minimum:
+            raise UsageError("--check needs a budget in bytes or per cent; min says nothing about the model as it is.")
+        if self.output is not None:  # refuse at once what could not be written in the end
+            manifest.check_place(self.output, force=self.force)
+
+    @property
+    def pass_names(self) -> tuple[str, ...] | None:
+        """The passes that were asked for, None for all."""
+        return None if self.passes is None else tuple(self.passes.split(","))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +136,8 @@ class MeasureRequest(ModelRequest):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.artifact is not None:
+            manifest.find(self.artifact)
         if self.batch_sizes and self.batch_size is not None:
             raise UsageError("Give --batch-size or --batch-sizes, not both.")
         if self.plot is None:
@@ -132,12 +158,20 @@ class VerifyRequest(ModelRequest):
     exact: bool
     timeout: float
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        manifest.find(self.artifact)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ShowRequest(Request):
     """``memrewrite show``."""
 
     artifact: Path
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        manifest.find(self.artifact)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,3 +180,8 @@ class EstimateRequest(ModelRequest):
 
     device_memory: str | None
     depth: int | None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.device_memory is not None:
+            device_bytes(self.device_memory)

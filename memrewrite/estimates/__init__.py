@@ -18,7 +18,7 @@ from memrewrite.estimates import modules, textbook
 from memrewrite.estimates.batches import largest
 from memrewrite.estimates.data import Difference, Estimate, Largest, ModuleShare, Peak, Textbook
 from memrewrite.loop import TUTORIAL, Loop
-from memrewrite.options import Budget
+from memrewrite.options import Budget, device_bytes
 from memrewrite.report.data import Option
 from memrewrite.simulate import Timeline
 from memrewrite.simulate.as_cuda import STATED_ERROR, library_bytes
@@ -64,7 +64,7 @@ def estimate(
         raise UsageError("The model is on cuda; leave out device, or move the model and its inputs to the CPU.")
     step = make_step(model, optimizer, loss_fn, amp, mode, micro_batches, loop)
     step = replace(step, as_cuda=wanted == "cuda" and here != "cuda")
-    memory = None if device_memory is None else _bytes(device_memory)
+    memory = None if device_memory is None else device_bytes(device_memory)
     look = _Look(pipeline.without_hooks(model), inputs, step, library_bytes(step.mode) if wanted == "cuda" else 0)
     progress("simulate")
     timeline = look.timeline(attribute=True)
@@ -183,10 +183,3 @@ def _kind(device: str | torch.device) -> str:
     if kind not in ("cpu", "cuda"):
         raise UsageError(f"Device {device!r} is not supported; give cpu or cuda.")
     return kind
-
-
-def _bytes(memory: str | int | Budget) -> int:
-    parsed = Budget.parse(memory)
-    if parsed.bytes is None:
-        raise UsageError(f"Device memory {memory!r} is no number of bytes; write e.g. 8GB or 7.5GiB.")
-    return parsed.bytes

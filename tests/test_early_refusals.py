@@ -1,0 +1,187 @@
+"""What cannot be meant is refused before PyTorch is imported; what cannot be written is told, with an exit code."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memrewrite
+from memrewrite import registry
+from memrewrite.errors import OutputError, UsageError
+from memrewrite.files import fill
+from memrewrite.input_text import InputText
+from memrewrite.inputs import RandomInput
+from memrewrite.options import PASSES
+from memrewrite.stepspec import AMP, OPTIMIZERS, amp_dtype, optimizer_factory
+from memrewrite.target import Source
+
+GOOD = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.linear(x)
+
+def get_inputs():
+    return torch.ones(4, 8)
+"""
+# Exit code, CPU seconds and whether torch was imported, of one command line that has the process to itself.
+ALONE = """
+import sys, time
+from memrewrite.cli import run
+code = run(sys.argv[1:])
+print("REPORT", code, time.process_time(), "torch" in sys.modules)
+"""
+SECONDS = 0.5
+FULL = Path("/dev/full")
+
+EARLY: dict[str, tuple[list[str], str]] = {
+    "budget": (["optimize", "good.py", "--budget", "8Gb"], "has no known unit"),
+    "check min": (["optimize", "good.py", "--check", "--budget", "min"], "--check needs a budget in bytes"),
+    "file": (["optimize", "god.py"], "There is no file god.py; did you mean"),
+    "target": (["measure", "good"], "names no model"),
+    "input": (["optimize", "good.py", "--input", "8x8:flaot32"], "unknown dtype 'flaot32'; did you mean 'float32'"),
+    "size": (["optimize", "good.py", "--input", "0x8"], "has a size of zero"),
+    "optimizer": (["optimize", "good.py", "--optimizer", "adamx"], "Optimizer 'adamx' is unknown"),
+    "factory": (["optimize", "good.py", "--optimizer", ":f"], "The optimizer ':f' is not of the form"),
+    "loss": (["optimize", "good.py", "--loss", "mse"], "The loss 'mse' is not of the form module:function"),
+    "amp": (["optimize", "good.py", "--amp", "fp8"], "Invalid value for '--amp'"),
+    "mode": (["estimate", "good.py", "--mode", "trian"], "Invalid value for '--mode'"),
+    "seed": (["optimize", "good.py", "--seed", "9" * 20], "Seed 99999999999999999999 is out of range"),
+    "negative seed": (["measure", "good.py", "--seed", str(-(2**63) - 1)], "is out of range"),
+    "passes": (["optimize", "good.py", "--passes", "swish,swich"], "There is no pass 'swich'"),
+    "device": (["optimize", "good.py", "--device", "tpu"], "Device 'tpu' is not supported"),
+    "folder": (["optimize", "good.py", "-o", "."], ". exists already"),
+    "no parent": (["optimize", "good.py", "-o", "no/such"], "There is no folder"),
+    "memory": (["estimate", "good.py", "--device-memory", "60%"], "is no number of bytes"),
+    "artifact": (["show", "nothing"], "is no artifact of memrewrite"),
+    "artifact to verify": (["verify", ".", "good.py"], "is no artifact of memrewrite"),
+    "artifact to measure": (["measure", "good.py", "--artifact", "."], "is no artifact of memrewrite"),
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "good.py").write_text(GOOD)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", EARLY)
+def test_a_wrong_option_needs_no_torch(name: str, folder: Path) -> None:
+    arguments, sentence = EARLY[name]
+    ran = subprocess.run([sys.executable, "-c", ALONE, *arguments], capture_output=True, text=True)
+    assert ran.stderr.startswith("memrewrite: ")
+    assert sentence in ran.stderr
+    assert ran.stderr.count("\n") == 1
+    code, seconds, imported = ran.stdout.split()[1:]
+    assert (code, imported) == ("2", "False")
+    assert float(seconds) < SECONDS
+
+
+def test_what_is_known_before_torch_is_what_is_known_with_it() -> None:
+    assert registry.NAMES == PASSES
+    for name in OPTIMIZERS:
+        optimizer_factory(name)
+    for name in AMP:
+        amp_dtype(name)
+    for dtype in ("int8", "int16", "int32", "int64", "uint8"):
+        largest = torch.iinfo(getattr(torch, dtype)).max
+        assert RandomInput.parse(f"2:{dtype}:{min(largest + 1, 10**18 - 1)}").dtype is getattr(torch, dtype)
+        if largest < 10**17:
+            with pytest.raises(UsageError, match="cannot draw below"):
+                InputText.parse(f"2:{dtype}:{largest + 2}")
+    assert Source.parse("package.module:attr").file is None
+
+
+@pytest.mark.parametrize("call", ["optimize", "verify"])
+def test_a_seed_no_generator_takes_is_refused(call: str) -> None:
+    model, x = nn.Linear(2, 2), torch.ones(1, 2)
+    given: tuple[Any, ...] = (model, x) if call == "optimize" else (model, model, x)
+    with pytest.raises(UsageError, match=r"Seed 18446744073709551616 is out of range; give a whole number from"):
+        getattr(memrewrite, call)(*given, seed=2**64)
+
+
+def memrewrite_command(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "memrewrite", *arguments], **{"text": True, **options})
+
+
+CHECK = ("optimize", "good.py", "--check", "--budget", "1GB", "--device", "cpu", "-q")
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="there is no /dev/full here")
+@pytest.mark.parametrize("arguments", [CHECK, (*CHECK, "--json", "-"), ("--help",)], ids=["text", "json", "help"])
+def test_standard_output_on_a_full_device(arguments: tuple[str, ...], folder: Path) -> None:
+    with FULL.open("w") as full:
+        ran = memrewrite_command(*arguments, stdout=full, stderr=subprocess.PIPE)
+    assert ran.returncode == OutputError.exit_code == 74
+    assert re.fullmatch(r"memrewrite: Standard output cannot be written: No space left on device.*\.\n", ran.stderr)
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="there is no /dev/full here")
+def test_json_to_a_full_device(folder: Path) -> None:
+    (folder / "full.json").symlink_to(FULL)
+    ran = memrewrite_command(*CHECK, "--json", "full.json", capture_output=True)
+    assert ran.returncode == OutputError.exit_code
+    assert ran.stderr == "memrewrite: full.json cannot be written: No space left on device; nothing was written.\n"
+    assert FULL.is_char_device()
+    assert sorted(os.listdir(folder)) == ["full.json", "good.py"]
+
+
+def test_a_write_that_fails_halfway_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "report.json"
+    file.write_text("before")
+
+    def half(self: Path, content: bytes) -> int:
+        with self.open("wb") as opened:
+            opened.write(content[:2])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", half)
+    with pytest.raises(OutputError, match=r"report\.json cannot be written: No space left on device; nothing was"):
+        fill(file, b"after")
+    assert file.read_text() == "before"
+    assert os.listdir(tmp_path) == ["report.json"]
+
+
+def test_a_reader_that_is_gone_is_no_internal_error(folder: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    ran = memrewrite_command(*CHECK, stdout=writing, stderr=subprocess.PIPE)
+    os.close(writing)
+    assert ran.returncode == OutputError.exit_code
+    assert "Broken pipe" in ran.stderr
+    assert "Exception ignored" not in ran.stderr
+
+
+@pytest.mark.parametrize("json_too", [False, True], ids=["text", "json"])
+def test_names_that_standard_output_cannot_spell(json_too: bool, folder: Path) -> None:
+    name = "modèle_✓.py"
+    (folder / name).write_text(GOOD)
+    arguments = ("optimize", name, *CHECK[2:], *(("--json", "-") if json_too else ()))
+    ran = memrewrite_command(*arguments, capture_output=True, env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    assert (ran.returncode, ran.stderr) == (0, "")
+    if json_too:
+        assert json.loads(ran.stdout)["model"] == f"{name}:Net"
+    else:
+        assert ran.stdout.startswith(r"mod\xe8le_\u2713.py:Net: predicted peak")
+
+
+def test_a_path_in_no_encoding_is_written(folder: Path) -> None:
+    name = os.fsdecode(b"net_\xff.py")
+    (folder / name).write_text(GOOD)
+    ran = memrewrite_command("optimize", name, *CHECK[2:], "--json", "out.json", capture_output=True)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert json.loads((folder / "out.json").read_text())["model"] == f"{name}:Net"
