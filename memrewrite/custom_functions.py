@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 
 from memrewrite.private import tree_leaves
+from memrewrite.torch_versions import require
+
+require("autograd.Function._backward_cls._forward_cls")
 
 _OF_TORCH = ("torch.utils.checkpoint", "torch._library")  # Functions that belong to what a graph does keep
 

@@ -32,6 +32,10 @@ class OutputError(UsageError):
     exit_code = 74
 
 
+class TorchVersionError(UsageError):
+    """This version of PyTorch lacks something that memrewrite is built on."""
+
+
 class CaptureError(MemrewriteError):
     """The model cannot be captured as a graph, or a hazard in it would make a rewrite unsafe."""
 

@@ -11,9 +11,23 @@ from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
-from torch._subclasses._fake_tensor_utils import _CacheKeyState
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, _BypassDispatchCache, _DispatchCacheValidEntry
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+
+from memrewrite.torch_versions import private_imports, require
+
+with private_imports():
+    from torch._subclasses._fake_tensor_utils import _CacheKeyState
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, _BypassDispatchCache, _DispatchCacheValidEntry
+    from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+
+require(
+    "Tensor._make_subclass",
+    "_C._DisableTorchDispatch",
+    "_C._set_throw_on_mutable_data_ptr",
+    "_C._set_warn_deprecated_on_mutable_data_ptr",
+    "_subclasses.fake_tensor.FakeTensorMode._cache_key",
+    "_subclasses.fake_tensor.FakeTensorMode.cache",
+    "ops.prim.device.default",
+)
 
 _DEVICE = torch.ops.prim.device.default
 _PLAIN = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}

@@ -16,42 +16,65 @@ import torch
 import torch.optim.optimizer as optimizer_module
 import torch.utils.checkpoint as checkpoint_module
 
-# The shape of a grouped matrix product, and the rules that fake tensors follow before all others.
-from torch._meta_registrations import _create_grouped_mm_output_tensor as _grouped_mm_output
+from memrewrite.torch_versions import private_imports, require, warn_if_untested
 
-# Fake tensors and dispatch modes have no public spelling, though torch.distributed, torch.export and
-# PyTorch's own memory tools are built on them: they are how a step is observed without memory.
-from torch._ops import OpOverload
-from torch._subclasses.fake_impls import op_implementations_dict as _FAKE_RULES  # noqa: N812
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-    UnsupportedFakeTensorException,
-    UnsupportedOperatorException,
+with private_imports():
+    # The shape of a grouped matrix product, and the rules that fake tensors follow before all others.
+    from torch._meta_registrations import _create_grouped_mm_output_tensor as _grouped_mm_output
+
+    # Fake tensors and dispatch modes have no public spelling, though torch.distributed, torch.export and
+    # PyTorch's own memory tools are built on them: they are how a step is observed without memory.
+    from torch._ops import OpOverload
+    from torch._subclasses.fake_impls import op_implementations_dict as _FAKE_RULES  # noqa: N812
+    from torch._subclasses.fake_tensor import (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        FakeTensor,
+        FakeTensorMode,
+        UnsupportedFakeTensorException,
+        UnsupportedOperatorException,
+    )
+    from torch._subclasses.fake_tensor import unset_fake_temporarily as real_tensors
+
+    # A registration that lasts as long as a context.
+    from torch.library import _scoped_library
+
+    # The types and devices that optimizers run their foreach kernels on when nothing else is asked for.
+    from torch.optim.optimizer import _foreach_supported_types as _foreach_types
+    from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices as _foreach_devices
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    # The structure of nested inputs and outputs; torch.export speaks of them in these specs.
+    from torch.utils._pytree import (
+        TreeSpec,
+        tree_flatten,
+        tree_iter,
+        tree_leaves,
+        tree_map,
+        tree_unflatten,
+        treespec_dumps,
+    )
+    from torch.utils._sympy.printers import PythonPrinter
+
+require(
+    "_C._autograd._get_sequence_nr",
+    "_C._AutoDispatchBelowAutograd",
+    "_C._DisableTorchDispatch",
+    "_C._ExcludeDispatchKeyGuard",
+    "_C._current_autograd_node",
+    "_C._dispatch_get_registrations_for_dispatch_key",
+    "_C._dispatch_has_kernel_for_dispatch_key",
+    "_C._dispatch_keyset_full_after",
+    "_C._set_grad_enabled",
+    "_subclasses.FakeTensor",
+    "Tensor._is_view",
+    "library.get_kernel",
+    "nn.modules.module._has_any_global_hook",
+    "ops.aten._grouped_mm.default._schema",
+    "utils.checkpoint._checkpoint_without_reentrant_generator",
+    "utils.checkpoint.CheckpointFunction",
 )
-from torch._subclasses.fake_tensor import unset_fake_temporarily as real_tensors
-
-# A registration that lasts as long as a context.
-from torch.library import _scoped_library
-
-# The types and devices that optimizers run their foreach kernels on when nothing else is asked for.
-from torch.optim.optimizer import _foreach_supported_types as _foreach_types
-from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices as _foreach_devices
-from torch.utils._python_dispatch import TorchDispatchMode
-
-# The structure of nested inputs and outputs; torch.export speaks of them in these specs.
-from torch.utils._pytree import (
-    TreeSpec,
-    tree_flatten,
-    tree_iter,
-    tree_leaves,
-    tree_map,
-    tree_unflatten,
-    treespec_dumps,
-)
-from torch.utils._sympy.printers import PythonPrinter
+warn_if_untested(torch.__version__)
 
 # What fake tensors raise where a result depends on data, or an operator knows no shapes.
 FAKE_TENSOR_ERRORS: tuple[type[Exception], ...] = (
@@ -364,10 +387,11 @@ def checkpoint_calls() -> Iterator[list[str]]:
 
         return call
 
-    generator = checkpoint_module._checkpoint_without_reentrant_generator
+    generators = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
+    name = next(name for name in generators if hasattr(checkpoint_module, name))  # the first since PyTorch 2.15
     reentrant = checkpoint_module.CheckpointFunction
     with (
-        mock.patch.object(checkpoint_module, "_checkpoint_without_reentrant_generator", counted(generator)),
+        mock.patch.object(checkpoint_module, name, counted(getattr(checkpoint_module, name))),
         mock.patch.object(reentrant, "apply", counted(reentrant.apply)),
     ):
         yield calls

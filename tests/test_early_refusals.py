@@ -19,8 +19,8 @@ from memrewrite.files import fill
 from memrewrite.input_text import InputText
 from memrewrite.inputs import RandomInput
 from memrewrite.options import PASSES
+from memrewrite.place import Source
 from memrewrite.stepspec import AMP, OPTIMIZERS, amp_dtype, optimizer_factory
-from memrewrite.target import Source
 
 GOOD = """
 import torch

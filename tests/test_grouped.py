@@ -43,12 +43,18 @@ def test_experts_are_rewritten_proved_and_within_the_budget() -> None:
 
 
 def test_fake_tensors_of_others_follow_pytorchs_own_rule() -> None:
+    def own() -> str:
+        try:
+            return str(functional.grouped_mm(torch.ones(8, 32), torch.ones(4, 32, 16), offs=ends).shape)
+        except RuntimeError as error:  # of float32, before PyTorch 2.15
+            return str(error).splitlines()[0]
+
     with FakeTensorMode():
         a, b, ends = torch.ones(8, 16), torch.ones(4, 16, 16), torch.ones(4, dtype=torch.int32)
+        before = own()
         with real_rules_on_fake_tensors():
             assert functional.grouped_mm(a, b, offs=ends).shape == (8, 16)
-        with pytest.raises(RuntimeError, match="BF16"):
-            functional.grouped_mm(torch.ones(8, 32), torch.ones(4, 32, 16), offs=ends)
+        assert own() == before
 
 
 SHAPES = {

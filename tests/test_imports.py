@@ -44,6 +44,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("step",),
     ("held", "loop"),
     ("attributes", "custom_functions", "layers", "runtime", "files", "options", "private"),
+    ("torch_versions",),
     ("containers", "errors"),
 )
 # Imports against that order, each with its reason.

@@ -91,8 +91,9 @@ def test_known(make: Callable[[Tensor], Tensor]) -> None:
 
 @pytest.mark.parametrize("make", UNKNOWN.values(), ids=UNKNOWN)
 def test_unknown(make: Callable[[Tensor], Tensor]) -> None:
+    given = torch.tensor([2, 1, 0, 3])
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, known_values() as known:
-        fake = make(mode.from_tensor(torch.tensor([2, 1, 0, 3])))
+        fake = make(mode.from_tensor(given))
         assert isinstance(fake, torch._subclasses.FakeTensor)
         assert known.asked
         assert known.value(fake) is None
