@@ -24,6 +24,7 @@ from memrewrite.regions import find
 from memrewrite.report.curves import by_module, curve
 from memrewrite.report.data import Measured, Peaks, Report, Segment, Share, attach
 from memrewrite.rewrite import where
+from memrewrite.sharding import bucket_notes, refuse_sharded
 from memrewrite.simulate import Timeline
 from memrewrite.simulate.as_cuda import NOTE
 from memrewrite.simulate.workspaces import workspace_bytes
@@ -95,6 +96,7 @@ def optimize(
     check_seed(seed)
     inputs = _inputs(example_inputs, example_kwargs)
     _refuse_replaced(model)
+    refuse_sharded(model)
     step = make_step(model, optimizer, loss_fn, amp, mode, micro_batches, loop)
     step = replace(step, as_cuda=_as_cuda(device, device_of(model, inputs)))
     bare = pipeline.without_hooks(model)
@@ -107,7 +109,8 @@ def optimize(
     step = replace(step, compiled=compiled)
     parts = [pipeline.Part(region, step) for region in found.found]
     profile = profile_on(device_of(model, inputs))
-    line = pipeline.Line(bare, inputs, step, workspace, parts, found.notes, found.left, profile)
+    notes = (*found.notes, *(bucket_notes(model) if step.mode == "train" else ()))
+    line = pipeline.Line(bare, inputs, step, workspace, parts, notes, found.left, profile)
     if profile is not None:
         progress("profile")
         line.original = line.times()

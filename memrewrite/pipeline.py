@@ -296,7 +296,7 @@ class Line:
 def without_hooks(model: nn.Module) -> nn.Module:
     """The same model, sharing everything with ``model`` but the hooks registered on ``model`` itself."""
     kind = type(model)
-    result = kind.__new__(kind)
+    result: nn.Module = object.__new__(kind)  # past a __new__ of the class's own, which may call __init__
     vars(result).update({k: v for k, v in vars(model).items() if k != "_compiled_call_impl"})  # that one calls model
     vars(result).update({name: type(hooks)() for name, hooks in _call_hooks(model).items()})
     return result

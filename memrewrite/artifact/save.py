@@ -184,8 +184,7 @@ def _original(optimized: nn.Module) -> nn.Module:
 
 
 def _base(dropin: nn.Module) -> nn.Module:
-    kind = base_of(dropin)
-    original = kind.__new__(kind)
+    original: nn.Module = object.__new__(base_of(dropin))
     original.__dict__.update(vars(dropin))
     return original
 

@@ -20,6 +20,7 @@ from memrewrite.estimates.data import Difference, Estimate, Largest, ModuleShare
 from memrewrite.loop import TUTORIAL, Loop
 from memrewrite.options import Budget, device_bytes
 from memrewrite.report.data import Option
+from memrewrite.sharding import refuse_sharded
 from memrewrite.simulate import Timeline
 from memrewrite.simulate.as_cuda import STATED_ERROR, library_bytes
 from memrewrite.simulate.batch import at_batch
@@ -62,6 +63,7 @@ def estimate(
     wanted = here if device is None else _kind(device)
     if here == "cuda" and wanted != here:
         raise UsageError("The model is on cuda; leave out device, or move the model and its inputs to the CPU.")
+    refuse_sharded(model)
     step = make_step(model, optimizer, loss_fn, amp, mode, micro_batches, loop)
     step = replace(step, as_cuda=wanted == "cuda" and here != "cuda")
     memory = None if device_memory is None else device_bytes(device_memory)

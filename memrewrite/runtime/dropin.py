@@ -145,7 +145,7 @@ def graft(model: nn.Module, children: dict[str, nn.Module]) -> nn.Module:
     if "" in children:
         return children[""]
     kind = type(model)
-    result = kind.__new__(kind)
+    result = object.__new__(kind)
     vars(result).update(vars(model))
     vars(result)["_modules"] = vars(model)["_modules"].copy()
     for name in dict.fromkeys(path.partition(".")[0] for path in children):
@@ -190,7 +190,7 @@ def _load(base: type[nn.Module], source: str) -> nn.Module:
 
 def _empty(base: type[nn.Module], program: Program) -> nn.Module:
     cls = _subclass(base, program)
-    return cls.__new__(cls)
+    return object.__new__(cls)
 
 
 def prepare(module: nn.Module, constants: dict[str, Tensor], plain: bytes | None = None) -> None:

@@ -1,0 +1,126 @@
+"""Models spread over several processes are refused in a sentence; what DDP's buckets would add is told."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import distribute_module
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import memrewrite
+from memrewrite.errors import UsageError
+from memrewrite.pipeline import without_hooks
+from memrewrite.sharding import bucket_notes
+
+X = torch.ones(4, 8)
+
+
+class Net(nn.Module):
+    """Cannot be made without its argument, as most models of transformers cannot."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(width, 64), nn.Linear(64, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        return self.second(hidden * torch.sigmoid(hidden))
+
+
+@pytest.fixture
+def two_processes() -> Iterator[None]:
+    """A process group of two, of which this process is one and there is no other."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+def sharded(net: Net) -> nn.Module:
+    fully_shard(net, mesh=init_device_mesh("cpu", (2,)))
+    return net
+
+
+def sharded_inside(net: Net) -> nn.Module:
+    fully_shard(net.second, mesh=init_device_mesh("cpu", (2,)))
+    return net
+
+
+def distributed(net: Net) -> nn.Module:
+    mesh = init_device_mesh("cpu", (2,))
+    return distribute_module(net, mesh)
+
+
+def wrapped_inside(net: Net) -> nn.Module:
+    return nn.Sequential(DistributedDataParallel(net))
+
+
+CASES: dict[str, tuple[Any, str]] = {
+    "fsdp2": (sharded, r"FSDPNet was sharded by fully_shard \(FSDP2\), which is not supported yet"),
+    "fsdp2 inside": (sharded_inside, r"second \(FSDPLinear\) was sharded by fully_shard \(FSDP2\), which is not"),
+    "fsdp1": (
+        lambda net: FullyShardedDataParallel(net, device_id=torch.device("cpu")),
+        r"FullyShardedDataParallel is a FullyShardedDataParallel \(FSDP1\), which is not supported yet",
+    ),
+    "dtensor": (distributed, r"first\.weight is a DTensor, which is not supported yet"),
+    "ddp": (DistributedDataParallel, r"optimize the model inside \(\.module\) and wrap the result"),
+    "ddp inside": (wrapped_inside, r"^0 \(DistributedDataParallel\) is a wrapper .* the model inside \(\.0\.module\)"),
+}
+
+
+@pytest.mark.usefixtures("two_processes")
+@pytest.mark.filterwarnings("ignore")  # PyTorch's own, of FSDP1 and of a process group without peers
+@pytest.mark.parametrize("call", ["optimize", "estimate"])
+@pytest.mark.parametrize("name", CASES)
+def test_a_model_that_is_spread_out_is_refused(name: str, call: str) -> None:
+    spread, sentence = CASES[name]
+    with pytest.raises(UsageError, match=sentence):
+        getattr(memrewrite, call)(spread(Net(8)), X)
+
+
+@pytest.mark.usefixtures("two_processes")
+def test_a_class_that_was_swapped_is_copied_without_its_init() -> None:
+    model = sharded(Net(8))
+    copied = without_hooks(model)
+    assert type(copied) is type(model)
+    assert [*copied.parameters()] == [*model.parameters()]
+
+
+class Named(Net):
+    """Has a ``__new__`` of its own, as the classes that ``fully_shard`` makes do."""
+
+    def __new__(cls, width: int) -> "Named":
+        made = super().__new__(cls)
+        made.__init__(width)  # type: ignore[misc]
+        return made
+
+
+def test_a_class_with_a_new_of_its_own_is_rewritten() -> None:
+    model = Named(8)
+    optimized = memrewrite.optimize(model, X, budget="min", exact=True)
+    assert isinstance(optimized, Named)
+    assert optimized is not model
+    assert torch.equal(optimized(X), model(X))
+
+
+@pytest.mark.usefixtures("two_processes")
+def test_what_the_buckets_take_is_told() -> None:
+    model = Net(8)
+    model.first.bias.requires_grad_(False)
+    size = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    (note,) = bucket_notes(model)
+    assert f"its buckets take up to {size} B more than is predicted" in note
+    optimized = memrewrite.optimize(model, X, budget="min")
+    assert note in optimized.report.notes
+    inference = memrewrite.optimize(model.eval(), X, mode="inference", budget="min")
+    assert note not in memrewrite.report_of(inference).notes
+
+
+def test_one_process_has_no_buckets() -> None:
+    assert bucket_notes(Net(8)) == ()
+    assert bucket_notes(Net(8).requires_grad_(False)) == ()
