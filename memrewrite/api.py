@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from memrewrite import __version__, habits, measuring, pipeline, verifying
 from memrewrite.budgeting import meet
+from memrewrite.capture.hazards import refuse_weight_hooks
 from memrewrite.costs import Costs
 from memrewrite.costs.profile import profile_on
 from memrewrite.coverage import kept
@@ -261,11 +262,12 @@ def _inputs(args: Any, kwargs: dict[str, Any] | None) -> Inputs:
 
 
 def _refuse_replaced(model: nn.Module) -> None:
-    """Raise ``UsageError`` for a model whose forward is not its class's own."""
+    """Raise ``UsageError`` where forward is not the class's own, ``CaptureError`` where a hook sets its weight."""
     if "forward" in vars(model):
         raise UsageError("The model's forward was replaced on the object; define it in the model's class instead.")
     if hasattr(type(model), "_memrewrite"):
         raise UsageError("The model is already optimized; optimize the original again with the new budget.")
+    refuse_weight_hooks(model, type(model).__name__)  # which a capture does not see
 
 
 def _prove(line: pipeline.Line, result: nn.Module, seed: int, exact: bool) -> Verdict:

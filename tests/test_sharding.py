@@ -102,9 +102,8 @@ class Named(Net):
 
 def test_a_class_with_a_new_of_its_own_is_rewritten() -> None:
     model = Named(8)
-    optimized = memrewrite.optimize(model, X, budget="min", exact=True)
+    optimized = memrewrite.optimize(model, X, budget="min", passes=["checkpoint_segments"])
     assert isinstance(optimized, Named)
-    assert optimized is not model
     assert torch.equal(optimized(X), model(X))
 
 

@@ -35,6 +35,7 @@ def capture(model: nn.Module, inputs: Inputs, front_end: str | None = None, amp:
     """
     said = []
     bind(model, inputs)
+    hazards.refuse_weight_hooks(model, type(model).__name__)  # its own hooks are off while it is looked at
     with preserved(model), real_rules_on_fake_tensors(), autocast(amp, device_type(model, inputs)):
         findings = hazards.check(model, inputs)
         if findings.asks and front_end != "dynamo" and not findings.export_loses:

@@ -19,6 +19,8 @@ from typing import Any, Literal
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 from torch.overrides import TorchFunctionMode
 
 from memrewrite.attributes import Attributes, random_state
@@ -191,12 +193,24 @@ def _refuse_hooks(model: nn.Module) -> None:
     if has_global_module_hooks():
         raise CaptureError(f"Hooks for all modules are registered (torch.nn.modules.module), which {advice}")
     for path, module in model.named_modules():
+        refuse_weight_hooks(module, path or type(model).__name__)
         if "_orig_mod" in module._modules or module._compiled_call_impl is not None:
             raise CaptureError(f"{path or type(model).__name__} is compiled; optimize first, then compile the result.")
         for name in _HOOKS:
             if path and module.__dict__.get(name):
                 kind = name.strip("_").replace("_", " ")
                 raise CaptureError(f"{path} ({type(module).__name__}) has {kind}, which {advice}")
+
+
+def refuse_weight_hooks(module: nn.Module, name: str) -> None:
+    """Raise ``CaptureError`` where a hook of ``torch.nn.utils`` computes the weight of ``module`` before each call."""
+    for hook in module._forward_pre_hooks.values():
+        if isinstance(hook, WeightNorm | SpectralNorm):
+            kind = "weight_norm" if isinstance(hook, WeightNorm) else "spectral_norm"
+            raise CaptureError(
+                f"{name} ({type(module).__name__}) has torch.nn.utils.{kind}, a hook that sets {hook.name} before each "
+                f"call, which a graph loses; use torch.nn.utils.parametrizations.{kind}, which is captured."
+            )
 
 
 def _refuse_names(model: nn.Module) -> None:

@@ -1,0 +1,60 @@
+"""The old ``weight_norm`` and ``spectral_norm`` are hooks: refused by name, and what lies beside them is rewritten."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, spectral_norm, weight_norm
+
+import memrewrite
+from memrewrite.errors import CaptureError
+
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")
+NORMS: dict[str, Callable[[nn.Module], nn.Module]] = {"weight_norm": weight_norm, "spectral_norm": spectral_norm}
+X = torch.ones(16, 8)
+
+
+class Net(nn.Module):
+    def __init__(self, norm: Callable[[nn.Module], nn.Module]) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 64), nn.Sigmoid(), nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 8))
+        self.head = norm(nn.Linear(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.body(x)
+        return self.head(hidden * torch.sigmoid(hidden))
+
+
+@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize("budget", [None, "min"])
+def test_a_normed_model_itself_is_refused(name: str, budget: str | None) -> None:
+    sentence = rf"Linear \(Linear\) has torch\.nn\.utils\.{name}, a hook that sets weight before each call"
+    with pytest.raises(CaptureError, match=sentence):
+        memrewrite.optimize(NORMS[name](nn.Linear(8, 8)), X, budget=budget)
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_a_normed_submodule_is_named(name: str) -> None:
+    sentence = rf"0 \(Linear\) has torch\.nn\.utils\.{name}, .* use torch\.nn\.utils\.parametrizations\.{name}"
+    with pytest.raises(CaptureError, match=sentence):
+        memrewrite.optimize(nn.Sequential(NORMS[name](nn.Linear(8, 8)), nn.SiLU()), X, budget="min")
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_what_lies_beside_it_is_rewritten(name: str) -> None:
+    model = Net(NORMS[name])
+    optimized = memrewrite.optimize(model, X, budget="min")
+    assert memrewrite.report_of(optimized).changed
+    assert any(f"head (Linear) has torch.nn.utils.{name}" in note for note in optimized.report.notes)
+    optimized(X).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_the_new_ones_are_captured(name: str) -> None:
+    model = Net(getattr(parametrizations, name)).eval()
+    optimized = memrewrite.optimize(model, X, budget="min")
+    assert memrewrite.report_of(optimized).changed
+    with torch.no_grad():
+        torch.testing.assert_close(optimized(X), model(X))
