@@ -13,7 +13,7 @@ from memrewrite import __version__
 
 PARETO, PREDICT, PLANTIME, MAXBATCH = "pareto.jsonl", "predict.jsonl", "plantime.jsonl", "maxbatch.jsonl"
 INFEASIBLE = "infeasible"
-_LIBRARIES = ("torch", "timm", "transformers", "torchvision", "triton")
+_LIBRARIES = ("torch", "timm", "transformers", "torchvision", "triton", "diffusers")
 
 R = TypeVar("R", bound="Row")
 
