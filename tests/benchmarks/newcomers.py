@@ -22,6 +22,7 @@ from torch import Tensor, nn
 import memrewrite
 from memrewrite.options import short_bytes
 from tests.benchmarks.rows import machine
+from tests.zoo.models import declare_operators
 
 DEADLINE_S = 600.0
 BUDGET = "60%"
@@ -113,9 +114,8 @@ def _t5(tiny: bool) -> Made:
     from transformers import T5Config, T5ForConditionalGeneration
 
     width, layers, vocabulary = (64, 2, 128) if tiny else (768, 12, 32128)
-    config = T5Config(
-        d_model=width, d_ff=4 * width, num_layers=layers, num_heads=width // 64, vocab_size=vocabulary, use_cache=False
-    )
+    size = {"d_model": width, "d_ff": 4 * width, "num_layers": layers, "num_heads": width // 64}
+    config = T5Config(**size, vocab_size=vocabulary, use_cache=False, decoder_start_token_id=0)
     ids = _tokens(vocabulary, *((2, 16) if tiny else (16, 512)))
     return T5ForConditionalGeneration(config), {"input_ids": ids, "labels": ids}, {"amp": "bf16"}
 
@@ -178,6 +178,8 @@ MODELS: dict[str, Callable[[bool], Made]] = {
 def attempt(name: str, tiny: bool) -> dict[str, Any]:
     """What became of one model in this process: figures in bytes and seconds, or the sentence it was refused with."""
     torch.manual_seed(0)
+    if tiny:
+        declare_operators()  # for a torchvision that was installed beside a PyTorch without CUDA
     device = torch.device("cpu" if tiny else "cuda")
     model, given, options = MODELS[name](tiny)
     model = model.to(device).train()
