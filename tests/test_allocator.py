@@ -9,10 +9,13 @@ import torch
 
 from memrewrite.simulate import simulate
 from memrewrite.simulate.allocator import GRANULE, Allocator, Block, allocator_on
+from memrewrite.simulate.tracker import Tracker
+from memrewrite.simulate.transients import Taken, Transients, transients_on
 from memrewrite.step import Step
 from tests.models import make
 
 MIB = 2**20
+_MM = torch.ops.aten.mm.default
 
 
 def figures(allocator: Allocator) -> tuple[int, int]:
@@ -121,6 +124,75 @@ def test_a_step_planned_for_cuda_counts_blocks_and_what_is_reserved() -> None:
     assert asked.reserved == asked.peak
     here = simulate(module, inputs, Step(optimizer=torch.optim.AdamW))
     assert here == simulate(module, inputs, Step(optimizer=torch.optim.AdamW), blocks=False)
+
+
+def test_of_blocks_that_fit_alike_the_last_segment_goes_first() -> None:
+    """As measured: segments of one size came at falling addresses, and the lowest address is taken first."""
+    allocator = Allocator()
+    first, second = allocator.allocate(40 * MIB), allocator.allocate(40 * MIB)
+    allocator.release(first)
+    allocator.release(second)
+    assert allocator.allocate(40 * MIB) is second
+    assert first.address == second.address + 40 * MIB
+
+
+def test_a_course_is_served_in_order_and_leaves_its_results() -> None:
+    allocator = Allocator()
+    held = allocator.allocate(30 * MIB)
+    kept, highest = allocator.follow((20 * MIB, 64 * MIB, -2, 12 * MIB, 40 * MIB, -4))
+    assert [size for size, _ in kept] == [20 * MIB, 12 * MIB]
+    assert [block.size for _, block in kept] == [20 * MIB, 12 * MIB]
+    assert highest == (30 + 20 + 64) * MIB
+    assert figures(allocator) == (62 * MIB, (30 + 20 + 64) * MIB)  # the last two were served from the second's
+    allocator.release(held)
+
+
+def test_under_a_limit_free_segments_go_before_another_comes() -> None:
+    allocator = Allocator(limit=100 * MIB)
+    whole, split = allocator.allocate(40 * MIB), allocator.allocate(30 * MIB)
+    allocator.release(whole)
+    allocator.release(split)
+    allocator.allocate(12 * MIB)  # of the 30
+    allocator.allocate(60 * MIB)
+    assert (allocator.reserved, allocator.retries, allocator.most) == (90 * MIB, 1, 90 * MIB)
+    allocator.allocate(40 * MIB)
+    assert (allocator.reserved, allocator.retries, allocator.most) == (130 * MIB, 2, 130 * MIB)  # it would have failed
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["the result first", "its scratch first"])
+def test_what_is_reserved_depends_on_the_order_of_requests(early: bool) -> None:
+    """The result of a product, made before or after its scratch memory is there."""
+    course = (32 * MIB, 16 * MIB, -1) if early else (16 * MIB, 32 * MIB, -2)
+    products = Transients(lambda calls: [Taken(32 * MIB, course) if f is _MM else Taken() for f, _, _ in calls])
+
+    def run() -> tuple[int, int, int]:
+        tracker = Tracker("cpu", products, blocks=(blocks := Allocator()))
+        with tracker:
+            results = [left @ left for _ in range(2)]
+        assert tracker.current == blocks.allocated == 32 * MIB
+        del results
+        return tracker.peak, blocks.reserved, blocks.allocated
+
+    left = torch.empty(2048, 2048)
+    assert run()[:2] == (32 * MIB, 32 * MIB)
+    assert products.probe()
+    assert run() == ((48 if early else 64) * MIB, (48 if early else 64) * MIB, 0)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_the_requests_of_an_operator_are_seen_in_order() -> None:
+    device = torch.device("cuda")
+    x, w = torch.randn(8, 64, 56, 56, device=device), torch.randn(64, 64, 3, 3, device=device)
+    backward = torch.ops.aten.convolution_backward.default
+    given = (x, x, w, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, True, False])
+    transients = transients_on(device)
+    assert transients is not None
+    transients.lookup(backward, given, {})
+    transients.probe()
+    course = transients.lookup(backward, given, {}).course
+    kept = {place + 1 for place in range(sum(step > 0 for step in course))} - {-step for step in course if step < 0}
+    asked = [step for step in course if step > 0]
+    assert [asked[place - 1] for place in sorted(kept)] == [x.nbytes, w.nbytes]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")

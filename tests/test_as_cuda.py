@@ -193,11 +193,11 @@ def test_what_attention_takes_in_its_backward() -> None:
     q, narrow = torch.empty(B, H, 100, 40, dtype=BF16), torch.empty(B, 1, S, 40, dtype=BF16)
     taken = Scratch()
     rows = B * H * 128 * 4  # blocks of 128, a float32 for each
-    assert taken.lookup(flash, (q, q, q, q), {}) == rows * 64 + rows
-    assert taken.lookup(flash, (q, q, narrow, narrow), {}) == rows * 64 + rows + 2 * B * H * S * 40 * 2
-    assert taken.lookup(efficient, (q, q.float(), q.float()), {}) == B * H * 100 * 4
-    assert taken.lookup(efficient, (q, q, q), {}) == B * H * 4 * (100 + 128 * 40)
-    assert taken.lookup(torch.ops.aten.add.Tensor, (q, q), {}) == 0
+    assert taken.lookup(flash, (q, q, q, q), {}).bytes == rows * 64 + rows
+    assert taken.lookup(flash, (q, q, narrow, narrow), {}).bytes == rows * 64 + rows + 2 * B * H * S * 40 * 2
+    assert taken.lookup(efficient, (q, q.float(), q.float()), {}).bytes == B * H * 100 * 4
+    assert taken.lookup(efficient, (q, q, q), {}).bytes == B * H * 4 * (100 + 128 * 40)
+    assert taken.lookup(torch.ops.aten.add.Tensor, (q, q), {}).bytes == 0
     assert not taken.probe()
 
 
@@ -396,6 +396,6 @@ def test_what_sums_of_rows_take_while_they_run(rows: int, columns: int, dtype: t
     with FakeTensorMode():
         tensor = torch.empty(rows, columns, dtype=dtype)
         lookup = functools.partial(Scratch().lookup, torch.ops.aten.sum.dim_IntList)
-        assert lookup((tensor, [0]), {}) == lookup((tensor, [0], True), {}) == taken
-        assert lookup((tensor.view(rows // 2, 2, columns), [0, 1]), {}) == taken
-        assert lookup((tensor, [1]), {}) == 0  # along rows no memory is needed
+        assert lookup((tensor, [0]), {}).bytes == lookup((tensor, [0], True), {}).bytes == taken
+        assert lookup((tensor.view(rows // 2, 2, columns), [0, 1]), {}).bytes == taken
+        assert lookup((tensor, [1]), {}).bytes == 0  # along rows no memory is needed

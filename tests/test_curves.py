@@ -15,7 +15,7 @@ from memrewrite.report.curves import by_module, curve, thinned
 from memrewrite.report.data import Report
 from memrewrite.report.kinds import KINDS, gathered
 from memrewrite.simulate import Timeline, run_tracked, simulate
-from memrewrite.simulate.transients import Transients
+from memrewrite.simulate.transients import Taken, Transients
 from memrewrite.step import Inputs, Step
 from tests import reports
 from tests.reports import net
@@ -52,13 +52,13 @@ def test_a_curve_reaches_the_peak_and_is_made_of_its_categories(timeline: Timeli
 class Scratch(Transients):
     """Multiplications of matrices take scratch memory while they run, as convolutions do on CUDA."""
 
-    def lookup(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        return 1_000_000 if func in (torch.ops.aten.addmm.default, torch.ops.aten.mm.default) else 0
+    def lookup(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Taken:
+        return Taken(1_000_000 if func in (torch.ops.aten.addmm.default, torch.ops.aten.mm.default) else 0)
 
 
 def test_what_operators_take_while_they_run_is_in_the_curve() -> None:
     step = Step(optimizer=torch.optim.SGD)
-    timeline = run_tracked(net(), Inputs((torch.randn(64, 16),), {}), step, Scratch(lambda *call: 0), attribute=True)
+    timeline = run_tracked(net(), Inputs((torch.randn(64, 16),), {}), step, Scratch(lambda calls: []), attribute=True)
     drawn = curve(timeline)
     assert drawn.totals[drawn.highest] == timeline.peak > 1_000_000
     assert drawn.bytes["operator workspace"][drawn.highest] == 1_000_000

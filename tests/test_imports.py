@@ -43,7 +43,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("child",),
     ("step",),
     ("held", "loop"),
-    ("attributes", "custom_functions", "layers", "runtime", "files", "options", "private", "sharding"),
+    ("allocations", "attributes", "custom_functions", "layers", "runtime", "files", "options", "private", "sharding"),
     ("torch_versions",),
     ("containers", "errors"),
 )

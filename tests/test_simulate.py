@@ -5,7 +5,7 @@ import functools
 import gc
 import random
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from memrewrite.simulate import Timeline, run_tracked, simulate
 from memrewrite.simulate.allocator import rounded
 from memrewrite.simulate.fake import fake_inputs, fake_twin, tensors_of
 from memrewrite.simulate.tracker import OPERATOR_WORKSPACE, Tracker
-from memrewrite.simulate.transients import Transients, like, made, random_state_on_host, transients_on
+from memrewrite.simulate.transients import Call, Taken, Transients, like, made, random_state_on_host, transients_on
 from memrewrite.simulate.workspaces import workspace_bytes
 from memrewrite.step import PHASES, Inputs, Step
 from memrewrite.stepspec import OPTIMIZERS, optimizer_factory
@@ -393,11 +393,11 @@ def test_rounded(size: int, expected: int) -> None:
 
 def test_what_operators_take_while_they_run_counts_towards_the_peak() -> None:
     module, inputs = nn.Linear(64, 64), Inputs((torch.zeros(64, 64),), {})
-    asked = []
+    asked: list[Any] = []
 
-    def measure(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        asked.append((func, args, tuple(kwargs.items())))
-        return 10**6 if func is torch.ops.aten.mm.default else 0
+    def measure(calls: Sequence[Call]) -> list[Taken]:
+        asked.extend((func, args, tuple(kwargs.items())) for func, args, kwargs in calls)
+        return [Taken(10**6 if func is torch.ops.aten.mm.default else 0) for func, _, _ in calls]
 
     transients = Transients(measure)
     plain = run_tracked(module, inputs, Step(), transients)

@@ -236,7 +236,7 @@ def run_tracked(
         categories,
         tracker.events,
         recorder.floor,
-        max(peaks) if allocator is None else allocator.reserved,
+        max(peaks) if allocator is None else allocator.most,
         tracker.multiplied,
         held - tracker.current,
         tracker.peak_event,

@@ -2,8 +2,10 @@
 
 By ``c10/cuda/CUDACachingAllocator.cpp`` with room enough on the device: requests of up to 1 MiB share segments of
 2 MiB, those below 10 MiB segments of 20 MiB, larger ones get a segment of their own, rounded up to 2 MiB. The best
-fitting free block is used; what it has too much becomes a block of its own, if that is large enough. Blocks that are
-free side by side become one, and segments are kept. Of the settings in ``PYTORCH_CUDA_ALLOC_CONF`` only
+fitting free block is used, of those that fit alike the one at the lowest address, and the driver hands out addresses
+from above downwards. What a block has too much becomes a block of its own, if that is large enough. Blocks that are
+free side by side become one, and segments are kept; where a process may hold no more, those that are free as a whole go
+before another is asked for. Of the settings in ``PYTORCH_CUDA_ALLOC_CONF`` only
 ``expandable_segments`` is known: all blocks of a pool then lie in one segment that grows by pages, and every rest is
 split off.
 """
@@ -11,6 +13,7 @@ split off.
 import os
 import re
 from bisect import bisect_left, insort
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 GRANULE = 512  # bytes; every request is rounded up to a multiple of it
@@ -38,20 +41,33 @@ class Block:
     after: "Block | None" = None
     free: bool = False
 
+    @property
+    def alone(self) -> bool:
+        """Whether it is all of its segment."""
+        return self.before is None and self.after is None
+
 
 @dataclass
 class Allocator:
     """``allocated`` and ``reserved`` are bytes in use: those of the blocks handed out, and of all segments.
+
+    ``limit`` is how much may be reserved (``torch.cuda.set_per_process_memory_fraction``), None for any amount: then
+    segments go where they can (``retries`` counts how often). A request that fits even so not is served nevertheless,
+    and ``most``, the highest that ``reserved`` was, is above the limit.
 
     A block may be larger than was asked for: where segments do not grow, a rest of up to 1 MiB is not split off a block
     from the pool of large ones.
     """
 
     expandable: bool = False
+    limit: int | None = None
     allocated: int = 0
     reserved: int = 0
+    most: int = 0
+    retries: int = 0
     _free: dict[bool, list[tuple[int, int, Block]]] = field(default_factory=lambda: {True: [], False: []})
-    _last: dict[bool, Block] = field(default_factory=dict)  # of each pool, the block at the highest address
+    _last: dict[bool, Block] = field(default_factory=dict)  # of segments that grow, the one at the highest address
+    _lowest: int = 0  # the address of the last segment that does not grow
 
     def allocate(self, size: int) -> Block:
         """The block for a request of ``size`` bytes, more than none."""
@@ -73,9 +89,25 @@ class Allocator:
             block = self._joined(block, block.after)
         self._offer(block)
 
+    def follow(self, course: Iterable[int]) -> tuple[list[tuple[int, Block]], int]:
+        """Serve requests in order: ``n > 0`` asks for n bytes, ``-k`` gives back what the k-th request got.
+
+        Returns what stays, as bytes asked for and their block, and the most bytes that were allocated meanwhile.
+        """
+        given: list[tuple[int, Block] | None] = []
+        highest = self.allocated
+        for step in course:
+            if step > 0:
+                given.append((step, self.allocate(step)))
+                highest = max(highest, self.allocated)
+            elif (found := given[-step - 1]) is not None:
+                self.release(found[1])
+                given[-step - 1] = None
+        return [each for each in given if each is not None], highest
+
     def _best(self, size: int, small: bool) -> Block | None:
         free = self._free[small]
-        place = bisect_left(free, (size, 0))
+        place = bisect_left(free, (size,))  # before all of that size
         if place == len(free):
             return None
         block = free[place][2]
@@ -84,19 +116,35 @@ class Allocator:
 
     def _new(self, size: int, small: bool) -> Block:
         """A segment; or the segment of the pool grows until its last block is large enough."""
-        last = self._last.get(small)
+        last = self._last.get(small) if self.expandable else None
         page = _SMALL_SEGMENT if small else _LARGE_SEGMENT
         if self.expandable:
             length = rounded(size - last.size if last is not None and last.free else size, page)
         else:
             length = page if size < _OWN_SEGMENT else rounded(size, _ROUND)
+        if self.limit is not None and self.reserved + length > self.limit:
+            self._give_back()
         self.reserved += length
+        self.most = max(self.most, self.reserved)
+        if not self.expandable:
+            self._lowest -= length
+            return Block(self._lowest, length, small)
         block = Block(0 if last is None else last.address + last.size, length, small)
         self._last[small] = block
-        if not self.expandable or last is None:
+        if last is None:
             return block
         block.before, last.after = last, block
         return self._joined(last, block) if last.free else block
+
+    def _give_back(self) -> None:
+        """Return the segments that are free as a whole, as the allocator does when it gets no other.
+
+        Not those that grow, of which pages would go: they leave little free.
+        """
+        self.retries += 1
+        for free in self._free.values() if not self.expandable else ():
+            self.reserved -= sum(size for size, _, block in free if block.alone)
+            free[:] = [item for item in free if not item[2].alone]
 
     def _split(self, block: Block, size: int) -> None:
         """Leave ``block`` ``size`` bytes and offer the rest."""
@@ -121,7 +169,7 @@ class Allocator:
 
     def _follow(self, block: Block, last: Block) -> None:
         """``block`` is the pool's last one where ``last`` was."""
-        if self._last[block.small] is last:
+        if self._last.get(block.small) is last:
             self._last[block.small] = block
 
     def _offer(self, block: Block) -> None:

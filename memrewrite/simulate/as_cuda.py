@@ -35,7 +35,7 @@ from memrewrite.private import (
     without_autocast,
 )
 from memrewrite.simulate.allocator import rounded
-from memrewrite.simulate.transients import Transients, transients_on
+from memrewrite.simulate.transients import Taken, Transients, transients_on
 
 STATED_ERROR = "47 steps measured on H200s took at most 1.7 % more or less"  # tests/benchmarks/RESULTS.md
 NOTE = (
@@ -96,12 +96,12 @@ class Scratch(Transients):
     """What backward of attention and sums of rows take while they run; other operators count as taking nothing."""
 
     def __init__(self) -> None:
-        super().__init__(lambda func, args, kwargs: 0)
+        super().__init__(lambda calls: [Taken()] * len(calls))
 
-    def lookup(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    def lookup(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Taken:
         """Bytes by the sources of the kernels."""
         count = _SCRATCH.get(func)
-        return 0 if count is None else count(named_arguments(func, args, kwargs))
+        return Taken() if count is None else Taken(count(named_arguments(func, args, kwargs)))
 
 
 def transients_for(device: torch.device, cuda: bool) -> Transients | None:

@@ -1,7 +1,9 @@
 """Counts the bytes of tensor storages from birth to death, on real tensors and on fake ones alike."""
 
+import itertools
 import math
 import weakref
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +15,7 @@ from memrewrite.layers import Layer
 from memrewrite.private import FakeTensor, gives_gradient_of_leaf
 from memrewrite.simulate.allocator import Allocator, Block, rounded
 from memrewrite.simulate.places import Places
-from memrewrite.simulate.transients import Transients
+from memrewrite.simulate.transients import Taken, Transients
 
 OPERATOR_WORKSPACE = "operator workspace"
 # What cuBLAS computes, by name; convolutions are cuDNN's, attention and norms PyTorch's own.
@@ -107,6 +109,7 @@ class Tracker(Layer):
         self._peak_extra = 0
         self._live: dict[int, _Block] = {}
         self._blocks: list[_Block] = []
+        self._ready: dict[int, deque[Block]] = {}  # what the allocator handed out for the operator that runs, by bytes
 
     def register(self, tensors: Iterable[Tensor], category: str, module: str | None = None) -> None:
         """Count the storages of ``tensors`` as ``category``, also those that were counted as something else.
@@ -177,12 +180,8 @@ class Tracker(Layer):
         self.multiplied = self.multiplied or getattr(func, "__name__", "").partition(".")[0] in _BLAS
         if self.compiled and (size := widened(func, args, result)):
             self._see(result, size)
-        self._see_all(result)
-        extra = 0 if self._transients is None else self._transients.lookup(func, args, dict(kwargs or {}))
-        if extra and self.blocks is not None:
-            block = self.blocks.allocate(extra)
-            extra = block.size
-            self.blocks.release(block)
+        taken = Taken() if self._transients is None else self._transients.lookup(func, args, dict(kwargs or {}))
+        extra = self._made(result, taken)
         if self.current + extra > self.peak:
             self._clock += 1  # a moment of its own: storages may have died since the last birth
             self._set_peak(extra)
@@ -198,6 +197,27 @@ class Tracker(Layer):
     def _set_peak(self, extra: int) -> None:
         self.peak, self._peak_clock, self._peak_extra = self.current + extra, self._clock, extra
         self.peak_event = len(self.events)
+
+    def _made(self, result: Any, taken: Taken) -> int:
+        """Count the result of an operator; returns the bytes that it takes besides while it runs.
+
+        Where its requests are known, their blocks are handed out in that order, and the result gets those it keeps.
+        """
+        if self.blocks is None or self.compiled or not taken.course:
+            self._see_all(result)
+            if self.blocks is None or not taken.bytes:
+                return taken.bytes
+            block = self.blocks.allocate(taken.bytes)
+            self.blocks.release(block)
+            return block.size
+        kept, highest = self.blocks.follow(taken.course)
+        for size, block in kept:
+            self._ready.setdefault(rounded(size), deque()).append(block)
+        self._see_all(result)
+        for block in itertools.chain.from_iterable(self._ready.values()):
+            self.blocks.release(block)
+        self._ready.clear()
+        return max(0, highest - self.blocks.allocated)
 
     def _see_all(self, result: Any) -> None:
         if isinstance(result, Tensor):
@@ -229,7 +249,8 @@ class Tracker(Layer):
         block.size = rounded(nbytes if size is None else size)
         block.given = None
         if self.blocks is not None and block.size:
-            block.given = self.blocks.allocate(block.size)
+            ready = self._ready.get(block.size)
+            block.given = ready.popleft() if ready else self.blocks.allocate(block.size)
             block.size = block.given.size
         block.born, block.died = self._clock, math.inf
         block.module, block.label, block.func = self._place, self._label, self._func

@@ -2,20 +2,37 @@
 reductions, accumulators of attention backward.
 
 Fake tensors do not show it and it depends on the device and on library versions, so each operator is run once per
-signature on the device, on tensors of ones and zeros, and the allocator's peak is read.
+signature on the device, on tensors of ones and zeros, and the allocator's peak is read, and in which order it was asked
+for what: which segments the allocator reserves depends on that.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from memrewrite.allocations import Course, History, recorded_allocations
 from memrewrite.private import FakeTensor, OpOverload
 
-Measure = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], int]
+Call = tuple[OpOverload, tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What a call takes while it runs: at most ``bytes`` beyond its results, by the requests in ``course``.
+
+    Those that it does not give back are its results. An empty course says that it is not known.
+    """
+
+    bytes: int = 0
+    course: Course = ()
+
+
+Measure = Callable[[Sequence[Call]], Sequence[Taken]]
+_NOTHING = Taken()
 
 
 @dataclass(frozen=True)
@@ -37,32 +54,33 @@ class _Like:
 
 
 class Transients:
-    """Bytes by operator and signature. ``lookup`` finds them and remembers what it does not know for ``probe``."""
+    """What calls take, by operator and signature. What ``lookup`` does not know it remembers for ``probe``."""
 
     def __init__(self, measure: Measure) -> None:
         self._measure = measure
-        self._known: dict[Any, int] = {}
+        self._known: dict[Any, Taken] = {}
         self._unknown: dict[Any, tuple[OpOverload, Any, Any]] = {}
 
-    def lookup(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """Bytes that this call takes beyond its results while it runs; 0 as long as that is not known."""
+    def lookup(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Taken:
+        """What this call takes; nothing as long as that is not known."""
         if not isinstance(func, OpOverload) or func.namespace != "aten" or func.__name__.startswith("_foreach"):
-            return 0  # foreach operators work tensor by tensor and would each be a signature of its own
+            return _NOTHING  # foreach operators work tensor by tensor and would each be a signature of its own
         call = (func, like(args), like(tuple(kwargs.items())))
         try:
             known = self._known.get(call)
         except TypeError:  # an argument that cannot be part of a signature
-            return 0
+            return _NOTHING
         if known is None:
             self._unknown[call] = call
-        return known or 0
+        return known or _NOTHING
 
     def probe(self) -> bool:
-        """Measure what ``lookup`` was asked and did not know; returns whether any of it takes something."""
-        learned = {key: self._measure(func, args, dict(kwargs)) for key, (func, args, kwargs) in self._unknown.items()}
+        """Measure what ``lookup`` was asked and did not know; returns whether any of it makes a difference."""
+        calls = [(func, args, dict(kwargs)) for func, args, kwargs in self._unknown.values()]
+        learned = dict(zip(self._unknown, self._measure(calls) if calls else [], strict=True))
         self._known.update(learned)
         self._unknown.clear()
-        return any(learned.values())
+        return any(taken.bytes or len(taken.course) > 1 for taken in learned.values())
 
 
 @functools.cache
@@ -86,24 +104,33 @@ def made(value: Any) -> Any:
     return [made(item) for item in value] if isinstance(value, tuple) else value
 
 
-def _measured(device: torch.device, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Run the operator twice (libraries set themselves up in the first run) and read the peak of the second."""
+def _measured(device: torch.device, calls: Sequence[Call]) -> list[Taken]:
+    """Run each operator twice (libraries set themselves up in the first run) and look at the second."""
+    with recorded_allocations(device) as history:
+        found = [_run(device, history, *call) for call in calls]
+    return [Taken(extra, history.course(first, last)) for extra, first, last in found]
+
+
+def _run(
+    device: torch.device, history: History, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[int, int, int]:
+    """The bytes that a call takes beyond its results, and the moments between which it ran."""
     if not any(isinstance(arg, _Like) and arg.device.type == "cuda" for arg in _leaves(args)):
-        return 0
+        return 0, 0, 0
     args = random_state_on_host(func, args)
     try:
         with torch.no_grad():
             for _ in range(2):
                 given, named = [made(arg) for arg in args], {name: made(value) for name, value in kwargs.items()}
-                before = torch.cuda.memory_allocated(device)
+                before, first = torch.cuda.memory_allocated(device), history.moment()
                 torch.cuda.reset_peak_memory_stats(device)
                 result = func(*given, **named)
-                after = torch.cuda.memory_allocated(device)
+                after, last = torch.cuda.memory_allocated(device), history.moment()
                 extra = torch.cuda.max_memory_allocated(device) - max(before, after)
                 del given, named, result
     except RuntimeError:
-        return 0  # it does not run on such values, or there is no room for it alone: nothing is known
-    return extra
+        return 0, 0, 0  # it does not run on such values, or there is no room for it alone: nothing is known
+    return extra, first, last
 
 
 def random_state_on_host(func: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
