@@ -18,11 +18,13 @@ _RESERVE = 0.002
 def meet(line: pipeline.Line, limit: Budget, original: int, names: tuple[str, ...] | None) -> Measured | None:
     """Plan until the peak is within the budget, as it is measured on a GPU, else as it is simulated.
 
-    A plan for ``torch.compile`` is measured compiled.
+    Plans are made by what is allocated; for a budget of reserved bytes by ever less, until what the allocator reserves
+    is within it. A plan for ``torch.compile`` is measured compiled.
     Raises ``BudgetInfeasibleError`` when the lowest reachable peak is above it.
     """
     budget = limit.resolve(original) or 0
-    pipeline.rewrite_slower(line, names, budget)
+    if limit.of(line.simulate()) > budget:
+        pipeline.rewrite_slower(line, names)
     on_cuda = device_type(line.model, line.inputs) == "cuda"
     reserve = int(_RESERVE * budget) if on_cuda else 0
     target, missed = budget - reserve, 0
@@ -31,34 +33,38 @@ def meet(line: pipeline.Line, limit: Budget, original: int, names: tuple[str, ..
         if _may_checkpoint(line, names):  # so that what else would fit is simulated with a plan within the target
             pipeline.plan(line, alone, spare=alone - target)
         mark_inplace(line, names)
-        raise infeasible(line, budget, line.simulate().peak)
+        raise infeasible(line, limit, budget, limit.of(line.simulate()))
+    lowest = None
     for attempt in range(1, _CORRECTIONS + 1):
         fitted = pipeline.plan(line, target) if _may_checkpoint(line, names) else pipeline.no_plan(line, target)
         last = not fitted.fits and not limit.minimum
         if last:
             mark_inplace(line, names)
-            lowest = max(line.simulate().peak, line.simulate(blocks=False).peak + missed)
+            found = limit.of(line.simulate())
+            if not limit.reserved:  # which may well be less than where more is allocated
+                found = max(found, line.simulate(blocks=False).peak + missed)
             judged = not (on_cuda and line.compiled)  # compiled, it may take less
-            if judged and lowest > budget and (on_cuda or original > budget):  # else the model fits as it is
-                raise infeasible(line, budget, lowest)
+            if judged and found > budget and (on_cuda or original > budget):  # else the model fits as it is
+                raise infeasible(line, limit, budget, found if lowest is None else min(found, lowest))
         if not on_cuda and (last or not line.step.as_cuda):
             return None
         measured = _measured(line) if on_cuda else None
         if measured is not None and line.compiled and (limit.minimum or (last and measured.peak > budget)):
             wanted = int((1 + _RESERVE) * line.simulate().peak) if limit.minimum else budget
             measured = _with_inputs_cast(line, _below_the_optimizer(line, fitted, measured, wanted))
-        peak = line.simulate().peak if measured is None else measured.peak
+        peak = limit.of(line.simulate() if measured is None else measured)
         if limit.minimum or peak <= budget - (0 if last else reserve):
             return measured
         if last:
             break
         line.in_turn = line.compiled and attempt > 1  # it takes time: where less room is not enough
-        missed = max(missed, peak - fitted.peak)
+        missed = peak - fitted.peak if limit.reserved else max(missed, peak - fitted.peak)
+        lowest = peak if lowest is None or not limit.reserved else min(peak, lowest)
         margin = int(attempt * _MARGIN * budget)  # each plan misses by its own bytes
         target = min(target, budget - reserve - missed) - margin
     if peak <= budget:
         return measured
-    raise infeasible(line, budget, peak)
+    raise infeasible(line, limit, budget, peak if not limit.reserved else min(peak, lowest or peak))
 
 
 def _measured(line: pipeline.Line) -> Measured:

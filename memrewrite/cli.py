@@ -64,6 +64,7 @@ def main(context: click.Context) -> None:
 @main.command(short_help="Rewrite a model so that its step fits a budget.")
 @flags.model
 @flags.budget
+@flags.reserved
 @click.option("--passes", help="Run only these passes, separated by commas; by default all.")
 @click.option("--exact/--no-exact", default=False, help="Allow only rewrites that keep every bit of the outputs.")
 @click.option("--compiled/--no-compiled", default=False, help="Plan for torch.compile of the result; measure that.")

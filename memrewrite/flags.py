@@ -16,6 +16,7 @@ PATH = click.Path(path_type=Path)
 # What a project may set once for all; what writes, prints or overwrites is said at each call.
 CONFIGURABLE: dict[str, type] = {
     "budget": str,
+    "reserved": bool,
     "input": list,
     "batch_size": int,
     "micro_batches": int,
@@ -82,6 +83,9 @@ def sizes(context: click.Context, option: click.Parameter, text: str | None) -> 
 
 
 budget = click.option("--budget", help="Bound the peak: 8GB (10^9), 8GiB (2^30), 60% of the original's, or min.")
+reserved = click.option(
+    "--reserved", is_flag=True, help="Let the budget bound what CUDA's allocator reserves, as a cap on a process does."
+)
 timeout = click.option(
     "--timeout",
     type=click.FloatRange(min=0, min_open=True),

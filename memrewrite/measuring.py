@@ -98,14 +98,19 @@ def predict(
     except DataDependentError:
         if step.as_cuda or (not probe and device_type(module, inputs) != "cpu"):
             raise
-        return with_workspaces(_tracked(module, inputs, step, steps, attribute, blocks), workspace_bytes)
+        timeline = _tracked(module, inputs, step, steps, attribute, blocks, workspace_bytes)
+        return with_workspaces(timeline, workspace_bytes)
 
 
-def _tracked(module: nn.Module, inputs: Inputs, step: Step, steps: int, attribute: bool, blocks: bool) -> Timeline:
+def _tracked(
+    module: nn.Module, inputs: Inputs, step: Step, steps: int, attribute: bool, blocks: bool, libraries: int
+) -> Timeline:
     with preserved_state(module, inputs):
         try:
             allocator = allocator_on(device_type(module, inputs)) if blocks else None
-            return run_tracked(module, inputs, step, steps=steps, attribute=attribute, allocator=allocator)
+            return run_tracked(
+                module, inputs, step, steps=steps, attribute=attribute, allocator=allocator, libraries=libraries
+            )
         except torch.OutOfMemoryError as error:
             name = type(module).__name__
             raise DoesNotFitError(

@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass
 from decimal import Decimal
+from typing import Protocol
 
 from memrewrite.errors import UsageError
 
@@ -40,16 +41,30 @@ def check_seed(seed: int) -> None:
         raise UsageError(f"Seed {seed} is out of range; give a whole number from -2**63 to 2**64 - 1.")
 
 
+class Figures(Protocol):
+    """What is known of a step: the peak of the bytes allocated, and of those the allocator reserved."""
+
+    @property
+    def peak(self) -> int:
+        """Bytes that tensors and libraries had at most."""
+
+    @property
+    def reserved(self) -> int:
+        """Bytes that the allocator held at most."""
+
+
 @dataclass(frozen=True)
 class Budget:
     """A bound on the real peak of a training step: bytes, a share of the original peak, or the lowest reachable.
 
-    Exactly one field is set (``minimum`` True counts as set).
+    Exactly one of the first three fields is set (``minimum`` True counts as set). With ``reserved`` it bounds what the
+    caching allocator of CUDA holds at most, which is what other processes, and a cap on this one, see of a step.
     """
 
     bytes: int | None = None
     share: float | None = None
     minimum: bool = False
+    reserved: bool = False
 
     @classmethod
     def parse(cls, value: "str | int | Budget") -> "Budget":
@@ -76,6 +91,10 @@ class Budget:
             raise UsageError(f"Budget {text!r} has no known unit; write e.g. 8GB, 7.5GiB, 900MB, 60% or min.")
         return cls(bytes=_positive(int(Decimal(match[1]) * _UNITS[match[2]]), text))
 
+    def of(self, figures: Figures) -> int:
+        """What it bounds, in bytes, of the figures of a step."""
+        return figures.reserved if self.reserved else figures.peak
+
     def resolve(self, original_peak: int) -> int | None:
         """The bound in bytes, given the original's peak in bytes; None means the lowest reachable."""
         if self.minimum:
@@ -83,11 +102,10 @@ class Budget:
         return self.bytes if self.bytes is not None else int((self.share or 1.0) * original_peak)
 
     def __str__(self) -> str:
-        if self.minimum:
-            return "min"
-        return (
-            f"{100 * self.share:.4g}% of the original peak" if self.share is not None else format_bytes(self.bytes or 0)
-        )
+        kind = "reserved" if self.reserved else "peak"
+        if self.share is not None:
+            return f"{100 * self.share:.4g}% of the original {kind}"
+        return ("min" if self.minimum else format_bytes(self.bytes or 0)) + " reserved" * self.reserved
 
 
 def device_bytes(memory: "str | int | Budget") -> int:

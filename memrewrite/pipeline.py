@@ -319,12 +319,11 @@ def rewrite(line: Line, names: tuple[str, ...] | None, exact: bool) -> None:
             part.apply(graph_pass)
 
 
-def rewrite_slower(line: Line, names: tuple[str, ...] | None, budget: int) -> None:
-    """Apply the rewrites that cost time where the peak is above ``budget`` bytes without them."""
-    if line.simulate().peak > budget:
-        for part in line.parts:
-            for graph_pass in registry.slower(names):
-                part.apply(graph_pass)
+def rewrite_slower(line: Line, names: tuple[str, ...] | None) -> None:
+    """Apply the rewrites that cost time, for a peak that is above the budget without them."""
+    for part in line.parts:
+        for graph_pass in registry.slower(names):
+            part.apply(graph_pass)
 
 
 def plan(line: Line, budget: int, spare: int = 0) -> Fitted:

@@ -11,7 +11,7 @@ from torch import nn
 from memrewrite.advice.optimizers import frugal
 from memrewrite.errors import BudgetInfeasibleError, MemrewriteError
 from memrewrite.measuring import predict
-from memrewrite.options import format_bytes
+from memrewrite.options import Budget, format_bytes
 from memrewrite.pipeline import Line
 from memrewrite.report.data import Option
 from memrewrite.runtime.dropin import FallbackWarning
@@ -27,23 +27,29 @@ _LEANER = {
     "SGD without momentum (--optimizer sgd)": "sgd",
 }
 _NOTICED = 0.01  # of the peak; a loop that spares less is told of only where it fits by that
+_ANY = Budget(minimum=True)
 _AMP = "bfloat16 autocast (--amp bf16)"
 _OTHER_BITS = "products and convolutions in bfloat16: other bits, as fast or faster on a GPU"
 
 
-def infeasible(line: Line, budget: int, lowest: int) -> BudgetInfeasibleError:
-    """The error for a budget in bytes that no plan meets; what else would is simulated with the one that is marked."""
+def infeasible(line: Line, limit: Budget, budget: int, lowest: int) -> BudgetInfeasibleError:
+    """The error for a limit of ``budget`` bytes that no plan meets; what else would is simulated with the marked one.
+
+    ``lowest`` are the lowest bytes reached of what is limited.
+    """
     plan, uncompiled = "plan", ""
     if line.compiled and line.step.mode == "train":
         plan = "plan for torch.compile"
         if line.simulate().peak_of_optimizer < lowest:
             uncompiled = "; uncompiled it may be lower"
     message = (
-        f"No {plan} fits {format_bytes(budget)}: the lowest reachable peak is {format_bytes(lowest)} "
+        f"No {plan} fits {format_bytes(budget)}{' reserved' * limit.reserved}: the lowest "
+        f"{'reserved' if limit.reserved else 'reachable'} peak is {format_bytes(lowest)} "
         f"({_floor(line)}){uncompiled}. What else would fit:"
     )
     workspaces = {"train": line.workspace, "inference": line.workspace}
-    found = options(Variants(line.build(), line.inputs, line.step, workspaces), budget, lowest)
+    variants = Variants(line.build(), line.inputs, line.step, workspaces, bounded=limit)
+    found = options(variants, budget, lowest)
     lines = tuple(
         f"  - {option.name}: {format_bytes(option.peak_bytes)} ({option.cost})" for option in found if option.fits
     )
@@ -61,7 +67,8 @@ def _floor(line: Line) -> str:
 class Variants:
     """A model whose step is simulated in other ways.
 
-    ``workspaces`` are the bytes that libraries hold in each mode; with ``probe`` False no device is used.
+    ``workspaces`` are the bytes that libraries hold in each mode; with ``probe`` False no device is used. Peaks are
+    those of what ``bounded`` bounds.
     """
 
     module: nn.Module
@@ -69,6 +76,7 @@ class Variants:
     step: Step
     workspaces: Mapping[str, int]
     probe: bool = True
+    bounded: Budget = _ANY
 
     def peak(self, step: Step, inputs: Inputs | None = None) -> int | None:
         """The peak in bytes; None where the rewritten forward, or the model itself, does not take the inputs."""
@@ -79,7 +87,7 @@ class Variants:
                 found = predict(self.module, given, step, workspace_bytes=self.workspaces[step.mode], probe=self.probe)
             except (FallbackWarning, MemrewriteError, RuntimeError, ValueError, TypeError, IndexError):
                 return None
-        return found.peak
+        return self.bounded.of(found)
 
 
 def options(variants: Variants, limit: int, now: int) -> tuple[Option, ...]:

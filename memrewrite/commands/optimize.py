@@ -8,7 +8,7 @@ from typing import Literal
 from rich.console import Console
 from torch import nn
 
-from memrewrite import advice, api, registry
+from memrewrite import advice, api
 from memrewrite.artifact.recheck import verify_in_child
 from memrewrite.artifact.save import save
 from memrewrite.codegen import generate
@@ -35,7 +35,7 @@ Job = jobs.Job[OptimizeRequest]
 
 def run(request: OptimizeRequest) -> int:
     """Carry out the request and give the exit code; raises what ``memrewrite.errors`` names."""
-    budget = None if request.budget is None else Budget.parse(request.budget)
+    budget = None if request.budget is None else replace(Budget.parse(request.budget), reserved=request.reserved)
     if request.png is not None:
         png.require()
     work = _check if request.check else _optimize
@@ -44,21 +44,24 @@ def run(request: OptimizeRequest) -> int:
 
 def _check(job: Job, budget: Budget | None, stage: Stages) -> Outcome:
     """Whether the original fits the budget as predicted; nothing is changed or written."""
+    limit = api.limit_for(budget, False, job.step.device_type(job.module, job.inputs))
     stage("simulate")
     workspace = workspace_bytes(job.device, job.step.amp, job.step.mode, job.step.as_cuda)
-    peak = api.simulate_original(job.module, job.inputs, job.step, workspace).peak
-    limit = budget.resolve(peak) if budget else None
-    if limit is None:
+    found = api.simulate_original(job.module, job.inputs, job.step, workspace)
+    if limit is None or limit.minimum:
         raise UsageError("--check needs a budget in bytes or per cent; min says nothing about the model as it is.")
-    verdict = "fits" if peak <= limit else "does not fit"
-    line = f"{job.name}: predicted peak {format_bytes(peak)}, budget {format_bytes(limit)}: {verdict}"
+    kind, bound = ("reserved" if limit.reserved else "peak"), limit.resolve(limit.of(found)) or 0
+    fits = limit.of(found) <= bound
+    line = f"{job.name}: predicted {kind} {format_bytes(limit.of(found))}, budget {format_bytes(bound)}: "
+    line += "fits" if fits else "does not fit"
     payload = {
         "model": job.name,
-        "predicted_peak": peak,
-        "budget": limit,
-        "fits": peak <= limit,
+        "predicted_peak": found.peak,
+        "predicted_reserved": found.reserved,
+        "budget": bound,
+        "fits": fits,
     }
-    return Outcome(payload, lambda console: say(console, line), 0 if peak <= limit else EXIT_OVER_BUDGET)
+    return Outcome(payload, lambda console: say(console, line), 0 if fits else EXIT_OVER_BUDGET)
 
 
 def _optimize(job: Job, budget: Budget | None, stage: Stages) -> Outcome:
@@ -109,8 +112,9 @@ def _options(job: Job, report: Report, budget: int) -> tuple[Option, ...]:
     step = job.step
     modes: tuple[Literal["train", "inference"], ...] = ("train", "inference")
     workspaces: dict[str, int] = {mode: workspace_bytes(job.device, step.amp, mode, step.as_cuda) for mode in modes}
-    variants = advice.Variants(job.module, job.inputs, step, workspaces)
-    return advice.options(variants, budget, report.predicted_before.peak)
+    bounded = Budget(bytes=budget, reserved=report.reserved)
+    variants = advice.Variants(job.module, job.inputs, step, workspaces, bounded=bounded)
+    return advice.options(variants, budget, bounded.of(report.predicted_before))
 
 
 def _timelines(job: Job, optimized: nn.Module) -> list[Timeline]:
@@ -184,11 +188,9 @@ def _measured(job: Job, report: Report, artifact: Path | None, stage: Stages) ->
 
 
 def _verify_saved(job: Job, report: Report, artifact: Path, stage: Stages) -> None:
-    """Raise ``NotEquivalentError`` unless the artifact is what was proved; bit for bit where arithmetic was kept."""
+    """Raise ``NotEquivalentError`` unless the artifact is what was proved; bit for bit where that was bit-equal."""
     stage("verify saved")
-    exact_passes = {each.name for each in registry.patterns(None, job.request.exact) if each.exact}
-    inexact = set(registry.PATTERNS) - exact_passes
-    exact = inexact.isdisjoint(name for name, _, _ in report.rewrites)
+    exact = job.request.exact or all(check.bit_equal == check.count for check in report.checks)
     verify_in_child(job.loader(artifact), job.request.step, exact=exact, timeout_s=job.request.timeout)
 
 

@@ -82,6 +82,7 @@ class OptimizeRequest(ModelRequest):
     """``memrewrite optimize``."""
 
     budget: str | None
+    reserved: bool
     passes: str | None
     exact: bool
     compiled: bool
@@ -111,6 +112,8 @@ class OptimizeRequest(ModelRequest):
             raise UsageError("--check needs a budget to check against; give --budget.")
         if self.advise and (self.check or self.budget is None):
             raise UsageError("--advise says what else would fit a budget; give --budget, and leave out --check.")
+        if self.reserved and self.budget is None:
+            raise UsageError("--reserved says what the budget bounds; give --budget.")
         if self.check and self.output is not None:
             raise UsageError("--check writes nothing; leave out -o.")
         if self.check and budget is not None and budget.minimum:

@@ -169,6 +169,7 @@ class Report:
     ``shares`` splits a model that could not be captured whole; it is empty for one that was, and in inference.
     ``predicted_ms_before`` and ``predicted_ms_after`` are the step's time in ms as its operators' own times make it,
     None where these are not known (off CUDA, or where the model could not be captured whole).
+    ``reserved`` says that ``budget`` is for what the allocator reserves, not for what is allocated.
     """
 
     model: str
@@ -198,6 +199,13 @@ class Report:
     command_line: str = ""
     options: tuple[Option, ...] = ()
     habits: tuple[HabitCost, ...] = ()
+    reserved: bool = False
+
+    @property
+    def held(self) -> int:
+        """What the budget is held against, in bytes: measured where that was done, else predicted."""
+        figures = self.measured_after or self.predicted_after
+        return figures.reserved if self.reserved else figures.peak
 
     @property
     def captured_share(self) -> float:

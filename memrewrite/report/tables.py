@@ -35,13 +35,12 @@ def show(
 
 def over_budget(report: Report) -> bool:
     """Whether the rewritten model was measured and needs more than the budget."""
-    return (
-        report.budget is not None and report.measured_after is not None and report.measured_after.peak > report.budget
-    )
+    return report.budget is not None and report.measured_after is not None and report.held > report.budget
 
 
 def _parts(report: Report, verbose: bool, written: Path | None, fits: bool) -> Iterator[RenderableType]:
-    budget = "no budget" if report.budget is None else f"budget {format_bytes(report.budget)}"
+    kind = " reserved" * report.reserved
+    budget = "no budget" if report.budget is None else f"budget {format_bytes(report.budget)}{kind}"
     yield Text(plain(f"{report.model}: {report.mode} step on {report.device}, {budget}"), style="bold")
     yield _peaks(report, fits)
     yield from habit_costs(report.habits, str(report.config.get("loop")))
@@ -146,7 +145,7 @@ def _rewrites(report: Report, verbose: bool) -> Iterator[RenderableType]:
         yield Text(f"A segment keeps what enters it and runs again in backward; these {reach} found:")
         yield _segments(report)
         yield Text()
-    if verbose and not report.segments and report.predicted_after.peak <= (report.budget or 0):
+    if verbose and not report.segments and report.held <= (report.budget or 0):
         yield Text("Checkpoint segments: none; the predicted peak fits the budget without them")
 
 
@@ -174,8 +173,8 @@ def _refusals(report: Report, verbose: bool) -> Iterator[RenderableType]:
 
 def _budget(report: Report) -> Text:
     budget = report.budget or 0
-    measured = report.measured_after
-    kind, peak = ("measured", measured.peak) if measured else ("predicted", report.predicted_after.peak)
+    kind = f"{'measured' if report.measured_after else 'predicted'}{' reserved' * report.reserved}"
+    peak = report.held
     if peak <= budget:
         return Text(f"Budget: the {kind} peak fits with {format_bytes(budget - peak)} to spare", style="green")
     return Text(f"Budget: the {kind} peak is over by {format_bytes(peak - budget)}", style="red")

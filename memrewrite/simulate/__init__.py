@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from memrewrite.errors import DataDependentError, UsageError
 from memrewrite.private import FAKE_TENSOR_ERRORS, foreach_on_fake_tensors, tree_leaves
 from memrewrite.simulate.allocator import Allocator, allocator_on
-from memrewrite.simulate.as_cuda import transients_for
+from memrewrite.simulate.as_cuda import library_requests, transients_for
 from memrewrite.simulate.fake import fakes_of, on_fakes, tensors_of
 from memrewrite.simulate.places import Places
 from memrewrite.simulate.tangents import zero_gradients
@@ -137,6 +137,7 @@ def simulate(
     attribute: bool = False,
     probe: bool = True,
     blocks: bool = True,
+    cap: int | None = None,
 ) -> Timeline:
     """Run ``steps`` steps on a fake twin of ``module`` and count.
 
@@ -145,7 +146,8 @@ def simulate(
     one operator at a time, the first time its signature is met; for a step ``as_cuda``, or with ``probe`` False, it is
     known of attention and of sums alone and the device is left alone. ``attribute`` says by which submodule every
     storage was made. With ``blocks`` False what is asked for counts, and not what the caching allocator of CUDA hands
-    out for it. The module, its tensors and the random state stay as they are.
+    out for it; ``cap`` is how many bytes that may reserve, workspaces included (see ``Allocator``). The module, its
+    tensors and the random state stay as they are.
     Raises ``UsageError`` for CUDA tensors without CUDA, ``DataDependentError`` where the step depends on data.
     """
     tensors = [*tensors_of(module), *inputs.tensors()]
@@ -157,9 +159,15 @@ def simulate(
     with preserved_rng(tensors):
         device = next((tensor.device for tensor in tensors if tensor.is_cuda), torch.device("cpu"))
         transients = transients_for(device, step.as_cuda or (device.type == "cuda" and not probe))
-        timeline = _on_fakes(module, inputs, step, transients, steps, attribute, blocks)
+        kind = step.device_type(module, inputs)
+
+        def run() -> Timeline:
+            allocator = allocator_on(kind, cap) if blocks else None
+            return _on_fakes(module, inputs, step, transients, steps, attribute, allocator, workspace_bytes)
+
+        timeline = run()
         if transients is not None and transients.probe():
-            timeline = _on_fakes(module, inputs, step, transients, steps, attribute, blocks)
+            timeline = run()
     return with_workspaces(timeline, workspace_bytes)
 
 
@@ -170,7 +178,8 @@ def _on_fakes(
     transients: Transients | None,
     steps: int,
     attribute: bool,
-    blocks: bool,
+    allocator: Allocator | None,
+    libraries: int,
 ) -> Timeline:
     targets = step.targets(module, inputs)
     try:
@@ -179,10 +188,9 @@ def _on_fakes(
             on_fakes(module, inputs, step.as_cuda, these=True) as (twin, fakes),
             TrueResults(),
         ):
-            allocator = allocator_on(step.device_type(module, inputs)) if blocks else None
             given = [*fakes.tensors(), *twin.parameters()]
             seen = Targets(fakes_of(targets.of_batch, given), fakes_of(targets.fixed, given))
-            return run_tracked(twin, fakes, step, transients, steps, attribute, allocator, seen)
+            return run_tracked(twin, fakes, step, transients, steps, attribute, allocator, libraries, seen)
     except FAKE_TENSOR_ERRORS as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise DataDependentError(
@@ -199,11 +207,14 @@ def run_tracked(
     steps: int = 2,
     attribute: bool = False,
     allocator: Allocator | None = None,
+    libraries: int = 0,
     targets: Targets | None = None,
 ) -> Timeline:
     """Run ``steps`` steps on the module itself, real or fake, and count the storages on its device type.
 
-    ``targets`` are by default those of the step.
+    With an ``allocator`` the bytes reserved are those after more steps like the last, once these reserve no more; among
+    them the ``libraries`` bytes that cuBLAS asks it for at the first products. ``targets`` are by default those of the
+    step.
     """
     places = Places(module) if attribute else None
     tracker = Tracker(device_type(module, inputs), transients, places, step.compiled, allocator)
@@ -218,16 +229,19 @@ def run_tracked(
     loop = step.shortest().begin(module, inputs, step.make_optimizer(module), targets)
     tracker.register(loop.batches, INPUTS)
     tracker.register([] if loop.average is None else loop.average.tensors, AVERAGE)
-    recorder = _Recorder(tracker, loop)
+    recorder = _Recorder(tracker, loop, library_requests(libraries, step.mode))
     peaks = []
     with places.followed() if places else nullcontext(), zero_gradients(module) if step.compiled else nullcontext():
         for number in range(1, steps + 1):
             tracker.reset_peak()
             recorder.start(number)
+            if allocator is not None:
+                allocator.record()
             with tracker:
                 loop.take(recorder.on_phase)
             peaks.append(tracker.peak)
     categories, held = tracker.categories(), tracker.current
+    tracker.blocks = None  # what dies from here on was counted
     loop.release()
     return Timeline(
         peaks[-1],
@@ -236,7 +250,7 @@ def run_tracked(
         categories,
         tracker.events,
         recorder.floor,
-        max(peaks) if allocator is None else allocator.most,
+        max(peaks) + (libraries if tracker.multiplied else 0) if allocator is None else allocator.settle(),
         tracker.multiplied,
         held - tracker.current,
         tracker.peak_event,
@@ -253,8 +267,9 @@ def _owner(name: str) -> str:
 class _Recorder:
     """Follows the phases of a step: what is born in each, and what turned out to be a gradient or optimizer state."""
 
-    def __init__(self, tracker: Tracker, loop: Running) -> None:
+    def __init__(self, tracker: Tracker, loop: Running, libraries: tuple[list[int], list[int]]) -> None:
         self.tracker = tracker
+        tracker.libraries, self._of_backward = libraries  # the autograd engine's thread has a handle of its own
         self.phases: list[tuple[str, int]] = []
         self.floor = 0
         self._loop = loop
@@ -289,6 +304,8 @@ class _Recorder:
             self.tracker.register(tensors, STATE, self._owners.get(id(owner)))
 
     def _begin(self, phase: Phase) -> None:
+        if phase == "backward":
+            self.tracker.libraries, self._of_backward = [*self.tracker.libraries, *self._of_backward], []
         self.tracker.begin(f"step {self._number} {phase}", _BORN_AS[phase])
 
 
@@ -305,7 +322,10 @@ def preserved_rng(tensors: list[Tensor]) -> Iterator[None]:
 
 
 def with_workspaces(timeline: Timeline, size: int) -> Timeline:
-    """The timeline with ``size`` bytes of library workspaces throughout, if the libraries had anything to do."""
+    """The timeline with ``size`` bytes of library workspaces throughout, if the libraries had anything to do.
+
+    What is reserved has them already, see ``run_tracked``.
+    """
     if not size or not timeline.multiplied:
         return timeline
     return replace(
@@ -316,5 +336,4 @@ def with_workspaces(timeline: Timeline, size: int) -> Timeline:
         categories={**timeline.categories, WORKSPACES: size},
         events=[(count + size, label) for count, label in timeline.events],
         floor=timeline.floor + size,
-        reserved=timeline.reserved + size,
     )

@@ -22,6 +22,7 @@ _SMALL = _MIB  # the largest request that goes to the pool of small blocks
 _SMALL_SEGMENT, _LARGE_SEGMENT = 2 * _MIB, 20 * _MIB  # and the pages of segments that grow
 _OWN_SEGMENT = 10 * _MIB  # the smallest request that gets a segment of its own,
 _ROUND = 2 * _MIB  # which is a multiple of this
+_REPEATS = 8  # steps; what they find free was the same from the third or fourth on wherever that was measured
 _EXPANDABLE = re.compile(r"expandable_segments\s*:\s*true", re.IGNORECASE)
 
 
@@ -68,6 +69,7 @@ class Allocator:
     _free: dict[bool, list[tuple[int, int, Block]]] = field(default_factory=lambda: {True: [], False: []})
     _last: dict[bool, Block] = field(default_factory=dict)  # of segments that grow, the one at the highest address
     _lowest: int = 0  # the address of the last segment that does not grow
+    _log: list[tuple[Block, int]] = field(default_factory=list)  # bytes asked for, negative for those given back
 
     def allocate(self, size: int) -> Block:
         """The block for a request of ``size`` bytes, more than none."""
@@ -78,11 +80,13 @@ class Allocator:
         if rest >= GRANULE if small or self.expandable else rest > _SMALL:
             self._split(block, size)
         self.allocated += block.size
+        self._log.append((block, size))
         return block
 
     def release(self, block: Block) -> None:
         """Take a block back; with free neighbours it becomes one."""
         self.allocated -= block.size
+        self._log.append((block, -block.size))
         if block.before is not None and block.before.free:
             block = self._joined(block.before, block)
         if block.after is not None and block.after.free:
@@ -104,6 +108,43 @@ class Allocator:
                 self.release(found[1])
                 given[-step - 1] = None
         return [each for each in given if each is not None], highest
+
+    def record(self) -> None:
+        """From here on a step runs that is like all that follow; ``settle`` repeats it."""
+        self._log.clear()
+
+    def settle(self) -> int:
+        """The most bytes that are reserved once further steps, which ask for the same again, reserve no more.
+
+        The first of them find other blocks free than the one before did. No block from before can be released after.
+        """
+        step = list(self._log)
+        standing: dict[Block, None] = {}
+        for block, size in step:
+            if size > 0:
+                standing[block] = None
+            else:
+                standing.pop(block, None)
+        for _ in range(_REPEATS):
+            before = self.most
+            standing = self._repeat(step, list(standing))
+            if self.most == before:
+                break
+        return self.most
+
+    def _repeat(self, step: list[tuple[Block, int]], standing: list[Block]) -> dict[Block, None]:
+        """Serve a step again, which lets go of the blocks that the one before left ``standing``; returns its own."""
+        now: dict[Block, Block] = {}
+        for block, size in step:
+            if size > 0:
+                now[block] = self.allocate(size)
+            elif block in now:
+                self.release(now.pop(block))
+            elif standing:
+                old = min(standing, key=lambda each, size=size: abs(each.size + size))  # type: ignore[misc]
+                standing.remove(old)
+                self.release(old)
+        return dict.fromkeys(now.values())
 
     def _best(self, size: int, small: bool) -> Block | None:
         free = self._free[small]
@@ -182,9 +223,9 @@ class Allocator:
         del free[bisect_left(free, (block.size, block.address))]
 
 
-def allocator_on(device_type: str) -> Allocator | None:
+def allocator_on(device_type: str, limit: int | None = None) -> Allocator | None:
     """An empty allocator as PyTorch's environment configures it; None on other devices than CUDA."""
     if device_type != "cuda":
         return None
     settings = (os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
-    return Allocator(any(map(_EXPANDABLE.search, settings)))
+    return Allocator(any(map(_EXPANDABLE.search, settings)), limit)

@@ -74,6 +74,13 @@ def library_bytes(mode: str) -> int:
     return _CUBLAS * (2 if mode == "train" else 1) + _CUBLASLT
 
 
+def library_requests(size: int, mode: str) -> tuple[list[int], list[int]]:
+    """The requests that ``size`` bytes of libraries are in a step of ``mode``, of the forward pass and of backward."""
+    own = min(_CUBLASLT, size)
+    workspace = (size - own) // (2 if mode == "train" else 1)
+    return [each for each in (workspace, own) if each], [workspace] if workspace and mode == "train" else []
+
+
 @contextmanager
 def as_cuda() -> Iterator[None]:
     """Let fake CPU tensors in this thread run what CUDA tensors run; for simulating only, undone afterwards.

@@ -109,6 +109,7 @@ class Tracker(Layer):
         self._peak_extra = 0
         self._live: dict[int, _Block] = {}
         self._blocks: list[_Block] = []
+        self.libraries: list[int] = []  # bytes that cuBLAS asks for, for good, at its next product
         self._ready: dict[int, deque[Block]] = {}  # what the allocator handed out for the operator that runs, by bytes
 
     def register(self, tensors: Iterable[Tensor], category: str, module: str | None = None) -> None:
@@ -177,7 +178,11 @@ class Tracker(Layer):
             self._place = self._places.now()
         result = self.below(func, types, args, kwargs or {})
         self._func = func
-        self.multiplied = self.multiplied or getattr(func, "__name__", "").partition(".")[0] in _BLAS
+        if (self.libraries or not self.multiplied) and getattr(func, "__name__", "").partition(".")[0] in _BLAS:
+            self.multiplied = True
+            for size in self.libraries if self.blocks is not None else ():
+                self.blocks.allocate(size)
+            self.libraries = []
         if self.compiled and (size := widened(func, args, result)):
             self._see(result, size)
         taken = Taken() if self._transients is None else self._transients.lookup(func, args, dict(kwargs or {}))

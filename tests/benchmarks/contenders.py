@@ -17,6 +17,7 @@ from torch import nn
 from memrewrite import budgeting
 from memrewrite.api import optimize
 from memrewrite.errors import BudgetInfeasibleError
+from memrewrite.options import Budget
 from memrewrite.step import Inputs, Step
 from tests.benchmarks.models import Workload, sqrt_segments
 from tests.benchmarks.rows import ParetoRow
@@ -100,15 +101,25 @@ def _optimized(contender: str, step: Step, model: nn.Module, inputs: Inputs, row
     return rewritten(budget, step, model, inputs, verify=verify, compiled=is_compiled(contender))
 
 
-def _infeasible(line: object, budget: int, lowest: int) -> BudgetInfeasibleError:
+def _infeasible(line: object, limit: Budget, budget: int, lowest: int) -> BudgetInfeasibleError:
     """The error without what else would fit, which takes several plans to say."""
     return BudgetInfeasibleError(f"The lowest peak is {lowest} bytes, not {budget}.", lowest)
 
 
 def rewritten(
-    budget: int | None, step: Step, model: nn.Module, inputs: Inputs, *, verify: bool = False, compiled: bool = False
+    budget: int | None,
+    step: Step,
+    model: nn.Module,
+    inputs: Inputs,
+    *,
+    verify: bool = False,
+    compiled: bool = False,
+    reserved: bool = False,
 ) -> Ready:
-    """``model`` within ``budget`` bytes, or at its lowest peak; raises what ``optimize`` raises."""
+    """``model`` within ``budget`` bytes (``reserved``: of what is reserved), or at its lowest peak.
+
+    Raises what ``optimize`` raises.
+    """
     with mock.patch.object(budgeting, "infeasible", _infeasible):
         optimized = optimize(
             model,
@@ -119,6 +130,7 @@ def rewritten(
             amp=step.amp,
             compiled=compiled,
             verify=verify,
+            reserved=reserved,
         )
     report = optimized.report
     note = report.verdict if verify else ""

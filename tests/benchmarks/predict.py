@@ -3,15 +3,20 @@
     python -m tests.benchmarks.predict FOLDER [--only resnet50 bert_base] [--deadline-s 540]
 
 Every case becomes a row of ``FOLDER/predict.jsonl``; a stopped run resumes where it was. The prediction is made first,
-without running the model; where a step depends on values, real steps are tracked instead, and the row says so. Loops
+without running the model; where a step depends on values, real steps are tracked instead, and the row says so. What is
+real is measured in a process of its own: what is reserved depends on where segments lie, and so on all that ran before.
+Loops
 with a ``GradScaler`` are measured with it and predicted without: it has a few tensors of one number.
 """
 
 import argparse
+import json
 import re
+import subprocess
 import sys
+import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +39,7 @@ _FACTORIES: dict[str, OptimizerFactory] = {
     "adamw-loop": lambda parameters: torch.optim.AdamW(parameters, foreach=False),
     "adafactor": torch.optim.Adafactor,
 }
+ROOT = Path(__file__).resolve().parents[2]
 _STEPS = 3
 _TINY_BATCH = 4
 
@@ -168,10 +174,31 @@ def _figures(case: Case, device: torch.device, tiny: bool) -> dict[str, Any]:
     else:
         predicted, note = _predicted(module, inputs, step, device)
     seconds = time.perf_counter() - started
-    real = Scaled(**vars(step)) if case.scaled else step
-    measured = measure(module, inputs, real, steps=_STEPS)
-    reserved = {"predicted_reserved": predicted.reserved, "reserved": measured.reserved}
-    return {"predicted": predicted.peak, "measured": measured.peak, **reserved, "seconds": seconds, "note": note}
+    with tempfile.TemporaryDirectory(prefix="memrewrite-") as scratch:
+        file = Path(scratch) / "module.pt"
+        if case.budget:
+            torch.save(module, file)
+        del module, inputs
+        clear(device)
+        command = [sys.executable, "-m", "tests.benchmarks.predict", scratch, "--device", device.type]
+        command += ["--measure", json.dumps(asdict(case)), *["--tiny"] * tiny]
+        answer = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
+    peak, held = json.loads(answer.splitlines()[-1])
+    reserved = {"predicted_reserved": predicted.reserved, "reserved": held}
+    return {"predicted": predicted.peak, "measured": peak, **reserved, "seconds": seconds, "note": note}
+
+
+def _measure(case: Case, file: Path, device: torch.device, tiny: bool) -> tuple[int, int]:
+    """The peak of the bytes allocated and of those reserved by the case's step, or by what ``file`` has."""
+    with device:
+        module, inputs = case.build(tiny)
+    if file.exists():
+        del module
+        clear(device)
+        module = torch.load(file, map_location=device, weights_only=False)
+    step = case.step()
+    measured = measure(module, inputs, Scaled(**vars(step)) if case.scaled else step, steps=_STEPS)
+    return measured.peak, measured.reserved
 
 
 def _optimized(case: Case, module: nn.Module, inputs: Inputs, step: Step) -> tuple[nn.Module, Peaks, str]:
@@ -204,7 +231,12 @@ def main() -> int:
     parser.add_argument("--deadline-s", type=float, default=float("inf"), help="start no case after that many seconds")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="tiny models of the same families")
+    parser.add_argument("--measure", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.measure:
+        case = Case(**json.loads(options.measure))
+        print(json.dumps(_measure(case, options.folder / "module.pt", torch.device(options.device), options.tiny)))
+        return 0
     end, path = time.monotonic() + options.deadline_s, options.folder / PREDICT
     for case in CASES:
         wanted = options.only is None or case.model in options.only

@@ -12,6 +12,7 @@ import torch
 from memrewrite import __version__
 
 PARETO, PREDICT, PLANTIME, MAXBATCH = "pareto.jsonl", "predict.jsonl", "plantime.jsonl", "maxbatch.jsonl"
+HARDCAP = "hardcap.jsonl"
 INFEASIBLE = "infeasible"
 _LIBRARIES = ("torch", "timm", "transformers", "torchvision", "triton", "diffusers")
 
@@ -88,6 +89,25 @@ class BatchRow(Row):
     step_ms: float | None = None
     per_second: float | None = None
     trials: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CapRow(Row):
+    """Training within ``cap`` bytes reserved, by a plan for ``budget`` bytes: whether (``ok``) and how many ``steps``.
+
+    ``predicted`` is the simulated peak of what is allocated, ``predicted_reserved`` what is reserved under that cap;
+    ``retries`` counts how often the allocator gave cached segments back to get another.
+    """
+
+    budget: int | None = None
+    cap: int | None = None
+    predicted: int | None = None
+    predicted_reserved: int | None = None
+    reserved: int | None = None
+    peak: int | None = None
+    retries: int | None = None
+    steps: int | None = None
+    seconds: float | None = None
 
 
 def read(path: Path, kind: type[R]) -> list[R]:

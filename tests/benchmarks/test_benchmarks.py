@@ -45,7 +45,7 @@ def test_what_cuda_took_is_held_against_what_is_predicted_without_it(
     ((name, _, build, step),) = without_cuda.measured(tmp_path, None, tiny=True)
     assert name == "unet, batch 4"
     (tmp_path / rows.PARETO).unlink()
-    rows.append(tmp_path / rows.PARETO, replace(row, peak=2 * without_cuda.predicted(build, step)))
+    rows.append(tmp_path / rows.PARETO, replace(row, peak=2 * without_cuda.predicted(build, step).peak))
     monkeypatch.setattr("sys.argv", ["without_cuda", str(tmp_path), "--tiny"])
     assert without_cuda.main() == 0
     assert "| -50.00% |" in capsys.readouterr().out

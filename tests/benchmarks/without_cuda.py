@@ -19,6 +19,7 @@ from torch import nn
 
 from memrewrite.api import simulate_original
 from memrewrite.errors import DataDependentError
+from memrewrite.simulate import Timeline
 from memrewrite.simulate.workspaces import workspace_bytes
 from memrewrite.step import Inputs, Step
 from tests.benchmarks.contenders import EAGER
@@ -26,26 +27,33 @@ from tests.benchmarks.models import WORKLOADS
 from tests.benchmarks.predict import CASES
 from tests.benchmarks.rows import PARETO, PREDICT, ParetoRow, PredictRow, read
 
+Bytes = tuple[int | None, int | None]
 Build = Callable[[], tuple[nn.Module, Inputs]]
 
 
-def predicted(build: Build, step: Step) -> int:
-    """The peak in bytes of that model's step on CUDA, on the CPU's fake tensors."""
+def predicted(build: Build, step: Step) -> Timeline:
+    """That model's step on CUDA, on the CPU's fake tensors."""
     model, inputs = build()
     step = replace(step, as_cuda=True)
     workspace = workspace_bytes(torch.device("cpu"), step.amp, step.mode, step.as_cuda)
-    return simulate_original(model, inputs, step, workspace).peak
+    return simulate_original(model, inputs, step, workspace)
 
 
-def measured(folder: Path, only: list[str] | None, tiny: bool) -> Iterator[tuple[str, int, Build, Step]]:
-    """What was measured, in bytes, how it is called, and what it was."""
+def measured(folder: Path, only: list[str] | None, tiny: bool) -> Iterator[tuple[str, Bytes, Build, Step]]:
+    """How it is called, what was measured, allocated and reserved, and what it was."""
     for row in read(folder / PARETO, ParetoRow):
         if row.contender == EAGER and row.peak and row.workload in (only or WORKLOADS):
             name = f"{row.workload}, batch {row.batch}" + ("" if row.amp == "off" else f", {row.amp}")
-            yield name, row.peak, functools.partial(_workload, row, tiny), WORKLOADS[row.workload].step()
-    peaks = {row.workload: row.measured for row in read(folder / PREDICT, PredictRow)}
+            yield (
+                name,
+                (row.peak, row.reserved),
+                functools.partial(_workload, row, tiny),
+                WORKLOADS[row.workload].step(),
+            )
+    peaks = {row.workload: (row.measured, row.reserved) for row in read(folder / PREDICT, PredictRow)}
     for case in CASES:
-        if (peak := peaks.get(case.name)) and not case.budget and case.model in (only or [case.model]):
+        peak = peaks.get(case.name, (None, None))
+        if peak[0] and not case.budget and case.model in (only or [case.model]):
             yield case.name, peak, functools.partial(case.build, tiny), case.step()
 
 
@@ -61,17 +69,22 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", help="these models only")
     parser.add_argument("--tiny", action="store_true", help="tiny models of the same families")
     options = parser.parse_args()
-    print("| step | predicted | measured | error |\n| --- | --- | --- | --- |")
-    errors = []
+    print("| step | predicted | measured | error | reserved, predicted | reserved | error |\n|" + " --- |" * 7)
+    errors: tuple[list[float], list[float]] = [], []
     for name, real, build, step in measured(options.folder, options.only, options.tiny):
         try:
-            peak = predicted(build, step)
+            found = predicted(build, step)
         except DataDependentError:
             continue
-        errors.append(peak / real - 1)
-        print(f"| {name} | {peak / 1e9:.2f} GB | {real / 1e9:.2f} GB | {errors[-1]:+.2%} |", flush=True)
-    sizes = [abs(error) for error in errors]
-    print(f"\nmedian {statistics.median(sizes):.2%}, worst {max(sizes):.2%}, {len(sizes)} steps")
+        cells = [name]
+        for size, known, seen in zip((found.peak, found.reserved), real, errors, strict=True):
+            if known is not None:
+                seen.append(size / known - 1)
+                cells += [f"{size / 1e9:.2f} GB", f"{known / 1e9:.2f} GB", f"{seen[-1]:+.2%}"]
+        print(f"| {' | '.join(cells)} |", flush=True)
+    for kind, seen in zip(("the peak", "what is reserved"), errors, strict=True):
+        if sizes := [abs(error) for error in seen]:
+            print(f"\n{kind}: median {statistics.median(sizes):.2%}, worst {max(sizes):.2%}, {len(sizes)} steps")
     return 0
 
 

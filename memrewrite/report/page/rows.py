@@ -91,11 +91,11 @@ def headline(report: "Report") -> str:
     after = new.peak if new else report.predicted_after.peak
     verb = "peaks" if new else "is predicted to peak"
     if not report.changed:
-        return f"{who} {verb} at {short_bytes(after)}{_budget(report, after)}; nothing was to rewrite."
+        return f"{who} {verb} at {short_bytes(after)}{_budget(report)}; nothing was to rewrite."
     instead = f"instead of {short_bytes(before)} ({change(before, after)})"
     if new and not old:
         instead = f"instead of the {short_bytes(before)} predicted for the original ({change(before, after)})"
-    return f"{who} {verb} at {short_bytes(after)} {instead}{_budget(report, after)}."
+    return f"{who} {verb} at {short_bytes(after)} {instead}{_budget(report)}."
 
 
 def verdict(report: "Report") -> tuple[str, str, str]:
@@ -224,12 +224,13 @@ def environment(report: "Report") -> list[tuple[str, str]]:
     return rows
 
 
-def _budget(report: "Report", peak: int) -> str:
+def _budget(report: "Report") -> str:
     if report.budget is None:
         return ""
-    if peak <= report.budget:
-        return f", within the budget of {short_bytes(report.budget)}"
-    return f", {short_bytes(peak - report.budget)} over the budget of {short_bytes(report.budget)}"
+    what = f" and reserves {short_bytes(report.held)}" * report.reserved
+    if report.held <= report.budget:
+        return f"{what}, within the budget of {short_bytes(report.budget)}"
+    return f"{what}, {short_bytes(report.held - report.budget)} over the budget of {short_bytes(report.budget)}"
 
 
 def _bytes(name: str, before: int | None, after: int | None, missing: str = "", *, short: bool = False) -> Figure:
