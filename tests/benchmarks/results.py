@@ -56,8 +56,8 @@ def pareto_table(rows: list[ParetoRow]) -> str:
     """One line per workload and contender."""
     eager = _eager(rows)
     columns = ["workload", "contender", "budget", "predicted", "peak", "activations", "step", "quartiles", "time"]
-    columns += ["segments", "ready after", "remark"]
-    return _table(columns, (_pareto_line(row, eager.get(row.workload)) for row in rows))
+    columns += ["segments", "ready after", "remark", "code"]
+    return _table(columns, ([*_pareto_line(row, eager.get(row.workload)), _code(row, rows)] for row in rows))
 
 
 def short_table(rows: list[ParetoRow]) -> str:
@@ -73,24 +73,31 @@ def short_table(rows: list[ParetoRow]) -> str:
 def predict_table(rows: list[PredictRow]) -> str:
     """One line per case."""
     columns = ["case", "predicted", "measured", "error", "reserved, predicted", "reserved", "error", "took", "remark"]
-    return _table(columns, map(_predict_line, rows))
+    columns.append("code")
+    return _table(columns, ([*_predict_line(row), _code(row, rows)] for row in rows))
 
 
 def plan_table(rows: list[PlanRow]) -> str:
     """One line per graph."""
-    columns = ["graph", "nodes", "captured after", "planned after", "remark"]
-    return _table(columns, ([r.workload, _int(r.nodes), _s(r.capture_s), _s(r.plan_s), r.note] for r in rows))
+    columns = ["graph", "nodes", "captured after", "planned after", "remark", "code"]
+    figures = ([r.workload, _int(r.nodes), _s(r.capture_s), _s(r.plan_s), r.note, _code(r, rows)] for r in rows)
+    return _table(columns, figures)
 
 
 def batch_table(rows: list[BatchRow]) -> str:
     """One line per workload and budget, one column per contender: the largest batch, and samples per second at it."""
     shown = [contender for contender in CONTENDERS if any(row.contender == contender for row in rows)]
     lines: dict[tuple[str, int], dict[str, str]] = {}
+    oldest: dict[tuple[str, int], BatchRow] = {}
     for row in sorted(rows, key=lambda row: (row.workload, row.budget)):
         cell = f"{row.batch}, {row.per_second:,.0f}/s" if row.per_second else row.note
-        lines.setdefault((row.workload, row.budget), {})[row.contender] = cell
-    body = ([name, _gb(budget), *(of.get(c, "") for c in shown)] for (name, budget), of in lines.items())
-    return _table(["workload", "budget", *shown], body)
+        key = row.workload, row.budget
+        lines.setdefault(key, {})[row.contender] = cell
+        oldest[key] = min(oldest.get(key, row), row, key=lambda each: each.code)
+    body = (
+        [key[0], _gb(key[1]), *(of.get(c, "") for c in shown), _code(oldest[key], rows)] for key, of in lines.items()
+    )
+    return _table(["workload", "budget", *shown, "code"], body)
 
 
 def report(folder: Path, before: str) -> tuple[str, str, list[Target]]:
@@ -129,6 +136,12 @@ def _updated(old: str, new: str) -> str:
     known = {each.split("|")[1] for each in body}
     kept = [each for each in old.splitlines()[2:] if each.split("|")[1] not in known]
     return "\n".join([head, line, *kept, *body])
+
+
+def _code(row: Row, rows: Sequence[Row]) -> str:
+    """The code that made the row; that of a row which is not by the newest in the table says so."""
+    newest = max(each.code for each in rows)
+    return row.code if row.code == newest else f"older: {row.code or 'not noted'}"
 
 
 def _eager(rows: list[ParetoRow]) -> dict[str, ParetoRow]:

@@ -1,8 +1,12 @@
 """Rows of the benchmarks in JSON-lines files, and what every row says about its machine."""
 
+import functools
+import hashlib
 import json
+import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,6 +18,8 @@ from memrewrite import __version__
 PARETO, PREDICT, PLANTIME, MAXBATCH = "pareto.jsonl", "predict.jsonl", "plantime.jsonl", "maxbatch.jsonl"
 HARDCAP = "hardcap.jsonl"
 INFEASIBLE = "infeasible"
+ROOT = Path(__file__).resolve().parents[2]
+_MEASURED = ("memrewrite", "passes")  # folders whose code the figures depend on
 _LIBRARIES = ("torch", "timm", "transformers", "torchvision", "triton", "diffusers")
 
 R = TypeVar("R", bound="Row")
@@ -21,7 +27,11 @@ R = TypeVar("R", bound="Row")
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What every row has. ``note`` is why there are no figures where ``ok`` is False, else a remark or ""."""
+    """What every row has. ``note`` is why there are no figures where ``ok`` is False, else a remark or "".
+
+    ``code`` is when the code that made it was committed, and its commit; of rows made before that was noted, the commit
+    that they came with.
+    """
 
     workload: str
     batch: int
@@ -31,6 +41,7 @@ class Row:
     note: str = ""
     device: str = ""
     versions: dict[str, str] = field(default_factory=dict)
+    code: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,14 +144,32 @@ def append(path: Path, row: Row) -> None:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """The fields ``device`` and ``versions`` of a row."""
+    """The fields ``device``, ``versions`` and ``code`` of a row."""
     versions = {"memrewrite": __version__, "torch": torch.__version__}
     for name in _LIBRARIES[1:]:
         try:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return {"device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU", "versions": versions}
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    return {"device": name, "versions": versions, "code": code()}
+
+
+@functools.cache
+def code() -> str:
+    """The last commit of what is measured, with its time; outside of a repository, the time now and a digest of it."""
+    asked = ["git", "log", "-1", "--date=format:%Y-%m-%d %H:%M", "--format=%cd %h", "--", *_MEASURED]
+    changed = ["git", "status", "--porcelain", "--", *_MEASURED]
+    found, more = (
+        subprocess.run(each, cwd=ROOT, capture_output=True, text=True, check=False) for each in (asked, changed)
+    )
+    if found.returncode == 0 and found.stdout.strip():
+        return found.stdout.strip() + " and changes" * bool(more.stdout.strip())
+    digest = hashlib.sha256()
+    for folder in _MEASURED:
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            digest.update(file.read_bytes())
+    return f"{datetime.now(tz=UTC):%Y-%m-%d %H:%M} sources {digest.hexdigest()[:7]}"
 
 
 def reason(error: BaseException) -> str:

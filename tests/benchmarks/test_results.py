@@ -44,7 +44,7 @@ ROWS = [
     point("compile", 8, 8.0),
     point("compile 0.5", 6, 9.0),
     point("compile 0", 3, 10.0),
-    point("ours+compile 50%", 5, 8.1),
+    point("ours+compile 50%", 5, 8.1, budget=4 * GB),
 ]
 PREDICTED = [
     PredictRow(workload=f"case {i}", ok=True, predicted=GB + i * GB // 100, measured=GB, seconds=1.0, **ABOUT)
@@ -55,7 +55,16 @@ PREDICTED = [
 @pytest.mark.parametrize(
     ("name", "value", "by"),
     [
-        ("measured peak within the budget", "2 of 3 feasible rows", {"net ours 27%": 1.125}),
+        (
+            "measured peak within the budget, eager",
+            "2 of 3 feasible rows, at worst 12.50% over (net ours 27%)",
+            {"net ours 27%": 1.125},
+        ),
+        (
+            "measured peak within the budget, compiled by torch.compile",
+            "0 of 1 feasible rows, at worst 25.00% over (net ours+compile 50%)",
+            {"net ours+compile 50%": 1.25},
+        ),
         ("lowest activation peak, ours / lowest of any peer", None, {"net": 1.5 / 1}),
         ("step time at the peak of block checkpointing, ours / its", None, {"net": 11.7 / 13}),
         ("step time at 50% of eager's activations, ours / eager", None, {"net": 1.1}),
@@ -78,7 +87,8 @@ def test_points_that_are_too_low_for_us_count() -> None:
 
 def test_targets_without_rows() -> None:
     assert [t.value for t in targets.pareto_targets([])] == [
-        "0 of 0 feasible rows",
+        "0 of 0 feasible rows, none over",
+        "0 of 0 feasible rows, none over",
         *5 * ["no rows"],
         "0 of 0",
         "no rows",
@@ -105,11 +115,11 @@ def test_curves_are_sorted_by_peak() -> None:
 def test_pareto_table() -> None:
     lines = results.pareto_table(ROWS).splitlines()
     assert lines[0].count("|") == lines[2].count("|")
-    assert lines[2] == "| net, batch 8 | eager |  |  | 10.00 GB | 100% | 10.0 ms | 9.5 - 10.5 ms | x1.00 |  |  |  |"
+    assert lines[2] == "| net, batch 8 | eager |  |  | 10.00 GB | 100% | 10.0 ms | 9.5 - 10.5 ms | x1.00 |  |  |  |  |"
     assert lines[5].endswith(
-        "| ours 50% | 6.00 GB | 5.90 GB | 5.90 GB | 49% | 11.0 ms | 9.5 - 10.5 ms | x1.10 | 3 | 4.2 s |  |"
+        "| ours 50% | 6.00 GB | 5.90 GB | 5.90 GB | 49% | 11.0 ms | 9.5 - 10.5 ms | x1.10 | 3 | 4.2 s |  |  |"
     )
-    assert lines[8].endswith("| infeasible, lowest 3.50 GB |")
+    assert lines[8].endswith("| infeasible, lowest 3.50 GB |  |")
 
 
 def test_short_table() -> None:
@@ -144,7 +154,7 @@ def test_report_has_a_section_for_every_file(tmp_path: Path, monkeypatch: pytest
     assert "| net | 1,200 | 2.0 s | 3.5 s |  |" in full
     assert "| case 1 | 1.01 GB | 1.00 GB | +1.00% |  |  |  | 1.0 s |  |" in full
     assert short == results.short_table(ROWS)
-    assert len(found) == 9
+    assert len(found) == 10
     assert results.report(tmp_path / "none", "") == ("", "", [])
 
 
@@ -159,8 +169,27 @@ def test_what_was_not_run_again_stays(tmp_path: Path, monkeypatch: pytest.Monkey
     assert results.report(tmp_path / "none", page)[0] == full
     again, _, _ = results.report(tmp_path / "some", page)
     assert results.pareto_table(ROWS) in again
-    assert again.count("measured peak within the budget") == again.count("error of the predicted peak") == 1
+    assert again.count("measured peak within the budget, eager") == again.count("error of the predicted peak") == 1
     assert ", 1 cases" in again
+
+
+def test_a_row_of_older_code_says_so() -> None:
+    old, new = "2026-11-21 12:26 2ae24eb", "2026-11-22 19:48 8e8c369"
+    rows = [replace(PREDICTED[0], code=old), replace(PREDICTED[1], code=new), replace(PREDICTED[2])]
+    codes = [line.split(" | ")[-1].removesuffix(" |") for line in results.predict_table(rows).splitlines()[2:]]
+    assert codes == [f"older: {old}", new, "older: not noted"]
+    batches = [
+        BatchRow(workload="net", contender=c, budget=GB, ok=True, **ABOUT, code=at)
+        for c, at in (("eager", old), ("block", new))
+    ]
+    assert f"older: {old}" in results.batch_table(batches)
+
+
+def test_every_measured_row_says_by_which_code() -> None:
+    measured = Path(results.__file__).with_name("measured")
+    rows = [json.loads(line) for file in sorted(measured.glob("*.jsonl")) for line in file.read_text().splitlines()]
+    assert len(rows) > 300
+    assert all(re.fullmatch(r"20\d\d-\d\d-\d\d \d\d:\d\d .+", row["code"]) for row in rows)
 
 
 def test_rows_survive_the_file(tmp_path: Path) -> None:

@@ -1,0 +1,88 @@
+"""A budget of reserved bytes bounds what CUDA's caching allocator holds, also where that is predicted without CUDA."""
+
+import re
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import Tensor, nn
+
+import memrewrite
+from memrewrite.cli import main
+from memrewrite.errors import BudgetInfeasibleError, UsageError
+from memrewrite.options import Budget, format_bytes
+from memrewrite.report.tables import over_budget
+
+ROWS, WIDTH, LAYERS = 8192, 512, 12
+
+
+class Net(nn.Module):
+    """A chain of activations of 16 MiB and 48 MiB each, which share segments badly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.ModuleList(nn.Linear(WIDTH, 3 * WIDTH) for _ in range(LAYERS))
+        self.down = nn.ModuleList(nn.Linear(3 * WIDTH, WIDTH) for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for up, down in zip(self.up, self.down, strict=True):
+            x = x + down(nn.functional.gelu(up(x)))
+        return x
+
+
+@pytest.fixture(scope="module")
+def inputs() -> Tensor:
+    return torch.zeros(ROWS, WIDTH)
+
+
+def optimized(inputs: Tensor, **options: object) -> memrewrite.Report:
+    torch.manual_seed(0)
+    return memrewrite.optimize(Net(), inputs, device="cuda", verify=False, **options).report  # type: ignore[arg-type]
+
+
+def test_what_is_reserved_is_within_the_budget(inputs: Tensor) -> None:
+    plain = optimized(inputs, budget="60%")
+    report = optimized(inputs, budget="60%", reserved=True)
+    assert report.budget == int(0.6 * report.predicted_before.reserved)
+    assert report.reserved
+    assert report.segments
+    assert report.held == report.predicted_after.reserved <= report.budget
+    assert (plain.reserved, plain.held) == (False, plain.predicted_after.peak)
+    assert report.predicted_after.peak <= report.predicted_after.reserved
+    assert report.to_json()["reserved"] is True
+    assert f"reserves {format_bytes(report.held).partition(' (')[0]}, within the budget" in report.to_html()
+    assert report.config["budget"] == "60% of the original reserved"
+    assert not over_budget(report)
+
+
+def test_an_infeasible_budget_says_the_lowest_reserved_peak(inputs: Tensor) -> None:
+    with pytest.raises(BudgetInfeasibleError, match=r"fits 200\.0 MB \(190\.7 MiB\) reserved: the lowest reserved") as e:
+        optimized(inputs, budget=Budget(bytes=200_000_000, reserved=True))
+    assert e.value.lowest == optimized(inputs, budget=e.value.lowest, reserved=True).predicted_after.reserved
+
+
+def test_on_the_cpu_nothing_is_reserved() -> None:
+    words = re.escape('Nothing is reserved on the CPU; leave out reserved, or plan for CUDA with device "cuda".')
+    with pytest.raises(UsageError, match=words):
+        memrewrite.optimize(nn.Linear(2, 2), torch.zeros(1, 2), budget="60%", reserved=True)
+
+
+def test_reserved_without_a_budget_means_nothing() -> None:
+    with pytest.raises(UsageError, match="reserved says what a budget bounds, and there is none; give a budget"):
+        memrewrite.optimize(nn.Linear(2, 2), torch.zeros(1, 2), reserved=True)
+    found = CliRunner().invoke(main, ["optimize", "model.py", "--reserved"], standalone_mode=False)
+    assert "--reserved says what the budget bounds; give --budget" in str(found.exception)
+
+
+@pytest.mark.parametrize(
+    ("budget", "text"),
+    [
+        (Budget(bytes=8 * 10**9, reserved=True), "8.00 GB (7.45 GiB) reserved"),
+        (Budget(share=0.5, reserved=True), "50% of the original reserved"),
+        (Budget(share=0.5), "50% of the original peak"),
+        (Budget(minimum=True, reserved=True), "min reserved"),
+    ],
+    ids=str,
+)
+def test_a_budget_says_what_it_bounds(budget: Budget, text: str) -> None:
+    assert str(budget) == text
