@@ -147,6 +147,21 @@ def test_a_course_is_served_in_order_and_leaves_its_results() -> None:
     allocator.release(held)
 
 
+def test_what_is_reserved_settles_over_further_steps() -> None:
+    """A step leaves one block to the next, which lies in the way of what that asks for."""
+    allocator = Allocator()
+    old = allocator.allocate(20 * MIB)
+    allocator.record()
+    wide = allocator.allocate(60 * MIB)
+    allocator.release(wide)
+    left = allocator.allocate(20 * MIB)  # of the 60
+    allocator.release(old)
+    assert left.size == old.size == 20 * MIB
+    assert allocator.most == 80 * MIB
+    assert allocator.settle() == 140 * MIB  # 60 beside the 20 that were left; the next step finds it
+    assert allocator.allocated == 20 * MIB
+
+
 def test_under_a_limit_free_segments_go_before_another_comes() -> None:
     allocator = Allocator(limit=100 * MIB)
     whole, split = allocator.allocate(40 * MIB), allocator.allocate(30 * MIB)

@@ -56,7 +56,9 @@ def test_what_is_reserved_is_within_the_budget(inputs: Tensor) -> None:
 
 
 def test_an_infeasible_budget_says_the_lowest_reserved_peak(inputs: Tensor) -> None:
-    with pytest.raises(BudgetInfeasibleError, match=r"fits 200\.0 MB \(190\.7 MiB\) reserved: the lowest reserved") as e:
+    with pytest.raises(
+        BudgetInfeasibleError, match=r"fits 200\.0 MB \(190\.7 MiB\) reserved: the lowest reserved"
+    ) as e:
         optimized(inputs, budget=Budget(bytes=200_000_000, reserved=True))
     assert e.value.lowest == optimized(inputs, budget=e.value.lowest, reserved=True).predicted_after.reserved
 

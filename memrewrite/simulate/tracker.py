@@ -180,8 +180,8 @@ class Tracker(Layer):
         self._func = func
         if (self.libraries or not self.multiplied) and getattr(func, "__name__", "").partition(".")[0] in _BLAS:
             self.multiplied = True
-            for size in self.libraries if self.blocks is not None else ():
-                self.blocks.allocate(size)
+            if self.blocks is not None:
+                self.blocks.follow(self.libraries)
             self.libraries = []
         if self.compiled and (size := widened(func, args, result)):
             self._see(result, size)

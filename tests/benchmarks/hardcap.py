@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import warnings
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from tests.benchmarks.rows import HARDCAP, CapRow, append, attempt, machine, rea
 from tests.benchmarks.trial import clear
 
 ROOT = Path(__file__).resolve().parents[2]
+_PLANNED = "planned.jsonl"  # what the training process is told
 _ROOM = 1.03  # of the budget is what the process may reserve
 _TINY_BATCH = 4
 _SIZES = (1.0, 0.75, 0.5)  # of the batch, one after another
@@ -104,8 +105,14 @@ class Capped:
     def row(self, **figures: Any) -> CapRow:
         """A row of this workload."""
         workload = WORKLOADS[self.name]
-        about = {"workload": f"{self.name}{' reserved' * self.reserved}", "amp": workload.amp}
-        return CapRow(batch=workload.batch, optimizer=workload.optimizer, **about, **machine(self.device), **figures)
+        return CapRow(
+            workload=f"{self.name}{' reserved' * self.reserved}",
+            batch=workload.batch,
+            amp=workload.amp,
+            optimizer=workload.optimizer,
+            **machine(self.device),
+            **figures,
+        )
 
 
 def table(rows: list[CapRow]) -> str:
@@ -137,10 +144,7 @@ def main() -> int:
     for name in options.only or WORKLOADS:
         case = Capped(name, torch.device(options.device), options.share, options.steps, options.reserved, options.tiny)
         if options.child:
-            planned = read(options.folder / "planned.jsonl", CapRow)[-1]
-            append(
-                path, attempt(lambda c=case, p=planned: c.train(options.child, p), lambda why, c=case: _failed(c, why))
-            )
+            append(path, _trained(case, options))
         elif case.row(ok=False).workload not in {row.workload for row in read(path, CapRow)}:
             _both(case, options)
     rows = read(path, CapRow)
@@ -159,13 +163,18 @@ def _both(case: Capped, options: argparse.Namespace) -> None:
         if not planned.ok:
             append(options.folder / HARDCAP, planned)
             return
-        append(options.folder / "planned.jsonl", planned)
+        append(options.folder / _PLANNED, planned)
         command = [sys.executable, "-m", "tests.benchmarks.hardcap", str(options.folder.resolve()), "--only", case.name]
         command += ["--device", options.device, "--steps", str(case.steps), "--child", str(file)]
         command += ["--tiny"] * case.tiny + ["--reserved"] * case.reserved
         code = subprocess.run(command, cwd=ROOT, check=False).returncode
         if case.row(ok=False).workload not in {row.workload for row in read(options.folder / HARDCAP, CapRow)}:
             append(options.folder / HARDCAP, _failed(case, f"its process ended with code {code}"))
+
+
+def _trained(case: Capped, options: argparse.Namespace) -> CapRow:
+    planned = read(options.folder / _PLANNED, CapRow)[-1]
+    return attempt(lambda: case.train(options.child, planned), lambda why: replace(planned, ok=False, note=why))
 
 
 def _failed(case: Capped, why: str) -> CapRow:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from memrewrite.stepspec import StepSpec
-from tests.benchmarks import contenders, guards, maxbatch, plantime, predict, rows, without_cuda
+from tests.benchmarks import contenders, guards, hardcap, maxbatch, plantime, predict, rows, without_cuda
 
 CPU = torch.device("cpu")
 _NODES = 150
@@ -49,6 +49,21 @@ def test_what_cuda_took_is_held_against_what_is_predicted_without_it(
     monkeypatch.setattr("sys.argv", ["without_cuda", str(tmp_path), "--tiny"])
     assert without_cuda.main() == 0
     assert "| -50.00% |" in capsys.readouterr().out
+
+
+def test_under_a_cap_the_plan_is_trained_in_another_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--only", "unet", "--tiny", "--device", "cpu", "--steps", "4"]
+    monkeypatch.setattr("sys.argv", ["hardcap", str(tmp_path), *options])
+    assert hardcap.main() == 0
+    (row,) = rows.read(tmp_path / rows.HARDCAP, rows.CapRow)
+    assert row.budget is not None
+    assert (row.ok, row.steps, row.cap) == (True, 4, int(1.03 * row.budget))
+    assert (row.predicted or 0) <= row.budget
+    assert "| unet | 0.01 GB | 0.01 GB |" in capsys.readouterr().out
+    assert hardcap.main() == 0
+    assert rows.read(tmp_path / rows.HARDCAP, rows.CapRow) == [row]
 
 
 def test_the_cases_of_predict_are_held_against_it_too(tmp_path: Path) -> None:

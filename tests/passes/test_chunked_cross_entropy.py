@@ -2,6 +2,8 @@
 
 import itertools
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -11,9 +13,11 @@ from torch import Tensor, nn
 
 import memrewrite
 from memrewrite import registry
-from memrewrite.errors import BudgetInfeasibleError
-from memrewrite.passes.chunked_cross_entropy import ChunkedCrossEntropy
+from memrewrite.errors import BudgetInfeasibleError, NotEquivalentError
+from memrewrite.passes.chunked_cross_entropy import ChunkedCrossEntropy, Found
+from memrewrite.private import FakeTensorMode
 from memrewrite.runtime.cross_entropy import chunked_cross_entropy
+from memrewrite.simulate.as_cuda import as_cuda
 from memrewrite.simulate.tracker import Tracker
 from tests.passes.helpers import (
     FRONT_ENDS,
@@ -135,13 +139,64 @@ def test_the_bits_of_cross_entropy(dtype: torch.dtype, reduction: str, ignore_in
         torch.testing.assert_close(chunked.grad, plain.grad, rtol=0, atol=0, equal_nan=True)
 
 
-def test_autocast_widens_it_as_it_does_cross_entropy() -> None:
-    logits, target = torch.randn(20, 9, dtype=torch.bfloat16), torch.arange(20) % 9
-    with torch.autocast("cpu", torch.bfloat16):
-        expected = F.cross_entropy(logits, target)
-        found = chunked_cross_entropy(logits, target, None, 1, -100, 8)
-    assert expected.dtype == torch.float32
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+DEVICES = [
+    "cpu",
+    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")),
+]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("amp", [None, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_autocast_does_to_it_what_it_does_to_cross_entropy(
+    reduction: str, dtype: torch.dtype, amp: torch.dtype | None, device: str
+) -> None:
+    """CUDA's does not cast the logits of cross-entropy, the CPU's does; backward runs outside of it."""
+    number = ("none", "mean", "sum").index(reduction)
+    torch.manual_seed(0)
+    for rows, width in ((20, 9), (500, 1025), (100, 50257)):
+        target = torch.randint(width, (rows,), device=device)
+        target[::7] = -100
+        plain = (3 * torch.randn(rows, width, device=device)).to(dtype).requires_grad_()
+        chunked = plain.detach().clone().requires_grad_()
+        with torch.autocast(device, amp, enabled=amp is not None):
+            expected = F.cross_entropy(plain, target, reduction=reduction)
+            found = chunked_cross_entropy(chunked, target, None, number, -100, 16)
+        slope = torch.randn_like(expected)
+        expected.backward(slope)
+        with torch.autocast(device, torch.bfloat16):
+            found.backward(slope)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        torch.testing.assert_close(chunked.grad, plain.grad, rtol=0, atol=0)
+
+
+class Logarithms(Tracker):
+    """Notes the types in which softmax is made."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if func is torch.ops.aten._log_softmax.default:
+            self.begin(str(result.dtype), "")
+        return result
+
+    @property
+    def dtype(self) -> str:
+        """The last of them."""
+        return self._label
+
+
+@pytest.mark.parametrize(("cuda", "dtype"), [(True, "torch.bfloat16"), (False, "torch.float32")], ids=["cuda", "cpu"])
+def test_a_step_planned_for_cuda_takes_the_logarithms_in_half_precision(cuda: bool, dtype: str) -> None:
+    logits, target = torch.empty(64, 32, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.int64)
+    with FakeTensorMode() as mode, as_cuda() if cuda else nullcontext(), Logarithms("cpu") as seen:
+        fake = mode.from_tensor(logits).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = chunked_cross_entropy(fake, mode.from_tensor(target), None, 1, -100, 8)
+        assert (loss.dtype, seen.dtype) == (torch.float32, dtype)
+        seen.begin("none", "")
+        loss.backward()
+        assert seen.dtype == dtype
 
 
 def test_differentiable_twice() -> None:
@@ -200,3 +255,31 @@ def test_optimize_uses_it_where_the_step_would_not_fit(monkeypatch: pytest.Monke
     assert PASS.name not in [name for name, _, _ in memrewrite.optimize(model, tokens, **arguments).report.rewrites]
     with pytest.raises(BudgetInfeasibleError):
         rewrites(budget="70%", passes=("checkpoint_segments",))
+
+
+@dataclass(frozen=True)
+class Off(ChunkedCrossEntropy):
+    """It says that it is exact, and is off by a unit in the last place."""
+
+    def rewrite(self, found: Found) -> None:
+        graph = found.root.graph
+        with graph.inserting_after(found.root):
+            off = graph.call_function(torch.ops.aten.mul.Tensor, (found.root, 1 + 2**-23))
+        off.meta = dict(found.root.meta)
+        found.root.replace_all_uses_with(off, delete_user_cb=lambda user: user is not off)
+        super().rewrite(found)
+
+
+def test_what_turns_out_not_to_be_exact_is_judged_against_float64(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(registry.SLOWER, PASS.name, lambda: Off(elements=2**10))
+    torch.manual_seed(0)
+    model, tokens = Speaker(), torch.randint(200, (32, 16))
+    arguments: dict[str, Any] = {"example_kwargs": {"labels": tokens}, "loss_fn": lambda output: output[0].float()}
+    report = memrewrite.optimize(model, tokens, **arguments, budget="75%").report
+    assert PASS.name in [name for name, _, _ in report.rewrites]
+    assert report.verdict.startswith("equivalent: worst")
+    assert not all(check.bit_equal == check.count for check in report.checks)
+    with pytest.raises(NotEquivalentError):
+        memrewrite.optimize(model, tokens, **arguments, budget="75%", exact=True)
