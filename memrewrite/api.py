@@ -9,8 +9,8 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from memrewrite import __version__, habits, measuring, pipeline, verifying
-from memrewrite.budgeting import meet
+from memrewrite import __version__, habits, measuring, pipeline, registry, verifying
+from memrewrite.budgeting import limit_for, meet
 from memrewrite.capture.hazards import refuse_weight_hooks
 from memrewrite.costs import Costs
 from memrewrite.costs.profile import profile_on
@@ -261,19 +261,6 @@ def make_step(
 
 def _inputs(args: Any, kwargs: dict[str, Any] | None) -> Inputs:
     return Inputs(args if isinstance(args, tuple) else (args,), kwargs or {})
-
-
-def limit_for(budget: str | int | Budget | None, reserved: bool, kind: str) -> Budget | None:
-    """The budget that is meant; raises ``UsageError`` where there is nothing of the kind that it bounds."""
-    if budget is None:
-        if reserved:
-            raise UsageError("reserved says what a budget bounds, and there is none; give a budget.")
-        return None
-    limit = Budget.parse(budget)
-    limit = replace(limit, reserved=reserved or limit.reserved)
-    if limit.reserved and kind != "cuda":
-        raise UsageError('Nothing is reserved on the CPU; leave out reserved, or plan for CUDA with device "cuda".')
-    return limit
 
 
 def _bytes(limit: Budget, before: Timeline) -> int | None:

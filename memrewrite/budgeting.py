@@ -1,7 +1,10 @@
 """From a budget to a plan that is within it: by simulation, and on a GPU by what is measured there."""
 
+from dataclasses import replace
+
 from memrewrite import measuring, pipeline
 from memrewrite.advice import infeasible
+from memrewrite.errors import UsageError
 from memrewrite.marking import mark_inplace
 from memrewrite.options import Budget
 from memrewrite.plan.refine import Fitted
@@ -13,6 +16,19 @@ _MARGIN = 0.0005  # what each of them leaves of the budget besides, times its nu
 # What a plan leaves of a budget on CUDA: which blocks the caching allocator hands out, up to 1 MiB more than was asked
 # for, depends on what ran before. In other processes peaks were 0.04 % higher.
 _RESERVE = 0.002
+
+
+def limit_for(budget: str | int | Budget | None, reserved: bool, kind: str) -> Budget | None:
+    """The budget that is meant; raises ``UsageError`` where there is nothing of the kind that it bounds."""
+    if budget is None:
+        if reserved:
+            raise UsageError("reserved says what a budget bounds, and there is none; give a budget.")
+        return None
+    limit = Budget.parse(budget)
+    limit = replace(limit, reserved=reserved or limit.reserved)
+    if limit.reserved and kind != "cuda":
+        raise UsageError('Nothing is reserved on the CPU; leave out reserved, or plan for CUDA with device "cuda".')
+    return limit
 
 
 def meet(line: pipeline.Line, limit: Budget, original: int, names: tuple[str, ...] | None) -> Measured | None:

@@ -11,7 +11,8 @@ import sys
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -23,8 +24,10 @@ from memrewrite.artifact import manifest
 from memrewrite.artifact.load import import_artifact, load
 from memrewrite.artifact.recheck import verify_in_child
 from memrewrite.artifact.save import save
+from memrewrite.commands import optimize as commands
 from memrewrite.errors import NotEquivalentError, UsageError
 from memrewrite.measuring import Loader
+from memrewrite.report.data import Check
 from memrewrite.stepspec import StepSpec
 from tests.artifacts import NET, assert_equal, listing, net, optimized, take_step, written
 from tests.test_imports import packages
@@ -311,3 +314,18 @@ def test_command_line_end_to_end(here: Path, capsys: pytest.CaptureFixture[str])
     before = listing(here)
     assert cli.run([*arguments, "-o", "made", "-q"]) == 2
     assert listing(here) == before
+
+
+@pytest.mark.parametrize(("same", "asked", "exact"), [(3, False, True), (2, False, False), (2, True, True)])
+def test_what_was_saved_is_judged_as_the_result_was(
+    same: int, asked: bool, exact: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By what was found of the result's bits, not by the names of the passes."""
+    judged: list[bool] = []
+    monkeypatch.setattr(commands, "verify_in_child", lambda loader, step, exact, timeout_s: judged.append(exact))
+    job = SimpleNamespace(
+        request=SimpleNamespace(exact=asked, step=None, timeout=1.0), loader=lambda artifact: artifact
+    )
+    report = SimpleNamespace(checks=(Check("output", 3, 3, True), Check("gradient", 3, same, True)))
+    commands._verify_saved(cast(Any, job), cast(Any, report), Path("draft"), cast(Any, lambda stage: None))
+    assert judged == [exact]

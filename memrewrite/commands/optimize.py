@@ -11,6 +11,7 @@ from torch import nn
 from memrewrite import advice, api
 from memrewrite.artifact.recheck import verify_in_child
 from memrewrite.artifact.save import save
+from memrewrite.budgeting import limit_for
 from memrewrite.codegen import generate
 from memrewrite.commands import job as jobs
 from memrewrite.commands.answer import Outcome, say
@@ -44,7 +45,7 @@ def run(request: OptimizeRequest) -> int:
 
 def _check(job: Job, budget: Budget | None, stage: Stages) -> Outcome:
     """Whether the original fits the budget as predicted; nothing is changed or written."""
-    limit = api.limit_for(budget, False, job.step.device_type(job.module, job.inputs))
+    limit = limit_for(budget, False, job.step.device_type(job.module, job.inputs))
     stage("simulate")
     workspace = workspace_bytes(job.device, job.step.amp, job.step.mode, job.step.as_cuda)
     found = api.simulate_original(job.module, job.inputs, job.step, workspace)
