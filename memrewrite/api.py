@@ -1,6 +1,5 @@
 """``optimize``: capture, observe, rewrite, plan, verify, measure; the last two stages also by themselves."""
 
-import platform
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -9,33 +8,27 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from memrewrite import __version__, habits, measuring, pipeline, registry, verifying
+from memrewrite import measuring, pipeline, registry, verifying
 from memrewrite.budgeting import limit_for, meet
 from memrewrite.capture.hazards import refuse_weight_hooks
-from memrewrite.costs import Costs
 from memrewrite.costs.profile import profile_on
-from memrewrite.coverage import kept
 from memrewrite.errors import CaptureError, MemrewriteError, NotEquivalentError, UsageError
 from memrewrite.loop import TUTORIAL, Loop
 from memrewrite.marking import mark_inplace
 from memrewrite.measuring import predict
 from memrewrite.options import Budget, check_passes, check_seed
-from memrewrite.plan.facts import compute_nodes, held_storages
 from memrewrite.regions import find
-from memrewrite.report.curves import by_module, curve
-from memrewrite.report.data import Measured, Peaks, Report, Segment, Share, attach
-from memrewrite.rewrite import where
+from memrewrite.report.data import Measured, Report, attach
+from memrewrite.reporting import report_on
 from memrewrite.sharding import bucket_notes, refuse_sharded
 from memrewrite.simulate import Timeline
-from memrewrite.simulate.as_cuda import NOTE
 from memrewrite.simulate.workspaces import workspace_bytes
-from memrewrite.step import Inputs, Step, device_of, device_type, optimizers_like
+from memrewrite.step import Inputs, Step, device_of, optimizers_like
 from memrewrite.stepspec import amp_dtype, optimizer_factory
 from memrewrite.verifying import Verdict
 
 Factory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 Optimizer = str | torch.optim.Optimizer | type[torch.optim.Optimizer] | Factory | None
-_COMPILED = "Peaks are predicted for the model as it is, and measured for what torch.compile makes of it."
 
 
 class OptimizedModule(nn.Module):
@@ -127,20 +120,21 @@ def optimize(
     mark_inplace(line, names)
     modified = any(result.modified for result in line.results.values())
     after = line.simulate()
-    if not modified and (limit is None or limit.of(before) <= max(_bytes(limit, before) or 0, limit.of(after))):
-        return _with_report(model, _report(line, bare, limit, before, before, None, measured))
+    bound = 0 if limit is None else limit.resolve(limit.of(before)) or 0
+    if not modified and (limit is None or limit.of(before) <= max(bound, limit.of(after))):
+        return _with_report(model, report_on(line, bare, limit, before, before, None, measured))
     if not modified:
         line.notes += ("Nothing had to be rewritten: written out as a program, the model lets go of values sooner.",)
     result = line.build()
     if after.peak > before.peak and measured is None:
         pipeline.abandon(line)
-        return _with_report(model, _report(line, bare, limit, before, before, None, None))
+        return _with_report(model, report_on(line, bare, limit, before, before, None, None))
     verdict = None
     if verify:
         progress("verify")
         with _blaming(bare):  # for whatever shapes alone do not tell
             verdict = _prove(line, result, seed, exact)
-    report = _report(line, result, limit, before, line.attributed(), verdict, measured)
+    report = report_on(line, result, limit, before, line.attributed(), verdict, measured)
     pipeline.with_hooks_of(model, result)
     return _with_report(result, report)
 
@@ -263,11 +257,6 @@ def _inputs(args: Any, kwargs: dict[str, Any] | None) -> Inputs:
     return Inputs(args if isinstance(args, tuple) else (args,), kwargs or {})
 
 
-def _bytes(limit: Budget, before: Timeline) -> int | None:
-    """The limit in bytes, for a model whose step is ``before`` as it is."""
-    return limit.resolve(limit.of(before))
-
-
 def _refuse_replaced(model: nn.Module) -> None:
     """Raise ``UsageError`` where forward is not the class's own, ``CaptureError`` where a hook sets its weight."""
     if "forward" in vars(model):
@@ -303,102 +292,6 @@ def _prove(line: pipeline.Line, result: nn.Module, seed: int, exact: bool) -> Ve
         advice = " exact=True leaves out the rewrites that change the arithmetic." if line.arithmetic_changed else ""
         raise NotEquivalentError(f"The rewritten model is not equivalent ({done}): {verdict.summary}.{notes}{advice}")
     return verdict
-
-
-def _report(
-    line: pipeline.Line,
-    result: nn.Module,
-    limit: Budget | None,
-    before: Timeline,
-    after: Timeline,
-    verdict: Verdict | None,
-    measured: Measured | None,
-) -> Report:
-    config = {
-        "budget": None if limit is None else str(limit),
-        "mode": line.step.mode,
-        "amp": None if line.step.amp is None else str(line.step.amp),
-        "micro_batches": line.step.micro_batches,
-        "loop": str(line.step.loop),
-        "input_bytes": line.inputs.bytes,
-        "compiled": line.compiled,
-        "front_end": ", ".join(dict.fromkeys(part.region.captured.front_end for part in line.parts)),
-        "regions": [part.region.path for part in line.parts],
-    }
-    return Report(
-        model=type(line.model).__name__,
-        mode=line.step.mode,
-        device=line.step.device_type(line.model, line.inputs),
-        config=config,
-        budget=None if limit is None else _bytes(limit, before),
-        predicted_before=_peaks(before),
-        predicted_after=_peaks(after),
-        rewrites=tuple((name, a.where, a.what) for name, r in line.results.items() for a in r.applied),
-        refusals=tuple((name, f.where, f.reason) for name, r in line.results.items() for f in r.refused),
-        freed={name: r.freed for name, r in line.results.items() if r.applied and r.freed},
-        segments=_segments(line),
-        equivalent=None if verdict is None else verdict.equivalent,
-        verdict="not verified" if verdict is None else verdict.summary,
-        checks=() if verdict is None else verdict.checks,
-        curve_before=curve(before),
-        curve_after=curve(after),
-        modules=by_module(before, after),
-        measured_after=measured,
-        notes=_notes(line),
-        versions=_versions(),
-        shares=_shares(line),
-        habits=habits.costs(line.step, after, lambda step: line.peak_of(result, step)),
-        predicted_ms_before=_longer(line.original),
-        predicted_ms_after=_longer(line.original if after is before else line.times()),
-        reserved=limit is not None and limit.reserved,
-    )
-
-
-def _longer(times: tuple[float, float] | None) -> float | None:
-    return None if times is None else max(times)
-
-
-def _notes(line: pipeline.Line) -> tuple[str, ...]:
-    if line.step.as_cuda:
-        return (*line.notes, NOTE)
-    compiled = line.compiled and device_type(line.model, line.inputs) == "cuda"
-    return (*line.notes, _COMPILED) if compiled else line.notes
-
-
-def _versions() -> dict[str, str]:
-    versions = {"memrewrite": __version__, "torch": torch.__version__, "python": platform.python_version()}
-    cuda = {} if torch.version.cuda is None else {"cuda": torch.version.cuda}
-    return {**versions, **cuda, "platform": f"{platform.system()} {platform.machine()}"}
-
-
-def _shares(line: pipeline.Line) -> tuple[Share, ...]:
-    regions = {part.region.path: "" for part in line.parts}
-    if "" in regions or line.step.mode == "inference":
-        return ()
-    untouched = {**line.left, **regions}
-    found = kept(line.model, line.inputs, line.step, untouched)
-    return tuple(Share(path, size, untouched[path]) for path, size in found.items())
-
-
-def _peaks(timeline: Timeline) -> Peaks:
-    return Peaks(timeline.peak, timeline.peak_step1, timeline.phases, timeline.categories, timeline.reserved)
-
-
-def _segments(line: pipeline.Line) -> tuple[Segment, ...]:
-    return tuple(segment for part in line.parts for segment in _segments_of(part, line.costs(part)))
-
-
-def _segments_of(part: pipeline.Part, costs: Costs) -> Iterator[Segment]:
-    effects = part.observe()
-    nodes = compute_nodes(effects)
-    storages = held_storages(effects, nodes).values()
-    paths = [n.meta.get("segment", ()) for n in nodes]
-    for segment in sorted({path[:depth] for path in paths for depth in range(1, len(path) + 1)}):
-        members = [i for i, path in enumerate(paths) if path[: len(segment)] == segment]
-        made = (s for s in storages if s.saver is not None and members[0] <= s.producer <= members[-1])
-        freed = sum(s.bytes for s in made if s.last_use <= members[-1])
-        ms = costs.segment((nodes[i] for i in members), effects)
-        yield Segment(where(nodes[members[0]]), where(nodes[members[-1]]), len(members), freed, ms, len(segment))
 
 
 def _with_report(module: nn.Module, report: Report) -> OptimizedModule:

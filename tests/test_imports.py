@@ -26,6 +26,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("report.option_table", "report.tables"),
     ("integrations",),
     ("api",),
+    ("reporting",),
     ("budgeting",),
     ("advice",),
     ("marking",),

@@ -11,13 +11,13 @@ from memrewrite.loop import Loop
 # is kept besides are scalars, such as the sum of the losses.
 _TRAINER = Loop(keeps_output=False)
 
-# Lightning's sources of November 2026, loops/optimization/automatic.py. `Closure.closure` runs `training_step`, with
+# Lightning 2.6.6, loops/optimization/automatic.py. `Closure.closure` runs `training_step`, with
 # which its locals end, the output among them unless it is returned; then `zero_grad`, then backward: the gradients of
 # the last step are there while forward runs. `_TrainingEpochLoop.advance` calls `batch_to_device` for the batch in work
 # alone; what `_PrefetchDataFetcher` fetches ahead lies where the loader made it.
 LIGHTNING = Loop(keeps_output=False, zero_grad="before backward")
 
-# timm's train.py of November 2026. In `train_one_epoch` the output is a local of `_forward`, `optimizer.zero_grad()`
+# timm's train.py, which its package does not hold. In `train_one_epoch` the output is a local of `_forward`, `optimizer.zero_grad()`
 # comes after the step, `model_ema.update` last. `PrefetchLoader.__iter__` (timm 1.0.31, data/loader.py), the script's
 # default, sends the next batch to the device before it yields the one in work.
 TIMM = Loop(keeps_output=False, ahead=1)
