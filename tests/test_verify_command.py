@@ -62,7 +62,7 @@ def test_an_artifact_that_computes_something_else(here: Path, capsys: pytest.Cap
     ("arguments", "sentence"),
     [
         (["no", NET], "no is no artifact of memrewrite"),
-        (["out", NET, "--device", "gpu"], "Device 'gpu' is unknown"),
+        (["out", NET, "--device", "gpu"], "Device 'gpu' is not supported"),
         (["out"], "Missing argument 'TARGET'. See memrewrite verify --help."),
     ],
     ids=["artifact", "device", "missing"],
@@ -77,5 +77,6 @@ def test_wrong_use(here: Path, arguments: list[str], sentence: str, capsys: pyte
 def test_a_changed_file_is_found_before_anything_runs(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with (Path("out") / manifest.MODEL).open("a") as code:
         code.write("\n")
-    assert cli.run(["verify", "out", "no_such.py"]) == 2
+    Path("fails.py").write_text("raise RuntimeError('it ran')")
+    assert cli.run(["verify", "out", "fails.py"]) == 2
     assert "memrewrite_model.py is not what was written" in capsys.readouterr().err

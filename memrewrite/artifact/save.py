@@ -22,7 +22,7 @@ from memrewrite import __version__
 from memrewrite.artifact import manifest
 from memrewrite.artifact.load import import_artifact
 from memrewrite.artifact.render import render
-from memrewrite.errors import InternalError, UsageError
+from memrewrite.errors import InternalError, OutputError, UsageError
 from memrewrite.report.data import Measured, Report, report_of
 from memrewrite.report.files import json_text
 from memrewrite.runtime.dropin import Program, base_of, graft, own, programs
@@ -45,7 +45,8 @@ def save(
     The result is read back and compared with ``optimized``; then ``check`` is called with the temporary folder and may
     raise to refuse it, or return a report that knows more than ``report`` (by default ``optimized.report``).
     ``weights`` adds ``weights.safetensors``, for ``safetensors.torch.load_model``.
-    Raises ``UsageError`` when the folder cannot be written or there is nothing to save, and whatever ``check`` raises;
+    Raises ``OutputError`` when the folder cannot be written, ``UsageError`` when there is nothing to save or the folder
+    is none to write to, and whatever ``check`` raises;
     then nothing is left behind and an existing folder is as it was.
     """
     target = Path(os.path.abspath(directory))
@@ -77,7 +78,7 @@ def _write_errors(directory: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UsageError(f"{directory} cannot be written: {error.strerror or error}; nothing was written.") from error
+        raise OutputError(f"{directory} cannot be written: {error.strerror or error}; nothing was written.") from error
 
 
 @contextlib.contextmanager

@@ -17,9 +17,9 @@ _TRAINER = Loop(keeps_output=False)
 # alone; what `_PrefetchDataFetcher` fetches ahead lies where the loader made it.
 LIGHTNING = Loop(keeps_output=False, zero_grad="before backward")
 
-# timm's train.py, which its package does not hold. In `train_one_epoch` the output is a local of `_forward`, `optimizer.zero_grad()`
-# comes after the step, `model_ema.update` last. `PrefetchLoader.__iter__` (timm 1.0.31, data/loader.py), the script's
-# default, sends the next batch to the device before it yields the one in work.
+# timm's train.py, which its package does not hold. In `train_one_epoch` the output is a local of `_forward`,
+# `optimizer.zero_grad()` comes after the step, `model_ema.update` last. `PrefetchLoader.__iter__` (timm 1.0.31,
+# data/loader.py), the script's default, sends the next batch to the device before it yields the one in work.
 TIMM = Loop(keeps_output=False, ahead=1)
 
 
