@@ -334,6 +334,16 @@ def _live_ins(nodes: list[fx.Node]) -> list[fx.Node]:
     return [n for n in used if n not in inside]
 
 
+def _look(way: tuple[str, ...], names: tuple[str, ...]) -> str:
+    """Expressions for the class of a part, for plain values of it and for how many children it has."""
+    owner = "self"
+    for part in way:
+        plain = part.isidentifier() and not keyword.iskeyword(part)
+        owner = f"{owner}.{part}" if plain else f"getattr({owner}, {part!r})"
+    values = [f"len({owner}._modules)" if name == "_modules" else f"{owner}.{name}" for name in names]
+    return "".join(f"{value}, " for value in ([f"type({owner})", *values] if way else values))
+
+
 def _program(captured: Captured, prefix: str) -> str:
     leaves = [
         f"({leaf.dtype}, {leaf.device_type!r}, {leaf.shape!r})"
@@ -349,6 +359,7 @@ def _program(captured: Captured, prefix: str) -> str:
     fits = f"\n    fits=lambda {', '.join(sizes)}: {conditions}," if conditions else ""
     constants = "\n".join(trees.lines())
     reads = "".join(f"\n        {row!r}," for row in captured.reads)
+    look = "".join(f"\n        ({_look(way, names)})," for way, names in captured.plain)
     return f"""
 
 {constants}PROGRAM = Program(
@@ -359,6 +370,8 @@ def _program(captured: Captured, prefix: str) -> str:
     dtype={captured.dtype},
     autocast={captured.autocast!r},
     reads=({reads}
+    ),
+    look=lambda self: ({look}
     ),
     run={prefix}graph,{fits}
 )

@@ -353,7 +353,13 @@ def test_a_drop_in_that_is_gone_keeps_nothing() -> None:
         gc.enable()
 
 
-@pytest.mark.parametrize("name", ["stride", "another activation", "an item of a list", "scale of an adapter"])
+COMPILED = (
+    *("a layer appended", "another activation", "stride", "class of a child", "an item of a list", "a configuration"),
+    *("an attribute of the class", "scale of an adapter", "active adapter", "a second adapter"),
+)
+
+
+@pytest.mark.parametrize("name", COMPILED)
 def test_compiled_code_is_guarded_too(name: str, result: Any) -> None:
     plain, twin = net(), copy.deepcopy(result)
     compiled: Any = torch.compile(twin, backend="eager")
@@ -362,7 +368,7 @@ def test_compiled_code_is_guarded_too(name: str, result: Any) -> None:
         for model in (plain, twin):
             model.load_state_dict(net().state_dict())
             TOLD[name][0](model)
-        with pytest.warns(FallbackWarning, match="is another"):
+        with pytest.warns(FallbackWarning, match="ran its original forward"):
             ours = compiled(image(4))
         assert ours.equal(plain(image(4)))
 

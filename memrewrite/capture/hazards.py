@@ -40,7 +40,7 @@ from memrewrite.private import (
     tree_map,
 )
 from memrewrite.runtime.dropin import autocast_dtype
-from memrewrite.runtime.guards import Reads
+from memrewrite.runtime.guards import Plain, Reads
 from memrewrite.simulate.fake import fake_inputs, fake_twin
 from memrewrite.simulate.known import known_values
 from memrewrite.step import Inputs, device_type
@@ -58,7 +58,7 @@ class Findings:
     ``notes`` are sentences for the user; ``export_loses`` is what ``torch.export``'s graph would lack, ``asks`` the
     Python module that asks whether it is being traced, "" if there is none. ``exact`` is False where the model takes
     another way on the values of these inputs than on values it cannot see; ``checkpoints`` says that it checkpoints,
-    ``autocast`` and ``reads`` are those of ``Captured``.
+    ``autocast``, ``reads`` and ``plain`` are those of ``Captured``.
     """
 
     notes: tuple[str, ...] = ()
@@ -68,6 +68,7 @@ class Findings:
     checkpoints: bool = False
     autocast: torch.dtype | Literal["any"] | None = "any"
     reads: Reads = ()
+    plain: Plain = ()
 
 
 def check(model: nn.Module, inputs: Inputs) -> Findings:
@@ -118,7 +119,8 @@ def check(model: nn.Module, inputs: Inputs) -> Findings:
         exact=not place,
         checkpoints=bool(checkpoints),
         autocast=autocast_dtype(device) if about or switched else "any",
-        reads=first.reads,
+        reads=first.reads.found,
+        plain=first.reads.plain,
     )
 
 
@@ -168,7 +170,7 @@ class _Rehearsal:
         reads = ReadsOfForward(self._twin)
         with self._explained(), self._mode, known_values(given) as values, watch, reads.observed():
             watch.output = self._twin.forward(*self._given.args, **self._given.kwargs)
-        watch.reads = reads.found
+        watch.reads = reads
         self._asked |= values.asked
         now, as_nested = tree_flatten((self._given.args, self._given.kwargs))
         if as_nested != nesting or any(new is not old for new, old in zip(now, leaves, strict=True)):
@@ -300,7 +302,7 @@ class _Watch(TorchFunctionMode):
         self.places: dict[str, list[str]] = {}
         self.nested = ""
         self.output: Any = None
-        self.reads: Reads = ()
+        self.reads: Any = None
         self._calls: list[_FunctionCall] = []
         self._computing: list[_FunctionCall] = []  # those of them that gave numbers with fractions
         self._cache = torch.is_autocast_cache_enabled()

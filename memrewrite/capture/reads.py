@@ -17,7 +17,7 @@ from unittest import mock
 from torch import nn
 
 from memrewrite.attributes import CONTAINERS, OPAQUE
-from memrewrite.runtime.guards import Holder, Reads
+from memrewrite.runtime.guards import Holder, Plain, Reads, is_plain
 
 _MODULE_CODE = cast(Any, sys.modules[nn.Module.__module__]).__file__
 _OWN = frozenset(vars(nn.Module())) - {"training", "_modules"}
@@ -28,8 +28,8 @@ class ReadsOfForward:
     """The reads of ``module``'s forward, which runs while ``observed()`` is open."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._holders: dict[int, Holder] = {id(child): path for path, child in module.named_modules()}
-        self._alive: list[Any] = [module]  # so that no id is given twice
+        self._owners: dict[Holder, Any] = dict(module.named_modules())
+        self._holders: dict[int, Holder] = {id(owner): path for path, owner in self._owners.items()}
         self._read: dict[Holder, dict[str, None]] = {}
         self._written: set[tuple[int, str]] = set()
         self._watched: set[type] = set()
@@ -41,6 +41,21 @@ class ReadsOfForward:
         for holder, names in self._read.items():
             together.setdefault(tuple(sorted(names)), []).append(holder)
         return tuple((names, tuple(holders)) for names, holders in together.items())
+
+    @property
+    def plain(self) -> Plain:
+        """The way to each holder, attribute by attribute, and the plain values of it that were read."""
+        found = []
+        for holder, names in self._read.items():
+            path, *rest = (holder,) if isinstance(holder, str) else holder
+            way = (*path.split("."), *rest)
+            mine = vars(self._owners[holder])
+            read = [name for name in sorted({*names, "training"}) if name in mine and name not in _OWN]
+            listed = ("_modules",) if "_modules" in names else ()
+            plain = (name for name in read if name != "_modules" and is_plain(mine[name]))
+            if all(isinstance(part, str) for part in way):
+                found.append(((*filter(None, way),), (*plain, *listed)))
+        return tuple(found)
 
     @contextmanager
     def observed(self) -> Iterator[None]:
@@ -85,8 +100,7 @@ class ReadsOfForward:
                 if isinstance(key, str | int):
                     self._follow(item, (*holder, key))
         elif isinstance(value, nn.Module) or _has_attributes(value):
-            self._holders[id(value)] = holder
-            self._alive.append(value)
+            self._holders[id(value)], self._owners[holder] = holder, value
             if not isinstance(value, nn.Module) and type(value) not in self._watched:
                 self._watched.add(type(value))
                 self._watch(type(value))

@@ -42,7 +42,8 @@ class Program:
     vary, names, or ``("constant", value)``. ``training`` maps submodule paths to the training flag they were captured
     with, ``dtype`` is that of the first parameter; ``autocast`` is the type it has to cast to, None where there may be
     none, "any" where that does not matter. ``fits`` says of named sizes whether forward takes the path that was
-    captured, ``reads`` which attributes it read. ``run`` computes ``forward`` from the module and the tensor leaves.
+    captured, ``reads`` which attributes it read, ``look`` gives the plain values among them. ``run`` computes
+    ``forward`` from the module and the tensor leaves.
     ``source`` is the text all this came from.
     """
 
@@ -55,6 +56,7 @@ class Program:
     fits: Callable[..., bool] = lambda **sizes: True
     autocast: torch.dtype | Literal["any"] | None = "any"
     reads: Reads = ()
+    look: Callable[[Any], Any] = lambda self: ()
     source: str = ""
 
 
@@ -79,8 +81,8 @@ class Own:
 
     ``constants`` are tensors that the program holds, by name; ``owners`` says of each parameter which dictionary it
     lies in, and under which name; ``broken`` is what had changed when this was copied. ``report`` is that of
-    ``optimize``, ``shown`` where the class has an attribute of that name. ``of`` refers to the drop-in, whose end lets
-    go of the rest.
+    ``optimize``, ``shown`` where the class has an attribute of that name; ``looked`` is what code that is traced finds
+    as long as nothing has changed. ``of`` refers to the drop-in, whose end lets go of the rest.
     """
 
     def __init__(self) -> None:
@@ -92,6 +94,7 @@ class Own:
         self.report: Any = None
         self.shown = False
         self.broken = ""
+        self.looked: Any = None
         self.warned = False
 
     def carry(self, report: Any, shown: bool) -> None:
@@ -207,6 +210,8 @@ def prepare(module: nn.Module, constants: dict[str, Tensor], plain: bytes | None
         kept.guards = Guards(*noted, plain)
     except ValueError:  # there are other attributes to compare
         kept.guards, kept.broken = Guards(*noted), "it has other attributes than at capture"
+    if not kept.broken and kept.guards.hold():
+        kept.looked = program.look(module)
     kept.owners = {
         f"{path}.{name}".lstrip("."): (owner, name)
         for path, child in module.named_modules(remove_duplicate=False)
@@ -286,21 +291,13 @@ def _changed(module: nn.Module) -> str:
     kept: Own = getattr(type(module), OWN)
     guards = kept.guards
     if torch.compiler.is_compiling():
-        return _changed_in_trace(guards) if guards is not None else _NOT_OURS
+        # Each value that is looked at becomes a guard of the compiled code, as it does where the model is compiled.
+        kind: Any = type(module)
+        same = kept.looked is not None and kind._memrewrite.look(module) == kept.looked
+        return "" if same else "what it was captured with has changed"
     if guards is None or kept.of() is not module:
         return _NOT_OURS
     return kept.broken or ("" if guards.hold() else guards.changed())
-
-
-def _changed_in_trace(guards: Guards) -> str:
-    """The same where ``torch.compile`` traces this: each comparison becomes a guard of the compiled code."""
-    for path, attributes, name, value in guards.compared:
-        if attributes.get(name) != value:
-            return f"{path} is another than at capture"
-    for path, children, name, child in guards.identical:
-        if children.get(name) is not child:
-            return f"{path} is another module than at capture"
-    return ""
 
 
 def _values(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:

@@ -22,6 +22,8 @@ Holder = str | tuple[Any, ...]
 """The path of a submodule; or that, and the attributes and keys that lead from there to an object it holds."""
 Reads = tuple[tuple[tuple[str, ...], tuple[Holder, ...]], ...]
 """Names of attributes and the holders they were read of; ``_modules`` for all children, ``__dict__`` for all names."""
+Plain = tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]
+"""Ways from a model to a part of it, attribute by attribute, and names of plain values there, or ``_modules``."""
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
@@ -123,14 +125,14 @@ class Guards:
             if name in attributes or name == "__dict__":
                 continue
             value = getattr(owner, name, _ABSENT)
-            if _is_plain(value):
+            if is_plain(value):
                 self._computed.append((label, owner, name))
             elif self._form(value) == self._form(getattr(owner, name, _ABSENT)):  # and not made anew each time
                 self._others.append((_joined(label, name), _Getter(owner, name)))
 
     def _note_attributes(self, label: str, attributes: dict[str, Any], names: Iterable[str]) -> None:
         there = [name for name in names if name in attributes]
-        plain = [name for name in there if _is_plain(attributes[name])]
+        plain = [name for name in there if is_plain(attributes[name])]
         if plain:
             self._plain.append((label, attributes, plain))
         self._others += [(_joined(label, n), _Getter(attributes, n)) for n in there if n not in plain]
@@ -177,7 +179,7 @@ class Guards:
 
     def lost_in_copies(self) -> str:
         """The same as far as a copy of the drop-in could not tell, which is given ``plain``."""
-        odd = any(name not in found or not _is_plain(found[name]) for _, found, name, _ in self.compared)
+        odd = any(name not in found or not is_plain(found[name]) for _, found, name, _ in self.compared)
         return next(self._changes(), "") or (next(self._changed_values(), "") if odd else "")
 
     @property
@@ -190,10 +192,7 @@ class Guards:
         return (reason for row in self._rows for reason in row.changes())
 
     def _settle(self) -> None:
-        """Compare with what there is now; ``compared`` and ``identical`` are for code that is traced.
-
-        Each has a label, a dictionary, a key in there and its value.
-        """
+        """Compare with what there is now; ``compared`` has label, dictionary, key and value of each plain value."""
         for row in self._rows:
             row.then = [] if row.reason is _hook else row.now()
         captured = self.captured
@@ -202,8 +201,6 @@ class Guards:
             for (label, attributes, names), values in zip(self._plain, captured[: len(self._plain)], strict=True)
             for name, value in zip(names, values if len(names) > 1 else [values], strict=True)
         ]
-        lists = [(path, children, name) for path, children in self._lists for name in children]
-        self.identical = [(path, children, name, children[name]) for path, children, name in [*self._children, *lists]]
 
     def _values(self, training: dict[str, bool] | None = None) -> list[Any]:
         """The plain values now, with the flags of ``training`` if it is given."""
@@ -240,7 +237,7 @@ class Guards:
             return dict, *((self._form(key), self._form(item)) for key, item in value.items())
         if isinstance(value, list | tuple | deque):
             return type(value), *map(self._form, value)
-        return (type(value), value) if isinstance(value, _NAMED) or _is_plain(value) else _Same(value)
+        return (type(value), value) if isinstance(value, _NAMED) or is_plain(value) else _Same(value)
 
 
 @dataclass(frozen=True)
@@ -282,7 +279,7 @@ def _at(modules: dict[str, nn.Module], holder: Holder) -> Any:
     return value
 
 
-def _is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
     """Whether a value is all numbers, text and lists and dictionaries of such, which can be compared as bytes."""
     try:
         as_bytes(value)
