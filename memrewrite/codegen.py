@@ -13,6 +13,7 @@ use, so that activations live no longer than they must. The comments name the su
 """
 
 import builtins
+import functools
 import itertools
 import keyword
 import math
@@ -336,11 +337,13 @@ def _live_ins(nodes: list[fx.Node]) -> list[fx.Node]:
 
 def _look(way: tuple[str, ...], names: tuple[str, ...]) -> str:
     """Expressions for the class of a part, for plain values of it and for how many children it has."""
-    owner = "self"
-    for part in way:
-        plain = part.isidentifier() and not keyword.iskeyword(part)
-        owner = f"{owner}.{part}" if plain else f"getattr({owner}, {part!r})"
-    values = [f"len({owner}._modules)" if name == "_modules" else f"{owner}.{name}" for name in names]
+
+    def attribute_of(owner: str, name: str) -> str:
+        plain = name.isidentifier() and not keyword.iskeyword(name)
+        return f"{owner}.{name}" if plain else f"getattr({owner}, {name!r})"
+
+    owner = functools.reduce(attribute_of, way, "self")
+    values = [f"len({owner}._modules)" if name == "_modules" else attribute_of(owner, name) for name in names]
     return "".join(f"{value}, " for value in ([f"type({owner})", *values] if way else values))
 
 

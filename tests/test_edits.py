@@ -80,7 +80,7 @@ class Net(nn.Module):
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
-        self.config = Settings()
+        self.config, self.table = Settings(), {"inner": Settings(0.75)}
         self.stem = nn.Conv2d(3, width, 3, padding=1)
         self.body = nn.Sequential(Block(width), Block(width))
         self.stages = nn.ModuleList([Block(width), nn.Identity()])
@@ -93,7 +93,7 @@ class Net(nn.Module):
         self.register_buffer("offset", torch.zeros(1))
 
     def forward(self, image: Tensor) -> Tensor:
-        x = self.stem(image) * self.schedule["temperature"][self.schedule["at"]]
+        x = self.stem(image) * self.table["inner"].slope * self.schedule["temperature"][self.schedule["at"]]
         for block in self.stages:
             x = block(self.body(x))
         for extra in self.extras:
@@ -158,6 +158,10 @@ TOLD: dict[str, tuple[Edit, str]] = {
     "a function": (lambda m: setattr(m, "activation", F.relu), "activation is another object"),
     "a module in a list": (lambda m: set_item(m.extras, 0, nn.ReLU()), "extras is another object"),
     "a configuration": (lambda m: setattr(m.config, "slope", 0.125), "config.slope is 0.125, captured as 0.5"),
+    "an object in a dictionary": (
+        lambda m: setattr(m.table["inner"], "slope", 0.5),
+        "table.inner.slope is 0.5, captured as 0.75",
+    ),
     "another configuration": (lambda m: setattr(m, "config", Settings(1.5)), "config is another object"),
     "a tensor": (lambda m: setattr(m, "shift", torch.ones(4, 1, 1, 1)), "shift is another object"),
     "scale of an adapter": (lambda m: set_item(m.head.scaling, "default", 0.5), "head.scaling is {'default': 0.5}"),

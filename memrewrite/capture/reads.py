@@ -48,14 +48,22 @@ class ReadsOfForward:
         found = []
         for holder, names in self._read.items():
             path, *rest = (holder,) if isinstance(holder, str) else holder
-            way = (*path.split("."), *rest)
+            way = (*filter(None, path.split(".")), *rest)
+            if not self._leads(way, self._owners[holder]):
+                continue
             mine = vars(self._owners[holder])
             read = [name for name in sorted({*names, "training"}) if name in mine and name not in _OWN]
             listed = ("_modules",) if "_modules" in names else ()
             plain = (name for name in read if name != "_modules" and is_plain(mine[name]))
-            if all(isinstance(part, str) for part in way):
-                found.append(((*filter(None, way),), (*plain, *listed)))
+            found.append((way, (*plain, *listed)))
         return tuple(found)
+
+    def _leads(self, way: tuple[Any, ...], owner: Any) -> bool:
+        """Whether attributes alone lead there: not items of lists and dictionaries."""
+        value = self._owners[""]
+        for part in way:
+            value = getattr(value, part, None) if isinstance(part, str) else None
+        return value is owner
 
     @contextmanager
     def observed(self) -> Iterator[None]:
