@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
 import memrewrite
-from memrewrite import api, budgeting, measuring, registry, verifying
+from memrewrite import budgeting, measuring, registry, reporting, verifying
 from memrewrite.effects import Effects
 from memrewrite.errors import BudgetInfeasibleError, CaptureError, NotEquivalentError, UsageError
 from memrewrite.options import Budget
@@ -399,10 +399,10 @@ def measured(peak: int) -> Measured:
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, on_device: Callable[..., Measured]) -> None:
     """Let the CPU pass for a GPU on which ``on_device`` measures."""
-    for module in (api, budgeting):
+    for module in (reporting, budgeting):
         monkeypatch.setattr(module, "device_type", lambda *args: "cuda")
     monkeypatch.setattr(measuring, "measure", on_device)
-    monkeypatch.setattr(api, "_segments", lambda line: ())
+    monkeypatch.setattr(reporting, "_segments", lambda line: ())
 
 
 def test_a_device_that_takes_more_than_simulated_gets_another_plan(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """A budget of reserved bytes bounds what CUDA's caching allocator holds, also where that is predicted without CUDA."""
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -69,10 +70,11 @@ def test_on_the_cpu_nothing_is_reserved() -> None:
         memrewrite.optimize(nn.Linear(2, 2), torch.zeros(1, 2), budget="60%", reserved=True)
 
 
-def test_reserved_without_a_budget_means_nothing() -> None:
+def test_reserved_without_a_budget_means_nothing(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="reserved says what a budget bounds, and there is none; give a budget"):
         memrewrite.optimize(nn.Linear(2, 2), torch.zeros(1, 2), reserved=True)
-    found = CliRunner().invoke(main, ["optimize", "model.py", "--reserved"], standalone_mode=False)
+    (tmp_path / "model.py").write_text("")
+    found = CliRunner().invoke(main, ["optimize", str(tmp_path / "model.py"), "--reserved"], standalone_mode=False)
     assert "--reserved says what the budget bounds; give --budget" in str(found.exception)
 
 
