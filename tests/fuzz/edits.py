@@ -18,7 +18,7 @@ from memrewrite import optimize
 from memrewrite.errors import MemrewriteError
 from memrewrite.runtime.dropin import FallbackWarning
 from memrewrite.step import Inputs, Step
-from tests.fuzz.check import Numbers, compare, take_step
+from tests.fuzz.check import EXACT, Numbers, compare, take_step
 from tests.fuzz.strategies import RandomNet
 
 Edit = Callable[[nn.Module, int], None]
@@ -134,7 +134,7 @@ def check_edited(model: RandomNet, inputs: Inputs, edits: list[Change], copied: 
     """
     plain = copy.deepcopy(model)
     try:
-        result: Any = optimize(model, inputs.args, budget="min", optimizer="none", exact=True, verify=False)
+        result: Any = optimize(model, inputs.args, budget="min", optimizer="none", passes=EXACT, verify=False)
     except (MemrewriteError, RuntimeError) as error:
         return type(error).__name__
     if result is model:
