@@ -1,9 +1,8 @@
 """Is a module still what its program was captured from? Torch only; part of every artifact.
 
 A program holds what forward read while it was captured: strides, rates, which children there are, whose forward runs.
-That is noted when a drop-in is built and compared in every call, whole lists at a time by C code
-(``tests.benchmarks.guards`` says what it takes). Of parameters and buffers only types and shapes matter: a program looks
-them up when it runs.
+That is noted when a drop-in is built and compared in every call, whole lists at a time by C code, as the benchmark
+``guards`` times it. Of parameters and buffers only types and shapes matter: a program looks them up when it runs.
 """
 
 import itertools
