@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from memrewrite.containers import contents, is_container, put_back
+from memrewrite.runtime.guards import HOOKS
 
 CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 OPAQUE = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, partial, Tensor, nn.Module)
 _TABLES = ("_parameters", "_buffers", "_modules")  # where a module keeps what reads like an attribute
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class Attributes:
@@ -93,7 +93,7 @@ def preserved(module: nn.Module) -> Iterator[None]:
     Whoever calls a drop-in calls those hooks around its forward; a front end would trace them into the graph.
     """
     attributes = Attributes(module)
-    for name in _HOOKS:
+    for name in HOOKS:
         vars(module)[name] = OrderedDict()
     vars(module)["_compiled_call_impl"] = None
     try:

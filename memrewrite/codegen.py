@@ -29,7 +29,7 @@ from torch import Tensor, fx, nn
 from memrewrite.capture.captured import Captured, TensorSpec
 from memrewrite.capture.normal import attribute
 from memrewrite.errors import CaptureError
-from memrewrite.expressions import Trees, literal, nested
+from memrewrite.expressions import Trees, attribute_of, literal, nested
 from memrewrite.normalizations import in_one_with, runs_again_with
 from memrewrite.private import C_FUNCTIONS, OpOverload
 from memrewrite.runtime.cross_entropy import chunked_cross_entropy
@@ -337,11 +337,6 @@ def _live_ins(nodes: list[fx.Node]) -> list[fx.Node]:
 
 def _look(way: tuple[str, ...], names: tuple[str, ...]) -> str:
     """Expressions for the class of a part, for plain values of it and for how many children it has."""
-
-    def attribute_of(owner: str, name: str) -> str:
-        plain = name.isidentifier() and not keyword.iskeyword(name)
-        return f"{owner}.{name}" if plain else f"getattr({owner}, {name!r})"
-
     owner = functools.reduce(attribute_of, way, "self")
     values = [f"len({owner}._modules)" if name == "_modules" else attribute_of(owner, name) for name in names]
     return "".join(f"{value}, " for value in ([f"type({owner})", *values] if way else values))

@@ -1,5 +1,6 @@
 """Values as Python expressions: constants, containers, and the structures of other classes by PyTorch's pytree."""
 
+import keyword
 import sys
 from collections import namedtuple
 from typing import Any
@@ -26,6 +27,12 @@ def literal(value: Any) -> str:
         if isinstance(value, plain):
             return plain.__repr__(value)
     raise CaptureError(f"The graph holds {value!r} of type {type(value).__name__}, which cannot be written as source.")
+
+
+def attribute_of(owner: str, name: str) -> str:
+    """An attribute of what the expression ``owner`` gives, as an expression."""
+    plain = name.isidentifier() and not keyword.iskeyword(name)
+    return f"{owner}.{name}" if plain else f"getattr({owner}, {name!r})"
 
 
 class Trees:

@@ -9,10 +9,11 @@ every parameter: of ResNet-50's forward on tiny inputs, a tenth. Modules are nam
 with is still looked up where the model itself would.
 """
 
-import keyword
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+
+from memrewrite.expressions import attribute_of
 
 
 class Submodules:
@@ -43,8 +44,7 @@ class Submodules:
     def attribute(self, path: str) -> str:
         """An expression for what lies at a dotted path."""
         owner, _, name = path.rpartition(".")
-        plain = name.isidentifier() and not keyword.iskeyword(name)
-        return f"{self._module(owner)}.{name}" if plain else f"getattr({self._module(owner)}, {name!r})"
+        return attribute_of(self._module(owner), name)
 
     def _module(self, path: str) -> str:
         if path not in self._names:

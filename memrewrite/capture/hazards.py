@@ -40,12 +40,11 @@ from memrewrite.private import (
     tree_map,
 )
 from memrewrite.runtime.dropin import autocast_dtype
-from memrewrite.runtime.guards import Plain, Reads
+from memrewrite.runtime.guards import HOOKS, Plain, Reads
 from memrewrite.simulate.fake import fake_inputs, fake_twin
 from memrewrite.simulate.known import known_values
 from memrewrite.step import Inputs, device_type
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _TENSOR_HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
 _GRADIENTS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
@@ -198,7 +197,7 @@ def _refuse_hooks(model: nn.Module) -> None:
         refuse_weight_hooks(module, path or type(model).__name__)
         if "_orig_mod" in module._modules or module._compiled_call_impl is not None:
             raise CaptureError(f"{path or type(model).__name__} is compiled; optimize first, then compile the result.")
-        for name in _HOOKS:
+        for name in HOOKS:
             if path and module.__dict__.get(name):
                 kind = name.strip("_").replace("_", " ")
                 raise CaptureError(f"{path} ({type(module).__name__}) has {kind}, which {advice}")

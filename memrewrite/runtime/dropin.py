@@ -114,11 +114,14 @@ class Own:
 
     def tell_of_gradients(self, name: str) -> None:
         """Warn, once, that segments are not run as such because a parameter needs a gradient, or none, unlike then."""
+        changed = f"{name} was trained, or frozen, after it was planned; optimize again for a plan"
+        self.tell(f"keeps what the original does in a part of its forward: {changed}.", 5)
+
+    def tell(self, text: str, stacklevel: int) -> None:
+        """Warn, the first time that there is something to say."""
         if not self.warned:
             self.warned = True
-            text = f"Optimized {self.kind.__name__} keeps what the original does in a part of its forward: {name} "
-            text += "was trained, or frozen, after it was planned; optimize again for a plan."
-            warnings.warn(text, FallbackWarning, stacklevel=4)
+            warnings.warn(f"Optimized {self.kind.__name__} {text}", FallbackWarning, stacklevel=stacklevel)
 
     def end(self, reference: object) -> None:
         """Let go of everything: classes stay until Python looks for cycles, and would keep the parameters so long."""
@@ -235,10 +238,8 @@ def _subclass(base: type[nn.Module], program: Program) -> type[nn.Module]:
             kept.follow(tensors)
             return program.run(self, *tensors)
         reason = reason if tensors is None else "it was captured in eval mode, for calls under torch.no_grad()"
-        if reason and not kept.warned:
-            kept.warned = True
-            text = f"Optimized {base.__name__} ran its original forward: {reason}."
-            warnings.warn(text, FallbackWarning, stacklevel=2)
+        if reason:
+            kept.tell(f"ran its original forward: {reason}.", 3)
         return base.forward(self, *args, **kwargs)
 
     def reduce(self: nn.Module, protocol: Any = None) -> Any:

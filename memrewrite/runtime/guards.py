@@ -25,7 +25,7 @@ Reads = tuple[tuple[tuple[str, ...], tuple[Holder, ...]], ...]
 Plain = tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]
 """Ways from a model to a part of it, attribute by attribute, and names of plain values there, or ``_modules``."""
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 _NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format)  # equal wherever they come from
 _ABSENT = ...  # a value that can be compared as bytes
@@ -142,13 +142,13 @@ class Guards:
         owners, listed, tables = [*map(vars, modules)], [d for _, d in self._lists], [d for _, d in self._tables]
         parents, names = [d for _, d, _ in self._children], [name for *_, name in self._children]
         kinds, members = [kind for kind, _ in self._members], [name for _, name in self._members]
-        hooks = [owner.get(kind, {}) for owner in owners for kind in _HOOKS]
+        hooks = [owner.get(kind, {}) for owner in owners for kind in HOOKS]
         get, flat, again = dict.get, itertools.chain.from_iterable, itertools.repeat
 
         def hooked() -> list[Any]:
             return hooks if any(hooks) else []
 
-        yield _Row(hooked, lambda: (path for path in paths for _ in _HOOKS), _hook)
+        yield _Row(hooked, lambda: (path for path in paths for _ in HOOKS), _hook)
         yield _Row(lambda: [*map(type, modules)], lambda: paths, _another_class)
         yield _Row(lambda: [*map(get, owners, again("forward"))], lambda: paths, _another_forward)
         yield _Row(lambda: [*map(len, everyone)], lambda: self._owners, self._new_attribute)
