@@ -39,8 +39,8 @@ from memrewrite.private import (
     tree_leaves,
     tree_map,
 )
-from memrewrite.runtime.dropin import autocast_dtype
 from memrewrite.runtime.guards import HOOKS, Plain, Reads
+from memrewrite.runtime.segment import autocast_dtype
 from memrewrite.simulate.fake import fake_inputs, fake_twin
 from memrewrite.simulate.known import known_values
 from memrewrite.step import Inputs, device_type

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memrewrite.runtime.segment import autocast_dtype
+
 _IGNORED = -100
 
 
@@ -42,7 +44,7 @@ class _Losses(torch.autograd.Function):
         ctx: Any, logits: Tensor, target: Tensor, dtype: torch.dtype | None, ignore_index: int, rows: int
     ) -> Tensor:
         ctx.save_for_backward(logits, target)
-        ctx.options, ctx.rows, ctx.autocast = (dtype, 0, ignore_index), rows, _autocast_of(logits)
+        ctx.options, ctx.rows, ctx.autocast = (dtype, 0, ignore_index), rows, autocast_dtype(logits.device.type)
         parts = zip(logits.split(rows), target.split(rows), strict=True)
         return torch.cat([_losses(part, of, *ctx.options) for part, of in parts])
 
@@ -72,15 +74,8 @@ def _slope(logits: Tensor, target: Tensor, grad: Tensor, options: Any) -> Tensor
     return torch.autograd.grad(losses, logits, grad)[0]
 
 
-def _autocast_of(tensor: Tensor) -> torch.dtype | None:
-    """The type that autocast lowers to where ``tensor`` lies, None where it is off."""
-    kind = tensor.device.type
-    on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    return torch.get_autocast_dtype(kind) if on else None
-
-
 def _autocast(tensor: Tensor, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
-    """Autocast as ``_autocast_of`` found it."""
+    """Autocast as ``autocast_dtype`` found it."""
     kind = tensor.device.type
     if not torch.amp.is_autocast_available(kind):
         return contextlib.nullcontext()

@@ -23,7 +23,7 @@ from memrewrite.runtime.batch_norm import normalize, rectify
 from memrewrite.runtime.compiled import draw, in_turn, settled
 from memrewrite.runtime.cross_entropy import chunked_cross_entropy
 from memrewrite.runtime.guards import Guards, Reads, as_bytes
-from memrewrite.runtime.segment import OWN, as_autocast, keep, once, run_segment
+from memrewrite.runtime.segment import OWN, as_autocast, autocast_dtype, keep, once, run_segment
 from memrewrite.runtime.swish import exact_swish, swish
 
 _PROGRAMS: dict[str, "Program"] = {}
@@ -338,11 +338,6 @@ def _match(program: Program, module: nn.Module, leaves: list[Any]) -> tuple[list
         if now != program.autocast:
             return None, f"it asks about autocast, which casts to {now} now and to {program.autocast} at capture"
     return tensors, ""
-
-
-def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """What autocast casts to there; None where it is off."""
-    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
 
 
 def _cast_anyway(leaf: Tensor, dtype: torch.dtype) -> bool:

@@ -275,6 +275,12 @@ def as_autocast(value: Any) -> Any:
     return value.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else value
 
 
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """What autocast casts to there; None where it is off, or there is none."""
+    on = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+    return torch.get_autocast_dtype(device_type) if on else None
+
+
 def _in_one(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors see one storage as elements of one type."""
     return a.dtype == b.dtype and a.untyped_storage() is b.untyped_storage()
