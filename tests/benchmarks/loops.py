@@ -197,11 +197,12 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small models")
+    parser.add_argument("--only", nargs="+", choices=CASES, default=[*CASES], help="these models only")
     parser.add_argument("--seconds", type=float, default=_SECONDS, help="start no case after so many")
     options = parser.parse_args()
     end = time.perf_counter() + options.seconds
     left = []
-    for loop, name in itertools.product(loops.LOOPS, CASES):
+    for loop, name in itertools.product(loops.LOOPS, options.only):
         if time.perf_counter() > end:
             left.append(f"{name}, {loop}")
             continue
