@@ -6,7 +6,7 @@ from memrewrite import measuring, pipeline
 from memrewrite.advice import infeasible
 from memrewrite.errors import UsageError
 from memrewrite.marking import mark_inplace
-from memrewrite.options import Budget
+from memrewrite.options import Budget, format_bytes
 from memrewrite.plan.refine import Fitted
 from memrewrite.report.data import Measured
 from memrewrite.step import device_type
@@ -16,6 +16,10 @@ _MARGIN = 0.0005  # what each of them leaves of the budget besides, times its nu
 # What a plan leaves of a budget on CUDA: which blocks the caching allocator hands out, up to 1 MiB more than was asked
 # for, depends on what ran before. In other processes peaks were 0.04 % higher.
 _RESERVE = 0.002
+# How much more than its budget a plan may make the allocator reserve. Another 1 % is for batches of other sizes: they
+# leave other blocks behind.
+_ROOM = 0.02
+_LOWER = (0.98, 0.95, 0.91, 0.86)  # of the bytes that did not
 
 
 def limit_for(budget: str | int | Budget | None, reserved: bool, kind: str) -> Budget | None:
@@ -35,9 +39,48 @@ def meet(line: pipeline.Line, limit: Budget, original: int, names: tuple[str, ..
     """Plan until the peak is within the budget, as it is measured on a GPU, else as it is simulated.
 
     Plans are made by what is allocated; for a budget of reserved bytes by ever less, until what the allocator reserves
-    is within it. A plan for ``torch.compile`` is measured compiled.
+    is within it. For another, it is simulated whether the plan trains in a process that may reserve 2 % more than the
+    budget, else lower ones are tried. A plan for ``torch.compile`` is measured compiled, and its reserved bytes are
+    not known.
     Raises ``BudgetInfeasibleError`` when the lowest reachable peak is above it.
     """
+    measured, target = _meet(line, limit, original, names)
+    budget = limit.resolve(original)
+    if budget is None or limit.reserved or line.compiled or line.step.device_type(line.model, line.inputs) != "cuda":
+        return measured
+    return _under_cap(line, budget, target, measured, names)
+
+
+def _under_cap(
+    line: pipeline.Line, budget: int, target: int, measured: Measured | None, names: tuple[str, ...] | None
+) -> Measured | None:
+    """Lower the plan for ``target`` bytes until fragmentation leaves room for it under a cap just above the budget.
+
+    Where none of a few lower ones has it, that plan stays, with a note.
+    """
+    cap = int((1 + _ROOM) * budget)
+    needed = line.reserved_under(cap)
+    if needed <= cap:
+        return measured
+    for share in _LOWER if _may_checkpoint(line, names) else ():
+        if not pipeline.plan(line, int(share * target)).fits:
+            break
+        if line.reserved_under(cap) <= cap:
+            return None if measured is None else _measured(line)
+    if _may_checkpoint(line, names):
+        pipeline.plan(line, target)
+    line.notes += (
+        f"Where a process may reserve no more than {format_bytes(cap)}, this may run out of memory all the same, "
+        f"because memory is fragmented: {format_bytes(needed)} would do. PYTORCH_CUDA_ALLOC_CONF="
+        "expandable_segments:True prevents most of that.",
+    )
+    return measured
+
+
+def _meet(
+    line: pipeline.Line, limit: Budget, original: int, names: tuple[str, ...] | None
+) -> tuple[Measured | None, int]:
+    """``meet`` but for what fragments memory; also the bytes that the plan was made for."""
     budget = limit.resolve(original) or 0
     if limit.of(line.simulate()) > budget:
         pipeline.rewrite_slower(line, names)
@@ -63,14 +106,14 @@ def meet(line: pipeline.Line, limit: Budget, original: int, names: tuple[str, ..
             if judged and found > budget and (on_cuda or original > budget):  # else the model fits as it is
                 raise infeasible(line, limit, budget, found if lowest is None else min(found, lowest))
         if not on_cuda and (last or not line.step.as_cuda):
-            return None
+            return None, target
         measured = _measured(line) if on_cuda else None
         if measured is not None and line.compiled and (limit.minimum or (last and measured.peak > budget)):
             wanted = int((1 + _RESERVE) * line.simulate().peak) if limit.minimum else budget
             measured = _with_inputs_cast(line, _below_the_optimizer(line, fitted, measured, wanted))
         peak = limit.of(line.simulate() if measured is None else measured)
         if limit.minimum or peak <= budget - (0 if last else reserve):
-            return measured
+            return measured, target
         if last:
             break
         line.in_turn = line.compiled and attempt > 1  # it takes time: where less room is not enough
@@ -79,7 +122,7 @@ def meet(line: pipeline.Line, limit: Budget, original: int, names: tuple[str, ..
         margin = int(attempt * _MARGIN * budget)  # each plan misses by its own bytes
         target = min(target, budget - reserve - missed) - margin
     if peak <= budget:
-        return measured
+        return measured, target
     raise infeasible(line, limit, budget, peak if not limit.reserved else min(peak, lowest or peak))
 
 

@@ -13,7 +13,6 @@ use, so that activations live no longer than they must. The comments name the su
 """
 
 import builtins
-import functools
 import itertools
 import keyword
 import math
@@ -29,7 +28,7 @@ from torch import Tensor, fx, nn
 from memrewrite.capture.captured import Captured, TensorSpec
 from memrewrite.capture.normal import attribute
 from memrewrite.errors import CaptureError
-from memrewrite.expressions import Trees, attribute_of, literal, nested
+from memrewrite.expressions import Trees, literal, nested
 from memrewrite.normalizations import in_one_with, runs_again_with
 from memrewrite.private import C_FUNCTIONS, OpOverload
 from memrewrite.runtime.cross_entropy import chunked_cross_entropy
@@ -335,13 +334,6 @@ def _live_ins(nodes: list[fx.Node]) -> list[fx.Node]:
     return [n for n in used if n not in inside]
 
 
-def _look(way: tuple[str, ...], names: tuple[str, ...]) -> str:
-    """Expressions for the class of a part, for plain values of it and for how many children it has."""
-    owner = functools.reduce(attribute_of, way, "self")
-    values = [f"len({owner}._modules)" if name == "_modules" else attribute_of(owner, name) for name in names]
-    return "".join(f"{value}, " for value in ([f"type({owner})", *values] if way else values))
-
-
 def _program(captured: Captured, prefix: str) -> str:
     leaves = [
         f"({leaf.dtype}, {leaf.device_type!r}, {leaf.shape!r})"
@@ -357,7 +349,7 @@ def _program(captured: Captured, prefix: str) -> str:
     fits = f"\n    fits=lambda {', '.join(sizes)}: {conditions}," if conditions else ""
     constants = "\n".join(trees.lines())
     reads = "".join(f"\n        {row!r}," for row in captured.reads)
-    look = "".join(f"\n        ({_look(way, names)})," for way, names in captured.plain)
+    look = "".join(f"\n        ({', '.join(row)},)," for row in captured.looks)
     return f"""
 
 {constants}PROGRAM = Program(

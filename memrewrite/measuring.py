@@ -10,7 +10,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -23,7 +23,7 @@ from memrewrite.report.data import Measured
 from memrewrite.simulate import Timeline, run_tracked, simulate, with_workspaces
 from memrewrite.simulate.allocator import allocator_on
 from memrewrite.simulate.fake import tensors_of
-from memrewrite.step import Inputs, Phase, Running, Step, device_type
+from memrewrite.step import Inputs, Phase, Running, Step, device_of, device_type
 from memrewrite.stepspec import StepSpec
 from memrewrite.trial import State, cuda_devices
 
@@ -78,9 +78,11 @@ def predict(
     attribute: bool = False,
     probe: bool = True,
     blocks: bool = True,
+    cap: int | None = None,
 ) -> Timeline:
     """``simulate``, or where the step depends on values real steps under the tracker, after which all is put back.
 
+    What those reserve on CUDA is read there, whatever ``cap`` says.
     Raises ``DoesNotFitError`` when those run out of memory, ``DataDependentError`` for such a step ``as_cuda`` or,
     with ``probe`` False, on CUDA: that leaves the device alone.
     """
@@ -94,6 +96,7 @@ def predict(
             attribute=attribute,
             probe=probe,
             blocks=blocks,
+            cap=cap,
         )
     except DataDependentError:
         if step.as_cuda or (not probe and device_type(module, inputs) != "cpu"):
@@ -108,9 +111,14 @@ def _tracked(
     with preserved_state(module, inputs):
         try:
             allocator = allocator_on(device_type(module, inputs)) if blocks else None
-            return run_tracked(
+            timeline = run_tracked(
                 module, inputs, step, steps=steps, attribute=attribute, allocator=allocator, libraries=libraries
             )
+            if allocator is None:
+                return timeline
+            # What operators take while they run is not tracked, and makes the allocator split its blocks otherwise.
+            device = device_of(module, inputs)
+            return replace(timeline, reserved=_on_cuda(module, inputs, step, 1, device).reserved)
         except torch.OutOfMemoryError as error:
             name = type(module).__name__
             raise DoesNotFitError(

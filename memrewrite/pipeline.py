@@ -179,6 +179,13 @@ class Line:
             self._simulated[key] = predict(built, self.inputs, self.step, workspace_bytes=workspace, blocks=blocks)
         return self._simulated[key]
 
+    def reserved_under(self, cap: int) -> int:
+        """What the allocator of CUDA reserves for the graphs as they are now, in bytes, if it is to be at most ``cap``.
+
+        More than that where it cannot be: a process that may reserve no more runs out of memory.
+        """
+        return predict(self.build(), self.inputs, self.step, workspace_bytes=self.workspace, cap=cap).reserved
+
     def attributed(self) -> Timeline:
         """What ``simulate`` gives, with the submodule that made each storage."""
         return predict(self.build(), self.inputs, self.step, workspace_bytes=self.workspace, attribute=True)

@@ -7,10 +7,30 @@ from types import ModuleType
 
 from memrewrite import __version__
 from memrewrite.artifact.manifest import CONSTANTS
-from memrewrite.runtime import batch_norm, compiled, cross_entropy, dropin, guards, likeness, segment, swish
+from memrewrite.runtime import (
+    batch_norm,
+    compiled,
+    cross_entropy,
+    dict_versions,
+    dropin,
+    guards,
+    likeness,
+    segment,
+    swish,
+)
 from memrewrite.runtime.likeness import Likeness
 
-_RUNTIME: tuple[ModuleType, ...] = (compiled, segment, batch_norm, swish, cross_entropy, guards, dropin, likeness)
+_RUNTIME: tuple[ModuleType, ...] = (
+    compiled,
+    segment,
+    batch_norm,
+    swish,
+    cross_entropy,
+    dict_versions,
+    guards,
+    dropin,
+    likeness,
+)
 _HEAD = '''"""A rewritten forward for one model; needs torch only. Written by memrewrite {version}.
 
     from memrewrite_model import apply

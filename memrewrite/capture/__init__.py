@@ -69,7 +69,7 @@ def _with(findings: hazards.Findings, captured: Captured, *told: str) -> Capture
         checkpoints=findings.checkpoints,
         autocast=findings.autocast,
         reads=findings.reads,
-        plain=findings.plain,
+        looks=findings.looks,
     )
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import fx
 
 from memrewrite.private import TreeSpec
-from memrewrite.runtime.guards import Plain, Reads
+from memrewrite.runtime.guards import Reads
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Captured:
     own to the same result and the graph the way that fits any values, so that their bits may differ.
     ``checkpoints`` says that forward calls ``torch.utils.checkpoint``, which the graph does not. ``autocast`` is
     "any", or where the model does something else with autocast than without, what it was captured under: the type, None
-    for without. ``reads`` are the attributes of modules that forward reads, ``plain`` the plain values among them.
+    for without. ``reads`` are the attributes of modules that forward reads, ``looks`` the same as expressions.
     """
 
     graph_module: fx.GraphModule
@@ -68,4 +68,4 @@ class Captured:
     checkpoints: bool = False
     autocast: torch.dtype | Literal["any"] | None = "any"
     reads: Reads = ()
-    plain: Plain = ()
+    looks: tuple[tuple[str, ...], ...] = ()

@@ -39,7 +39,7 @@ from memrewrite.private import (
     tree_leaves,
     tree_map,
 )
-from memrewrite.runtime.guards import HOOKS, Plain, Reads
+from memrewrite.runtime.guards import HOOKS, Reads
 from memrewrite.runtime.segment import autocast_dtype
 from memrewrite.simulate.fake import fake_inputs, fake_twin
 from memrewrite.simulate.known import known_values
@@ -57,7 +57,7 @@ class Findings:
     ``notes`` are sentences for the user; ``export_loses`` is what ``torch.export``'s graph would lack, ``asks`` the
     Python module that asks whether it is being traced, "" if there is none. ``exact`` is False where the model takes
     another way on the values of these inputs than on values it cannot see; ``checkpoints`` says that it checkpoints,
-    ``autocast``, ``reads`` and ``plain`` are those of ``Captured``.
+    ``autocast``, ``reads`` and ``looks`` are those of ``Captured``.
     """
 
     notes: tuple[str, ...] = ()
@@ -67,7 +67,7 @@ class Findings:
     checkpoints: bool = False
     autocast: torch.dtype | Literal["any"] | None = "any"
     reads: Reads = ()
-    plain: Plain = ()
+    looks: tuple[tuple[str, ...], ...] = ()
 
 
 def check(model: nn.Module, inputs: Inputs) -> Findings:
@@ -119,7 +119,7 @@ def check(model: nn.Module, inputs: Inputs) -> Findings:
         checkpoints=bool(checkpoints),
         autocast=autocast_dtype(device) if about or switched else "any",
         reads=first.reads.found,
-        plain=first.reads.plain,
+        looks=first.reads.looks,
     )
 
 

@@ -17,7 +17,8 @@ from unittest import mock
 from torch import nn
 
 from memrewrite.attributes import CONTAINERS, OPAQUE
-from memrewrite.runtime.guards import Holder, Plain, Reads, is_plain
+from memrewrite.capture.looks import looks
+from memrewrite.runtime.guards import Holder, Reads
 
 _MODULE_CODE = cast(Any, sys.modules[nn.Module.__module__]).__file__
 _OWN = frozenset(vars(nn.Module())) - {"training", "_modules"}
@@ -43,27 +44,10 @@ class ReadsOfForward:
         return tuple((names, tuple(holders)) for names, holders in together.items())
 
     @property
-    def plain(self) -> Plain:
-        """The way to each holder, attribute by attribute, and the plain values of it that were read."""
-        found = []
-        for holder, names in self._read.items():
-            path, *rest = (holder,) if isinstance(holder, str) else holder
-            way = (*filter(None, path.split(".")), *rest)
-            if not self._leads(way, self._owners[holder]):
-                continue
-            mine = vars(self._owners[holder])
-            read = [name for name in sorted({*names, "training"}) if name in mine and name not in _OWN]
-            listed = ("_modules",) if "_modules" in names else ()
-            plain = (name for name in read if name != "_modules" and is_plain(mine[name]))
-            found.append((way, (*plain, *listed)))
-        return tuple(found)
-
-    def _leads(self, way: tuple[Any, ...], owner: Any) -> bool:
-        """Whether attributes alone lead there: not items of lists and dictionaries."""
-        value = self._owners[""]
-        for part in way:
-            value = getattr(value, part, None) if isinstance(part, str) else None
-        return value is owner
+    def looks(self) -> tuple[tuple[str, ...], ...]:
+        """What each holder was read for, as expressions in ``self``."""
+        rows = (looks(self._owners[""], holder, self._owners[holder], names) for holder, names in self._read.items())
+        return tuple(filter(None, rows))
 
     @contextmanager
     def observed(self) -> Iterator[None]:

@@ -4,6 +4,7 @@
 user's class, with its attributes, methods, hooks and state-dict keys.
 """
 
+import copy
 import functools
 import hashlib
 import inspect
@@ -214,7 +215,7 @@ def prepare(module: nn.Module, constants: dict[str, Tensor], plain: bytes | None
     except ValueError:  # there are other attributes to compare
         kept.guards, kept.broken = Guards(*noted), "it has other attributes than at capture"
     if not kept.broken and kept.guards.hold():
-        kept.looked = program.look(module)
+        kept.looked = copy.deepcopy(program.look(module))
     kept.owners = {
         f"{path}.{name}".lstrip("."): (owner, name)
         for path, child in module.named_modules(remove_duplicate=False)

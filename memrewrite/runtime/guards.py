@@ -2,9 +2,11 @@
 
 A program holds what forward read while it was captured: strides, rates, which children there are, whose forward runs.
 That is noted when a drop-in is built and compared in every call, whole lists at a time by C code, as the benchmark
-``guards`` times it. Of parameters and buffers only types and shapes matter: a program looks them up when it runs.
+``guards`` times it. What lies in dictionaries that nobody wrote to since is as it was. Of parameters and buffers only
+types and shapes matter: a program looks them up when it runs.
 """
 
+import functools
 import itertools
 import marshal
 import operator
@@ -18,13 +20,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from memrewrite.runtime.dict_versions import version_of
+
 Holder = str | tuple[Any, ...]
 """The path of a submodule; or that, and the attributes and keys that lead from there to an object it holds."""
 Reads = tuple[tuple[tuple[str, ...], tuple[Holder, ...]], ...]
 """Names of attributes and the holders they were read of; ``_modules`` for all children, ``__dict__`` for all names."""
-Plain = tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]
-"""Ways from a model to a part of it, attribute by attribute, and names of plain values there, or ``_modules``."""
 
+TABLES = ("_modules", "_parameters", "_buffers")
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 _NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format)  # equal wherever they come from
@@ -36,13 +39,15 @@ class _Row:
     """Things of one kind: what ``now`` lists is compared with what it listed ``then``, first of all by identity.
 
     ``labels`` names each; ``reason(label, then, now)`` says of a pair that is not one object what has changed, "" if
-    nothing has that matters. ``live`` lists the same where ``now`` makes copies.
+    nothing has that matters. ``live`` lists the same where ``now`` makes copies. ``watched`` says that all of it lies
+    in dictionaries whose versions are compared.
     """
 
     now: Callable[[], list[Any]]
     labels: Callable[[], Iterable[str]]
     reason: Callable[[str, Any, Any], str]
     live: Callable[[], list[Any]] | None = None
+    watched: bool = False
     then: list[Any] = field(default_factory=list)
 
     def holds(self) -> bool:
@@ -94,8 +99,16 @@ class Guards:
                 elif owner is not _ABSENT:
                     self._note_object(".".join(str(part) for part in holder if part != ""), owner, names)
         self._rows = list(self._make_rows())
+        self._unwatched = [row for row in self._rows if not row.watched]
+        self._watched, self._versions = self._to_watch(), [0]
         self._getters = [operator.itemgetter(*names) for *_, names in self._plain]
         self._holders = [attributes for _, attributes, _ in self._plain]
+        self._mutable = [
+            (found, name)
+            for _, found, names in self._plain
+            for name in names
+            if type(found) is not dict or not _is_constant(found[name])
+        ]
         self.plain = plain or as_bytes(self._values(training))
         self._settle()
 
@@ -144,16 +157,22 @@ class Guards:
         kinds, members = [kind for kind, _ in self._members], [name for _, name in self._members]
         hooks = [owner.get(kind, {}) for owner in owners for kind in HOOKS]
         get, flat, again = dict.get, itertools.chain.from_iterable, itertools.repeat
+        watched = functools.partial(_Row, watched=True)
+        child = functools.partial(_Row, watched=all(type(d) is dict for d in [*listed, *parents]))
 
         def hooked() -> list[Any]:
             return hooks if any(hooks) else []
 
         yield _Row(hooked, lambda: (path for path in paths for _ in HOOKS), _hook)
         yield _Row(lambda: [*map(type, modules)], lambda: paths, _another_class)
-        yield _Row(lambda: [*map(get, owners, again("forward"))], lambda: paths, _another_forward)
-        yield _Row(lambda: [*map(len, everyone)], lambda: self._owners, self._new_attribute)
-        yield _Row(lambda: [*map(get, parents, names)], lambda: [path for path, *_ in self._children], _another_module)
-        yield _Row(lambda: [*flat(map(dict.values, listed))], lambda: _items(self._lists), _another_module)
+        yield watched(lambda: [*map(get, owners, again("forward"))], lambda: paths, _another_forward)
+        yield watched(lambda: [*map(len, everyone)], lambda: self._owners, self._new_attribute)
+        children = [path for path, *_ in self._children]
+        yield child(lambda: [*map(get, parents, names)], lambda: children, _another_module)
+        yield child(lambda: [*flat(map(dict.values, listed))], lambda: _items(self._lists), _another_module)
+        of_all = [_joined(path, table) for path in self._owners for table in TABLES]
+        own_tables = operator.itemgetter(*TABLES)
+        yield watched(lambda: [*map(id, flat(map(own_tables, everyone)))], lambda: of_all, _replaced)
         yield _Row(
             lambda: [*map(dict, tables)], lambda: [path for path, _ in self._tables], _another_table, lambda: tables
         )
@@ -162,10 +181,23 @@ class Guards:
         others = [label for label, _ in self._others]
         yield _Row(lambda: [self._form(value()) for _, value in self._others], lambda: others, _another_object)
 
+    def _to_watch(self) -> list[dict[str, Any]]:
+        """The dictionaries that watched rows and constants lie in, each once; none where they have no versions."""
+        of_objects = [attributes for _, attributes, _ in self._plain]
+        children = [d for _, d in self._lists] + [d for _, d, _ in self._children]
+        found = {id(d): d for d in [*self._owners.values(), *of_objects, *children] if type(d) is dict}
+        return [] if version_of is None else [*found.values()]
+
     def hold(self) -> bool:
         """Whether nothing has changed; False also where it takes ``changed`` to tell."""
         try:
-            return all(row.holds() for row in self._rows) and as_bytes(self._values()) == self.plain
+            versions = [*map(version_of, self._watched)] if version_of is not None else []
+            if versions and versions == self._versions:
+                return all(row.holds() for row in self._unwatched) and as_bytes(self._loose()) == self._loose_then
+            held = all(row.holds() for row in self._rows) and as_bytes(self._values()) == self.plain
+            if held:
+                self._versions = versions
+            return held
         except (KeyError, ValueError, TypeError, RuntimeError):  # gone, no longer plain, or other tensors
             return False
 
@@ -193,8 +225,10 @@ class Guards:
 
     def _settle(self) -> None:
         """Compare with what there is now; ``compared`` has label, dictionary, key and value of each plain value."""
+        self._versions = []
         for row in self._rows:
             row.then = [] if row.reason is _hook else row.now()
+        self._loose_then = as_bytes(self._loose())
         captured = self.captured
         self.compared = [
             (_joined(label, name), attributes, name, value)
@@ -211,6 +245,11 @@ class Guards:
                     found = [training[path] if name == "training" else self._plain[place][1][name] for name in names]
                     values[place] = tuple(found) if len(found) > 1 else found[0]
         return [*values, *(getattr(owner, name, _ABSENT) for _, owner, name in self._computed)]
+
+    def _loose(self) -> list[Any]:
+        """Those of the plain values that can change where no dictionary does."""
+        mutable = [attributes[name] for attributes, name in self._mutable]
+        return [*mutable, *(getattr(owner, name, _ABSENT) for _, owner, name in self._computed)]
 
     def _changed_values(self) -> Iterator[str]:
         for label, attributes, name, then in self.compared:
@@ -288,6 +327,13 @@ def is_plain(value: Any) -> bool:
     return True
 
 
+def _is_constant(value: Any) -> bool:
+    """Whether a plain value cannot change."""
+    if isinstance(value, tuple | frozenset):
+        return all(map(_is_constant, value))
+    return not isinstance(value, list | dict | set | bytearray)
+
+
 def as_bytes(value: Any) -> bytes:
     """Plain values as bytes, which tell 1 from True and 1.0. Version 2 of the format knows no shared objects."""
     return marshal.dumps(value, 2)
@@ -307,6 +353,10 @@ def _hook(path: str, then: Any, now: Any) -> str:
 
 def _another_class(path: str, then: type, now: type) -> str:
     return f"{path} is a {now.__name__}, captured as a {then.__name__}"
+
+
+def _replaced(label: str, then: int, now: int) -> str:
+    return f"{label} is another dictionary than at capture" if then != now else ""
 
 
 def _another_forward(path: str, then: Any, now: Any) -> str:

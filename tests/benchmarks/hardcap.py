@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from memrewrite.api import simulate_original
+from memrewrite.inputs import to_device
 from memrewrite.runtime.dropin import FallbackWarning
 from memrewrite.simulate import simulate
 from memrewrite.simulate.workspaces import workspace_bytes
@@ -81,14 +82,17 @@ class Capped:
             torch.cuda.set_per_process_memory_fraction((planned.cap or total) / total, torch.cuda.current_device())
         WORKLOADS[self.name].build(True)  # so that the module's own file is there to be found
         module: nn.Module = torch.load(file, map_location=self.device, weights_only=False)
-        step, batches = WORKLOADS[self.name].step(), [self.inputs(size) for size in _SIZES]
+        step, batches = (
+            WORKLOADS[self.name].step(),
+            [to_device(self.inputs(size), torch.device("cpu")) for size in _SIZES],
+        )
         optimizer = step.make_optimizer(module)
         started, done, why = time.perf_counter(), 0, ""
         with warnings.catch_warnings():
             warnings.simplefilter("error", FallbackWarning)  # at any size the rewritten program is to run
             try:
                 for batch in itertools.islice(itertools.cycle(batches), self.steps):
-                    step.run(module, batch, optimizer)
+                    step.run(module, to_device(batch, self.device), optimizer)
                     done += 1
             except torch.OutOfMemoryError:
                 why = f"out of memory in step {done + 1}"

@@ -1,0 +1,69 @@
+"""What forward read, as expressions in ``self``: what code that is traced compares to see whether it still holds.
+
+    len(self.body._modules), self.stem.stride, type(self.stem.forward), hasattr(self, 'doubled'), id(self.activation)
+
+``torch.compile`` guards the values that the code it traces looks at, as it guards what the model's own code reads. It
+does not see what is asked of ``__dict__``.
+"""
+
+import inspect
+import types
+from collections.abc import Iterable, Iterator
+from typing import Any, cast
+
+from torch import nn
+
+from memrewrite.expressions import attribute_of
+from memrewrite.runtime.guards import TABLES, Holder, is_plain
+
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+_NOWHERE = object()
+
+
+def looks(root: nn.Module, holder: Holder, owner: Any, names: Iterable[str]) -> tuple[str, ...]:
+    """Expressions for what was read of ``owner``, to which ``holder`` leads; none where it does not, in one way."""
+    path, *rest = (holder,) if isinstance(holder, str) else holder
+    text, value = "self", cast(Any, root)
+    for part in (*filter(None, path.split(".")), *rest):
+        items = isinstance(value, dict | list | tuple)
+        try:
+            value = value[part] if items else getattr(value, part)
+        except (AttributeError, LookupError, TypeError):
+            return ()
+        text = f"{text}[{part!r}]" if items else attribute_of(text, part)
+    if value is not owner:
+        return ()
+    kind = () if text == "self" else (f"type({text})",)
+    found = (look for name in sorted({*names, "training"}) for look in _of_attribute(text, owner, name))
+    return (*kind, *found)
+
+
+def _of_attribute(text: str, owner: Any, name: str) -> Iterator[str]:
+    mine, is_module = vars(owner), isinstance(owner, nn.Module)
+    place = attribute_of(text, name)
+    if name == "_modules" and is_module:
+        yield f"len({place})"
+    elif name in mine:
+        yield from _of_value(place, mine[name])
+    elif is_module and not any(name in mine[table] for table in TABLES):
+        found = inspect.getattr_static(type(owner), name, _NOWHERE)
+        if found is _NOWHERE:
+            yield f"hasattr({text}, {name!r})"
+        elif isinstance(found, types.FunctionType) and text + name != "selfforward":
+            yield f"type({place})"
+        elif is_plain(found):
+            yield place
+
+
+def _of_value(text: str, value: Any) -> Iterator[str]:
+    """What is compared of a value: all that is plain, the identity of functions, modules and objects."""
+    if is_plain(value):
+        yield text
+    elif isinstance(value, dict | list | tuple):
+        yield f"len({text})"
+        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, item in pairs:
+            if isinstance(key, str | int):
+                yield from _of_value(f"{text}[{key!r}]", item)
+    elif isinstance(value, (*_FUNCTIONS, nn.Module)):
+        yield f"id({text})"
