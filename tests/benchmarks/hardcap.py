@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from memrewrite.api import simulate_original
+from memrewrite.errors import BudgetInfeasibleError
 from memrewrite.inputs import to_device
 from memrewrite.runtime.dropin import FallbackWarning
 from memrewrite.simulate import simulate
@@ -68,7 +69,11 @@ class Capped:
         before = simulate_original(model, inputs, step, workspace)
         top = before.reserved if self.reserved else before.peak
         budget = before.floor + int(self.share * (top - before.floor))
-        ready = rewritten(budget, step, model, inputs, reserved=self.reserved)
+        try:
+            ready = rewritten(budget, step, model, inputs, reserved=self.reserved)
+        except BudgetInfeasibleError as error:  # then for the lowest there is
+            budget = int(1.02 * error.lowest)
+            ready = rewritten(budget, step, model, inputs, reserved=self.reserved)
         cap = int(_ROOM * budget)
         capped = simulate(ready.module, inputs, step, workspace_bytes=workspace, cap=cap)
         torch.save(ready.module, file)

@@ -1,6 +1,6 @@
 """Models as a newcomer would try them first, each at 60 % of its peak, verified and measured, in a process of its own.
 
-Tiny ones go to their lowest peak instead.
+Where no plan reaches that, or the models are tiny, they go to their lowest peak instead.
 
     python -m tests.benchmarks.newcomers newcomers.jsonl            # on CUDA, sizes of a few GB
     python -m tests.benchmarks.newcomers newcomers.jsonl --tiny     # the same models on the CPU, minutes
@@ -40,7 +40,7 @@ def _unet(tiny: bool) -> Made:
 
     small = {"block_out_channels": (32, 64, 64, 64), "cross_attention_dim": 32, "sample_size": 16}
     model = UNet2DConditionModel(**small) if tiny else UNet2DConditionModel()
-    batch, side, text = (2, 16, (8, 32)) if tiny else (4, 64, (77, 1280))
+    batch, side, text = (2, 16, (8, 32)) if tiny else (16, 64, (77, 1280))
     given = {"sample": _latents(batch, 4, side, side), "timestep": torch.randint(1000, (batch,))}
     return model, {**given, "encoder_hidden_states": torch.randn(batch, *text)}, {}
 
@@ -72,7 +72,7 @@ def _sd3(tiny: bool) -> Made:
         pooled_projection_dim=width // 2,
         pos_embed_max_size=side,
     )
-    batch = 2 if tiny else 4
+    batch = 2 if tiny else 12
     given = {"hidden_states": _latents(batch, 16, side, side), "timestep": torch.randint(1000, (batch,))}
     texts = {"encoder_hidden_states": torch.randn(batch, text, width)}
     return model, {**given, **texts, "pooled_projections": torch.randn(batch, width // 2)}, {}
@@ -91,7 +91,7 @@ def _flux(tiny: bool) -> Made:
         joint_attention_dim=width,
         pooled_projection_dim=768,
     )
-    batch = 2
+    batch = 2 if tiny else 16
     given = {"hidden_states": torch.randn(batch, image, 64), "encoder_hidden_states": torch.randn(batch, text, width)}
     given |= {"pooled_projections": torch.randn(batch, 768), "timestep": torch.rand(batch)}
     places = {"img_ids": torch.randn(image, 3), "txt_ids": torch.zeros(text, 3)}
@@ -103,7 +103,7 @@ def _dit(tiny: bool) -> Made:
 
     heads, layers, side = (2, 2, 16) if tiny else (16, 12, 32)
     model = DiTTransformer2DModel(num_attention_heads=heads, num_layers=layers, sample_size=side, in_channels=4)
-    batch = 2 if tiny else 16
+    batch = 2 if tiny else 48
     classes, times = torch.randint(1000, (batch,)), torch.randint(1000, (batch,))
     return model, {"hidden_states": _latents(batch, 4, side, side), "timestep": times, "class_labels": classes}, {}
 
@@ -191,8 +191,7 @@ def attempt(name: str, tiny: bool) -> dict[str, Any]:
     row: dict[str, Any] = {"model": name, "tiny": tiny, "ok": False, **machine(device)}
     row["parameters"] = sum(parameter.numel() for parameter in model.parameters())
     try:
-        budget = "min" if tiny else BUDGET  # small models are mostly parameters
-        plan: Any = memrewrite.optimize(model, (), example_kwargs=given, budget=budget, verify=True, **options)
+        plan = _planned(model, given, "min" if tiny else BUDGET, options)  # small models are mostly parameters
         row["seconds"] = time.perf_counter() - start
         measured = memrewrite.measure(plan, (), example_kwargs=given, **options)
         before = memrewrite.measure(model, (), example_kwargs=given, **options)
@@ -212,6 +211,15 @@ def attempt(name: str, tiny: bool) -> dict[str, Any]:
         "verdict": report.verdict,
         "note": " ".join(report.notes),
     }
+
+
+def _planned(model: nn.Module, given: dict[str, Any], budget: str, options: dict[str, Any]) -> Any:
+    """The model within a budget, or little above its lowest peak."""
+    try:
+        return memrewrite.optimize(model, (), example_kwargs=given, budget=budget, verify=True, **options)
+    except memrewrite.BudgetInfeasibleError as error:
+        lowest = int(1.02 * error.lowest)
+        return memrewrite.optimize(model, (), example_kwargs=given, budget=lowest, verify=True, **options)
 
 
 def in_process(name: str, tiny: bool, deadline: float) -> dict[str, Any]:
