@@ -349,7 +349,8 @@ def _program(captured: Captured, prefix: str) -> str:
     fits = f"\n    fits=lambda {', '.join(sizes)}: {conditions}," if conditions else ""
     constants = "\n".join(trees.lines())
     reads = "".join(f"\n        {row!r}," for row in captured.reads)
-    look = "".join(f"\n        ({', '.join(row)},)," for row in captured.looks)
+    look = "".join(f"\n        {each}," for each in captured.looks)
+    same = " and".join(f"\n        {each} == then[{i}]" for i, each in enumerate(captured.looks)) or "True"
     return f"""
 
 {constants}PROGRAM = Program(
@@ -362,6 +363,8 @@ def _program(captured: Captured, prefix: str) -> str:
     reads=({reads}
     ),
     look=lambda self: ({look}
+    ),
+    same=lambda self, then: ({same}
     ),
     run={prefix}graph,{fits}
 )

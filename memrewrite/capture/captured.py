@@ -68,4 +68,4 @@ class Captured:
     checkpoints: bool = False
     autocast: torch.dtype | Literal["any"] | None = "any"
     reads: Reads = ()
-    looks: tuple[tuple[str, ...], ...] = ()
+    looks: tuple[str, ...] = ()

@@ -67,7 +67,7 @@ class Findings:
     checkpoints: bool = False
     autocast: torch.dtype | Literal["any"] | None = "any"
     reads: Reads = ()
-    looks: tuple[tuple[str, ...], ...] = ()
+    looks: tuple[str, ...] = ()
 
 
 def check(model: nn.Module, inputs: Inputs) -> Findings:

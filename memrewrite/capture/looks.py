@@ -3,7 +3,7 @@
     len(self.body._modules), self.stem.stride, type(self.stem.forward), hasattr(self, 'doubled'), id(self.activation)
 
 ``torch.compile`` guards the values that the code it traces looks at, as it guards what the model's own code reads. It
-does not see what is asked of ``__dict__``.
+does not see what is asked of ``__dict__``. What leads to a part is compared before the part is looked at.
 """
 
 import inspect
@@ -20,11 +20,16 @@ _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 _NOWHERE = object()
 
 
+def way(holder: Holder) -> tuple[Any, ...]:
+    """The attributes and keys that lead to it, one after another."""
+    path, *rest = (holder,) if isinstance(holder, str) else holder
+    return (*filter(None, path.split(".")), *rest)
+
+
 def looks(root: nn.Module, holder: Holder, owner: Any, names: Iterable[str]) -> tuple[str, ...]:
     """Expressions for what was read of ``owner``, to which ``holder`` leads; none where it does not, in one way."""
-    path, *rest = (holder,) if isinstance(holder, str) else holder
     text, value = "self", cast(Any, root)
-    for part in (*filter(None, path.split(".")), *rest):
+    for part in way(holder):
         items = isinstance(value, dict | list | tuple)
         try:
             value = value[part] if items else getattr(value, part)
@@ -52,12 +57,14 @@ def _of_attribute(text: str, owner: Any, name: str) -> Iterator[str]:
         elif isinstance(found, types.FunctionType) and text + name != "selfforward":
             yield f"type({place})"
         elif is_plain(found):
-            yield place
+            yield from _of_value(place, found)
 
 
 def _of_value(text: str, value: Any) -> Iterator[str]:
     """What is compared of a value: all that is plain, the identity of functions, modules and objects."""
-    if is_plain(value):
+    if type(value) in (bool, int, float):
+        yield f"(type({text}), {text})"  # which tells 1 from True and 1.0
+    elif is_plain(value):
         yield text
     elif isinstance(value, dict | list | tuple):
         yield f"len({text})"

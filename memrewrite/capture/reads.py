@@ -17,7 +17,7 @@ from unittest import mock
 from torch import nn
 
 from memrewrite.attributes import CONTAINERS, OPAQUE
-from memrewrite.capture.looks import looks
+from memrewrite.capture.looks import looks, way
 from memrewrite.runtime.guards import Holder, Reads
 
 _MODULE_CODE = cast(Any, sys.modules[nn.Module.__module__]).__file__
@@ -44,10 +44,10 @@ class ReadsOfForward:
         return tuple((names, tuple(holders)) for names, holders in together.items())
 
     @property
-    def looks(self) -> tuple[tuple[str, ...], ...]:
-        """What each holder was read for, as expressions in ``self``."""
-        rows = (looks(self._owners[""], holder, self._owners[holder], names) for holder, names in self._read.items())
-        return tuple(filter(None, rows))
+    def looks(self) -> tuple[str, ...]:
+        """What was read, as expressions in ``self``, of each holder before what it holds."""
+        root, holders = self._owners[""], sorted(self._read, key=lambda holder: len(way(holder)))
+        return tuple(look for h in holders for look in looks(root, h, self._owners[h], self._read[h]))
 
     @contextmanager
     def observed(self) -> Iterator[None]:

@@ -43,7 +43,8 @@ class Program:
     vary, names, or ``("constant", value)``. ``training`` maps submodule paths to the training flag they were captured
     with, ``dtype`` is that of the first parameter; ``autocast`` is the type it has to cast to, None where there may be
     none, "any" where that does not matter. ``fits`` says of named sizes whether forward takes the path that was
-    captured, ``reads`` which attributes it read, ``look`` gives the plain values among them. ``run`` computes
+    captured, ``reads`` which attributes it read, ``look`` gives what code that is traced compares of them, and ``same``
+    says whether that is still so: step by step, as what has changed may lack what comes after. ``run`` computes
     ``forward`` from the module and the tensor leaves.
     ``source`` is the text all this came from.
     """
@@ -58,6 +59,7 @@ class Program:
     autocast: torch.dtype | Literal["any"] | None = "any"
     reads: Reads = ()
     look: Callable[[Any], Any] = lambda self: ()
+    same: Callable[[Any, Any], bool] = lambda self, then: True
     source: str = ""
 
 
@@ -295,7 +297,7 @@ def _changed(module: nn.Module) -> str:
     if torch.compiler.is_compiling():
         # Each value that is looked at becomes a guard of the compiled code, as it does where the model is compiled.
         kind: Any = type(module)
-        same = kept.looked is not None and kind._memrewrite.look(module) == kept.looked
+        same = kept.looked is not None and kind._memrewrite.same(module, kept.looked)
         return "" if same else "what it was captured with has changed"
     if guards is None or kept.of() is not module:
         return _NOT_OURS
