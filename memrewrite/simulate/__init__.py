@@ -5,7 +5,7 @@ from birth to death. ``run_tracked`` does the same on real tensors, which is how
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -18,6 +18,7 @@ from memrewrite.errors import DataDependentError, UsageError
 from memrewrite.private import FAKE_TENSOR_ERRORS, foreach_on_fake_tensors, tree_leaves
 from memrewrite.simulate.allocator import Allocator, allocator_on
 from memrewrite.simulate.as_cuda import library_requests, transients_for
+from memrewrite.simulate.batch import part_of
 from memrewrite.simulate.fake import fakes_of, on_fakes, tensors_of
 from memrewrite.simulate.places import Places
 from memrewrite.simulate.tangents import zero_gradients
@@ -34,6 +35,7 @@ AVERAGE = "average of the weights"
 ACTIVATIONS, TEMPORARIES = "activations", "temporaries"
 WORKSPACES = "library workspaces"
 _PERSISTENT = (PARAMETERS, BUFFERS, INPUTS, GRADIENTS, STATE, AVERAGE)
+_SMALLER = (0.75, 0.5)  # of a batch
 _BORN_AS: dict[Phase, str] = {
     "data": ACTIVATIONS,
     "forward": ACTIVATIONS,
@@ -146,8 +148,9 @@ def simulate(
     one operator at a time, the first time its signature is met; for a step ``as_cuda``, or with ``probe`` False, it is
     known of attention and of sums alone and the device is left alone. ``attribute`` says by which submodule every
     storage was made. With ``blocks`` False what is asked for counts, and not what the caching allocator of CUDA hands
-    out for it; ``cap`` is how many bytes that may reserve, workspaces included (see ``Allocator``). The module, its
-    tensors and the random state stay as they are.
+    out for it; ``cap`` is how many bytes that may reserve, workspaces included (see ``Allocator``): then steps with
+    smaller batches are among those that what is reserved is for. The module, its tensors and the random state stay as
+    they are.
     Raises ``UsageError`` for CUDA tensors without CUDA, ``DataDependentError`` where the step depends on data.
     """
     tensors = [*tensors_of(module), *inputs.tensors()]
@@ -161,9 +164,9 @@ def simulate(
         transients = transients_for(device, step.as_cuda or (device.type == "cuda" and not probe))
         kind = step.device_type(module, inputs)
 
-        def run() -> Timeline:
+        def run(smaller: bool = cap is not None) -> Timeline:
             allocator = allocator_on(kind, cap) if blocks else None
-            return _on_fakes(module, inputs, step, transients, steps, attribute, allocator, workspace_bytes)
+            return _on_fakes(module, inputs, step, transients, steps, attribute, allocator, workspace_bytes, smaller)
 
         timeline = run()
         if transients is not None and transients.probe():
@@ -180,6 +183,7 @@ def _on_fakes(
     attribute: bool,
     allocator: Allocator | None,
     libraries: int,
+    smaller: bool = False,
 ) -> Timeline:
     targets = step.targets(module, inputs)
     try:
@@ -190,7 +194,8 @@ def _on_fakes(
         ):
             given = [*fakes.tensors(), *twin.parameters()]
             seen = Targets(fakes_of(targets.of_batch, given), fakes_of(targets.fixed, given))
-            return run_tracked(twin, fakes, step, transients, steps, attribute, allocator, libraries, seen)
+            others = [part_of(fakes, share) for share in _SMALLER] if smaller else []
+            return run_tracked(twin, fakes, step, transients, steps, attribute, allocator, libraries, seen, others)
     except FAKE_TENSOR_ERRORS as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise DataDependentError(
@@ -209,12 +214,13 @@ def run_tracked(
     allocator: Allocator | None = None,
     libraries: int = 0,
     targets: Targets | None = None,
+    others: Sequence[Inputs] = (),
 ) -> Timeline:
     """Run ``steps`` steps on the module itself, real or fake, and count the storages on its device type.
 
     With an ``allocator`` the bytes reserved are those after more steps like the last, once these reserve no more; among
     them the ``libraries`` bytes that cuBLAS asks it for at the first products. ``targets`` are by default those of the
-    step.
+    step. Where there are ``others``, further steps take those inputs and its own in turn.
     """
     places = Places(module) if attribute else None
     tracker = Tracker(device_type(module, inputs), transients, places, step.compiled, allocator)
@@ -240,7 +246,14 @@ def run_tracked(
             with tracker:
                 loop.take(recorder.on_phase)
             peaks.append(tracker.peak)
-    categories, held = tracker.categories(), tracker.current
+    categories, held, events = tracker.categories(), tracker.current, tracker.events[:]
+    for other in (*others, inputs) if others else ():
+        if allocator is not None:
+            allocator.record()
+            tracker.exchange(inputs.tensors(), [tensor.nbytes for tensor in other.tensors()])
+        loop.inputs = other
+        with tracker:
+            loop.take()
     tracker.blocks = None  # what dies from here on was counted
     loop.release()
     return Timeline(
@@ -248,9 +261,11 @@ def run_tracked(
         peaks[0],
         tuple(recorder.phases),
         categories,
-        tracker.events,
+        events,
         recorder.floor,
-        max(peaks) + (libraries if tracker.multiplied else 0) if allocator is None else allocator.settle(),
+        max(peaks) + (libraries if tracker.multiplied else 0)
+        if allocator is None
+        else allocator.settle(len(others) + 1),
         tracker.multiplied,
         held - tracker.current,
         tracker.peak_event,

@@ -10,6 +10,7 @@ before another is asked for. Of the settings in ``PYTORCH_CUDA_ALLOC_CONF`` only
 split off.
 """
 
+import itertools
 import os
 import re
 from bisect import bisect_left, insort
@@ -69,7 +70,7 @@ class Allocator:
     _free: dict[bool, list[tuple[int, int, Block]]] = field(default_factory=lambda: {True: [], False: []})
     _last: dict[bool, Block] = field(default_factory=dict)  # of segments that grow, the one at the highest address
     _lowest: int = 0  # the address of the last segment that does not grow
-    _log: list[tuple[Block, int]] = field(default_factory=list)  # bytes asked for, negative for those given back
+    _steps: list[list[tuple[Block, int]]] = field(default_factory=lambda: [[]])  # bytes asked for, or minus those freed
 
     def allocate(self, size: int) -> Block:
         """The block for a request of ``size`` bytes, more than none."""
@@ -80,13 +81,13 @@ class Allocator:
         if rest >= GRANULE if small or self.expandable else rest > _SMALL:
             self._split(block, size)
         self.allocated += block.size
-        self._log.append((block, size))
+        self._steps[-1].append((block, size))
         return block
 
     def release(self, block: Block) -> None:
         """Take a block back; with free neighbours it becomes one."""
         self.allocated -= block.size
-        self._log.append((block, -block.size))
+        self._steps[-1].append((block, -block.size))
         if block.before is not None and block.before.free:
             block = self._joined(block.before, block)
         if block.after is not None and block.after.free:
@@ -110,24 +111,25 @@ class Allocator:
         return [each for each in given if each is not None], highest
 
     def record(self) -> None:
-        """From here on a step runs that is like all that follow; ``settle`` repeats it."""
-        self._log.clear()
+        """From here on another step runs."""
+        self._steps.append([])
 
-    def settle(self) -> int:
-        """The most bytes that are reserved once further steps, which ask for the same again, reserve no more.
+    def settle(self, steps: int = 1) -> int:
+        """The most bytes that are reserved once more ``steps`` like the last ones, over and over, reserve no more.
 
-        The first of them find other blocks free than the one before did. No block from before can be released after.
+        The first of them find other blocks free than those did. No block from before can be released after.
         """
-        step = list(self._log)
+        last = [list(step) for step in self._steps[-steps:]]
         standing: dict[Block, None] = {}
-        for block, size in step:
+        for block, size in itertools.chain.from_iterable(last):
             if size > 0:
                 standing[block] = None
             else:
                 standing.pop(block, None)
         for _ in range(_REPEATS):
             before = self.most
-            standing = self._repeat(step, list(standing))
+            for step in last:
+                standing = self._repeat(step, list(standing))
             if self.most == before:
                 break
         return self.most

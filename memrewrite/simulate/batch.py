@@ -32,3 +32,15 @@ def at_batch(inputs: Inputs, batch_size: int) -> Inputs:
         return resized.requires_grad_(leaf.requires_grad)
 
     return Inputs(tree_map(without_memory, inputs.args), tree_map(without_memory, inputs.kwargs))
+
+
+def part_of(inputs: Inputs, share: float) -> Inputs:
+    """The first samples of the batch, as views: the inputs themselves where there is no batch, or one of a sample."""
+    common = inputs.batch_size
+
+    def cut(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.dim() or leaf.shape[0] != common:
+            return leaf
+        return leaf.detach()[: max(1, int(share * common))].requires_grad_(leaf.requires_grad)
+
+    return Inputs(tree_map(cut, inputs.args), tree_map(cut, inputs.kwargs))

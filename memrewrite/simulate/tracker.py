@@ -123,6 +123,18 @@ class Tracker(Layer):
                 block.category = category
                 block.module = block.module if module is None else module
 
+    def exchange(self, tensors: Iterable[Tensor], sizes: Iterable[int]) -> None:
+        """Give back the blocks of ``tensors``, then ask for others, of ``sizes`` bytes, as the next batch does."""
+        sized = {id(tensor.untyped_storage()): size for tensor, size in zip(tensors, sizes, strict=True)}
+        moved = [(self._live[key], size) for key, size in sized.items() if key in self._live]
+        if self.blocks is None:
+            return
+        for block, _ in moved:
+            if block.given is not None:
+                self.blocks.release(block.given)
+        for block, size in moved:
+            block.given = self.blocks.allocate(size) if size else None
+
     def counts(self, tensor: Tensor) -> bool:
         """Whether the storage of ``tensor`` is counted now."""
         return id(tensor.untyped_storage()) in self._live

@@ -3,11 +3,12 @@
     python -m tests.benchmarks.pareto FOLDER [--only resnet50 unet] [--contenders eager ours] [--deadline-s 540]
 
 Every (workload, contender) becomes a row of ``FOLDER/pareto.jsonl``; a stopped run resumes where it was. What runs
-without ``torch.compile`` shares one process per workload. Compiled contenders have a process each; ``--jobs`` of them
-compile side by side, then free what they can and train one after another, each alone on the device.
+without ``torch.compile`` shares one process per workload. Compiled contenders have a process each; ``--jobs`` of them,
+of all workloads, compile side by side, then free what they can and train one after another, each alone on the device.
 """
 
 import argparse
+import itertools
 import os
 import subprocess
 import sys
@@ -23,7 +24,7 @@ import torch
 
 from memrewrite.errors import BudgetInfeasibleError
 from tests.benchmarks import contenders
-from tests.benchmarks.contenders import BOTH, COMPILE, CONTENDERS, EAGER, MINIMUM, is_compiled, kind
+from tests.benchmarks.contenders import BOTH, COMPILE, CONTENDERS, EAGER, MINIMUM, bound, is_compiled, kind
 from tests.benchmarks.models import WORKLOADS, Workload
 from tests.benchmarks.rows import INFEASIBLE, PARETO, ParetoRow, append, attempt, machine, read
 from tests.benchmarks.trial import Trial, clear
@@ -33,6 +34,7 @@ READY = "ready"
 _NO_MEMORY = "out of memory"
 CROWDED = 3  # the exit code of a process that ran out of memory while others had some of it
 _USABLE = 0.9  # of the device's memory, for processes side by side
+_CONTEXT = 10**9  # bytes that each of them takes besides
 _STEPS = {"cuda": 15, "cpu": 5}
 
 
@@ -119,14 +121,17 @@ def main() -> int:
     options = _parse()
     end = time.monotonic() + options.deadline_s
     wanted = [c for c in CONTENDERS if options.contenders is None or {c, kind(c)} & set(options.contenders)]
-    for name in options.only or WORKLOADS:
-        gate = _wait_for_turn if options.gate else None
-        device = torch.device(options.device)
-        bench = Bench(name, options.folder / PARETO, device, options.tiny, options.batch, gate, options.optimizer)
-        if options.child:
+    gate, device = _wait_for_turn if options.gate else None, torch.device(options.device)
+    path = options.folder / PARETO
+    benches = [
+        Bench(name, path, device, options.tiny, options.batch, gate, options.optimizer)
+        for name in options.only or WORKLOADS
+    ]
+    if options.child:
+        for bench in benches:
             bench.run(wanted, end)
-        else:
-            _Parent(bench, options, end).run(wanted)
+    else:
+        _run([_Parent(bench, options, end) for bench in benches], wanted)
     return 0
 
 
@@ -161,54 +166,34 @@ class _Parent:
     end: float
 
     def run(self, wanted: list[str]) -> None:
-        """Run what is missing, compiled contenders last, ours after its peers: budgets come from the others' rows."""
-        together = [c for c in wanted if not is_compiled(c)]
-        while missing := self._missing(together):
-            with self._process(missing) as process:
+        """Run what is missing of contenders that share a process; after one that dies, the next process goes on."""
+        while missing := self.missing(wanted):
+            with self.process(missing) as process:
                 code = process.wait()
-            self._account_for(missing[0], code)
-        jobs = self._jobs()
-        for each in (COMPILE, BOTH):
-            missing = self._missing([c for c in wanted if kind(c) == each])
-            for start in range(0, len(missing), jobs):
-                self._side_by_side(missing[start : start + jobs])
-        for contender in self._missing([c for c in wanted if is_compiled(c)]):  # what ran out of memory beside others
-            with self._process([contender]) as process:
-                code = process.wait()
-            self._account_for(contender, code)
+            self.account_for(missing[0], code)
 
-    def _jobs(self) -> int:
-        """How many processes have room on the device, if each takes no more than eager training."""
-        eager = self.bench.rows().get(EAGER)
-        if self.bench.device.type != "cuda" or eager is None or not eager.peak:
-            return 1
-        total = torch.cuda.get_device_properties(self.bench.device).total_memory
-        return max(1, min(self.options.jobs, int(_USABLE * total / eager.peak)))
-
-    def _missing(self, wanted: list[str]) -> list[str]:
+    def missing(self, wanted: list[str]) -> list[str]:
+        """Those without a row, as long as there is time."""
         rows = self.bench.rows()
         return [c for c in wanted if c not in rows] if time.monotonic() < self.end else []
 
-    def _side_by_side(self, names: list[str], running: tuple[tuple[str, "subprocess.Popen[str]"], ...] = ()) -> None:
-        """Start a process for each name; once all are ready, give them their turns."""
-        if names and time.monotonic() < self.end:
-            with self._process(names[:1], gate=True) as process:
-                return self._side_by_side(names[1:], (*running, (names[0], process)))
-        at_gate = [(name, process) for name, process in running if _reaches_gate(process)]
-        for _, process in at_gate:
-            print(process.communicate("go\n")[0], end="", flush=True)
-        for name, process in running:
-            if process.wait() != CROWDED:
-                self._account_for(name, process.returncode)
-        return None
+    def needs(self, contender: str) -> int:
+        """About how many bytes of the device a compiled contender takes: its budget, else what eager training takes."""
+        rows = self.bench.rows()
+        eager = rows[EAGER].peak if EAGER in rows else None
+        try:
+            budget = bound(contender, rows) if kind(contender) == BOTH else None
+        except ValueError:  # its peer has not run
+            budget = None
+        return budget or eager or 0
 
-    def _account_for(self, contender: str, code: int) -> None:
+    def account_for(self, contender: str, code: int) -> None:
         """A row for a contender whose process ended without one, unless it was for lack of time."""
-        if self._missing([contender]):
+        if self.missing([contender]):
             append(self.bench.path, self.bench.row(contender, ok=False, note=f"its process ended with code {code}"))
 
     @contextmanager
-    def _process(self, names: list[str], gate: bool = False) -> Iterator["subprocess.Popen[str]"]:
+    def process(self, names: list[str], gate: bool = False) -> Iterator["subprocess.Popen[str]"]:
         """A process that runs ``names``, killed when time is up."""
         left = self.end - time.monotonic()
         command = [sys.executable, "-m", "tests.benchmarks.pareto", str(self.options.folder.resolve()), "--child"]
@@ -232,6 +217,49 @@ class _Parent:
             clock.cancel()
             process.kill()
             process.wait()
+
+
+def _run(parents: list[_Parent], wanted: list[str]) -> None:
+    """Run what is missing, compiled contenders last, ours after its peers: budgets come from the others' rows."""
+    for parent in parents:
+        parent.run([c for c in wanted if not is_compiled(c)])
+    for each in (COMPILE, BOTH):
+        left = [(parent, c) for parent in parents for c in parent.missing([c for c in wanted if kind(c) == each])]
+        while left:
+            count = _how_many(left)
+            _side_by_side(left[:count])
+            left = left[count:]
+    for parent in parents:  # what ran out of memory beside others
+        for contender in parent.missing([c for c in wanted if is_compiled(c)]):
+            parent.run([contender])
+
+
+def _how_many(waiting: list[tuple[_Parent, str]]) -> int:
+    """How many of the first have room on the device side by side, at least one; none beside another on the CPU."""
+    first = waiting[0][0]
+    if first.bench.device.type != "cuda":
+        return 1
+    total = torch.cuda.get_device_properties(first.bench.device).total_memory
+    needed = itertools.accumulate(parent.needs(contender) + _CONTEXT for parent, contender in waiting)
+    fitting = sum(size <= _USABLE * total for size in needed)
+    return max(1, min(first.options.jobs, fitting))
+
+
+def _side_by_side(
+    waiting: list[tuple[_Parent, str]], running: tuple[tuple[_Parent, str, "subprocess.Popen[str]"], ...] = ()
+) -> None:
+    """Start a process for each; once all are ready, give them their turns."""
+    if waiting and time.monotonic() < waiting[0][0].end:
+        parent, contender = waiting[0]
+        with parent.process([contender], gate=True) as process:
+            return _side_by_side(waiting[1:], (*running, (parent, contender, process)))
+    at_gate = [process for *_, process in running if _reaches_gate(process)]
+    for process in at_gate:
+        print(process.communicate("go\n")[0], end="", flush=True)
+    for parent, contender, process in running:
+        if process.wait() != CROWDED:
+            parent.account_for(contender, process.returncode)
+    return None
 
 
 def _reaches_gate(process: "subprocess.Popen[str]") -> bool:
