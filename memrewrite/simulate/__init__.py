@@ -5,7 +5,8 @@ from birth to death. ``run_tracked`` does the same on real tensors, which is how
 """
 
 import random
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from memrewrite.errors import DataDependentError, UsageError
 from memrewrite.private import FAKE_TENSOR_ERRORS, foreach_on_fake_tensors, tree_leaves
+from memrewrite.runtime.dropin import FallbackWarning
 from memrewrite.simulate.allocator import Allocator, allocator_on
 from memrewrite.simulate.as_cuda import library_requests, transients_for
 from memrewrite.simulate.batch import part_of
@@ -164,14 +166,26 @@ def simulate(
         transients = transients_for(device, step.as_cuda or (device.type == "cuda" and not probe))
         kind = step.device_type(module, inputs)
 
-        def run(smaller: bool = cap is not None) -> Timeline:
+        def run(smaller: bool = False) -> Timeline:
             allocator = allocator_on(kind, cap) if blocks else None
             return _on_fakes(module, inputs, step, transients, steps, attribute, allocator, workspace_bytes, smaller)
 
+        if cap is not None and (found := _or_none(run)) is not None:
+            return with_workspaces(found, workspace_bytes)
         timeline = run()
         if transients is not None and transients.probe():
             timeline = run()
     return with_workspaces(timeline, workspace_bytes)
+
+
+def _or_none(run: Callable[[bool], Timeline]) -> Timeline | None:
+    """``run`` with smaller batches; None where the model, its program or the loss function takes none."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", FallbackWarning)
+            return run(True)
+    except Exception:  # whatever the user's code says of a batch of another size
+        return None
 
 
 def _on_fakes(

@@ -87,17 +87,18 @@ class Capped:
             torch.cuda.set_per_process_memory_fraction((planned.cap or total) / total, torch.cuda.current_device())
         WORKLOADS[self.name].build(True)  # so that the module's own file is there to be found
         module: nn.Module = torch.load(file, map_location=self.device, weights_only=False)
-        step, batches = (
-            WORKLOADS[self.name].step(),
-            [to_device(self.inputs(size), torch.device("cpu")) for size in _SIZES],
-        )
+        step, host = WORKLOADS[self.name].step(), replace(self, device=torch.device("cpu"))
+        batches = [host.inputs(size) for size in _SIZES]
         optimizer = step.make_optimizer(module)
         started, done, why = time.perf_counter(), 0, ""
         with warnings.catch_warnings():
             warnings.simplefilter("error", FallbackWarning)  # at any size the rewritten program is to run
             try:
+                loop = step.begin(module, Inputs((), {}), optimizer)
                 for batch in itertools.islice(itertools.cycle(batches), self.steps):
-                    step.run(module, to_device(batch, self.device), optimizer)
+                    loop.inputs = Inputs((), {})  # the last batch is gone before the next one comes
+                    loop.inputs = to_device(batch, self.device)
+                    loop.take()
                     done += 1
             except torch.OutOfMemoryError:
                 why = f"out of memory in step {done + 1}"
