@@ -40,7 +40,7 @@ class _Row:
 
     ``labels`` names each; ``reason(label, then, now)`` says of a pair that is not one object what has changed, "" if
     nothing has that matters. ``live`` lists the same where ``now`` makes copies. ``watched`` says that all of it lies
-    in dictionaries whose versions are compared.
+    in dictionaries whose versions are compared, ``identical`` that nothing less than the same objects will do.
     """
 
     now: Callable[[], list[Any]]
@@ -48,11 +48,13 @@ class _Row:
     reason: Callable[[str, Any, Any], str]
     live: Callable[[], list[Any]] | None = None
     watched: bool = False
+    identical: bool = False
     then: list[Any] = field(default_factory=list)
 
     def holds(self) -> bool:
         """Whether nothing has changed, as far as one comparison tells."""
-        return (self.live or self.now)() == self.then
+        now = (self.live or self.now)()
+        return all(map(operator.is_, now, self.then)) if self.identical else now == self.then
 
     def changes(self) -> Iterator[str]:
         """What has changed, a phrase each."""
@@ -172,7 +174,7 @@ class Guards:
         yield child(lambda: [*flat(map(dict.values, listed))], lambda: _items(self._lists), _another_module)
         of_all = [_joined(path, table) for path in self._owners for table in TABLES]
         own_tables = operator.itemgetter(*TABLES)
-        yield watched(lambda: [*map(id, flat(map(own_tables, everyone)))], lambda: of_all, _replaced)
+        yield watched(lambda: [*flat(map(own_tables, everyone))], lambda: of_all, _replaced, identical=True)
         yield _Row(
             lambda: [*map(dict, tables)], lambda: [path for path, _ in self._tables], _another_table, lambda: tables
         )
@@ -355,8 +357,8 @@ def _another_class(path: str, then: type, now: type) -> str:
     return f"{path} is a {now.__name__}, captured as a {then.__name__}"
 
 
-def _replaced(label: str, then: int, now: int) -> str:
-    return f"{label} is another dictionary than at capture" if then != now else ""
+def _replaced(label: str, then: Any, now: Any) -> str:
+    return f"{label} is another dictionary than at capture"
 
 
 def _another_forward(path: str, then: Any, now: Any) -> str:
