@@ -78,11 +78,10 @@ def predict(
     attribute: bool = False,
     probe: bool = True,
     blocks: bool = True,
-    cap: int | None = None,
 ) -> Timeline:
     """``simulate``, or where the step depends on values real steps under the tracker, after which all is put back.
 
-    What those reserve on CUDA is read there, whatever ``cap`` says.
+    What those reserve on CUDA is read there.
     Raises ``DoesNotFitError`` when those run out of memory, ``DataDependentError`` for such a step ``as_cuda`` or,
     with ``probe`` False, on CUDA: that leaves the device alone.
     """
@@ -96,7 +95,6 @@ def predict(
             attribute=attribute,
             probe=probe,
             blocks=blocks,
-            cap=cap,
         )
     except DataDependentError:
         if step.as_cuda or (not probe and device_type(module, inputs) != "cpu"):

@@ -15,7 +15,7 @@ from memrewrite.costs.profile import Profile
 from memrewrite.costs.steptime import step_times
 from memrewrite.costs.work import of_loss, of_optimizer
 from memrewrite.effects import Effects, observe
-from memrewrite.errors import InternalError
+from memrewrite.errors import DataDependentError, InternalError
 from memrewrite.measuring import predict
 from memrewrite.passes import early_casts
 from memrewrite.passes.checkpoint_segments import MARKS, CheckpointSegments, clear
@@ -27,7 +27,7 @@ from memrewrite.regions import Region
 from memrewrite.rewrite import Pass, Refused, Result
 from memrewrite.runtime.batch_norm import kernel_runs_on
 from memrewrite.runtime.dropin import build, graft, program_from
-from memrewrite.simulate import Timeline, preserved_rng
+from memrewrite.simulate import Timeline, preserved_rng, simulate
 from memrewrite.simulate.allocator import rounded
 from memrewrite.step import Inputs, Step, default_loss, device_of
 from memrewrite.working import Levels, levels
@@ -182,9 +182,13 @@ class Line:
     def reserved_under(self, cap: int) -> int:
         """What the allocator of CUDA reserves for the graphs as they are now, in bytes, if it is to be at most ``cap``.
 
-        More than that where it cannot be: a process that may reserve no more runs out of memory.
+        More than that where it cannot be: a process that may reserve no more runs out of memory. ``cap`` where the step
+        depends on values, and this is not known.
         """
-        return predict(self.build(), self.inputs, self.step, workspace_bytes=self.workspace, cap=cap).reserved
+        try:
+            return simulate(self.build(), self.inputs, self.step, workspace_bytes=self.workspace, cap=cap).reserved
+        except DataDependentError:
+            return cap
 
     def attributed(self) -> Timeline:
         """What ``simulate`` gives, with the submodule that made each storage."""

@@ -54,7 +54,7 @@ def _of_attribute(text: str, owner: Any, name: str) -> Iterator[str]:
         found = inspect.getattr_static(type(owner), name, _NOWHERE)
         if found is _NOWHERE:
             yield f"hasattr({text}, {name!r})"
-        elif isinstance(found, types.FunctionType) and text + name != "selfforward":
+        elif isinstance(found, types.FunctionType) and (text, name) != ("self", "forward"):
             yield f"type({place})"
         elif is_plain(found):
             yield from _of_value(place, found)

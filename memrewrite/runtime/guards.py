@@ -102,7 +102,7 @@ class Guards:
                     self._note_object(".".join(str(part) for part in holder if part != ""), owner, names)
         self._rows = list(self._make_rows())
         self._unwatched = [row for row in self._rows if not row.watched]
-        self._watched, self._versions = self._to_watch(), [0]
+        self._watched, self._versions = self._to_watch(), list[int]()
         self._getters = [operator.itemgetter(*names) for *_, names in self._plain]
         self._holders = [attributes for _, attributes, _ in self._plain]
         self._mutable = [
@@ -333,7 +333,7 @@ def _is_constant(value: Any) -> bool:
     """Whether a plain value cannot change."""
     if isinstance(value, tuple | frozenset):
         return all(map(_is_constant, value))
-    return not isinstance(value, list | dict | set | bytearray)
+    return value is None or value is ... or isinstance(value, int | float | complex | str | bytes)
 
 
 def as_bytes(value: Any) -> bytes:

@@ -166,15 +166,15 @@ def simulate(
         transients = transients_for(device, step.as_cuda or (device.type == "cuda" and not probe))
         kind = step.device_type(module, inputs)
 
-        def run(smaller: bool = False) -> Timeline:
+        def once(smaller: bool) -> Timeline:
             allocator = allocator_on(kind, cap) if blocks else None
             return _on_fakes(module, inputs, step, transients, steps, attribute, allocator, workspace_bytes, smaller)
 
-        if cap is not None and (found := _or_none(run)) is not None:
-            return with_workspaces(found, workspace_bytes)
-        timeline = run()
-        if transients is not None and transients.probe():
-            timeline = run()
+        def run(smaller: bool) -> Timeline:
+            timeline = once(smaller)
+            return once(smaller) if transients is not None and transients.probe() else timeline
+
+        timeline = (_or_none(run) if cap is not None else None) or run(False)
     return with_workspaces(timeline, workspace_bytes)
 
 
