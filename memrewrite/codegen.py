@@ -358,6 +358,7 @@ def _program(captured: Captured, prefix: str) -> str:
     tree=tree_structure({tree}),
     leaves=({"".join(leaf + ", " for leaf in leaves)}),
     training={captured.training!r},
+    differentiable={captured.differentiable!r},
     dtype={captured.dtype},
     autocast={captured.autocast!r},
     reads=({reads}

@@ -185,7 +185,7 @@ class _Call:
 
 def _captured(module: nn.Module, inputs: Inputs, step: Step) -> Captured:
     """Capture a module on ``inputs``; raises ``CaptureError`` also for a graph that cannot stand for it in the step."""
-    captured = capture(module, inputs, amp=step.amp)
+    captured = replace(capture(module, inputs, amp=step.amp), differentiable=step.mode == "train")
     source, constants = generate(captured)
     if step.mode == "train" and captured.checkpoints:
         _refuse_writes_of_kept(Region("", module, captured, lambda: inputs), step)

@@ -43,7 +43,7 @@ def captured_by_hand(write: Callable[..., Any], *names: str, constants: dict[str
     spec = TensorSpec(torch.float32, "cpu", (4, WIDTH))
     tree = tree_flatten(tuple(range(len(names))))[1]
     inputs = InputSpec(tuple(f"a{i}" for i in range(len(names))), tree, (spec,) * len(names))
-    return Captured(fx.GraphModule(root, graph), inputs, tree_flatten(0)[1], constants or {}, {"": True}, "hand")
+    return Captured(fx.GraphModule(root, graph), inputs, tree_flatten(0)[1], constants or {}, {"": True}, True, "hand")
 
 
 def graph_of(captured: Captured) -> Callable[..., Any]:

@@ -289,6 +289,14 @@ def test_regions_by_name_keep_their_hooks_firing() -> None:
     assert fired == ["last"]
 
 
+def test_a_frozen_part_in_eval_mode_trains_as_a_region() -> None:
+    model, x = made()
+    model.first.eval()
+    optimized = optimize(model, x, budget="min", regions=["first", "last"])
+    assert any(segment.first.startswith("first") for segment in optimized.report.segments)
+    assert same(step(optimized, x, model), step(model, x, model))  # without a warning
+
+
 @pytest.mark.parametrize(
     ("names", "sentence"),
     [

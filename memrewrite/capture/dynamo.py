@@ -44,6 +44,7 @@ def capture(model: nn.Module, inputs: Inputs) -> Captured:
         output_tree=tree,
         constants=constants(module, model),
         training={path: child.training for path, child in model.named_modules()},
+        differentiable=model.training,
         front_end="dynamo",
         dtype=first_dtype(model),
     )

@@ -68,6 +68,7 @@ def _normal(model: nn.Module, inputs: Inputs, program: ExportedProgram) -> Captu
         output_tree=program.call_spec.out_spec,
         constants=constants(module, model),
         training={path: child.training for path, child in model.named_modules()},
+        differentiable=model.training,
         front_end="export",
         dtype=first_dtype(model),
     )

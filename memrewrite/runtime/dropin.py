@@ -41,11 +41,11 @@ class Program:
     ``names`` are the parameters of forward the example call filled; ``tree`` is the structure of their values;
     ``leaves`` has one entry per leaf: ``(dtype, device type, sizes)`` of a tensor, sizes being ints or, where they may
     vary, names, or ``("constant", value)``. ``training`` maps submodule paths to the training flag they were captured
-    with, ``dtype`` is that of the first parameter; ``autocast`` is the type it has to cast to, None where there may be
-    none, "any" where that does not matter. ``fits`` says of named sizes whether forward takes the path that was
-    captured, ``reads`` which attributes it read, ``look`` gives what code that is traced compares of them, and ``same``
-    says whether that is still so: step by step, as what has changed may lack what comes after. ``run`` computes
-    ``forward`` from the module and the tensor leaves.
+    with, ``differentiable`` says whether calls may record for backward, ``dtype`` is that of the first parameter;
+    ``autocast`` is the type it has to cast to, None where there may be none, "any" where that does not matter. ``fits``
+    says of named sizes whether forward takes the path that was captured, ``reads`` which attributes it read, ``look``
+    gives what code that is traced compares of them, and ``same`` says whether that is still so: step by step, as what
+    has changed may lack what comes after. ``run`` computes ``forward`` from the module and the tensor leaves.
     ``source`` is the text all this came from.
     """
 
@@ -55,6 +55,7 @@ class Program:
     training: dict[str, bool]
     dtype: torch.dtype | None
     run: Callable[..., Any]
+    differentiable: bool = False
     fits: Callable[..., bool] = lambda **sizes: True
     autocast: torch.dtype | Literal["any"] | None = "any"
     reads: Reads = ()
@@ -237,7 +238,7 @@ def _subclass(base: type[nn.Module], program: Program) -> type[nn.Module]:
     @functools.wraps(base.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         tensors, reason = accept(program, self, args, kwargs)
-        if tensors is not None and (program.training[""] or not _trains(self, tensors)):
+        if tensors is not None and (program.differentiable or not _trains(self, tensors)):
             kept.follow(tensors)
             return program.run(self, *tensors)
         reason = reason if tensors is None else "it was captured in eval mode, for calls under torch.no_grad()"
