@@ -1,4 +1,4 @@
-"""A number that changes whenever a dictionary does. Torch only; part of every artifact.
+"""A number that grows whenever a dictionary changes. Torch only; part of every artifact.
 
 Private API: PyTorch's compiler keeps such numbers for guards of its own, from the tags that dictionaries had until
 Python 3.11 and by watching them since. Python has no public way. Where it is gone, or misses what is set on an object,
@@ -22,7 +22,7 @@ class _Written:
 
 
 def _notices(version: Version) -> bool:
-    """Whether it changes at each of many writes, so that Python has made them as fast as it can, and at no read."""
+    """Whether it grows at each of many writes, so that Python has made them as fast as it can, and at no read."""
     written = _Written()
     table = vars(written)
     for number in range(1, 1000):
@@ -33,7 +33,7 @@ def _notices(version: Version) -> bool:
             written.a += 1
         else:
             setattr(written, "b", written.b + 1)  # noqa: B010  (the slower way)
-        if version(table) == before:
+        if version(table) <= before:
             return False
     return True
 

@@ -102,7 +102,7 @@ class Guards:
                     self._note_object(".".join(str(part) for part in holder if part != ""), owner, names)
         self._rows = list(self._make_rows())
         self._unwatched = [row for row in self._rows if not row.watched]
-        self._watched, self._versions = self._to_watch(), list[int]()
+        self._watched, self._version = self._to_watch(), 0
         self._getters = [operator.itemgetter(*names) for *_, names in self._plain]
         self._holders = [attributes for _, attributes, _ in self._plain]
         self._mutable = [
@@ -193,12 +193,12 @@ class Guards:
     def hold(self) -> bool:
         """Whether nothing has changed; False also where it takes ``changed`` to tell."""
         try:
-            versions = [*map(version_of, self._watched)] if version_of is not None else []
-            if versions and versions == self._versions:
+            version = 0 if version_of is None else sum(map(version_of, self._watched))  # each only ever grows
+            if version and version == self._version:
                 return all(row.holds() for row in self._unwatched) and as_bytes(self._loose()) == self._loose_then
             held = all(row.holds() for row in self._rows) and as_bytes(self._values()) == self.plain
             if held:
-                self._versions = versions
+                self._version = version
             return held
         except (KeyError, ValueError, TypeError, RuntimeError):  # gone, no longer plain, or other tensors
             return False
@@ -227,7 +227,7 @@ class Guards:
 
     def _settle(self) -> None:
         """Compare with what there is now; ``compared`` has label, dictionary, key and value of each plain value."""
-        self._versions = []
+        self._version = 0
         for row in self._rows:
             row.then = [] if row.reason is _hook else row.now()
         self._loose_then = as_bytes(self._loose())
