@@ -38,16 +38,20 @@ def planned(workload: Workload, tiny: bool, way: dict[str, Any]) -> dict[str, An
     except BudgetInfeasibleError as error:
         return {"refused": str(error)}
     report = result.report
-    sources = {path: hashlib.sha256(p.source.encode()).hexdigest() for path, p in programs(result).items()}
+    said = report.rewrites, report.refusals, report.segments, report.modules
     return {
-        "programs": sources,
+        "programs": {path: _hash(program.source) for path, program in programs(result).items()},
         "before": repr(report.predicted_before),
         "after": repr(report.predicted_after),
-        "said": hashlib.sha256(
+        "said": _hash(repr(said)),
             repr((report.rewrites, report.refusals, report.segments, report.modules)).encode()
         ).hexdigest(),
         "notes": report.notes,
     }
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def main() -> int:
