@@ -44,8 +44,6 @@ def planned(workload: Workload, tiny: bool, way: dict[str, Any]) -> dict[str, An
         "before": repr(report.predicted_before),
         "after": repr(report.predicted_after),
         "said": _hash(repr(said)),
-            repr((report.rewrites, report.refusals, report.segments, report.modules)).encode()
-        ).hexdigest(),
         "notes": report.notes,
     }
 
