@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from memrewrite import FallbackWarning
-from memrewrite.simulate.tracker import Tracker
+from memrewrite.simulate.memory.tracker import Tracker
 
 AMP = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 

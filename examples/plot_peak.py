@@ -16,8 +16,8 @@ from torch import nn
 
 import memrewrite
 from memrewrite.simulate import Timeline, simulate
-from memrewrite.step import Inputs, Step
-from memrewrite.stepspec import optimizer_factory
+from memrewrite.workload.step import Inputs, Step
+from memrewrite.workload.stepspec import optimizer_factory
 
 HERE = Path(__file__).parent
 PAGE = HERE / "how-the-peak-comes-about.md"

@@ -96,9 +96,9 @@ def variants(width: int, batch_size: int, device: str) -> Iterator[tuple[str, nn
 
 def main() -> None:
     """Print the phases of both steps at the first batch size, and the peak of step 2 at every batch size."""
-    from memrewrite.measuring import measure
+    from memrewrite.measurement.measuring import measure
     from memrewrite.simulate import simulate
-    from memrewrite.step import Inputs, Step
+    from memrewrite.workload.step import Inputs, Step
 
     parser = argparse.ArgumentParser(description="The table of the Swish article, for three variants of its net.")
     parser.add_argument("--width", type=int, default=WIDTH)

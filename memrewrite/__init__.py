@@ -23,7 +23,7 @@ See whether your loop keeps to what was promised, and what of it does not::
 
 from typing import TYPE_CHECKING
 
-from memrewrite.errors import (
+from memrewrite.records.errors import (
     BudgetInfeasibleError,
     CaptureError,
     MeasurementError,
@@ -32,39 +32,40 @@ from memrewrite.errors import (
     TargetError,
     UsageError,
 )
-from memrewrite.options import Budget
+from memrewrite.records.options import Budget
+from memrewrite.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from memrewrite.api import OptimizedModule, measure, optimize, verify
     from memrewrite.artifact.load import load
+    from memrewrite.equivalence.verifying import Verdict
     from memrewrite.estimates import Estimate, estimate
-    from memrewrite.loop import Loop
-    from memrewrite.report.data import Measured, Report, report_of
+    from memrewrite.measurement.watching import OverBudgetWarning, watch
+    from memrewrite.records.attached import report_of
+    from memrewrite.records.loop import Loop
+    from memrewrite.records.outcomes import Measured
+    from memrewrite.records.report import Report
     from memrewrite.runtime.dropin import FallbackWarning
     from memrewrite.runtime.swish import Swish, swish
-    from memrewrite.verifying import Verdict
-    from memrewrite.watching import OverBudgetWarning, watch
-
-__version__ = "0.1.0"
 
 _LAZY = {
     "Estimate": "memrewrite.estimates",
     "FallbackWarning": "memrewrite.runtime.dropin",
-    "Loop": "memrewrite.loop",
-    "Measured": "memrewrite.report.data",
+    "Loop": "memrewrite.records.loop",
+    "Measured": "memrewrite.records.outcomes",
     "OptimizedModule": "memrewrite.api",
-    "OverBudgetWarning": "memrewrite.watching",
-    "Report": "memrewrite.report.data",
+    "OverBudgetWarning": "memrewrite.measurement.watching",
+    "Report": "memrewrite.records.report",
     "Swish": "memrewrite.runtime.swish",
-    "Verdict": "memrewrite.verifying",
+    "Verdict": "memrewrite.equivalence.verifying",
     "estimate": "memrewrite.estimates",
     "load": "memrewrite.artifact.load",
     "measure": "memrewrite.api",
     "optimize": "memrewrite.api",
-    "report_of": "memrewrite.report.data",
+    "report_of": "memrewrite.records.attached",
     "swish": "memrewrite.runtime.swish",
     "verify": "memrewrite.api",
-    "watch": "memrewrite.watching",
+    "watch": "memrewrite.measurement.watching",
 }
 
 __all__ = [

@@ -8,24 +8,28 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from memrewrite import measuring, pipeline, registry, verifying
-from memrewrite.budgeting import limit_for, meet
 from memrewrite.capture.hazards import refuse_weight_hooks
 from memrewrite.costs.profile import profile_on
-from memrewrite.errors import CaptureError, MemrewriteError, NotEquivalentError, UsageError
-from memrewrite.loop import TUTORIAL, Loop
-from memrewrite.marking import mark_inplace
-from memrewrite.measuring import predict
-from memrewrite.options import Budget, check_passes, check_seed
-from memrewrite.regions import find
-from memrewrite.report.data import Measured, Report, attach
-from memrewrite.reporting import report_on
-from memrewrite.sharding import bucket_notes, refuse_sharded
+from memrewrite.equivalence import verifying
+from memrewrite.equivalence.verifying import Verdict
+from memrewrite.measurement import measuring
+from memrewrite.measurement.measuring import predict
+from memrewrite.records.attached import attach
+from memrewrite.records.errors import CaptureError, MemrewriteError, NotEquivalentError, UsageError
+from memrewrite.records.loop import TUTORIAL, Loop
+from memrewrite.records.options import Budget, check_passes, check_seed
+from memrewrite.records.outcomes import Measured
+from memrewrite.records.report import Report
+from memrewrite.report.assembly import report_on
+from memrewrite.search import pipeline, registry
+from memrewrite.search.budgeting import limit_for, meet
+from memrewrite.search.inplace import mark_inplace
+from memrewrite.search.regions import find
 from memrewrite.simulate import Timeline
-from memrewrite.simulate.workspaces import workspace_bytes
-from memrewrite.step import Inputs, Step, device_of, optimizers_like
-from memrewrite.stepspec import amp_dtype, optimizer_factory
-from memrewrite.verifying import Verdict
+from memrewrite.simulate.devices.workspaces import workspace_bytes
+from memrewrite.workload.sharding import bucket_notes, refuse_sharded
+from memrewrite.workload.step import Inputs, Step, device_of, optimizers_like
+from memrewrite.workload.stepspec import amp_dtype, optimizer_factory
 
 Factory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 Optimizer = str | torch.optim.Optimizer | type[torch.optim.Optimizer] | Factory | None
@@ -69,17 +73,17 @@ def optimize(
     ``loss_fn(output)`` gives a scalar; ``amp`` is ``"bf16"`` or ``"fp16"``; ``mode`` is by default the one the model is
     in; ``micro_batches`` says over how many batches like these gradients are accumulated before each step of the
     optimizer. ``loop`` is what your loop keeps alive: what PyTorch's tutorials do, or habits as in
-    ``"drop-output,prefetch"`` (``memrewrite.loop``); what ``loss_fn`` holds counts as its targets. ``device`` is where
-    the model lies, or, for a model on the CPU where there is no CUDA, ``"cuda"`` to plan for it: then peaks are
-    predicted for CUDA, nothing is measured, equivalence is verified on the CPU, and the result takes inputs on the CPU.
-    ``regions`` are patterns of submodule paths (``"layers.*"``) to capture one by one, whose own hooks keep firing; by
-    default the whole model is captured, else its largest submodules that can be. ``passes`` names those allowed,
-    ``exact`` keeps the forward bit-equal. ``compiled=True`` is for a result that ``torch.compile`` will get, which
-    fuses what it runs again and makes each node as backward asks for it: the plan then counts products alone, keeps
-    those worth it, and divides only segments where that costs nothing. The predicted peak stays that of the uncompiled
-    module, less what casts to wider types take there, with gradients of zeros (``simulate.tangents``); the one that is
-    measured, on a GPU, and held to the budget there is that of the compiled one. ``verify=False`` returns the result
-    unproved.
+    ``"drop-output,prefetch"`` (``memrewrite.records.loop``); what ``loss_fn`` holds counts as its targets. ``device``
+    is where the model lies, or, for a model on the CPU where there is no CUDA, ``"cuda"`` to plan for it: then peaks
+    are predicted for CUDA, nothing is measured, equivalence is verified on the CPU, and the result takes inputs on the
+    CPU. ``regions`` are patterns of submodule paths (``"layers.*"``) to capture one by one, whose own hooks keep
+    firing; by default the whole model is captured, else its largest submodules that can be. ``passes`` names those
+    allowed, ``exact`` keeps the forward bit-equal. ``compiled=True`` is for a result that ``torch.compile`` will get,
+    which fuses what it runs again and makes each node as backward asks for it: the plan then counts products alone,
+    keeps those worth it, and divides only segments where that costs nothing. The predicted peak stays that of the
+    uncompiled module, less what casts to wider types take there, with gradients of zeros (``simulate.tangents``); the
+    one that is measured, on a GPU, and held to the budget there is that of the compiled one. ``verify=False`` returns
+    the result unproved.
 
     The result shares every Parameter and buffer with ``model``, is an instance of its class, and carries ``.report``
     (where the class has a ``report`` of its own that stays, and ``memrewrite.report_of(result)`` gives ours); where
@@ -187,9 +191,9 @@ def verify(
 
     The arguments are those of ``optimize``. Over ``steps`` steps, outputs, loss, gradients, buffers, random state and
     flags are compared: with ``exact`` each must have the same bits, else its error against a float64 reference may be
-    no larger than the original's own (``memrewrite.compare`` has the rule). Afterwards both models are as they were.
-    Raises ``MeasurementError`` when nothing could be verified, ``UsageError`` for arguments that cannot be meant, and
-    what the original itself raises.
+    no larger than the original's own (``memrewrite.equivalence.compare`` has the rule). Afterwards both models are as
+    they were. Raises ``MeasurementError`` when nothing could be verified, ``UsageError`` for arguments that cannot be
+    meant, and what the original itself raises.
     """
     if original.training != rewritten.training:
         raise UsageError("One model is in train mode and the other is not; call train() or eval() on both.")

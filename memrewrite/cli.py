@@ -16,9 +16,10 @@ from typing import Any, NoReturn
 
 import click
 
-from memrewrite import __version__, config, flags
+from memrewrite.commands import config, flags
 from memrewrite.commands.requests import EstimateRequest, MeasureRequest, OptimizeRequest, ShowRequest, VerifyRequest
-from memrewrite.errors import BudgetInfeasibleError, InternalError, MemrewriteError, OutputError, UsageError
+from memrewrite.records.errors import BudgetInfeasibleError, InternalError, MemrewriteError, OutputError, UsageError
+from memrewrite.version import __version__
 
 EXIT_INTERRUPTED = 130
 HELP = {"help_option_names": ["-h", "--help"], "show_default": True}

@@ -25,13 +25,13 @@ import torch
 from torch import fx
 
 from memrewrite.costs.compiled import feeds_products
-from memrewrite.effects import Effects
-from memrewrite.errors import InternalError
-from memrewrite.normalizations import keeps_statistics
-from memrewrite.options import format_bytes
-from memrewrite.plan.facts import compute_nodes, is_counter, own_bytes, reach
+from memrewrite.costs.normalizations import keeps_statistics
+from memrewrite.observe.effects import Effects
 from memrewrite.plan.segments import Plan
-from memrewrite.rewrite import Findings, Result
+from memrewrite.plan_facts.chain import compute_nodes, is_counter, own_bytes, reach
+from memrewrite.records.errors import InternalError
+from memrewrite.records.options import format_bytes
+from memrewrite.rewriting.contract import Findings, Result
 
 aten = torch.ops.aten
 MARKS = ("segment", "random", "run_once", "keep", "statistics", "draw", "settled", "in_turn")

@@ -20,10 +20,10 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from memrewrite.effects import Effects
+from memrewrite.observe.effects import Effects
 from memrewrite.passes.matching import between, erase, inherit
 from memrewrite.passes.spelling import operand, operation, tensor
-from memrewrite.rewrite import Findings, Result
+from memrewrite.rewriting.contract import Findings, Result
 from memrewrite.runtime.cross_entropy import chunked_cross_entropy
 
 _ARGUMENTS = {

@@ -21,10 +21,10 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from memrewrite.effects import Effects
+from memrewrite.observe.effects import Effects
 from memrewrite.passes.matching import erase, inherit, obstacle, shared
 from memrewrite.passes.spelling import number, operand, operands, operation, options, tensor
-from memrewrite.rewrite import Findings, Result
+from memrewrite.rewriting.contract import Findings, Result
 
 # oneDNN's kernel: twice the error of the written-out form in float32, nan for +inf where the form gives +inf.
 _POOR_ERF = (("cpu", torch.float32), ("cpu", torch.bfloat16))

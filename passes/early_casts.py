@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable
 
 from torch import Tensor, fx
 
-from memrewrite.effects import Effects
+from memrewrite.observe.effects import Effects
 from memrewrite.passes.spelling import operation
 from memrewrite.runtime.segment import IN_AUTOCAST, as_autocast
 

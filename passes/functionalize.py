@@ -21,11 +21,11 @@ from typing import ClassVar
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
-from memrewrite.effects import Effects
+from memrewrite.observe.effects import Effects
 from memrewrite.passes.matching import kept_by
 from memrewrite.passes.spelling import Spelling, only_metadata, operand, operation, out_of_place, tensor
-from memrewrite.private import is_view
-from memrewrite.rewrite import Findings, Result
+from memrewrite.rewriting.contract import Findings, Result
+from memrewrite.torch_internals.private import is_view
 
 # Their gradient asks only on which side of a bound a value lies, so input and result give the same one, bit for bit.
 BY_SIGN = ("hardtanh", "leaky_relu", "relu6")

@@ -21,11 +21,11 @@ from typing import ClassVar
 
 from torch import Tensor, fx
 
-from memrewrite.effects import Effects
+from memrewrite.observe.effects import Effects
 from memrewrite.passes.matching import kept_by
 from memrewrite.passes.spelling import Spelling, in_place, operand, operation, options, tensor
-from memrewrite.private import is_view
-from memrewrite.rewrite import Findings, Result
+from memrewrite.rewriting.contract import Findings, Result
+from memrewrite.torch_internals.private import is_view
 
 # Their gradient in place, computed from the result or a mask, is bit for bit the one computed from the input.
 ACTIVATIONS = ("relu", "relu6", "leaky_relu", "hardtanh", "sigmoid", "tanh", "dropout")

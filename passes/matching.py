@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.node import map_arg
 
-from memrewrite.effects import Effects
+from memrewrite.observe.effects import Effects
 from memrewrite.passes.spelling import Spelling, operation, tensor
 
 _CONTEXTS = ("_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_enter_inference_mode", "_exit_inference_mode")

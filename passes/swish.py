@@ -19,10 +19,10 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from memrewrite.effects import Effects
+from memrewrite.observe.effects import Effects
 from memrewrite.passes.matching import erase, inherit, obstacle, shared
 from memrewrite.passes.spelling import number, operand, operands, operation, options
-from memrewrite.rewrite import Findings, Result
+from memrewrite.rewriting.contract import Findings, Result
 from memrewrite.runtime.swish import exact_swish, swish
 
 

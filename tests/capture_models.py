@@ -12,7 +12,7 @@ from torch.nn import functional as F  # noqa: N812  (its customary name)
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from memrewrite.step import Inputs
+from memrewrite.workload.step import Inputs
 from tests.layers import WIDTH, Prepare, images, model, x
 
 Register = Callable[[Callable[..., Any]], Callable[..., Any]]

@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from memrewrite import pipeline
 from memrewrite.capture import capture
-from memrewrite.marking import mark_inplace
 from memrewrite.passes.functionalize import Functionalize
-from memrewrite.plan.facts import compute_nodes, reach
 from memrewrite.plan.segments import Bytes, Plan
-from memrewrite.regions import Region
+from memrewrite.plan_facts.chain import compute_nodes, reach
+from memrewrite.search import pipeline
+from memrewrite.search.inplace import mark_inplace
+from memrewrite.search.regions import Region
 from memrewrite.simulate import run_tracked
-from memrewrite.step import Inputs, Step
+from memrewrite.workload.step import Inputs, Step
 
 
 class ConvNet(nn.Module):

@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 from memrewrite.capture import Captured
 from memrewrite.capture.normal import leaf_tensors
-from memrewrite.effects import observe
+from memrewrite.observe.effects import observe
 from memrewrite.passes.checkpoint_segments import CheckpointSegments
-from memrewrite.plan.facts import compute_nodes
 from memrewrite.plan.segments import Plan
-from memrewrite.step import Inputs
+from memrewrite.plan_facts.chain import compute_nodes
+from memrewrite.workload.step import Inputs
 
 WIDTH = 6
 Prepare = Callable[[Any], Any]

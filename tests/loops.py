@@ -1,6 +1,6 @@
 """Training loops as people write them, each written out, to compare what a step is said to take with what it takes.
 
-The loops are plain PyTorch and know nothing of ``memrewrite.step``; ``peak_of`` counts every storage they have.
+The loops are plain PyTorch and know nothing of ``memrewrite``; ``peak_of`` counts every storage they have.
 """
 
 import copy
@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from examples.unet import UNet
-from memrewrite import loop as habits
-from memrewrite.simulate.tracker import Tracker
-from memrewrite.step import Step
+from memrewrite.records import loop as habits
+from memrewrite.simulate.memory.tracker import Tracker
+from memrewrite.workload.step import Step
 from tests.models import ResidualNet
 
 STEPS = 3

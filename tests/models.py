@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from memrewrite.step import Inputs
+from memrewrite.workload.step import Inputs
 
 
 class Block(nn.Module):

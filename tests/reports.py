@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from memrewrite.report.data import Check, Curve, Measured, ModuleBytes, Peaks, Report, Segment, Share
+from memrewrite.records.outcomes import Check, Curve, Measured, ModuleBytes, Peaks, Segment, Share
+from memrewrite.records.report import Report
 
 PHASES = (("data", 80_000_000), ("forward", 300_000_000), ("loss", 300_000_000), ("backward", 120_000_000))
 MEASURED = Measured(310_000_000, 350_000_000, 12.5, PHASES, "NVIDIA H200 (cuda:0)")

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import memrewrite
-from memrewrite.private import tree_leaves, tree_map
-from memrewrite.step import Inputs
+from memrewrite.torch_internals.private import tree_leaves, tree_map
+from memrewrite.workload.step import Inputs
 from tests.dropins import segmented
 
 STEPS = 3

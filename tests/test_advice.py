@@ -14,13 +14,13 @@ import memrewrite
 from memrewrite import cli
 from memrewrite.advice import Variants, options
 from memrewrite.advice.optimizers import frugal
-from memrewrite.errors import BudgetInfeasibleError
-from memrewrite.loop import Loop
-from memrewrite.report.data import Option
+from memrewrite.records.errors import BudgetInfeasibleError
+from memrewrite.records.loop import Loop
+from memrewrite.records.outcomes import Option
 from memrewrite.simulate import run_tracked, simulate
-from memrewrite.simulate.workspaces import workspace_bytes
-from memrewrite.step import Inputs, OptimizerFactory, Step, evaluating
-from memrewrite.stepspec import optimizer_factory
+from memrewrite.simulate.devices.workspaces import workspace_bytes
+from memrewrite.workload.step import Inputs, OptimizerFactory, Step, evaluating
+from memrewrite.workload.stepspec import optimizer_factory
 from tests.models import ResidualNet, SwishNet, images, rows
 
 NO_WORKSPACES = {"train": 0, "inference": 0}

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from memrewrite.allocations import recorded_allocations
+from memrewrite.torch_internals.allocations import recorded_allocations
 
 CUDA = torch.device("cuda", 0)
 TRACE = [  # a request while somebody else's block goes, then one that gets the address of the first again

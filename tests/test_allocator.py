@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from memrewrite.simulate import simulate
-from memrewrite.simulate.allocator import GRANULE, Allocator, Block, allocator_on
-from memrewrite.simulate.tracker import Tracker
-from memrewrite.simulate.transients import Taken, Transients, transients_on
-from memrewrite.step import Step
+from memrewrite.simulate.memory.allocator import GRANULE, Allocator, Block, allocator_on
+from memrewrite.simulate.memory.tracker import Tracker
+from memrewrite.simulate.memory.transients import Taken, Transients, transients_on
+from memrewrite.workload.step import Step
 from tests.models import make
 
 MIB = 2**20

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import memrewrite
-from memrewrite import errors
-from memrewrite.errors import MemrewriteError, UsageError
+from memrewrite.records import errors
+from memrewrite.records.errors import MemrewriteError, UsageError
 from memrewrite.simulate import simulate
-from memrewrite.step import PHASES, Inputs, Step
+from memrewrite.workload.step import PHASES, Inputs, Step
 
 
 class ApiNet(nn.Module):

@@ -25,10 +25,10 @@ from memrewrite.artifact.load import import_artifact, load
 from memrewrite.artifact.recheck import verify_in_child
 from memrewrite.artifact.save import save
 from memrewrite.commands import optimize as commands
-from memrewrite.errors import NotEquivalentError, UsageError
-from memrewrite.measuring import Loader
-from memrewrite.report.data import Check
-from memrewrite.stepspec import StepSpec
+from memrewrite.measurement.measuring import Loader
+from memrewrite.records.errors import NotEquivalentError, UsageError
+from memrewrite.records.outcomes import Check
+from memrewrite.workload.stepspec import StepSpec
 from tests.artifacts import NET, assert_equal, listing, net, optimized, take_step, written
 from tests.test_imports import packages
 

@@ -16,8 +16,8 @@ from torch import nn
 from memrewrite.artifact import manifest
 from memrewrite.artifact.load import load
 from memrewrite.artifact.save import save
-from memrewrite.errors import NotEquivalentError, UsageError
-from memrewrite.report.data import report_of
+from memrewrite.records.attached import report_of
+from memrewrite.records.errors import NotEquivalentError, UsageError
 from tests.artifacts import listing, net, optimized, written
 
 

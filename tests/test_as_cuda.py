@@ -17,15 +17,15 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import memrewrite
 from memrewrite import cli
-from memrewrite.effects import observe
-from memrewrite.errors import DataDependentError, UsageError
-from memrewrite.measuring import predict
-from memrewrite.private import FakeTensorMode, autocast_operators
+from memrewrite.measurement.measuring import predict
+from memrewrite.observe.effects import observe
+from memrewrite.records.errors import DataDependentError, UsageError
 from memrewrite.simulate import run_tracked, simulate
-from memrewrite.simulate.as_cuda import NOTE, Scratch, _kernels, as_cuda, library_bytes
-from memrewrite.simulate.workspaces import workspace_bytes
-from memrewrite.step import Inputs, Step
-from memrewrite.stepspec import optimizer_factory
+from memrewrite.simulate.devices.as_cuda import NOTE, Scratch, _kernels, as_cuda, library_bytes
+from memrewrite.simulate.devices.workspaces import workspace_bytes
+from memrewrite.torch_internals.private import FakeTensorMode, autocast_operators
+from memrewrite.workload.step import Inputs, Step
+from memrewrite.workload.stepspec import optimizer_factory
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 B, H, S, D = 2, 4, 16, 8

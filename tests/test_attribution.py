@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import memrewrite
-from memrewrite.private import has_global_module_hooks
 from memrewrite.simulate import Timeline, run_tracked, simulate
-from memrewrite.step import Inputs, Step
+from memrewrite.torch_internals.private import has_global_module_hooks
+from memrewrite.workload.step import Inputs, Step
 from tests.models import MODELS, ResidualNet, images, make
 
 ADAMW = Step(optimizer=torch.optim.AdamW)

@@ -15,12 +15,12 @@ from torch.nn import functional as F  # noqa: N812
 
 from memrewrite.capture import Captured, capture
 from memrewrite.capture.captured import TensorSpec
-from memrewrite.codegen import generate
-from memrewrite.errors import CaptureError
-from memrewrite.private import tree_flatten, tree_map
+from memrewrite.codegen.writer import generate
+from memrewrite.records.errors import CaptureError
 from memrewrite.runtime.dropin import FallbackWarning, build, own, program_from
-from memrewrite.simulate.fake import tensors_of
-from memrewrite.step import Inputs
+from memrewrite.simulate.fake.fakes import tensors_of
+from memrewrite.torch_internals.private import tree_flatten, tree_map
+from memrewrite.workload.step import Inputs
 from tests.capture_models import CASES, Case
 from tests.layers import images, model, x
 from tests.models import MODELS, make

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from memrewrite.capture import capture
-from memrewrite.checks import broken, health
-from memrewrite.effects import observe
-from memrewrite.step import Inputs
+from memrewrite.observe.effects import observe
+from memrewrite.rewriting.invariants import broken, health
+from memrewrite.workload.step import Inputs
 
 aten = torch.ops.aten
 

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from memrewrite import cli, config
-from memrewrite.errors import DoesNotFitError, MeasurementError, UsageError
-from memrewrite.measuring import Loader
-from memrewrite.report.data import Measured
+from memrewrite import cli
+from memrewrite.commands import config
+from memrewrite.measurement.measuring import Loader
+from memrewrite.records.errors import DoesNotFitError, MeasurementError, UsageError
+from memrewrite.records.outcomes import Measured
 
 NET = """
 import torch

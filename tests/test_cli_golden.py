@@ -13,12 +13,12 @@ import pytest
 from rich.console import Console
 
 from memrewrite import cli
-from memrewrite.errors import DoesNotFitError, OtherInputsError
+from memrewrite.records.errors import DoesNotFitError, OtherInputsError
+from memrewrite.records.outcomes import Check, Measured
 from memrewrite.report import contents, measured, proof, tables
 from memrewrite.report.contents import Contents
-from memrewrite.report.data import Check, Measured
 from memrewrite.report.measured import Failure, Pair
-from memrewrite.step import PHASES
+from memrewrite.workload.step import PHASES
 from tests.test_tables import FULL, UNCHANGED
 from tests.test_wrong_use import FILES, WRONG
 

@@ -5,11 +5,11 @@ import torch
 from torch import Tensor, nn
 
 import memrewrite
-from memrewrite.codegen import generate
-from memrewrite.regions import find
+from memrewrite.codegen.writer import generate
 from memrewrite.report.code_diff import code_diff
 from memrewrite.runtime.dropin import programs
-from memrewrite.step import Inputs, Step
+from memrewrite.search.regions import find
+from memrewrite.workload.step import Inputs, Step
 
 BEFORE = """
 import torch

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, fx, nn
 
 from memrewrite.capture import Captured, InputSpec, TensorSpec, capture
-from memrewrite.codegen import _Writer, function_name, generate
-from memrewrite.errors import CaptureError
-from memrewrite.expressions import literal
-from memrewrite.private import tree_flatten
+from memrewrite.capture.expressions import literal
+from memrewrite.codegen.submodules import Submodules
+from memrewrite.codegen.writer import _Writer, function_name, generate
+from memrewrite.records.errors import CaptureError
 from memrewrite.runtime.dropin import build, program_from
-from memrewrite.step import Inputs
-from memrewrite.submodules import Submodules
+from memrewrite.torch_internals.private import tree_flatten
+from memrewrite.workload.step import Inputs
 from tests.capture_models import CASES
 from tests.layers import WIDTH, images, mark, model, x
 from tests.models import make
@@ -110,7 +110,7 @@ def test_the_same_model_gives_the_same_text(name: str, front_end: str) -> None:
 def test_another_process_gives_the_same_text() -> None:
     script = """
         from memrewrite.capture import capture
-        from memrewrite.codegen import generate
+        from memrewrite.codegen.writer import generate
         from tests.models import make
         print(generate(capture(*make("transformer")))[0])
     """

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from memrewrite.capture import capture
-from memrewrite.codegen import generate
-from memrewrite.private import TorchDispatchMode
+from memrewrite.codegen.writer import generate
 from memrewrite.runtime.dropin import build, program_from
-from memrewrite.step import Inputs
+from memrewrite.torch_internals.private import TorchDispatchMode
+from memrewrite.workload.step import Inputs
 from tests.layers import images, mark, model, x
 
 front_ends = pytest.mark.parametrize("front_end", ["export", "dynamo"])

@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.utils._pytree import register_pytree_node
 
 import memrewrite
-from memrewrite.errors import BudgetInfeasibleError
+from memrewrite.records.errors import BudgetInfeasibleError
 from tests.benchmarks.models import WORKLOADS
 from tests.compiled import compiled_bytes
 from tests.dropins import assert_same_bits, loss_of, segmented, step

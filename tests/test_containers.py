@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 import memrewrite
-from memrewrite.attributes import Attributes
-from memrewrite.containers import contents, copied, is_container, put, put_back
-from memrewrite.measuring import preserved_state
-from memrewrite.simulate.fake import tensors_of
-from memrewrite.step import Inputs
-from memrewrite.trial import State
+from memrewrite.measurement.measuring import preserved_state
+from memrewrite.measurement.snapshot import State
+from memrewrite.simulate.fake.fakes import tensors_of
+from memrewrite.state.attributes import Attributes
+from memrewrite.state.containers import contents, copied, is_container, put, put_back
+from memrewrite.workload.step import Inputs
 
 
 class Frozen(OrderedDict[str, Any]):

@@ -19,9 +19,9 @@ from memrewrite.costs.compiled import when_compiled
 from memrewrite.costs.profile import Profile, profile_on
 from memrewrite.costs.table import Table, cache_file, environment
 from memrewrite.costs.timer import Measure, timing_on
-from memrewrite.effects import Effects, observe
-from memrewrite.plan.facts import chain, compute_nodes
-from memrewrite.working import Levels
+from memrewrite.observe.effects import Effects, observe
+from memrewrite.observe.watermarks import Levels
+from memrewrite.plan_facts.chain import chain, compute_nodes
 from tests.timing import Net, Recorded, node_named, observed, opened
 
 CPU = torch.device("cpu")

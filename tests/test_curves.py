@@ -10,13 +10,13 @@ import pytest
 import torch
 
 import memrewrite
+from memrewrite.records.report import Report
 from memrewrite.report.axes import phases, places, ticks
 from memrewrite.report.curves import by_module, curve, thinned
-from memrewrite.report.data import Report
 from memrewrite.report.kinds import KINDS, gathered
 from memrewrite.simulate import Timeline, run_tracked, simulate
-from memrewrite.simulate.transients import Taken, Transients
-from memrewrite.step import Inputs, Step
+from memrewrite.simulate.memory.transients import Taken, Transients
+from memrewrite.workload.step import Inputs, Step
 from tests import reports
 from tests.reports import net
 

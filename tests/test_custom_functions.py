@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from memrewrite.custom_functions import function_calls, functions_behind
+from memrewrite.torch_internals.custom_functions import function_calls, functions_behind
 
 
 class Double(torch.autograd.Function):

@@ -23,8 +23,8 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.optim.swa_utils import AveragedModel
 
 import memrewrite
-from memrewrite.errors import CaptureError, UsageError
-from memrewrite.report.data import Report
+from memrewrite.records.errors import CaptureError, UsageError
+from memrewrite.records.report import Report
 from memrewrite.runtime.dropin import FallbackWarning
 from tests.dropins import ConvNet, assert_same_bits, conv_net, image, loss_of, peak, segmented, step
 

@@ -13,14 +13,14 @@ import torch
 from torch import nn
 
 import memrewrite
-from memrewrite import registry
-from memrewrite.errors import OutputError, UsageError
-from memrewrite.files import fill
-from memrewrite.input_text import InputText
-from memrewrite.inputs import RandomInput
-from memrewrite.options import PASSES
-from memrewrite.place import Source
-from memrewrite.stepspec import AMP, OPTIMIZERS, amp_dtype, optimizer_factory
+from memrewrite.records.errors import OutputError, UsageError
+from memrewrite.records.options import PASSES
+from memrewrite.report.writing import fill
+from memrewrite.search import registry
+from memrewrite.workload.input_text import InputText
+from memrewrite.workload.inputs import RandomInput
+from memrewrite.workload.place import Source
+from memrewrite.workload.stepspec import AMP, OPTIMIZERS, amp_dtype, optimizer_factory
 
 GOOD = """
 import torch

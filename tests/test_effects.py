@@ -12,11 +12,11 @@ from torch.nn import functional as F  # noqa: N812  (its customary name)
 
 from memrewrite.capture import capture
 from memrewrite.capture.normal import leaf_tensors
-from memrewrite.effects import Effects, NodeEffects, observe
+from memrewrite.observe.effects import Effects, NodeEffects, observe
 from memrewrite.passes.spelling import operation
-from memrewrite.private import FakeTensor, tree_leaves
-from memrewrite.simulate.allocator import GRANULE
-from memrewrite.step import Inputs
+from memrewrite.simulate.memory.allocator import GRANULE
+from memrewrite.torch_internals.private import FakeTensor, tree_leaves
+from memrewrite.workload.step import Inputs
 from tests.layers import WIDTH, images, model, x
 from tests.models import MODELS, make
 

@@ -17,16 +17,16 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import memrewrite
 from memrewrite import cli
-from memrewrite.errors import CaptureError, DataDependentError, UsageError
 from memrewrite.estimates.batches import MOST, largest
-from memrewrite.estimates.data import Estimate, Textbook
+from memrewrite.records.errors import CaptureError, DataDependentError, UsageError
+from memrewrite.records.estimate import Estimate, Textbook
 from memrewrite.report import estimate_table
 from memrewrite.simulate import run_tracked, simulate
-from memrewrite.simulate.allocator import rounded
-from memrewrite.simulate.as_cuda import STATED_ERROR, library_bytes
-from memrewrite.simulate.batch import at_batch
-from memrewrite.simulate.fake import tensors_of
-from memrewrite.step import Inputs, Step
+from memrewrite.simulate.devices.as_cuda import STATED_ERROR, library_bytes
+from memrewrite.simulate.fake.batch import at_batch
+from memrewrite.simulate.fake.fakes import tensors_of
+from memrewrite.simulate.memory.allocator import rounded
+from memrewrite.workload.step import Inputs, Step
 from tests.models import MODELS, ResidualNet, SwishNet, images, make
 
 ADAMW = Step(optimizer=torch.optim.AdamW)

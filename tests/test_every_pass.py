@@ -15,16 +15,16 @@ import torch
 from torch import Tensor, fx, nn
 
 import memrewrite.passes
-from memrewrite import registry
-from memrewrite.effects import observe
+from memrewrite.observe.effects import observe
 from memrewrite.passes.chunked_cross_entropy import ChunkedCrossEntropy
 from memrewrite.passes.composites import Composites
 from memrewrite.passes.functionalize import Functionalize
 from memrewrite.passes.inplace_activation import InplaceActivation
 from memrewrite.passes.swish import Swish
-from memrewrite.rewrite import Pass
+from memrewrite.rewriting.contract import Pass
 from memrewrite.runtime.cross_entropy import chunked_cross_entropy
 from memrewrite.runtime.swish import swish
+from memrewrite.search import registry
 from tests.models import MODELS, make
 from tests.passes.helpers import assert_same_bits, numbers, rewrite
 

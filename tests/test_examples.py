@@ -9,11 +9,11 @@ from types import ModuleType
 import pytest
 import torch
 
-from memrewrite import target
 from memrewrite.api import optimize
 from memrewrite.artifact.save import save
-from memrewrite.measuring import measure
-from memrewrite.step import Inputs, Step
+from memrewrite.measurement.measuring import measure
+from memrewrite.workload import target
+from memrewrite.workload.step import Inputs, Step
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 PARAMETERS = {

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor, nn
 
 import memrewrite
-from memrewrite.errors import CaptureError
-from memrewrite.step import Inputs
+from memrewrite.records.errors import CaptureError
+from memrewrite.workload.step import Inputs
 from tests.fuzz.check import EXACT, Ask, check
 from tests.fuzz.strategies import Do, Part, Recipe, make
 

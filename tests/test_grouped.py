@@ -6,10 +6,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import memrewrite
-from memrewrite.private import FakeTensorMode, real_rules_on_fake_tensors
-from memrewrite.reference import Replay
+from memrewrite.equivalence.reference import Replay
 from memrewrite.simulate import run_tracked, simulate
-from memrewrite.step import Inputs, Step
+from memrewrite.torch_internals.private import FakeTensorMode, real_rules_on_fake_tensors
+from memrewrite.workload.step import Inputs, Step
 
 ENDS = torch.tensor([2, 2, 7, 8], dtype=torch.int32)
 

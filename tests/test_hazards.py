@@ -14,11 +14,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.checkpoint import checkpoint
 
-from memrewrite.attributes import Attributes
 from memrewrite.capture import capture
-from memrewrite.codegen import generate
-from memrewrite.errors import CaptureError
-from memrewrite.step import Inputs
+from memrewrite.codegen.writer import generate
+from memrewrite.records.errors import CaptureError
+from memrewrite.state.attributes import Attributes
+from memrewrite.workload.step import Inputs
 from tests.layers import WIDTH, Prepare, model, x
 
 HERE = r"test_hazards\.py:\d+"

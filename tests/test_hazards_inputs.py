@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memrewrite.step import Inputs
+from memrewrite.workload.step import Inputs
 from tests.capture_models import CASES, Pair, Result
 from tests.layers import WIDTH, Prepare, model
 from tests.steps import assert_right

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import memrewrite
 from memrewrite.runtime.dropin import programs
-from memrewrite.step import Inputs
+from memrewrite.workload.step import Inputs
 from tests.steps import assert_same, taken
 from tests.test_regions import Sign, Stage
 

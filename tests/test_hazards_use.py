@@ -15,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import memrewrite
 from memrewrite.runtime.dropin import FallbackWarning
-from memrewrite.step import Inputs
+from memrewrite.workload.step import Inputs
 from tests.dropins import loss_of
 from tests.steps import assert_right, assert_same, taken
 

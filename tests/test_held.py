@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import memrewrite
-from memrewrite.held import held_by
 from memrewrite.simulate import run_tracked, simulate
-from memrewrite.step import Inputs, Step
+from memrewrite.workload.held import held_by
+from memrewrite.workload.step import Inputs, Step
 
 Y = torch.zeros(1000)
 WEIGHTED = nn.CrossEntropyLoss(weight=torch.ones(1000))

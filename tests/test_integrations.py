@@ -22,9 +22,9 @@ import torch
 from torch import nn
 
 import memrewrite
-from memrewrite.errors import UsageError
 from memrewrite.integrations.calls import first_call
-from memrewrite.step import optimizers_like
+from memrewrite.records.errors import UsageError
+from memrewrite.workload.step import optimizers_like
 from tests.zoo.models import declare_operators
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 
-from memrewrite.private import TorchDispatchMode
 from memrewrite.runtime.segment import keep
+from memrewrite.torch_internals.private import TorchDispatchMode
 from tests.dropins import Segmented, assert_same_bits, loss_of, peak, segmented, step
 from tests.test_segments import CALLS, Size
 

@@ -11,12 +11,12 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import memrewrite
 from memrewrite.capture import capture
-from memrewrite.errors import CaptureError
-from memrewrite.private import FakeTensor, FakeTensorMode
+from memrewrite.records.errors import CaptureError
 from memrewrite.simulate import run_tracked, simulate
-from memrewrite.simulate.known import LIMIT, known_values
-from memrewrite.step import Inputs, Step, autocast
-from memrewrite.stepspec import optimizer_factory
+from memrewrite.simulate.fake.constant_values import LIMIT, known_values
+from memrewrite.torch_internals.private import FakeTensor, FakeTensorMode
+from memrewrite.workload.step import Inputs, Step, autocast
+from memrewrite.workload.stepspec import optimizer_factory
 from tests.layers import WIDTH, model, x
 from tests.test_capture import drop_in
 

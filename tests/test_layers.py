@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memrewrite.layers import Layer, Recall
-from memrewrite.private import FakeTensor, FakeTensorMode, TorchDispatchMode
+from memrewrite.torch_internals.dispatch_modes import Layer, Recall
+from memrewrite.torch_internals.private import FakeTensor, FakeTensorMode, TorchDispatchMode
 
 
 class Seen(Layer):

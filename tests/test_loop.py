@@ -14,11 +14,11 @@ from torch import nn
 
 import memrewrite
 from memrewrite import cli
-from memrewrite.errors import UsageError
-from memrewrite.loop import HABITS, Loop
+from memrewrite.records.errors import UsageError
+from memrewrite.records.loop import HABITS, Loop
 from memrewrite.report import estimate_table, tables
 from memrewrite.simulate import run_tracked, simulate
-from memrewrite.step import Inputs, Step
+from memrewrite.workload.step import Inputs, Step
 from tests import loops
 from tests.loops import CASES, made, step_of
 

@@ -19,12 +19,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memrewrite import child
-from memrewrite.errors import MeasurementError, TargetError, UsageError
-from memrewrite.measuring import Loader, measure, measure_in_child, out_of_memory, preserved_state
+from memrewrite.measurement.measuring import Loader, measure, measure_in_child, out_of_memory, preserved_state
+from memrewrite.process import child
+from memrewrite.records.errors import MeasurementError, TargetError, UsageError
 from memrewrite.simulate import simulate
-from memrewrite.step import PHASES, Inputs, Step
-from memrewrite.stepspec import StepSpec
+from memrewrite.workload.step import PHASES, Inputs, Step
+from memrewrite.workload.stepspec import StepSpec
 from tests.models import MODELS, make
 
 TARGET = """
@@ -269,7 +269,9 @@ def test_interrupt_ends_the_child_with_all_it_started_and_is_raised_again(target
 def test_child_ends_when_its_parent_is_killed(target: str) -> None:
     loader = asdict(Loader(f"{target}:Slow"))
     job = {"kind": "measure", "device": "cpu", "loader": loader, "step": StepSpec().to_json(), "steps": 1}
-    code = "import json, sys; from memrewrite.child import run_job; run_job(json.loads(sys.argv[1]), timeout_s=120)"
+    code = (
+        "import json, sys; from memrewrite.process import child; child.run_job(json.loads(sys.argv[1]), timeout_s=120)"
+    )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     parent = subprocess.Popen([sys.executable, "-c", code, json.dumps(job)], env=environment)
     measuring = started()

@@ -11,16 +11,17 @@ from typing import Any
 import pytest
 import torch
 
-from memrewrite import cli, measure_child
+from memrewrite import cli
 from memrewrite.commands import measure as command
-from memrewrite.errors import DoesNotFitError, MeasurementError, OtherInputsError, UsageError
-from memrewrite.measuring import Loader
+from memrewrite.commands import measure_child
+from memrewrite.measurement.measuring import Loader
+from memrewrite.records.errors import DoesNotFitError, MeasurementError, OtherInputsError, UsageError
+from memrewrite.records.outcomes import Measured
 from memrewrite.report import batch_plot
-from memrewrite.report.data import Measured
 from memrewrite.report.measured import Failure, Pair
 from memrewrite.simulate import simulate
-from memrewrite.step import PHASES, Inputs, Step
-from memrewrite.stepspec import StepSpec
+from memrewrite.workload.step import PHASES, Inputs, Step
+from memrewrite.workload.stepspec import StepSpec
 from tests.artifacts import written
 
 NET = "artifact_net.py:ArtifactNet"

@@ -11,12 +11,13 @@ import torch
 from torch import nn
 
 import memrewrite
-from memrewrite import cli, pipeline
+from memrewrite import cli
 from memrewrite.api import make_step
-from memrewrite.errors import UsageError
-from memrewrite.regions import find
+from memrewrite.records.errors import UsageError
+from memrewrite.search import pipeline
+from memrewrite.search.regions import find
 from memrewrite.simulate import run_tracked, simulate
-from memrewrite.step import Inputs, Step
+from memrewrite.workload.step import Inputs, Step
 from tests.models import ResidualNet, SwishNet, TinyTransformer, images, make, rows, tokens
 
 

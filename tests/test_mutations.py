@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from memrewrite.errors import MemrewriteError
 from memrewrite.passes import checkpoint_segments, composites, functionalize, inplace_activation, swish
-from memrewrite.plan import facts
+from memrewrite.plan_facts import chain as facts
+from memrewrite.records.errors import MemrewriteError
 from memrewrite.runtime import dropin
 from memrewrite.runtime.segment import run_segment
-from memrewrite.step import Inputs
+from memrewrite.workload.step import Inputs
 from tests.fuzz.check import EXACT, Ask, check
 
 Forward = Callable[["Body", Tensor], Tensor]

@@ -11,11 +11,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import memrewrite
 from memrewrite.costs import ROOFLINES, Costs
+from memrewrite.costs.normalizations import again_ms, found
 from memrewrite.costs.profile import Profile
 from memrewrite.costs.table import Table
-from memrewrite.normalizations import again_ms, found
 from memrewrite.runtime import batch_norm as runtime
-from memrewrite.simulate.allocator import GRANULE
+from memrewrite.simulate.memory.allocator import GRANULE
 from tests.dropins import assert_same_bits, image, peak, segmented, step
 from tests.timing import Recorded, node_named, observed, opened
 

@@ -14,18 +14,22 @@ from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
 import memrewrite
-from memrewrite import budgeting, measuring, registry, reporting, verifying
-from memrewrite.effects import Effects
-from memrewrite.errors import BudgetInfeasibleError, CaptureError, NotEquivalentError, UsageError
-from memrewrite.options import Budget
+from memrewrite.equivalence import verifying
+from memrewrite.equivalence.verifying import verify
+from memrewrite.measurement import measuring
+from memrewrite.observe.effects import Effects
 from memrewrite.passes.composites import Composites
 from memrewrite.passes.swish import Swish
-from memrewrite.report.data import Measured, Report
-from memrewrite.rewrite import Findings, Result
+from memrewrite.records.errors import BudgetInfeasibleError, CaptureError, NotEquivalentError, UsageError
+from memrewrite.records.options import Budget
+from memrewrite.records.outcomes import Measured
+from memrewrite.records.report import Report
+from memrewrite.report import assembly as reporting
+from memrewrite.rewriting.contract import Findings, Result
 from memrewrite.runtime.dropin import FallbackWarning
+from memrewrite.search import budgeting, registry
 from memrewrite.simulate import Timeline, run_tracked, simulate
-from memrewrite.step import Inputs, Step
-from memrewrite.verifying import verify
+from memrewrite.workload.step import Inputs, Step
 from tests.dropins import ConvNet, assert_same_bits, conv_net, image, step
 from tests.models import make
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memrewrite.errors import UsageError
-from memrewrite.options import Budget, format_bytes
+from memrewrite.records.errors import UsageError
+from memrewrite.records.options import Budget, format_bytes
 
 
 @pytest.mark.parametrize(

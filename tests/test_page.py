@@ -20,8 +20,9 @@ import torch
 
 import memrewrite
 from memrewrite import cli
-from memrewrite.errors import UsageError
-from memrewrite.report.data import Measured, ModuleBytes, Peaks, Report
+from memrewrite.records.errors import UsageError
+from memrewrite.records.outcomes import Measured, ModuleBytes, Peaks
+from memrewrite.records.report import Report
 from memrewrite.report.page import rows
 from memrewrite.report.page.chart import chart
 from memrewrite.report.read import report_from

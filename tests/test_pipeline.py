@@ -6,12 +6,13 @@ import pytest
 import torch
 
 import memrewrite
-from memrewrite import effects, pipeline
-from memrewrite.loop import HABITS, Loop
-from memrewrite.plan.facts import compute_nodes_of
+from memrewrite.observe import effects
 from memrewrite.plan.segments import Plan
-from memrewrite.regions import find
-from memrewrite.step import OptimizerFactory, Step
+from memrewrite.plan_facts.chain import compute_nodes_of
+from memrewrite.records.loop import HABITS, Loop
+from memrewrite.search import pipeline
+from memrewrite.search.regions import find
+from memrewrite.workload.step import OptimizerFactory, Step
 from tests.models import make
 
 OPTIMIZERS: dict[str, OptimizerFactory | None] = {

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from memrewrite import private
+from memrewrite.torch_internals import private
 
 
 class Ops(private.TorchDispatchMode):

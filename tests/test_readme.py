@@ -11,9 +11,11 @@ import click
 import pytest
 
 import memrewrite
-from memrewrite import cli, errors, registry
-from memrewrite.errors import MemrewriteError
+from memrewrite import cli
 from memrewrite.passes.functionalize import Functionalize
+from memrewrite.records import errors
+from memrewrite.records.errors import MemrewriteError
+from memrewrite.search import registry
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

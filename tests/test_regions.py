@@ -14,10 +14,10 @@ from torch.utils.checkpoint import checkpoint
 import memrewrite
 from memrewrite.api import optimize
 from memrewrite.artifact.save import save
-from memrewrite.errors import CaptureError
-from memrewrite.regions import find
+from memrewrite.records.errors import CaptureError
 from memrewrite.runtime.dropin import programs
-from memrewrite.step import Inputs, Step
+from memrewrite.search.regions import find
+from memrewrite.workload.step import Inputs, Step
 
 
 class Sign(torch.autograd.Function):

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 import memrewrite
 from memrewrite.cli import main
-from memrewrite.errors import BudgetInfeasibleError, UsageError
-from memrewrite.options import Budget, format_bytes
+from memrewrite.records.errors import BudgetInfeasibleError, UsageError
+from memrewrite.records.options import Budget, format_bytes
 from memrewrite.report.tables import over_budget
 from memrewrite.simulate import simulate
-from memrewrite.simulate.workspaces import workspace_bytes
-from memrewrite.step import Inputs, Step
+from memrewrite.simulate.devices.workspaces import workspace_bytes
+from memrewrite.workload.step import Inputs, Step
 
 ROWS, WIDTH, LAYERS = 8192, 512, 12
 

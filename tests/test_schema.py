@@ -11,7 +11,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from memrewrite import cli
-from memrewrite.report.data import Report
+from memrewrite.records.report import Report
 from memrewrite.report.files import json_text
 from memrewrite.report.read import report_from
 from tests.reports import full_report

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from memrewrite.errors import CaptureError
+from memrewrite.records.errors import CaptureError
 from memrewrite.runtime import segment as runtime
 from memrewrite.runtime.dropin import FallbackWarning
 from tests.dropins import ConvNet, Segmented, assert_same_bits, conv_net, image, loss_of, peak, segmented, step

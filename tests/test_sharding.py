@@ -14,9 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import memrewrite
-from memrewrite.errors import UsageError
-from memrewrite.pipeline import without_hooks
-from memrewrite.sharding import bucket_notes
+from memrewrite.records.errors import UsageError
+from memrewrite.search.pipeline import without_hooks
+from memrewrite.workload.sharding import bucket_notes
 
 X = torch.ones(4, 8)
 

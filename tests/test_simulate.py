@@ -13,17 +13,25 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memrewrite.errors import CaptureError, UsageError
-from memrewrite.loop import Loop
-from memrewrite.private import FakeTensor, FakeTensorMode, OpOverload, TorchDispatchMode
+from memrewrite.records.errors import CaptureError, UsageError
+from memrewrite.records.loop import Loop
 from memrewrite.simulate import Timeline, run_tracked, simulate
-from memrewrite.simulate.allocator import rounded
-from memrewrite.simulate.fake import fake_inputs, fake_twin, tensors_of
-from memrewrite.simulate.tracker import OPERATOR_WORKSPACE, Tracker
-from memrewrite.simulate.transients import Call, Taken, Transients, like, made, random_state_on_host, transients_on
-from memrewrite.simulate.workspaces import workspace_bytes
-from memrewrite.step import PHASES, Inputs, Step
-from memrewrite.stepspec import OPTIMIZERS, optimizer_factory
+from memrewrite.simulate.devices.workspaces import workspace_bytes
+from memrewrite.simulate.fake.fakes import fake_inputs, fake_twin, tensors_of
+from memrewrite.simulate.memory.allocator import rounded
+from memrewrite.simulate.memory.tracker import OPERATOR_WORKSPACE, Tracker
+from memrewrite.simulate.memory.transients import (
+    Call,
+    Taken,
+    Transients,
+    like,
+    made,
+    random_state_on_host,
+    transients_on,
+)
+from memrewrite.torch_internals.private import FakeTensor, FakeTensorMode, OpOverload, TorchDispatchMode
+from memrewrite.workload.step import PHASES, Inputs, Step
+from memrewrite.workload.stepspec import OPTIMIZERS, optimizer_factory
 from tests.models import MODELS, SwishNet, TiedNet, images, make, rows
 
 AMP = {"float32": None, "bf16": torch.bfloat16}

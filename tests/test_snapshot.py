@@ -14,7 +14,7 @@ from torch.cuda import _memory_viz
 from memrewrite import cli
 from memrewrite.report.snapshot import _Arena, snapshot, to_pickle
 from memrewrite.simulate import Timeline, simulate
-from memrewrite.step import Inputs, Step
+from memrewrite.workload.step import Inputs, Step
 from tests.test_cli import NET
 
 # What the viewer on pytorch.org can read of pickles; it stops at anything else.

@@ -20,11 +20,12 @@ from memrewrite.costs.steptime import step_times
 from memrewrite.costs.table import Table
 from memrewrite.costs.timer import Measure
 from memrewrite.costs.work import of_loss, of_optimizer
-from memrewrite.effects import Effects
-from memrewrite.plan.facts import compute_nodes
-from memrewrite.report.data import Measured, Peaks, Report
+from memrewrite.observe.effects import Effects
+from memrewrite.plan_facts.chain import compute_nodes
+from memrewrite.records.outcomes import Measured, Peaks
+from memrewrite.records.report import Report
 from memrewrite.report.tables import WIDTH, show
-from memrewrite.step import Inputs, Step
+from memrewrite.workload.step import Inputs, Step
 from tests.timing import Net, Recorded, node_named, observed, opened
 
 CUDA = ROOFLINES["cuda"]

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from memrewrite.report.data import Measured, Option, Peaks, Report, Segment, Share
+from memrewrite.records.outcomes import Measured, Option, Peaks, Segment, Share
+from memrewrite.records.report import Report
 from memrewrite.report.tables import WIDTH, over_budget, show
 from memrewrite.report.text import plain
 

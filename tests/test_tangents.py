@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from memrewrite.private import TorchDispatchMode
 from memrewrite.simulate import Timeline, simulate
-from memrewrite.step import Inputs, Step
+from memrewrite.torch_internals.private import TorchDispatchMode
+from memrewrite.workload.step import Inputs, Step
 
 WORDS, SHAPE = 97, (4, 64)
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from memrewrite.errors import MemrewriteError, TargetError, UsageError
-from memrewrite.inputs import RandomInput, from_texts, normalise, suggestion, with_batch_size
-from memrewrite.step import Inputs
-from memrewrite.target import Loaded, load
+from memrewrite.records.errors import MemrewriteError, TargetError, UsageError
+from memrewrite.workload.inputs import RandomInput, from_texts, normalise, suggestion, with_batch_size
+from memrewrite.workload.step import Inputs
+from memrewrite.workload.target import Loaded, load
 
 NET = """
 import torch

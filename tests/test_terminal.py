@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from memrewrite.progress import Stages
+from memrewrite.commands.progress import Stages
 from tests.test_show_command import folder
 
 __all__ = ["folder"]

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from memrewrite.artifact.manifest import TORCH_MINIMUM
-from memrewrite.errors import TorchVersionError
-from memrewrite.torch_versions import NEWEST, OLDEST, private_imports, require, warn_if_untested
+from memrewrite.records.errors import TorchVersionError
+from memrewrite.torch_internals.versions import NEWEST, OLDEST, private_imports, require, warn_if_untested
 from tests.conftest import CORE
 
 HERE = Path(__file__).parent

@@ -12,7 +12,7 @@ import memrewrite
 from memrewrite.capture import capture
 from memrewrite.capture.autocasts import autocast_asked
 from memrewrite.runtime.dropin import FallbackWarning
-from memrewrite.step import Inputs, autocast
+from memrewrite.workload.step import Inputs, autocast
 from tests.layers import model, x
 from tests.test_capture import drop_in, front_ends
 

@@ -17,11 +17,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from memrewrite.errors import MeasurementError, UsageError
-from memrewrite.reference import Recorder, Replay, double_copy
+from memrewrite.equivalence.reference import Recorder, Replay, double_copy
+from memrewrite.equivalence.verifying import Verdict, verify
+from memrewrite.records.errors import MeasurementError, UsageError
 from memrewrite.runtime.dropin import FallbackWarning
-from memrewrite.step import Inputs, Step
-from memrewrite.verifying import Verdict, verify
+from memrewrite.workload.step import Inputs, Step
 
 ADAM = Step(optimizer=lambda parameters: torch.optim.Adam(parameters, lr=1e-2))
 

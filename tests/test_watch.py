@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import memrewrite
-from memrewrite.errors import UsageError
+from memrewrite.records.errors import UsageError
 from tests import loops
 from tests.loops import made, step_of
 

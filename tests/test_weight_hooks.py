@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 
 import memrewrite
-from memrewrite.errors import CaptureError
+from memrewrite.records.errors import CaptureError
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")
 NORMS: dict[str, Callable[[nn.Module], nn.Module]] = {"weight_norm": weight_norm, "spectral_norm": spectral_norm}

@@ -154,7 +154,7 @@ def test_an_interrupt_in_the_middle_is_130(capsys: pytest.CaptureFixture[str], m
 SLOW = FULL.replace(
     "def forward(self, x):",
     """def forward(self, x):
-        if "memrewrite.measure_child" in " ".join(sys.orig_argv):
+        if "memrewrite.commands.measure_child" in " ".join(sys.orig_argv):
             pathlib.Path("child.pid").write_text(str(os.getpid()))
             time.sleep(60)""",
 ).replace("import torch\n", "import os, pathlib, sys, time\nimport torch\n", 1)

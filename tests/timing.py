@@ -13,9 +13,9 @@ from memrewrite.capture.normal import leaf_tensors
 from memrewrite.costs import Times
 from memrewrite.costs.calls import Call
 from memrewrite.costs.timer import Measure
-from memrewrite.effects import Effects, observe
-from memrewrite.plan.facts import compute_nodes
-from memrewrite.step import Inputs
+from memrewrite.observe.effects import Effects, observe
+from memrewrite.plan_facts.chain import compute_nodes
+from memrewrite.workload.step import Inputs
 
 TIMES = Times(2.0, 5.0, 0.1, 0.2)
 

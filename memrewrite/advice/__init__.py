@@ -9,15 +9,15 @@ import torch
 from torch import nn
 
 from memrewrite.advice.optimizers import frugal
-from memrewrite.errors import BudgetInfeasibleError, MemrewriteError
-from memrewrite.measuring import predict
-from memrewrite.options import Budget, format_bytes
-from memrewrite.pipeline import Line
-from memrewrite.report.data import Option
+from memrewrite.measurement.measuring import predict
+from memrewrite.records.errors import BudgetInfeasibleError, MemrewriteError
+from memrewrite.records.options import Budget, format_bytes
+from memrewrite.records.outcomes import Option
 from memrewrite.runtime.dropin import FallbackWarning
-from memrewrite.simulate.batch import at_batch
-from memrewrite.step import Inputs, Step, evaluating
-from memrewrite.stepspec import optimizer_factory
+from memrewrite.search.pipeline import Line
+from memrewrite.simulate.fake.batch import at_batch
+from memrewrite.workload.step import Inputs, Step, evaluating
+from memrewrite.workload.stepspec import optimizer_factory
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _OTHER_OPTIMIZER = "another optimizer: it wants another learning rate"

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from memrewrite.artifact import manifest
-from memrewrite.errors import UsageError
+from memrewrite.records.errors import UsageError
 
 
 def load(directory: str | os.PathLike[str], model: nn.Module) -> nn.Module:

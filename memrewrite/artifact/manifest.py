@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from memrewrite.errors import UsageError
+from memrewrite.records.errors import UsageError
 
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"

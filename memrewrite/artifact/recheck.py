@@ -2,11 +2,11 @@
 
 from dataclasses import asdict, dataclass
 
-from memrewrite.child import run_job
-from memrewrite.errors import NotEquivalentError
-from memrewrite.measuring import Loader
-from memrewrite.report.data import Check
-from memrewrite.stepspec import StepSpec
+from memrewrite.measurement.measuring import Loader
+from memrewrite.process.child import run_job
+from memrewrite.records.errors import NotEquivalentError
+from memrewrite.records.outcomes import Check
+from memrewrite.workload.stepspec import StepSpec
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ import inspect
 from collections.abc import Mapping
 from types import ModuleType
 
-from memrewrite import __version__
 from memrewrite.artifact.manifest import CONSTANTS
 from memrewrite.runtime import (
     batch_norm,
@@ -19,6 +18,7 @@ from memrewrite.runtime import (
     swish,
 )
 from memrewrite.runtime.likeness import Likeness
+from memrewrite.version import __version__
 
 _RUNTIME: tuple[ModuleType, ...] = (
     compiled,

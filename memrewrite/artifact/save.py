@@ -18,15 +18,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from memrewrite import __version__
 from memrewrite.artifact import manifest
 from memrewrite.artifact.load import import_artifact
 from memrewrite.artifact.render import render
-from memrewrite.errors import InternalError, OutputError, UsageError
-from memrewrite.report.data import Measured, Report, report_of
+from memrewrite.records.attached import report_of
+from memrewrite.records.errors import InternalError, OutputError, UsageError
+from memrewrite.records.outcomes import Measured
+from memrewrite.records.report import Report
 from memrewrite.report.files import json_text
 from memrewrite.runtime.dropin import Program, base_of, graft, own, programs
 from memrewrite.runtime.likeness import describe
+from memrewrite.version import __version__
 
 Check = Callable[[Path], Report | None]
 

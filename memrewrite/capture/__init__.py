@@ -11,13 +11,13 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from memrewrite.attributes import preserved
 from memrewrite.capture import dynamo, exported, hazards
 from memrewrite.capture.captured import Captured, InputSpec, TensorSpec
 from memrewrite.capture.normal import bind
-from memrewrite.errors import CaptureError
-from memrewrite.private import real_rules_on_fake_tensors, tracing_untold
-from memrewrite.step import Inputs, autocast, device_type
+from memrewrite.records.errors import CaptureError
+from memrewrite.state.attributes import preserved
+from memrewrite.torch_internals.private import real_rules_on_fake_tensors, tracing_untold
+from memrewrite.workload.step import Inputs, autocast, device_type
 
 __all__ = ["Captured", "InputSpec", "TensorSpec", "capture"]
 

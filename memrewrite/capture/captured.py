@@ -6,8 +6,8 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from memrewrite.private import TreeSpec
 from memrewrite.runtime.guards import Reads
+from memrewrite.torch_internals.private import TreeSpec
 
 
 @dataclass(frozen=True)

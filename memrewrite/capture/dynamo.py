@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from memrewrite.attributes import Attributes
 from memrewrite.capture.captured import Captured
 from memrewrite.capture.normal import bind, constants, copy_into, first_dtype, quiet, rebuild
-from memrewrite.errors import CaptureError
-from memrewrite.private import set_grad_enabled, tree_flatten, tree_leaves, tree_map
-from memrewrite.simulate.fake import tensors_of
-from memrewrite.step import Inputs
+from memrewrite.records.errors import CaptureError
+from memrewrite.simulate.fake.fakes import tensors_of
+from memrewrite.state.attributes import Attributes
+from memrewrite.torch_internals.private import set_grad_enabled, tree_flatten, tree_leaves, tree_map
+from memrewrite.workload.step import Inputs
 
 
 def capture(model: nn.Module, inputs: Inputs) -> Captured:

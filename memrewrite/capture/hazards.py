@@ -23,13 +23,17 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.overrides import TorchFunctionMode
 
-from memrewrite.attributes import Attributes, random_state
 from memrewrite.capture.autocasts import autocast_asked, autocast_regions
 from memrewrite.capture.normal import quiet
 from memrewrite.capture.reads import ReadsOfForward
-from memrewrite.custom_functions import function_calls, functions_behind
-from memrewrite.errors import CaptureError
-from memrewrite.private import (
+from memrewrite.records.errors import CaptureError
+from memrewrite.runtime.guards import HOOKS, Reads
+from memrewrite.runtime.segment import autocast_dtype
+from memrewrite.simulate.fake.constant_values import known_values
+from memrewrite.simulate.fake.fakes import fake_inputs, fake_twin
+from memrewrite.state.attributes import Attributes, random_state
+from memrewrite.torch_internals.custom_functions import function_calls, functions_behind
+from memrewrite.torch_internals.private import (
     FAKE_TENSOR_ERRORS,
     FakeTensorMode,
     checkpoint_calls,
@@ -39,11 +43,7 @@ from memrewrite.private import (
     tree_leaves,
     tree_map,
 )
-from memrewrite.runtime.guards import HOOKS, Reads
-from memrewrite.runtime.segment import autocast_dtype
-from memrewrite.simulate.fake import fake_inputs, fake_twin
-from memrewrite.simulate.known import known_values
-from memrewrite.step import Inputs, device_type
+from memrewrite.workload.step import Inputs, device_type
 
 _TENSOR_HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
 _GRADIENTS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)

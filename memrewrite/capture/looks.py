@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from torch import nn
 
-from memrewrite.expressions import attribute_of
+from memrewrite.capture.expressions import attribute_of
 from memrewrite.runtime.guards import TABLES, Holder, is_plain
 
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from memrewrite.capture.captured import InputSpec, TensorSpec
-from memrewrite.errors import CaptureError, InternalError
-from memrewrite.private import size_conditions, tree_flatten, tree_leaves, tree_unflatten
-from memrewrite.step import Inputs
+from memrewrite.records.errors import CaptureError, InternalError
+from memrewrite.torch_internals.private import size_conditions, tree_flatten, tree_leaves, tree_unflatten
+from memrewrite.workload.step import Inputs
 
 _LOGGERS = ("torch.export", "torch._dynamo", "torch._subclasses", "torch.fx", "torch.jit")
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')

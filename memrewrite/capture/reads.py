@@ -16,9 +16,9 @@ from unittest import mock
 
 from torch import nn
 
-from memrewrite.attributes import CONTAINERS, OPAQUE
 from memrewrite.capture.looks import looks, way
 from memrewrite.runtime.guards import Holder, Reads
+from memrewrite.state.attributes import CONTAINERS, OPAQUE
 
 _MODULE_CODE = cast(Any, sys.modules[nn.Module.__module__]).__file__
 _OWN = frozenset(vars(nn.Module())) - {"training", "_modules"}

@@ -9,13 +9,13 @@ from typing import Any, TextIO
 
 from rich.console import Console
 
+from memrewrite.commands.progress import Stages
 from memrewrite.commands.requests import Request
-from memrewrite.errors import OutputError
-from memrewrite.files import fill
-from memrewrite.progress import Stages
+from memrewrite.records.errors import OutputError
+from memrewrite.records.report import SCHEMA_VERSION
 from memrewrite.report import tables
-from memrewrite.report.data import SCHEMA_VERSION
 from memrewrite.report.files import json_text
+from memrewrite.report.writing import fill
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ from rich.console import Console
 
 from memrewrite.commands import job as jobs
 from memrewrite.commands.answer import Outcome
+from memrewrite.commands.progress import Stages
 from memrewrite.commands.requests import EstimateRequest
 from memrewrite.estimates import estimate
-from memrewrite.progress import Stages
 from memrewrite.report import estimate_table
 
 EXIT_DOES_NOT_FIT = 1
@@ -16,7 +16,7 @@ Job = jobs.Job[EstimateRequest]
 
 
 def run(request: EstimateRequest) -> int:
-    """Carry out the request and give the exit code; raises what ``memrewrite.errors`` names."""
+    """Carry out the request and give the exit code; raises what ``memrewrite.records.errors`` names."""
     return jobs.run(request, _estimate, on_device=False)
 
 

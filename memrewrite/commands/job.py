@@ -10,14 +10,14 @@ from typing import Generic, TypeVar
 import torch
 from torch import nn
 
-from memrewrite import target
 from memrewrite.commands.answer import Outcome, respond
+from memrewrite.commands.progress import Stages
 from memrewrite.commands.requests import MeasureRequest, ModelRequest, OptimizeRequest
-from memrewrite.errors import DoesNotFitError, MeasurementError, UsageError
-from memrewrite.inputs import first_line, to_device
-from memrewrite.measuring import Loader
-from memrewrite.progress import Stages
-from memrewrite.step import Inputs, Step
+from memrewrite.measurement.measuring import Loader
+from memrewrite.records.errors import DoesNotFitError, MeasurementError, UsageError
+from memrewrite.workload import target
+from memrewrite.workload.inputs import first_line, to_device
+from memrewrite.workload.step import Inputs, Step
 
 R = TypeVar("R", bound=ModelRequest)
 
@@ -49,7 +49,7 @@ def loader_of(request: ModelRequest, device: torch.device, artifact: Path | None
 
 
 def run(request: R, work: Callable[[Job[R], Stages], Outcome], *, on_device: bool = True) -> int:
-    """Load the model, do the work, answer, and give the exit code; raises what ``memrewrite.errors`` names.
+    """Load the model, do the work, answer, and give the exit code; raises what ``memrewrite.records.errors`` names.
 
     With ``on_device`` False a step for CUDA is planned on the CPU also where CUDA is, and the device left alone.
     """

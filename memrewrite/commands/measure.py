@@ -5,17 +5,17 @@ from dataclasses import replace
 from memrewrite.artifact import manifest
 from memrewrite.commands.answer import Outcome, respond
 from memrewrite.commands.job import device_named, loader_of
+from memrewrite.commands.progress import Stages
 from memrewrite.commands.requests import MeasureRequest
-from memrewrite.errors import DoesNotFitError, MeasurementError, OtherInputsError, UsageError
-from memrewrite.measuring import Loader, measure_in_child
-from memrewrite.progress import Stages
+from memrewrite.measurement.measuring import Loader, measure_in_child
+from memrewrite.records.errors import DoesNotFitError, MeasurementError, OtherInputsError, UsageError
+from memrewrite.records.outcomes import Measured
 from memrewrite.report import batch_plot
-from memrewrite.report.data import Measured
 from memrewrite.report.measured import Failure, Pair, show
 
 
 def run(request: MeasureRequest) -> int:
-    """Carry out the request and give the exit code; raises what ``memrewrite.errors`` names."""
+    """Carry out the request and give the exit code; raises what ``memrewrite.records.errors`` names."""
     if request.artifact is not None:
         manifest.read(request.artifact)  # what is damaged is found out before anything runs
     if request.plot is not None:

@@ -11,31 +11,33 @@ from torch import nn
 from memrewrite import advice, api
 from memrewrite.artifact.recheck import verify_in_child
 from memrewrite.artifact.save import save
-from memrewrite.budgeting import limit_for
-from memrewrite.codegen import generate
+from memrewrite.codegen.writer import generate
 from memrewrite.commands import job as jobs
 from memrewrite.commands.answer import Outcome, say
+from memrewrite.commands.progress import Stages
 from memrewrite.commands.requests import OptimizeRequest
-from memrewrite.errors import DoesNotFitError, UsageError
-from memrewrite.files import fill
-from memrewrite.measuring import Loader, measure_in_child, predict
-from memrewrite.options import Budget, format_bytes
-from memrewrite.progress import Stages
-from memrewrite.regions import find
+from memrewrite.measurement.measuring import Loader, measure_in_child, predict
+from memrewrite.records.attached import report_of
+from memrewrite.records.errors import DoesNotFitError, UsageError
+from memrewrite.records.options import Budget, format_bytes
+from memrewrite.records.outcomes import Measured, Option
+from memrewrite.records.report import Report
 from memrewrite.report import png, tables
 from memrewrite.report.code_diff import code_diff
-from memrewrite.report.data import Measured, Option, Report, report_of
 from memrewrite.report.snapshot import to_pickle
+from memrewrite.report.writing import fill
 from memrewrite.runtime.dropin import programs
+from memrewrite.search.budgeting import limit_for
+from memrewrite.search.regions import find
 from memrewrite.simulate import Timeline
-from memrewrite.simulate.workspaces import workspace_bytes
+from memrewrite.simulate.devices.workspaces import workspace_bytes
 
 EXIT_OVER_BUDGET = 1
 Job = jobs.Job[OptimizeRequest]
 
 
 def run(request: OptimizeRequest) -> int:
-    """Carry out the request and give the exit code; raises what ``memrewrite.errors`` names."""
+    """Carry out the request and give the exit code; raises what ``memrewrite.records.errors`` names."""
     budget = None if request.budget is None else replace(Budget.parse(request.budget), reserved=request.reserved)
     if request.png is not None:
         png.require()

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from memrewrite.artifact import manifest
-from memrewrite.errors import UsageError
-from memrewrite.input_text import InputText
-from memrewrite.loop import Loop
-from memrewrite.options import Budget, check_passes, check_seed, device_bytes
-from memrewrite.place import Source
-from memrewrite.stepspec import StepSpec
+from memrewrite.records.errors import UsageError
+from memrewrite.records.loop import Loop
+from memrewrite.records.options import Budget, check_passes, check_seed, device_bytes
+from memrewrite.workload.input_text import InputText
+from memrewrite.workload.place import Source
+from memrewrite.workload.stepspec import StepSpec
 
 _DEVICE = re.compile(r"auto|(cpu|cuda)(:\d{1,3})?")
 PLOTS = (".png", ".svg", ".pdf")

@@ -7,9 +7,9 @@ from typing import Any
 from memrewrite.artifact import manifest
 from memrewrite.commands.answer import Outcome, respond
 from memrewrite.commands.requests import ShowRequest
-from memrewrite.errors import UsageError
+from memrewrite.records.errors import UsageError
+from memrewrite.records.report import Report
 from memrewrite.report.contents import Contents, show
-from memrewrite.report.data import Report
 from memrewrite.report.read import report_from
 
 

@@ -6,14 +6,14 @@ from memrewrite.artifact import manifest
 from memrewrite.artifact.recheck import recheck
 from memrewrite.commands.answer import Outcome, respond
 from memrewrite.commands.job import device_named, loader_of
+from memrewrite.commands.progress import Stages
 from memrewrite.commands.requests import VerifyRequest
-from memrewrite.errors import NotEquivalentError
-from memrewrite.progress import Stages
+from memrewrite.records.errors import NotEquivalentError
 from memrewrite.report.proof import show
 
 
 def run(request: VerifyRequest) -> int:
-    """Carry out the request and give the exit code; raises what ``memrewrite.errors`` names."""
+    """Carry out the request and give the exit code; raises what ``memrewrite.records.errors`` names."""
     files = manifest.read(request.artifact)["files"]
     return respond(request, lambda stage: _verify(request, files, stage))
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from memrewrite.effects import Effects, NodeEffects
+from memrewrite.observe.effects import Effects, NodeEffects
 
 
 @dataclass(frozen=True)

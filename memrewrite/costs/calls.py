@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from memrewrite.effects import NodeEffects
-from memrewrite.private import OpOverload, tree_iter, tree_leaves, tree_map
-from memrewrite.simulate.transients import like, made
+from memrewrite.observe.effects import NodeEffects
+from memrewrite.simulate.memory.transients import like, made
+from memrewrite.torch_internals.private import OpOverload, tree_iter, tree_leaves, tree_map
 
 _PLAIN = (
     *(int, float, complex, bool, str, types.NoneType, types.EllipsisType, slice),

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, fx
 
 from memrewrite.costs import Costs
-from memrewrite.effects import Effects
+from memrewrite.observe.effects import Effects
 
 
 def when_compiled(costs: Costs, effects: Effects) -> Costs:

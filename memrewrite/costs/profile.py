@@ -11,11 +11,11 @@ from torch import fx
 
 from memrewrite.costs import ROOFLINES, Costs, Times
 from memrewrite.costs.calls import Call, call_of
+from memrewrite.costs.normalizations import again_ms, call_again
 from memrewrite.costs.table import Table, cache_file
 from memrewrite.costs.table import environment as environment_of
 from memrewrite.costs.timer import Measure, timing_on
-from memrewrite.effects import Effects, autocast_switch
-from memrewrite.normalizations import again_ms, call_again
+from memrewrite.observe.effects import Effects, autocast_switch
 
 _SECONDS = 10.0  # for one model, all its variants together
 

@@ -11,8 +11,8 @@ from torch import Tensor, fx
 
 from memrewrite.costs import Costs
 from memrewrite.costs.work import Work
-from memrewrite.effects import Effects
-from memrewrite.private import tree_iter
+from memrewrite.observe.effects import Effects
+from memrewrite.torch_internals.private import tree_iter
 
 
 def step_times(effects: Effects, costs: Costs, others: Iterable[Work], passes: int = 1) -> tuple[float, float]:

@@ -19,9 +19,9 @@ from torch.autograd.graph import get_gradient_edge
 
 from memrewrite.costs import Times
 from memrewrite.costs.calls import Call
-from memrewrite.private import clear_cublas_workspaces, keep_device_busy, tree_leaves
 from memrewrite.simulate import preserved_rng
-from memrewrite.step import autocast
+from memrewrite.torch_internals.private import clear_cublas_workspaces, keep_device_busy, tree_leaves
+from memrewrite.workload.step import autocast
 
 Measure = Callable[[Call], Times | None]
 _REPEATS = 20  # at most, in a row

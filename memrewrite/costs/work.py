@@ -6,16 +6,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memrewrite.effects import Effects
-from memrewrite.private import (
+from memrewrite.observe.effects import Effects
+from memrewrite.simulate.fake.fakes import on_fakes
+from memrewrite.torch_internals.private import (
     FAKE_TENSOR_ERRORS,
     FakeTensor,
     TorchDispatchMode,
     foreach_on_fake_tensors,
     tree_iter,
 )
-from memrewrite.simulate.fake import on_fakes
-from memrewrite.step import Inputs, Step, autocast, default_loss
+from memrewrite.workload.step import Inputs, Step, autocast, default_loss
 
 
 class Work(TorchDispatchMode):

@@ -11,20 +11,21 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from memrewrite import advice, habits, pipeline
+from memrewrite import advice
 from memrewrite.api import Optimizer, make_step, simulate_original
-from memrewrite.errors import CaptureError, UsageError
 from memrewrite.estimates import modules, textbook
 from memrewrite.estimates.batches import largest
-from memrewrite.estimates.data import Difference, Estimate, Largest, ModuleShare, Peak, Textbook
-from memrewrite.loop import TUTORIAL, Loop
-from memrewrite.options import Budget, device_bytes
-from memrewrite.report.data import Option
-from memrewrite.sharding import refuse_sharded
-from memrewrite.simulate import Timeline
-from memrewrite.simulate.as_cuda import STATED_ERROR, library_bytes
-from memrewrite.simulate.batch import at_batch
-from memrewrite.step import Inputs, Step, evaluating
+from memrewrite.records.errors import CaptureError, UsageError
+from memrewrite.records.estimate import Difference, Estimate, Largest, ModuleShare, Peak, Textbook
+from memrewrite.records.loop import TUTORIAL, Loop
+from memrewrite.records.options import Budget, device_bytes
+from memrewrite.records.outcomes import Option
+from memrewrite.search import pipeline
+from memrewrite.simulate import Timeline, habits
+from memrewrite.simulate.devices.as_cuda import STATED_ERROR, library_bytes
+from memrewrite.simulate.fake.batch import at_batch
+from memrewrite.workload.sharding import refuse_sharded
+from memrewrite.workload.step import Inputs, Step, evaluating
 
 __all__ = ["Difference", "Estimate", "Largest", "ModuleShare", "Peak", "Textbook", "estimate"]
 

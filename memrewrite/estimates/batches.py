@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 
-from memrewrite.estimates.data import Largest
+from memrewrite.records.estimate import Largest
 
 MOST = 2**24  # samples; a step that fits with more of them has no bound that matters
 _GUESSES = 6  # by straight lines; where they have not met the bound the interval is halved

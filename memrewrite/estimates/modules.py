@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from memrewrite.estimates.data import ModuleShare
+from memrewrite.records.estimate import ModuleShare
 from memrewrite.simulate import ACTIVATIONS, PARAMETERS, TEMPORARIES, Life, Timeline
 
 

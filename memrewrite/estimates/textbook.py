@@ -17,10 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
-from memrewrite.estimates.data import Difference, Textbook
-from memrewrite.measuring import preserved_state
-from memrewrite.options import format_bytes
-from memrewrite.private import FAKE_TENSOR_ERRORS, TorchDispatchMode, is_mutable
+from memrewrite.measurement.measuring import preserved_state
+from memrewrite.records.estimate import Difference, Textbook
+from memrewrite.records.options import format_bytes
 from memrewrite.simulate import (
     ACTIVATIONS,
     AVERAGE,
@@ -35,10 +34,11 @@ from memrewrite.simulate import (
     Timeline,
     preserved_rng,
 )
-from memrewrite.simulate.allocator import rounded
-from memrewrite.simulate.fake import on_fakes, tensors_of
-from memrewrite.simulate.tracker import OPERATOR_WORKSPACE
-from memrewrite.step import Inputs, Step, autocast, device_type
+from memrewrite.simulate.fake.fakes import on_fakes, tensors_of
+from memrewrite.simulate.memory.allocator import rounded
+from memrewrite.simulate.memory.tracker import OPERATOR_WORKSPACE
+from memrewrite.torch_internals.private import FAKE_TENSOR_ERRORS, TorchDispatchMode, is_mutable
+from memrewrite.workload.step import Inputs, Step, autocast, device_type
 
 _PRODUCTS = {str(packet) for packet in flop_registry}  # aten.mm, aten.convolution, ...
 _NAMED = 3  # operators that get a line of their own

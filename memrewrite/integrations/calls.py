@@ -5,9 +5,9 @@ from typing import Any
 
 from torch import nn
 
-from memrewrite.errors import UsageError
+from memrewrite.records.errors import UsageError
 from memrewrite.simulate import preserved_rng
-from memrewrite.step import Inputs
+from memrewrite.workload.step import Inputs
 
 
 class _CalledError(Exception):

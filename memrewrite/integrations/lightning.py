@@ -18,10 +18,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
 from memrewrite.api import optimize
-from memrewrite.errors import UsageError
 from memrewrite.integrations.calls import first_call
 from memrewrite.integrations.loops import LIGHTNING
-from memrewrite.report.data import Report, report_of
+from memrewrite.records.attached import report_of
+from memrewrite.records.errors import UsageError
+from memrewrite.records.report import Report
 
 _AMP = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
 

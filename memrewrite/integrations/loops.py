@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from memrewrite.loop import Loop
+from memrewrite.records.loop import Loop
 
 # transformers 5.23.0, trainer.py. `compute_loss` returns the loss alone, so that the outputs it got are gone before
 # `training_step` calls `accelerator.backward`; `model.zero_grad()` comes after `optimizer.step()`. `get_batch_samples`

@@ -15,10 +15,10 @@ from torch import Tensor
 from transformers import Trainer
 
 from memrewrite.api import OptimizedModule, optimize
-from memrewrite.errors import UsageError
 from memrewrite.integrations.calls import first_call
 from memrewrite.integrations.loops import trainer_loop
-from memrewrite.step import default_loss
+from memrewrite.records.errors import UsageError
+from memrewrite.workload.step import default_loss
 
 
 def optimize_trainer(trainer: Trainer, **options: Any) -> OptimizedModule:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from memrewrite.report.data import Curve
+    from memrewrite.records.outcomes import Curve
 
 
 LEAST_WIDTH = 0.08

@@ -4,10 +4,10 @@ import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
-from memrewrite.errors import UsageError
-from memrewrite.files import whole
+from memrewrite.records.errors import UsageError
 from memrewrite.report.measured import Pair
 from memrewrite.report.text import plain
+from memrewrite.report.writing import whole
 
 
 def require() -> None:

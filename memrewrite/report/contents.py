@@ -8,9 +8,9 @@ from typing import Any
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
-from memrewrite.options import format_bytes
+from memrewrite.records.options import format_bytes
+from memrewrite.records.report import Report
 from memrewrite.report import tables
-from memrewrite.report.data import Report
 from memrewrite.report.proof import digests
 from memrewrite.report.text import plain
 

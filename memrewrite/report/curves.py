@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from memrewrite.report.data import Curve, ModuleBytes
+from memrewrite.records.outcomes import Curve, ModuleBytes
 from memrewrite.simulate import ACTIVATIONS, Timeline
 
 POINTS = 1000

@@ -9,8 +9,8 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from memrewrite.estimates.data import Estimate, Largest, ModuleShare
-from memrewrite.options import format_bytes, short_bytes
+from memrewrite.records.estimate import Estimate, Largest, ModuleShare
+from memrewrite.records.options import format_bytes, short_bytes
 from memrewrite.report.option_table import option_table
 from memrewrite.report.tables import habit_costs
 from memrewrite.report.text import plain

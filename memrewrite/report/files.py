@@ -4,12 +4,12 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memrewrite.errors import UsageError
-from memrewrite.files import fill
+from memrewrite.records.errors import UsageError
 from memrewrite.report import page, png
+from memrewrite.report.writing import fill
 
 if TYPE_CHECKING:
-    from memrewrite.report.data import Report
+    from memrewrite.records.report import Report
 
 
 def save(report: "Report", file: Path) -> None:

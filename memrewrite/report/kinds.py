@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from memrewrite.report.data import Curve
+    from memrewrite.records.outcomes import Curve
 
 
 @dataclass(frozen=True)

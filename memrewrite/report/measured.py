@@ -9,9 +9,9 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from memrewrite.errors import DoesNotFitError, MemrewriteError, OtherInputsError
-from memrewrite.options import format_bytes
-from memrewrite.report.data import Measured
+from memrewrite.records.errors import DoesNotFitError, MemrewriteError, OtherInputsError
+from memrewrite.records.options import format_bytes
+from memrewrite.records.outcomes import Measured
 from memrewrite.report.tables import change, ratio, table
 from memrewrite.report.text import plain
 

@@ -5,8 +5,8 @@ from collections.abc import Iterable
 from rich.table import Table
 from rich.text import Text
 
-from memrewrite.options import short_bytes
-from memrewrite.report.data import Option
+from memrewrite.records.options import short_bytes
+from memrewrite.records.outcomes import Option
 from memrewrite.report.text import plain
 
 

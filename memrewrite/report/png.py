@@ -6,14 +6,15 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from memrewrite.errors import UsageError
+from memrewrite.records.errors import UsageError
 from memrewrite.report.axes import phases, places, ticks
 from memrewrite.report.kinds import KINDS, layers
 from memrewrite.report.text import change, module_name, operator_name, plain, short_bytes
 
 if TYPE_CHECKING:
+    from memrewrite.records.outcomes import Curve
+    from memrewrite.records.report import Report
     from memrewrite.report.axes import Phase
-    from memrewrite.report.data import Curve, Report
 
 _SIZE = 10.0, 4.2  # inches, a panel
 _DPI = 144

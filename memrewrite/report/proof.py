@@ -6,7 +6,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from memrewrite.report.data import Check
+from memrewrite.records.outcomes import Check
 from memrewrite.report.tables import table
 from memrewrite.report.text import plain
 

@@ -4,7 +4,7 @@ from dataclasses import fields, is_dataclass
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from memrewrite.report.data import Report
+from memrewrite.records.report import Report
 
 
 def report_from(data: dict[str, Any]) -> Report:

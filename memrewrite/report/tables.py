@@ -11,8 +11,9 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from memrewrite.options import format_bytes
-from memrewrite.report.data import HabitCost, Report
+from memrewrite.records.options import format_bytes
+from memrewrite.records.outcomes import HabitCost
+from memrewrite.records.report import Report
 from memrewrite.report.option_table import option_table
 from memrewrite.report.text import plain
 

@@ -15,19 +15,19 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from memrewrite.errors import DataDependentError, UsageError
-from memrewrite.private import FAKE_TENSOR_ERRORS, foreach_on_fake_tensors, tree_leaves
+from memrewrite.records.errors import DataDependentError, UsageError
 from memrewrite.runtime.dropin import FallbackWarning
-from memrewrite.simulate.allocator import Allocator, allocator_on
-from memrewrite.simulate.as_cuda import library_requests, transients_for
-from memrewrite.simulate.batch import part_of
-from memrewrite.simulate.fake import fakes_of, on_fakes, tensors_of
-from memrewrite.simulate.places import Places
-from memrewrite.simulate.tangents import zero_gradients
-from memrewrite.simulate.tracker import OPERATOR_WORKSPACE, Life, Tracker
-from memrewrite.simulate.transients import Transients
-from memrewrite.simulate.true_results import TrueResults
-from memrewrite.step import PHASES, Inputs, Phase, Running, Step, Targets, device_type
+from memrewrite.simulate.devices.as_cuda import library_requests, transients_for
+from memrewrite.simulate.fake.batch import part_of
+from memrewrite.simulate.fake.fakes import fakes_of, on_fakes, tensors_of
+from memrewrite.simulate.fake.true_results import TrueResults
+from memrewrite.simulate.fake.zero_tangents import zero_gradients
+from memrewrite.simulate.memory.allocator import Allocator, allocator_on
+from memrewrite.simulate.memory.places import Places
+from memrewrite.simulate.memory.tracker import OPERATOR_WORKSPACE, Life, Tracker
+from memrewrite.simulate.memory.transients import Transients
+from memrewrite.torch_internals.private import FAKE_TENSOR_ERRORS, foreach_on_fake_tensors, tree_leaves
+from memrewrite.workload.step import PHASES, Inputs, Phase, Running, Step, Targets, device_type
 
 __all__ = ["Life", "Timeline", "preserved_rng", "run_tracked", "simulate", "with_workspaces"]
 

@@ -14,11 +14,11 @@ import torch
 import torch._functorch.config as functorch
 from torch import nn
 
-from memrewrite import budgeting
 from memrewrite.api import optimize
-from memrewrite.errors import BudgetInfeasibleError
-from memrewrite.options import Budget
-from memrewrite.step import Inputs, Step
+from memrewrite.records.errors import BudgetInfeasibleError
+from memrewrite.records.options import Budget
+from memrewrite.search import budgeting
+from memrewrite.workload.step import Inputs, Step
 from tests.benchmarks.models import Workload, sqrt_segments
 from tests.benchmarks.rows import ParetoRow
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from memrewrite.capture import capture
-from memrewrite.codegen import generate
+from memrewrite.codegen.writer import generate
 from memrewrite.runtime.dropin import accept, build, own, program_from, programs
-from memrewrite.step import Inputs
+from memrewrite.workload.step import Inputs
 
 _CALLS, _ROUNDS = 100, 21
 

@@ -24,12 +24,12 @@ import torch
 from torch import nn
 
 from memrewrite.api import simulate_original
-from memrewrite.errors import BudgetInfeasibleError
-from memrewrite.inputs import to_device
+from memrewrite.records.errors import BudgetInfeasibleError
 from memrewrite.runtime.dropin import FallbackWarning
 from memrewrite.simulate import simulate
-from memrewrite.simulate.workspaces import workspace_bytes
-from memrewrite.step import Inputs
+from memrewrite.simulate.devices.workspaces import workspace_bytes
+from memrewrite.workload.inputs import to_device
+from memrewrite.workload.step import Inputs
 from tests.benchmarks.contenders import rewritten
 from tests.benchmarks.models import WORKLOADS
 from tests.benchmarks.rows import HARDCAP, CapRow, append, attempt, machine, read

@@ -24,12 +24,12 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 import memrewrite
-from memrewrite.errors import BudgetInfeasibleError
-from memrewrite.options import short_bytes
-from memrewrite.private import clear_cublas_workspaces
-from memrewrite.report.data import Report
-from memrewrite.simulate.allocator import rounded
-from memrewrite.simulate.fake import tensors_of
+from memrewrite.records.errors import BudgetInfeasibleError
+from memrewrite.records.options import short_bytes
+from memrewrite.records.report import Report
+from memrewrite.simulate.fake.fakes import tensors_of
+from memrewrite.simulate.memory.allocator import rounded
+from memrewrite.torch_internals.private import clear_cublas_workspaces
 from tests import loops
 from tests.benchmarks import rows
 from tests.benchmarks.models import WORKLOADS, example

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from memrewrite.errors import BudgetInfeasibleError, MeasurementError
+from memrewrite.records.errors import BudgetInfeasibleError, MeasurementError
 from tests.benchmarks.contenders import BLOCK, EAGER, OURS, prepare, rewritten
 from tests.benchmarks.models import WORKLOADS
 from tests.benchmarks.rows import MAXBATCH, BatchRow, append, attempt, machine, read

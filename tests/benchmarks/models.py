@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from memrewrite.step import Inputs, Step
-from memrewrite.stepspec import StepSpec
+from memrewrite.workload.step import Inputs, Step
+from memrewrite.workload.stepspec import StepSpec
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 _IMAGE, _TINY_IMAGE, _CLASSES = 224, 64, 10

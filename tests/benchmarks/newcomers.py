@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 import memrewrite
-from memrewrite.options import short_bytes
+from memrewrite.records.options import short_bytes
 from tests.benchmarks.rows import machine
 from tests.zoo.models import declare_operators
 

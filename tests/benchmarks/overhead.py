@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from memrewrite.api import optimize
-from memrewrite.step import Inputs, Step
-from memrewrite.stepspec import StepSpec
+from memrewrite.workload.step import Inputs, Step
+from memrewrite.workload.stepspec import StepSpec
 from tests.benchmarks.models import example
 
 _STEPS = 3  # in a row, for one figure

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from memrewrite.errors import BudgetInfeasibleError
+from memrewrite.records.errors import BudgetInfeasibleError
 from tests.benchmarks import contenders
 from tests.benchmarks.contenders import BOTH, COMPILE, CONTENDERS, EAGER, MINIMUM, bound, is_compiled, kind
 from tests.benchmarks.models import WORKLOADS, Workload

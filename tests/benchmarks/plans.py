@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from memrewrite import optimize
-from memrewrite.errors import BudgetInfeasibleError
+from memrewrite.records.errors import BudgetInfeasibleError
 from memrewrite.runtime.dropin import programs
 from tests.benchmarks.models import WORKLOADS, Workload
 

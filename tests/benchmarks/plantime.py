@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memrewrite import pipeline
-from memrewrite.plan.facts import compute_nodes_of
-from memrewrite.regions import find
-from memrewrite.step import Inputs
-from memrewrite.stepspec import StepSpec
+from memrewrite.plan_facts.chain import compute_nodes_of
+from memrewrite.search import pipeline
+from memrewrite.search.regions import find
+from memrewrite.workload.step import Inputs
+from memrewrite.workload.stepspec import StepSpec
 from tests.benchmarks.models import WORKLOADS, example
 from tests.benchmarks.rows import PLANTIME, PlanRow, append, attempt, machine, read
 

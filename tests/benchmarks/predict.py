@@ -24,13 +24,13 @@ import torch
 from torch import Tensor, nn
 
 from memrewrite.api import optimize
-from memrewrite.errors import DataDependentError
-from memrewrite.measuring import measure, predict
-from memrewrite.report.data import Peaks
+from memrewrite.measurement.measuring import measure, predict
+from memrewrite.records.errors import DataDependentError
+from memrewrite.records.outcomes import Peaks
 from memrewrite.simulate import Timeline, simulate
-from memrewrite.simulate.workspaces import workspace_bytes
-from memrewrite.step import Inputs, OptimizerFactory, Step
-from memrewrite.stepspec import amp_dtype, optimizer_factory
+from memrewrite.simulate.devices.workspaces import workspace_bytes
+from memrewrite.workload.step import Inputs, OptimizerFactory, Step
+from memrewrite.workload.stepspec import amp_dtype, optimizer_factory
 from tests.benchmarks.predict_models import MODELS
 from tests.benchmarks.rows import PREDICT, PredictRow, append, attempt, machine, read
 from tests.benchmarks.trial import clear

@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from memrewrite.step import Inputs
+from memrewrite.workload.step import Inputs
 from tests.benchmarks.models import WORKLOADS
 
 _BOXES, _TINY_SIDE, _TINY_LENGTH = 8, 64, 16

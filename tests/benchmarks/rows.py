@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from memrewrite import __version__
+from memrewrite.version import __version__
 
 PARETO, PREDICT, PLANTIME, MAXBATCH = "pareto.jsonl", "predict.jsonl", "plantime.jsonl", "maxbatch.jsonl"
 HARDCAP = "hardcap.jsonl"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from memrewrite.stepspec import StepSpec
+from memrewrite.workload.stepspec import StepSpec
 from tests.benchmarks import contenders, guards, hardcap, maxbatch, plantime, predict, rows, without_cuda
 
 CPU = torch.device("cpu")

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memrewrite.measuring import measure
-from memrewrite.private import clear_cublas_workspaces
-from memrewrite.simulate.allocator import rounded
-from memrewrite.simulate.fake import tensors_of
-from memrewrite.step import Inputs, Step
+from memrewrite.measurement.measuring import measure
+from memrewrite.simulate.fake.fakes import tensors_of
+from memrewrite.simulate.memory.allocator import rounded
+from memrewrite.torch_internals.private import clear_cublas_workspaces
+from memrewrite.workload.step import Inputs, Step
 
 WARM_UP = 3
 

@@ -18,10 +18,10 @@ import torch
 from torch import nn
 
 from memrewrite.api import simulate_original
-from memrewrite.errors import DataDependentError
+from memrewrite.records.errors import DataDependentError
 from memrewrite.simulate import Timeline
-from memrewrite.simulate.workspaces import workspace_bytes
-from memrewrite.step import Inputs, Step
+from memrewrite.simulate.devices.workspaces import workspace_bytes
+from memrewrite.workload.step import Inputs, Step
 from tests.benchmarks.contenders import EAGER
 from tests.benchmarks.models import WORKLOADS
 from tests.benchmarks.predict import CASES

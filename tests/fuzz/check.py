@@ -1,6 +1,6 @@
 """The property every model has: what ``optimize`` returns trains alike, within the budget, as predicted.
 
-Nothing here uses ``memrewrite.verifying``: the two models run from equal copies, and every number is compared again.
+Nothing here uses ``memrewrite.verify``: the two models run from equal copies, and every number is compared again.
 """
 
 import copy
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from memrewrite import optimize
-from memrewrite.errors import BudgetInfeasibleError, CaptureError, NotEquivalentError, UsageError
-from memrewrite.private import tree_leaves, tree_map
+from memrewrite.records.errors import BudgetInfeasibleError, CaptureError, NotEquivalentError, UsageError
 from memrewrite.simulate import run_tracked, simulate
-from memrewrite.step import Inputs, Step, autocast, default_loss
-from memrewrite.stepspec import optimizer_factory
+from memrewrite.torch_internals.private import tree_leaves, tree_map
+from memrewrite.workload.step import Inputs, Step, autocast, default_loss
+from memrewrite.workload.stepspec import optimizer_factory
 
 EXACT = ("checkpoint_segments", "inplace_activation")
 TOLERANCE = 1e-4  # relative to the largest value of a tensor's kind, where a pattern rewrite changed the arithmetic

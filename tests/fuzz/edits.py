@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from memrewrite import optimize
-from memrewrite.errors import MemrewriteError
+from memrewrite.records.errors import MemrewriteError
 from memrewrite.runtime.dropin import FallbackWarning
-from memrewrite.step import Inputs, Step
+from memrewrite.workload.step import Inputs, Step
 from tests.fuzz.check import EXACT, Numbers, compare, take_step
 from tests.fuzz.strategies import RandomNet
 

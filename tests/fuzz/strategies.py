@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from memrewrite.step import Inputs
+from memrewrite.workload.step import Inputs
 from tests.fuzz.check import EXACT, Ask
 
 SHAPES = {"image": (4, 4, 8, 8), "rows": (16, 64), "tokens": (4, 16, 16)}

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memrewrite.step import Inputs
+from memrewrite.workload.step import Inputs
 from tests.fuzz.check import EXACT, PARTS, Ask, check
 
 graph_gen, materialize, narrow_spec = (

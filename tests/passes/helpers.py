@@ -9,10 +9,10 @@ from torch import Tensor, fx, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from memrewrite.capture import capture
-from memrewrite.effects import observe
+from memrewrite.observe.effects import observe
 from memrewrite.passes.functionalize import Functionalize
-from memrewrite.rewrite import Pass, Result
-from memrewrite.step import Inputs
+from memrewrite.rewriting.contract import Pass, Result
+from memrewrite.workload.step import Inputs
 
 FRONT_ENDS = ("export", "dynamo")
 WIDTH = 6

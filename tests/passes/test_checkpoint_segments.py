@@ -4,12 +4,12 @@ import pytest
 from torch import fx
 
 from memrewrite.capture import capture
-from memrewrite.effects import Effects, observe
-from memrewrite.errors import InternalError
+from memrewrite.observe.effects import Effects, observe
 from memrewrite.passes.checkpoint_segments import CheckpointSegments, clear
 from memrewrite.passes.functionalize import Functionalize
-from memrewrite.plan.facts import compute_nodes, reach
 from memrewrite.plan.segments import Plan
+from memrewrite.plan_facts.chain import compute_nodes, reach
+from memrewrite.records.errors import InternalError
 from tests.models import make
 
 

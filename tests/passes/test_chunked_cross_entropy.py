@@ -12,13 +12,13 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 import memrewrite
-from memrewrite import registry
-from memrewrite.errors import BudgetInfeasibleError, NotEquivalentError
 from memrewrite.passes.chunked_cross_entropy import ChunkedCrossEntropy, Found
-from memrewrite.private import FakeTensorMode
+from memrewrite.records.errors import BudgetInfeasibleError, NotEquivalentError
 from memrewrite.runtime.cross_entropy import chunked_cross_entropy
-from memrewrite.simulate.as_cuda import as_cuda
-from memrewrite.simulate.tracker import Tracker
+from memrewrite.search import registry
+from memrewrite.simulate.devices.as_cuda import as_cuda
+from memrewrite.simulate.memory.tracker import Tracker
+from memrewrite.torch_internals.private import FakeTensorMode
 from tests.passes.helpers import (
     FRONT_ENDS,
     WIDTH,

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, fx, nn
 
 import memrewrite
-from memrewrite import pipeline
 from memrewrite.capture import capture
-from memrewrite.effects import observe
+from memrewrite.observe.effects import observe
 from memrewrite.passes import early_casts
 from memrewrite.passes.functionalize import Functionalize
 from memrewrite.runtime.segment import as_autocast
+from memrewrite.search import pipeline
 from memrewrite.simulate import Timeline
-from memrewrite.step import Inputs
+from memrewrite.workload.step import Inputs
 from tests.passes.helpers import FRONT_ENDS, Around, assert_same_bits, example, numbers, targets
 
 Function = Callable[[Any, Tensor], Any]

@@ -9,9 +9,9 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from memrewrite.capture import capture
-from memrewrite.effects import observe
+from memrewrite.observe.effects import observe
 from memrewrite.passes.functionalize import Functionalize
-from memrewrite.step import Inputs
+from memrewrite.workload.step import Inputs
 from tests.passes.helpers import FRONT_ENDS, Around, assert_same_bits, example, numbers, rewrite, targets
 
 Function = Callable[[Any, Tensor], Any]

@@ -11,12 +11,12 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, fx, nn
 
 from memrewrite.capture import capture
-from memrewrite.effects import observe
+from memrewrite.observe.effects import observe
 from memrewrite.passes import inplace_activation
 from memrewrite.passes.functionalize import Functionalize
 from memrewrite.passes.inplace_activation import InplaceActivation
-from memrewrite.rewrite import Result
-from memrewrite.step import Inputs
+from memrewrite.rewriting.contract import Result
+from memrewrite.workload.step import Inputs
 from tests.passes.helpers import (
     FRONT_ENDS,
     WIDTH,

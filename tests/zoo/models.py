@@ -18,7 +18,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from memrewrite.step import Inputs
+from memrewrite.workload.step import Inputs
 from tests.zoo.architectures import TRANSFORMERS, VOCABULARY, Arguments
 from tests.zoo.diffusion import DIFFUSERS, given
 

@@ -26,13 +26,13 @@ from unittest import mock
 import torch
 
 import memrewrite
-from memrewrite import pipeline
 from memrewrite.api import simulate_original
-from memrewrite.errors import MemrewriteError
-from memrewrite.plan.facts import join
+from memrewrite.plan_facts.chain import join
+from memrewrite.records.errors import MemrewriteError
+from memrewrite.search import pipeline
 from memrewrite.simulate import run_tracked
-from memrewrite.step import Step
-from memrewrite.stepspec import amp_dtype, optimizer_factory
+from memrewrite.workload.step import Step
+from memrewrite.workload.stepspec import amp_dtype, optimizer_factory
 from tests.zoo.models import ZOO, Entry, build
 from tests.zoo.table import write
 

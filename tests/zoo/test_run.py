@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from memrewrite.step import Inputs
+from memrewrite.workload.step import Inputs
 from tests.zoo import run
 from tests.zoo.models import Entry
 

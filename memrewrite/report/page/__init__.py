@@ -17,7 +17,7 @@ from memrewrite.report.page.chart import chart
 from memrewrite.report.text import plain, short_bytes
 
 if TYPE_CHECKING:
-    from memrewrite.report.data import Report
+    from memrewrite.records.report import Report
 
 
 def to_html(report: "Report") -> str:

@@ -13,7 +13,8 @@ from memrewrite.report.kinds import KINDS, Kind, layers
 from memrewrite.report.text import module_name, operator_name, plain, short_bytes
 
 if TYPE_CHECKING:
-    from memrewrite.report.data import Curve, Report
+    from memrewrite.records.outcomes import Curve
+    from memrewrite.records.report import Report
 
 WIDTH, HEIGHT = 2000, 1000
 _LABELS = {kind.key: kind.label for kind in KINDS}

@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-from memrewrite.options import format_bytes
+from memrewrite.records.options import format_bytes
 from memrewrite.report.kinds import KINDS, Kind, gathered
 from memrewrite.report.text import change, module_name, short_bytes
 
 if TYPE_CHECKING:
-    from memrewrite.report.data import Check, ModuleBytes, Report, Segment, Share
+    from memrewrite.records.outcomes import Check, ModuleBytes, Segment, Share
+    from memrewrite.records.report import Report
 
 NOT_MEASURED = "not measured"
 DOES_NOT_FIT = "does not fit"

@@ -1,0 +1,96 @@
+"""Values as Python expressions: constants, containers, and the structures of other classes by PyTorch's pytree."""
+
+import keyword
+import sys
+from collections import namedtuple
+from typing import Any
+
+import torch
+
+from memrewrite.records.errors import CaptureError
+from memrewrite.torch_internals.private import TreeSpec, treespec_dumps
+
+
+def literal(value: Any) -> str:
+    """A constant as an expression. Raises ``CaptureError`` for a type that has none."""
+    if isinstance(value, torch.device):
+        return f"torch.device({value.type!r})"  # the current device of that type, whichever rank runs it
+    if isinstance(value, torch.dtype | torch.layout | torch.memory_format):
+        return str(value)
+    if value is None or isinstance(value, bool):
+        return repr(value)
+    if value is Ellipsis:
+        return "..."
+    if isinstance(value, complex):
+        return f"complex({float.__repr__(value.real)}, {float.__repr__(value.imag)})"
+    for plain in (int, float, str):  # not the repr of a subclass, such as an enum's or NumPy's
+        if isinstance(value, plain):
+            return plain.__repr__(value)
+    raise CaptureError(f"The graph holds {value!r} of type {type(value).__name__}, which cannot be written as source.")
+
+
+def attribute_of(owner: str, name: str) -> str:
+    """An attribute of what the expression ``owner`` gives, as an expression."""
+    plain = name.isidentifier() and not keyword.iskeyword(name)
+    return f"{owner}.{name}" if plain else f"getattr({owner}, {name!r})"
+
+
+class Trees:
+    """Structures that no expression nests, as constants, because ``torch.compile`` cannot trace how they are made."""
+
+    def __init__(self, prefix: str) -> None:
+        self.prefix = prefix
+        self.texts: list[str] = []
+
+    def name(self, tree: TreeSpec) -> str:
+        """The name of a further constant."""
+        self.texts.append(_dumped(tree))
+        return f"{self.prefix}TREE_{len(self.texts) - 1}"
+
+    def lines(self) -> list[str]:
+        """The statements that make all of them."""
+        return [f"{self.prefix}TREE_{i} = treespec_loads({text!r})\n" for i, text in enumerate(self.texts)]
+
+
+def nested(tree: TreeSpec, leaves: list[str], trees: Trees) -> str:
+    """An expression that nests the leaves the way ``tree`` says; ``trees`` takes up the constants it needs."""
+    if tree.is_leaf():
+        return leaves[0]
+    parts = []
+    rest = leaves
+    for child in tree.children():
+        parts.append(nested(child, rest[: child.num_leaves], trees))
+        rest = rest[child.num_leaves :]
+    if tree.type is tuple:
+        return f"({''.join(part + ', ' for part in parts)})"
+    if tree.type is list:
+        return f"[{', '.join(parts)}]"
+    if tree.type is dict:
+        return f"{{{', '.join(f'{literal(k)}: {part}' for k, part in zip(tree.context, parts, strict=True))}}}"
+    if tree.type is namedtuple:
+        return f"{_class(tree.context)}({', '.join(parts)})"
+    if tree.type.__module__ == "torch.return_types":
+        return f"torch.return_types.{tree.type.__name__}(({''.join(part + ', ' for part in parts)}))"
+    return f"tree_unflatten([{', '.join(leaves)}], {trees.name(tree)})"
+
+
+def _class(kind: type) -> str:
+    """How generated source names a class of the user's."""
+    found: Any = sys.modules.get(kind.__module__)
+    for part in kind.__qualname__.split("."):
+        found = getattr(found, part, None)
+    if found is not kind:
+        raise CaptureError(
+            f"forward takes or returns a {kind.__name__}, which {kind.__module__} has under no name of its own; "
+            "define the class at the top of a module."
+        )
+    return f"importlib.import_module({kind.__module__!r}).{kind.__qualname__}"
+
+
+def _dumped(tree: TreeSpec) -> str:
+    """The structure of a class PyTorch knows how to flatten (a model output, say) as text."""
+    try:
+        return treespec_dumps(tree)
+    except (NotImplementedError, TypeError, ValueError) as error:
+        name = tree.type.__name__
+        raise CaptureError(f"forward takes or returns a {name}, which cannot be written as source.") from error

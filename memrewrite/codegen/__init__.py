@@ -1,0 +1,1 @@
+"""A rewritten graph as Python source."""

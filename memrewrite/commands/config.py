@@ -1,0 +1,56 @@
+"""Defaults from ``[tool.memrewrite]`` in the nearest ``pyproject.toml``; the command line wins.
+
+Before, in ``pyproject.toml``::
+
+    [tool.memrewrite]
+    budget = "8GB"
+    batch-size = 32
+    input = ["32x3x224x224"]
+
+After: ``memrewrite optimize model.py`` means ``memrewrite optimize model.py --budget 8GB --batch-size 32 --input ...``.
+"""
+
+import difflib
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from memrewrite.records.errors import UsageError
+
+
+def defaults(folder: Path, kinds: Mapping[str, type]) -> dict[str, Any]:
+    """The options that the nearest ``pyproject.toml`` at or above ``folder`` sets, by their Python names.
+
+    ``kinds`` maps each name that may be set (``batch_size``) to ``str``, ``int``, ``float``, ``bool`` or ``list``
+    (of text). Raises ``UsageError`` for a file that is not TOML, an unknown option and a value of another kind.
+    """
+    file = next((place / "pyproject.toml" for place in _upwards(folder) if (place / "pyproject.toml").is_file()), None)
+    if file is None:
+        return {}
+    try:
+        table = tomllib.loads(file.read_text(encoding="utf-8")).get("tool", {}).get("memrewrite", {})
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{file} is not valid TOML: {error}.") from error
+    if not isinstance(table, dict):
+        raise UsageError(f"tool.memrewrite in {file} is not a table; write [tool.memrewrite].")
+    return {key.replace("-", "_"): _value(key, value, kinds, file) for key, value in table.items()}
+
+
+def _upwards(folder: Path) -> list[Path]:
+    place = folder.resolve()
+    return [place, *place.parents]
+
+
+def _value(key: str, value: Any, kinds: Mapping[str, type], file: Path) -> Any:
+    kind = kinds.get(key.replace("-", "_"))
+    if kind is None:
+        names = [name.replace("_", "-") for name in kinds]
+        close = difflib.get_close_matches(key, names, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(names)}."
+        raise UsageError(f"[tool.memrewrite] in {file} sets the unknown option {key!r}; {hint}")
+    fits = type(value) is kind or (kind is float and type(value) is int)
+    if not fits or (kind is list and not all(isinstance(item, str) for item in value)):
+        wanted = {str: "text", int: "a whole number", float: "a number", bool: "true or false", list: "a list of texts"}
+        raise UsageError(f"[tool.memrewrite] in {file} sets {key} to {value!r}; it must be {wanted[kind]}.")
+    return value

@@ -1,0 +1,138 @@
+"""The main program of a measuring process: one job as JSON on stdin, one answer as JSON on the last line of stdout."""
+
+import contextlib
+import json
+import os
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from typing import Any, TextIO
+
+import torch
+from torch import nn
+
+from memrewrite.measurement.measuring import Loader, measure, out_of_memory
+from memrewrite.records.errors import MemrewriteError, OtherInputsError, UsageError
+from memrewrite.runtime.dropin import FallbackWarning, programs
+from memrewrite.simulate.devices.workspaces import allocated_by_libraries
+from memrewrite.workload.inputs import to_device
+from memrewrite.workload.step import Inputs, Step
+from memrewrite.workload.stepspec import StepSpec, amp_dtype
+from memrewrite.workload.target import load
+
+
+def main() -> None:
+    """Do the job on stdin and answer ``{"ok": ...}`` or ``{"error": [name of the error, sentence]}``."""
+    answers = _take_stdout()
+    job = json.loads(sys.stdin.readline())
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        answer = {"ok": JOBS[job["kind"]](job)}
+    except MemrewriteError as error:
+        answer = {"error": [type(error).__name__, str(error)]}
+    except torch.OutOfMemoryError:
+        answer = {"error": ["DoesNotFitError", out_of_memory("The model", job["device"])]}
+    except Exception as error:
+        traceback.print_exc()
+        reason = next(iter(str(error).splitlines()), "")
+        answer = {"error": ["MeasurementError", f"The measuring process failed with {type(error).__name__}: {reason}"]}
+    print(json.dumps(answer), file=answers, flush=True)
+
+
+def _take_stdout() -> TextIO:
+    """The real stdout; from here on, what anyone else prints to stdout goes to stderr."""
+    answers = os.fdopen(os.dup(1), "w")
+    sys.stdout.flush()
+    os.dup2(2, 1)
+    return answers
+
+
+def _end_with_parent() -> None:
+    # The parent holds the other end open as long as it lives; read by descriptor, so that no lock is held at exit.
+    while os.read(0, 1):
+        continue
+    os._exit(1)
+
+
+def _measure(job: dict[str, Any]) -> dict[str, Any]:
+    loader = Loader.from_json(job["loader"])
+    module, inputs, step = _load(loader, StepSpec.from_json(job["step"]))
+    torch.manual_seed(loader.seed)
+    with _refused_fallback():
+        return asdict(measure(module, inputs, step, steps=job["steps"], compiled=loader.compiled))
+
+
+@contextlib.contextmanager
+def _refused_fallback() -> Iterator[None]:
+    """Raise ``OtherInputsError`` where a rewritten model would run its original forward, which nobody asked for."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=r".*ran its original forward")
+        try:
+            yield
+        except UserWarning as warning:  # an artifact has a FallbackWarning of its own
+            if type(warning).__name__ != FallbackWarning.__name__:
+                raise
+            raise OtherInputsError(f"The rewritten model was not made for these inputs. {warning}") from warning
+
+
+def _refuse_other_mode(model: nn.Module) -> None:
+    for path, program in programs(model).items():
+        if model.get_submodule(path).training != program.training[""]:
+            mode = "train" if program.training[""] else "inference"
+            raise UsageError(f"The rewritten model was made for steps in {mode} mode; say --mode {mode}.")
+
+
+def _verify(job: dict[str, Any]) -> dict[str, Any]:
+    from memrewrite.artifact.load import load as load_artifact
+    from memrewrite.equivalence.verifying import verify
+
+    loader = Loader.from_json(job["loader"])
+    original, inputs, step = _load(replace(loader, artifact=None), StepSpec.from_json(job["step"]))
+    rewritten = load_artifact(str(loader.artifact), original)
+    _refuse_other_mode(rewritten)
+    with _refused_fallback():  # a part that runs its original forward would be compared with itself
+        verdict = verify(original, rewritten, inputs, step, exact=job["exact"], seed=loader.seed)
+    return {
+        "equivalent": verdict.equivalent,
+        "exact": verdict.exact,
+        "summary": verdict.summary,
+        "batch": verdict.batch,
+        "checks": [asdict(check) for check in verdict.checks],
+    }
+
+
+def _load(loader: Loader, spec: StepSpec) -> tuple[nn.Module, Inputs, Step]:
+    torch.manual_seed(loader.seed)
+    loaded = load(loader.target, loader.inputs, loader.batch_size)
+    try:
+        device = torch.device(loader.device)
+    except RuntimeError as error:
+        raise UsageError(f"Device {loader.device!r} is unknown; give cpu or cuda:0.") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UsageError(f"Device {loader.device} was asked for but PyTorch finds no CUDA device; use cpu.")
+    module = loaded.module.to(device)
+    if module.training != (spec.mode == "train"):  # else leave submodules the user froze as they are
+        module.train(spec.mode == "train")
+    if loader.artifact is not None:
+        from memrewrite.artifact.load import apply
+
+        module = apply(loader.artifact, module)
+        _refuse_other_mode(module)
+    return module, to_device(loaded.inputs, device), spec.build()
+
+
+def _workspaces(job: dict[str, Any]) -> int:
+    return allocated_by_libraries(torch.device(job["device"]), amp_dtype(job["amp"]), job["mode"])
+
+
+JOBS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "measure": _measure,
+    "verify": _verify,
+    "workspaces": _workspaces,
+}
+
+if __name__ == "__main__":
+    main()

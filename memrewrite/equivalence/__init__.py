@@ -1,0 +1,1 @@
+"""Does a rewritten model compute the same training step as the original?"""

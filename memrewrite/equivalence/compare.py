@@ -1,0 +1,255 @@
+"""How two runs of a step are compared, tensor by tensor, and when a changed tensor is as good as the original.
+
+**Exact.** Every value is the same bit for bit, not-a-number included, or no further off than the original is from
+itself when it runs twice (``NOISE_FACTOR``), which on CUDA is not always zero. Where kernels add in no fixed order,
+rounding hides it in most runs of most tensors, so a few runs show it in some tensors only: what counts is the largest
+noise of a group in proportion to its tensors' largest values.
+
+**Changed arithmetic.** Otherwise a floating-point tensor passes if, over all steps together,
+
+    RMSE(rewritten, float64) <= multiplier * RMSE(original, float64) + tolerance / 10 * scale
+
+This is the accuracy check of PyTorch's own benchmarks (``torch._dynamo.utils.same``), multiplier included, with the
+tolerance made relative and never less than one unit in the last place: ``scale`` is the root mean square of the
+float64 tensor, and at least ``GROUP_SHARE`` of that of its group (all gradients, say), so that a gradient that is zero
+in mathematics (a convolution's bias before batch normalization) may be noise. One tensor's errors come from few sources
+(a rounding of a mean shows in all its values), too small a sample to be the only yardstick: the original's relative
+error over the whole group counts too. Integers must be equal.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memrewrite.equivalence.trial import Key, Record
+
+MULTIPLIER = 2.0
+"""How many times the original's error is allowed; from ``torch._dynamo.utils.same``."""
+HALF_MULTIPLIER = 3.0
+"""The same for half types and under autocast; from ``torch._dynamo.utils.same``."""
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 1e-2}
+"""Relative tolerance, of which a tenth counts: 1e-4 is the default of PyTorch's benchmarks, 1e-2 what they use for
+training under autocast; float64, which is its own reference, gets the same care in its own precision."""
+GROUP_SHARE = 1e-3
+"""The least scale of a tensor, as a share of its group's root mean square: small enough that the inner gradients of
+networks with layer scale, some 1e-6 of the group, are still judged at their own size by the original's error."""
+NOISE_RUNS = 3
+"""How often the original runs again to see how far it is from itself, where models that run freely differ."""
+NOISE_FACTOR = 4.0
+"""How many times the largest difference between two runs of the original is allowed; only a few pairs are seen."""
+_PART = 2**16
+"""How many values are compared at once: few enough that float64 copies of them stay in the CPU's caches, which takes
+an eighth of the time."""
+_FLOATING = {torch.complex64: torch.float32, torch.complex128: torch.float64}
+
+
+@dataclass(frozen=True)
+class TensorVerdict:
+    """The verdict on one value of ``kind`` and ``name`` over all steps.
+
+    Where arithmetic changed, ``error`` and ``reference_error`` are the root mean square errors of the rewritten and of
+    the original model against float64; else the largest difference between the two models, and between two runs of
+    the original. A difference that is no number (missing, other shape, not finite) is infinite.
+    """
+
+    name: str
+    kind: str
+    bit_equal: bool
+    error: float
+    reference_error: float
+    passed: bool
+    allowed: float = 0.0
+
+
+@dataclass
+class Sums:
+    """Squared errors against float64 and squared values of one tensor over all steps."""
+
+    count: int = 0
+    rewritten: float = 0.0
+    original: float = 0.0
+    values: float = 0.0
+    tolerance: float = 0.0
+
+    def add(self, other: "Sums") -> None:
+        """Add the sums of another step or tensor; the wider tolerance counts."""
+        self.count += other.count
+        self.rewritten += other.rewritten
+        self.original += other.original
+        self.values += other.values
+        self.tolerance = max(self.tolerance, other.tolerance)
+
+    def rms(self, total: float) -> float:
+        """The root of ``total`` over the number of values."""
+        return math.sqrt(total / self.count) if self.count else 0.0
+
+
+@dataclass
+class Comparison:
+    """Everything known about the differences between two models, step by step."""
+
+    half: bool
+    keys: dict[Key, None] = field(default_factory=dict)
+    differences: list[dict[Key, float]] = field(default_factory=list)
+    noise: list[dict[Key, float]] = field(default_factory=list)
+    sizes: list[dict[Key, float]] = field(default_factory=list)
+    sums: dict[Key, Sums] = field(default_factory=dict)
+
+    def add_step(self, original: Record, rewritten: Record) -> bool:
+        """Compare one step; returns whether everything was bit-equal."""
+        self.keys |= dict.fromkeys(original)
+        self.keys |= dict.fromkeys(rewritten.keys() - original.keys())
+        self.differences.append(differences(original, rewritten))
+        self.noise.append({})
+        self.sizes.append({})
+        return not self.differences[-1]
+
+    def add_noise(self, step: int, original: Record, again: Record) -> None:
+        """Add how far the original is from itself in one step; the largest difference counts."""
+        noise = self.noise[step]
+        if not self.sizes[step]:
+            self.sizes[step] = {key: _size(value) for key, value in original.items() if isinstance(value, Tensor)}
+        for key, difference in differences(original, again).items():
+            noise[key] = max(noise.get(key, 0.0), difference)
+
+    def add_reference(self, original: Record, rewritten: Record, reference: Record) -> None:
+        """Add one step's errors against float64, where a tensor has the same form in all three."""
+        for key, value in original.items():
+            other, wide = rewritten.get(key), reference.get(key)
+            if not isinstance(value, Tensor) or not isinstance(other, Tensor) or not isinstance(wide, Tensor):
+                continue
+            if _judged(key, value) and value.shape == other.shape == wide.shape:
+                sums = self.sums.setdefault(key, Sums())
+                for mine, theirs, exact in _parts(value, other, wide):
+                    sums.add(_sums(mine, theirs, exact, self.half))
+
+    def verdicts(self) -> tuple[TensorVerdict, ...]:
+        """The verdict on every value, in the order they were computed."""
+        groups: dict[str, Sums] = {}
+        for (kind, _), sums in self.sums.items():
+            groups.setdefault(_group(kind), Sums()).add(sums)
+        shares = [_shares(noise, sizes) for noise, sizes in zip(self.noise, self.sizes, strict=True)]
+        return tuple(self._verdict(key, groups, shares) for key in self.keys)
+
+    def _verdict(self, key: Key, groups: dict[str, Sums], shares: list[dict[str, float]]) -> TensorVerdict:
+        kind, name = key
+        steps = [i for i, differences in enumerate(self.differences) if key in differences]
+        errors = [self.differences[i][key] for i in steps]
+        hidden = [shares[i].get(kind, 0.0) * self.sizes[i].get(key, 0.0) for i in steps]
+        noise = [max(self.noise[i].get(key, 0.0), n) for i, n in zip(steps, hidden, strict=True)]
+        noisy = all(math.isfinite(e) and e <= NOISE_FACTOR * n for e, n in zip(errors, noise, strict=True))
+        worst, own_noise = max(errors, default=0.0), max(noise, default=0.0)
+        sums = self.sums.get(key)
+        if not steps or noisy or sums is None or not math.isfinite(worst):
+            return TensorVerdict(name, kind, not steps, worst, own_noise, noisy, NOISE_FACTOR * own_noise)
+        error, own = sums.rms(sums.rewritten), sums.rms(sums.original)
+        allowed = self._allowed(sums, groups[_group(kind)])
+        return TensorVerdict(name, kind, False, error, own, error <= allowed, allowed)
+
+    def _allowed(self, sums: Sums, group: Sums) -> float:
+        size, own = sums.rms(sums.values), sums.rms(sums.original)
+        if group.values:
+            own = max(own, size * math.sqrt(group.original / group.values))
+        scale = max(size, GROUP_SHARE * group.rms(group.values))
+        return (HALF_MULTIPLIER if self.half else MULTIPLIER) * own + sums.tolerance / 10 * scale
+
+
+def _shares(noise: dict[Key, float], sizes: dict[Key, float]) -> dict[str, float]:
+    """Per kind, the largest noise of a tensor in proportion to its largest value."""
+    shares: dict[str, float] = {}
+    for key, difference in noise.items():
+        if sizes.get(key, 0.0) > 0 and math.isfinite(difference):
+            shares[key[0]] = max(shares.get(key[0], 0.0), difference / sizes[key])
+    return shares
+
+
+def _size(tensor: Tensor) -> float:
+    """The largest absolute value that is a number."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return 0.0
+    return float(tensor.abs().nan_to_num(0.0, 0.0, 0.0).max())
+
+
+def differences(original: Record, rewritten: Record) -> dict[Key, float]:
+    """How far the values that are not bit-equal differ.
+
+    Buffers that only the rewritten model has (constants of its graph) and flags of modules that only one has are no
+    part of the original's behaviour.
+    """
+    found: dict[Key, float] = {}
+    for key in {**original, **rewritten}:
+        if key not in original and key[0] == "buffer":
+            continue
+        if key[0] == "training flag" and not (key in original and key in rewritten):
+            continue
+        if key not in original or key not in rewritten:
+            found[key] = math.inf
+        elif (difference := _difference(original[key], rewritten[key])) is not None:
+            found[key] = difference
+    return found
+
+
+def _difference(a: Any, b: Any) -> float | None:
+    """None for the same bits, else the largest absolute difference, infinite where it is no number."""
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        return None if type(a) is type(b) and _same_object(a, b) else math.inf
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return math.inf
+    if torch.equal(_bits(a), _bits(b)):
+        return None
+    return max(_largest(*parts) for parts in _parts(a, b))
+
+
+def _largest(a: Tensor, b: Tensor) -> float:
+    """The largest absolute difference, infinite where it is no number."""
+    a, b = a.double(), b.double()
+    if math.isfinite(largest := float((a - b).abs().max())):  # then all are: numbers are all there is, nearly always
+        return largest
+    finite = a.isfinite() & b.isfinite()
+    same = finite | (a == b) | (a.isnan() & b.isnan())
+    if not bool(same.all()):
+        return math.inf
+    return float((a - b)[finite].abs().max()) if bool(finite.any()) else 0.0
+
+
+def _same_object(a: Any, b: Any) -> bool:
+    if a is b or (isinstance(a, float) and math.isnan(a) and math.isnan(b)):
+        return True
+    equal = a == b
+    return bool(equal.all() if hasattr(equal, "all") else equal)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    whole = tensor.contiguous()  # of one element or none, it may still have any stride
+    return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
+
+
+def _parts(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The values of tensors of one shape side by side, some at a time; complex numbers as pairs."""
+    real = (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor for tensor in tensors)
+    return zip(*(tensor.reshape(-1).split(_PART) for tensor in real), strict=True)
+
+
+def _sums(original: Tensor, rewritten: Tensor, reference: Tensor, half: bool) -> Sums:
+    dtype = original.dtype
+    a, b, r = original.double(), rewritten.double(), reference.double()
+    if not math.isfinite(sum(float(t.sum()) for t in (a, b, r))):
+        r = torch.where(r.isfinite(), r, a)  # no reference there: the original is the measure
+        finite = a.isfinite() & b.isfinite()  # elsewhere they must agree, which _difference sees to
+        a, b, r = a[finite], b[finite], r[finite]
+    tolerance = max(TOLERANCES[torch.bfloat16 if half else dtype], 10 * torch.finfo(dtype).eps)
+    rewritten_error, original_error, values = (float((t * t).sum()) for t in (b - r, a - r, r))
+    return Sums(a.numel(), rewritten_error, original_error, values, tolerance)
+
+
+def _judged(key: Key, value: Tensor) -> bool:
+    floating = _FLOATING.get(value.dtype, value.dtype) in TOLERANCES
+    return floating and key[0] in ("output", "loss", "gradient", "input gradient", "buffer")
+
+
+def _group(kind: str) -> str:
+    return "output" if kind == "loss" else kind

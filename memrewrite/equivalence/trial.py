@@ -1,0 +1,147 @@
+"""One training step run from a known state, with everything it computed kept on the CPU for comparison."""
+
+import contextlib
+import dataclasses
+import functools
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memrewrite.measurement.snapshot import RandomState
+from memrewrite.runtime.dropin import FallbackWarning
+from memrewrite.torch_internals.private import tree_flatten, tree_map
+from memrewrite.workload.step import Inputs, Phase, Step, Targets, autocast, default_loss, device_type
+
+Key = tuple[str, str]
+"""Kind and name of one compared value, e.g. ``("gradient", "blocks.0.conv.weight")``."""
+Record = dict[Key, Any]
+"""What one step computed; tensors lie on the CPU."""
+_DEEPEST_OUTPUT = 8  # levels of attributes followed into an output of unknown class; it may refer to itself
+
+
+@contextlib.contextmanager
+def deterministic() -> Iterator[None]:
+    """Deterministic algorithms where there are any; a fallback of the drop-in is an error; all settings come back."""
+    cudnn = torch.backends.cudnn
+    before = cudnn.deterministic, cudnn.benchmark
+    algorithms = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    try:
+        cudnn.deterministic, cudnn.benchmark = True, False
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=r"(?s).*deterministic", category=UserWarning)
+            warnings.simplefilter("error", FallbackWarning)
+            yield
+    finally:
+        cudnn.deterministic, cudnn.benchmark = before
+        torch.use_deterministic_algorithms(algorithms[0], warn_only=algorithms[1])
+
+
+def take_step(
+    module: nn.Module,
+    inputs: Inputs,
+    step: Step,
+    optimizer: torch.optim.Optimizer | None,
+    devices: tuple[torch.device, ...],
+    input_gradients: bool,
+) -> Record:
+    """Take one step on private copies of the inputs and return all it computed.
+
+    Kinds: output, layout (of outputs: shape, stride, requires_grad), loss, gradient, input gradient, buffer, parameter
+    (after the step), random state, training flag. ``input_gradients`` asks for those of every floating-point input.
+    """
+    record: Record = {}
+    leaves, private = private_inputs(inputs, input_gradients and step.mode == "train")
+    if step.mode == "inference":
+        with torch.no_grad(), autocast(step.amp, device_type(module, private)):
+            _keep_output(record, module(*private.args, **private.kwargs))
+    else:
+        loss_fn = step.loss_fn or default_loss
+
+        def observed_loss(output: Any) -> Tensor:
+            _keep_output(record, output)  # before the loss or a later operator can write it in place
+            return loss_fn(output)
+
+        def on_phase(phase: Phase) -> None:
+            if phase == "backward":
+                _keep_gradients(record, module, leaves)
+
+        alone = dataclasses.replace(step.loop, ahead=0, average=False)  # what lies beside the step computes nothing
+        observed = dataclasses.replace(step, loss_fn=observed_loss, loop=alone)
+        loop = observed.begin(module, private, optimizer, Targets())
+        record["loss", "loss"] = _to_cpu(loop.take(on_phase))
+    _keep_state(record, module, devices, parameters=optimizer is not None)
+    return record
+
+
+def private_inputs(inputs: Inputs, gradients: bool) -> tuple[list[Tensor], Inputs]:
+    """Leaf copies of the tensor inputs, and the inputs made of them; an input passed twice stays one tensor.
+
+    A leaf that requires gradients enters the model through a clone, so that the model may write it in place.
+    """
+    leaves: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def copy(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if id(value) not in leaves:
+            leaf = value.detach().clone()
+            differentiable = leaf.is_floating_point() or leaf.is_complex()
+            leaf.requires_grad_(value.requires_grad or (gradients and differentiable))
+            leaves[id(value)] = leaf, leaf.clone() if leaf.requires_grad else leaf
+        return leaves[id(value)][1]
+
+    args, kwargs = tree_map(copy, (inputs.args, inputs.kwargs))
+    return [leaf for leaf, _ in leaves.values()], Inputs(args, kwargs)
+
+
+def _keep_output(record: Record, output: Any) -> None:
+    leaves, structure = tree_flatten(_expanded(output))
+    record["output", "structure"] = structure
+    for index, leaf in enumerate(leaves):
+        name = "output" if len(leaves) == 1 else f"output[{index}]"
+        record["output", name] = _to_cpu(leaf)
+        if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
+            stride = tuple(s for s, size in zip(leaf.stride(), leaf.shape, strict=True) if size > 1)
+            record["layout", name] = tuple(leaf.shape), stride, leaf.requires_grad
+
+
+def _expanded(value: Any, depth: int = 0) -> Any:
+    """Outputs of unknown classes (dataclasses, caches, distributions) as their class and attributes."""
+    leaves, _ = tree_flatten(value)
+    if len(leaves) != 1 or leaves[0] is not value:
+        return tree_map(functools.partial(_expanded, depth=depth), value)
+    opaque = isinstance(value, Tensor | nn.Module | type) or callable(value) or not hasattr(value, "__dict__")
+    if opaque or depth == _DEEPEST_OUTPUT:
+        return value
+    return type(value).__qualname__, {name: _expanded(field, depth + 1) for name, field in vars(value).items()}
+
+
+def _keep_gradients(record: Record, module: nn.Module, leaves: list[Tensor]) -> None:
+    for name, parameter in module.named_parameters():
+        record["gradient", name] = _to_cpu(parameter.grad)
+    for index, leaf in enumerate(leaves):
+        record["input gradient", f"input {index}"] = _to_cpu(leaf.grad)
+
+
+def _keep_state(record: Record, module: nn.Module, devices: tuple[torch.device, ...], parameters: bool) -> None:
+    for name, buffer in module.named_buffers():
+        record["buffer", name] = _to_cpu(buffer)
+    for name, parameter in module.named_parameters() if parameters else ():
+        record["parameter", name] = _to_cpu(parameter)
+    state = RandomState(devices)
+    for device, generator in state.torch.items():
+        record["random state", device] = generator
+    record["random state", "python"] = state.python
+    for name, child in module.named_modules():
+        record["training flag", name] = child.training
+
+
+def _to_cpu(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    value = value.detach()
+    return (value if value.layout == torch.strided else value.to_dense()).to("cpu", copy=True)

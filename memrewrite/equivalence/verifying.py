@@ -1,0 +1,368 @@
+"""Does a rewritten model compute the same training step as the original?
+
+Compared after every step: outputs (also their structure, strides and whether they require gradients), loss, every
+parameter gradient, the gradients of floating-point inputs, every buffer, the random state of the CPU and of the CUDA
+devices in use, training flags. ``memrewrite.equivalence.compare`` says what counts as the same.
+
+With ``exact=True`` both models run freely through the optimizer from the same seed, and parameters after each step are
+compared too. With ``exact=False`` every run starts step k from the state the original reached after step k - 1, because
+an optimizer such as Adam turns the last bit of a gradient into another path; only if a step is not bit-equal is the
+float64 reference (``memrewrite.equivalence.reference``) made. Both models usually share their parameters and buffers,
+so they run one after the other from the same restored state; nothing of the original's results stays on the device.
+
+Two choices follow from what fused operators hide: where the original runs fused attention with dropout and arithmetic
+changed, all runs use ``sdpa_kernel(SDPBackend.MATH)``, and recurrent networks with dropout run without cuDNN.
+Verification installs no saved-tensor hooks and refuses to run under them: they switch off autograd's check for
+tensors written too early.
+"""
+
+import contextlib
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import disable_saved_tensors_hooks
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from memrewrite.equivalence.compare import NOISE_RUNS, Comparison, TensorVerdict
+from memrewrite.equivalence.reference import FusedRandomnessError, Recorder, double_step
+from memrewrite.equivalence.trial import Record, deterministic, take_step
+from memrewrite.measurement.snapshot import State, cuda_devices, seed_all
+from memrewrite.records.errors import MeasurementError, UsageError
+from memrewrite.records.outcomes import Check
+from memrewrite.runtime.dropin import FallbackWarning, accept
+from memrewrite.torch_internals.private import tree_map
+from memrewrite.workload.step import Inputs, Step, autocast, device_type
+
+__all__ = ["TensorVerdict", "Verdict", "verify"]
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether two models are equivalent, in one sentence (``summary``) and value by value (``tensors``).
+
+    ``exact`` means everything was bit-equal. ``batch`` is the size of dimension 0 of the inputs it was found at,
+    None if they have none.
+    """
+
+    equivalent: bool
+    exact: bool
+    summary: str
+    tensors: tuple[TensorVerdict, ...]
+    batch: int | None
+
+    @property
+    def checks(self) -> tuple[Check, ...]:
+        """The same by group of values, in the order they were computed."""
+        groups: dict[str, list[TensorVerdict]] = {}
+        for tensor in self.tensors:
+            groups.setdefault(tensor.kind, []).append(tensor)
+        return tuple(_check(kind, tensors) for kind, tensors in groups.items())
+
+
+class _OriginalError(Exception):
+    """The original model raised; the cause says what."""
+
+
+class _RewrittenError(Exception):
+    """The rewritten model raised; the cause says what."""
+
+
+@dataclass(frozen=True)
+class _Case:
+    original: nn.Module
+    rewritten: nn.Module
+    inputs: Inputs
+    step: Step
+    steps: int
+    seed: int
+    devices: tuple[torch.device, ...]
+    input_gradients: bool = True
+    avoid: frozenset[str] = frozenset()  # families of fused random operators
+
+    def keep(self) -> State:
+        return State((self.original, self.rewritten), self.devices)
+
+    def run_original(self, optimizer: torch.optim.Optimizer | None) -> Record:
+        try:
+            return take_step(self.original, self.inputs, self.step, optimizer, self.devices, self.input_gradients)
+        except (torch.OutOfMemoryError, FusedRandomnessError):
+            raise
+        except Exception as error:
+            raise _OriginalError from error
+
+    def run_rewritten(self, optimizer: torch.optim.Optimizer | None) -> Record:
+        if (reason := _why_not_run(self)) is not None:
+            raise _RewrittenError from FallbackWarning(reason)
+        try:
+            return take_step(self.rewritten, self.inputs, self.step, optimizer, self.devices, self.input_gradients)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            raise _RewrittenError from error
+
+
+def verify(
+    original: nn.Module,
+    rewritten: nn.Module,
+    inputs: Inputs,
+    step: Step,
+    *,
+    exact: bool,
+    steps: int = 3,
+    seed: int = 0,
+) -> Verdict:
+    """Compare ``rewritten`` with ``original`` over ``steps`` training steps; inequality is a verdict, not an error.
+
+    Where the step does not fit in device memory it is verified at half the batch, a quarter, and so on.
+    Afterwards parameters, buffers, gradients, random state and flags are bit for bit as before, also after an error.
+    Raises ``MeasurementError`` if nothing could be verified, ``UsageError`` for fewer than one step or under
+    saved-tensor hooks, and whatever the original itself raises.
+    """
+    if steps < 1:
+        raise UsageError(f"Cannot verify over {steps} steps; give at least 1.")
+    _refuse_hooks()
+    devices = cuda_devices((original, rewritten), inputs)
+    case = _Case(original, rewritten, inputs, step.shortest(), steps, seed, devices)
+    state, full = case.keep(), _batch(inputs)
+    try:
+        with deterministic():
+            while True:
+                verdict = _attempt(case, state, exact, full)
+                if verdict is not None:
+                    return verdict
+                case = replace(case, inputs=_halved(case.inputs), input_gradients=True, avoid=frozenset())
+    finally:
+        state.restore()
+
+
+def _attempt(case: _Case, state: State, exact: bool, full: int | None) -> Verdict | None:
+    """The verdict at this batch size; None when memory ran out."""
+    while True:
+        state.restore()
+        state.clear_gradients()
+        seed_all(case.seed, case.devices)
+        try:
+            with _without_fused(case.avoid):
+                comparison = _run_freely(case) if exact else _run_forced(case, _against_float64)
+            return _verdict(comparison, case, full)
+        except torch.OutOfMemoryError:
+            return None
+        except FusedRandomnessError as fused:
+            if fused.family in case.avoid:
+                raise MeasurementError(
+                    f"The original draws random numbers inside a fused {fused.family.strip('_')} operator, "
+                    "so changed arithmetic cannot be judged; use only exact rewrites (exact=True)."
+                ) from fused
+            case = replace(case, avoid=case.avoid | {fused.family})
+        except _RewrittenError as failure:
+            return _raised(failure.__cause__, case, full)
+        except _OriginalError as failure:
+            cause = failure.__cause__ or failure
+            if not case.input_gradients:
+                _explain_small_batch(cause, case, full)
+                raise cause from None
+            # Some models only work on inputs that need no gradient, so they get theirs as the user gave them.
+            case = replace(case, input_gradients=False)
+
+
+def _run_freely(case: _Case) -> Comparison:
+    """All steps of the original, then all of the rewritten model, each with its own optimizer.
+
+    Where they differ and the original differs from itself too, step by step instead: an optimizer such as Adam turns
+    noise in a gradient into a step of full size, after which two runs have nothing in common to compare.
+    """
+    comparison = Comparison(_is_half(case))
+    start = case.keep()
+    optimizer = case.step.make_optimizer(case.original)
+    originals = [case.run_original(optimizer) for _ in range(case.steps)]
+    start.restore()
+    optimizer = case.step.make_optimizer(case.rewritten)
+    equal = [comparison.add_step(record, case.run_rewritten(optimizer)) for record in originals]
+    if all(equal):
+        return comparison
+    start.restore()
+    optimizer = case.step.make_optimizer(case.original)
+    for index, record in enumerate(originals):
+        comparison.add_noise(index, record, case.run_original(optimizer))
+    start.restore()
+    return _run_forced(case, _against_itself) if any(comparison.noise) else comparison
+
+
+Judge = Callable[[_Case, Comparison, int, State, Record, Record], None]
+
+
+def _run_forced(case: _Case, judge: Judge) -> Comparison:
+    """Each step of the rewritten model from where the original was; ``judge`` adds a yardstick where they differ."""
+    comparison = Comparison(_is_half(case))
+    optimizer = case.step.make_optimizer(case.original)
+    before = case.keep()
+    for index in range(case.steps):
+        record = case.run_original(optimizer)
+        record = {key: value for key, value in record.items() if key[0] != "parameter"}
+        after = case.keep()
+        before.restore()
+        rewritten = case.run_rewritten(None)
+        if not comparison.add_step(record, rewritten):
+            judge(case, comparison, index, before, record, rewritten)
+        after.restore()
+        _follow(case.original, case.rewritten)
+        before = case.keep()
+    return comparison
+
+
+def _against_itself(
+    case: _Case, comparison: Comparison, index: int, before: State, record: Record, rewritten: Record
+) -> None:
+    """How far the original is from itself in this step."""
+    for _ in range(NOISE_RUNS):
+        before.restore()
+        comparison.add_noise(index, record, case.run_original(None))
+
+
+def _against_float64(
+    case: _Case, comparison: Comparison, index: int, before: State, record: Record, rewritten: Record
+) -> None:
+    """The errors of both models against the original in float64, on the same random draws."""
+    before.restore()
+    with Recorder() as recorder:
+        again = case.run_original(None)
+    comparison.add_noise(index, record, again)
+    before.restore()
+    reference = double_step(case.original, case.inputs, case.step, recorder.draws, case.devices, case.input_gradients)
+    comparison.add_reference(record, rewritten, reference)
+
+
+def _why_not_run(case: _Case) -> str | None:
+    """Why a drop-in would run its original forward for these inputs, which would compare the original with itself."""
+    program = getattr(type(case.rewritten), "_memrewrite", None)
+    if program is None:
+        return None
+    with autocast(case.step.amp, device_type(case.rewritten, case.inputs)):
+        tensors, reason = accept(program, case.rewritten, case.inputs.args, case.inputs.kwargs)
+    return None if tensors is not None else reason or "it was captured in the other of train and eval mode"
+
+
+def _follow(source: nn.Module, target: nn.Module) -> None:
+    """Copy parameters and buffers where the two models do not share them."""
+    mine = dict(itertools.chain(target.named_parameters(), target.named_buffers()))
+    with torch.no_grad():
+        for name, tensor in itertools.chain(source.named_parameters(), source.named_buffers()):
+            other = mine.get(name)
+            if other is not None and other is not tensor and other.shape == tensor.shape:
+                other.copy_(tensor)
+
+
+def _verdict(comparison: Comparison, case: _Case, full: int | None) -> Verdict:
+    tensors = comparison.verdicts()
+    failed = [t for t in tensors if not t.passed]
+    changed = [t for t in tensors if not t.bit_equal]
+    if failed:
+        worst = max(failed, key=_excess)
+        text = f"not equivalent: {_describe(worst)} ({len(failed)} of {len(tensors)} values differ)"
+    elif changed:
+        text = f"equivalent: worst {_describe(max(changed, key=_excess))}"
+    else:
+        counts = Counter(t.kind for t in tensors)
+        text = (
+            f"bit-equal: {case.steps} steps, {counts['gradient']} gradients, {counts['buffer']} buffers, random state"
+        )
+    batch = _batch(case.inputs)
+    return Verdict(not failed, not changed, text + _at(batch, full), tensors, batch)
+
+
+def _check(kind: str, tensors: list[TensorVerdict]) -> Check:
+    changed = [t for t in tensors if not t.bit_equal]
+    row = Check(kind, len(tensors), len(tensors) - len(changed), all(t.passed for t in tensors))
+    if not changed:
+        return row
+    worst = max(changed, key=lambda t: (not t.passed, _excess(t)))
+    error, own, allowed = (x if math.isfinite(x) else None for x in (worst.error, worst.reference_error, worst.allowed))
+    return replace(row, worst=worst.name, error=error, own_error=own, allowed=allowed)
+
+
+def _describe(tensor: TensorVerdict) -> str:
+    label = tensor.kind if tensor.name == tensor.kind else f"{tensor.kind} {tensor.name}"
+    if not math.isfinite(tensor.error):
+        return f"{label}, which is missing, of another form or not finite in one of the two models"
+    if tensor.reference_error > 0:
+        own = tensor.error / tensor.reference_error
+        return f"{label}, error {tensor.error:.2g}, {own:.2g} times the original's own (allowed {tensor.allowed:.2g})"
+    return f"{label}, error {tensor.error:.2g} (allowed {tensor.allowed:.2g})"
+
+
+def _excess(tensor: TensorVerdict) -> float:
+    return tensor.error / tensor.allowed if tensor.allowed > 0 else math.inf
+
+
+def _raised(cause: BaseException | None, case: _Case, full: int | None) -> Verdict:
+    if isinstance(cause, FallbackWarning):
+        _explain_small_batch(cause, case, full)
+    batch = _batch(case.inputs)
+    text = f"not equivalent: the rewritten model raised {type(cause).__name__}: {cause}{_at(batch, full)}"
+    return Verdict(False, False, text, (), batch)
+
+
+def _explain_small_batch(cause: BaseException, case: _Case, full: int | None) -> None:
+    batch = _batch(case.inputs)
+    if batch != full:
+        raise MeasurementError(
+            f"The step does not fit in memory at batch {full} and does not run at batch {batch} ({cause}), so it "
+            "could not be verified; verify on the CPU or with smaller example inputs."
+        ) from cause
+
+
+def _at(batch: int | None, full: int | None) -> str:
+    return f"; verified at batch {batch}, as {full} does not fit in memory" if batch != full else ""
+
+
+def _batch(inputs: Inputs) -> int | None:
+    return next((tensor.shape[0] for tensor in inputs.tensors() if tensor.dim() > 0), None)
+
+
+def _halved(inputs: Inputs) -> Inputs:
+    """The first half of dimension 0 of every tensor that has the batch size there."""
+    batch = _batch(inputs)
+    if batch is None or batch < 2:
+        raise MeasurementError(
+            f"The step does not fit in memory even at batch {batch}, so it could not be verified; "
+            "verify on the CPU or with smaller example inputs."
+        )
+    torch.cuda.empty_cache()
+    halves = {id(t): t[: batch // 2] for t in inputs.tensors() if t.dim() > 0 and t.shape[0] == batch}
+
+    def half(value: Any) -> Any:
+        return halves.get(id(value), value) if isinstance(value, Tensor) else value
+
+    args, kwargs = tree_map(half, (inputs.args, inputs.kwargs))
+    return Inputs(args, kwargs)
+
+
+def _is_half(case: _Case) -> bool:
+    return case.step.amp in _HALF or any(p.dtype in _HALF for p in case.original.parameters())
+
+
+@contextlib.contextmanager
+def _without_fused(families: frozenset[str]) -> Iterator[None]:
+    cudnn = torch.backends.cudnn.enabled
+    try:
+        torch.backends.cudnn.enabled = cudnn and "_rnn" not in families
+        with sdpa_kernel(SDPBackend.MATH) if "attention" in families else contextlib.nullcontext():
+            yield
+    finally:
+        torch.backends.cudnn.enabled = cudnn
+
+
+def _refuse_hooks() -> None:
+    try:
+        with disable_saved_tensors_hooks("in use"):
+            return
+    except RuntimeError as error:
+        raise UsageError("Cannot verify under saved_tensors_hooks; leave their context first.") from error

@@ -1,0 +1,1 @@
+"""What a step really takes, on the device itself."""

@@ -1,0 +1,237 @@
+"""What a training step really takes: peak bytes, bytes after each phase and milliseconds, on the device itself.
+
+On CUDA the caching allocator's own counters are read; on the CPU the step runs on real tensors under the storage
+tracker. Everything the steps change is put back, whatever happens.
+"""
+
+import contextlib
+import gc
+import itertools
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from memrewrite.measurement.snapshot import State, cuda_devices
+from memrewrite.process.child import run_job
+from memrewrite.records.errors import DataDependentError, DoesNotFitError, MeasurementError, UsageError
+from memrewrite.records.outcomes import Measured
+from memrewrite.simulate import Timeline, run_tracked, simulate, with_workspaces
+from memrewrite.simulate.fake.fakes import tensors_of
+from memrewrite.simulate.memory.allocator import allocator_on
+from memrewrite.torch_internals.private import clear_cublas_workspaces
+from memrewrite.workload.step import Inputs, Phase, Running, Step, device_of, device_type
+from memrewrite.workload.stepspec import StepSpec
+
+_CPU_STEPS = 3  # steps there are slow and vary little
+
+
+@dataclass(frozen=True)
+class Loader:
+    """What a measuring process loads: a target as the command line has it, optionally rewritten by a saved artifact.
+
+    ``inputs`` are ``--input`` texts, ``artifact`` a folder that ``memrewrite.artifact`` wrote, ``seed`` seeds the
+    random state before the target is loaded and before the steps; ``compiled`` is that of ``measure``.
+    """
+
+    target: str
+    inputs: tuple[str, ...] = ()
+    batch_size: int | None = None
+    artifact: str | None = None
+    device: str = "cpu"
+    seed: int = 0
+    compiled: bool = False
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> "Loader":
+        """The inverse of ``dataclasses.asdict`` through JSON."""
+        return cls(**{**data, "inputs": tuple(data["inputs"])})
+
+
+def measure_in_child(loader: Loader, step: StepSpec, *, timeout_s: float, steps: int = 10) -> Measured:
+    """``measure`` in a fresh process, which is gone when this returns or raises (also on Ctrl-C).
+
+    Raises ``DoesNotFitError`` when memory runs out, ``MeasurementError`` when the process dies or takes longer than
+    ``timeout_s`` seconds, and what loading the target raises.
+    """
+    job = {
+        "kind": "measure",
+        "device": loader.device,
+        "loader": asdict(loader),
+        "step": step.to_json(),
+        "steps": steps,
+    }
+    return Measured.from_json(run_job(job, timeout_s=timeout_s))
+
+
+def predict(
+    module: nn.Module,
+    inputs: Inputs,
+    step: Step,
+    *,
+    workspace_bytes: int = 0,
+    steps: int = 2,
+    attribute: bool = False,
+    probe: bool = True,
+    blocks: bool = True,
+) -> Timeline:
+    """``simulate``, or where the step depends on values real steps under the tracker, after which all is put back.
+
+    What those reserve on CUDA is read there.
+    Raises ``DoesNotFitError`` when those run out of memory, ``DataDependentError`` for such a step ``as_cuda`` or,
+    with ``probe`` False, on CUDA: that leaves the device alone.
+    """
+    try:
+        return simulate(
+            module,
+            inputs,
+            step,
+            workspace_bytes=workspace_bytes,
+            steps=steps,
+            attribute=attribute,
+            probe=probe,
+            blocks=blocks,
+        )
+    except DataDependentError:
+        if step.as_cuda or (not probe and device_type(module, inputs) != "cpu"):
+            raise
+        timeline = _tracked(module, inputs, step, steps, attribute, blocks, workspace_bytes)
+        return with_workspaces(timeline, workspace_bytes)
+
+
+def _tracked(
+    module: nn.Module, inputs: Inputs, step: Step, steps: int, attribute: bool, blocks: bool, libraries: int
+) -> Timeline:
+    with preserved_state(module, inputs):
+        try:
+            allocator = allocator_on(device_type(module, inputs)) if blocks else None
+            timeline = run_tracked(
+                module, inputs, step, steps=steps, attribute=attribute, allocator=allocator, libraries=libraries
+            )
+            if allocator is None:
+                return timeline
+            # What operators take while they run is not tracked, and makes the allocator split its blocks otherwise.
+            device = device_of(module, inputs)
+            return replace(timeline, reserved=_on_cuda(module, inputs, step, 1, device).reserved)
+        except torch.OutOfMemoryError as error:
+            name = type(module).__name__
+            raise DoesNotFitError(
+                f"The step of {name} depends on values, so its memory cannot be predicted, and it does not fit the "
+                "device; give smaller example inputs."
+            ) from error
+
+
+def measure(module: nn.Module, inputs: Inputs, step: Step, *, steps: int = 10, compiled: bool = False) -> Measured:
+    """Take two steps for the phase table and ``steps`` more for the time; the peak is that of the second step on.
+
+    The steps are those of ``step.loop``. On CUDA, allocations from before that are neither the module's nor the inputs'
+    nor the loss function's are left out of the allocated figures. On the CPU nothing is cached, so the reserved figure
+    is the peak. ``compiled`` measures what ``torch.compile`` makes of the module, on CUDA: what compiled code allocates
+    on the CPU cannot be tracked.
+    Raises ``DoesNotFitError`` when memory runs out, ``UsageError`` for a device that is neither CPU nor CUDA, or for
+    ``compiled`` on the CPU, ``MeasurementError`` where the module does not compile.
+    """
+    tensors = [*module.parameters(), *inputs.tensors()]
+    device = tensors[0].device if tensors else torch.device("cpu")
+    if device.type not in ("cpu", "cuda"):
+        raise UsageError(f"Memory cannot be measured on {device}; move the model and its inputs to cpu or cuda.")
+    if compiled and device.type != "cuda":
+        raise UsageError("What torch.compile makes of a model is measured on CUDA only; move the model there.")
+    run = _on_cuda if device.type == "cuda" else _on_cpu
+    measured = cast(nn.Module, torch.compile(module)) if compiled else module
+    # Raised after the handler, where nothing refers to the failed step's tensors any more.
+    with preserved_state(module, inputs):
+        try:
+            return run(measured, inputs, step, steps, device)
+        except torch.OutOfMemoryError:
+            failed = True
+        except RuntimeError as error:
+            failed = "DefaultCPUAllocator" in str(error)
+            if not failed and not compiled:
+                raise
+            if not failed:
+                reason = next(iter(str(error).splitlines()), "")
+                raise MeasurementError(f"{type(module).__name__} does not run compiled: {reason}") from error
+    raise DoesNotFitError(out_of_memory(f"The training step of {type(module).__name__}", str(device)))
+
+
+def out_of_memory(who: str, device: str) -> str:
+    """The sentence for a step that does not fit on ``device``."""
+    name = torch.device(device)
+    total = ""
+    if name.type == "cuda" and torch.cuda.is_available():
+        total = f", which has {torch.cuda.get_device_properties(name).total_memory / 2**30:.1f} GiB"
+    return f"{who} ran out of memory on {device}{total}; set a lower budget or use a smaller batch."
+
+
+def _on_cpu(module: nn.Module, inputs: Inputs, step: Step, steps: int, device: torch.device) -> Measured:
+    timeline = run_tracked(module, inputs, step)
+    loop = step.begin(module, inputs, step.make_optimizer(module))
+    times = []
+    for _ in range(min(steps, _CPU_STEPS) + 1):
+        start = time.perf_counter()
+        loop.take()
+        times.append((time.perf_counter() - start) * 1e3)
+    return Measured(timeline.peak, timeline.peak, statistics.median(times[1:]), timeline.phases, str(device))
+
+
+def _on_cuda(module: nn.Module, inputs: Inputs, step: Step, steps: int, device: torch.device) -> Measured:
+    gc.collect()
+    torch.cuda.synchronize(device)
+    clear_cublas_workspaces()  # those of earlier work would pass for other allocations
+    torch.cuda.empty_cache()
+    targets = step.targets(module, inputs)
+    own = [*tensors_of(module), *inputs.tensors(), *targets.all]
+    others = torch.cuda.memory_allocated(device) - _own_bytes(own, device)
+    phases: list[tuple[str, int]] = []
+
+    def on_phase(phase: Phase) -> None:
+        phases.append((phase, torch.cuda.memory_allocated(device) - others))
+
+    loop = step.begin(module, inputs, step.make_optimizer(module), targets)
+    loop.take(on_phase)
+    torch.cuda.reset_peak_memory_stats(device)
+    loop.take(on_phase)
+    step_ms = _median_ms(loop, steps, device)
+    peak = torch.cuda.max_memory_allocated(device) - others
+    free, total = torch.cuda.mem_get_info(device)
+    name = f"{torch.cuda.get_device_name(device)} ({device})"
+    return Measured(peak, torch.cuda.max_memory_reserved(device), step_ms, tuple(phases), name, total - free)
+
+
+def _median_ms(loop: Running, steps: int, device: torch.device) -> float:
+    """The median time between CUDA events around each of ``steps`` steps, in ms."""
+    with torch.cuda.device(device):
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(max(steps, 1) + 1)]
+        marks[0].record()
+        for mark in marks[1:]:
+            loop.take()
+            mark.record()
+        torch.cuda.synchronize(device)
+    return statistics.median(start.elapsed_time(end) for start, end in itertools.pairwise(marks))
+
+
+def _own_bytes(tensors: list[Tensor], device: torch.device) -> int:
+    """Bytes the allocator counts for the storages of ``tensors``: whole blocks, which can exceed what was asked for."""
+    starts = {t.untyped_storage().data_ptr() for t in tensors if t.device == device and t.layout is torch.strided}
+    segments = torch.cuda.memory_snapshot()
+    blocks = [block for segment in segments for block in segment["blocks"]]
+    return sum(block["size"] for block in blocks if block["address"] in starts)
+
+
+@contextlib.contextmanager
+def preserved_state(module: nn.Module, inputs: Inputs) -> Iterator[None]:
+    """Put back everything steps change: tensor contents, gradients, attributes, training flags and random state.
+
+    The contents wait in CPU memory; gradients that exist already are set aside where they are.
+    """
+    state = State((module,), cuda_devices((module,), inputs), inputs.tensors())
+    state.clear_gradients()
+    try:
+        yield
+    finally:
+        state.restore()

@@ -1,0 +1,102 @@
+"""Everything that a run may change of some modules, kept bit for bit and put back."""
+
+import itertools
+import random
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memrewrite.simulate.fake.fakes import tensors_of
+from memrewrite.state.attributes import Attributes
+from memrewrite.torch_internals.private import is_view
+from memrewrite.workload.step import Inputs
+
+
+class State:
+    """Parameters, buffers, other attributes, gradients, flags and random state of some modules, bit for bit.
+
+    ``inputs`` are tensors that count as well. Bytes are kept on the CPU, one copy per storage; ``.grad`` tensors are
+    kept by reference.
+    """
+
+    def __init__(
+        self, modules: tuple[nn.Module, ...], devices: tuple[torch.device, ...], inputs: Iterable[Tensor] = ()
+    ) -> None:
+        self._attributes = [Attributes(module) for module in modules]
+        self._tensors: dict[int, tuple[Tensor, Tensor, bool, Tensor | None]] = {}  # itself, alias, requires_grad, grad
+        self._bytes: dict[int, tuple[Any, Any]] = {}  # a storage and its copy on the CPU
+        for tensor in itertools.chain(*map(tensors_of, modules), inputs):
+            if id(tensor) not in self._tensors:
+                self._keep(tensor)
+        self._generators = RandomState(devices)
+
+    def _keep(self, tensor: Tensor) -> None:
+        grad = tensor.grad if tensor.is_leaf else None
+        self._tensors[id(tensor)] = (tensor, tensor.detach(), tensor.requires_grad, grad)
+        if tensor.layout != torch.strided or tensor.device.type == "meta":
+            return  # a sparse buffer is kept by reference: no module writes one in place
+        storage: Any = tensor.untyped_storage()
+        if id(storage) not in self._bytes:
+            saved = storage.clone() if storage.device.type == "cpu" else storage.cpu()
+            self._bytes[id(storage)] = (storage, saved)
+
+    def restore(self) -> None:
+        """Put everything back, in place, into the same objects."""
+        for attributes in self._attributes:
+            attributes.restore()
+        for storage, saved in self._bytes.values():
+            if storage.nbytes() != saved.nbytes():
+                storage.resize_(saved.nbytes())
+            storage.copy_(saved)
+        for tensor, alias, requires_grad, grad in self._tensors.values():
+            if tensor.grad_fn is not None and requires_grad is False and not is_view(tensor):
+                tensor.detach_()  # a buffer updated in place from activations carries their graph
+            if tensor.layout == torch.strided and tensor.data_ptr() != alias.data_ptr():
+                tensor.data = alias
+            if tensor.is_leaf:
+                tensor.requires_grad_(requires_grad)
+                tensor.grad = grad
+        self._generators.restore()
+
+    def clear_gradients(self) -> None:
+        """Set every kept ``.grad`` to None; ``restore`` brings them back."""
+        for tensor, *_ in self._tensors.values():
+            if tensor.is_leaf:
+                tensor.grad = None
+
+
+class RandomState:
+    """The random state of the CPU, of the CUDA ``devices`` and of Python's ``random``."""
+
+    def __init__(self, devices: tuple[torch.device, ...]) -> None:
+        self.torch = {"cpu": torch.get_rng_state()}
+        self.torch |= {str(device): torch.cuda.get_rng_state(device) for device in devices}
+        self.python = random.getstate()
+
+    def restore(self) -> None:
+        """Make this the random state again."""
+        for device, state in self.torch.items():
+            if device == "cpu":
+                torch.set_rng_state(state)
+            else:
+                torch.cuda.set_rng_state(state, device)
+        random.setstate(self.python)
+
+
+def seed_all(seed: int, devices: tuple[torch.device, ...]) -> None:
+    """Seed exactly the generators that ``RandomState`` keeps; ``torch.manual_seed`` would touch every device."""
+    torch.default_generator.manual_seed(seed)
+    for device in devices:
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(seed)
+    random.seed(seed)
+
+
+def cuda_devices(modules: tuple[nn.Module, ...], inputs: Inputs) -> tuple[torch.device, ...]:
+    """The CUDA devices that hold a parameter, a buffer or an input."""
+    tensors = [*inputs.tensors()]
+    for module in modules:
+        tensors += [*module.parameters(), *module.buffers()]
+    return tuple(sorted({t.device for t in tensors if t.device.type == "cuda"}, key=str))

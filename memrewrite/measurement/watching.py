@@ -1,0 +1,243 @@
+"""``watch``: whether a running loop keeps the promise of the plan, and if not, what of the loop broke it, by name."""
+
+import gc
+import warnings
+import weakref
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from memrewrite.records.attached import report_of
+from memrewrite.records.loop import Loop
+from memrewrite.records.options import format_bytes
+from memrewrite.records.report import Report
+from memrewrite.runtime.dropin import accept, fallen_back, programs
+from memrewrite.simulate import AVERAGE, INPUTS, STATE
+from memrewrite.simulate.memory.allocator import rounded
+from memrewrite.simulate.memory.tracker import Tracker
+from memrewrite.torch_internals.private import FakeTensor, tree_iter
+
+_TOLD = 0.05  # of what is over the promise: what explains less of it is not named
+_SEEN_ON_CPU = " On the CPU this is known of tensors made while it was watched, of the model, its inputs and optimizer."
+
+
+class OverBudgetWarning(UserWarning):
+    """A step of a watched loop took more memory than was promised."""
+
+
+@dataclass
+class _Facts:
+    """What was seen of the last pass: bytes, but for why the original forward ran ("" if it did not)."""
+
+    gradients: int = 0
+    inputs: int = 0
+    output: int = 0
+    fallback: str = ""
+    like_inputs: set[tuple[torch.Size, torch.dtype]] = field(default_factory=set)
+    known: set[int] = field(default_factory=set)  # addresses of inputs and outputs
+
+
+class Watch:
+    """Watches the loop that runs while it is entered; ``told`` is what it had to say, "" as long as nothing.
+
+    The promise is the budget, or without one the peak that the report has. The first step is left out: in it the
+    optimizer makes its state. On CUDA the counter of the caching allocator's peak is reset as the second one begins.
+    """
+
+    def __init__(self, optimized: nn.Module) -> None:
+        report = report_of(optimized)
+        self.told = ""
+        self._module = optimized
+        self._report: Report = report
+        self._loop = Loop.parse(report.config["loop"])
+        self._limit = report.budget or (report.measured_after or report.predicted_after).peak
+        place = next(optimized.parameters(), torch.empty(0)).device
+        self._device = place
+        self._tracker = None if place.type == "cuda" else Tracker(place.type)
+        self._passes = 0
+        self._facts = _Facts()
+        self._outputs: list[weakref.ref[torch.UntypedStorage]] = []
+        self._handles: list[Any] = []
+        self._fallen = fallen_back(optimized)  # already before
+
+    def __enter__(self) -> Self:
+        # Functions, not methods: a copy of the model that somebody makes copies its hooks, but not what functions hold.
+        def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
+            self._begin(args, kwargs)
+
+        def end(module: nn.Module, args: Any, output: Any) -> None:
+            known = self._facts.known | {_address(t) for t in (*module.parameters(), *module.buffers())}
+            made = (t for t in _tensors(output) if self._here(t) and _address(t) not in known)
+            self._outputs = [weakref.ref(t.untyped_storage()) for t in made]
+
+        def accumulated(parameter: Tensor) -> None:
+            self._facts.output = self._bytes_of_outputs()
+
+        self._handles = [
+            self._module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True),
+            self._module.register_forward_hook(end),
+            *(p.register_post_accumulate_grad_hook(accumulated) for p in self._module.parameters() if p.requires_grad),
+        ]
+        if self._tracker is not None:
+            state = [t for optimizer in _optimizers(self._module) for t in _tensors(list(optimizer.state.values()))]
+            gradients = [p.grad for p in self._module.parameters() if p.grad is not None]
+            self._tracker.register([*self._module.parameters(), *self._module.buffers(), *gradients, *state], "model")
+            self._tracker.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._tracker is not None:
+            self._tracker.__exit__(kind, error, trace)
+        for handle in self._handles:
+            handle.remove()
+        if error is None:
+            self._look(self._passes)
+
+    def _begin(self, args: Any, kwargs: Any) -> None:
+        """A forward pass begins: judge what was before it, then see what is there."""
+        self._look(self._passes)
+        self._passes += 1
+        inputs = [t for t in _tensors((args, kwargs)) if self._here(t)]
+        if self._tracker is not None:
+            self._tracker.register(inputs, INPUTS)
+            self._tracker.reset_peak()
+        elif self._passes == self._report.config["micro_batches"] + 1:
+            torch.cuda.reset_peak_memory_stats(self._device)
+        gradients = [p.grad for p in self._module.parameters() if p.grad is not None]
+        self._facts = _Facts(
+            gradients=_bytes(gradients),
+            inputs=_bytes(inputs),
+            output=self._bytes_of_outputs(),
+            fallback=self._fallback(args, kwargs),
+            like_inputs={(t.shape, t.dtype) for t in inputs},
+            known={_address(t) for t in inputs},
+        )
+
+    def _look(self, passes: int) -> None:
+        """Tell, once, if the passes since the first step took more than was promised."""
+        if self.told or passes <= self._report.config["micro_batches"]:
+            return
+        peak = torch.cuda.max_memory_allocated(self._device) if self._tracker is None else self._tracker.peak
+        if peak <= self._limit:
+            return
+        over = peak - self._limit
+        causes = [words for size, words in sorted(self._causes(), reverse=True) if size > _TOLD * over]
+        found = "; ".join(causes) or "nothing that can be seen from here explains it: memrewrite.measure the model"
+        self.told = (
+            f"A step took {format_bytes(peak)}, {format_bytes(over)} more than the {format_bytes(self._limit)} that "
+            f"were promised: {found}.{'' if self._tracker is None else _SEEN_ON_CPU}"
+        )
+        warnings.warn(self.told, OverBudgetWarning, stacklevel=4)
+
+    def _causes(self) -> Iterator[tuple[int, str]]:
+        """What the loop does otherwise than was promised, with its bytes."""
+        facts, config = self._facts, self._report.config
+        if facts.fallback:
+            yield self._limit, f"the original forward ran, because {facts.fallback}"
+        for path in fallen_back(self._module):
+            if path and path not in self._fallen:
+                yield self._limit, f"the original forward of {path} ran, of which a warning has said why"
+        if not self._loop.keeps_output and facts.output:
+            size = format_bytes(facts.output)
+            yield (
+                facts.output,
+                f"the output is alive in backward or the next forward ({size}) though it was to be dropped",
+            )
+        if self._loop.zero_grad == "after step" and config["micro_batches"] == 1 and facts.gradients:
+            size, how = format_bytes(facts.gradients), "free them after the step, or say zero-before-backward"
+            yield facts.gradients, f"gradients are alive while forward runs ({size}): {how}"
+        if (more := facts.inputs - config["input_bytes"]) > 0:
+            yield self._limit, f"the batch is larger: its inputs take {format_bytes(more)} more"
+        yield from self._beside()
+
+    def _beside(self) -> Iterator[tuple[int, str]]:
+        """Other tensors on the device than were promised, as far as Python holds them."""
+        categories = self._report.predicted_after.categories
+        state = [t for optimizer in _optimizers(self._module) for t in _tensors(list(optimizer.state.values()))]
+        if (more := _bytes(state) - categories.get(STATE, 0)) > 0:
+            yield more, f"the optimizer holds {format_bytes(more)} more state than the one that was named"
+        model = [*self._module.parameters(), *self._module.buffers()]
+        model += [p.grad for p in self._module.parameters() if p.grad is not None]
+        known = {_address(t) for t in (*model, *state)} | self._facts.known
+        known |= {storage.data_ptr() for ref in self._outputs if (storage := ref()) is not None}
+        found = {_address(t): t for t in _all_tensors() if self._counts(t) and _address(t) not in known}
+        batches = [t for t in found.values() if (t.shape, t.dtype) in self._facts.like_inputs]
+        others = [t for t in found.values() if (t.shape, t.dtype) not in self._facts.like_inputs]
+        allowed = categories.get(INPUTS, 0) - self._facts.inputs + categories.get(AVERAGE, 0)
+        if batches and not self._loop.ahead:
+            yield _bytes(batches), f"another batch is on the device ({format_bytes(_bytes(batches))}): say prefetch"
+        if others and (more := _bytes(others) - max(allowed, 0)) > 0:
+            largest = max(others, key=lambda t: t.nbytes)
+            yield (
+                more,
+                (
+                    f"other tensors are beside the model ({format_bytes(more)}), the largest of them {largest.dtype} "
+                    f"{tuple(largest.shape)}"
+                ),
+            )
+
+    def _fallback(self, args: Any, kwargs: Any) -> str:
+        """Why the rewritten forward does not run for this call; "" if it does, or only parts are rewritten."""
+        program = programs(self._module).get("")
+        return "" if program is None else accept(program, self._module, args, kwargs)[1]
+
+    def _bytes_of_outputs(self) -> int:
+        alive = [storage for ref in self._outputs if (storage := ref()) is not None]
+        return sum(rounded(storage.nbytes()) for storage in alive)
+
+    def _here(self, tensor: Tensor) -> bool:
+        return tensor.device == self._device and tensor.layout is torch.strided
+
+    def _counts(self, tensor: Tensor) -> bool:
+        """Whether the tensor is among those that the peak is of."""
+        return self._here(tensor) and (self._tracker is None or self._tracker.counts(tensor))
+
+
+def watch(optimized: nn.Module) -> Watch:
+    """A context in which a training loop of what ``memrewrite.optimize`` returned is watched.
+
+        with memrewrite.watch(optimized):
+            for x, y in batches: ...
+
+    Where a step takes more than the budget (or, without one, than the report's peak) it warns once, by an
+    ``OverBudgetWarning`` that names what the loop does otherwise than was promised: the output alive in backward,
+    gradients alive while forward runs, another batch on the device, other tensors beside the model, a larger batch, an
+    optimizer with more state, or that the original forward ran. On CUDA the allocator's own counters are read. On the
+    CPU each operator is followed, which takes time, and tensors that were made before the context and are none of the
+    model's, its optimizer's or its inputs are not seen. Hooks on ``optimized`` are removed as the context ends.
+    Raises ``UsageError`` for any other module.
+    """
+    return Watch(optimized)
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_iter(tree) if isinstance(leaf, Tensor)]
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the storages of ``tensors``, each once, in granules."""
+    storages = {_address(t): t.untyped_storage().nbytes() for t in tensors if t.layout is torch.strided}
+    return sum(map(rounded, storages.values()))
+
+
+def _all_tensors() -> list[Tensor]:
+    """Every tensor that Python holds; asked by type, because some objects answer isinstance by importing things."""
+    found = [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
+    return [t for t in found if not isinstance(t, FakeTensor) and t.layout is torch.strided and not t.is_meta]
+
+
+def _optimizers(module: nn.Module) -> list[torch.optim.Optimizer]:
+    """The optimizers, wherever they are, that step a parameter of ``module``."""
+    ours = {id(parameter) for parameter in module.parameters()}
+    found = [each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer)]
+    return [each for each in found if any(id(p) in ours for group in each.param_groups for p in group["params"])]

@@ -1,0 +1,60 @@
+"""What a graph does where everything that can have a gradient has one: whoever calls the result may choose."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, fx, nn
+
+from memrewrite.observe.effects import Effects, observe
+from memrewrite.records.errors import CaptureError
+
+
+def observe_trained(
+    module: nn.Module,
+    graph_module: fx.GraphModule,
+    example: list[Tensor],
+    step_effects: Effects,
+    amp: torch.dtype | None = None,
+    grad: bool = True,
+    cuda: bool = False,
+) -> Effects:
+    """``observe`` a graph of ``module`` as if all inputs and parameters required gradients.
+
+    ``step_effects`` are of the same graph in its own step; parameters that it writes stay frozen, as PyTorch demands.
+    Raises ``CaptureError`` where the model itself does not run so: it writes one of several views of an input, say.
+    """
+    leaves = [t.detach().requires_grad_(_differentiable(t)) for t in example]
+    with _all_trained(module, _written(graph_module, step_effects)):
+        try:
+            return observe(graph_module, leaves, amp, grad, cuda)
+        except RuntimeError as error:  # PyTorch's rules for writing in place what has a gradient
+            reason = str(error).split(". ", 1)[0].splitlines()[0].rstrip(".")
+            raise CaptureError(
+                f"{type(module).__name__} does not run where all its inputs and parameters need gradients: {reason}."
+            ) from error
+
+
+def _written(graph_module: fx.GraphModule, effects: Effects) -> set[str]:
+    """The paths of parameters that forward writes, which PyTorch allows only where they require no gradient."""
+    keys = {key for facts in effects.of.values() for key in facts.writes}
+    attributes = graph_module.graph.find_nodes(op="get_attr")
+    return {str(node.target) for node in attributes if effects.of[node].outputs & keys}
+
+
+@contextmanager
+def _all_trained(module: nn.Module, written: set[str]) -> Iterator[None]:
+    names = module.named_parameters(remove_duplicate=False)
+    spared = {id(parameter) for name, parameter in names if name in written}
+    frozen = [p for p in module.parameters() if not p.requires_grad and _differentiable(p) and id(p) not in spared]
+    try:
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+
+
+def _differentiable(tensor: Tensor) -> bool:
+    return (tensor.is_floating_point() or tensor.is_complex()) and not tensor.is_inference()

@@ -1,0 +1,305 @@
+"""What every node of a captured graph reads, writes, makes and has autograd save: observed, never looked up.
+
+The graph runs node by node on fake tensors under a dispatch mode and ``saved_tensors_hooks``, so the level of the
+graph (ATen overloads, torch functions, methods, higher-order ops) does not matter and no table of operators is kept.
+"""
+
+import functools
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.flop_counter import flop_registry
+
+from memrewrite.simulate.devices.as_cuda import as_cuda
+from memrewrite.simulate.fake.constant_values import known_values
+from memrewrite.simulate.fake.true_results import TrueResults
+from memrewrite.simulate.memory.allocator import rounded
+from memrewrite.simulate.memory.tracker import widened
+from memrewrite.torch_internals.dispatch_modes import Layer, Recall
+from memrewrite.torch_internals.private import FakeTensorMode, real_rules_on_fake_tensors, tree_iter
+from memrewrite.workload.step import autocast
+
+Origin = Literal["parameter", "buffer", "input", "node"]
+
+
+@dataclass(frozen=True)
+class Storage:
+    """One storage: its size in bytes (rounded up to 512, the CUDA allocator's granule) and where it comes from.
+
+    ``producer`` is the index of the node that made it, -1 for what was there before the first node.
+    """
+
+    bytes: int
+    origin: Origin
+    producer: int
+
+
+@dataclass(frozen=True)
+class NodeEffects:
+    """What one node does to storages (ids into ``Effects.storages``) and what running it costs.
+
+    ``saved`` are the storages autograd keeps because of this node: its inputs, its outputs or private ones.
+    ``saves_output`` says that autograd keeps something this node makes.
+    ``flops`` counts floating-point operations, ``moved`` the bytes read and written; the pair ``rerun`` holds how far
+    these had counted at the node's last save, which is where a checkpoint that stops early stops: (0, 0) for a
+    convolution, which saves its inputs before it runs, everything for a ReLU, which saves its output.
+    ``statistics`` are written storages whose values no result depends on (batch normalization's running statistics).
+    ``stale_save`` says that an operator changes a storage after saving it (RReLU's noise), which recomputation that
+    stops early would never see filled.
+    """
+
+    reads: frozenset[int]
+    writes: frozenset[int]
+    outputs: frozenset[int]
+    saved: frozenset[int]
+    saves_output: bool
+    random: bool
+    flops: int
+    moved: int
+    rerun: tuple[int, int]
+    statistics: frozenset[int] = frozenset()
+    stale_save: bool = False
+
+
+@dataclass(frozen=True)
+class Effects:
+    """The facts of a whole graph; ``order`` is its nodes in execution order, ``of`` the facts of each."""
+
+    order: tuple[fx.Node, ...]
+    of: dict[fx.Node, NodeEffects]
+    storages: dict[int, Storage]
+
+    @functools.cached_property
+    def position(self) -> dict[fx.Node, int]:
+        """The index of each node in ``order``."""
+        return {node: i for i, node in enumerate(self.order)}
+
+    @functools.cached_property
+    def readers(self) -> dict[int, set[fx.Node]]:
+        """The nodes that read each storage, but those that only give the graph what was there before."""
+        found: dict[int, set[fx.Node]] = defaultdict(set)
+        for node, facts in self.of.items():
+            if node.op not in ("get_attr", "placeholder"):
+                for key in facts.reads:
+                    found[key].add(node)
+        return found
+
+    @functools.cached_property
+    def written(self) -> frozenset[int]:
+        """Every storage that some node writes."""
+        return frozenset(key for facts in self.of.values() for key in facts.writes)
+
+    @property
+    def kept(self) -> int:
+        """Bytes of what the nodes make that autograd keeps."""
+        saved = {key for facts in self.of.values() for key in facts.saved}
+        return sum(self.storages[key].bytes for key in saved if self.storages[key].origin == "node")
+
+
+def observe(
+    graph_module: fx.GraphModule,
+    example: list[Tensor],
+    amp: torch.dtype | None = None,
+    grad: bool = True,
+    cuda: bool = False,
+    compiled: bool = False,
+) -> Effects:
+    """Run every node once on fake copies of ``example`` (one tensor per placeholder) and record what it does.
+
+    ``grad`` False observes it under ``torch.no_grad``, where nothing is saved; ``cuda`` observes what CPU tensors would
+    do on CUDA, ``compiled`` counts bytes as ``Step.compiled`` says.
+    Leaves each node's fake result in ``node.meta["val"]``. No real memory is touched.
+    """
+    observer = _Observer(graph_module, compiled)
+    device = next((t.device.type for t in (*graph_module.parameters(), *example)), "cpu")
+    # A model may write its inputs in place; PyTorch forbids that for leaves that require a gradient, hence the clone.
+    # Detached, because the conversion would also copy .grad and the history of a non-leaf.
+    fakes = [observer.fake.from_tensor(t.detach()).requires_grad_(t.requires_grad) for t in example]
+    inputs = [observer.known(fake.clone() if fake.requires_grad else fake, "input") for fake in fakes]
+    with (
+        real_rules_on_fake_tensors(),
+        observer.fake,
+        Recall(observer.fake),
+        known_values(),
+        TrueResults(),
+        observer.recorder,
+        saved_tensors_hooks(observer.recorder.pack, _unpack),
+        autocast(amp, device),
+        as_cuda() if cuda else nullcontext(),
+        torch.set_grad_enabled(grad),
+    ):
+        observer.run(*inputs)
+    return Effects(tuple(graph_module.graph.nodes), observer.facts, observer.recorder.storages)
+
+
+def autocast_switch(node: fx.Node) -> int:
+    """+1 where an autocast region opens, -1 where it closes (Dynamo's graphs spell them as calls)."""
+    return {"_enter_autocast": 1, "_exit_autocast": -1}.get(getattr(node.target, "__name__", ""), 0)
+
+
+# Batch normalization writes its running statistics without saying so in its schema (positions of the two buffers and
+# of the flag that makes it do so); every other write is declared and observed.
+_UNDECLARED_WRITES = {
+    "aten::native_batch_norm": ((3, 4), 5),
+    "aten::cudnn_batch_norm": ((3, 4), 5),
+    "aten::miopen_batch_norm": ((3, 4), 5),
+}
+
+
+def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> int:
+    """Two products over all pairs of positions; PyTorch's counter refuses fewer heads of keys than of queries."""
+    return 2 * math.prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+
+
+_ATTENTION = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
+_FLOPS = {
+    **flop_registry,
+    **{getattr(torch.ops.aten, f"_scaled_dot_product_{name}"): _attention_flops for name in _ATTENTION},
+}
+
+
+class _Recorder(Layer):
+    """Notes for the node being run which storages its operators touch."""
+
+    def __init__(self, compiled: bool) -> None:
+        super().__init__()
+        self.compiled = compiled
+        self.storages: dict[int, Storage] = {}
+        self._ids: dict[int, int] = {}
+        self._alive: list[torch.UntypedStorage] = []  # so that an id is never given twice
+        self.begin(-1)
+
+    def begin(self, index: int) -> None:
+        self.index = index
+        self.reads: set[int] = set()
+        self.writes: set[int] = set()
+        self.saved: set[int] = set()
+        self.statistics: set[int] = set()
+        self.random = self.stale_save = False
+        self.flops = self.moved = 0
+        self.rerun = (0, 0)
+
+    def storage(self, tensor: Tensor, origin: Origin = "node", size: int = 0) -> int:
+        """The id of the tensor's storage; one not met before counts as made by the current node, of ``size`` bytes."""
+        storage = tensor.untyped_storage()
+        if id(storage) not in self._ids:
+            self._ids[id(storage)] = len(self._alive)
+            self._alive.append(storage)
+            self.storages[self._ids[id(storage)]] = Storage(rounded(size or storage.nbytes()), origin, self.index)
+        return self._ids[id(storage)]
+
+    def pack(self, tensor: Tensor) -> object:
+        """The saved-tensors hook; returns a token because returning the tensor builds an uncollectable cycle."""
+        self.saved.add(self.storage(tensor))
+        self.rerun = (self.flops, self.moved)
+        return _TOKEN
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        inputs = [(self.storage(t), t) for t in _tensors((args, kwargs))]
+        written = {self.storage(t) for t in _tensors(_declared_writes(func, args, kwargs))}
+        self.stale_save |= bool(written & self.saved)
+        self.statistics |= {self.storage(t) for t in _tensors(_statistics(func, args))}
+        result = self.below(func, types, args, kwargs)
+        if self.compiled and (size := widened(func, args, result)):
+            self.storage(result, size=size)
+        outputs = [(self.storage(t), t) for t in _tensors(result)]
+        self.reads |= {key for key, _ in inputs}
+        self.writes |= written | self.statistics
+        self.random |= torch.Tag.nondeterministic_seeded in func.tags
+        touched = {key for key, _ in inputs}
+        if self.writes or any(key not in touched for key, _ in outputs):  # a pure view moves nothing
+            self.moved += sum(t.nbytes for _, t in inputs + outputs)
+        if (count := _FLOPS.get(func.overloadpacket)) is not None:
+            self.flops += int(count(*args, **kwargs, out_val=result))
+        return result
+
+
+class _Observer(fx.Interpreter):
+    """Runs the graph on fake tensors; parameters are made fake as they are met."""
+
+    def __init__(self, graph_module: fx.GraphModule, compiled: bool) -> None:
+        super().__init__(graph_module)
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.recorder = _Recorder(compiled)
+        self.facts: dict[fx.Node, NodeEffects] = {}
+        self._attributes: dict[int, Any] = {}
+
+    def known(self, fake: Tensor, origin: Origin) -> Tensor:
+        """Note a fake tensor that is there before the graph runs."""
+        self.recorder.begin(-1)
+        self.recorder.storage(fake, origin)
+        return fake
+
+    def fetch_attr(self, target: str) -> Any:
+        value = super().fetch_attr(target)
+        if not isinstance(value, Tensor):
+            return value
+        if id(value) not in self._attributes:
+            origin: Origin = "parameter" if isinstance(value, nn.Parameter) else "buffer"
+            self._attributes[id(value)] = self.known(self.fake.from_tensor(value), origin)
+        return self._attributes[id(value)]
+
+    def run_node(self, n: fx.Node) -> Any:
+        recorder = self.recorder
+        index = len(self.facts)
+        recorder.begin(index)
+        given: set[int] = set()
+        if n.op not in ("placeholder", "get_attr"):
+            args, kwargs = self.fetch_args_kwargs_from_env(n)
+            given = {recorder.storage(t) for t in _tensors((args, kwargs))}
+        result = super().run_node(n)
+        if n.op in ("placeholder", "get_attr"):
+            recorder.begin(index)
+        n.meta["val"] = result
+
+        def before(keys: set[int]) -> frozenset[int]:
+            return frozenset(key for key in keys if recorder.storages[key].producer < index)
+
+        self.facts[n] = NodeEffects(
+            reads=before(recorder.reads) | given,
+            writes=before(recorder.writes),
+            outputs=frozenset(recorder.storage(t) for t in _tensors(result)),
+            saved=frozenset(recorder.saved),
+            saves_output=before(recorder.saved) != recorder.saved or bool(recorder.saved & recorder.writes),
+            random=recorder.random,
+            flops=recorder.flops,
+            moved=recorder.moved,
+            rerun=recorder.rerun,
+            statistics=before(recorder.statistics),
+            stale_save=recorder.stale_save,
+        )
+        return result
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in tree_iter(tree) if isinstance(leaf, Tensor))
+
+
+def _declared_writes(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The arguments an operator's schema says it writes."""
+    written = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written.append(args[position] if position < len(args) else kwargs.get(argument.name))
+    return written
+
+
+def _statistics(func: Any, args: Any) -> list[Any]:
+    """The running statistics that batch normalization updates."""
+    positions, flag = _UNDECLARED_WRITES.get(func._schema.name, ((), 0))
+    return [args[position] for position in positions] if positions and args[flag] else []
+
+
+_TOKEN = object()
+
+
+def _unpack(token: object) -> Tensor:
+    raise RuntimeError("The observing run has no backward.")

@@ -1,0 +1,146 @@
+"""What a step needs at each node of a graph besides what autograd keeps: observed in one forward and backward pass.
+
+Autograd numbers what it is to run backward in the order of the forward pass, so every operator of the backward pass can
+be laid at the door of a node. Nothing is looked up: temporaries of backward formulas, gradients that wait to be added
+and operators' own workspaces show as they are.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx, nn
+
+from memrewrite.simulate import preserved_rng
+from memrewrite.simulate.devices.as_cuda import transients_for
+from memrewrite.simulate.fake.fakes import on_fakes
+from memrewrite.simulate.fake.true_results import TrueResults
+from memrewrite.simulate.memory.tracker import Tracker
+from memrewrite.simulate.memory.transients import Transients
+from memrewrite.torch_internals.private import FAKE_TENSOR_ERRORS, backward_number, next_backward_number, tree_leaves
+from memrewrite.workload.step import Inputs, Step, autocast
+
+
+@dataclass
+class Levels:
+    """Bytes in use at one node beyond those from before the graph ran, 0 where there was nothing to run.
+
+    ``forward`` and ``backward`` are the most while the node and its backward ran, ``pending`` what was in use as
+    backward came to it.
+    """
+
+    forward: int = 0
+    backward: int = 0
+    pending: int = 0
+
+
+def levels(
+    graph_module: fx.GraphModule,
+    example: list[Tensor],
+    step: Step,
+    loss_of: Callable[[Any], Tensor] | None = None,
+) -> dict[fx.Node, Levels]:
+    """Run the graph forward and backward once on fake copies of ``example``; the levels of every node.
+
+    ``loss_of`` makes a loss of what the graph returns; without it every output has a gradient of its own. Autocast
+    keeps no casts of weights, as in segments. No real memory is touched.
+    """
+    with preserved_rng([*graph_module.parameters(), *example]):
+        try:
+            return _levels(graph_module, example, step, loss_of)
+        except FAKE_TENSOR_ERRORS:
+            if loss_of is None:
+                raise
+            return _levels(graph_module, example, step, None)  # the loss depends on values
+
+
+def _levels(
+    graph_module: fx.GraphModule, example: list[Tensor], step: Step, loss_of: Callable[[Any], Tensor] | None
+) -> dict[fx.Node, Levels]:
+    device = next((t.device for t in (*graph_module.parameters(), *example)), torch.device("cpu"))
+    transients = transients_for(device, step.as_cuda)
+    with on_fakes(graph_module, Inputs(tuple(example), {}), step.as_cuda) as (twin, fakes), TrueResults():
+        # A model may write its inputs in place; PyTorch forbids that for leaves that require a gradient.
+        inputs = [fake.clone() if fake.requires_grad else fake for fake in fakes.tensors()]
+        before = [*twin.parameters(), *twin.buffers(), *inputs, *_waiting(twin, step)]
+        watch = _Watch(device.type, transients, before, step.compiled)
+        runner = _Runner(twin, graph_module.graph, watch)
+        with watch:
+            with autocast(step.amp, device.type, cached=False):
+                outputs = runner.run(*inputs)
+                runner.env.clear()  # where what it returned is, too
+                kept = outputs if loss_of is not None and step.loop.keeps_output else None
+                outputs = [outputs if loss_of is None else loss_of(outputs)]
+            trained = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
+            del outputs
+            watch.starts = runner.starts
+            # Without the model's own loss the outputs of a region may have gradients that the model never asks for,
+            # and which PyTorch refuses where it wrote what they need; the nodes backward did not come to stay at 0.
+            with nullcontext() if loss_of else suppress(RuntimeError):
+                torch.autograd.backward(trained, [torch.ones_like(output) for output in trained])
+        watch.turn(None)
+        del kept
+    return dict(zip(graph_module.graph.nodes, watch.found, strict=True))
+
+
+def _waiting(twin: nn.Module, step: Step) -> list[Tensor]:
+    """The gradients of earlier passes, to which backward adds."""
+    if not step.gradients_wait:
+        return []
+    trained = [p for p in twin.parameters() if p.requires_grad]
+    for parameter in trained:
+        parameter.grad = torch.empty_like(parameter)
+    return [cast(Tensor, parameter.grad) for parameter in trained]
+
+
+class _Watch(Tracker):
+    """Notes the levels of the node whose operators run, which in the backward pass it finds out itself."""
+
+    def __init__(
+        self, device_type: str, transients: Transients | None, before: list[Tensor], compiled: bool = False
+    ) -> None:
+        super().__init__(device_type, transients, compiled=compiled)
+        self.register(before, "before")
+        self.base = self.current
+        self.found: list[Levels] = []
+        self.starts: list[int] = []  # by node, the number of what it was the first to leave for backward
+        self._turn: int | None = None
+
+    def forward(self) -> None:
+        """A node of the forward pass has run; its levels follow those of the nodes before it."""
+        self.found.append(Levels(self.peak - self.base))
+        self.reset_peak()
+
+    def turn(self, index: int | None) -> None:
+        """Backward comes from one node to that of ``index``."""
+        if self._turn is not None:
+            levels = self.found[self._turn]
+            levels.backward = max(levels.backward, self.peak - self.base)
+        self.reset_peak()
+        self._turn = index
+        if index is not None and not self.found[index].backward:
+            self.found[index].pending = self.current - self.base
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        number = backward_number() if self.starts else None
+        if number is not None and (index := bisect_right(self.starts, number) - 1) != self._turn:
+            self.turn(index)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class _Runner(fx.Interpreter):
+    """Runs a graph on the attributes of the fake twin of its module."""
+
+    def __init__(self, twin: nn.Module, graph: fx.Graph, watch: _Watch) -> None:
+        super().__init__(twin, graph=graph)
+        self.watch = watch
+        self.starts: list[int] = []
+
+    def run_node(self, n: fx.Node) -> Any:
+        self.starts.append(next_backward_number())
+        result = super().run_node(n)
+        self.watch.forward()
+        return result

@@ -1,0 +1,1 @@
+"""From observed graphs to the numbers that are planned with."""

@@ -1,0 +1,230 @@
+"""Observed effects as the numbers a planner works on."""
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, fx
+
+from memrewrite.costs import Costs
+from memrewrite.observe.effects import Effects, autocast_switch
+from memrewrite.observe.watermarks import Levels
+from memrewrite.plan.segments import Bytes, Chain, Held
+from memrewrite.runtime.segment import PRODUCTS
+from memrewrite.torch_internals.private import tree_iter
+
+_SHARES = (1.0, 0.75, 0.5, 0.35, 0.25, 0.15)  # of the bytes of all products, those that are kept
+
+
+def compute_nodes(effects: Effects) -> list[fx.Node]:
+    """The nodes that run: all but inputs, attributes and the output."""
+    return [node for node in effects.order if node.op not in ("placeholder", "get_attr", "output")]
+
+
+def compute_nodes_of(graph_module: fx.GraphModule) -> list[fx.Node]:
+    """``compute_nodes`` of a graph that need not be observed for it."""
+    return [node for node in graph_module.graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
+
+
+def join(chains: list[Chain]) -> Chain:
+    """The chains of regions that run one after the other as one, with a node between any two that may not run again."""
+    if len(chains) == 1:
+        return chains[0]
+    boundary = Chain(
+        ms=np.zeros(1),
+        rerun_ms=np.zeros(1),
+        saves=np.zeros(1, dtype=np.bool_),
+        reach=np.zeros(1, dtype=np.int64),
+        work=np.zeros(1, dtype=np.int64),
+        forward=np.zeros(1, dtype=np.int64),
+        pending=np.zeros(1, dtype=np.int64),
+        storages=(),
+        segment_ms=chains[0].segment_ms,
+    )
+    parts = [part for each in chains for part in (boundary, each)][1:]
+    starts = np.cumsum([0, *(len(part) for part in parts)])
+    later = np.cumsum([0, *(part.gradients for part in reversed(parts))])[:-1][::-1]
+    return Chain(
+        ms=np.concatenate([part.ms for part in parts]),
+        rerun_ms=np.concatenate([part.rerun_ms for part in parts]),
+        saves=np.concatenate([part.saves for part in parts]),
+        reach=np.concatenate([part.reach + start for part, start in zip(parts, starts, strict=False)]),
+        work=np.concatenate([part.work + made for part, made in zip(parts, later, strict=True)]),
+        forward=np.concatenate([part.forward for part in parts]),
+        pending=np.concatenate([part.pending + made for part, made in zip(parts, later, strict=True)]),
+        storages=tuple(s.moved(int(start)) for part, start in zip(parts, starts, strict=False) for s in part.storages),
+        segment_ms=chains[0].segment_ms,
+        on_demand=chains[0].on_demand,
+        gradients=sum(part.gradients for part in parts),
+    )
+
+
+def chain(effects: Effects, levels: Mapping[fx.Node, Levels], costs: Costs, compiled: bool = False) -> Chain:
+    """The chain of ``compute_nodes(effects)``, as it runs when ``compiled`` or else. Pure: nothing is run."""
+    nodes = compute_nodes(effects)
+    facts = [effects.of[node] for node in nodes]
+    storages = held_storages(effects, nodes)
+    forward, work, pending = _beside(storages, [levels[node] for node in nodes])
+    ms = np.array([costs.again_ms(node, effects.of[node]) for node in nodes])
+    own = np.array([own_bytes(effects, node, compiled) for node in nodes], dtype=np.int64)
+    return Chain(
+        ms=ms,
+        rerun_ms=np.array([costs.rerun_ms(node, effects.of[node]) for node in nodes]),
+        saves=np.array([bool(f.saved) for f in facts]),
+        reach=reach(effects, nodes),
+        work=work,
+        forward=forward,
+        pending=pending,
+        storages=tuple(storages.values()),
+        segment_ms=costs.roofline.segment_ms,
+        gradients=_gradients(effects),
+        own=_choices(own, ms) if compiled else (own,),
+        on_demand=compiled,
+    )
+
+
+def reach(effects: Effects, nodes: list[fx.Node]) -> Bytes:
+    """Per node, the first node that an interval beginning there may not hold; itself where none may begin there.
+
+    An interval runs again as a whole after the forward pass and has to give the same values. So nothing in it may touch
+    an activation that was there before the interval and is written in it or after it: the values of before are gone.
+    What an interval makes itself it may also write, and what was written before it is as it was.
+    """
+    never = _never(effects, nodes)
+    found = np.full(len(nodes), len(nodes), dtype=np.int64)
+    for i in np.flatnonzero(never)[::-1]:
+        found[: i + 1] = i
+    index = {node: i for i, node in enumerate(nodes)}
+    touching: dict[int, list[int]] = defaultdict(list)
+    last: dict[int, int] = {}
+    for i, node in enumerate(nodes):
+        facts = effects.of[node]
+        for key in facts.reads | facts.writes:
+            touching[key].append(i)
+        last |= dict.fromkeys((key for key in facts.writes if effects.storages[key].origin == "node"), i)
+    for key, end in last.items():
+        made = index.get(effects.order[effects.storages[key].producer], -1)
+        for a in range(made + 1, end + 1):
+            found[a] = min(found[a], next(i for i in touching[key] if i >= a))
+    return found
+
+
+def _never(effects: Effects, nodes: list[fx.Node]) -> list[bool]:
+    """Whether each node may run again in no interval at all.
+
+    So it is with a node that touches what is not the forward pass's own and is written in it (statistics and counters
+    nobody reads are updated once, see ``passes/checkpoint_segments.py``): a later forward pass may write it again
+    before backward. So with one that changes what it has saved, and with those between switches of the grad or
+    autocast mode.
+    """
+    written = {key for node in nodes for key in effects.of[node].writes if effects.storages[key].origin != "node"}
+    found = []
+    depth = 0
+    for node in nodes:
+        f = effects.of[node]
+        depth += _switch(node)
+        dirty = bool((f.reads | f.writes) & written - f.statistics) and not is_counter(effects, node)
+        asks = node.target is torch.is_grad_enabled  # for the mode of the forward pass
+        found.append(dirty or f.stale_save or depth > 0 or _switch(node) != 0 or asks)
+    return found
+
+
+def is_counter(effects: Effects, node: fx.Node) -> bool:
+    """Whether a node only updates buffers that no other node touches (``num_batches_tracked += 1``)."""
+    f = effects.of[node]
+    if not f.writes or node.users or any(effects.storages[key].origin != "buffer" for key in f.writes | f.outputs):
+        return False
+    return not any(effects.readers[key] - {node} for key in f.writes if key in effects.readers)
+
+
+def _switch(node: fx.Node) -> int:
+    """+1 where a grad or autocast region opens, -1 where it closes."""
+    if getattr(node.target, "__name__", "") == "_set_grad_enabled":
+        return -1 if node.args[0] else 1
+    return autocast_switch(node)
+
+
+def held_storages(effects: Effects, nodes: list[fx.Node]) -> dict[int, Held]:
+    """The storages that nodes make, in order of making."""
+    index = {node: i for i, node in enumerate(nodes)}
+    uses: dict[int, list[int]] = defaultdict(list)
+    savers: dict[int, int] = {}
+    for node, facts in effects.of.items():
+        i = len(nodes) if node.op == "output" else index.get(node, -1)
+        for key in facts.reads:
+            uses[key].append(i)
+        for key in facts.saved:
+            savers.setdefault(key, i)
+    held = {}
+    for key, storage in effects.storages.items():
+        producer = index.get(effects.order[storage.producer], -1) if storage.producer >= 0 else -1
+        if producer >= 0 and storage.bytes:
+            after = tuple(dict.fromkeys(i for i in uses[key] if i > producer)) or (producer,)
+            held[key] = Held(storage.bytes, producer, after, savers.get(key))
+    return held
+
+
+def own_bytes(effects: Effects, node: fx.Node, compiled: bool = False) -> int:
+    """What it takes to keep what only ``node`` makes instead of running it again with its segment; -1 if it has to run.
+
+    Worth it is what computes much and saves its result besides what it is given: attention, recurrent layers. When
+    ``compiled``, all that computes much, because nodes run again one by one. Nothing may write what is kept.
+    """
+    f = effects.of[node]
+    inputs = {key for source in node.all_input_nodes for key in effects.of[source].outputs}
+    saves_inputs = any(effects.storages[key].origin == "node" for key in f.saved & inputs)
+    worth = f.flops if compiled else f.rerun[0] and f.saves_output and saves_inputs
+    made = (f.outputs if compiled and node.target in PRODUCTS else f.saved | f.outputs) - inputs
+    if node.op != "call_function" or f.writes or not worth or made & effects.written:
+        return -1
+    return sum(effects.storages[key].bytes for key in made)
+
+
+def _choices(own: Bytes, ms: NDArray[np.float64]) -> tuple[Bytes, ...]:
+    """Of the nodes that can be kept: all, and those that take the most ms a byte, in fewer and fewer bytes."""
+    if not len(own):
+        return ()
+    worth = np.where(own > 0, ms / np.maximum(own, 1), np.where(own == 0, np.inf, -1.0))
+    order = np.argsort(-worth, kind="stable")
+    sizes = np.maximum(own[order], 0).cumsum()
+    found = []
+    for share in _SHARES:
+        count = int(np.searchsorted(sizes, share * sizes[-1], side="right"))
+        least = worth[order[count - 1]] if count else np.inf
+        found.append(np.where((own >= 0) & (worth >= least), own, -1))
+    return tuple(found)
+
+
+def _beside(storages: dict[int, Held], levels: list[Levels]) -> tuple[Bytes, Bytes, Bytes]:
+    """What was in use at each node, forward, backward and as backward came to it, besides what autograd kept then."""
+    made, saved = np.zeros(len(levels), dtype=np.int64), np.zeros(len(levels), dtype=np.int64)
+    for held in storages.values():
+        if held.saver is not None:
+            made[held.producer] += held.bytes
+            saved[held.saver] += held.bytes
+    forward = np.array([level.forward for level in levels], dtype=np.int64) - made.cumsum()
+    backward = np.array([level.backward for level in levels], dtype=np.int64) - saved.cumsum()
+    pending = np.array([level.pending for level in levels], dtype=np.int64) - saved.cumsum()
+    for i in range(1, len(levels)):
+        if not levels[i].backward:  # backward passes it by
+            pending[i] = pending[i - 1]
+    return np.maximum(forward, 0), np.maximum(backward, 0), np.maximum(pending, 0)
+
+
+def _gradients(effects: Effects) -> int:
+    """The bytes of the parameter gradients that the backward of the graph makes."""
+    trained = _differentiable(effects)
+    read = {key for node, facts in effects.of.items() if node.op != "get_attr" for key in facts.reads & trained}
+    return sum(effects.storages[key].bytes for key in read if effects.storages[key].origin == "parameter")
+
+
+def _differentiable(effects: Effects) -> set[int]:
+    """The storages that hold a value with a gradient."""
+    found: set[int] = set()
+    for node, facts in effects.of.items():
+        values = tree_iter(node.meta["val"])
+        if node.op != "output" and any(isinstance(v, Tensor) and v.requires_grad for v in values):
+            found |= facts.outputs
+    return found

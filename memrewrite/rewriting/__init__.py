@@ -1,0 +1,1 @@
+"""What a pass is, and what holds of a graph before and after it."""

@@ -1,0 +1,1 @@
+"""From a captured model to the rewritten one that is within its budget."""

@@ -1,0 +1,269 @@
+"""Regions: where a model cannot be captured whole, the largest submodules that can be. Python between them stays.
+
+One real forward, without gradients where it can, shows what each submodule is called with. From the top down, each is
+captured with inputs of that kind; where that fails, its children are tried. A submodule that is called more than once
+in a step is left alone, because its calls may differ in what they need, and so is one that the model runs under a
+checkpoint of its own.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memrewrite.capture import Captured, capture
+from memrewrite.capture.hazards import in_checkpoint
+from memrewrite.capture.normal import leaf_tensors
+from memrewrite.codegen.writer import generate
+from memrewrite.measurement.measuring import preserved_state
+from memrewrite.observe.any_gradient import observe_trained
+from memrewrite.observe.effects import observe
+from memrewrite.records.errors import CaptureError
+from memrewrite.rewriting.invariants import writes_what_is_kept
+from memrewrite.runtime.dropin import build, program_from
+from memrewrite.simulate import preserved_rng
+from memrewrite.simulate.fake.fakes import on_fakes, tensors_of
+from memrewrite.torch_internals.private import tree_leaves, tree_map
+from memrewrite.workload.step import Inputs, Step, autocast, device_type
+
+
+@dataclass(frozen=True)
+class Region:
+    """A captured submodule at ``path`` ("" for the whole model); ``inputs`` makes inputs like those of its call.
+
+    ``prefix`` is put before the names of its generated functions, so that one file can hold those of several regions.
+    """
+
+    path: str
+    module: nn.Module
+    captured: Captured
+    inputs: Callable[[], Inputs]
+    prefix: str = ""
+
+    @property
+    def example(self) -> list[Tensor]:
+        """Tensors like those of the graph's placeholders, in order."""
+        return leaf_tensors(self.module, self.inputs())
+
+
+@dataclass(frozen=True)
+class Regions:
+    """The regions in the order they run, what is told of them, a sentence each, and why what is ``left`` by path is."""
+
+    found: tuple[Region, ...]
+    notes: tuple[str, ...] = ()
+    left: dict[str, str] = field(default_factory=dict)
+
+
+def find(model: nn.Module, inputs: Inputs, step: Step, names: Sequence[str] | None = None) -> Regions:
+    """The whole model as one region, else its largest submodules; ``names`` are patterns of paths to use instead.
+
+    Raises ``CaptureError`` when nothing can be captured, or not what ``names`` asks for.
+    """
+    if names is not None:
+        return _named(model, inputs, step, names)
+    try:
+        captured = _captured(model, inputs, step)
+    except CaptureError as refusal:
+        regions = _largest(model, inputs, step, str(refusal))
+        if not regions.found:
+            raise
+        return regions
+    return Regions((Region("", model, captured, lambda: inputs),), captured.notes)
+
+
+def _named(model: nn.Module, inputs: Inputs, step: Step, names: Sequence[str]) -> Regions:
+    calls = _record(model, inputs, step)
+    wanted = [p for p, _ in model.named_modules() if any(fnmatchcase(p, name) for name in names)]
+    if not wanted:
+        raise CaptureError(f"{type(model).__name__} has no submodule that {', '.join(names)} names.")
+    found: list[Region] = []
+    for path in wanted:
+        if any(path.startswith(f"{region.path}.") for region in found):
+            continue
+        module = model.get_submodule(path)
+        if len(calls[module]) != 1:
+            raise CaptureError(f"{path} is called {len(calls[module])} times in a step; a region is called once.")
+        if reason := calls[module][0].unfit:
+            raise CaptureError(f"{path} cannot be a region: {reason}.")
+        found.append(_region(path, module, calls[module][0], step))
+    return Regions(_ordered(found, calls), _told(found), {"": "Other regions were asked for."})
+
+
+def _largest(model: nn.Module, inputs: Inputs, step: Step, refusal: str) -> Regions:
+    calls = _record(model, inputs, step)
+    found: list[Region] = []
+    left = {"": refusal}
+    notes = [f"Rewritten by regions, because: {refusal}"]
+    for path, module in _candidates(model, lambda path: any(path.startswith(f"{r.path}.") for r in found)):
+        if not calls[module]:
+            continue
+        if reason := _unfit(calls[module]):
+            if not any(path.startswith(f"{above}.") and left[above] == reason for above in left):
+                notes.append(f"{path} is left alone: {reason}.")
+                left[path] = reason
+            continue
+        try:
+            found.append(_region(path, module, calls[module][0], step))
+        except CaptureError as error:
+            notes.append(f"{path} is not captured whole: {error}")
+            left[path] = str(error)
+    return Regions(_ordered(found, calls), (*notes, *_told(found)), left)
+
+
+def _unfit(calls: list["_Call"]) -> str:
+    """Why a submodule that is called like this can be no region, "" if it can."""
+    return f"it is called {len(calls)} times in a step" if len(calls) > 1 else calls[0].unfit
+
+
+def _unfit_now(module: nn.Module) -> str:
+    """Why a submodule can be no region when it is called now, while one hook of ours is on every module."""
+    if in_checkpoint():
+        return "the model runs it under its own torch.utils.checkpoint"
+    for path, inner in module.named_modules():
+        kinds = (inner._forward_pre_hooks, inner._forward_hooks, inner._backward_hooks, inner._backward_pre_hooks)
+        if path and sum(map(len, kinds)) > 1:
+            return f"the model registers a hook on its {path} when it runs, which a region would not call"
+    return ""
+
+
+def _told(found: Sequence[Region]) -> tuple[str, ...]:
+    return tuple(f"{region.path}: {note}" for region in found for note in region.captured.notes)
+
+
+def _candidates(model: nn.Module, inside: Callable[[str], bool]) -> Iterator[tuple[str, nn.Module]]:
+    """Submodules that have submodules, parents first, but none that lies inside a region."""
+    for path, module in model.named_modules():
+        if path and any(True for _ in module.children()) and not inside(path):
+            yield path, module
+
+
+def _ordered(found: Sequence[Region], calls: dict[nn.Module, list["_Call"]]) -> tuple[Region, ...]:
+    ordered = sorted(found, key=lambda region: calls[region.module][0].number)
+    return tuple(replace(region, prefix=f"part_{i}_") for i, region in enumerate(ordered))
+
+
+@dataclass(frozen=True)
+class _Like:
+    """A tensor in words."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def make(self, grad: bool) -> Tensor:
+        tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device).zero_()
+        return tensor.requires_grad_(grad and (self.dtype.is_floating_point or self.dtype.is_complex))
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One call of a submodule: the how-manieth of all, and its arguments with tensors in words.
+
+    ``unfit`` says why a submodule that is called so can be no region, "" if it can.
+    """
+
+    number: int
+    args: Any
+    kwargs: Any
+    unfit: str
+
+    def inputs(self, grad: bool) -> Inputs:
+        """Inputs like those of the call."""
+
+        def make(leaf: Any) -> Any:
+            return leaf.make(grad) if isinstance(leaf, _Like) else leaf
+
+        return Inputs(tree_map(make, self.args), tree_map(make, self.kwargs))
+
+
+def _captured(module: nn.Module, inputs: Inputs, step: Step) -> Captured:
+    """Capture a module on ``inputs``; raises ``CaptureError`` also for a graph that cannot stand for it in the step."""
+    captured = replace(capture(module, inputs, amp=step.amp), differentiable=step.mode == "train")
+    source, constants = generate(captured)
+    if step.mode == "train" and captured.checkpoints:
+        _refuse_writes_of_kept(Region("", module, captured, lambda: inputs), step)
+    if step.amp is not None:
+        program = build(module, program_from(source), constants)
+        theirs, ours = (_types(each, inputs, step) for each in (module, program))
+        if theirs != ours:
+            raise CaptureError(
+                f"{type(module).__name__} asks for the type of a tensor and returns {theirs} under autocast, where a "
+                f"captured graph returns {ours}; name the type in forward, or optimize without amp."
+            )
+    return captured
+
+
+def _refuse_writes_of_kept(region: Region, step: Step) -> None:
+    """The model's own checkpoints lose what autograd would keep; whoever calls the result may ask for any gradient."""
+    module, graph_module, example = region.module, region.captured.graph_module, region.example
+    effects = observe(graph_module, example, step.amp, cuda=step.as_cuda)
+    found = writes_what_is_kept(effects)
+    for amp in dict.fromkeys((step.amp, None)):  # a copy that autocast keeps survives writes to what it is made of
+        with suppress(CaptureError):
+            trained = observe_trained(module, graph_module, example, effects, amp, cuda=step.as_cuda)
+            found = found or writes_what_is_kept(trained)
+    if found:
+        raise CaptureError(
+            f"{type(module).__name__} writes in place what autograd would keep without the model's own checkpoint."
+        )
+
+
+def _types(module: nn.Module, inputs: Inputs, step: Step) -> str:
+    """The types of the tensors that a module returns under autocast, found on fake ones."""
+    with (
+        preserved_rng([*tensors_of(module), *inputs.tensors()]),
+        on_fakes(module, inputs, step.as_cuda) as (twin, fakes),
+        torch.no_grad(),
+        autocast(step.amp, device_type(module, inputs)),
+    ):
+        output = twin.forward(*fakes.args, **fakes.kwargs)
+    return ", ".join(str(leaf.dtype) for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+
+
+def _region(path: str, module: nn.Module, call: _Call, step: Step) -> Region:
+    """Capture a submodule on inputs like those it is called with."""
+    grad = step.mode == "train"
+    captured = _captured(module, call.inputs(grad), step)
+    for node in captured.graph_module.graph.nodes:
+        node.meta["module_path"] = f"{path}.{node.meta.get('module_path') or ''}".rstrip(".")
+    return Region(path, module, captured, lambda: call.inputs(grad))
+
+
+def _record(model: nn.Module, inputs: Inputs, step: Step) -> dict[nn.Module, list[_Call]]:
+    """What every submodule is called with in one forward pass."""
+    try:
+        return _calls(model, inputs, step, grad=False)  # keeps no activations, in case all of them do not fit
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:  # a forward that takes gradients or registers hooks on tensors
+        return _calls(model, inputs, step, grad=True)
+
+
+def _calls(model: nn.Module, inputs: Inputs, step: Step, grad: bool) -> dict[nn.Module, list[_Call]]:
+    calls: dict[nn.Module, list[_Call]] = defaultdict(list)
+    numbers = iter(range(10**9))
+
+    def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+        described = tree_map(_in_words, args), tree_map(_in_words, kwargs)
+        calls[module].append(_Call(next(numbers), *described, _unfit_now(module)))
+
+    with ExitStack() as stack:
+        stack.enter_context(preserved_state(model, inputs))
+        for _, module in model.named_modules():
+            stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+        with torch.set_grad_enabled(grad), autocast(step.amp, device_type(model, inputs)):
+            model(*inputs.args, **inputs.kwargs)
+    return calls
+
+
+def _in_words(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return _Like(tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device)

@@ -1,0 +1,34 @@
+"""The passes there are, by name; the only place that knows them all."""
+
+from collections.abc import Callable
+
+from memrewrite.passes.checkpoint_segments import CheckpointSegments
+from memrewrite.passes.chunked_cross_entropy import ChunkedCrossEntropy
+from memrewrite.passes.composites import Composites
+from memrewrite.passes.functionalize import Functionalize
+from memrewrite.passes.inplace_activation import InplaceActivation
+from memrewrite.passes.swish import Swish
+from memrewrite.records.options import check_passes
+from memrewrite.rewriting.contract import Pass
+
+PATTERNS: dict[str, Callable[[bool], Pass]] = {
+    Swish.name: lambda exact: Swish(exact_forward=exact),
+    Composites.name: lambda exact: Composites(),
+}
+SLOWER: dict[str, Callable[[], Pass]] = {ChunkedCrossEntropy.name: ChunkedCrossEntropy}
+NAMES = (*PATTERNS, *SLOWER, CheckpointSegments.name, InplaceActivation.name)
+
+
+def patterns(names: tuple[str, ...] | None, exact: bool) -> list[Pass]:
+    """What runs before planning: functionalisation, then the pattern rewrites asked for.
+
+    ``exact`` leaves out those that cannot keep the forward bit-equal. Raises ``UsageError`` for an unknown name.
+    """
+    check_passes(names)
+    wanted = [make(exact) for name, make in PATTERNS.items() if names is None or name in names]
+    return [Functionalize(), *(p for p in wanted if not exact or p.exact or p.name == Swish.name)]
+
+
+def slower(names: tuple[str, ...] | None) -> list[Pass]:
+    """Rewrites that cost time, of those asked for: for a step that would not fit without them."""
+    return [make() for name, make in SLOWER.items() if names is None or name in names]

@@ -1,0 +1,61 @@
+"""What libraries allocate on the device besides tensors, measured there.
+
+cuBLAS gets its workspace from PyTorch's caching allocator, one per handle and stream and for good; a handle belongs to
+a thread, so the forward pass and the autograd engine's device thread hold one each. How large it is depends on the
+device and on the versions, so a fresh process runs a tiny step and reads what stays allocated.
+"""
+
+import functools
+import gc
+
+import torch
+from torch import nn
+
+from memrewrite.process.child import run_job
+from memrewrite.simulate.devices.as_cuda import library_bytes
+from memrewrite.workload.step import autocast
+
+_NAMES = {None: "off", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_TIMEOUT_S = 300.0
+_WIDTH = 64
+
+
+def workspace_bytes(
+    device: torch.device, amp: torch.dtype | None = None, mode: str = "train", as_cuda: bool = False
+) -> int:
+    """Bytes that stay allocated on ``device`` once a step of ``mode`` under ``amp`` has run there; 0 on the CPU.
+
+    With ``as_cuda`` what they are by PyTorch's sources, see ``library_bytes``.
+
+    Measured in a fresh process the first time, then remembered. Raises ``MeasurementError`` when that process fails.
+    """
+    if as_cuda:
+        return library_bytes(mode)
+    if device.type != "cuda":
+        return 0
+    return _measured(str(device), _NAMES[amp], mode)
+
+
+@functools.cache
+def _measured(device: str, amp: str, mode: str) -> int:
+    job = {"kind": "workspaces", "device": device, "amp": amp, "mode": mode}
+    return int(run_job(job, timeout_s=_TIMEOUT_S))
+
+
+def allocated_by_libraries(device: torch.device, amp: torch.dtype | None, mode: str) -> int:
+    """Run a tiny step on ``device`` in this process and return the bytes that outlive its tensors."""
+    before = torch.cuda.memory_allocated(device)
+    _tiny_step(device, amp, mode)
+    gc.collect()
+    torch.cuda.synchronize(device)
+    return torch.cuda.memory_allocated(device) - before
+
+
+def _tiny_step(device: torch.device, amp: torch.dtype | None, mode: str) -> None:
+    """Products with and without a bias, which take different library paths; in training also backward."""
+    module = nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.Linear(_WIDTH, _WIDTH, bias=False)).to(device)
+    x = torch.zeros(_WIDTH, _WIDTH, device=device)
+    with autocast(amp, device.type):
+        loss = (module(x) @ x).float().sum()
+    if mode == "train":
+        loss.backward()

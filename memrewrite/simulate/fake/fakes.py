@@ -1,0 +1,167 @@
+"""The fake twin of a module: the same structure over fake tensors, which have shapes and devices but no memory.
+
+A tensor on the meta device stands for one that is not there yet: its fake lies on the CPU, or, among the inputs, where
+the model lies.
+"""
+
+import functools
+import types
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memrewrite.runtime.dropin import empty_like, own, prepare
+from memrewrite.simulate.devices.as_cuda import as_cuda
+from memrewrite.simulate.fake.constant_values import known_values
+from memrewrite.state import containers
+from memrewrite.torch_internals.dispatch_modes import Recall
+from memrewrite.torch_internals.private import FakeTensor, FakeTensorMode, real_rules_on_fake_tensors, tree_map
+from memrewrite.workload.step import Inputs
+
+_CPU = torch.device("cpu")
+
+
+def fake_twin(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
+    """A structural copy of ``module`` whose tensors are fake: same dtype, device, strides and ``requires_grad``.
+
+    What is tied stays tied, on the level of tensors and of storages. The real tensors are not touched or copied,
+    gradients are left out, and the copy can change its buffers and attributes without the original seeing it.
+    """
+    twin: nn.Module = _Copier(lambda tensor: _fake(tensor, mode)).copy(module)
+    return twin
+
+
+def fake_inputs(inputs: Inputs, mode: FakeTensorMode, device: torch.device = _CPU) -> Inputs:
+    """The same inputs with fake tensors; a tensor given twice stays one tensor.
+
+    Those on the meta device stand for tensors on ``device``.
+    """
+    copier = _Copier(lambda tensor: _fake(tensor, mode, device))
+
+    def convert(leaf: Any) -> Any:
+        return copier.copy(leaf) if isinstance(leaf, Tensor) else leaf
+
+    return Inputs(tree_map(convert, inputs.args), tree_map(convert, inputs.kwargs))
+
+
+def fakes_of(tensors: Sequence[Tensor], like: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """What operators see in place of real ``tensors`` that they meet beside ``like``, of which one is fake.
+
+    A fake mode gives one fake for each real tensor, and one storage for those that share theirs, while one lives.
+    """
+    mode = next((tensor.fake_mode for tensor in like if isinstance(tensor, FakeTensor)), None)
+    return tuple(tensors) if mode is None else tuple(mode.from_tensor(tensor) for tensor in tensors)
+
+
+@contextmanager
+def on_fakes(
+    module: nn.Module, inputs: Inputs, cuda: bool = False, these: bool = False
+) -> Iterator[tuple[nn.Module, Inputs]]:
+    """The fake twin of a module and its fake inputs, in the mode they run in; with ``cuda`` as on CUDA.
+
+    With ``these``, the run is about these inputs alone, and the values of small ones without fractions are known.
+    """
+    # Constants outside the module (globals of its file) are real; they are read as fakes and not counted.
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    device = next((parameter.device for parameter in module.parameters() if not parameter.is_meta), _CPU)
+    twin, fakes = fake_twin(module, mode), fake_inputs(inputs, mode, device)
+    pairs = zip(fakes.tensors(), inputs.tensors(), strict=True)
+    given = [(fake, real) for fake, real in pairs if these and not real.is_meta]
+    rules = real_rules_on_fake_tensors(), as_cuda() if cuda else nullcontext()
+    with rules[0], rules[1], mode, Recall(mode), known_values(given):
+        yield twin, fakes
+
+
+def tensors_of(module: nn.Module) -> list[Tensor]:
+    """Every tensor that ``fake_twin`` would replace, each once: parameters, buffers, tensors in plain attributes."""
+    found: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    _Copier(keep).copy(module)
+    return found
+
+
+def _fake(tensor: Tensor, mode: FakeTensorMode, device: torch.device = _CPU) -> Tensor:
+    # Detached, because the conversion would also copy .grad and the history of a non-leaf.
+    plain = tensor.detach()
+    fake = FakeTensor(mode, plain, device) if plain.is_meta else mode.from_tensor(plain)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+    return fake.requires_grad_(tensor.requires_grad)
+
+
+_PLAIN_DICTS = (dict, OrderedDict)  # of which a module has a dozen; their own way to copy them is the faster one
+
+
+class _Copier:
+    """Copies modules and plain containers, converts tensors, shares everything else.
+
+    Not ``copy.deepcopy``: modules hold locks, generators and other objects that it cannot copy, and may define their
+    own ``__deepcopy__`` or ``__reduce__``.
+    """
+
+    def __init__(self, convert: Callable[[Tensor], Tensor]) -> None:
+        self._convert = convert
+        self._memo: dict[int, Any] = {}
+        self._originals: list[Any] = []  # keeps the ids in the memo from being used again
+
+    def copy(self, value: Any) -> Any:
+        """The copy of ``value``; the same object for the same object."""
+        if isinstance(value, str | int | float | bool | type | None):
+            return value
+        if id(value) in self._memo:
+            return self._memo[id(value)]
+        if isinstance(value, Tensor):
+            return self._remember(value, self._convert(value))
+        if isinstance(value, nn.Module):
+            return self._object(value)
+        if containers.is_container(value):
+            return self._container(value)
+        if isinstance(value, tuple):
+            items = [self.copy(item) for item in value]
+            changed = any(new is not old for new, old in zip(items, value, strict=True))
+            return self._remember(value, tuple.__new__(type(value), items) if changed else value)
+        if is_dataclass(value) and hasattr(value, "__dict__"):
+            return self._object(value)
+        return self._reference(value)
+
+    def _object(self, value: Any) -> Any:
+        kept = own(value) if isinstance(value, nn.Module) else None
+        copied = self._remember(value, object.__new__(type(value)) if kept is None else empty_like(value))
+        # Past any __setattr__: the attributes are those of a finished object.
+        vars(copied).update({name: self.copy(item) for name, item in vars(value).items()})
+        if kept is not None:
+            prepare(copied, {name: self.copy(tensor) for name, tensor in kept.constants.items()})
+        return copied
+
+    def _container(self, value: Any) -> Any:
+        copied = self._remember(value, value.copy() if type(value) in _PLAIN_DICTS else containers.copied(value))
+        parts = containers.contents(value)
+        new = [self.copy(part) for part in parts]
+        if any(one is not other for one, other in zip(new, parts, strict=True)):
+            containers.put(copied, new)
+        return copied
+
+    def _reference(self, value: Any) -> Any:
+        """Bound methods, partials and weak references lead to the copy of what they lead to."""
+        if isinstance(value, types.MethodType):
+            return types.MethodType(value.__func__, self.copy(value.__self__))
+        if isinstance(value, functools.partial):
+            return functools.partial(self.copy(value.func), *self.copy(value.args), **self.copy(value.keywords))
+        if isinstance(value, weakref.ref) and isinstance(target := value(), Tensor | nn.Module):
+            return weakref.ref(self.copy(target))
+        return value
+
+    def _remember(self, value: Any, copied: Any) -> Any:
+        self._memo[id(value)] = copied
+        self._originals.append(value)
+        return copied

@@ -1,0 +1,88 @@
+"""Results that PyTorch's shape rules get wrong.
+
+Recurrent layers keep one piece for their backward, the reserve, whose size only the library knows: the rules give it
+0 bytes, and it can be half of a step. The layer is run once per signature on real tensors like its arguments.
+Normalizations with weights or running statistics in float32 keep the mean and deviation of each row or channel so,
+which the rules give the input's type.
+Backward of GroupNorm gives the input's type all the same, that of BatchNorm no gradient of an input that needs none.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memrewrite.simulate.memory.transients import like, made
+from memrewrite.torch_internals.dispatch_modes import Layer
+from memrewrite.torch_internals.private import FakeTensor, named_arguments, real_tensors
+
+_BYTES: dict[Any, int] = {}
+
+
+class TrueResults(Layer):
+    """While it is active inside a fake mode, operators give what they give for real tensors."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        results = self.below(func, types, args, kwargs)
+        rule = _rule(func)
+        return results if rule is None else rule(results, func, args, kwargs)
+
+
+def _only_wanted(results: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    mask = named_arguments(func, args, kwargs)["output_mask"]
+    return tuple(result if wanted else None for result, wanted in zip(results, mask, strict=True))
+
+
+def _like_the_input(results: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    gradient, *others = results
+    return (None if gradient is None else _of_type(gradient, args[1].dtype), *others)
+
+
+def _precise(deciding: tuple[int, ...], results: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    """With statistics of the widest type among the input and the arguments at the ``deciding`` positions."""
+    given = [args[position].dtype for position in deciding if args[position] is not None]
+    wanted = functools.reduce(torch.promote_types, given, args[0].dtype)
+    return (results[0], *(_of_type(statistic, wanted) for statistic in results[1:]))
+
+
+def _of_type(result: Tensor, dtype: torch.dtype) -> Tensor:
+    return result if result.dtype == dtype else result.new_empty(result.shape, dtype=dtype)
+
+
+def _with_reserve(position: int, results: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    """With as much at ``position`` as the library keeps there for backward."""
+    if not isinstance(results[position], FakeTensor):
+        return results
+    call = (func, like(args), like(tuple(kwargs.items())), torch.is_grad_enabled())
+    if call not in _BYTES:
+        _BYTES[call] = _measured(position, *call)
+    reserve: Tensor = results[position]
+    return (*results[:position], reserve.new_empty(_BYTES[call] // reserve.itemsize), *results[position + 1 :])
+
+
+def _measured(position: int, func: Any, args: Any, kwargs: Any, grad: bool) -> int:
+    with real_tensors(), torch.set_grad_enabled(grad):
+        reserve: Tensor | None = func(*made(args), **{name: made(value) for name, value in kwargs})[position]
+        return 0 if reserve is None else reserve.nbytes
+
+
+# By name, as not every build of PyTorch has all operators.
+_RULES: dict[str, Callable[[Any, Any, Any, Any], Any]] = {
+    "aten::_cudnn_rnn": functools.partial(_with_reserve, 3),
+    "aten::mkldnn_rnn_layer": functools.partial(_with_reserve, 3),
+    "aten::native_layer_norm": functools.partial(_precise, (2,)),
+    "aten::native_group_norm": functools.partial(_precise, (1,)),
+    "aten::native_batch_norm": functools.partial(_precise, (1, 3)),
+    "aten::native_group_norm_backward": _like_the_input,
+    "aten::native_batch_norm_backward": _only_wanted,
+}
+
+
+@functools.cache
+def _rule(func: Any) -> Callable[[Any, Any, Any, Any], Any] | None:
+    return _RULES.get(func.name())

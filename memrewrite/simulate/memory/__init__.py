@@ -1,0 +1,1 @@
+"""Who holds which bytes: storages, and the blocks of the caching allocator."""

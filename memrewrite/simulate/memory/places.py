@@ -1,0 +1,91 @@
+"""Which submodule the operator that runs now belongs to: whose forward runs, or in backward whose forward it undoes.
+
+Calls of modules are followed by PyTorch's hooks for all modules: a hook on a module itself would keep an optimized
+module from its rewritten forward, and layers of PyTorch's own from their fast path. Rewritten forwards call no
+submodules; their generated code names the submodule at the end of each line. What forward notes for backward is known
+again by autograd's own numbering.
+"""
+
+import linecache
+import re
+import sys
+import threading
+from ast import literal_eval
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from memrewrite.runtime.dropin import programs
+from memrewrite.torch_internals.private import backward_number, next_backward_number
+
+# What codegen writes at the end of a line: a path, quoted where it is not made of plain names.
+_COMMENT = re.compile(r"""  # ([\w.]+|'.*'|".*")$""")
+
+
+class Places:
+    """Follows one module while ``followed()`` is open; ``now()`` is the place of the operator that runs."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._paths = {id(child): path for path, child in module.named_modules()}
+        self._generated = {id(program.run.__globals__) for program in programs(module).values()}
+        self._inside: list[str] = []
+        self._made: dict[int, str] = {}  # the path by autograd's number of what forward noted for backward
+        self._seen: dict[int, int] = {}  # by thread, as each has numbers of its own: the next one when last looked
+        self._lines: dict[tuple[str, int], str] = {}
+
+    @contextmanager
+    def followed(self) -> Iterator["Places"]:
+        """Keep track of which module is called."""
+        enter = register_module_forward_pre_hook(self._enter)
+        leave = register_module_forward_hook(self._leave, always_call=True)
+        try:
+            yield self
+        finally:
+            enter.remove()
+            leave.remove()
+
+    def now(self) -> str | None:
+        """The path of the innermost submodule, "" for the module's own forward, None outside of it (the loss, say)."""
+        path = (self._in_generated_code() if self._generated else None) or self._called()
+        undone = backward_number()
+        if path is None and undone is not None:
+            return self._made.get(undone)
+        thread, number = threading.get_ident(), next_backward_number()
+        if path is not None:
+            self._made.update(dict.fromkeys(range(self._seen.get(thread, number - 1), number), path))
+        self._seen[thread] = number
+        return path
+
+    def _called(self) -> str | None:
+        return self._inside[-1] if self._inside else None
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        path = self._paths.get(id(module))
+        if path is not None:
+            self._inside.append(path)
+
+    def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
+        if id(module) in self._paths:
+            self._inside.pop()
+
+    def _in_generated_code(self) -> str | None:
+        """The path at the innermost line of generated code that has one; "" where none of its lines does."""
+        frame = sys._getframe(1)
+        path = None
+        while frame is not None:
+            if id(frame.f_globals) in self._generated:
+                path = self._named(frame.f_code.co_filename, frame.f_lineno)
+                if path:
+                    break
+            frame = frame.f_back  # type: ignore[assignment]
+        return path
+
+    def _named(self, file: str, line: int) -> str:
+        if (file, line) not in self._lines:
+            found = _COMMENT.search(linecache.getline(file, line).rstrip("\n"))
+            text = found[1] if found else ""
+            self._lines[file, line] = literal_eval(text) if text[:1] in ("'", '"') else text
+        return self._lines[file, line]

@@ -1,0 +1,299 @@
+"""Counts the bytes of tensor storages from birth to death, on real tensors and on fake ones alike."""
+
+import itertools
+import math
+import weakref
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memrewrite.simulate.memory.allocator import Allocator, Block, rounded
+from memrewrite.simulate.memory.places import Places
+from memrewrite.simulate.memory.transients import Taken, Transients
+from memrewrite.torch_internals.dispatch_modes import Layer
+from memrewrite.torch_internals.private import FakeTensor, gives_gradient_of_leaf
+
+OPERATOR_WORKSPACE = "operator workspace"
+# What cuBLAS computes, by name; convolutions are cuDNN's, attention and norms PyTorch's own.
+_BLAS = {"mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot", "linear", "_addmm_activation"}
+_BLAS |= {"_scaled_mm", "_grouped_mm", "_int_mm", "_scaled_grouped_mm"}
+
+
+def widened(func: Any, args: Sequence[Any], result: Any) -> int:
+    """The bytes that ``result`` is made of where it is that in a wider type; 0 for a leaf's gradient, which stays."""
+    if func is not torch.ops.aten._to_copy.default or result.layout is not torch.strided or gives_gradient_of_leaf():
+        return 0
+    return int(args[0].nbytes) if result.element_size() > args[0].element_size() else 0
+
+
+@dataclass(frozen=True)
+class Life:
+    """One storage: in use at the events numbered ``born`` to ``died - 1``, where ``died`` may be their count.
+
+    ``bytes`` are rounded up to 512, or those of a block. ``module`` is the path of the submodule that made it or, for a
+    gradient or optimizer state, whose parameter it belongs to; "" is the module itself, None what lies outside (inputs,
+    the loss). ``operator`` is the label of its birth, ``step 1 forward: aten.relu.default``, without an operator where
+    it was there before.
+    """
+
+    born: int
+    died: int
+    bytes: int
+    category: str
+    module: str | None
+    operator: str
+
+
+class _Block(weakref.ref[torch.UntypedStorage]):
+    """One storage, held weakly: its bytes and category, and between which ticks of the tracker's clock it lived.
+
+    ``events`` are those it saw, as in ``Life``.
+    """
+
+    __slots__ = ("born", "category", "died", "events", "func", "given", "key", "label", "module", "nbytes", "size")
+    key: int
+    nbytes: int
+    size: int
+    category: str
+    born: float
+    died: float
+    module: str | None
+    label: str
+    func: Any
+    events: tuple[int, int | None]
+    given: Block | None  # by the allocator
+
+
+class Tracker(Layer):
+    """While it is active, every storage an operator makes on ``device_type`` is counted until it is freed.
+
+    ``current`` and ``peak`` are bytes; ``events`` lists (bytes in use, label) after each operator that made a storage,
+    ``modules`` the submodule of each.
+    No tensor is kept alive. Storages from before count once they are given to ``register``. What an operator takes
+    while it runs counts towards the peak as far as ``transients`` knows it. With ``places``, storages know the
+    submodule that made them. ``compiled`` counts a tensor in a wider type as what it was cast from (see ``Step``). With
+    ``blocks`` a storage counts as the block that this allocator would hand out for it.
+    """
+
+    def __init__(
+        self,
+        device_type: str,
+        transients: Transients | None = None,
+        places: Places | None = None,
+        compiled: bool = False,
+        blocks: Allocator | None = None,
+    ) -> None:
+        super().__init__()
+        self.compiled = compiled
+        self.blocks = blocks
+        self.device_type = device_type
+        self.current = 0
+        self.peak = 0
+        self.events: list[tuple[int, str]] = []
+        self.modules: list[str | None] = []
+        self.peak_event = 0  # the number of the event at which the peak was reached
+        self.multiplied = False  # whether cuBLAS has had anything to do
+        self._places = places
+        self._place: str | None = None
+        self._func: Any = None
+        self._label = ""
+        self._labels: dict[Any, str] = {}
+        self._category = ""
+        self._clock = 0
+        self._transients = transients
+        self._peak_clock = 0
+        self._peak_extra = 0
+        self._live: dict[int, _Block] = {}
+        self._blocks: list[_Block] = []
+        self.libraries: list[int] = []  # bytes that cuBLAS asks for, for good, at its next product
+        self._ready: dict[int, deque[Block]] = {}  # what the allocator handed out for the operator that runs, by bytes
+
+    def register(self, tensors: Iterable[Tensor], category: str, module: str | None = None) -> None:
+        """Count the storages of ``tensors`` as ``category``, also those that were counted as something else.
+
+        ``module`` is the path of the submodule they belong to, None where that is not known better than before.
+        """
+        for part in (part for tensor in tensors for part in _parts(tensor)):
+            block = self._see(part)
+            if block is not None:
+                block.category = category
+                block.module = block.module if module is None else module
+
+    def exchange(self, tensors: Iterable[Tensor], sizes: Iterable[int]) -> None:
+        """Give back the blocks of ``tensors``, then ask for others, of ``sizes`` bytes, as the next batch does."""
+        sized = {id(tensor.untyped_storage()): size for tensor, size in zip(tensors, sizes, strict=True)}
+        moved = [(self._live[key], size) for key, size in sized.items() if key in self._live]
+        if self.blocks is None:
+            return
+        for block, _ in moved:
+            if block.given is not None:
+                self.blocks.release(block.given)
+        for block, size in moved:
+            block.given = self.blocks.allocate(size) if size else None
+
+    def counts(self, tensor: Tensor) -> bool:
+        """Whether the storage of ``tensor`` is counted now."""
+        return id(tensor.untyped_storage()) in self._live
+
+    def begin(self, label: str, category: str) -> None:
+        """From here on, storages are born as ``category`` and events are labelled ``label: operator``."""
+        self._label, self._category, self._labels = label, category, {}
+
+    def mark(self, label: str) -> None:
+        """Add an event between operators."""
+        self.events.append((self.current, label))
+        self.modules.append(None)
+
+    def reset_peak(self) -> None:
+        """Forget the peak so far: ``peak`` and ``categories`` speak of what follows."""
+        self._clock += 1  # what died until now is in use at no moment that follows
+        self._set_peak(0)
+
+    def categories(self) -> dict[str, int]:
+        """Bytes in use at the peak by category; they sum to ``peak``."""
+        totals = {OPERATOR_WORKSPACE: self._peak_extra} if self._peak_extra else {}
+        for block in self._blocks:
+            if block.size and block.born <= self._peak_clock <= block.died:
+                totals[block.category] = totals.get(block.category, 0) + block.size
+        return totals
+
+    def lives(self) -> tuple[Life, ...]:
+        """Every storage that was counted, in the order of their births."""
+        return tuple(
+            Life(
+                block.events[0],
+                len(self.events) if block.events[1] is None else block.events[1],
+                block.size,
+                block.category,
+                block.module,
+                block.label if block.func is None else f"{block.label}: {block.func}",
+            )
+            for block in self._blocks
+        )
+
+    def living(self) -> dict[str, int]:
+        """Bytes in use now by category."""
+        totals: dict[str, int] = {}
+        for block in list(self._live.values()):
+            totals[block.category] = totals.get(block.category, 0) + block.size
+        return totals
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        clock = self._clock
+        if self._places is not None:
+            self._place = self._places.now()
+        result = self.below(func, types, args, kwargs or {})
+        self._func = func
+        if (self.libraries or not self.multiplied) and getattr(func, "__name__", "").partition(".")[0] in _BLAS:
+            self.multiplied = True
+            if self.blocks is not None:
+                self.blocks.follow(self.libraries)
+            self.libraries = []
+        if self.compiled and (size := widened(func, args, result)):
+            self._see(result, size)
+        taken = Taken() if self._transients is None else self._transients.lookup(func, args, dict(kwargs or {}))
+        extra = self._made(result, taken)
+        if self.current + extra > self.peak:
+            self._clock += 1  # a moment of its own: storages may have died since the last birth
+            self._set_peak(extra)
+        if self._clock != clock:
+            label = self._labels.get(func)
+            if label is None:
+                label = self._labels[func] = f"{self._label}: {func}"
+            self.events.append((self.current + extra, label))
+            self.modules.append(self._place)
+        self._place = self._func = None
+        return result
+
+    def _set_peak(self, extra: int) -> None:
+        self.peak, self._peak_clock, self._peak_extra = self.current + extra, self._clock, extra
+        self.peak_event = len(self.events)
+
+    def _made(self, result: Any, taken: Taken) -> int:
+        """Count the result of an operator; returns the bytes that it takes besides while it runs.
+
+        Where its requests are known, their blocks are handed out in that order, and the result gets those it keeps.
+        """
+        if self.blocks is None or self.compiled or not taken.course:
+            self._see_all(result)
+            if self.blocks is None or not taken.bytes:
+                return taken.bytes
+            block = self.blocks.allocate(taken.bytes)
+            self.blocks.release(block)
+            return block.size
+        kept, highest = self.blocks.follow(taken.course)
+        for size, block in kept:
+            self._ready.setdefault(rounded(size), deque()).append(block)
+        self._see_all(result)
+        for block in itertools.chain.from_iterable(self._ready.values()):
+            self.blocks.release(block)
+        self._ready.clear()
+        return max(0, highest - self.blocks.allocated)
+
+    def _see_all(self, result: Any) -> None:
+        if isinstance(result, Tensor):
+            for part in _parts(result):
+                self._see(part)
+        elif isinstance(result, list | tuple):
+            for item in result:
+                self._see_all(item)
+
+    def _see(self, tensor: Tensor, size: int | None = None) -> _Block | None:
+        """The block of a tensor's storage, counted now, as ``size`` bytes, if it is new; None on other devices."""
+        storage = tensor.untyped_storage()
+        nbytes = storage.nbytes()
+        known = self._live.get(id(storage))
+        if known is not None:
+            if known.nbytes == nbytes:
+                return known
+            self._died(known)  # resized in place: from here on a block of another size
+            return self._born(storage, nbytes, known.category)
+        device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
+        if device.type != self.device_type:
+            return None
+        return self._born(storage, nbytes, self._category, size)
+
+    def _born(self, storage: torch.UntypedStorage, nbytes: int, category: str, size: int | None = None) -> _Block:
+        self._clock += 1
+        block = _Block(storage, self._died)
+        block.key, block.nbytes, block.category = id(storage), nbytes, category
+        block.size = rounded(nbytes if size is None else size)
+        block.given = None
+        if self.blocks is not None and block.size:
+            ready = self._ready.get(block.size)
+            block.given = ready.popleft() if ready else self.blocks.allocate(block.size)
+            block.size = block.given.size
+        block.born, block.died = self._clock, math.inf
+        block.module, block.label, block.func = self._place, self._label, self._func
+        block.events = len(self.events), None
+        self._live[block.key] = block
+        self._blocks.append(block)
+        self.current += block.size
+        if self.current > self.peak:
+            self._set_peak(0)
+        return block
+
+    def _died(self, block: _Block) -> None:
+        """Called as the storage goes, before its id can be used again; and when a storage changes its size."""
+        if self._live.get(block.key) is block:
+            del self._live[block.key]
+            block.died = self._clock
+            block.events = block.events[0], len(self.events)
+            self.current -= block.size
+            if self.blocks is not None and block.given is not None:
+                self.blocks.release(block.given)
+
+
+def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The tensors that hold the storages of ``tensor``: itself, or the parts of a sparse one."""
+    if tensor.layout is torch.strided:
+        return (tensor,)
+    if tensor.layout is torch.sparse_coo:
+        return (tensor._indices(), tensor._values())
+    return ()

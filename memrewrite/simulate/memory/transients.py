@@ -1,0 +1,152 @@
+"""What operators take on the device while they run, beyond their results: convolution workspaces, buffers of split
+reductions, accumulators of attention backward.
+
+Fake tensors do not show it and it depends on the device and on library versions, so each operator is run once per
+signature on the device, on tensors of ones and zeros, and the allocator's peak is read, and in which order it was asked
+for what: which segments the allocator reserves depends on that.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memrewrite.torch_internals.allocations import Course, History, recorded_allocations
+from memrewrite.torch_internals.private import FakeTensor, OpOverload
+
+Call = tuple[OpOverload, tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What a call takes while it runs: at most ``bytes`` beyond its results, by the requests in ``course``.
+
+    Those that it does not give back are its results. An empty course says that it is not known.
+    """
+
+    bytes: int = 0
+    course: Course = ()
+
+
+Measure = Callable[[Sequence[Call]], Sequence[Taken]]
+_NOTHING = Taken()
+
+
+@dataclass(frozen=True)
+class _Like:
+    """The signature of a tensor argument."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def make(self) -> Tensor:
+        """A real tensor like it: ones, and zeros for integers, which are in range wherever they index something."""
+        spans = [(size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True)]
+        extent = 0 if 0 in self.shape else 1 + sum(spans)
+        value = 1 if self.dtype.is_floating_point else 0
+        whole = torch.full((extent,), value, dtype=self.dtype, device=self.device)
+        return whole.as_strided(self.shape, self.stride)
+
+
+class Transients:
+    """What calls take, by operator and signature. What ``lookup`` does not know it remembers for ``probe``."""
+
+    def __init__(self, measure: Measure) -> None:
+        self._measure = measure
+        self._known: dict[Any, Taken] = {}
+        self._unknown: dict[Any, tuple[OpOverload, Any, Any]] = {}
+
+    def lookup(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Taken:
+        """What this call takes; nothing as long as that is not known."""
+        if not isinstance(func, OpOverload) or func.namespace != "aten" or func.__name__.startswith("_foreach"):
+            return _NOTHING  # foreach operators work tensor by tensor and would each be a signature of its own
+        call = (func, like(args), like(tuple(kwargs.items())))
+        try:
+            known = self._known.get(call)
+        except TypeError:  # an argument that cannot be part of a signature
+            return _NOTHING
+        if known is None:
+            self._unknown[call] = call
+        return known or _NOTHING
+
+    def probe(self) -> bool:
+        """Measure what ``lookup`` was asked and did not know; returns whether any of it makes a difference."""
+        calls = [(func, args, dict(kwargs)) for func, args, kwargs in self._unknown.values()]
+        learned = dict(zip(self._unknown, self._measure(calls) if calls else [], strict=True))
+        self._known.update(learned)
+        self._unknown.clear()
+        return any(taken.bytes or len(taken.course) > 1 for taken in learned.values())
+
+
+@functools.cache
+def transients_on(device: torch.device) -> Transients | None:
+    """The table of ``device``, filled as simulations ask; None on devices other than CUDA."""
+    return Transients(functools.partial(_measured, device)) if device.type == "cuda" else None
+
+
+def like(value: Any) -> Any:
+    """An argument with every tensor in it as a signature, lists as tuples."""
+    if isinstance(value, Tensor):
+        device = value.fake_device if isinstance(value, FakeTensor) else value.device
+        return _Like(tuple(value.shape), value.stride(), value.dtype, device)
+    return tuple(like(item) for item in value) if isinstance(value, list | tuple) else value
+
+
+def made(value: Any) -> Any:
+    """An argument again, of what ``like`` made of it; tuples come as lists."""
+    if isinstance(value, _Like):
+        return value.make()
+    return [made(item) for item in value] if isinstance(value, tuple) else value
+
+
+def _measured(device: torch.device, calls: Sequence[Call]) -> list[Taken]:
+    """Run each operator twice (libraries set themselves up in the first run) and look at the second."""
+    with recorded_allocations(device) as history:
+        found = [_run(device, history, *call) for call in calls]
+    return [Taken(extra, history.course(first, last)) for extra, first, last in found]
+
+
+def _run(
+    device: torch.device, history: History, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[int, int, int]:
+    """The bytes that a call takes beyond its results, and the moments between which it ran."""
+    if not any(isinstance(arg, _Like) and arg.device.type == "cuda" for arg in _leaves(args)):
+        return 0, 0, 0
+    args = random_state_on_host(func, args)
+    try:
+        with torch.no_grad():
+            for _ in range(2):
+                given, named = [made(arg) for arg in args], {name: made(value) for name, value in kwargs.items()}
+                before, first = torch.cuda.memory_allocated(device), history.moment()
+                torch.cuda.reset_peak_memory_stats(device)
+                result = func(*given, **named)
+                after, last = torch.cuda.memory_allocated(device), history.moment()
+                extra = torch.cuda.max_memory_allocated(device) - max(before, after)
+                del given, named, result
+    except RuntimeError:
+        return 0, 0, 0  # it does not run on such values, or there is no room for it alone: nothing is known
+    return extra, first, last
+
+
+def random_state_on_host(func: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments as the kernel reads them: fake tensors have the seed and offset of dropout on the device.
+
+    Backward of memory-efficient attention takes them by a host pointer, so that the process would die of others
+    (PyTorch, ``attention_backward.cu``, Note [Seed and Offset Device]). Flash attention has its own on the device.
+    """
+    if "efficient_attention" not in func.__name__:
+        return args
+    names = (argument.name for argument in func._schema.arguments)
+    return tuple(
+        replace(arg, device=torch.device("cpu")) if name.startswith("philox") and isinstance(arg, _Like) else arg
+        for name, arg in zip(names, args, strict=False)
+    )
+
+
+def _leaves(value: Any) -> list[Any]:
+    return [leaf for item in value for leaf in _leaves(item)] if isinstance(value, tuple) else [value]

@@ -1,0 +1,1 @@
+"""What a run may change, kept and put back."""

@@ -1,0 +1,166 @@
+"""What Python can change about a module besides its tensors' values: attributes, containers, plain objects, generators.
+
+Forward may change them (a hazard: a graph would not), and front ends leave traces in them (to be taken back).
+"""
+
+import random
+import sys
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memrewrite.runtime.guards import HOOKS
+from memrewrite.state.containers import contents, is_container, put_back
+
+CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+OPAQUE = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, partial, Tensor, nn.Module)
+_TABLES = ("_parameters", "_buffers", "_modules")  # where a module keeps what reads like an attribute
+
+
+class Attributes:
+    """The attributes of a module and its submodules as they were: the contents of each dict, list or set in reach.
+
+    Plain objects held by a module count with their attributes, so do containers of a class of their own; generators of
+    random numbers count with their state.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._kept: dict[int, tuple[str, Any, list[Any]]] = {}  # path, a container, its contents
+        self._generators: dict[int, tuple[str, Any, Any]] = {}  # path, the generator, its state
+        self._tensors: list[tuple[str, Tensor, int]] = []  # path, a tensor that is no parameter or buffer, its version
+        self._trained = [(path, p, p.requires_grad) for path, p in module.named_parameters()]
+        self._owned = {id(tensor) for tensor in [*module.parameters(), *module.buffers()]}
+        for path, child in module.named_modules():
+            self._keep(path, vars(child), descend=True)
+
+    def _keep(self, path: str, container: Any, descend: bool) -> None:
+        if id(container) in self._kept:
+            return
+        self._kept[id(container)] = (path, container, contents(container))
+        for key, item in _items(container, contents(container)):
+            inner = path if key in _TABLES else f"{path}.{key}".lstrip(".")
+            if isinstance(item, Tensor) and id(item) not in self._owned:
+                self._tensors.append((inner, item, item._version))
+                continue
+            if is_container(item):
+                self._keep(inner, item, descend)
+            if type(item) in CONTAINERS:
+                continue
+            if (state := _drawn(item)) is not None:
+                self._generators[id(item)] = (inner, item, state)
+            elif descend and hasattr(item, "__dict__") and not isinstance(item, OPAQUE) and not _of_torch(item):
+                self._keep(inner, vars(item), descend=False)
+
+    def changed(self) -> Iterator[tuple[str, Any]]:
+        """Path and new value of each attribute or item that is no longer what it was."""
+        for path, container, kept in self._kept.values():
+            now, before = dict(_items(container, contents(container))), dict(_items(container, kept))
+            for key in dict.fromkeys([*before, *now]):
+                if key not in now or key not in before or not _same(before[key], now[key]):
+                    yield (path if key in _TABLES else f"{path}.{key}".lstrip(".")), now.get(key)
+        for path, generator, state in self._generators.values():
+            if str(_drawn(generator)) != str(state):
+                yield path, generator
+        for path, parameter, trained in self._trained:
+            if parameter.requires_grad != trained:
+                yield f"{path}.requires_grad", parameter.requires_grad
+
+    def written(self) -> Iterator[str]:
+        """Path of each tensor in a plain attribute or container that was written in place."""
+        return (path for path, tensor, version in self._tensors if tensor._version != version)
+
+    def restore(self) -> None:
+        """Put every container back, in place, into the same objects."""
+        for _, container, kept in self._kept.values():
+            put_back(container, kept)
+        for _, generator, state in self._generators.values():
+            _set(generator, state)
+        for _, parameter, trained in self._trained:
+            parameter.requires_grad_(trained)
+
+
+@contextmanager
+def preserved(module: nn.Module) -> Iterator[None]:
+    """Put attributes and random state back afterwards; meanwhile the module's own hooks are off, and its compiled form.
+
+    Whoever calls a drop-in calls those hooks around its forward; a front end would trace them into the graph.
+    """
+    attributes = Attributes(module)
+    for name in HOOKS:
+        vars(module)[name] = OrderedDict()
+    vars(module)["_compiled_call_impl"] = None
+    try:
+        with _preserved_rng():
+            yield
+    finally:
+        attributes.restore()
+
+
+def random_state() -> list[Any]:
+    """The state of the random generators Python code shares: Python's, NumPy's where imported, PyTorch's on the CPU."""
+    numpy = sys.modules.get("numpy")
+    shared = [] if numpy is None else [str(numpy.random.get_state(legacy=False))]
+    return [random.getstate(), *shared, torch.get_rng_state().tolist()]
+
+
+@contextmanager
+def _preserved_rng() -> Iterator[None]:
+    python, numpy = random.getstate(), sys.modules.get("numpy")
+    arrays = None if numpy is None else numpy.random.get_state()
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(python)
+        if numpy is not None:
+            numpy.random.set_state(arrays)
+
+
+def _items(container: Any, parts: list[Any]) -> list[tuple[Any, Any]]:
+    """The contents of a container as keys and values: a list has its positions for keys, a set None for values."""
+    if isinstance(container, dict):
+        return list(zip(parts[::2], parts[1::2], strict=True))
+    if isinstance(container, set):
+        return [(item, None) for item in parts]
+    return list(enumerate(parts))
+
+
+def _same(old: Any, new: Any) -> bool:
+    """The same object, or plain values and containers of such that are equal."""
+    if old is new:
+        return True
+    if type(old) is not type(new):
+        return False
+    if isinstance(old, tuple) or type(old) in CONTAINERS:
+        pairs, others = ([*enumerate(v)] if isinstance(v, tuple) else _items(v, contents(v)) for v in (old, new))
+        return len(pairs) == len(others) and all(
+            k == key and _same(v, value) for (k, v), (key, value) in zip(pairs, others, strict=True)
+        )
+    return isinstance(old, _PLAIN) and (old == new or old != old)
+
+
+def _of_torch(item: Any) -> bool:
+    return type(item).__module__.partition(".")[0] in ("torch", "builtins")
+
+
+def _drawn(item: Any) -> Any:
+    """The state of a random generator of Python or NumPy, None for everything else."""
+    if isinstance(item, random.Random):
+        return item.getstate()
+    bits = getattr(item, "bit_generator", None) if type(item).__module__.startswith("numpy.") else None
+    return None if bits is None else bits.state
+
+
+def _set(generator: Any, state: Any) -> None:
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.bit_generator.state = state

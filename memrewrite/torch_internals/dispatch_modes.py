@@ -1,0 +1,214 @@
+"""Dispatch modes that cost little, for steps of which every operator is looked at. Private API, as in ``private``.
+
+PyTorch goes through its dispatcher from each mode to the next, and each time past Dynamo, which has no business there:
+a ``Layer`` calls the one below it itself. A fake tensor mode remembers what it gave for which kinds of arguments, but
+takes longer to look that up than most operators take on real tensors: ``Recall`` looks it up in a tenth of the time.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self, cast
+
+import torch
+from torch import Tensor
+
+from memrewrite.torch_internals.versions import private_imports, require
+
+with private_imports():
+    from torch._subclasses._fake_tensor_utils import _CacheKeyState
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, _BypassDispatchCache, _DispatchCacheValidEntry
+    from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+
+require(
+    "Tensor._make_subclass",
+    "_C._DisableTorchDispatch",
+    "_C._set_throw_on_mutable_data_ptr",
+    "_C._set_warn_deprecated_on_mutable_data_ptr",
+    "_subclasses.fake_tensor.FakeTensorMode._cache_key",
+    "_subclasses.fake_tensor.FakeTensorMode.cache",
+    "ops.prim.device.default",
+)
+
+_DEVICE = torch.ops.prim.device.default
+_PLAIN = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
+
+
+class Layer(TorchDispatchMode):
+    """A dispatch mode that runs an operator by ``below``, at once through the layer that it was opened on top of.
+
+    That one is off the stack of modes meanwhile, and back when this one is closed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._under: Layer | None = None
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # Dynamo compiles nothing anyway while such a mode is on
+
+    def __enter__(self) -> Self:
+        top = _get_current_dispatch_mode()
+        self._under = top if isinstance(top, Layer) else None
+        if self._under is not None:
+            TorchDispatchMode.__exit__(self._under, None, None, None)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        if self._under is not None:
+            TorchDispatchMode.__enter__(self._under)
+        self._under = None
+
+    def below(self, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run an operator as if this layer were not there."""
+        if self._under is None:
+            return func(*args, **kwargs)
+        return cast(Any, self._under).__torch_dispatch__(func, types, args, kwargs)
+
+
+class Recall(Layer):
+    """Gives what the fake ``mode`` under it would take from its memory.
+
+    A call is known by all that the mode tells apart: of a tensor its type, sizes, strides and place in its storage,
+    the size of that, its device and whether it has a gradient; of all else type and value. What is out of the ordinary
+    (symbolic sizes, complex numbers, constants) is left to the mode.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        super().__init__()
+        self._mode = mode
+        self._attributes: dict[torch.device, dict[str, Any]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is _DEVICE and type(args[0]) is FakeTensor:
+            return args[0].device
+        call: list[Any] = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
+        if func in _UNKEPT or not (self._describe(args, call) and (not kwargs or self._describe(kwargs.items(), call))):
+            return func(*args, **kwargs)
+        known = tuple(call)
+        if known not in _RESULTS:
+            return self._learn(known, func, args, kwargs)
+        results = _RESULTS[known]
+        if results is None:
+            return func(*args, **kwargs)
+        if results.kind is None:
+            return self._make(results.each[0], args)
+        return results.kind([self._make(result, args) for result in results.each])
+
+    def _describe(self, values: Iterable[Any], call: list[Any]) -> bool:
+        """Add to ``call`` what tells these arguments apart; False where one is out of the ordinary."""
+        for value in values:
+            kind = type(value)
+            if kind is FakeTensor:
+                if value.fake_mode is not self._mode or value.constant is not None or value.layout is not torch.strided:
+                    return False
+                if value.is_neg() or value.is_inference() or (dtype := value.dtype).is_complex:
+                    return False
+                place = value.storage_offset(), value.untyped_storage().nbytes(), value.fake_device
+                call += (dtype, value.shape, value.stride(), value.requires_grad, place)
+            elif kind in _PLAIN:
+                call += (kind, value)
+            elif kind is list or kind is tuple or kind is torch.Size:
+                call += (kind, len(value))
+                if not self._describe(value, call):
+                    return False
+            else:
+                return False
+        return True
+
+    def _learn(self, known: tuple[Any, ...], func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run the operator, and keep what the mode has kept of it."""
+        mode = self._mode
+        try:
+            key = mode._cache_key(_CacheKeyState(mode.shape_env), func, args, kwargs)
+        except _BypassDispatchCache:
+            key = None
+        result = func(*args, **kwargs)
+        kept = FakeTensorMode.cache.get(key) if key is not None else None
+        if func in _VIEWS:
+            _RESULTS[known] = _views(result, args[0])
+        elif isinstance(result, list):  # of which the mode keeps nothing
+            _UNKEPT.add(func)
+        else:
+            _RESULTS[known] = _results(kept) if isinstance(kept, _DispatchCacheValidEntry) else None
+        return result
+
+    def _make(self, result: "_Result | int | None", args: tuple[Any, ...]) -> Any:
+        if not isinstance(result, _Result):
+            return None if result is None else args[result]
+        with torch._C._DisableTorchDispatch():
+            if result.view_of is None:
+                whole = torch.empty_strided(result.shape, result.stride, dtype=result.dtype, device="meta")
+            else:
+                whole = torch.empty(0, dtype=result.dtype, device="meta")
+                whole.set_(args[result.view_of].untyped_storage(), result.offset, result.shape, result.stride)
+            made = Tensor._make_subclass(
+                FakeTensor, whole, False, dispatch_device=True, device_for_backend_keys=result.device
+            )
+        if self._mode._allow_unsafe_data_ptr_access:
+            torch._C._set_warn_deprecated_on_mutable_data_ptr(made)
+        else:
+            torch._C._set_throw_on_mutable_data_ptr(made)
+        if result.device not in self._attributes:  # the same for all fake tensors of a mode on a device
+            self._attributes[result.device] = dict(vars(FakeTensor(self._mode, whole, result.device)))
+        vars(made).update(self._attributes[result.device])
+        return made
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    """A tensor to make, with a storage of its own or with that of the argument numbered ``view_of``."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    device: torch.device
+    offset: int
+    view_of: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Results:
+    """What a call gives: tensors to make, numbers of arguments given back, and None; one of them where ``kind`` is."""
+
+    kind: type[list[Any]] | type[tuple[Any, ...]] | None
+    each: tuple[_Result | int | None, ...]
+
+
+_RESULTS: dict[tuple[Any, ...], _Results | None] = {}  # None for calls that are to be left to the mode
+_UNKEPT: set[Any] = set()  # operators that the mode keeps nothing of
+
+# What these give are views of their first argument, of which the mode keeps nothing either.
+_VIEWS = {torch.ops.aten._unsafe_view.default, torch.ops.aten.split.Tensor, torch.ops.aten.split_with_sizes.default}
+_VIEWS |= {torch.ops.aten.unbind.int}
+
+
+def _results(kept: _DispatchCacheValidEntry) -> _Results | None:
+    found: list[_Result | int | None] = []
+    for info in kept.output_infos:
+        made: Any = info.metadata
+        if made is None and info.inplace_idx is None and info.constant_value is not None:
+            return None  # a number
+        if made is not None and (made.requires_grad or made.is_quantized or made.is_conj or made.is_neg):
+            return None
+        if made is None:
+            found.append(info.inplace_idx)
+        else:
+            found.append(_Result(made.dtype, made.shape, made.stride, made.device, made.storage_offset, info.view_idx))
+    return _Results(tuple if kept.is_output_tuple else None, tuple(found))
+
+
+def _views(result: Any, source: Tensor) -> _Results | None:
+    storage = source.untyped_storage()
+    kind, views = (list, result) if isinstance(result, list) else (None, [result])
+    if any(view.untyped_storage() is not storage or view.requires_grad for view in views):
+        return None
+    made = (_Result(v.dtype, tuple(v.shape), v.stride(), v.fake_device, v.storage_offset(), 0) for v in views)
+    return _Results(kind, tuple(made))

@@ -1,0 +1,322 @@
+"""The training step a budget speaks of; simulation, measuring and verification all run this one.
+
+Inputs on the device, forward under ``amp``, loss, backward, optimizer step, ``zero_grad``. Where gradients are
+accumulated, forward, loss and backward are taken several times before the optimizer's step. In inference mode the step
+is one forward under ``torch.no_grad``. What stays alive from one step to the next is the loop's
+(``memrewrite.records.loop``): ``Running`` is a loop under way.
+"""
+
+import contextlib
+import functools
+import inspect
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from memrewrite.records.errors import UsageError
+from memrewrite.records.loop import TUTORIAL_LOOP, Loop
+from memrewrite.torch_internals.private import Scaler, tree_leaves
+from memrewrite.workload.held import held_by
+
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+Phase = Literal["data", "forward", "loss", "backward", "step"]
+PHASES: tuple[Phase, ...] = ("data", "forward", "loss", "backward", "step")
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The example inputs of one step: what ``module(*args, **kwargs)`` is called with."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor in the inputs, in flattening order."""
+        return [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)]
+
+    @property
+    def bytes(self) -> int:
+        """What the storages of all of them take, each counted once, in granules of 512 bytes."""
+        dense = (t.untyped_storage() for t in self.tensors() if t.layout is torch.strided)
+        storages = {id(storage): storage for storage in dense}
+        return sum(-(-storage.nbytes() // 512) * 512 for storage in storages.values())
+
+    @property
+    def batch_size(self) -> int:
+        """The most frequent size of dimension 0, the first of those on a tie; 0 where no tensor has one."""
+        sizes = Counter(tensor.shape[0] for tensor in self.tensors() if tensor.dim() and tensor.shape[0])
+        return sizes.most_common(1)[0][0] if sizes else 0
+
+
+@dataclass(frozen=True)
+class Step:
+    """How one step is taken. ``optimizer`` None counts no optimizer state; ``amp`` None runs without autocast.
+
+    ``as_cuda`` plans for CUDA on tensors that lie on the CPU: what runs on fake tensors runs as it does on CUDA; what
+    runs on real ones runs on the CPU as ever. ``compiled`` plans for ``torch.compile``, which casts to a wider type
+    wherever that is read, so that such a tensor counts as what it is made of, and hands zeros to backward as gradients
+    of what is given besides the loss. Gradients of ``micro_batches`` forward and backward passes add up before the
+    optimizer's step, each pass over the same inputs. ``loop`` says what stays alive from one step to the next.
+    """
+
+    mode: Literal["train", "inference"] = "train"
+    optimizer: OptimizerFactory | None = None
+    loss_fn: Callable[[Any], Tensor] | None = None
+    amp: torch.dtype | None = None
+    as_cuda: bool = False
+    compiled: bool = False
+    micro_batches: int = 1
+    loop: Loop = TUTORIAL_LOOP
+
+    def shortest(self) -> "Step":
+        """The shortest step that takes as much memory: third and later micro-batches find what the second found."""
+        return replace(self, micro_batches=min(self.micro_batches, 2))
+
+    @property
+    def gradients_wait(self) -> bool:
+        """Whether, in the pass that takes most, gradients of earlier ones are there all the time."""
+        return self.micro_batches > 1 or self.loop.zero_grad == "in place"
+
+    def device_type(self, module: nn.Module, inputs: Inputs) -> str:
+        """``"cuda"`` or ``"cpu"``: what the step is planned for."""
+        return "cuda" if self.as_cuda else device_type(module, inputs)
+
+    def make_optimizer(self, module: nn.Module) -> torch.optim.Optimizer | None:
+        """The optimizer over the parameters that train, or None where there is nothing to train."""
+        trained = [p for p in module.parameters() if p.requires_grad]
+        if self.mode == "inference" or self.optimizer is None or not trained:
+            return None
+        return self.optimizer(trained)
+
+    def begin(
+        self,
+        module: nn.Module,
+        inputs: Inputs,
+        optimizer: torch.optim.Optimizer | None,
+        targets: "Targets | None" = None,
+    ) -> "Running":
+        """The step's loop, of which no step has been taken yet; ``targets`` are by default ``self.targets``."""
+        return Running(self, module, inputs, optimizer, self.targets(module, inputs) if targets is None else targets)
+
+    def run(
+        self,
+        module: nn.Module,
+        inputs: Inputs,
+        optimizer: torch.optim.Optimizer | None,
+        on_phase: Callable[[Phase], None] = lambda phase: None,
+    ) -> Tensor | None:
+        """Take the first step of a loop and end it; otherwise like ``Running.take``."""
+        return self.begin(module, inputs, optimizer).take(on_phase)
+
+    def targets(self, module: nn.Module, inputs: Inputs) -> "Targets":
+        """What the loss function holds that is neither the module's nor an input."""
+        if self.loss_fn is None or self.mode == "inference":
+            return Targets()
+        known = {id(t.untyped_storage()) for t in [*module.parameters(), *module.buffers(), *inputs.tensors()]}
+        of_batch, fixed = (
+            tuple(t for t in found if id(t.untyped_storage()) not in known) for found in held_by(self.loss_fn)
+        )
+        return Targets(of_batch, fixed)
+
+    def backward(self, loss: Tensor) -> None:
+        """Make the gradients of ``loss``; a step that does more than that overrides it."""
+        loss.backward()
+
+    def update(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let the optimizer take its step; likewise."""
+        optimizer.step()
+
+
+@dataclass(frozen=True)
+class Targets:
+    """The tensors a loss function holds: those that come with each batch, and those of its own modules."""
+
+    of_batch: tuple[Tensor, ...] = ()
+    fixed: tuple[Tensor, ...] = ()
+
+    @property
+    def all(self) -> tuple[Tensor, ...]:
+        """Both."""
+        return (*self.of_batch, *self.fixed)
+
+
+class Running:
+    """A loop under way: takes one step after another and holds between them what such a loop holds.
+
+    ``batches`` are the tensors of the batches loaded ahead, ``average`` the averaged weights and ``scaler`` the
+    gradient scaler, None where the loop has none.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        module: nn.Module,
+        inputs: Inputs,
+        optimizer: torch.optim.Optimizer | None,
+        targets: Targets,
+    ) -> None:
+        self.step, self.module, self.inputs, self.optimizer, self.targets = step, module, inputs, optimizer, targets
+        train = step.mode == "train"
+        batch = {id(t): t.detach() for t in (*inputs.tensors(), *targets.of_batch)}.values()
+        self.batches = [torch.empty_like(t) for _ in range(step.loop.ahead) for t in batch]
+        self.average = Average(module) if step.loop.average and train else None
+        self.scaler = Scaler(device_type(module, inputs)) if step.loop.scaler and train else None
+        self._output: Any = None
+        self._loss: Tensor | None = None
+
+    def take(self, on_phase: Callable[[Phase], None] = lambda phase: None) -> Tensor | None:
+        """Take one step; ``on_phase`` is called as each phase ends. Returns the detached loss (None in inference).
+
+        Micro-batches before the last one belong to its first phase.
+        """
+        if self.step.mode == "inference":
+            on_phase("data")
+            with torch.no_grad(), self._autocast():
+                self._forward(on_phase)
+            return None
+        more = self.step.micro_batches - 1
+        for number in range(more):
+            self._pass(number == 0, lambda phase: None)
+        value = self._pass(more == 0, on_phase)
+        self._update()
+        on_phase("step")
+        if self.step.loop.zero_grad != "before backward":
+            self._zero_grad()
+        if self.average is not None:
+            self.average.update()
+        return value
+
+    def release(self) -> None:
+        """Let go of the last step's output and loss, as the end of the loop's function does."""
+        self._output = self._loss = None
+
+    def _pass(self, first: bool, on_phase: Callable[[Phase], None]) -> Tensor:
+        """Forward, loss and backward; returns the detached loss."""
+        on_phase("data")
+        with self._autocast():
+            output = self._forward(on_phase)
+            loss = (self.step.loss_fn or default_loss)(output)
+            self._loss = loss if self.step.loop.keeps_output else None
+            on_phase("loss")
+        del output  # a loop that keeps it has another name for it
+        if first and self.step.loop.zero_grad == "before backward":
+            self._zero_grad()
+        self.step.backward(loss if self.scaler is None else self.scaler.scale(loss))
+        on_phase("backward")
+        return loss.detach()
+
+    def _forward(self, on_phase: Callable[[Phase], None]) -> Any:
+        output = self.module(*self.inputs.args, **self.inputs.kwargs)
+        self._output = output if self.step.loop.keeps_output else None  # from here on the last step's is gone
+        on_phase("forward")
+        return output
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        return autocast(self.step.amp, device_type(self.module, self.inputs))
+
+    def _update(self) -> None:
+        if self.optimizer is None:
+            return
+        if self.scaler is None:
+            self.step.update(self.optimizer)
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+
+    def _zero_grad(self) -> None:
+        owner = self.module if self.optimizer is None else self.optimizer
+        owner.zero_grad(set_to_none=self.step.loop.zero_grad != "in place")
+
+
+class Average:
+    """A moving average of a module's parameters, with its buffers: the tensors of ``swa_utils.AveragedModel``.
+
+    ``tensors`` are a copy of each parameter and buffer, and the number of updates.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._parameters, self._buffers = list(module.parameters()), list(module.buffers())
+        self._averages = [parameter.detach().clone() for parameter in self._parameters]
+        self._copies = [buffer.detach().clone() for buffer in self._buffers]
+        place = next((t.device for t in (*self._parameters, *self._buffers)), torch.device("cpu"))
+        self._updates = torch.zeros((), dtype=torch.long, device=place)
+        self._move = get_ema_multi_avg_fn()
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that it keeps on the device."""
+        return [*self._averages, *self._copies, self._updates]
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Move the average towards the module as it is; buffers are copied."""
+        kinds: dict[Any, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+        for average, parameter in zip(self._averages, self._parameters, strict=True):
+            kinds[parameter.device, parameter.dtype].append((average, parameter.detach()))
+        for pairs in kinds.values():
+            self._move([average for average, _ in pairs], [now for _, now in pairs], self._updates)
+        for copied, buffer in zip(self._copies, self._buffers, strict=True):
+            copied.copy_(buffer)
+        self._updates += 1
+
+
+@contextlib.contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Let the module be in eval mode; afterwards every submodule has its own flag again."""
+    flags = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, flag in flags:
+            part.training = flag
+
+
+def optimizers_like(optimizer: torch.optim.Optimizer) -> OptimizerFactory:
+    """A factory of optimizers of that class with the settings of its first group; the optimizer itself is not touched.
+
+    Raises ``UsageError`` where the class takes more than its settings.
+    """
+    signature = inspect.signature(type(optimizer))
+    settings = {**optimizer.defaults, **optimizer.param_groups[0]}
+    known = {name: settings[name] for name in signature.parameters if name in settings and name != "params"}
+    try:
+        signature.bind([], **known)
+    except TypeError as error:
+        raise UsageError(
+            f"{type(optimizer).__name__} cannot be made again from its settings ({error}); give a factory, "
+            "lambda parameters: ..., as the optimizer."
+        ) from error
+    return functools.partial(type(optimizer), **known)
+
+
+def autocast(amp: torch.dtype | None, device: str, cached: bool = True) -> contextlib.AbstractContextManager[Any]:
+    """``torch.autocast`` for ``amp``, or nothing; ``cached`` says whether it keeps its casts of weights."""
+    return torch.autocast(device, amp, cache_enabled=cached) if amp is not None else contextlib.nullcontext()
+
+
+def device_of(module: nn.Module, inputs: Inputs) -> torch.device:
+    """Where the first parameter (else the first input) lies."""
+    return next((t.device for t in itertools.chain(module.parameters(), inputs.tensors())), torch.device("cpu"))
+
+
+def device_type(module: nn.Module, inputs: Inputs) -> str:
+    """``"cuda"`` or ``"cpu"``: that of ``device_of``."""
+    return device_of(module, inputs).type
+
+
+def default_loss(output: Any) -> Tensor:
+    """``output.loss`` when there is one, else the sum over floating-point outputs of their float32 mean."""
+    loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    if isinstance(loss, Tensor):
+        return loss
+    means = [t.float().mean() for t in tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
+    if not means:
+        raise UsageError("The model returns no floating-point tensor to take a loss of; pass --loss module:function.")
+    return torch.stack(means).sum() if len(means) > 1 else means[0]
