@@ -7,22 +7,22 @@ import pytest
 
 ROOT = Path(__file__).parent
 CORE = (
-    "passes",
-    "test_capture.py",
-    "test_compiled.py",
-    "test_containers.py",
-    "test_custom_functions.py",
-    "test_effects.py",
-    "test_examples.py",
-    "test_grouped.py",
-    "test_hazards.py",
-    "test_known_values.py",
-    "test_layers.py",
-    "test_private.py",
-    "test_regions.py",
-    "test_segments.py",
-    "test_simulate.py",
-    "test_torch_versions.py",
+    "passes/",
+    "capture/test_capture.py",
+    "runtime/test_compiled.py",
+    "state/test_containers.py",
+    "torch_internals/test_custom_functions.py",
+    "observe/test_effects.py",
+    "project/test_examples.py",
+    "capture/test_grouped.py",
+    "capture/test_hazards.py",
+    "simulate/test_constant_values.py",
+    "torch_internals/test_dispatch_modes.py",
+    "torch_internals/test_private.py",
+    "search/test_regions.py",
+    "runtime/test_segments.py",
+    "simulate/test_simulate.py",
+    "torch_internals/test_versions.py",
 )
 """Where a new PyTorch shows: what has to pass on every supported one, ``pytest -m core``."""
 GOLDEN = Path(__file__).with_name("golden")
@@ -37,7 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what belongs to ``CORE``."""
     for item in items:
-        if item.path.is_relative_to(ROOT) and item.path.relative_to(ROOT).parts[0] in CORE:
+        if item.path.is_relative_to(ROOT) and item.path.relative_to(ROOT).as_posix().startswith(CORE):
             item.add_marker(pytest.mark.core)
 
 

@@ -1,7 +1,7 @@
 """The kinds of memory that a drawing tells apart: what each gathers, and its colour on a light and a dark ground.
 
 What stays through the step is blue, darkest at the bottom, what the step makes is orange, and what libraries take grey:
-told apart without red and green, and neighbours by lightness too (``tests/test_curves.py`` holds them to it).
+told apart without red and green, and neighbours by lightness too (``tests/report/test_curves.py`` holds them to it).
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,6 +1,6 @@
 """The private PyTorch API memrewrite cannot do without, in one place.
 
-Each name is checked on every supported version by ``tests/test_private.py``.
+Each name is checked on every supported version by ``tests/torch_internals/test_private.py``.
 """
 
 import contextlib

@@ -30,9 +30,9 @@ from memrewrite.records.report import Report
 from memrewrite.simulate.fake.fakes import tensors_of
 from memrewrite.simulate.memory.allocator import rounded
 from memrewrite.torch_internals.private import clear_cublas_workspaces
-from tests import loops
 from tests.benchmarks import rows
 from tests.benchmarks.models import WORKLOADS, example
+from tests.support import loops
 
 LOOPS = "loops.jsonl"
 _SECONDS = 230.0

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.benchmarks import loops
-from tests.loops import LOOPS
+from tests.support.loops import LOOPS
 
 
 @pytest.mark.parametrize(("name", "loop"), [("unet", "tutorial"), ("language model", "prefetch")])

@@ -10,7 +10,7 @@ from memrewrite.passes.functionalize import Functionalize
 from memrewrite.plan.segments import Plan
 from memrewrite.plan_facts.chain import compute_nodes, reach
 from memrewrite.records.errors import InternalError
-from tests.models import make
+from tests.support.models import make
 
 
 def observed(name: str) -> tuple[fx.GraphModule, Effects, list[fx.Node]]:

@@ -1,0 +1,147 @@
+"""A hazard in one submodule: it stays opaque, its neighbours are rewritten, every number is that of the original."""
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import memrewrite
+from memrewrite.runtime.dropin import programs
+from memrewrite.workload.step import Inputs
+from tests.search.test_regions import Sign, Stage
+from tests.support.steps import assert_same, taken
+
+
+class Odd(nn.Module):
+    """A submodule that does what no graph can hold, around a child of its own."""
+
+    count: Tensor
+
+    def __init__(self, function: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function, self.calls = function, 0
+        self.inner = nn.Sequential(nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8), nn.Tanh())
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, x)
+
+
+class Net(nn.Module):
+    """An odd submodule between two stages."""
+
+    def __init__(self, function: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.odd, self.last = Stage(), Odd(function), Stage()
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.last(self.odd(self.first(x)))
+        return result
+
+
+def custom_function(self: Any, x: Tensor) -> Tensor:
+    return self.inner(x) * Sign.apply(x)  # type: ignore[no-untyped-call]
+
+
+def tensor_hook(self: Any, x: Tensor) -> Tensor:
+    hidden = self.inner(x)
+    hidden.register_hook(lambda gradient: gradient * 2)
+    return hidden
+
+
+def layer_drop(self: Any, x: Tensor) -> Tensor:
+    return x if random.random() < 0.5 else self.inner(x)  # noqa: S311  (any draw)
+
+
+def numpy_random(self: Any, x: Tensor) -> Tensor:
+    return self.inner(x) * float(np.random.rand())
+
+
+def step_counter(self: Any, x: Tensor) -> Tensor:
+    self.calls += 1
+    return self.inner(x) / self.calls
+
+
+def buffer_reassigned(self: Any, x: Tensor) -> Tensor:
+    self.count = self.count + 1
+    return self.inner(x) / self.count
+
+
+def branch_on_values(self: Any, x: Tensor) -> Tensor:
+    return self.inner(x) if float(x.mean()) > 0 else x
+
+
+def own_checkpoint(self: Any, x: Tensor) -> Tensor:
+    return checkpoint(self.inner, x, use_reentrant=False)
+
+
+def seeded(self: Any, x: Tensor) -> Tensor:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return self.inner(x) + torch.rand_like(x)
+
+
+def gradients(self: Any, x: Tensor) -> Tensor:
+    hidden = self.inner(x)
+    (slope,) = torch.autograd.grad(hidden.square().sum(), hidden, retain_graph=True)
+    return hidden + slope
+
+
+FUNCTIONS = [
+    custom_function,
+    tensor_hook,
+    layer_drop,
+    numpy_random,
+    step_counter,
+    buffer_reassigned,
+    branch_on_values,
+    own_checkpoint,
+    seeded,
+    gradients,
+]
+
+
+def hooked(net: Net, seen: list[Any]) -> Net:
+    net.odd.inner[1].register_forward_hook(lambda module, args, output: seen.append(output.shape))
+    return net
+
+
+def three_steps(net: nn.Module) -> dict[str, Any]:
+    random.seed(4)
+    np.random.seed(4)
+    shape = (8, 8, 12, 12)
+    record = taken(net, lambda k: Inputs((torch.randn(shape, generator=torch.Generator().manual_seed(k)),), {}))
+    return {**record, "python": random.getstate(), "numpy": str(np.random.get_state(legacy=False))}
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
+def test_the_odd_submodule_stays_opaque(function: Callable[[Any, Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    net = Net(function).train()
+    result = memrewrite.optimize(copy.deepcopy(net), torch.randn(8, 8, 12, 12), budget="75%", verify=False)
+    assert {"first", "last"} <= set(programs(result))
+    assert "odd" not in programs(result)
+    assert result.report.segments
+    assert any(note.startswith("odd is not captured whole: Odd ") for note in result.report.notes)
+    assert_same(three_steps(result), three_steps(net))
+
+
+def test_a_hook_on_a_layer_keeps_firing_and_its_neighbours_are_rewritten() -> None:
+    torch.manual_seed(0)
+    plain = Net(lambda self, x: self.inner(x)).train()
+    seen: tuple[list[Any], list[Any]] = ([], [])
+    nets = [hooked(Net(lambda self, x: self.inner(x)).train(), each) for each in seen]
+    for net in nets:
+        net.load_state_dict(plain.state_dict())
+    result = memrewrite.optimize(nets[0], torch.randn(8, 8, 12, 12), budget="75%", verify=False)
+    assert sorted(programs(result)) == ["first", "last"]
+    assert "odd.inner.1 (BatchNorm2d) has forward hooks" in " ".join(result.report.notes)
+    seen[0].clear()
+    assert_same(three_steps(result), three_steps(nets[1]))
+    assert seen[0] == seen[1] != []

@@ -1,0 +1,286 @@
+"""Training frameworks, with the libraries themselves: the examples run as scripts, and what could go wrong around them.
+
+    pip install -e ".[lightning,timm,transformers]"
+    python -m pytest tests/integrations/test_integrations.py
+
+Where PyTorch has no CUDA, torchvision, which these import where it is installed, needs ``--no-deps``.
+"""
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memrewrite
+from memrewrite.integrations.calls import first_call
+from memrewrite.records.errors import UsageError
+from memrewrite.workload.step import optimizers_like
+from tests.zoo.models import declare_operators
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+# As ``python examples/X.py``, after what torchvision's own binary would have declared.
+SCRIPT = """
+import runpy, sys
+from tests.zoo.models import declare_operators
+declare_operators()
+sys.argv = sys.argv[1:]
+sys.path.insert(0, "examples")
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+RUNS = {
+    "plain": ("", ["--steps=2", "--batch-size=8"]),
+    "plain, fp16 and GradScaler": ("", ["--steps=2", "--batch-size=8", "--amp=fp16"]),
+    "compiled": ("", ["--steps=2"]),
+    "transformers": ("transformers", []),
+    "transformers, bf16": ("transformers", ["--amp=bf16"]),
+    "transformers, smoothed labels": ("transformers", ["--label-smoothing=0.1"]),
+    "lightning": ("lightning", []),
+    "lightning, bf16": ("lightning", ["--amp=bf16"]),
+    "timm": ("timm", []),
+    "timm, bf16": ("timm", ["--amp=bf16"]),
+}
+
+
+def need(library: str) -> None:
+    if library and importlib.util.find_spec(library) is None:
+        pytest.skip(f"{library} is not installed")
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_example_trains_alike_in_less(name: str) -> None:
+    library, arguments = RUNS[name]
+    need(library)
+    script = f"examples/train_{name.partition(',')[0]}.py"
+    command = [sys.executable, "-c", SCRIPT, script, *arguments, "--budget=60%"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=EXAMPLES.parent)
+    assert done.returncode == 0, done.stderr
+    figures = re.search(r"(?:peak|kept for backward) ([\d.]+) MB, rewritten ([\d.]+) MB", done.stdout)
+    assert figures, done.stdout
+    before, after = map(float, figures.groups())
+    assert after < 0.65 * before  # what a loop keeps besides the step (averages, a loss of its own) comes on top
+
+
+class Called(nn.Module):
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        raise AssertionError("the call is looked at, not made")
+
+
+def test_first_call_is_what_the_loop_passes() -> None:
+    module = Called()
+    x = torch.ones(2)
+    inputs = first_call(module, lambda: module(x, scale=2.0))
+    assert inputs.args == (x,)
+    assert inputs.kwargs == {"scale": 2.0}
+    assert not module._forward_pre_hooks
+
+
+def test_first_call_leaves_the_random_state() -> None:
+    module = Called()
+    before = torch.get_rng_state()
+    first_call(module, lambda: module(torch.randn(3)))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_step_that_does_not_call_the_module_is_refused() -> None:
+    with pytest.raises(UsageError, match="does not call Called"):
+        first_call(Called(), lambda: None)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd with momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True),
+    "adam, amsgrad": lambda parameters: torch.optim.Adam(parameters, amsgrad=True),
+    "adamw": torch.optim.AdamW,
+    "fused": lambda parameters: torch.optim.AdamW(parameters, fused=True),
+    "adafactor": torch.optim.Adafactor,
+}
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_an_optimizer_is_made_again(make: Callable[[Any], torch.optim.Optimizer]) -> None:
+    first, second = nn.Linear(3, 3), nn.Linear(3, 3)
+    second.load_state_dict(first.state_dict())
+    copied = make(first.parameters())
+    made = optimizers_like(copied)(second.parameters())
+    assert type(made) is type(copied)
+    for module, optimizer in ((first, copied), (second, made)):
+        for _ in range(2):
+            module(torch.ones(2, 3)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert torch.equal(first.weight, second.weight)
+
+
+class Named(torch.optim.SGD):
+    def __init__(self, parameters: Any, name: str) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.name = name
+
+
+def test_an_optimizer_that_takes_more_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"Named cannot be made again from its settings .*'name'.*give a factory"):
+        optimizers_like(Named(nn.Linear(2, 2).parameters(), "mine"))
+
+
+def test_an_optimizer_given_to_optimize_counts_and_is_not_touched() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 64))
+    optimizer = torch.optim.Adam(model.parameters(), amsgrad=True)
+    report = memrewrite.report_of(memrewrite.optimize(model, torch.randn(4, 64), optimizer=optimizer, verify=False))
+    assert report.predicted_before.categories["optimizer state"] >= 3 * 2 * 64 * 64 * 4
+    assert not optimizer.state
+
+
+@pytest.fixture(scope="module")
+def transformers() -> ModuleType:
+    need("transformers")
+    declare_operators()
+    return importlib.import_module("transformers")
+
+
+def trainer(transformers: ModuleType, folder: Path, **given: Any) -> Any:
+    config = transformers.GPT2Config(
+        vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
+    )
+    data = [{"input_ids": row, "labels": row} for row in torch.randint(64, (10, 16))]
+    settings = {"num_train_epochs": 1, "gradient_accumulation_steps": 2, "save_strategy": "no", "report_to": []}
+    args = transformers.TrainingArguments(folder, per_device_train_batch_size=4, use_cpu=True, **settings)
+    model = {} if "model_init" in given else {"model": transformers.GPT2LMHeadModel(config)}
+    return transformers.Trainer(**model, args=args, train_dataset=data, **given)
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_rewritten_model_trains_on_every_batch_and_is_saved_under_its_own_name(
+    transformers: ModuleType, tmp_path: Path
+) -> None:
+    from memrewrite.integrations.transformers import optimize_trainer
+
+    ours = trainer(transformers, tmp_path / "runs")
+    result = optimize_trainer(ours, budget="min", verify=False)
+    assert ours.model is result
+    assert memrewrite.report_of(result).changed
+    assert memrewrite.report_of(result).config["micro_batches"] == 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", memrewrite.FallbackWarning)  # also for the last batch, of two rows
+        ours.train()
+    ours.save_model(str(tmp_path / "saved"))
+    config = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert config["architectures"] == ["GPT2LMHeadModel"]
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert all(torch.equal(again.state_dict()[name], value) for name, value in result.state_dict().items())
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_trainer_that_makes_its_model_is_refused(transformers: ModuleType, tmp_path: Path) -> None:
+    from memrewrite.integrations.transformers import optimize_trainer
+
+    config = transformers.GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=1, n_head=2)
+    ours = trainer(transformers, tmp_path, model_init=lambda: transformers.GPT2LMHeadModel(config))
+    with pytest.raises(UsageError, match="model_init; give it model= instead"):
+        optimize_trainer(ours, budget="min")
+
+
+@pytest.fixture(scope="module")
+def lightning() -> ModuleType:
+    need("lightning")
+    declare_operators()
+    return importlib.import_module("lightning.pytorch")
+
+
+def lightning_module(lightning: ModuleType, optimizers: int = 1) -> Any:
+    class Net(lightning.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.SiLU()) for _ in range(4)))
+            self.idle = nn.Linear(2, 2)
+            self.automatic_optimization = optimizers == 1
+
+        def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+            return self.net(batch[0]).square().mean()
+
+        def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+            return [torch.optim.SGD(self.parameters(), lr=0.1) for _ in range(optimizers)]
+
+    return Net()
+
+
+def fit(lightning: ModuleType, module: Any, callback: Any) -> None:
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(1024, 8)), batch_size=512)
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
+    lightning.Trainer(max_epochs=1, accelerator="cpu", callbacks=[callback], **quiet).fit(module, data)
+
+
+@pytest.mark.filterwarnings("default")
+def test_lightning_submodules_are_replaced_once_each(lightning: ModuleType) -> None:
+    from memrewrite.integrations.lightning import Optimize
+
+    first, second, callback = lightning_module(lightning), lightning_module(lightning), Optimize("net", budget="min")
+    fit(lightning, first, callback)
+    rewritten = first.net
+    assert memrewrite.report_of(rewritten).changed
+    fit(lightning, first, callback)
+    assert first.net is rewritten
+    fit(lightning, second, callback)
+    assert callback.report is memrewrite.report_of(second.net)
+
+
+@pytest.mark.parametrize(
+    ("path", "optimizers", "sentence"),
+    [
+        ("missing", 1, "has no submodule 'missing'; name one it has"),
+        ("idle", 1, "The training step does not call Linear"),
+        ("net", 2, "There are 2 optimizers; say optimizer= which steps net"),
+    ],
+    ids=["no submodule", "not called", "two optimizers"],
+)
+@pytest.mark.filterwarnings("default")
+def test_lightning_refusals(path: str, optimizers: int, sentence: str, lightning: ModuleType) -> None:
+    from memrewrite.integrations.lightning import Optimize
+
+    with pytest.raises(UsageError, match=re.escape(sentence)):
+        fit(lightning, lightning_module(lightning, optimizers), Optimize(path, budget="min"))
+
+
+def language_model(transformers: ModuleType, family: str) -> Any:
+    common = {"vocab_size": 100, "bos_token_id": 0, "eos_token_id": 0}
+    if family == "llama":
+        config = transformers.LlamaConfig(
+            num_hidden_layers=3, hidden_size=64, num_attention_heads=4, intermediate_size=128, **common
+        )
+        return transformers.LlamaForCausalLM(config)
+    dropout = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=3, n_embd=64, n_head=4, **common, **dropout))
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_language_model_compiles_as_one_graph(transformers: ModuleType, family: str) -> None:
+    """What it returns is of a class of its own, whose structure the compiler finds made."""
+    torch.manual_seed(0)
+    model = language_model(transformers, family).train()
+    model.config.use_cache = False
+    ids = torch.randint(0, 100, (2, 64))
+    given = {"input_ids": ids, "labels": ids}
+    result: Any = memrewrite.optimize(
+        model, (), example_kwargs=given, budget="60%", optimizer="sgd", verify=False, compiled=True
+    )
+    assert result.report.segments
+    torch.compiler.reset()
+    compiled: Any = torch.compile(result, backend="aot_eager", fullgraph=True)
+    output: Any = compiled(**given)
+    output.loss.backward()
+    found = {name: p.grad for name, p in result.named_parameters()}
+    result.zero_grad(set_to_none=True)
+    expected = model(**given)
+    expected.loss.backward()
+    torch.compiler.reset()
+    assert type(output) is type(expected)
+    torch.testing.assert_close((output.loss, output.logits), (expected.loss, expected.logits))
+    torch.testing.assert_close(found, {name: p.grad for name, p in model.named_parameters()})

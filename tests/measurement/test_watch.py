@@ -1,0 +1,155 @@
+"""``memrewrite.watch``: silent where the promise holds, and each thing that breaks it is told by its name."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memrewrite
+from memrewrite.records.errors import UsageError
+from tests.support import loops
+from tests.support.loops import made, step_of
+
+Told = Callable[..., str]
+STEPS = 4
+
+
+def optimized(name: str, loop: str = "drop-output", **options: Any) -> tuple[Any, Tensor, Tensor, loops.Criterion]:
+    model, x, y, criterion = made(name)
+    given = {"optimizer": torch.optim.AdamW, "loss_fn": step_of("", criterion, y).loss_fn, "loop": loop, **options}
+    return memrewrite.optimize(model, x, budget="min", verify=False, **given), x, y, criterion
+
+
+@pytest.fixture(scope="module", params=["unet", "language model"])
+def dropping(request: pytest.FixtureRequest) -> tuple[Any, Tensor, Tensor, loops.Criterion]:
+    return optimized(request.param)
+
+
+def watched(result: Any, run: Callable[[torch.optim.Optimizer], None]) -> str:
+    """What is told of a loop; "" where nothing is. What is told once is not told again."""
+    optimizer = torch.optim.AdamW(result.parameters())
+    with warnings.catch_warnings(record=True) as caught, memrewrite.watch(result) as watch:
+        warnings.simplefilter("always")
+        run(optimizer)
+    assert [str(each.message) for each in caught] == ([watch.told] if watch.told else [])
+    assert all(each.category is memrewrite.OverBudgetWarning for each in caught)
+    assert not result._forward_pre_hooks and not result._forward_hooks  # noqa: PT018
+    result.zero_grad()
+    return watch.told
+
+
+@pytest.mark.parametrize("loop", ["tutorial", "drop-output", "zero-before-backward", "prefetch", "ema"])
+def test_it_is_silent_where_the_loop_is_the_one_that_was_promised(loop: str) -> None:
+    result, x, y, criterion = optimized("language model", loop)
+
+    def run(optimizer: torch.optim.Optimizer) -> None:
+        loops.LOOPS[loop](result, optimizer, criterion, ((x.clone(), y.clone()) for _ in range(STEPS)))
+
+    assert watched(result, run) == ""
+
+
+def test_an_output_that_is_alive_in_backward(dropping: Any) -> None:
+    result, x, y, criterion = dropping
+    told = watched(result, lambda optimizer: loops.tutorial(result, optimizer, criterion, iter([(x, y)] * STEPS)))
+    assert "the output is alive in backward" in told
+    assert "though it was to be dropped" in told
+    assert told.startswith("A step took ")
+    assert "On the CPU this is known of" in told
+
+
+def test_gradients_that_are_alive_in_forward() -> None:
+    model = nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(4)])
+    x = torch.randn(128, 512)
+    result = memrewrite.optimize(model, x, optimizer="sgd", loop="drop-output", verify=False)
+
+    def run(optimizer: torch.optim.Optimizer) -> None:
+        for _ in range(STEPS):
+            loss = result(x).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            del loss
+
+    assert "gradients are alive while forward runs (4.2 MB (4.0 MiB))" in watched(result, run)
+
+
+def test_another_batch(dropping: Any) -> None:
+    result, x, y, criterion = dropping
+
+    def run(optimizer: torch.optim.Optimizer) -> None:
+        ahead = [(x.clone(), y.clone()) for _ in range(STEPS)]
+        loops.drop_output(result, optimizer, criterion, iter(ahead))
+
+    assert "another batch is on the device" in watched(result, run)
+
+
+def test_other_tensors(dropping: Any) -> None:
+    result, x, y, criterion = dropping
+
+    def run(optimizer: torch.optim.Optimizer) -> None:
+        average = torch.zeros(123, 4567)
+        loops.drop_output(result, optimizer, criterion, iter([(x, y)] * STEPS))
+        assert average.nbytes
+
+    told = watched(result, run)
+    assert (
+        "other tensors are beside the model (2.2 MB (2.1 MiB)), the largest of them torch.float32 (123, 4567)" in told
+    )
+
+
+def test_a_larger_batch(dropping: Any) -> None:
+    result, x, y, criterion = dropping
+    more = torch.cat([x, x]), torch.cat([y, y])
+    told = watched(result, lambda optimizer: loops.drop_output(result, optimizer, criterion, iter([more] * STEPS)))
+    assert "the batch is larger: its inputs take" in told
+
+
+def test_an_optimizer_with_more_state() -> None:
+    result, x, y, criterion = optimized("cnn", optimizer="none")
+    told = watched(result, lambda optimizer: loops.drop_output(result, optimizer, criterion, iter([(x, y)] * STEPS)))
+    assert "more state than the one that was named" in told
+
+
+def test_the_original_forward() -> None:
+    result, x, y, criterion = optimized("unet")
+    result.pool.register_forward_hook(lambda module, args, output: None)
+    with pytest.warns(memrewrite.FallbackWarning):
+        result(x)
+    told = watched(result, lambda optimizer: loops.drop_output(result, optimizer, criterion, iter([(x, y)] * STEPS)))
+    assert "the original forward ran, because pool has a hook, which the rewritten forward would not call" in told
+
+
+def test_the_original_forward_of_a_part() -> None:
+    model, x, y, criterion = made("unet")
+    options: dict[str, Any] = {"loss_fn": step_of("", criterion, y).loss_fn, "loop": "drop-output", "verify": False}
+    result = memrewrite.optimize(model, x, budget="min", regions=["inc", "up.0", "up.1"], **options)
+    result.get_submodule("up.1.conv.0").register_forward_hook(lambda module, args, output: None)
+
+    optimizer = torch.optim.AdamW(result.parameters())
+    with warnings.catch_warnings(record=True) as caught, memrewrite.watch(result) as watch:
+        warnings.simplefilter("always")
+        loops.drop_output(result, optimizer, criterion, iter([(x, y)] * STEPS))
+    assert [each.category for each in caught] == [memrewrite.FallbackWarning, memrewrite.OverBudgetWarning]
+    assert "the original forward of up.1 ran, of which a warning has said why" in watch.told
+
+
+def test_what_nobody_knows_is_said_so(dropping: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    result, x, y, criterion = dropping
+    watch = memrewrite.watch(result)
+    monkeypatch.setattr(watch, "_limit", 1000)
+    with pytest.warns(memrewrite.OverBudgetWarning, match="nothing that can be seen from here explains it"), watch:
+        loops.drop_output(result, torch.optim.AdamW(result.parameters()), criterion, iter([(x, y)] * STEPS))
+
+
+def test_an_error_of_the_loop_is_the_loops_own(dropping: Any) -> None:
+    result = dropping[0]
+    with pytest.raises(ZeroDivisionError), memrewrite.watch(result):
+        raise ZeroDivisionError
+    assert not result._forward_hooks
+
+
+def test_another_module_is_refused() -> None:
+    with pytest.raises(UsageError, match="has no report"):
+        memrewrite.watch(nn.Linear(2, 2))

@@ -1,0 +1,409 @@
+"""What is changed on a model after it was optimized: the result does what the original does then, and says so.
+
+Each row edits the drop-in and a plain twin alike; both are compared bit by bit. Either the original forward runs, with
+one warning that names the change, or the change is followed without a word.
+"""
+
+import copy
+import gc
+import pickle
+import sys
+import warnings
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+import memrewrite
+from memrewrite.artifact.load import load
+from memrewrite.artifact.save import save
+from memrewrite.runtime import dict_versions, guards
+from memrewrite.runtime.dropin import FallbackWarning, own
+from tests.support.dropins import assert_same_bits, image, step
+
+CLASSES = 4
+
+
+@dataclass
+class Settings:
+    """A configuration, as libraries hand it to every module."""
+
+    slope: float = 0.5
+    unread: int = 1
+
+    @property
+    def power(self) -> int:
+        return 2 if self.slope < 1 else 3
+
+
+class Adapted(nn.Module):
+    """A layer with adapters by name, built as peft builds it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.base = nn.Linear(width, CLASSES)
+        self.down, self.up = nn.ModuleDict(), nn.ModuleDict()
+        self.scaling: dict[str, float] = {}
+        self.active = ["default"]
+        self.add("default", width)
+
+    def add(self, name: str, width: int) -> None:
+        self.down[name], self.up[name] = nn.Linear(width, 2, bias=False), nn.Linear(2, CLASSES, bias=False)
+        self.scaling[name] = 2.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.base(x)
+        for name in self.active:
+            if name in self.down.keys():  # noqa: SIM118  (as peft asks)
+                out = out + self.up[name](self.down[name](x)) * self.scaling[name]
+        return out
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv, self.norm, self.act = nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width), nn.SiLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.norm(self.conv(x)))
+
+
+class Net(nn.Module):
+    """Reads attributes of most kinds."""
+
+    gain = 1.5
+    offset: Tensor
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.config, self.table = Settings(), {"inner": Settings(0.75)}
+        self.stem = nn.Conv2d(3, width, 3, padding=1)
+        self.body = nn.Sequential(Block(width), Block(width))
+        self.stages = nn.ModuleList([Block(width), nn.Identity()])
+        self.activation = F.gelu
+        self.extras: list[nn.Module] = [nn.Tanh()]
+        self.shift = torch.tensor(0.25)
+        self.schedule: dict[str, Any] = {"temperature": [1.0, 2.0], "at": 0}
+        self.limit = 3
+        self.head = Adapted(width)
+        self.register_buffer("offset", torch.zeros(1))
+
+    def forward(self, image: Tensor) -> Tensor:
+        x = self.stem(image) * self.table["inner"].slope * self.schedule["temperature"][self.schedule["at"]]
+        for block in self.stages:
+            x = block(self.body(x))
+        for extra in self.extras:
+            x = extra(x)
+        x = self.scaled(self.activation(x)) + self.shift + self.offset
+        if getattr(self, "doubled", False):
+            x = x * 2
+        x = F.leaky_relu(x, self.config.slope).clamp(-self.limit, self.limit).abs().pow(self.config.power)
+        return self.head(x.mean((2, 3)))
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return x * self.gain
+
+
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def optimized(model: nn.Module, **options: Any) -> Any:
+    return memrewrite.optimize(model, image(4), **{"budget": "min", "verify": False, "exact": True, **options})
+
+
+def set_item(container: Any, key: Any, value: Any) -> None:
+    container[key] = value
+
+
+def tripled(self: Any, x: Tensor) -> Tensor:
+    return x * 3
+
+
+def wider_adapter(model: Any) -> None:
+    torch.manual_seed(1)
+    model.head.add("second", 8)
+    model.head.active.append("second")
+
+
+def another_table(model: Any) -> None:
+    vars(model.body)["_modules"] = {**model.body._modules, "1": seeded(lambda: Block(8))}
+
+
+def seeded(make: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(1)
+    return make()
+
+
+Edit = Callable[[Any], Any]
+TOLD: dict[str, tuple[Edit, str]] = {
+    "a layer appended": (lambda m: m.body.append(nn.Tanh()), "body.2 is another module"),
+    "a layer appended to a list": (lambda m: m.stages.append(nn.Tanh()), "stages.2 is another module"),
+    "a layer inserted": (lambda m: m.body.insert(0, nn.Tanh()), "body.0 is another module"),
+    "a layer removed": (lambda m: m.body.pop(1), "is another module"),
+    "layers swapped": (lambda m: set_item(m.stages, 0, m.stages[1]), "stages.0 is another module"),
+    "another activation": (lambda m: setattr(m.body[0], "act", nn.ReLU()), "body.0.act is another module"),
+    "stride": (lambda m: setattr(m.stem, "stride", (2, 2)), "stem.stride is (2, 2), captured as (1, 1)"),
+    "padding": (lambda m: setattr(m.stem, "padding", (2, 2)), "stem.padding is (2, 2), captured as (1, 1)"),
+    "dilation": (lambda m: setattr(m.stem, "dilation", (2, 2)), "stem.dilation is (2, 2), captured as (1, 1)"),
+    "forward of a child": (lambda m: setattr(m.body[0].act, "forward", torch.tanh), "body.0.act has another forward"),
+    "class of a child": (lambda m: setattr(m.body[0].act, "__class__", nn.ReLU), "is a ReLU, captured as a SiLU"),
+    "an item of a list": (lambda m: set_item(m.schedule["temperature"], 0, 0.5), "schedule is {'at': 0"),
+    "an item of a dictionary": (lambda m: set_item(m.schedule, "at", 1), "schedule is {'at': 1"),
+    "another type of number": (lambda m: setattr(m, "limit", 3.0), "limit is 3.0, captured as 3"),
+    "an attribute of the class": (lambda m: setattr(m, "gain", 2.5), "gain is new"),
+    "a method of the model": (lambda m: setattr(m, "scaled", torch.tanh), "scaled is new"),
+    "an attribute that was asked for": (lambda m: setattr(m, "doubled", True), "doubled is new"),
+    "a function": (lambda m: setattr(m, "activation", F.relu), "activation is another object"),
+    "a module in a list": (lambda m: set_item(m.extras, 0, nn.ReLU()), "extras is another object"),
+    "a configuration": (lambda m: setattr(m.config, "slope", 0.125), "config.slope is 0.125, captured as 0.5"),
+    "an object in a dictionary": (
+        lambda m: setattr(m.table["inner"], "slope", 0.5),
+        "table.inner.slope is 0.5, captured as 0.75",
+    ),
+    "another configuration": (lambda m: setattr(m, "config", Settings(1.5)), "config is another object"),
+    "a tensor": (lambda m: setattr(m, "shift", torch.ones(4, 1, 1, 1)), "shift is another object"),
+    "scale of an adapter": (lambda m: set_item(m.head.scaling, "default", 0.5), "head.scaling is {'default': 0.5}"),
+    "active adapter": (lambda m: m.head.active.clear(), "head.active is [], captured as ['default']"),
+    "a second adapter": (wider_adapter, "is another module"),
+    "no bias": (lambda m: setattr(m.stem, "bias", None), "stem.bias is nothing, captured as torch.float32 (8,)"),
+    "an attribute set past the module": (lambda m: vars(m.stem).update(stride=(2, 2)), "stem.stride is (2, 2)"),
+    "a table of modules": (another_table, "body._modules is another dictionary"),
+    "a wider buffer": (lambda m: m.register_buffer("offset", torch.ones(4, 1, 1, 1)), "offset is torch.float32 (4,"),
+}
+FOLLOWED: dict[str, Edit] = {
+    "the same rate again": lambda m: setattr(m.body[0].norm, "eps", float("1e-5")),
+    "a module nobody calls": lambda m: setattr(m, "auxiliary", nn.Linear(2, 2)),
+    "an attribute nobody reads": lambda m: setattr(m.stem, "note", "seen"),
+    "a setting nobody reads": lambda m: setattr(m.config, "unread", 2),
+    "other weights": lambda m: setattr(m.stem, "weight", nn.Parameter(m.stem.weight.detach() / 2)),
+    "another statistic": lambda m: m.register_buffer("offset", torch.ones(1)),
+    "another tensor": lambda m: m.offset.fill_(0.5),
+    "a state dictionary": lambda m: m.load_state_dict(seeded(Net).state_dict(), assign=True),
+}
+
+
+@pytest.fixture(scope="module")
+def result() -> Any:
+    """A drop-in that no test changes: they take copies."""
+    made = optimized(net())
+    assert own(made) is not None
+    return made
+
+
+def told(module: nn.Module, x: Tensor) -> tuple[dict[str, Any], list[str]]:
+    """The numbers of a step, and what the module warned of; an artifact has a class of warnings of its own."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        numbers = step(module, x)
+    assert {w.category.__name__ for w in seen} <= {FallbackWarning.__name__}
+    return numbers, [str(w.message) for w in seen]
+
+
+def before_copy(result: nn.Module, edit: Edit) -> nn.Module:
+    edit(result)
+    return copy.deepcopy(result)
+
+
+def before_pickle(result: nn.Module, edit: Edit) -> nn.Module:
+    edit(result)
+    twin: nn.Module = pickle.loads(pickle.dumps(result))
+    return twin
+
+
+def at_once(result: nn.Module, edit: Edit) -> nn.Module:
+    edit(result)
+    return result
+
+
+@pytest.mark.parametrize("when", [at_once, before_copy, before_pickle], ids=lambda when: when.__name__)
+@pytest.mark.parametrize("name", TOLD)
+def test_an_edit_runs_the_original_and_is_named_once(
+    name: str, when: Callable[[nn.Module, Edit], nn.Module], result: Any
+) -> None:
+    edit, reason = TOLD[name]
+    plain, twin = net(), copy.deepcopy(result)
+    assert told(twin, image(4))[1] == []
+    edit(plain)
+    twin = when(twin, edit)
+    numbers, texts = told(twin, image(4))
+    assert_same_bits(numbers, step(plain, image(4)))
+    assert len(texts) == 1, texts
+    assert texts[0].startswith("Optimized Net ran its original forward: ")
+    assert reason in texts[0]
+    assert told(twin, image(4))[1] == []
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_an_edit_that_changes_nothing_or_is_looked_up_is_followed(name: str, result: Any) -> None:
+    plain, twin = net(), copy.deepcopy(result)
+    for model in (plain, twin):
+        FOLLOWED[name](model)
+    numbers, texts = told(twin, image(4))
+    assert texts == []
+    assert_same_bits(numbers, step(plain, image(4)))
+    guards = own(twin)
+    assert guards is not None
+    assert guards.guards is not None
+    assert guards.guards.hold(), "what was followed is what calls are compared with from then on"
+
+
+def test_an_edit_that_is_taken_back_runs_the_program_again(result: Any) -> None:
+    twin = copy.deepcopy(result)
+    twin.stem.padding = (2, 2)
+    assert len(told(twin, image(4))[1]) == 1
+    copied = copy.deepcopy(twin)
+    for module in (twin, copied):
+        module.stem.padding = (1, 1)
+        kept = own(module)
+        assert kept is not None
+        assert kept.guards is not None
+        assert kept.guards.changed() == kept.broken == ""
+
+
+def test_a_method_of_a_class_replaced(result: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, twin = net(), copy.deepcopy(result)
+    monkeypatch.setattr(nn.SiLU, "forward", tripled)
+    numbers, texts = told(twin, image(4))
+    assert "SiLU.forward is another than at capture" in texts[0]
+    assert_same_bits(numbers, step(plain, image(4)))
+
+
+class Resized(nn.Module):
+    """Sets an attribute in forward before another module reads it, as Swin Transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.side = nn.Conv2d(3, 4, 3, padding=1), 0
+
+    def forward(self, image: Tensor) -> Tensor:
+        self.side = image.shape[-1]
+        return torch.tanh(self.conv(image)).view(len(image), 4, self.side, self.side).mean((2, 3))
+
+
+@pytest.mark.parametrize("name", ["stride", "a layer removed", "an item of a list", "a table of modules"])
+def test_edits_are_seen_where_dictionaries_have_no_versions(
+    name: str, result: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert dict_versions.version_of is not None or sys.version_info[:3] == (3, 13, 0)
+    monkeypatch.setattr(guards, "version_of", None)
+    test_an_edit_runs_the_original_and_is_named_once(name, before_copy, result)
+
+
+def test_what_forward_sets_itself_is_no_edit() -> None:
+    torch.manual_seed(0)
+    model = Resized()
+    twin = optimized(model)
+    wide = torch.randn(4, 3, 6, 6)
+    with pytest.warns(FallbackWarning, match="an input is"):
+        twin(wide)
+    assert twin.side == 6
+    numbers, texts = told(twin, image(4))
+    assert texts == []
+    assert_same_bits(numbers, step(model, image(4)))
+
+
+def frozen(part: Callable[[Any], Any], on: bool = False) -> Edit:
+    return lambda model: part(model).requires_grad_(on)
+
+
+FROZEN: dict[str, tuple[Edit, bool]] = {  # whether it is told
+    "everything before the head": (
+        lambda m: [p.requires_grad_("head" in name) for name, p in m.named_parameters()],
+        False,
+    ),
+    "the first layers": (lambda m: [part.requires_grad_(False) for part in (m.stem, m.body[0])], True),
+    "weights of convolutions": (
+        lambda m: [p.requires_grad_(False) for p in m.parameters() if p.dim() == 4],
+        True,
+    ),
+    "normalizations": (lambda m: [p.requires_grad_(False) for n, p in m.named_parameters() if "norm" in n], True),
+}
+
+
+@pytest.mark.parametrize("name", FROZEN)
+def test_freezing_afterwards_takes_no_more_than_the_original(name: str) -> None:
+    freeze, expected = FROZEN[name]
+    plain, x = net(), torch.randn(16, 3, 16, 16)
+    twin = memrewrite.optimize(net(), x, budget="min", verify=False, exact=True)
+    for model in (plain, twin):
+        freeze(model)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        twin(x).square().mean().backward()
+    assert bool(seen) == expected
+    assert all("was trained, or frozen, after it was planned" in str(w.message) for w in seen)
+    plain(x).square().mean().backward()
+    gradients = ({name: p.grad for name, p in model.named_parameters()} for model in (twin, plain))
+    assert_same_bits(*gradients)
+    ours, theirs = (memrewrite.measure(model, x, optimizer="none").peak for model in (twin, plain))
+    assert ours <= theirs
+
+
+def test_unfreezing_afterwards() -> None:
+    def make() -> Net:
+        model = net()
+        model.body.requires_grad_(False)
+        return model
+
+    plain, twin = make(), optimized(make())
+    assert told(twin, image(4))[1] == []
+    for model in (plain, twin):
+        model.requires_grad_()
+    numbers, texts = told(twin, image(4))
+    assert len(texts) == 1
+    assert_same_bits(numbers, step(plain, image(4)))
+
+
+def test_a_drop_in_that_is_gone_keeps_nothing() -> None:
+    twin = optimized(net())
+    weight = weakref.ref(twin.stem.weight)
+    gc.collect()
+    gc.disable()
+    try:
+        del twin
+        assert weight() is None
+    finally:
+        gc.enable()
+
+
+# What compiled code follows: it looks parameters and tables up, and guards tensors itself.
+QUIET = {"a tensor", "no bias", "a table of modules", "a wider buffer"}
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_compiled_code_is_guarded_too(name: str, result: Any) -> None:
+    torch.compiler.reset()  # else the limit of recompilations is reached, and nothing is compiled any more
+    plain, twin = net(), copy.deepcopy(result)
+    compiled: Any = torch.compile(twin, backend="eager")
+    with torch.no_grad():
+        compiled(image(4))
+        for model in (plain, twin):
+            model.load_state_dict(net().state_dict())
+            TOLD[name][0](model)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            ours = compiled(image(4))
+        assert ours.equal(plain(image(4)))
+        assert sum(w.category is FallbackWarning for w in seen) == (name not in QUIET)
+
+
+@pytest.mark.parametrize("name", ["an item of a list", "a configuration", "scale of an adapter"])
+def test_an_artifact_knows_what_its_model_was_captured_with(name: str, result: Any, tmp_path: Path) -> None:
+    edit, reason = TOLD[name]
+    save(result, tmp_path / "out")
+    plain, same, other = net(), load(tmp_path / "out", net()), net()
+    assert told(same, image(4))[1] == []
+    for model in (plain, other):
+        edit(model)
+    numbers, texts = told(load(tmp_path / "out", other), image(4))
+    assert_same_bits(numbers, step(plain, image(4)))
+    assert len(texts) == 1
+    assert reason in texts[0]
