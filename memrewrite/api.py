@@ -1,38 +1,23 @@
 """``optimize``: capture, observe, rewrite, plan, verify, measure; the last two stages also by themselves."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
-from memrewrite.capture.hazards import refuse_weight_hooks
-from memrewrite.costs.profile import profile_on
 from memrewrite.equivalence import verifying
 from memrewrite.equivalence.verifying import Verdict
 from memrewrite.measurement import measuring
-from memrewrite.measurement.measuring import predict
+from memrewrite.optimizing.request import Request
+from memrewrite.optimizing.run import run
 from memrewrite.records.attached import attach
-from memrewrite.records.errors import CaptureError, MemrewriteError, NotEquivalentError, UsageError
+from memrewrite.records.errors import UsageError
 from memrewrite.records.loop import TUTORIAL, Loop
-from memrewrite.records.options import Budget, check_passes, check_seed
+from memrewrite.records.options import Budget, check_seed
 from memrewrite.records.outcomes import Measured
 from memrewrite.records.report import Report
-from memrewrite.report.assembly import report_on
-from memrewrite.search import pipeline, registry
-from memrewrite.search.budgeting import limit_for, meet
-from memrewrite.search.inplace import mark_inplace
-from memrewrite.search.regions import find
-from memrewrite.simulate import Timeline
-from memrewrite.simulate.devices.workspaces import workspace_bytes
-from memrewrite.workload.sharding import bucket_notes, refuse_sharded
-from memrewrite.workload.step import Inputs, Step, device_of, optimizers_like
-from memrewrite.workload.stepspec import amp_dtype, optimizer_factory
-
-Factory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-Optimizer = str | torch.optim.Optimizer | type[torch.optim.Optimizer] | Factory | None
+from memrewrite.workload.workload import Optimizer, workload
 
 
 class OptimizedModule(nn.Module):
@@ -92,55 +77,12 @@ def optimize(
     Raises ``CaptureError``, ``BudgetInfeasibleError``, ``NotEquivalentError``, ``MeasurementError``, ``UsageError``.
     """
     names = (passes,) if isinstance(passes, str) else None if passes is None else tuple(passes)
-    check_passes(names)
-    check_seed(seed)
-    inputs = _inputs(example_inputs, example_kwargs)
-    _refuse_replaced(model)
-    refuse_sharded(model)
-    step = make_step(model, optimizer, loss_fn, amp, mode, micro_batches, loop)
-    step = replace(step, as_cuda=_as_cuda(device, device_of(model, inputs)))
-    bare = pipeline.without_hooks(model)
-    limit = limit_for(budget, reserved, step.device_type(model, inputs))
-    progress("simulate")
-    workspace = workspace_bytes(device_of(model, inputs), step.amp, step.mode, step.as_cuda)
-    before = simulate_original(bare, inputs, step, workspace, attribute=True)
-    progress("capture")
-    found = find(bare, inputs, step, regions)
-    step = replace(step, compiled=compiled)
-    parts = [pipeline.Part(region, step) for region in found.found]
-    profile = profile_on(device_of(model, inputs))
-    notes = (*found.notes, *(bucket_notes(model) if step.mode == "train" else ()))
-    line = pipeline.Line(bare, inputs, step, workspace, parts, notes, found.left, profile)
-    if profile is not None:
-        progress("profile")
-        line.original = line.times()
-    progress("rewrite")
-    pipeline.rewrite(line, names, exact)
-    measured = None
-    if limit is not None:
-        progress("plan")
-        measured = meet(line, limit, limit.of(before), names)
-        pipeline.drop_needless_casts(line)
-    mark_inplace(line, names)
-    modified = any(result.modified for result in line.results.values())
-    after = line.simulate()
-    bound = 0 if limit is None else limit.resolve(limit.of(before)) or 0
-    if not modified and (limit is None or limit.of(before) <= max(bound, limit.of(after))):
-        return _with_report(model, report_on(line, bare, limit, before, before, None, measured))
-    if not modified:
-        line.notes += ("Nothing had to be rewritten: written out as a program, the model lets go of values sooner.",)
-    result = line.build()
-    if after.peak > before.peak and measured is None:
-        pipeline.abandon(line)
-        return _with_report(model, report_on(line, bare, limit, before, before, None, None))
-    verdict = None
-    if verify:
-        progress("verify")
-        with _blaming(bare):  # for whatever shapes alone do not tell
-            verdict = _prove(line, result, seed, exact)
-    report = report_on(line, result, limit, before, line.attributed(), verdict, measured)
-    pipeline.with_hooks_of(model, result)
-    return _with_report(result, report)
+    asked = Request(budget, reserved, device, regions, names, exact, compiled, verify, seed)
+    asked.check(model)
+    work = workload(model, example_inputs, example_kwargs, optimizer, loss_fn, amp, mode, micro_batches, loop)
+    outcome = run(work, asked, progress)
+    attach(outcome.module, outcome.report)
+    return cast(OptimizedModule, outcome.module)
 
 
 def measure(
@@ -167,8 +109,8 @@ def measure(
     Raises ``MeasurementError`` when memory runs out or compiling fails, ``UsageError`` for arguments that cannot be
     meant.
     """
-    step = make_step(model, optimizer, loss_fn, amp, mode, micro_batches, loop)
-    return measuring.measure(model, _inputs(example_inputs, example_kwargs), step, steps=steps, compiled=compiled)
+    work = workload(model, example_inputs, example_kwargs, optimizer, loss_fn, amp, mode, micro_batches, loop)
+    return measuring.measure(model, work.inputs, work.step, steps=steps, compiled=compiled)
 
 
 def verify(
@@ -197,120 +139,6 @@ def verify(
     """
     if original.training != rewritten.training:
         raise UsageError("One model is in train mode and the other is not; call train() or eval() on both.")
-    step = make_step(original, optimizer, loss_fn, amp, mode, micro_batches, loop)
-    inputs = _inputs(example_inputs, example_kwargs)
     check_seed(seed)
-    return verifying.verify(original, rewritten, inputs, step, exact=exact, steps=steps, seed=seed)
-
-
-def simulate_original(
-    model: nn.Module, inputs: Inputs, step: Step, workspace: int, *, attribute: bool = False, probe: bool = True
-) -> Timeline:
-    """The timeline of the model as it is, by ``measuring.predict``.
-
-    Raises ``CaptureError`` where the model itself fails on the inputs.
-    """
-    with _blaming(model):
-        return predict(model, inputs, step, workspace_bytes=workspace, attribute=attribute, probe=probe)
-
-
-@contextmanager
-def _blaming(model: nn.Module) -> Iterator[None]:
-    """Let what the model itself raises on the example inputs be a ``CaptureError`` that says so."""
-    try:
-        yield
-    except MemrewriteError:
-        raise
-    except Exception as error:
-        reason = next(iter(str(error).splitlines()), "").rstrip(".")
-        raise CaptureError(
-            f"{type(model).__name__} fails on the example inputs with {type(error).__name__}: {reason}; "
-            "give inputs that the model takes."
-        ) from error
-
-
-def make_step(
-    model: nn.Module,
-    optimizer: Optimizer,
-    loss_fn: Callable[[Any], Tensor] | None,
-    amp: str | torch.dtype | None,
-    mode: Literal["train", "inference"] | None,
-    micro_batches: int = 1,
-    loop: str | Loop = TUTORIAL,
-) -> Step:
-    """The step that the arguments of ``optimize`` and the like mean.
-
-    Raises ``UsageError`` for names and numbers that mean nothing, and for a mode the model is not in.
-    """
-    if micro_batches < 1:
-        raise UsageError(f"A step cannot take {micro_batches} micro-batches; give at least 1.")
-    now: Literal["train", "inference"] = "train" if model.training else "inference"
-    if mode is not None and mode != now:
-        raise UsageError(f"The model is in {now} mode; call model.{'train' if mode == 'train' else 'eval'}() first.")
-    if now == "train" and not any(p.requires_grad for p in model.parameters()):
-        raise UsageError("No parameter requires a gradient, so there is no training step; call model.eval() first.")
-    if isinstance(optimizer, str):
-        factory = optimizer_factory(optimizer)
-    else:
-        factory = optimizers_like(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else optimizer
-    kind = amp_dtype(amp) if isinstance(amp, str) else amp
-    return Step(now, factory, loss_fn, kind, micro_batches=micro_batches, loop=Loop.parse(loop))
-
-
-def _inputs(args: Any, kwargs: dict[str, Any] | None) -> Inputs:
-    return Inputs(args if isinstance(args, tuple) else (args,), kwargs or {})
-
-
-def _refuse_replaced(model: nn.Module) -> None:
-    """Raise ``UsageError`` where forward is not the class's own, ``CaptureError`` where a hook sets its weight."""
-    if "forward" in vars(model):
-        raise UsageError("The model's forward was replaced on the object; define it in the model's class instead.")
-    if hasattr(type(model), "_memrewrite"):
-        raise UsageError("The model is already optimized; optimize the original again with the new budget.")
-    refuse_weight_hooks(model, type(model).__name__)  # which a capture does not see
-
-
-def _prove(line: pipeline.Line, result: nn.Module, seed: int, exact: bool) -> Verdict:
-    """Verify against the original; where arithmetic changed, also bit for bit against the program without segments.
-
-    That a rewrite computes in pieces what the device computes at once shows in the bits: if not all are the same, it
-    has changed the arithmetic there, and so has a capture that takes a way of its own.
-    """
-    changed = line.arithmetic_changed
-    verdict = verifying.verify(line.model, result, line.inputs, line.step, exact=not changed, seed=seed)
-    in_pieces = any(name in registry.SLOWER and found.modified for name, found in line.results.items())
-    if not (verdict.equivalent or changed or exact) and (in_pieces or not line.captured_exactly):
-        changed = True
-        verdict = verifying.verify(line.model, result, line.inputs, line.step, exact=False, seed=seed)
-    segmented = line.results.get("checkpoint_segments")
-    if verdict.equivalent and changed and segmented and segmented.modified:
-        restore = pipeline.without_segments(line)
-        plain = line.build()
-        restore()
-        segments = verifying.verify(plain, result, line.inputs, line.step, exact=True, seed=seed)
-        if not segments.equivalent:
-            verdict = segments
-    if not verdict.equivalent:
-        done = ", ".join(name for name, r in line.results.items() if r.modified)
-        notes = "".join(f" {note}" for note in line.notes)
-        advice = " exact=True leaves out the rewrites that change the arithmetic." if line.arithmetic_changed else ""
-        raise NotEquivalentError(f"The rewritten model is not equivalent ({done}): {verdict.summary}.{notes}{advice}")
-    return verdict
-
-
-def _with_report(module: nn.Module, report: Report) -> OptimizedModule:
-    attach(module, report)
-    return cast(OptimizedModule, module)
-
-
-def _as_cuda(wanted: str | torch.device | None, here: torch.device) -> bool:
-    """Whether to plan for CUDA without it; raises ``UsageError`` where the model does not lie on ``wanted``."""
-    try:
-        kind = here.type if wanted is None else torch.device(wanted).type
-    except RuntimeError as error:
-        raise UsageError(f"Device {wanted!r} is unknown; give cpu or cuda.") from error
-    if kind == here.type:
-        return False
-    if (kind, here.type) == ("cuda", "cpu") and not torch.cuda.is_available():
-        return True
-    raise UsageError(f"The model is on {here}, not on {wanted}; move it and its inputs there, or leave out device.")
+    work = workload(original, example_inputs, example_kwargs, optimizer, loss_fn, amp, mode, micro_batches, loop)
+    return verifying.verify(original, rewritten, work.inputs, work.step, exact=exact, steps=steps, seed=seed)

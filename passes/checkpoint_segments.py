@@ -8,17 +8,10 @@ Before:
 After:
     (relu,) = run_segment(segment_0, self, x, random=False)
 
-The graph keeps its nodes; ``meta["segment"]`` of one in segment 1 inside segment 0 is (0, 1), ``meta["random"]`` says
-that a node draws random numbers, and ``meta["run_once"]`` what must not happen again in recomputation: ``"skip"`` for a
-counter nobody reads, or the attributes of the running statistics, which recomputation writes into scratch memory.
-``meta["keep"]`` numbers a node that does not run again with its segment, ``meta["statistics"]`` a batch normalization
-that only applies its statistics again. Of nodes in compiled code, ``meta["draw"]`` marks one whose few random numbers
-stay, ``meta["settled"]`` one whose gradient is summed up as far as it goes before an earlier segment runs backward,
-``meta["in_turn"]`` a product that is through with what it reads before the gradient of that is used, which is at this
-place in its arguments, and the weight after it.
+The graph stays as it is; what is done with each node is said by its mark (``plan.marks``).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -27,6 +20,7 @@ from torch import fx
 from memrewrite.costs.compiled import feeds_products
 from memrewrite.costs.normalizations import keeps_statistics
 from memrewrite.observe.effects import Effects
+from memrewrite.plan.marks import UNMARKED, Marks, NodeMark
 from memrewrite.plan.segments import Plan
 from memrewrite.plan_facts.chain import compute_nodes, is_counter, own_bytes, reach
 from memrewrite.records.errors import InternalError
@@ -34,7 +28,6 @@ from memrewrite.records.options import format_bytes
 from memrewrite.rewriting.contract import Findings, Result
 
 aten = torch.ops.aten
-MARKS = ("segment", "random", "run_once", "keep", "statistics", "draw", "settled", "in_turn")
 _FEW = 2**20  # bytes of random numbers that compiled code keeps
 _VALUE_AT: dict[Any, int] = {aten.linear.default: 0, aten.matmul.default: 0, aten.mm.default: 0, aten.addmm.default: 1}
 
@@ -54,53 +47,45 @@ class CheckpointSegments:
     name: ClassVar[str] = "checkpoint_segments"
     exact: ClassVar[bool] = True
 
-    def __call__(self, graph_module: fx.GraphModule, effects: Effects) -> Result:
-        """Mark the segments; marks from before are taken away first."""
+    def __call__(self, effects: Effects) -> tuple[Marks, Result]:
+        """The marks of the graph's nodes, and what that does."""
         findings = Findings()
         nodes = compute_nodes(effects)
-        clear(graph_module)
+        marks: dict[fx.Node, NodeMark] = {}
         ends = reach(effects, nodes)
         for path, (a, b) in self.plan.numbered():
             if b > ends[a]:
                 raise InternalError(
                     f"The plan recomputes {nodes[a].name}..{nodes[b - 1].name}, which may not run twice."
                 )
-            for number, node in enumerate(nodes[a:b], a):
-                _mark(node, path, effects)
-                if self._keeps_statistics(node, effects):
-                    node.meta["statistics"] = number
-                else:
-                    _mark_once(node, effects)
-                if self.compiled and _draws_few(node, effects):
-                    node.meta["draw"] = True
+            marks |= {node: self._mark(node, number, path, effects) for number, node in enumerate(nodes[a:b], a)}
             freed = sum(effects.storages[key].bytes for key in _freed(effects, nodes[a:b]))
             findings.apply(nodes[a], f"{b - a} nodes up to {nodes[b - 1].name}, {format_bytes(freed)} not kept")
         for a, b in self.plan.keeping:
             for number in range(a, b):
                 if own_bytes(effects, nodes[number], self.compiled) >= 0:
-                    nodes[number].meta["keep"] = number
+                    marks[nodes[number]] = replace(marks.get(nodes[number], UNMARKED), keep=number)
         for node in nodes if self.compiled else ():
-            node.meta["settled"] = True
-            if self.in_turn and _narrows(node):
-                node.meta["in_turn"] = _VALUE_AT[node.target]
-        return findings.result()
+            in_turn = _VALUE_AT[node.target] if self.in_turn and _narrows(node) else None
+            marks[node] = replace(marks.get(node, UNMARKED), settled=True, in_turn=in_turn)
+        return Marks(tuple((node.name, mark) for node, mark in marks.items())), findings.result()
+
+    def _mark(self, node: fx.Node, number: int, path: tuple[int, ...], effects: Effects) -> NodeMark:
+        """That of the node of this number in the segment of these numbers."""
+        facts = effects.of[node]
+        mark = NodeMark(path, facts.random, draw=self.compiled and _draws_few(node, effects))
+        if self._keeps_statistics(node, effects):
+            return replace(mark, statistics=number)
+        if is_counter(effects, node):
+            return replace(mark, skipped=True)
+        attributes = (n for n in node.all_input_nodes if n.op == "get_attr")
+        once = tuple(n.name for n in attributes if effects.of[n].outputs & facts.statistics)
+        return replace(mark, once=once)
 
     def _keeps_statistics(self, node: fx.Node, effects: Effects) -> bool:
         """Compiled code would rather keep a result that products read."""
         keeps = self.statistics and keeps_statistics(node)
         return keeps and not (self.compiled and feeds_products(node, effects))
-
-
-def clear(graph_module: fx.GraphModule) -> None:
-    """Take every segment mark off the graph."""
-    for node in graph_module.graph.nodes:
-        for key in MARKS:
-            node.meta.pop(key, None)
-
-
-def _mark(node: fx.Node, path: tuple[int, ...], effects: Effects) -> None:
-    node.meta["segment"] = path
-    node.meta["random"] = effects.of[node].random
 
 
 def _draws_few(node: fx.Node, effects: Effects) -> bool:
@@ -115,15 +100,6 @@ def _narrows(node: fx.Node) -> bool:
     if not (isinstance(value, fx.Node) and isinstance(weight, fx.Node) and weight.op == "get_attr"):
         return False
     return len(value.users) == 1 and bool(value.meta["val"].numel() > node.meta["val"].numel())
-
-
-def _mark_once(node: fx.Node, effects: Effects) -> None:
-    facts = effects.of[node]
-    if is_counter(effects, node):
-        node.meta["run_once"] = "skip"
-    elif facts.statistics:
-        attributes = (n for n in node.all_input_nodes if n.op == "get_attr")
-        node.meta["run_once"] = tuple(n for n in attributes if effects.of[n].outputs & facts.statistics)
 
 
 def _freed(effects: Effects, nodes: list[fx.Node]) -> set[int]:

@@ -18,12 +18,12 @@ copy in their layout, in float32.
 """
 
 import itertools
-from collections.abc import Callable, Iterable
 
 from torch import Tensor, fx
 
 from memrewrite.observe.effects import Effects
 from memrewrite.passes.spelling import operation
+from memrewrite.plan.marks import Marks
 from memrewrite.runtime.segment import IN_AUTOCAST, as_autocast
 
 _PRODUCTS = {operator.overloadpacket.__name__ for operator in IN_AUTOCAST}
@@ -42,47 +42,35 @@ def insert(graph_module: fx.GraphModule, effects: Effects) -> None:
     graph_module.recompile()
 
 
-def insert_for_inputs(graph_module: fx.GraphModule, effects: Effects) -> list[fx.Node]:
-    """Spell out the cast of each input that only one product reads, before its segment; returns the casts."""
+def insert_for_inputs(graph_module: fx.GraphModule, effects: Effects, marks: Marks) -> bool:
+    """Spell out the cast of each input that only one product reads, before its segment; whether there are any."""
     casts = []
     first: dict[int, fx.Node] = {}  # of each outermost segment
     for node in effects.order:
-        if "segment" not in node.meta:
+        if not marks[node.name].segment:
             continue
-        place = first.setdefault(node.meta["segment"][0], node)
+        place = first.setdefault(marks[node.name].segment[0], node)
         for source in node.all_input_nodes if operation(node) in _PRODUCTS else ():
             alone = len(source.users) == node.args.count(source) == 1
             if source.op == "placeholder" and alone and _is_narrower(node, source):
                 casts.append(_cast(source, node, place))
     graph_module.recompile()
-    return casts
+    return bool(casts)
 
 
-def take_away(graph_module: fx.GraphModule, casts: Iterable[fx.Node]) -> None:
-    """Take casts away again."""
-    for cast in casts:
-        (source,) = cast.all_input_nodes
-        cast.replace_all_uses_with(source)
-        graph_module.graph.erase_node(cast)
-    graph_module.recompile()
-
-
-def drop_needless(graph_module: fx.GraphModule) -> Callable[[], None]:
-    """Take away each cast that lies in the segment of its product, or in none as that does; the result restores them.
+def drop_needless(graph_module: fx.GraphModule, marks: Marks) -> bool:
+    """Take away each cast that lies in the segment of its product, or in none as that does; whether there are any.
 
     Some let go of what they cast before the product runs.
     """
     casts = graph_module.graph.find_nodes(op="call_function", target=as_autocast)
-    alike = (all(user.meta.get("segment") == cast.meta.get("segment") for user in cast.users) for cast in casts)
-    needless = [(cast, *cast.all_input_nodes, *cast.users) for cast in itertools.compress(casts, alike)]
-    take_away(graph_module, [cast for cast, _, _ in needless])
-
-    def restore() -> None:
-        for cast, source, product in needless:
-            _cast(source, product, product).meta = cast.meta
-        graph_module.recompile()
-
-    return restore
+    alike = [all(marks[user.name].segment == marks[cast.name].segment for user in cast.users) for cast in casts]
+    for cast in itertools.compress(casts, alike):
+        (source,) = cast.all_input_nodes
+        cast.replace_all_uses_with(source)
+        graph_module.graph.erase_node(cast)
+    graph_module.recompile()
+    return any(alike)
 
 
 def _cast(source: fx.Node, product: fx.Node, place: fx.Node) -> fx.Node:

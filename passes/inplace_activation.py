@@ -24,6 +24,7 @@ from torch import Tensor, fx
 from memrewrite.observe.effects import Effects
 from memrewrite.passes.matching import kept_by
 from memrewrite.passes.spelling import Spelling, in_place, operand, operation, options, tensor
+from memrewrite.plan.marks import NO_MARKS, Marks
 from memrewrite.rewriting.contract import Findings, Result
 from memrewrite.torch_internals.private import is_view
 
@@ -33,20 +34,25 @@ ACTIVATIONS = ("relu", "relu6", "leaky_relu", "hardtanh", "sigmoid", "tanh", "dr
 
 @dataclass(frozen=True)
 class InplaceActivation:
-    """Activations write over their input where no one reads it afterwards."""
+    """Activations write over their input where no one reads it afterwards; segments of ``marks`` are respected."""
 
+    marks: Marks = NO_MARKS
     name: ClassVar[str] = "inplace_activation"
     exact: ClassVar[bool] = True
 
     def __call__(self, graph_module: fx.GraphModule, effects: Effects) -> Result:
-        """Mark every activation that may be in place; ``meta["segment"]`` of the nodes is respected."""
+        """Respell every activation that may be in place."""
         findings = Findings()
         keeping: set[fx.Node] = set()  # nodes that, marked, keep their result where they kept their input before
         for node in effects.order:
             if not match(node, effects):
                 continue
             spelling = in_place(node)
-            reason = check(node, effects, keeping) or copied(node, spelling) or _overwritten(node, spelling, effects)
+            reason = (
+                check(node, effects, keeping, self.marks)
+                or copied(node, spelling)
+                or _overwritten(node, spelling, effects)
+            )
             if reason or spelling is None:
                 findings.refuse(node, reason or f"{node.name} has no in-place form.")
                 continue
@@ -65,7 +71,7 @@ def match(node: fx.Node, effects: Effects) -> bool:
     return known and not effects.of[node].writes and not effects.of[node].outputs <= effects.of[node].reads
 
 
-def check(node: fx.Node, effects: Effects, keeping: Set[fx.Node]) -> str | None:
+def check(node: fx.Node, effects: Effects, keeping: Set[fx.Node], marks: Marks = NO_MARKS) -> str | None:
     """Why ``node`` may not write over its input; None if it may. ``keeping`` are nodes marked before it."""
     source = operand(node)
     value, result = tensor(source), tensor(node)
@@ -77,7 +83,7 @@ def check(node: fx.Node, effects: Effects, keeping: Set[fx.Node]) -> str | None:
         or _foreign(source, value, key, effects)
         or _read_later(node, source, key, effects)
         or _kept(node, source, key, effects, keeping)
-        or _crosses_segment(node, key, effects)
+        or _crosses_segment(node, key, effects, marks)
     )
 
 
@@ -143,11 +149,11 @@ def _kept(node: fx.Node, source: fx.Node, key: int, effects: Effects, keeping: S
     return None
 
 
-def _crosses_segment(node: fx.Node, key: int, effects: Effects) -> str | None:
-    segment = node.meta.get("segment")
+def _crosses_segment(node: fx.Node, key: int, effects: Effects, marks: Marks) -> str | None:
+    segment = marks[node.name].segment
     touching = [effects.order[effects.storages[key].producer]]
     touching += [other for other in effects.order if key in effects.of[other].reads]
     for other in touching:
-        if other.meta.get("segment") != segment:
+        if marks[other.name].segment != segment:
             return f"Its input is also used by {other.name} in another checkpoint segment, which may run again."
     return None

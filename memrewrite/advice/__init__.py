@@ -14,7 +14,7 @@ from memrewrite.records.errors import BudgetInfeasibleError, MemrewriteError
 from memrewrite.records.options import Budget, format_bytes
 from memrewrite.records.outcomes import Option
 from memrewrite.runtime.dropin import FallbackWarning
-from memrewrite.search.pipeline import Line
+from memrewrite.search.candidate import Candidate
 from memrewrite.simulate.fake.batch import at_batch
 from memrewrite.workload.step import Inputs, Step, evaluating
 from memrewrite.workload.stepspec import optimizer_factory
@@ -32,23 +32,23 @@ _AMP = "bfloat16 autocast (--amp bf16)"
 _OTHER_BITS = "products and convolutions in bfloat16: other bits, as fast or faster on a GPU"
 
 
-def infeasible(line: Line, limit: Budget, budget: int, lowest: int) -> BudgetInfeasibleError:
-    """The error for a limit of ``budget`` bytes that no plan meets; what else would is simulated with the marked one.
+def infeasible(candidate: Candidate, limit: Budget, budget: int, lowest: int) -> BudgetInfeasibleError:
+    """The error for a limit of ``budget`` bytes that no plan meets; what else would is simulated with this candidate.
 
     ``lowest`` are the lowest bytes reached of what is limited.
     """
-    plan, uncompiled = "plan", ""
-    if line.compiled and line.step.mode == "train":
+    bench, plan, uncompiled = candidate.bench, "plan", ""
+    if bench.compiled and bench.step.mode == "train":
         plan = "plan for torch.compile"
-        if line.simulate().peak_of_optimizer < lowest:
+        if candidate.simulate().peak_of_optimizer < lowest:
             uncompiled = "; uncompiled it may be lower"
     message = (
         f"No {plan} fits {format_bytes(budget)}{' reserved' * limit.reserved}: the lowest "
         f"{'reserved' if limit.reserved else 'reachable'} peak is {format_bytes(lowest)} "
-        f"({_floor(line)}){uncompiled}. What else would fit:"
+        f"({_floor(candidate)}){uncompiled}. What else would fit:"
     )
-    workspaces = {"train": line.workspace, "inference": line.workspace}
-    variants = Variants(line.build(), line.inputs, line.step, workspaces, bounded=limit)
+    workspaces = {"train": bench.workspace, "inference": bench.workspace}
+    variants = Variants(candidate.build(), bench.inputs, bench.step, workspaces, bounded=limit)
     found = options(variants, budget, lowest)
     lines = tuple(
         f"  - {option.name}: {format_bytes(option.peak_bytes)} ({option.cost})" for option in found if option.fits
@@ -56,9 +56,9 @@ def infeasible(line: Line, limit: Budget, budget: int, lowest: int) -> BudgetInf
     return BudgetInfeasibleError(message, lowest, lines or ("  - nothing that was tried; a smaller model.",), found)
 
 
-def _floor(line: Line) -> str:
+def _floor(candidate: Candidate) -> str:
     """What the peak is made of, largest first."""
-    categories = line.simulate().categories
+    categories = candidate.simulate().categories
     largest = sorted(categories.items(), key=lambda item: -item[1])[:4]
     return ", ".join(f"{name} {format_bytes(size)}" for name, size in largest)
 

@@ -30,6 +30,7 @@ from memrewrite.capture.expressions import Trees, literal, nested
 from memrewrite.capture.normal import attribute
 from memrewrite.codegen.submodules import Submodules
 from memrewrite.costs.normalizations import in_one_with, runs_again_with
+from memrewrite.plan.marks import NO_MARKS, UNMARKED, Marks, NodeMark
 from memrewrite.records.errors import CaptureError
 from memrewrite.runtime.cross_entropy import chunked_cross_entropy
 from memrewrite.runtime.segment import as_autocast
@@ -51,13 +52,13 @@ _MODULES = {
 }
 
 
-def generate(captured: Captured, prefix: str = "") -> tuple[str, dict[str, Tensor]]:
+def generate(captured: Captured, prefix: str = "", marks: Marks = NO_MARKS) -> tuple[str, dict[str, Tensor]]:
     """The source of the captured (and rewritten) graph, and the constants it finds as buffers of the module.
 
-    Nodes that carry ``meta["segment"]`` become functions run under checkpointing.
+    Nodes that ``marks`` puts in segments become functions run under checkpointing.
     Raises ``CaptureError`` for a node that cannot be written as source.
     """
-    writer = _Writer(captured, prefix)
+    writer = _Writer(captured, prefix, marks)
     writer.graph()
     text = "\n".join([_HEADER, *writer.trees.lines(), *writer.functions, _program(captured, prefix)])
     compile(text, "<memrewrite>", "exec")
@@ -89,9 +90,10 @@ _PLAIN = re.compile(r"[\w.]+")
 
 
 class _Writer:
-    def __init__(self, captured: Captured, prefix: str) -> None:
+    def __init__(self, captured: Captured, prefix: str, marks: Marks) -> None:
         self.captured = captured
         self.prefix = prefix
+        self.marks = marks
         self.functions: list[str] = []
         self.trees = Trees(prefix)
         self.constants = {path: CONSTANT.format(i) for i, path in enumerate(captured.constants)}
@@ -116,11 +118,11 @@ class _Writer:
 
     def body(self, nodes: list[fx.Node], depth: int, results: list[fx.Node]) -> list[str]:
         """The statements of the nodes inside ``depth`` segments; ``results`` are used after them."""
-        groups = _groups(nodes, depth)
+        groups = self.groups(nodes, depth)
         uses = _last_uses(groups) | dict.fromkeys(results, len(groups))
         lines = []
         for position, members in enumerate(groups):
-            if len(_segment(members[0])) > depth:
+            if len(self.mark(members[0]).segment) > depth:
                 live_ins, live_outs = _live_ins(members), [n for n in members if uses.get(n, position) > position]
                 call = self.segment(members, depth + 1, live_ins, live_outs)
                 lines.append(call + self.drop(n for n in live_ins if uses[n] == position))
@@ -137,11 +139,11 @@ class _Writer:
         """Write the function of a segment, itself inside ``depth - 1`` others; returns the statement that calls it."""
         results = "".join(f"{self.name(n)}, " for n in live_outs)
         arguments = [self.name(n) for n in live_ins]
-        name = f"{self.prefix}segment_{'_'.join(map(str, _segment(nodes[0])[:depth]))}"
+        name = f"{self.prefix}segment_{'_'.join(map(str, self.mark(nodes[0]).segment[:depth]))}"
         with self.submodules.function():
             lines = [*self.body(nodes, depth, live_outs), f"return ({results})"]
         self.function(name, ["self", "recomputing", *arguments], lines)
-        keywords = [f"random={any(n.meta.get('random') for n in nodes)}"]
+        keywords = [f"random={any(self.mark(n).random for n in nodes)}"]
         if reads := self.parameters(nodes):
             keywords.append(f"reads={tuple(reads)!r}")
             frozen = tuple(p for p in reads if not attribute(self.captured.graph_module, p).requires_grad)
@@ -158,7 +160,7 @@ class _Writer:
         Of what the segment reads, that is what several nodes read later: one would give no sum.
         """
         nodes = [n for n in live_ins if _later_readers(n, last) > 1] + [n for n in live_outs if _later_readers(n, last)]
-        names = ", ".join(self.name(n) for n in nodes if "settled" in n.meta)
+        names = ", ".join(self.name(n) for n in nodes if self.mark(n).settled)
         return [f"({names}, ) = settled({names})"] if names else []
 
     def parameters(self, nodes: list[fx.Node]) -> dict[str, int]:
@@ -174,32 +176,36 @@ class _Writer:
 
     def statement(self, node: fx.Node, recomputed: bool) -> str:
         """One node as an assignment. ``recomputed`` says it stands in a segment: buffers are then updated once."""
-        once = node.meta.get("run_once") if recomputed else None
-        if once == "skip":
+        mark = self.mark(node) if recomputed else UNMARKED
+        if mark.skipped:
             return f"{self.name(node)} = None if recomputing else {self.call(node, ())}"
-        return f"{self.name(node)} = {self.call(node, once or ())}"
+        return f"{self.name(node)} = {self.call(node, mark.once)}"
 
-    def call(self, node: fx.Node, once: tuple[fx.Node, ...]) -> str:
+    def call(self, node: fx.Node, once: tuple[str, ...]) -> str:
         if node.target in _REGIONS:
             return self.region(node)
         if node.op not in ("call_function", "call_method"):
             raise CaptureError(f"The graph has a {node.op} node ({node.name}), which cannot be written as source.")
-        arguments = [f"once({self.value(a)}, recomputing)" if a in once else self.value(a) for a in node.args]
-        if (first := node.meta.get("in_turn")) is not None:
+        mark = self.mark(node)
+        arguments = [
+            f"once({self.value(a)}, recomputing)" if isinstance(a, fx.Node) and a.name in once else self.value(a)
+            for a in node.args
+        ]
+        if (first := mark.in_turn) is not None:
             arguments[first : first + 2] = [f"*in_turn({arguments[first]}, {arguments[first + 1]})"]
         keywords = [f"{k}={self.value(v)}" for k, v in node.kwargs.items()]
         if node.op == "call_method":
             return f"{arguments[0]}.{node.target}({', '.join([*arguments[1:], *keywords])})"
         name = function_name(node.target)
-        if "statistics" in node.meta:
-            kept = ["recomputing", str(node.meta["statistics"]), str(runs_again_with(node) is not None)]
+        if mark.statistics is not None:
+            kept = ["recomputing", str(mark.statistics), str(runs_again_with(node, self.marks) is not None)]
             return f"normalize({', '.join([*kept, *arguments])})"
-        if (normalized := in_one_with(node)) is not None:
-            return f"rectify(recomputing, {normalized.meta['statistics']}, {arguments[0]})"
-        if "keep" in node.meta:
-            kept = ["recomputing", str(node.meta["keep"]), str(bool(node.meta.get("random"))), name]
+        if (normalized := in_one_with(node, self.marks_of(node))) is not None:
+            return f"rectify(recomputing, {self.mark(normalized).statistics}, {arguments[0]})"
+        if mark.keep is not None:
+            kept = ["recomputing", str(mark.keep), str(mark.random), name]
             return f"keep({', '.join([*kept, *arguments, *keywords])})"
-        if "draw" in node.meta:
+        if mark.draw:
             return f"draw({', '.join([name, *arguments, *keywords])})"
         return f"{name}({', '.join([*arguments, *keywords])})"
 
@@ -225,6 +231,25 @@ class _Writer:
         name = f"{self.prefix}region_{len(self.functions)}_{node.name}"  # inner regions, written before, have others
         self.function(name, ["self", *parameters], lines)
         return f"{name}({', '.join(['self', *(self.value(a) for a in operands)])})"
+
+    def mark(self, node: fx.Node) -> NodeMark:
+        """What the plan says of a node."""
+        return self.marks_of(node)[node.name]
+
+    def marks_of(self, node: fx.Node) -> Marks:
+        """The marks of the graph that a node is in; the body of a region has none."""
+        return self.marks if node.graph is self.captured.graph_module.graph else NO_MARKS
+
+    def groups(self, nodes: Iterable[fx.Node], depth: int) -> list[list[fx.Node]]:
+        """Single nodes, and the nodes of each segment inside ``depth`` others together; execution order is kept."""
+        groups: list[list[fx.Node]] = []
+        for node in nodes:
+            segment = self.mark(node).segment[: depth + 1]
+            if len(segment) > depth and groups and self.mark(groups[-1][0]).segment[: depth + 1] == segment:
+                groups[-1].append(node)
+            else:
+                groups.append([node])
+        return groups
 
     def drop(self, nodes: Iterable[fx.Node]) -> str:
         names = [self.name(n) for n in dict.fromkeys(nodes) if n.op != "get_attr"]
@@ -299,24 +324,6 @@ def _body(node: fx.Node, body: Any) -> fx.GraphModule:
     if not isinstance(module, fx.GraphModule):
         raise CaptureError(f"The region {node.name} has no body that can be written as source.")
     return module
-
-
-def _segment(node: fx.Node) -> tuple[int, ...]:
-    """The numbers of the segments a node stands in, the outermost first."""
-    found: tuple[int, ...] = node.meta.get("segment", ())
-    return found
-
-
-def _groups(nodes: Iterable[fx.Node], depth: int) -> list[list[fx.Node]]:
-    """Single nodes, and the nodes of each segment inside ``depth`` others together; execution order is kept."""
-    groups: list[list[fx.Node]] = []
-    for node in nodes:
-        segment = _segment(node)[: depth + 1]
-        if len(segment) > depth and groups and _segment(groups[-1][0])[: depth + 1] == segment:
-            groups[-1].append(node)
-        else:
-            groups.append([node])
-    return groups
 
 
 def _last_uses(groups: list[list[fx.Node]]) -> dict[fx.Node, int]:

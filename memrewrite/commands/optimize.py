@@ -8,16 +8,17 @@ from typing import Literal
 from rich.console import Console
 from torch import nn
 
-from memrewrite import advice, api
+from memrewrite import advice
 from memrewrite.artifact.recheck import verify_in_child
 from memrewrite.artifact.save import save
-from memrewrite.codegen.writer import generate
 from memrewrite.commands import job as jobs
 from memrewrite.commands.answer import Outcome, say
 from memrewrite.commands.progress import Stages
 from memrewrite.commands.requests import OptimizeRequest
 from memrewrite.measurement.measuring import Loader, measure_in_child, predict
-from memrewrite.records.attached import report_of
+from memrewrite.measurement.original import simulate_original
+from memrewrite.optimizing import run as optimizing
+from memrewrite.optimizing.request import Request
 from memrewrite.records.errors import DoesNotFitError, UsageError
 from memrewrite.records.options import Budget, format_bytes
 from memrewrite.records.outcomes import Measured, Option
@@ -27,10 +28,10 @@ from memrewrite.report.code_diff import code_diff
 from memrewrite.report.snapshot import to_pickle
 from memrewrite.report.writing import fill
 from memrewrite.runtime.dropin import programs
-from memrewrite.search.budgeting import limit_for
-from memrewrite.search.regions import find
+from memrewrite.search.fit_to_budget import limit_for
 from memrewrite.simulate import Timeline
 from memrewrite.simulate.devices.workspaces import workspace_bytes
+from memrewrite.workload.workload import Workload
 
 EXIT_OVER_BUDGET = 1
 Job = jobs.Job[OptimizeRequest]
@@ -50,7 +51,7 @@ def _check(job: Job, budget: Budget | None, stage: Stages) -> Outcome:
     limit = limit_for(budget, False, job.step.device_type(job.module, job.inputs))
     stage("simulate")
     workspace = workspace_bytes(job.device, job.step.amp, job.step.mode, job.step.as_cuda)
-    found = api.simulate_original(job.module, job.inputs, job.step, workspace)
+    found = simulate_original(job.module, job.inputs, job.step, workspace)
     if limit is None or limit.minimum:
         raise UsageError("--check needs a budget in bytes or per cent; min says nothing about the model as it is.")
     kind, bound = ("reserved" if limit.reserved else "peak"), limit.resolve(limit.of(found)) or 0
@@ -69,30 +70,23 @@ def _check(job: Job, budget: Budget | None, stage: Stages) -> Outcome:
 
 def _optimize(job: Job, budget: Budget | None, stage: Stages) -> Outcome:
     request = job.request
-    optimized = api.optimize(
-        job.module,
-        job.inputs.args,
-        example_kwargs=job.inputs.kwargs,
-        budget=budget,
-        optimizer=job.step.optimizer,
-        loss_fn=job.step.loss_fn,
-        amp=job.step.amp,
-        mode=request.mode,
-        micro_batches=request.micro_batches,
-        loop=job.step.loop,
+    asked = Request(
+        budget,
         device="cuda" if job.step.as_cuda else None,
-        passes=request.pass_names,
+        names=request.pass_names,
         exact=request.exact,
         compiled=request.compiled,
         verify=request.verify,
         seed=request.seed,
-        progress=stage,
     )
-    report: Report = replace(report_of(optimized), model=job.name, command_line=request.typed)
+    asked.check(job.module)
+    outcome = optimizing.run(Workload(job.module, job.inputs, job.step), asked, stage)
+    optimized = outcome.module
+    report: Report = replace(outcome.report, model=job.name, command_line=request.typed)
     if request.advise and report.budget is not None:
         stage("advise")
         report = replace(report, options=_options(job, report, report.budget))
-    changes = _changes(job, optimized) if request.diff else None
+    changes = _changes(outcome) if request.diff else None
     timelines = _timelines(job, optimized) if request.snapshot else []
     report = _finish(job, optimized, report, stage)
     _write(request, report, timelines)
@@ -197,10 +191,7 @@ def _verify_saved(job: Job, report: Report, artifact: Path, stage: Stages) -> No
     verify_in_child(job.loader(artifact), job.request.step, exact=exact, timeout_s=job.request.timeout)
 
 
-def _changes(job: Job, optimized: nn.Module) -> str:
+def _changes(outcome: optimizing.Outcome) -> str:
     """What changed in the code of the graphs, as captured against as rewritten; empty where nothing was."""
-    after = {path: program.source for path, program in programs(optimized).items()}
-    if not after:
-        return ""
-    found = find(job.module, job.inputs, job.step).found
-    return code_diff({each.path: generate(each.captured, each.prefix)[0] for each in found}, after)
+    after = {path: program.source for path, program in programs(outcome.module).items()}
+    return code_diff(outcome.captured(), after) if after else ""

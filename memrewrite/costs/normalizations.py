@@ -11,6 +11,7 @@ from torch import Tensor, fx
 from memrewrite.costs import Roofline
 from memrewrite.costs.calls import Argument, Call
 from memrewrite.observe.effects import Effects
+from memrewrite.plan.marks import Marks
 from memrewrite.runtime.batch_norm import apply_statistics, as_matrix
 from memrewrite.simulate.memory.transients import like
 
@@ -33,20 +34,20 @@ def rectifier(node: fx.Node) -> fx.Node | None:
     return users[0] if alone else None
 
 
-def runs_again_with(node: fx.Node) -> fx.Node | None:
+def runs_again_with(node: fx.Node, marks: Marks) -> fx.Node | None:
     """The rectifier of ``node`` where it writes over its input in the same segment: the two run again as one."""
     relu = rectifier(node)
     if relu is None or relu.target is not torch.ops.aten.relu_.default:
         return None
-    return relu if relu.meta.get("segment") == node.meta.get("segment") else None
+    return relu if marks[relu.name].segment == marks[node.name].segment else None
 
 
-def in_one_with(relu: fx.Node) -> fx.Node | None:
+def in_one_with(relu: fx.Node, marks: Marks) -> fx.Node | None:
     """The normalization that ``relu`` runs again in one with, whose statistics are marked as kept; None without one."""
     source = relu.args[0] if relu.args else None
-    if not isinstance(source, fx.Node) or "statistics" not in source.meta:
+    if not isinstance(source, fx.Node) or marks[source.name].statistics is None:
         return None
-    return source if runs_again_with(source) is relu else None
+    return source if runs_again_with(source, marks) is relu else None
 
 
 def found(effects: Effects) -> dict[fx.Node, fx.Node | None]:

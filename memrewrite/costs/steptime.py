@@ -12,12 +12,15 @@ from torch import Tensor, fx
 from memrewrite.costs import Costs
 from memrewrite.costs.work import Work
 from memrewrite.observe.effects import Effects
+from memrewrite.plan.marks import NO_MARKS, Marks
 from memrewrite.torch_internals.private import tree_iter
 
 
-def step_times(effects: Effects, costs: Costs, others: Iterable[Work], passes: int = 1) -> tuple[float, float]:
+def step_times(
+    effects: Effects, costs: Costs, others: Iterable[Work], passes: int = 1, marks: Marks = NO_MARKS
+) -> tuple[float, float]:
     """Milliseconds of a step on the device and on the CPU: ``passes`` times the graph's nodes, their backward and the
-    segments marked in it.
+    segments in ``marks``.
 
     A segment costs the CPU its fixed time besides that of starting its nodes again. ``others`` (losses, optimizer) move
     their bytes at the roofline's rate.
@@ -30,7 +33,7 @@ def step_times(effects: Effects, costs: Costs, others: Iterable[Work], passes: i
         times = costs.times(node, facts, _trained(node))
         device += times.forward + times.backward + _sums_bytes(node) / costs.roofline.bytes_per_ms
         cpu += times.forward_cpu + times.backward_cpu
-        inside = node.meta.get("segment", ())
+        inside = marks[node.name].segment
         for depth in range(len(inside)):
             segments[inside[: depth + 1]].append(node)
     for members in segments.values():

@@ -12,20 +12,21 @@ import torch
 from torch import Tensor, nn
 
 from memrewrite import advice
-from memrewrite.api import Optimizer, make_step, simulate_original
 from memrewrite.estimates import modules, textbook
 from memrewrite.estimates.batches import largest
+from memrewrite.measurement.original import simulate_original
 from memrewrite.records.errors import CaptureError, UsageError
 from memrewrite.records.estimate import Difference, Estimate, Largest, ModuleShare, Peak, Textbook
 from memrewrite.records.loop import TUTORIAL, Loop
 from memrewrite.records.options import Budget, device_bytes
 from memrewrite.records.outcomes import Option
-from memrewrite.search import pipeline
 from memrewrite.simulate import Timeline, habits
 from memrewrite.simulate.devices.as_cuda import STATED_ERROR, library_bytes
 from memrewrite.simulate.fake.batch import at_batch
+from memrewrite.workload.hooks import without_hooks
 from memrewrite.workload.sharding import refuse_sharded
 from memrewrite.workload.step import Inputs, Step, evaluating
+from memrewrite.workload.workload import Optimizer, make_step
 
 __all__ = ["Difference", "Estimate", "Largest", "ModuleShare", "Peak", "Textbook", "estimate"]
 
@@ -68,7 +69,7 @@ def estimate(
     step = make_step(model, optimizer, loss_fn, amp, mode, micro_batches, loop)
     step = replace(step, as_cuda=wanted == "cuda" and here != "cuda")
     memory = None if device_memory is None else device_bytes(device_memory)
-    look = _Look(pipeline.without_hooks(model), inputs, step, library_bytes(step.mode) if wanted == "cuda" else 0)
+    look = _Look(without_hooks(model), inputs, step, library_bytes(step.mode) if wanted == "cuda" else 0)
     progress("simulate")
     timeline = look.timeline(attribute=True)
     alone = look.dropping() or look  # whose forward keeps nothing but what backward needs

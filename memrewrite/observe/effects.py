@@ -96,6 +96,11 @@ class Effects:
         """Every storage that some node writes."""
         return frozenset(key for facts in self.of.values() for key in facts.writes)
 
+    def of_copy(self, graph: fx.Graph) -> "Effects":
+        """The same facts of a copy of the graph that has not been changed since."""
+        copies = dict(zip(self.order, graph.nodes, strict=True))
+        return Effects(tuple(copies.values()), {copies[node]: facts for node, facts in self.of.items()}, self.storages)
+
     @property
     def kept(self) -> int:
         """Bytes of what the nodes make that autograd keeps."""

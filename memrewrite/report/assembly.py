@@ -1,4 +1,4 @@
-"""The report of one ``optimize`` call, put together from the line that it went."""
+"""The report of one ``optimize`` call, put together from the candidate that it chose."""
 
 import platform
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from memrewrite.records.outcomes import Measured, Peaks, Segment, Share
 from memrewrite.records.report import Report
 from memrewrite.report.curves import by_module, curve
 from memrewrite.rewriting.contract import where
-from memrewrite.search import pipeline
+from memrewrite.search.candidate import Candidate, CandidateRegion
 from memrewrite.search.coverage import kept
 from memrewrite.simulate import Timeline, habits
 from memrewrite.simulate.devices.as_cuda import NOTE
@@ -25,7 +25,7 @@ _COMPILED = "Peaks are predicted for the model as it is, and measured for what t
 
 
 def report_on(
-    line: pipeline.Line,
+    candidate: Candidate,
     result: nn.Module,
     limit: Budget | None,
     before: Timeline,
@@ -33,33 +33,34 @@ def report_on(
     verdict: Verdict | None,
     measured: Measured | None,
 ) -> Report:
-    """The record of what became of ``line``: ``result`` is its program, or the model itself, ``after`` its timeline.
+    """The record of what became of a model: ``result`` is the candidate built, or that itself.
 
-    ``limit`` is the budget asked for, ``verdict`` and ``measured`` are None where nothing was verified or measured.
+    ``limit`` is the budget asked for, ``after`` is the timeline of ``result``; ``verdict`` and
+    ``measured`` are None where nothing was verified or measured.
     """
     config = {
         "budget": None if limit is None else str(limit),
-        "mode": line.step.mode,
-        "amp": None if line.step.amp is None else str(line.step.amp),
-        "micro_batches": line.step.micro_batches,
-        "loop": str(line.step.loop),
-        "input_bytes": line.inputs.bytes,
-        "compiled": line.compiled,
-        "front_end": ", ".join(dict.fromkeys(part.region.captured.front_end for part in line.parts)),
-        "regions": [part.region.path for part in line.parts],
+        "mode": candidate.bench.step.mode,
+        "amp": None if candidate.bench.step.amp is None else str(candidate.bench.step.amp),
+        "micro_batches": candidate.bench.step.micro_batches,
+        "loop": str(candidate.bench.step.loop),
+        "input_bytes": candidate.bench.inputs.bytes,
+        "compiled": candidate.bench.compiled,
+        "front_end": ", ".join(dict.fromkeys(region.region.captured.front_end for region in candidate.regions)),
+        "regions": [region.region.path for region in candidate.regions],
     }
     return Report(
-        model=type(line.model).__name__,
-        mode=line.step.mode,
-        device=line.step.device_type(line.model, line.inputs),
+        model=type(candidate.bench.model).__name__,
+        mode=candidate.bench.step.mode,
+        device=candidate.bench.step.device_type(candidate.bench.model, candidate.bench.inputs),
         config=config,
         budget=None if limit is None else limit.resolve(limit.of(before)),
         predicted_before=_peaks(before),
         predicted_after=_peaks(after),
-        rewrites=tuple((name, a.where, a.what) for name, r in line.results.items() for a in r.applied),
-        refusals=tuple((name, f.where, f.reason) for name, r in line.results.items() for f in r.refused),
-        freed={name: r.freed for name, r in line.results.items() if r.applied and r.freed},
-        segments=_segments(line),
+        rewrites=tuple((name, a.where, a.what) for name, r in candidate.results.items() for a in r.applied),
+        refusals=tuple((name, f.where, f.reason) for name, r in candidate.results.items() for f in r.refused),
+        freed={name: r.freed for name, r in candidate.results.items() if r.applied and r.freed},
+        segments=_segments(candidate),
         equivalent=None if verdict is None else verdict.equivalent,
         verdict="not verified" if verdict is None else verdict.summary,
         checks=() if verdict is None else verdict.checks,
@@ -67,12 +68,12 @@ def report_on(
         curve_after=curve(after),
         modules=by_module(before, after),
         measured_after=measured,
-        notes=_notes(line),
+        notes=_notes(candidate),
         versions=_versions(),
-        shares=_shares(line),
-        habits=habits.costs(line.step, after, lambda step: line.peak_of(result, step)),
-        predicted_ms_before=_longer(line.original),
-        predicted_ms_after=_longer(line.original if after is before else line.times()),
+        shares=_shares(candidate),
+        habits=habits.costs(candidate.bench.step, after, lambda step: candidate.bench.peak_of(result, step)),
+        predicted_ms_before=_longer(candidate.bench.original),
+        predicted_ms_after=_longer(candidate.bench.original if after is before else candidate.times()),
         reserved=limit is not None and limit.reserved,
     )
 
@@ -81,11 +82,11 @@ def _longer(times: tuple[float, float] | None) -> float | None:
     return None if times is None else max(times)
 
 
-def _notes(line: pipeline.Line) -> tuple[str, ...]:
-    if line.step.as_cuda:
-        return (*line.notes, NOTE)
-    compiled = line.compiled and device_type(line.model, line.inputs) == "cuda"
-    return (*line.notes, _COMPILED) if compiled else line.notes
+def _notes(candidate: Candidate) -> tuple[str, ...]:
+    if candidate.bench.step.as_cuda:
+        return (*candidate.notes, NOTE)
+    compiled = candidate.bench.compiled and device_type(candidate.bench.model, candidate.bench.inputs) == "cuda"
+    return (*candidate.notes, _COMPILED) if compiled else candidate.notes
 
 
 def _versions() -> dict[str, str]:
@@ -94,28 +95,34 @@ def _versions() -> dict[str, str]:
     return {**versions, **cuda, "platform": f"{platform.system()} {platform.machine()}"}
 
 
-def _shares(line: pipeline.Line) -> tuple[Share, ...]:
-    regions = {part.region.path: "" for part in line.parts}
-    if "" in regions or line.step.mode == "inference":
+def _shares(candidate: Candidate) -> tuple[Share, ...]:
+    regions = {region.region.path: "" for region in candidate.regions}
+    if "" in regions or candidate.bench.step.mode == "inference":
         return ()
-    untouched = {**line.left, **regions}
-    found = kept(line.model, line.inputs, line.step, untouched)
+    untouched = {**candidate.left, **regions}
+    found = kept(candidate.bench.model, candidate.bench.inputs, candidate.bench.step, untouched)
     return tuple(Share(path, size, untouched[path]) for path, size in found.items())
 
 
 def _peaks(timeline: Timeline) -> Peaks:
-    return Peaks(timeline.peak, timeline.peak_step1, timeline.phases, timeline.categories, timeline.reserved)
+    return Peaks(
+        timeline.peak,
+        timeline.peak_step1,
+        timeline.phases,
+        timeline.categories,
+        timeline.reserved,
+    )
 
 
-def _segments(line: pipeline.Line) -> tuple[Segment, ...]:
-    return tuple(segment for part in line.parts for segment in _segments_of(part, line.costs(part)))
+def _segments(candidate: Candidate) -> tuple[Segment, ...]:
+    return tuple(segment for region in candidate.regions for segment in _segments_of(region, candidate.costs(region)))
 
 
-def _segments_of(part: pipeline.Part, costs: Costs) -> Iterator[Segment]:
-    effects = part.observe()
+def _segments_of(region: CandidateRegion, costs: Costs) -> Iterator[Segment]:
+    effects = region.effects
     nodes = compute_nodes(effects)
     storages = held_storages(effects, nodes).values()
-    paths = [n.meta.get("segment", ()) for n in nodes]
+    paths = list(region.marks.segments(n.name for n in nodes))
     for segment in sorted({path[:depth] for path in paths for depth in range(1, len(path) + 1)}):
         members = [i for i, path in enumerate(paths) if path[: len(segment)] == segment]
         made = (s for s in storages if s.saver is not None and members[0] <= s.producer <= members[-1])

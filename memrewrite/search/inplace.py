@@ -1,67 +1,57 @@
 """Activations are marked in place last, where that is right whoever calls the result, and lowers the peak."""
 
-from typing import Any
+from dataclasses import replace
+
+from torch import fx
 
 from memrewrite.observe.any_gradient import observe_trained
 from memrewrite.observe.effects import Effects
 from memrewrite.passes.inplace_activation import InplaceActivation
 from memrewrite.records.errors import CaptureError
 from memrewrite.rewriting.contract import Refused, Result
-from memrewrite.search.pipeline import Line, Part
+from memrewrite.search.candidate import Candidate, CandidateRegion
+
+_NAME = InplaceActivation.name
 
 
-def mark_inplace(line: Line, names: tuple[str, ...] | None) -> None:
-    """Mark activations in place, once and last, because legality depends on the segments.
+def marked_inplace(candidate: Candidate, names: tuple[str, ...] | None) -> Candidate:
+    """Activations in place, once and last, because legality depends on the segments.
 
     What autograd keeps depends on the call: it is observed as if everything required a gradient and without autocast,
     whose copies would be kept in place of what is marked, so that whoever calls the result may choose.
-    Marks that would raise the peak are taken back. ``torch.compile`` finds for itself what to write in place.
+    Where that would raise the peak, nothing is marked. ``torch.compile`` finds for itself what to write in place.
     """
-    if line.compiled or (names is not None and InplaceActivation.name not in names):
-        return
-    parts = [part for part in line.parts if InplaceActivation.name not in part.results]
-    before = _spellings(parts)
-    for part in parts:
-        _mark_inplace(part)
-    after = _spellings(parts)
-    if before == after:
-        return
-    peak = line.simulate(blocks=False).peak
-    _spell(parts, before)
-    if peak <= line.simulate(blocks=False).peak:
-        _spell(parts, after)
-        return
-    for part in parts:
-        done = part.results[InplaceActivation.name]
-        refused = (Refused(each.where, "In place, the peak of the step would be higher.") for each in done.applied)
-        part.results[InplaceActivation.name] = Result((), (*done.refused, *refused))
+    if candidate.bench.compiled or (names is not None and _NAME not in names):
+        return candidate
+    marked = candidate.each(_marked)
+    if marked.programs == candidate.programs:
+        return marked
+    if marked.simulate(blocks=False).peak <= candidate.simulate(blocks=False).peak:
+        return marked
+    return replace(candidate, regions=tuple(map(_unmarked, marked.regions, candidate.regions)))
 
 
-def _mark_inplace(part: Part) -> None:
-    effects = part.observe()
+def _marked(region: CandidateRegion) -> CandidateRegion:
+    if _NAME in region.results:
+        return region
 
-    def look() -> Effects:
+    def look(graph_module: fx.GraphModule, effects: Effects) -> Effects:
+        original, graph = region.region, region.graph
         return observe_trained(
-            part.region.module, part.graph_module, part.region.example, effects, grad=part.step.mode == "train"
+            original.module, graph_module, original.example, effects, grad=graph.step.mode == "train"
         )
 
     try:
-        first = [look()]
+        return region.after(InplaceActivation(region.marks), look)
     except CaptureError as error:
-        part.forget()
-        where = part.region.path or "(root)"
-        part.results[InplaceActivation.name] = Result((), (Refused(where, f"What would be kept is unknown: {error}"),))
-        return
-    part.apply(InplaceActivation(), lambda: first.pop() if first else look())
+        where = region.region.path or "(root)"
+        return region.having(_NAME, Result((), (Refused(where, f"What would be kept is unknown: {error}"),)))
 
 
-def _spellings(parts: list[Part]) -> list[tuple[Any, ...]]:
-    return [(node.target, node.args, node.kwargs) for part in parts for node in part.graph_module.graph.nodes]
-
-
-def _spell(parts: list[Part], spellings: list[tuple[Any, ...]]) -> None:
-    nodes = [node for part in parts for node in part.graph_module.graph.nodes]
-    for node, (target, args, kwargs) in zip(nodes, spellings, strict=True):
-        node.target, node.args, node.kwargs = target, args, kwargs
-    for part in parts:
-        part.graph_module.recompile()
+def _unmarked(marked: CandidateRegion, before: CandidateRegion) -> CandidateRegion:
+    """The region before it was marked, with a refusal for each mark."""
+    if _NAME in before.results:
+        return before
+    done = marked.results[_NAME]
+    refused = (Refused(each.where, "In place, the peak of the step would be higher.") for each in done.applied)
+    return before.having(_NAME, Result((), (*done.refused, *refused)))

@@ -27,7 +27,7 @@ from memrewrite.records.report import Report
 from memrewrite.report import assembly as reporting
 from memrewrite.rewriting.contract import Findings, Result
 from memrewrite.runtime.dropin import FallbackWarning
-from memrewrite.search import budgeting, registry
+from memrewrite.search import bench, registry
 from memrewrite.simulate import Timeline, run_tracked, simulate
 from memrewrite.workload.step import Inputs, Step
 from tests.support.dropins import ConvNet, assert_same_bits, conv_net, image, step
@@ -403,7 +403,7 @@ def measured(peak: int) -> Measured:
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, on_device: Callable[..., Measured]) -> None:
     """Let the CPU pass for a GPU on which ``on_device`` measures."""
-    for module in (reporting, budgeting):
+    for module in (reporting, bench):
         monkeypatch.setattr(module, "device_type", lambda *args: "cuda")
     monkeypatch.setattr(measuring, "measure", on_device)
     monkeypatch.setattr(reporting, "_segments", lambda line: ())

@@ -15,9 +15,9 @@ import torch._functorch.config as functorch
 from torch import nn
 
 from memrewrite.api import optimize
+from memrewrite.optimizing import run as optimizing
 from memrewrite.records.errors import BudgetInfeasibleError
 from memrewrite.records.options import Budget
-from memrewrite.search import budgeting
 from memrewrite.workload.step import Inputs, Step
 from tests.benchmarks.models import Workload, sqrt_segments
 from tests.benchmarks.rows import ParetoRow
@@ -120,7 +120,7 @@ def rewritten(
 
     Raises what ``optimize`` raises.
     """
-    with mock.patch.object(budgeting, "infeasible", _infeasible):
+    with mock.patch.object(optimizing, "infeasible", _infeasible):
         optimized = optimize(
             model,
             inputs.args,

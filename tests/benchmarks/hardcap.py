@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memrewrite.api import simulate_original
+from memrewrite.measurement.original import simulate_original
 from memrewrite.records.errors import BudgetInfeasibleError
 from memrewrite.runtime.dropin import FallbackWarning
 from memrewrite.simulate import simulate

@@ -18,8 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memrewrite.plan_facts.chain import compute_nodes_of
-from memrewrite.search import pipeline
+from memrewrite.plan_facts.chain import compute_nodes
+from memrewrite.search.bench import Bench
+from memrewrite.search.candidate import Candidate, CandidateRegion
+from memrewrite.search.graphs import ObservedGraph
+from memrewrite.search.planning import plan, rewritten
 from memrewrite.search.regions import find
 from memrewrite.workload.step import Inputs
 from memrewrite.workload.stepspec import StepSpec
@@ -70,20 +73,17 @@ def run(name: str, batch: int, module: nn.Module, inputs: Inputs, spec: StepSpec
 
 def _timed(module: nn.Module, inputs: Inputs, spec: StepSpec) -> dict[str, Any]:
     step, started = spec.build(), time.perf_counter()
-    found = find(module, inputs, step, None)
-    parts = [pipeline.Part(region, step) for region in found.found]
-    line = pipeline.Line(module, inputs, step, 0, parts, found.notes, found.left)
-    pipeline.rewrite(line, None, exact=False)
-    for part in line.parts:
-        part.observe()
-    captured = time.perf_counter()
-    unplanned = line.simulate()
+    graphs = (ObservedGraph(each, step, each.captured.graph_module) for each in find(module, inputs, step).found)
+    captured = Candidate(Bench(module, inputs, step, 0), tuple(map(CandidateRegion, graphs)))
+    candidate = rewritten(captured, None, exact=False)
+    nodes = sum(len(compute_nodes(region.effects)) for region in candidate.regions)
+    observed = time.perf_counter()
+    unplanned = candidate.simulate()
     budget = (unplanned.floor + unplanned.peak) // 2
     begun = time.perf_counter()
-    fitted = pipeline.plan(line, budget)
+    fitted = plan(candidate, budget).fitted
     planned = time.perf_counter()
-    nodes = sum(len(compute_nodes_of(part.graph_module)) for part in line.parts)
-    seconds = {"capture_s": captured - started, "plan_s": planned - begun}
+    seconds = {"capture_s": observed - started, "plan_s": planned - begun}
     return {
         "nodes": nodes,
         "budget": budget,

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from memrewrite.api import simulate_original
+from memrewrite.measurement.original import simulate_original
 from memrewrite.records.errors import DataDependentError
 from memrewrite.simulate import Timeline
 from memrewrite.simulate.devices.workspaces import workspace_bytes

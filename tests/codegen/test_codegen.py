@@ -21,6 +21,7 @@ from memrewrite.capture import Captured, InputSpec, TensorSpec, capture
 from memrewrite.capture.expressions import literal
 from memrewrite.codegen.submodules import Submodules
 from memrewrite.codegen.writer import _Writer, function_name, generate
+from memrewrite.plan.marks import NO_MARKS
 from memrewrite.records.errors import CaptureError
 from memrewrite.runtime.dropin import build, program_from
 from memrewrite.torch_internals.private import tree_flatten
@@ -79,8 +80,8 @@ def golden(self: Any, x: Tensor) -> Any:
 def test_the_text_of_a_model_with_one_segment() -> None:
     module, inputs = model(golden), Inputs((images(),), {})
     captured = capture(module, inputs, "export")
-    mark(module, inputs, captured, "add_", "relu")
-    source, constants = generate(captured)
+    marks = mark(module, inputs, captured, "add_", "relu")
+    source, constants = generate(captured, marks=marks)
     functions = source[source.index("\ndef segment_0") : source.index("\n\nPROGRAM")]
     assert functions.replace("1e-05, True", "1e-05, False").strip() == GOLDEN.strip()  # whether PyTorch has cuDNN
     assert constants == {}
@@ -198,7 +199,7 @@ NAMED: dict[str, tuple[list[str], list[str]]] = {
 def test_submodules_that_are_needed_twice_get_names(name: str) -> None:
     paths, expected = NAMED[name]
     captured = captured_by_hand(lambda graph, a: a, "a")
-    submodules, found = Submodules(paths, _Writer(captured, "").unique), []
+    submodules, found = Submodules(paths, _Writer(captured, "", NO_MARKS).unique), []
     for path in paths:
         expression = submodules.attribute(path)
         found += [*submodules.lines(), expression]
@@ -208,8 +209,8 @@ def test_submodules_that_are_needed_twice_get_names(name: str) -> None:
 def test_each_function_names_submodules_for_itself() -> None:
     module, inputs = model(lambda self, x: self.linear(self.linear(x).sigmoid()).sigmoid()), Inputs((x(),), {})
     captured = capture(module, inputs, "export")
-    mark(module, inputs, captured, "linear_1", "sigmoid_1")
-    source, _ = generate(captured)
+    marks = mark(module, inputs, captured, "linear_1", "sigmoid_1")
+    source, _ = generate(captured, marks=marks)
     assert source.count("    self_linear = self.linear\n") == 2
     assert torch.equal(build(module, program_from(source), {})(x()), module(x()))
 

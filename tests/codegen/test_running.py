@@ -11,6 +11,7 @@ from torch import Tensor
 
 from memrewrite.capture import capture
 from memrewrite.codegen.writer import generate
+from memrewrite.plan.marks import NO_MARKS
 from memrewrite.runtime.dropin import build, program_from
 from memrewrite.torch_internals.private import TorchDispatchMode
 from memrewrite.workload.step import Inputs
@@ -60,9 +61,8 @@ LIFETIMES = [(chain, False), (chain, True), (chain_in_a_region, False), (unused,
 def test_activations_die_after_their_last_use(function: Callable[..., Any], segment: bool, front_end: str) -> None:
     module, inputs = model(function), Inputs((x(),), {})
     captured = capture(module, inputs, front_end)
-    if segment:
-        mark(module, inputs, captured, "sin", "mul")
-    optimized = build(module, program_from(generate(captured)[0]), {})
+    marks = mark(module, inputs, captured, "sin", "mul") if segment else NO_MARKS
+    optimized = build(module, program_from(generate(captured, marks=marks)[0]), {})
     with torch.no_grad(), Alive() as alive:
         optimized(*inputs.args)
     assert alive.most <= 2
@@ -71,8 +71,8 @@ def test_activations_die_after_their_last_use(function: Callable[..., Any], segm
 def test_a_segment_keeps_its_live_ins_alone() -> None:
     module, inputs = model(chain), Inputs((x().requires_grad_(),), {})
     captured = capture(module, inputs, "export")
-    mark(module, inputs, captured, "sin", "mul")
-    optimized = build(module, program_from(generate(captured)[0]), {})
+    marks = mark(module, inputs, captured, "sin", "mul")
+    optimized = build(module, program_from(generate(captured, marks=marks)[0]), {})
     kept: list[weakref.ref[Any]] = []
 
     class Seen(TorchDispatchMode):
@@ -108,8 +108,8 @@ def test_live_ins_and_live_outs(front_end: str) -> None:
     places = {node.name: node for node in captured.graph_module.graph.nodes if node.op.startswith("call")}
     start = next(name for name, node in places.items() if "sigmoid" in str(node.target))
     stop = [name for name, node in places.items() if "linear" in str(node.target)][-1]
-    mark(module, inputs, captured, start, stop)
-    source, _ = generate(captured)
+    marks = mark(module, inputs, captured, start, stop)
+    source, _ = generate(captured, marks=marks)
     tree = {f.name: f for f in ast.parse(source).body if isinstance(f, ast.FunctionDef)}
     arguments = [argument.arg for argument in tree["segment_0"].args.args]
     assert arguments[:2] == ["self", "recomputing"]
@@ -138,8 +138,8 @@ def test_a_segment_without_results_runs() -> None:
 
     module, inputs = model(forward), Inputs((images(),), {})
     captured = capture(module, inputs, "export")
-    mark(module, inputs, captured, "conv2d", "batch_norm")
-    source, _ = generate(captured)
+    marks = mark(module, inputs, captured, "conv2d", "batch_norm")
+    source, _ = generate(captured, marks=marks)
     assert "\n    run_segment(segment_0, self, x, random=False, reads=(" in source
     build(module, program_from(source), {})(images()).backward()
     assert module.norm.num_batches_tracked == 1

@@ -130,23 +130,23 @@ def test_the_unexpected_is_one_line_and_v_shows_the_rest(
 
 
 def test_out_of_memory_is_5(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    from memrewrite import api
+    from memrewrite.optimizing import run as optimizing
 
     def fail(*args: object, **kwargs: object) -> None:
         raise MemoryError("no more")
 
-    monkeypatch.setattr(api, "optimize", fail)
+    monkeypatch.setattr(optimizing, "run", fail)
     assert cli.run(["optimize", "good.py"]) == 5
     assert "memrewrite: The device ran out of memory: no more" in capsys.readouterr().err
 
 
 def test_an_interrupt_in_the_middle_is_130(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    from memrewrite import api
+    from memrewrite.optimizing import run as optimizing
 
     def interrupt(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(api, "optimize", interrupt)
+    monkeypatch.setattr(optimizing, "run", interrupt)
     assert cli.run(["optimize", "good.py"]) == 130
     assert capsys.readouterr().err.strip().splitlines() == ["memrewrite: interrupted; nothing half-written is left."]
 

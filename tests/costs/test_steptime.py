@@ -13,7 +13,6 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import memrewrite
-from memrewrite import api
 from memrewrite.costs import ROOFLINES, Costs, Times
 from memrewrite.costs.profile import Profile
 from memrewrite.costs.steptime import step_times
@@ -21,6 +20,8 @@ from memrewrite.costs.table import Table
 from memrewrite.costs.timer import Measure
 from memrewrite.costs.work import of_loss, of_optimizer
 from memrewrite.observe.effects import Effects
+from memrewrite.optimizing import run as optimizing
+from memrewrite.plan.marks import Marks, NodeMark
 from memrewrite.plan_facts.chain import compute_nodes
 from memrewrite.records.outcomes import Measured, Peaks
 from memrewrite.records.report import Report
@@ -55,15 +56,10 @@ def test_the_time_of_a_step_is_that_of_the_device_or_of_the_cpu(effects: Effects
     assert max(step_times(effects, slow_cpu, ())) == pytest.approx(0.3 * len(work), rel=1e-6)
     assert max(step_times(effects, slow_device, (), passes=3)) == pytest.approx(21.0 * len(work), rel=1e-6)
     segment = [node_named(effects, name) for name in ("linear", "silu", "relu")]
-    try:
-        for node in segment:
-            node.meta["segment"] = (0,)
-        assert max(step_times(effects, slow_device, ())) == pytest.approx(7.0 * len(work) + 6.0, rel=1e-6)
-        expected = 0.3 * len(work) + 0.3 + CUDA.segment_ms
-        assert max(step_times(effects, slow_cpu, ())) == pytest.approx(expected, rel=1e-6)
-    finally:
-        for node in segment:
-            del node.meta["segment"]
+    marks = Marks(tuple((node.name, NodeMark((0,))) for node in segment))
+    assert max(step_times(effects, slow_device, (), marks=marks)) == pytest.approx(7.0 * len(work) + 6.0, rel=1e-6)
+    expected = 0.3 * len(work) + 0.3 + CUDA.segment_ms
+    assert max(step_times(effects, slow_cpu, (), marks=marks)) == pytest.approx(expected, rel=1e-6)
 
 
 class Fork(nn.Module):
@@ -112,7 +108,7 @@ def test_the_bytes_a_loss_moves() -> None:
 @contextlib.contextmanager
 def profiled(monkeypatch: pytest.MonkeyPatch, measure: Measure) -> Iterator[None]:
     with monkeypatch.context() as patch:
-        patch.setattr(api, "profile_on", lambda device: Profile(Table("here", None), opened(measure)))
+        patch.setattr(optimizing, "profile_on", lambda device: Profile(Table("here", None), opened(measure)))
         yield
 
 

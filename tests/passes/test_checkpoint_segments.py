@@ -5,7 +5,7 @@ from torch import fx
 
 from memrewrite.capture import capture
 from memrewrite.observe.effects import Effects, observe
-from memrewrite.passes.checkpoint_segments import CheckpointSegments, clear
+from memrewrite.passes.checkpoint_segments import CheckpointSegments
 from memrewrite.passes.functionalize import Functionalize
 from memrewrite.plan.segments import Plan
 from memrewrite.plan_facts.chain import compute_nodes, reach
@@ -21,57 +21,48 @@ def observed(name: str) -> tuple[fx.GraphModule, Effects, list[fx.Node]]:
     return graph_module, effects, compute_nodes(effects)
 
 
-def marks(nodes: list[fx.Node]) -> list[tuple[int, ...] | None]:
-    return [node.meta.get("segment") for node in nodes]
-
-
 @pytest.mark.parametrize(
     "intervals", [(), ((0, 2),), ((0, 1), (1, 4), (5, 7))], ids=["empty plan", "one", "neighbours and a gap"]
 )
 def test_the_nodes_of_each_interval_carry_its_number(intervals: tuple[tuple[int, int], ...]) -> None:
     graph_module, effects, nodes = observed("residual")
     code = graph_module.code
-    result = CheckpointSegments(Plan(intervals))(graph_module, effects)
-    expected: list[tuple[int, ...] | None] = [None] * len(nodes)
+    marks, result = CheckpointSegments(Plan(intervals))(effects)
+    expected: list[tuple[int, ...]] = [()] * len(nodes)
     for number, (a, b) in enumerate(intervals):
         expected[a:b] = [(number,)] * (b - a)
-    assert marks(nodes) == expected
+    assert list(marks.segments(node.name for node in nodes)) == expected
+    assert len(marks.nodes) == sum(b - a for a, b in intervals)
+    assert bool(marks) == bool(intervals)
     assert len(result.applied) == len(intervals)
     assert graph_module.code == code
 
 
 def test_intervals_in_intervals_are_numbered_from_outside_in() -> None:
-    graph_module, effects, nodes = observed("residual")
-    CheckpointSegments(Plan(((0, 6), (0, 2), (2, 5), (3, 5), (6, 7))))(graph_module, effects)
-    assert marks(nodes)[:7] == [(0, 0), (0, 0), (0, 1), (0, 1, 0), (0, 1, 0), (0,), (1,)]
-
-
-def test_a_new_plan_replaces_the_old_one_and_clear_takes_all_marks() -> None:
-    graph_module, effects, nodes = observed("residual")
-    CheckpointSegments(Plan(((0, 6),)))(graph_module, effects)
-    CheckpointSegments(Plan(((2, 3),)))(graph_module, effects)
-    assert [i for i, mark in enumerate(marks(nodes)) if mark is not None] == [2]
-    clear(graph_module)
-    assert not any({"segment", "random", "run_once"} & node.meta.keys() for node in nodes)
+    _, effects, nodes = observed("residual")
+    marks, _ = CheckpointSegments(Plan(((0, 6), (0, 2), (2, 5), (3, 5), (6, 7))))(effects)
+    expected = [(0, 0), (0, 0), (0, 1), (0, 1, 0), (0, 1, 0), (0,), (1,)]
+    assert list(marks.segments(node.name for node in nodes[:7])) == expected
 
 
 def test_batch_norm_statistics_and_counters_run_once() -> None:
-    graph_module, effects, nodes = observed("residual")
-    CheckpointSegments(Plan(((0, len(nodes)),)))(graph_module, effects)
-    counters = [node for node in nodes if node.meta.get("run_once") == "skip"]
-    statistics = [node for node in nodes if isinstance(node.meta.get("run_once"), tuple)]
+    _, effects, nodes = observed("residual")
+    marks, _ = CheckpointSegments(Plan(((0, len(nodes)),)))(effects)
+    counters = [node for node in nodes if marks[node.name].skipped]
+    statistics = [node for node in nodes if marks[node.name].once]
     assert len(counters) == len(statistics) == 3
+    assert not set(counters) & set(statistics)
 
 
 def test_random_nodes_are_marked_so_that_their_state_is_kept() -> None:
-    graph_module, effects, nodes = observed("swish")
-    CheckpointSegments(Plan(((0, len(nodes)),)))(graph_module, effects)
-    assert [node.meta["random"] for node in nodes] == ["dropout" in node.name for node in nodes]
+    _, effects, nodes = observed("swish")
+    marks, _ = CheckpointSegments(Plan(((0, len(nodes)),)))(effects)
+    assert [marks[node.name].random for node in nodes] == ["dropout" in node.name for node in nodes]
 
 
 def test_what_may_not_run_twice_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    graph_module, effects, nodes = observed("residual")
+    _, effects, nodes = observed("residual")
     assert (reach(effects, nodes) == len(nodes)).all()
     monkeypatch.setattr("memrewrite.passes.checkpoint_segments.reach", lambda effects, nodes: [1] * len(nodes))
     with pytest.raises(InternalError, match="may not run twice"):
-        CheckpointSegments(Plan(((0, 2),)))(graph_module, effects)
+        CheckpointSegments(Plan(((0, 2),)))(effects)

@@ -11,10 +11,13 @@ from torch import Tensor, fx, nn
 import memrewrite
 from memrewrite.capture import capture
 from memrewrite.observe.effects import observe
+from memrewrite.optimizing import run as optimizing
 from memrewrite.passes import early_casts
 from memrewrite.passes.functionalize import Functionalize
+from memrewrite.plan.marks import Marks, NodeMark
 from memrewrite.runtime.segment import as_autocast
-from memrewrite.search import pipeline
+from memrewrite.search.candidate import Candidate
+from memrewrite.search.planning import without_needless_casts
 from memrewrite.simulate import Timeline
 from memrewrite.workload.step import Inputs
 from tests.passes.helpers import FRONT_ENDS, Around, assert_same_bits, example, numbers, targets
@@ -72,22 +75,15 @@ def test_what_autocast_leaves_alone_is_not_cast() -> None:
     assert "as_autocast" not in targets(cast_early(model, x))
 
 
-@pytest.mark.parametrize(("of_cast", "left"), [(None, 1), ((0,), 0)], ids=["before its segment", "in it"])
-def test_a_cast_in_the_segment_of_its_product_goes(of_cast: tuple[int, ...] | None, left: int) -> None:
+@pytest.mark.parametrize(("of_cast", "left"), [((), 1), ((0,), 0)], ids=["before its segment", "in it"])
+def test_a_cast_in_the_segment_of_its_product_goes(of_cast: tuple[int, ...], left: int) -> None:
     model, x = Around(CASES["residual"][0]), example()
     graph_module = cast_early(model, x)
     (cast,) = (node for node in graph_module.graph.nodes if node.target is as_autocast)
     (product,) = cast.users
-    product.meta["segment"] = (0,)
-    if of_cast is not None:
-        cast.meta["segment"] = of_cast
-    restore = early_casts.drop_needless(graph_module)
+    marks = Marks(((product.name, NodeMark((0,))), (cast.name, NodeMark(of_cast))))
+    assert early_casts.drop_needless(graph_module, marks) == (left == 0)
     assert targets(graph_module).count("as_autocast") == left
-    with torch.autocast("cpu", torch.bfloat16):
-        assert_same_bits(numbers(graph_module, x, model), numbers(model, x, model))
-    restore()
-    (again,) = (node for node in graph_module.graph.nodes if node.target is as_autocast)
-    assert (list(again.users), again.meta.get("segment")) == ([product], of_cast)
     with torch.autocast("cpu", torch.bfloat16):
         assert_same_bits(numbers(graph_module, x, model), numbers(model, x, model))
 
@@ -100,11 +96,11 @@ class Straight(Around):
 
 
 # Functions of an input in float32, the segments of their products, and how many casts of it come before these.
-OF_INPUTS: dict[str, tuple[Function, list[tuple[int, ...] | None], int]] = {
+OF_INPUTS: dict[str, tuple[Function, list[tuple[int, ...]], int]] = {
     "read by more": (lambda m, x: m.linear(x) + x.exp(), [(0,)], 0),
     "read by one product": (lambda m, x: m.linear(torch.mm(x, m.linear.weight)), [(0, 1), (0, 2)], 1),
     "read by two": (lambda m, x: m.linear(x) + torch.mm(x, m.linear.weight), [(0,), (1,)], 0),
-    "in no segment": (lambda m, x: m.linear(x), [None], 0),
+    "in no segment": (lambda m, x: m.linear(x), [()], 0),
 }
 
 
@@ -118,16 +114,14 @@ def test_an_input_is_cast_before_the_segment_of_the_one_product_that_reads_it(na
     products = [
         node for node in graph_module.graph.nodes if str(node.target) in ("aten.mm.default", "aten.linear.default")
     ]
-    for node, segment in zip(products, segments, strict=True):
-        node.meta |= {} if segment is None else {"segment": segment}
-    inserted = early_casts.insert_for_inputs(graph_module, effects)
-    assert targets(graph_module).count("as_autocast") == len(inserted) == casts
-    early_casts.drop_needless(graph_module)
+    marks = Marks(tuple((node.name, NodeMark(segment)) for node, segment in zip(products, segments, strict=True)))
+    assert early_casts.insert_for_inputs(graph_module, effects, marks) == (casts > 0)
+    assert targets(graph_module).count("as_autocast") == casts
+    assert (graph_module.code != before) == (casts > 0)
+    early_casts.drop_needless(graph_module, marks)
     assert targets(graph_module).count("as_autocast") == casts
     with torch.autocast("cpu", torch.bfloat16):
         assert_same_bits(numbers(graph_module, x, model), numbers(model, x, model))
-    early_casts.take_away(graph_module, inserted)
-    assert graph_module.code == before
 
 
 class Block(nn.Module):
@@ -169,23 +163,21 @@ def test_the_lowest_peak_is_lower(monkeypatch: pytest.MonkeyPatch, compiled: boo
 def test_needless_casts_stay_where_the_peak_is_lower_with_them(monkeypatch: pytest.MonkeyPatch, worth: int) -> None:
     """As it was for MetaFormer, whose gradients were cast in another order without them, above the budget."""
     seen: list[int] = []
-    simulate = pipeline.Line.simulate
+    simulate = Candidate.simulate
 
-    def with_worth(line: pipeline.Line, blocks: bool = True) -> Timeline:
-        timeline, casts = simulate(line, blocks), line.parts[0].source.count(" = as_autocast(")
+    def with_worth(candidate: Candidate, blocks: bool = True) -> Timeline:
+        timeline, casts = simulate(candidate, blocks), candidate.programs[0].count(" = as_autocast(")
         seen.append(casts)
         return replace(timeline, peak=timeline.peak - worth * casts)
 
-    drop = pipeline.drop_needless_casts
-
-    def watched(line: pipeline.Line) -> None:
+    def watched(candidate: Candidate) -> Candidate:
         with monkeypatch.context() as patch:
-            patch.setattr(pipeline.Line, "simulate", with_worth)
-            drop(line)
+            patch.setattr(Candidate, "simulate", with_worth)
+            return without_needless_casts(candidate)
 
-    monkeypatch.setattr(pipeline, "drop_needless_casts", watched)
+    monkeypatch.setattr(optimizing, "without_needless_casts", watched)
     result = optimized(monkeypatch, True)
-    before, after = seen
+    after, before = seen
     assert after < before
     assert result._memrewrite.source.count(" = as_autocast(") == (before if worth else after)
     assert result.report.verdict.startswith("bit-equal")

@@ -15,6 +15,7 @@ from memrewrite.observe.effects import observe
 from memrewrite.passes import inplace_activation
 from memrewrite.passes.functionalize import Functionalize
 from memrewrite.passes.inplace_activation import InplaceActivation
+from memrewrite.plan.marks import Marks, NodeMark
 from memrewrite.rewriting.contract import Result
 from memrewrite.workload.step import Inputs
 from tests.passes.helpers import (
@@ -188,10 +189,8 @@ def test_what_would_be_copied_is_no_candidate(activation: Callable[[Tensor], Ten
 def _marked_with(segments: dict[str, int]) -> Result:
     model, x = Around(lambda m, x: F.relu(m.linear(F.relu(x + 1)) * 2)), example()
     graph_module = capture(model, Inputs((x,), {})).graph_module
-    for node in graph_module.graph.nodes:
-        if node.name in segments:
-            node.meta["segment"] = (segments[node.name],)
-    return InplaceActivation()(graph_module, observe(graph_module, [x]))
+    marks = Marks(tuple((name, NodeMark((number,))) for name, number in segments.items()))
+    return InplaceActivation(marks)(graph_module, observe(graph_module, [x]))
 
 
 @pytest.mark.parametrize(
@@ -216,10 +215,8 @@ def test_a_segment_is_never_written_into_from_outside(segments: dict[str, int], 
 def test_a_segments_input_is_kept_for_its_second_run() -> None:
     model, x = Around(lambda m, x: _read_in_a_segment(x + 1)), example()
     graph_module = capture(model, Inputs((x,), {})).graph_module
-    for node in graph_module.graph.nodes:
-        if node.name == "mul":
-            node.meta["segment"] = (0,)
-    result = InplaceActivation()(graph_module, observe(graph_module, [x]))
+    marks = Marks((("mul", NodeMark((0,))),))
+    result = InplaceActivation(marks)(graph_module, observe(graph_module, [x]))
     assert [r.reason for r in result.refused] == [
         "Its input is also used by mul in another checkpoint segment, which may run again."
     ]

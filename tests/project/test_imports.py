@@ -20,9 +20,9 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("integrations",),
     ("artifact", "estimates"),
     ("api",),
+    ("optimizing",),
     ("report",),
-    ("equivalence", "search.budgeting"),
-    ("advice",),
+    ("advice", "equivalence"),
     ("search",),
     ("passes",),
     ("measurement", "rewriting"),
@@ -38,7 +38,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("runtime", "version"),
 )
 # Files that may name a pass: who lists them all, and who runs the ones that frame the others.
-NAMES_PASSES = {"search.registry", "search.inplace", "search.pipeline"}
+NAMES_PASSES = {"search.registry", "search.candidate", "search.inplace", "search.planning"}
 # Files that stand in no room: where a user comes in.
 AT_THE_TOP = {"", "__main__", "api", "cli", "version"}
 

@@ -9,11 +9,14 @@ from torch import Tensor, fx, nn
 
 from memrewrite.capture import capture
 from memrewrite.passes.functionalize import Functionalize
+from memrewrite.plan.marks import Marks
 from memrewrite.plan.segments import Bytes, Plan
-from memrewrite.plan_facts.chain import compute_nodes, reach
-from memrewrite.search import pipeline
-from memrewrite.search.inplace import mark_inplace
-from memrewrite.search.regions import Region
+from memrewrite.plan_facts.chain import reach
+from memrewrite.search.bench import Bench
+from memrewrite.search.candidate import Candidate, CandidateRegion
+from memrewrite.search.graphs import ObservedGraph
+from memrewrite.search.inplace import marked_inplace
+from memrewrite.search.regions import Region, find
 from memrewrite.simulate import run_tracked
 from memrewrite.workload.step import Inputs, Step
 
@@ -51,13 +54,22 @@ class Segmented:
     nodes: list[fx.Node]
     reach: list[int]
     count: int
+    marks: Marks
 
     def inside(self) -> list[str]:
         """The names of the nodes in segments."""
-        return [node.name for node in self.nodes if "segment" in node.meta]
+        return [node.name for node in self.nodes if self.marks[node.name].segment]
 
 
-class Keeping(pipeline.Line):
+def candidate(model: nn.Module, inputs: Inputs, step: Step, kind: type[Bench] = Bench, workspace: int = 0) -> Candidate:
+    """The model as it was captured, whole or by regions."""
+    found = find(model, inputs, step)
+    graphs = (ObservedGraph(region, step, region.captured.graph_module) for region in found.found)
+    bench = kind(model, inputs, step, workspace)
+    return Candidate(bench, tuple(map(CandidateRegion, graphs)), found.notes, found.left)
+
+
+class Keeping(Bench):
     """Keeps the statistics of batch normalizations on the CPU, too."""
 
     @property
@@ -82,18 +94,17 @@ def segmented(
     """
     inputs = Inputs(args, kwargs or {})
     step = Step("train", None, None, amp, compiled=compiled)
-    part = pipeline.Part(Region("", model, capture(model, inputs), lambda: inputs), step)
-    line = (Keeping if statistics else pipeline.Line)(model, inputs, step, 0, [part])
-    part.apply(Functionalize())
-    effects = part.observe()
-    nodes = compute_nodes(effects)
+    region = Region("", model, capture(model, inputs), lambda: inputs)
+    first = CandidateRegion(ObservedGraph(region, step, region.captured.graph_module)).after(Functionalize())
+    nodes, effects = first.graph.nodes, first.effects
     ends = reach(effects, nodes)
     intervals = _intervals(ends, 0, len(nodes), size if isinstance(size, tuple) else (size,))
     kept = [pair for path, pair in Plan(tuple(intervals)).numbered() if len(path) == 1] if keeping else []
-    line.segments(Plan(tuple(intervals), keeping=tuple(kept)))
+    bench = (Keeping if statistics else Bench)(model, inputs, step, 0)
+    made = Candidate(bench, (first,)).with_segments(Plan(tuple(intervals), keeping=tuple(kept)))
     if statistics:
-        mark_inplace(line, None)
-    return Segmented(line.build(), nodes, ends.tolist(), len(intervals))
+        made = marked_inplace(made, None)
+    return Segmented(made.build(), nodes, ends.tolist(), len(intervals), made.regions[0].marks)
 
 
 def _intervals(ends: Bytes, start: int, end: int, sizes: tuple[int, ...]) -> list[tuple[int, int]]:

@@ -10,6 +10,7 @@ from memrewrite.capture import Captured
 from memrewrite.capture.normal import leaf_tensors
 from memrewrite.observe.effects import observe
 from memrewrite.passes.checkpoint_segments import CheckpointSegments
+from memrewrite.plan.marks import Marks
 from memrewrite.plan.segments import Plan
 from memrewrite.plan_facts.chain import compute_nodes
 from memrewrite.workload.step import Inputs
@@ -49,9 +50,9 @@ def images() -> Tensor:
     return x(2, 3, 8, 8)
 
 
-def mark(module: nn.Module, inputs: Inputs, captured: Captured, first: str, last: str) -> None:
-    """Make the nodes from ``first`` to ``last`` (prefixes of names) a segment."""
+def mark(module: nn.Module, inputs: Inputs, captured: Captured, first: str, last: str) -> Marks:
+    """The marks that make the nodes from ``first`` to ``last`` (prefixes of names) a segment."""
     effects = observe(captured.graph_module, leaf_tensors(module, inputs))
     names = [node.name for node in compute_nodes(effects)]
     a, b = (next(i for i, name in enumerate(names) if name.startswith(n)) for n in (first, last))
-    CheckpointSegments(Plan(((a, b + 1),)))(captured.graph_module, effects)
+    return CheckpointSegments(Plan(((a, b + 1),)))(effects)[0]

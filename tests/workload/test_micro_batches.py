@@ -12,12 +12,12 @@ from torch import nn
 
 import memrewrite
 from memrewrite import cli
-from memrewrite.api import make_step
 from memrewrite.records.errors import UsageError
-from memrewrite.search import pipeline
-from memrewrite.search.regions import find
+from memrewrite.search.planning import search
 from memrewrite.simulate import run_tracked, simulate
 from memrewrite.workload.step import Inputs, Step
+from memrewrite.workload.workload import make_step
+from tests.support.dropins import candidate
 from tests.support.models import ResidualNet, SwishNet, TinyTransformer, images, make, rows, tokens
 
 
@@ -85,8 +85,7 @@ def test_the_planner_counts_gradients_that_wait_among_what_no_plan_moves() -> No
     fixed = []
     for micro_batches in (1, 2):
         step = Step(optimizer=torch.optim.SGD, micro_batches=micro_batches)
-        parts = [pipeline.Part(region, step) for region in find(module, inputs, step).found]
-        fixed.append(pipeline.Line(module, inputs, step, 0, parts).searches(exact=False).fixed)
+        fixed.append(search(candidate(module, inputs, step), exact=False).fixed)
     assert fixed[1] - fixed[0] >= gradients_bytes(module)
 
 

@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import memrewrite
 from memrewrite.records.errors import UsageError
-from memrewrite.search.pipeline import without_hooks
+from memrewrite.workload.hooks import without_hooks
 from memrewrite.workload.sharding import bucket_notes
 
 X = torch.ones(4, 8)

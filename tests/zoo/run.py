@@ -26,10 +26,10 @@ from unittest import mock
 import torch
 
 import memrewrite
-from memrewrite.api import simulate_original
+from memrewrite.measurement.original import simulate_original
 from memrewrite.plan_facts.chain import join
 from memrewrite.records.errors import MemrewriteError
-from memrewrite.search import pipeline
+from memrewrite.search import planning
 from memrewrite.simulate import run_tracked
 from memrewrite.workload.step import Step
 from memrewrite.workload.stepspec import amp_dtype, optimizer_factory
@@ -100,7 +100,7 @@ def _fill(row: Row, entry: Entry) -> None:
     before = simulate_original(model, inputs, step, 0)
     row.before, row.budget = before.peak, int(before.floor + SHARE * (before.peak - before.floor))
     started = time.perf_counter()
-    with mock.patch.object(pipeline, "join", wraps=join) as joined:
+    with mock.patch.object(planning, "join", wraps=join) as joined:
         result = memrewrite.optimize(
             model,
             inputs.args,

@@ -1,0 +1,37 @@
+"""The model as it is: its timeline, and whose fault it is where it does not run."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+from memrewrite.measurement.measuring import predict
+from memrewrite.records.errors import CaptureError, MemrewriteError
+from memrewrite.simulate import Timeline
+from memrewrite.workload.step import Inputs, Step
+
+
+def simulate_original(
+    model: nn.Module, inputs: Inputs, step: Step, workspace: int, *, attribute: bool = False, probe: bool = True
+) -> Timeline:
+    """The timeline of the model as it is, by ``measuring.predict``.
+
+    Raises ``CaptureError`` where the model itself fails on the inputs.
+    """
+    with blaming(model):
+        return predict(model, inputs, step, workspace_bytes=workspace, attribute=attribute, probe=probe)
+
+
+@contextmanager
+def blaming(model: nn.Module) -> Iterator[None]:
+    """Let what the model itself raises on the example inputs be a ``CaptureError`` that says so."""
+    try:
+        yield
+    except MemrewriteError:
+        raise
+    except Exception as error:
+        reason = next(iter(str(error).splitlines()), "").rstrip(".")
+        raise CaptureError(
+            f"{type(model).__name__} fails on the example inputs with {type(error).__name__}: {reason}; "
+            "give inputs that the model takes."
+        ) from error

@@ -1,0 +1,1 @@
+"""``optimize`` from a request to its outcome: the one place where all rooms below are put in a row."""

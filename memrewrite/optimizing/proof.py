@@ -1,0 +1,41 @@
+"""The proof of a rewritten model: against the original, and against itself without segments."""
+
+from torch import nn
+
+from memrewrite.equivalence import verifying
+from memrewrite.equivalence.verifying import Verdict
+from memrewrite.records.errors import NotEquivalentError
+from memrewrite.search import registry
+from memrewrite.search.candidate import Candidate
+
+
+def prove(candidate: Candidate, result: nn.Module, seed: int, exact: bool) -> Verdict:
+    """Verify against the original; where arithmetic changed, also bit for bit against the program without segments.
+
+    That a rewrite computes in pieces what the device computes at once shows in the bits: if not all are the same, it
+    has changed the arithmetic there, and so has a capture that takes a way of its own.
+    Raises ``NotEquivalentError``.
+    """
+    bench, changed = candidate.bench, candidate.arithmetic_changed
+
+    def verified(original: nn.Module, bitwise: bool) -> Verdict:
+        return verifying.verify(original, result, bench.inputs, bench.step, exact=bitwise, seed=seed)
+
+    verdict = verified(bench.model, not changed)
+    in_pieces = any(name in registry.SLOWER and found.modified for name, found in candidate.results.items())
+    if not (verdict.equivalent or changed or exact) and (in_pieces or not candidate.captured_exactly):
+        changed = True
+        verdict = verified(bench.model, False)
+    segmented = candidate.results.get("checkpoint_segments")
+    if verdict.equivalent and changed and segmented and segmented.modified:
+        segments = verified(candidate.without_segments().build(), True)
+        if not segments.equivalent:
+            verdict = segments
+    if not verdict.equivalent:
+        done = ", ".join(name for name, r in candidate.results.items() if r.modified)
+        notes = "".join(f" {note}" for note in candidate.notes)
+        advice = (
+            " exact=True leaves out the rewrites that change the arithmetic." if candidate.arithmetic_changed else ""
+        )
+        raise NotEquivalentError(f"The rewritten model is not equivalent ({done}): {verdict.summary}.{notes}{advice}")
+    return verdict

@@ -1,0 +1,63 @@
+"""What ``optimize`` is asked for besides the workload."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from memrewrite.capture.hazards import refuse_weight_hooks
+from memrewrite.records.errors import UsageError
+from memrewrite.records.options import Budget, check_passes, check_seed
+from memrewrite.workload.sharding import refuse_sharded
+from memrewrite.workload.step import device_of
+from memrewrite.workload.workload import Workload
+
+
+@dataclass(frozen=True)
+class Request:
+    """The arguments of ``optimize`` of the same names; ``names`` are the passes that are allowed, None for all."""
+
+    budget: str | int | Budget | None = None
+    reserved: bool = False
+    device: str | torch.device | None = None
+    regions: Sequence[str] | None = None
+    names: tuple[str, ...] | None = None
+    exact: bool = False
+    compiled: bool = False
+    verify: bool = True
+    seed: int = 0
+
+    def check(self, model: nn.Module) -> None:
+        """Raise ``UsageError`` for what cannot be meant, and what refuses the model as it is."""
+        check_passes(self.names)
+        check_seed(self.seed)
+        _refuse_replaced(model)
+        refuse_sharded(model)
+
+    def placed(self, work: Workload) -> Workload:
+        """The workload on the device that it is planned for."""
+        as_cuda = _as_cuda(self.device, device_of(work.model, work.inputs))
+        return replace(work, step=replace(work.step, as_cuda=as_cuda))
+
+
+def _refuse_replaced(model: nn.Module) -> None:
+    """Raise ``UsageError`` where forward is not the class's own, ``CaptureError`` where a hook sets its weight."""
+    if "forward" in vars(model):
+        raise UsageError("The model's forward was replaced on the object; define it in the model's class instead.")
+    if hasattr(type(model), "_memrewrite"):
+        raise UsageError("The model is already optimized; optimize the original again with the new budget.")
+    refuse_weight_hooks(model, type(model).__name__)  # which a capture does not see
+
+
+def _as_cuda(wanted: str | torch.device | None, here: torch.device) -> bool:
+    """Whether to plan for CUDA without it; raises ``UsageError`` where the model does not lie on ``wanted``."""
+    try:
+        kind = here.type if wanted is None else torch.device(wanted).type
+    except RuntimeError as error:
+        raise UsageError(f"Device {wanted!r} is unknown; give cpu or cuda.") from error
+    if kind == here.type:
+        return False
+    if (kind, here.type) == ("cuda", "cpu") and not torch.cuda.is_available():
+        return True
+    raise UsageError(f"The model is on {here}, not on {wanted}; move it and its inputs there, or leave out device.")

@@ -1,0 +1,123 @@
+"""The stages of ``optimize``, one after the other: each takes a candidate and gives another one."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from memrewrite.advice import infeasible
+from memrewrite.codegen.writer import generate
+from memrewrite.costs.profile import profile_on
+from memrewrite.measurement.original import blaming, simulate_original
+from memrewrite.optimizing.proof import prove
+from memrewrite.optimizing.request import Request
+from memrewrite.records.options import Budget
+from memrewrite.records.outcomes import Measured
+from memrewrite.records.report import Report
+from memrewrite.report.assembly import report_on
+from memrewrite.search.bench import Bench
+from memrewrite.search.candidate import Candidate, CandidateRegion
+from memrewrite.search.fit_to_budget import Unmet, fit_to_budget, limit_for
+from memrewrite.search.graphs import ObservedGraph
+from memrewrite.search.inplace import marked_inplace
+from memrewrite.search.planning import rewritten, without_needless_casts
+from memrewrite.search.regions import Regions, find
+from memrewrite.simulate import Timeline
+from memrewrite.simulate.devices.workspaces import workspace_bytes
+from memrewrite.workload.hooks import with_hooks_of, without_hooks
+from memrewrite.workload.sharding import bucket_notes
+from memrewrite.workload.step import device_of
+from memrewrite.workload.workload import Workload
+
+_SOONER = "Nothing had to be rewritten: written out as a program, the model lets go of values sooner."
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a request: the result, which is the model itself where nothing is gained, and its report."""
+
+    module: nn.Module
+    report: Report
+    candidate: Candidate
+
+    def captured(self) -> dict[str, str]:
+        """The programs that the graphs were before any rewrite, by the path of their region."""
+        regions = (region.region for region in self.candidate.regions)
+        return {region.path: generate(region.captured, region.prefix)[0] for region in regions}
+
+
+def run(work: Workload, asked: Request, progress: Progress) -> Outcome:
+    """Carry out a request; raises what ``optimize`` says."""
+    work = asked.placed(work)
+    bare = replace(work, model=without_hooks(work.model))
+    limit = limit_for(asked.budget, asked.reserved, work.step.device_type(bare.model, work.inputs))
+    progress("simulate")
+    device, step = device_of(bare.model, work.inputs), work.step
+    workspace = workspace_bytes(device, step.amp, step.mode, step.as_cuda)
+    before = simulate_original(bare.model, work.inputs, step, workspace, attribute=True)
+    progress("capture")
+    found = find(bare.model, work.inputs, step, asked.regions)
+    bench = Bench(bare.model, work.inputs, replace(step, compiled=asked.compiled), workspace, profile_on(device))
+    candidate = _first(bench, found, progress)
+    progress("rewrite")
+    candidate, measured = _rewritten(candidate, limit, before, asked.names, asked.exact, progress)
+    after = candidate.simulate()
+    bound = 0 if limit is None else limit.resolve(limit.of(before)) or 0
+    if not candidate.modified:
+        if limit is None or limit.of(before) <= max(bound, limit.of(after)):
+            return _unchanged(work, candidate, limit, before, measured)
+        candidate = candidate.noted(_SOONER)
+    if after.peak > before.peak and measured is None:
+        return _unchanged(work, candidate.abandoned(), limit, before, None)
+    result = candidate.build()
+    verdict = None
+    if asked.verify:
+        progress("verify")
+        with blaming(bare.model):  # for whatever shapes alone do not tell
+            verdict = prove(candidate, result, asked.seed, asked.exact)
+    report = report_on(candidate, result, limit, before, candidate.attributed(), verdict, measured)
+    with_hooks_of(work.model, result)
+    return Outcome(result, report, candidate)
+
+
+def _rewritten(
+    candidate: Candidate,
+    limit: Budget | None,
+    before: Timeline,
+    names: tuple[str, ...] | None,
+    exact: bool,
+    progress: Progress,
+) -> tuple[Candidate, Measured | None]:
+    """The candidate within its limit, and what was measured of it; raises ``BudgetInfeasibleError``."""
+    candidate, measured = rewritten(candidate, names, exact), None
+    if limit is not None:
+        progress("plan")
+        original = limit.of(before)
+        found = fit_to_budget(candidate, limit, original, names)
+        if isinstance(found, Unmet):
+            raise infeasible(found.candidate, limit, limit.resolve(original) or 0, found.lowest)
+        candidate, measured = without_needless_casts(found.candidate), found.measured
+    return marked_inplace(candidate, names), measured
+
+
+def _first(bench: Bench, found: Regions, progress: Progress) -> Candidate:
+    """The model as it was captured; its bench knows what a step of it takes where its nodes can be timed."""
+    regions = tuple(
+        CandidateRegion(ObservedGraph(region, bench.step, region.captured.graph_module)) for region in found.found
+    )
+    notes = (*found.notes, *(bucket_notes(bench.model) if bench.step.mode == "train" else ()))
+    candidate = Candidate(bench, regions, notes, found.left)
+    if bench.profile is None:
+        return candidate
+    progress("profile")
+    return replace(candidate, bench=replace(bench, original=candidate.times()))
+
+
+def _unchanged(
+    work: Workload, candidate: Candidate, limit: Budget | None, before: Timeline, measured: Measured | None
+) -> Outcome:
+    """The model as it is, because nothing is gained."""
+    model = candidate.bench.model
+    report = report_on(candidate, model, limit, before, before, None, measured)
+    return Outcome(work.model, report, candidate)

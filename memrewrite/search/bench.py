@@ -1,0 +1,148 @@
+"""Where candidates for one step of one model are costed, simulated and measured, each program once."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from torch import nn
+
+from memrewrite.costs import Costs, normalizations, roofline_costs
+from memrewrite.costs.compiled import when_compiled
+from memrewrite.costs.profile import Profile
+from memrewrite.costs.steptime import step_times
+from memrewrite.costs.work import of_loss, of_optimizer
+from memrewrite.measurement import measuring
+from memrewrite.observe.effects import Effects
+from memrewrite.plan.marks import Marks
+from memrewrite.records.errors import DataDependentError
+from memrewrite.records.outcomes import Measured
+from memrewrite.runtime.batch_norm import kernel_runs_on
+from memrewrite.simulate import Timeline, preserved_rng, simulate
+from memrewrite.torch_internals.private import TreeSpec, tree_unflatten
+from memrewrite.workload.step import Inputs, Step, device_of, device_type
+
+T = TypeVar("T")
+_Simulated = dict[tuple[bool, tuple[str, ...]], Timeline]  # by what was simulated
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A model, its inputs and the step that it is to take within a budget.
+
+    ``workspace`` are the bytes that libraries hold throughout; ``profile`` times nodes on their device, ``original``
+    are the predicted ``times`` of a step of the model as it is.
+    """
+
+    model: nn.Module
+    inputs: Inputs
+    step: Step
+    workspace: int
+    profile: Profile | None = None
+    original: tuple[float, float] | None = None
+    _simulated: _Simulated = field(default_factory=dict, compare=False)
+    _remembered: dict[object, tuple[object, Any]] = field(default_factory=dict, compare=False)
+
+    @property
+    def compiled(self) -> bool:
+        """Whether the step is that of what ``torch.compile`` makes of a candidate."""
+        return self.step.compiled
+
+    @property
+    def device(self) -> str:
+        """The type of the device that the step is planned for."""
+        return self.step.device_type(self.model, self.inputs)
+
+    @property
+    def on_cuda(self) -> bool:
+        """Whether there is a device to measure on."""
+        return device_type(self.model, self.inputs) == "cuda"
+
+    @property
+    def statistics(self) -> bool:
+        """Whether batch normalizations in segments keep their statistics and apply them again, by a kernel for CUDA.
+
+        That saves the device time and costs the CPU some: where a step takes the CPU longer, they run again as a whole.
+        """
+        if self.original is not None and self.original[0] < self.original[1]:
+            return False
+        return self.step.as_cuda or kernel_runs_on(device_of(self.model, self.inputs))
+
+    def costs(self, effects: Effects) -> Costs:
+        """What the nodes of a graph take: measured where there is a profile."""
+        if self.profile is None:
+            costs = roofline_costs(self.device, self.step.amp)
+        else:
+            costs = self.profile.costs(effects, self.step.amp)
+        if self.compiled:
+            return when_compiled(costs, effects)
+        if not self.statistics:
+            return costs
+        found = normalizations.found(effects)
+        again = self.profile.again(found) if self.profile else normalizations.again_ms(found, costs.roofline)
+        return replace(costs, again=again)
+
+    def times(self, effects: Effects, output_tree: TreeSpec, marks: Marks) -> tuple[float, float] | None:
+        """The predicted times in ms, of the device and of the CPU, of a step whose forward is one graph.
+
+        None without a profile, and when compiled.
+        """
+        if self.profile is None or self.compiled:
+            return None
+        with preserved_rng(self.inputs.tensors()):  # a loss of the user's may draw
+            loss = of_loss(effects, lambda flat: tree_unflatten(flat, output_tree), self.step, self.device)
+            optimizer = of_optimizer(self.model, self.inputs, self.step)
+        passes = self.step.micro_batches
+        return step_times(effects, self.costs(effects), [*[loss] * passes, optimizer], passes, marks)
+
+    def simulate(self, programs: tuple[str, ...], build: Callable[[], nn.Module], blocks: bool) -> Timeline:
+        """The exact timeline of two steps of what ``build`` makes of ``programs``; ``blocks`` counts on CUDA alone."""
+        blocks = blocks and self.device == "cuda"
+        if (blocks, programs) not in self._simulated:
+            self._simulated[blocks, programs] = self.predict(build(), blocks=blocks)
+        return self._simulated[blocks, programs]
+
+    def has_simulated(self, programs: tuple[str, ...]) -> bool:
+        """Whether their timeline is known, blocks aside."""
+        return (False, programs) in self._simulated
+
+    @property
+    def usual(self) -> Timeline | None:
+        """The first timeline that was simulated, blocks aside."""
+        return next((timeline for (blocks, _), timeline in self._simulated.items() if not blocks), None)
+
+    def predict(self, module: nn.Module, **how: Any) -> Timeline:
+        """``measuring.predict`` of a module in the step."""
+        return measuring.predict(module, self.inputs, self.step, workspace_bytes=self.workspace, **how)
+
+    def peak_of(self, module: nn.Module, step: Step) -> int:
+        """The predicted peak in bytes of another step of a module, on the same inputs."""
+        return measuring.predict(module, self.inputs, step, workspace_bytes=self.workspace).peak
+
+    @property
+    def one_pass_tells_nothing(self) -> bool:
+        """Whether the second step differs from the first: then there are gradients to add to in place."""
+        return self.step.loop.zero_grad == "in place"
+
+    def one_pass(self, module: nn.Module, usual: Timeline) -> int:
+        """The peak in bytes of forward and backward in a later step, by one pass; ``usual`` is another's timeline."""
+        step = replace(self.step, optimizer=None)
+        once = measuring.predict(module, self.inputs, step, workspace_bytes=self.workspace, steps=1, blocks=False)
+        return once.repeated(usual, self.step.mode)
+
+    def reserved_under(self, module: nn.Module, cap: int) -> int:
+        """What CUDA's allocator reserves in bytes for a module, as ``Candidate.reserved_under`` says."""
+        try:
+            return simulate(module, self.inputs, self.step, workspace_bytes=self.workspace, cap=cap).reserved
+        except DataDependentError:
+            return cap
+
+    def remembered(self, slot: object, asked: object, make: Callable[[], T]) -> T:
+        """What ``make`` gave when the same was asked last for this slot, else what it gives now."""
+        if slot not in self._remembered or self._remembered[slot][0] != asked:
+            self._remembered[slot] = asked, make()
+        found: T = self._remembered[slot][1]
+        return found
+
+    def measure(self, module: nn.Module) -> Measured:
+        """What a step really takes where the model lies, compiled if the step is."""
+        return measuring.measure(module, self.inputs, self.step.shortest(), steps=3, compiled=self.compiled)

@@ -1,0 +1,247 @@
+"""A model on its way to its budget: the graphs of its regions, rewritten, and the segments they have been given.
+
+Nothing here is changed: a pass or a plan takes a candidate and gives another one, and to undo it is to keep the first.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+
+from torch import Tensor, fx, nn
+
+from memrewrite.codegen.writer import generate
+from memrewrite.costs import Costs
+from memrewrite.observe.effects import Effects
+from memrewrite.passes.checkpoint_segments import CheckpointSegments
+from memrewrite.plan.marks import NO_MARKS, Marks
+from memrewrite.plan.segments import Plan
+from memrewrite.records.errors import InternalError
+from memrewrite.rewriting.contract import Applied, Pass, Refused, Result
+from memrewrite.rewriting.invariants import broken, health
+from memrewrite.runtime.dropin import build, graft, program_from
+from memrewrite.search.bench import Bench
+from memrewrite.search.graphs import ObservedGraph
+from memrewrite.search.regions import Region
+from memrewrite.simulate import Timeline
+
+Look = Callable[[fx.GraphModule, Effects], Effects]
+"""Another way to look at a graph, given its effects in the step that is planned for."""
+
+
+@dataclass(frozen=True)
+class CandidateRegion:
+    """One region: its graph as it is now, the marks of a plan, and what each pass did to it."""
+
+    graph: ObservedGraph
+    marks: Marks = NO_MARKS
+    results: Mapping[str, Result] = field(default_factory=dict)
+    arithmetic_changed: bool = False
+
+    @property
+    def region(self) -> Region:
+        """What was captured."""
+        return self.graph.region
+
+    @property
+    def effects(self) -> Effects:
+        """What each node of the graph does."""
+        return self.graph.effects
+
+    def after(self, graph_pass: Pass, look: Look | None = None) -> "CandidateRegion":
+        """The region after a pass, which sees what ``look`` sees and is held to what it says about itself."""
+        graph_module, effects = self.graph.copied()
+        seen = effects if look is None else look(graph_module, effects)
+        healthy = health(seen)
+        result = graph_pass(graph_module, seen)
+        graph_module.graph.lint()
+        graph_module.recompile()
+        changed = graph_module.code != self.graph.code
+        if changed != result.modified:
+            raise InternalError(f"The pass {graph_pass.name} says modified={result.modified}; its code says {changed}.")
+        if not changed:
+            return self.having(graph_pass.name, result)
+        graph = replace(self.graph, graph_module=graph_module)
+        after = graph.effects if look is None else look(*graph.copied())
+        if wrongs := broken(healthy, health(after)):
+            raise InternalError(f"The pass {graph_pass.name} broke the graph: {' '.join(wrongs)}")
+        result = replace(result, freed=seen.kept - after.kept)
+        changed_arithmetic = self.arithmetic_changed or not graph_pass.exact
+        return replace(self.having(graph_pass.name, result), graph=graph, arithmetic_changed=changed_arithmetic)
+
+    def edited(self, edit: Callable[[fx.GraphModule, Effects], object]) -> "CandidateRegion":
+        """The region with a graph that ``edit`` changes, or itself where that returns False."""
+        graph_module, effects = self.graph.copied()
+        if edit(graph_module, effects) is False:
+            return self
+        return replace(self, graph=replace(self.graph, graph_module=graph_module))
+
+    def having(self, name: str, result: Result) -> "CandidateRegion":
+        """The region with ``result`` for what the pass of this name did."""
+        return replace(self, results={**self.results, name: result})
+
+    @cached_property
+    def written(self) -> tuple[str, dict[str, Tensor]]:
+        """The program that the graph is, as source, and the tensors it holds."""
+        captured = replace(self.region.captured, graph_module=self.graph.graph_module)
+        return generate(captured, self.region.prefix, self.marks)
+
+    @property
+    def source(self) -> str:
+        """The program."""
+        return self.written[0]
+
+    def build(self) -> nn.Module:
+        """The drop-in for the region's module."""
+        source, constants = self.written
+        return build(self.region.module, program_from(source), constants)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """The regions of a model in the order they run (one, the whole model, wherever that can be captured).
+
+    ``bench`` is where candidates are built, simulated and compared; ``left`` says of parts outside of the regions, by
+    path, why they stay as they are.
+    """
+
+    bench: Bench
+    regions: tuple[CandidateRegion, ...]
+    notes: tuple[str, ...] = ()
+    left: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def results(self) -> dict[str, Result]:
+        """What each pass did, over all regions."""
+        merged: dict[str, Result] = {}
+        for region in self.regions:
+            for name, result in region.results.items():
+                before = merged.get(name, Result())
+                applied, refused = before.applied + result.applied, before.refused + result.refused
+                merged[name] = Result(applied, refused, before.freed + result.freed)
+        return merged
+
+    @property
+    def modified(self) -> bool:
+        """Whether any pass did anything."""
+        return any(result.modified for result in self.results.values())
+
+    @property
+    def arithmetic_changed(self) -> bool:
+        """Whether any rewrite computes other bits than the original."""
+        return any(region.arithmetic_changed for region in self.regions)
+
+    @property
+    def captured_exactly(self) -> bool:
+        """Whether every graph, before any rewrite, computes the bits of the original."""
+        return all(region.region.captured.exact for region in self.regions)
+
+    def noted(self, note: str) -> "Candidate":
+        """The candidate with one more thing to tell."""
+        return replace(self, notes=(*self.notes, note))
+
+    def each(self, change: Callable[[CandidateRegion], CandidateRegion]) -> "Candidate":
+        """The candidate with every region changed; itself where none is."""
+        regions = tuple(map(change, self.regions))
+        same = all(new is old for new, old in zip(regions, self.regions, strict=True))
+        return self if same else replace(self, regions=regions)
+
+    def after(self, passes: Iterable[Pass]) -> "Candidate":
+        """The candidate after these passes, one after the other in each region."""
+        done = self
+        for graph_pass in passes:
+            done = done.each(partial(CandidateRegion.after, graph_pass=graph_pass))
+        return done
+
+    def with_segments(self, plan: Plan, in_turn: bool = False) -> "Candidate":
+        """The candidate with the segments of a plan over the joined chains of its regions, and no others.
+
+        ``in_turn`` says of compiled code that it has to hold fewer tensors there and fuse less.
+        """
+        start, regions = 0, []
+        for region in self.regions:
+            end = start + len(region.graph.nodes)
+            segments = CheckpointSegments(plan.part(start, end), self.bench.statistics, self.bench.compiled, in_turn)
+            marks, result = segments(region.effects)
+            regions.append(replace(region.having(segments.name, result), marks=marks))
+            start = end + 1  # the boundary that `join` puts between regions
+        return replace(self, regions=tuple(regions))
+
+    def without_segments(self) -> "Candidate":
+        """The same graphs as one program each."""
+        return self.each(lambda region: replace(region, marks=NO_MARKS) if region.marks else region)
+
+    def build(self) -> nn.Module:
+        """The drop-in for the model."""
+        return graft(self.bench.model, {region.region.path: region.build() for region in self.regions})
+
+    @property
+    def programs(self) -> tuple[str, ...]:
+        """The source of each region's program, which says all that a step of the candidate does."""
+        return tuple(region.source for region in self.regions)
+
+    def simulate(self, blocks: bool = True) -> Timeline:
+        """The exact timeline of two steps.
+
+        Plans are made and compared by what is asked for, ``blocks`` False: which block the allocator has for it depends
+        on all that was there before, and is seen once a plan is chosen.
+        """
+        return self.bench.simulate(self.programs, self.build, blocks)
+
+    def peak(self, spare: int = 0) -> int:
+        """The simulated peak in bytes, with ``spare`` more in forward and backward."""
+        timeline = self.simulate(blocks=False)
+        return max(timeline.peak_of_passes + spare, timeline.peak_of_optimizer)
+
+    def rehearse(self, usual: Timeline, spare: int = 0) -> int:
+        """``peak`` by one forward and backward pass, where that is as ``usual`` is in its second step and optimizer.
+
+        In a third of the time, unless the model's second step differs from its first. ``usual`` is the timeline of any
+        candidate of this bench.
+        """
+        if self.bench.one_pass_tells_nothing or self.bench.has_simulated(self.programs):
+            return self.peak(spare)
+        return max(self.bench.one_pass(self.build(), usual) + spare, usual.peak_of_optimizer)
+
+    def attributed(self) -> Timeline:
+        """What ``simulate`` gives, with the submodule that made each storage."""
+        return self.bench.predict(self.build(), attribute=True)
+
+    def reserved_under(self, cap: int) -> int:
+        """What CUDA's allocator reserves in bytes if it is to be at most ``cap``; more than that where it cannot be.
+
+        A process that may reserve no more runs out of memory then. ``cap`` where the step depends on values, and this
+        is not known.
+        """
+        return self.bench.reserved_under(self.build(), cap)
+
+    def costs(self, region: CandidateRegion) -> Costs:
+        """What the nodes of a region's graph take."""
+        return self.bench.costs(region.effects)
+
+    def times(self) -> tuple[float, float] | None:
+        """The predicted times of a step in ms, of the device and of the CPU that starts its work.
+
+        None without a profile, when compiled, and where parts are no graph.
+        """
+        if [region.region.path for region in self.regions] != [""]:
+            return None
+        (region,) = self.regions
+        return self.bench.times(region.effects, region.region.captured.output_tree, region.marks)
+
+    def abandoned(self) -> "Candidate":
+        """Every rewrite dropped, because together they take more memory than the model as it is."""
+
+        def dropped(region: CandidateRegion) -> CandidateRegion:
+            results = {name: _refused(result) for name, result in region.results.items()}
+            return replace(region, marks=NO_MARKS, results=results)
+
+        return self.each(dropped)
+
+
+def _refused(result: Result) -> Result:
+    reason = "With all rewrites the peak would be above that of the model as it is."
+    return Result((), (*result.refused, *_refusals(result.applied, reason)))
+
+
+def _refusals(applied: Iterable[Applied], reason: str) -> Iterator[Refused]:
+    return (Refused(each.where, reason) for each in applied)

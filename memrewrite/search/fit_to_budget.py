@@ -1,0 +1,223 @@
+"""From a budget to a candidate that is within it: by simulation, and on a GPU by what is measured there."""
+
+from dataclasses import dataclass, replace
+
+from memrewrite.plan.refine import Fitted
+from memrewrite.records.errors import UsageError
+from memrewrite.records.options import Budget, format_bytes
+from memrewrite.records.outcomes import Measured
+from memrewrite.search.bench import Bench
+from memrewrite.search.candidate import Candidate
+from memrewrite.search.inplace import marked_inplace
+from memrewrite.search.planning import Planned, plan, rewritten_slower, with_inputs_cast, without_plan
+
+_CORRECTIONS = 6  # plans made after the device's own peak was seen
+_MARGIN = 0.0005  # what each of them leaves of the budget besides, times its number
+# What a plan leaves of a budget on CUDA: which blocks the caching allocator hands out, up to 1 MiB more than was asked
+# for, depends on what ran before. In other processes peaks were 0.04 % higher.
+_RESERVE = 0.002
+# How much more than its budget a plan may make the allocator reserve. Another 1 % is for batches of other sizes: they
+# leave other blocks behind.
+_ROOM = 0.02
+_LOWER = (0.98, 0.95, 0.91, 0.86)  # of the bytes that did not
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A candidate within its budget, planned for ``target`` bytes; what was measured of it, where there is a device."""
+
+    candidate: Candidate
+    measured: Measured | None
+    target: int
+
+
+@dataclass(frozen=True)
+class Unmet:
+    """The candidate of the lowest peak that was found, in place as far as that helps, and the lowest bytes reached."""
+
+    candidate: Candidate
+    lowest: int
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What is asked of a bench: ``limit`` means ``budget`` bytes, where the model as it is takes ``original`` of them.
+
+    ``names`` are the passes that are allowed.
+    """
+
+    bench: Bench
+    limit: Budget
+    budget: int
+    original: int
+    names: tuple[str, ...] | None
+
+    @property
+    def reserve(self) -> int:
+        """What a plan that is measured leaves of the budget, in bytes."""
+        return int(_RESERVE * self.budget) if self.bench.on_cuda else 0
+
+    @property
+    def binds(self) -> bool:
+        """Whether the budget can be missed: without a device to measure on, the model as it is may be within it."""
+        return self.bench.on_cuda or self.original > self.budget
+
+    @property
+    def may_checkpoint(self) -> bool:
+        """Whether segments are of use and allowed."""
+        return self.bench.step.mode == "train" and (self.names is None or "checkpoint_segments" in self.names)
+
+    def plan(self, candidate: Candidate, target: int, in_turn: bool) -> Planned:
+        """Plan for ``target`` bytes, if that is allowed."""
+        return plan(candidate, target, in_turn=in_turn) if self.may_checkpoint else without_plan(candidate, target)
+
+    def measured(self, candidate: Candidate) -> Measured | None:
+        """What the device says of a candidate, None without one."""
+        return self.bench.measure(candidate.build()) if self.bench.on_cuda else None
+
+
+def limit_for(budget: str | int | Budget | None, reserved: bool, kind: str) -> Budget | None:
+    """The budget that is meant; raises ``UsageError`` where there is nothing of the kind that it bounds."""
+    if budget is None:
+        if reserved:
+            raise UsageError("reserved says what a budget bounds, and there is none; give a budget.")
+        return None
+    limit = Budget.parse(budget)
+    limit = replace(limit, reserved=reserved or limit.reserved)
+    if limit.reserved and kind != "cuda":
+        raise UsageError('Nothing is reserved on the CPU; leave out reserved, or plan for CUDA with device "cuda".')
+    return limit
+
+
+def fit_to_budget(candidate: Candidate, limit: Budget, original: int, names: tuple[str, ...] | None) -> Fit | Unmet:
+    """Plan until the peak is within the budget, as it is measured on a GPU, else as it is simulated.
+
+    Plans are made by what is allocated; for a budget of reserved bytes by ever less, until what the allocator reserves
+    is within it. For another, it is simulated whether the plan trains in a process that may reserve 2 % more than the
+    budget, else lower ones are tried. A plan for ``torch.compile`` is measured compiled, and its reserved bytes are
+    not known.
+    """
+    budget = limit.resolve(original)
+    asked = _Asked(candidate.bench, limit, budget or 0, original, names)
+    if limit.of(candidate.simulate()) > asked.budget:
+        candidate = rewritten_slower(candidate, names)
+    found = _above_the_optimizer(asked, candidate) or _corrected(asked, candidate)
+    bench = candidate.bench
+    if isinstance(found, Unmet) or budget is None or limit.reserved or bench.compiled or bench.device != "cuda":
+        return found
+    return _under_cap(asked, found)
+
+
+def _above_the_optimizer(asked: _Asked, candidate: Candidate) -> Unmet | None:
+    """The outcome of a budget that the optimizer's step alone exceeds, None of any other.
+
+    What else would fit is then simulated with a plan whose forward and backward are within the budget.
+    """
+    alone = candidate.simulate(blocks=False).peak_of_optimizer
+    if asked.limit.minimum or alone <= asked.budget + asked.reserve or not asked.binds:
+        return None
+    if asked.may_checkpoint:
+        candidate = plan(candidate, alone, spare=alone - asked.budget + asked.reserve).candidate
+    candidate = marked_inplace(candidate, asked.names)
+    return Unmet(candidate, asked.limit.of(candidate.simulate()))
+
+
+def _corrected(asked: _Asked, candidate: Candidate) -> Fit | Unmet:
+    """Plan, look at what that really takes, and plan for as much less as it was more, until it is within the budget."""
+    bench, limit, budget = asked.bench, asked.limit, asked.budget
+    target, missed, lowest, in_turn = budget - asked.reserve, 0, None, False
+    for attempt in range(1, _CORRECTIONS + 1):
+        planned = asked.plan(candidate, target, in_turn)
+        candidate = planned.candidate
+        last = not planned.fitted.fits and not limit.minimum
+        if last:
+            candidate = marked_inplace(candidate, asked.names)
+            found = _least(asked, candidate, missed)
+            judged = not (bench.on_cuda and bench.compiled)  # compiled, it may take less
+            if judged and found > budget and asked.binds:  # else the model fits as it is
+                return Unmet(candidate, found if lowest is None else min(found, lowest))
+        if not bench.on_cuda and (last or bench.device != "cuda"):
+            return Fit(candidate, None, target)
+        measured = asked.measured(candidate)
+        if measured is not None and bench.compiled and (limit.minimum or (last and measured.peak > budget)):
+            candidate, measured = _lowest_compiled(asked, replace(planned, candidate=candidate), measured)
+        peak = limit.of(candidate.simulate() if measured is None else measured)
+        if limit.minimum or peak <= budget - (0 if last else asked.reserve):
+            return Fit(candidate, measured, target)
+        if last:
+            break
+        in_turn = bench.compiled and attempt > 1  # it takes time: where less room is not enough
+        missed = peak - planned.fitted.peak if limit.reserved else max(missed, peak - planned.fitted.peak)
+        lowest = peak if lowest is None or not limit.reserved else min(peak, lowest)
+        margin = int(attempt * _MARGIN * budget)  # each plan misses by its own bytes
+        target = min(target, budget - asked.reserve - missed) - margin
+    if peak <= budget:
+        return Fit(candidate, measured, target)
+    return Unmet(candidate, peak if not limit.reserved else min(peak, lowest or peak))
+
+
+def _least(asked: _Asked, candidate: Candidate, missed: int) -> int:
+    """The bytes of the lowest plan, which was ``missed`` by so much as others were measured."""
+    found = asked.limit.of(candidate.simulate())
+    if asked.limit.reserved:  # which may well be less than where more is allocated
+        return found
+    return max(found, candidate.simulate(blocks=False).peak + missed)
+
+
+def _under_cap(asked: _Asked, fit: Fit) -> Fit:
+    """A lower plan, if needed, such that fragmentation leaves room for it under a cap just above the budget.
+
+    Where none of a few lower ones has it, the plan stays, with a note.
+    """
+    cap = int((1 + _ROOM) * asked.budget)
+    needed = fit.candidate.reserved_under(cap)
+    if needed <= cap:
+        return fit
+    candidate = fit.candidate
+    for share in _LOWER if asked.may_checkpoint else ():
+        planned = plan(candidate, int(share * fit.target))
+        candidate = planned.candidate
+        if not planned.fitted.fits:
+            break
+        if candidate.reserved_under(cap) <= cap:
+            return replace(fit, candidate=candidate, measured=asked.measured(candidate))
+    note = (
+        f"Where a process may reserve no more than {format_bytes(cap)}, this may run out of memory all the same, "
+        f"because memory is fragmented: {format_bytes(needed)} would do. PYTORCH_CUDA_ALLOC_CONF="
+        "expandable_segments:True prevents most of that."
+    )
+    return replace(fit, candidate=fit.candidate.noted(note))
+
+
+def _lowest_compiled(asked: _Asked, planned: Planned, measured: Measured) -> tuple[Candidate, Measured]:
+    """The lowest compiled peak: by plans that leave more to spare, and with inputs cast before their segments."""
+    alone = planned.candidate.simulate().peak
+    wanted = int((1 + _RESERVE) * alone) if asked.limit.minimum else asked.budget
+    candidate, measured = _below_the_optimizer(planned, measured, wanted)
+    cast = with_inputs_cast(candidate)
+    if cast is not candidate:
+        again = candidate.bench.measure(cast.build())
+        if again.peak < measured.peak:
+            return cast, again
+    return candidate, measured
+
+
+def _below_the_optimizer(planned: Planned, measured: Measured, wanted: int) -> tuple[Candidate, Measured]:
+    """The lowest compiled peak, where a plan, measured so, was only sought to take no more than the optimizer does.
+
+    Compiled, forward and backward may take more than is simulated, each plan's by its own bytes. So plans leave ever
+    more to spare, twice what the last one took more, until the measured peak is ``wanted`` or nothing lies lower.
+    """
+    best = planned.candidate, measured
+    while measured.peak > wanted and _at_the_optimizer(planned):
+        spare = 2 * (measured.peak - planned.candidate.simulate(blocks=False).peak_of_passes)
+        planned = plan(planned.candidate, 0, spare, planned.in_turn)
+        measured = planned.candidate.bench.measure(planned.candidate.build())
+        if measured.peak < best[1].peak:
+            best = planned.candidate, measured
+    return best
+
+
+def _at_the_optimizer(planned: Planned) -> bool:
+    fitted: Fitted = planned.fitted
+    return fitted.peak == planned.candidate.simulate(blocks=False).peak_of_optimizer

@@ -1,0 +1,58 @@
+"""A graph as some passes have left it, with what is observed of it. It is never changed: passes get a copy."""
+
+import copy
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor, fx
+
+from memrewrite.observe.effects import Effects, observe
+from memrewrite.observe.watermarks import Levels, levels
+from memrewrite.plan_facts.chain import compute_nodes_of
+from memrewrite.search.regions import Region
+from memrewrite.torch_internals.private import tree_unflatten
+from memrewrite.workload.step import Step, default_loss
+
+
+@dataclass(frozen=True, eq=False)
+class ObservedGraph:
+    """The graph of a region, captured or rewritten, in the step that is planned for."""
+
+    region: Region
+    step: Step
+    graph_module: fx.GraphModule
+
+    @cached_property
+    def code(self) -> str:
+        """What fx makes of the graph."""
+        return self.graph_module.code
+
+    @cached_property
+    def nodes(self) -> list[fx.Node]:
+        """The nodes that run, in order."""
+        return compute_nodes_of(self.graph_module)
+
+    @cached_property
+    def effects(self) -> Effects:
+        """What each node does."""
+        step, grad = self.step, self.step.mode == "train"
+        return observe(self.graph_module, self.region.example, step.amp, grad, step.as_cuda, step.compiled)
+
+    @cached_property
+    def watermarks(self) -> dict[fx.Node, Levels]:
+        """What is in use as each node runs forward and backward."""
+        loss_of = self._loss_of if not self.region.path else None
+        return levels(self.graph_module, self.region.example, self.step, loss_of)
+
+    def copied(self) -> tuple[fx.GraphModule, Effects]:
+        """The graph once more, which may be changed, and its effects."""
+        effects = self.effects  # observed before, as values are copied with their nodes
+        graph = copy.deepcopy(self.graph_module.graph)
+        copied = fx.GraphModule(self.graph_module, graph, class_name=type(self.graph_module).__name__)
+        return copied, effects.of_copy(graph)
+
+    def _loss_of(self, leaves: Any) -> Tensor:
+        """The loss of what the graph returns, if that is all the model returns."""
+        output = tree_unflatten(list(leaves), self.region.captured.output_tree)
+        return (self.step.loss_fn or default_loss)(output)

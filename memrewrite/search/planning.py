@@ -1,0 +1,107 @@
+"""Rewrites and plans that are made of candidates, all on fake tensors; none of them is better or worse yet."""
+
+from dataclasses import dataclass, replace
+
+from memrewrite.passes import early_casts
+from memrewrite.plan.refine import Fitted, Search
+from memrewrite.plan.segments import Chain, Plan
+from memrewrite.plan_facts.chain import chain, join
+from memrewrite.search import registry
+from memrewrite.search.bench import Bench
+from memrewrite.search.candidate import Candidate, CandidateRegion
+from memrewrite.simulate.memory.allocator import rounded
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A candidate with the segments of the plan that was fitted; ``in_turn`` as in ``Candidate.with_segments``."""
+
+    candidate: Candidate
+    fitted: Fitted
+    in_turn: bool = False
+
+
+def rewritten(candidate: Candidate, names: tuple[str, ...] | None, exact: bool) -> Candidate:
+    """After functionalization and the pattern rewrites asked for (all when ``names`` is None)."""
+    return candidate.after(registry.patterns(names, exact))
+
+
+def rewritten_slower(candidate: Candidate, names: tuple[str, ...] | None) -> Candidate:
+    """After the rewrites that cost time, for a peak that is above the budget without them."""
+    return candidate.after(registry.slower(names))
+
+
+def plan(candidate: Candidate, budget: int, spare: int = 0, in_turn: bool = False) -> Planned:
+    """Segments for which the simulated peak is within ``budget`` bytes, those of the lowest peak where none does.
+
+    One plan over all regions in the order they run. ``spare`` bytes are left for what forward and backward take
+    besides; the peak in the result is with them.
+    """
+    if candidate.bench.step.amp is not None and candidate.peak(spare) > budget:
+        candidate = candidate.each(lambda region: region.edited(early_casts.insert))
+    fitted = search(candidate, False, spare, in_turn).fit(budget)
+    planned = candidate.with_segments(fitted.plan, in_turn)
+    if planned.peak(spare) != fitted.peak:
+        fitted = search(candidate, True, spare, in_turn).fit(budget)
+        planned = candidate.with_segments(fitted.plan, in_turn)
+    if candidate.bench.compiled and not (fitted.fits or in_turn):
+        return Planned(candidate.with_segments(fitted.plan, in_turn=True), fitted, True)
+    return Planned(planned, fitted, in_turn)
+
+
+def without_plan(candidate: Candidate, budget: int) -> Planned:
+    """What ``plan`` gives when segments are not among the passes asked for."""
+    peak = candidate.simulate(blocks=False).peak
+    return Planned(candidate, Fitted(Plan(), peak, peak <= budget))
+
+
+def search(candidate: Candidate, exact: bool, spare: int = 0, in_turn: bool = False) -> Search:
+    """The search for plans of these graphs.
+
+    It simulates both steps and the optimizer (``exact``), or only ``rehearse``, with ``spare`` bytes more.
+    """
+    bare = candidate.without_segments()
+    asked = spare, in_turn, bare.programs
+    return bare.bench.remembered(exact, asked, lambda: _search(bare, exact, spare, in_turn))
+
+
+def _search(bare: Candidate, exact: bool, spare: int, in_turn: bool) -> Search:
+    bench = bare.bench
+    usual = bench.usual or bare.simulate(blocks=False)
+
+    def peak(candidate: Candidate) -> int:
+        return candidate.peak(spare) if exact else candidate.rehearse(usual, spare)
+
+    chains = join([_chain(region, bench) for region in bare.regions])
+    waiting = bench.step.gradients_wait
+    gradients = sum(rounded(p.nbytes) for p in bench.model.parameters() if p.requires_grad)
+    fixed = usual.floor - (0 if waiting else gradients)  # which come as backward goes
+    kept = gradients if bench.step.loop.zero_grad == "before backward" and not waiting else 0
+    chains = replace(chains, left=usual.held + kept)
+    if len(bare.regions) > 1 or bare.regions[0].region.path:  # whose levels do not show the model's output
+        chains = replace(chains, work=chains.work + usual.held, pending=chains.pending + usual.held)
+    least = usual.peak_of_optimizer
+    return Search(chains, peak(bare), fixed, lambda plan: peak(bare.with_segments(plan, in_turn)), least)
+
+
+def _chain(region: CandidateRegion, bench: Bench) -> Chain:
+    """The graph of a region as numbers."""
+    found = chain(region.effects, region.graph.watermarks, bench.costs(region.effects), bench.compiled)
+    return replace(found, gradients=0) if bench.step.gradients_wait else found  # which are there already
+
+
+def without_needless_casts(candidate: Candidate) -> Candidate:
+    """Without what ``plan`` spelled out and no segment begins with, unless the peak is lower with it."""
+    without = candidate.each(
+        lambda region: region.edited(lambda graph, effects: early_casts.drop_needless(graph, region.marks))
+    )
+    if without is candidate or without.simulate(blocks=False).peak > candidate.simulate(blocks=False).peak:
+        return candidate
+    return without
+
+
+def with_inputs_cast(candidate: Candidate) -> Candidate:
+    """With inputs cast before the segments that cast them; the candidate itself where none does."""
+    return candidate.each(
+        lambda region: region.edited(lambda graph, effects: early_casts.insert_for_inputs(graph, effects, region.marks))
+    )

@@ -1,0 +1,24 @@
+"""A model without the hooks of its own, which are not called while it is optimized and work on the result as before."""
+
+from typing import Any
+
+from torch import nn
+
+
+def without_hooks(model: nn.Module) -> nn.Module:
+    """The same model, sharing everything with ``model`` but the hooks registered on ``model`` itself."""
+    kind = type(model)
+    result: nn.Module = object.__new__(kind)  # past a __new__ of the class's own, which may call __init__
+    vars(result).update({k: v for k, v in vars(model).items() if k != "_compiled_call_impl"})  # that one calls model
+    vars(result).update({name: type(hooks)() for name, hooks in _call_hooks(model).items()})
+    return result
+
+
+def with_hooks_of(model: nn.Module, result: nn.Module) -> None:
+    """Share the hooks registered on ``model`` itself with ``result``; their handles remove them from both."""
+    vars(result).update(_call_hooks(model))
+
+
+def _call_hooks(model: nn.Module) -> dict[str, dict[int, Any]]:
+    """The dictionaries that calls of the model look into, not those of state dictionaries."""
+    return {k: v for k, v in vars(model).items() if k.startswith(("_forward_", "_backward_")) and isinstance(v, dict)}

@@ -1,0 +1,109 @@
+"""Candidates, where only fake tensors run: what may be skipped, that it shows when it may not; that none changes."""
+
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+
+import memrewrite
+from memrewrite.observe import effects
+from memrewrite.plan.segments import Plan
+from memrewrite.records.loop import HABITS, Loop
+from memrewrite.search import bench, graphs
+from memrewrite.search.candidate import Candidate
+from memrewrite.search.inplace import marked_inplace
+from memrewrite.search.planning import plan, rewritten
+from memrewrite.workload.step import OptimizerFactory, Step
+from tests.support.dropins import candidate
+from tests.support.models import make
+
+OPTIMIZERS: dict[str, OptimizerFactory | None] = {
+    "none": None,
+    "sgd": torch.optim.SGD,
+    "adamw": torch.optim.AdamW,
+    "adagrad": torch.optim.Adagrad,  # has its state before the first step
+}
+
+
+def first(name: str, step: Step) -> Candidate:
+    return candidate(*make(name), step, workspace=4096)
+
+
+def some_plans(under_test: Candidate) -> list[Plan]:
+    n = len(under_test.regions[0].graph.nodes)
+    return [Plan(), Plan(((0, n // 2),)), Plan(((0, n // 3), (n // 3, n - 1)))]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("name", ["residual", "transformer", "tied"])
+def test_one_pass_tells_the_peak_of_two_steps(name: str, optimizer: str) -> None:
+    under_test = first(name, Step(optimizer=OPTIMIZERS[optimizer]))
+    usual = under_test.simulate()
+    for segments in some_plans(under_test):
+        planned = under_test.with_segments(segments)
+        assert planned.rehearse(usual) == planned.simulate().peak
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("loop", [*HABITS, "prefetch,scaler,ema,zero-before-backward"])
+@pytest.mark.parametrize("name", ["residual", "tied"])
+def test_one_pass_tells_the_peak_of_every_loop(name: str, loop: str, micro_batches: int) -> None:
+    step = Step(optimizer=torch.optim.AdamW, loop=Loop.parse(loop), micro_batches=micro_batches)
+    under_test = first(name, step)
+    usual = under_test.simulate()
+    for segments in some_plans(under_test):
+        planned = under_test.with_segments(segments)
+        assert planned.rehearse(usual) == planned.simulate().peak
+
+
+def test_a_graph_is_observed_once_until_it_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    observed = mock.Mock(wraps=effects.observe)
+    monkeypatch.setattr(graphs, "observe", observed)
+    under_test = first("swish", Step())
+    seen = under_test.regions[0].effects
+    planned = under_test.with_segments(Plan(((0, 3),)))
+    assert planned.regions[0].effects is seen
+    observed.assert_called_once()
+    after = rewritten(under_test, None, exact=False)
+    assert after.regions[0].effects is not seen
+    assert after.regions[0].effects.order == tuple(after.regions[0].graph.graph_module.graph.nodes)
+
+
+@pytest.mark.parametrize("name", ["swish", "residual"])
+def test_no_pass_and_no_plan_changes_what_it_is_given(name: str) -> None:
+    captured = first(name, Step())
+    (region,) = captured.regions
+    code, source = region.graph.graph_module.code, region.source
+    values = [str(node.meta.get("val")) for node in region.effects.order]
+    after = rewritten(captured, None, exact=False)
+    low = captured.simulate().floor
+    planned = plan(after, low).candidate
+    marked = marked_inplace(planned, None)
+    assert len({captured.programs, planned.programs, marked.programs}) == 3
+    assert region.graph.graph_module.code == region.region.captured.graph_module.code == code
+    assert replace(region, results={}).source == region.source == source
+    assert [str(node.meta.get("val")) for node in region.effects.order] == values
+    assert planned.without_segments().programs == after.programs
+    assert [node.name for node in marked.regions[0].graph.nodes] == [n.name for n in after.regions[0].graph.nodes]
+
+
+@pytest.mark.parametrize(("times", "kept"), [(None, True), ((5.0, 3.0), True), ((3.0, 5.0), False)])
+def test_statistics_are_kept_where_the_device_takes_longer(
+    monkeypatch: pytest.MonkeyPatch, times: tuple[float, float] | None, kept: bool
+) -> None:
+    monkeypatch.setattr(bench, "kernel_runs_on", lambda device: True)
+    under_test = first("residual", Step())
+    under_test = replace(under_test, bench=replace(under_test.bench, original=times))
+    n = len(under_test.regions[0].graph.nodes)
+    (source,) = under_test.with_segments(Plan(((0, n // 2),))).programs
+    assert ("normalize(" in source) == under_test.bench.statistics == kept
+
+
+def test_a_peak_that_one_pass_does_not_tell_is_found_by_two_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = make("residual")
+    monkeypatch.setattr(Candidate, "rehearse", lambda self, usual, spare: usual.peak // 4)
+    budget = memrewrite.optimize(model, inputs.args, budget="min", verify=False).report.predicted_after.peak
+    result = memrewrite.optimize(model, inputs.args, budget=budget, verify=False)
+    assert result.report.predicted_after.peak <= budget
+    assert result.report.segments
