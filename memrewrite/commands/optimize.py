@@ -15,7 +15,7 @@ from memrewrite.commands import job as jobs
 from memrewrite.commands.answer import Outcome, say
 from memrewrite.commands.progress import Stages
 from memrewrite.commands.requests import OptimizeRequest
-from memrewrite.measurement.measuring import Loader, measure_in_child, predict
+from memrewrite.measurement.measuring import Loader, measure_in_child
 from memrewrite.measurement.original import simulate_original
 from memrewrite.optimizing import run as optimizing
 from memrewrite.optimizing.request import Request
@@ -87,7 +87,7 @@ def _optimize(job: Job, budget: Budget | None, stage: Stages) -> Outcome:
         stage("advise")
         report = replace(report, options=_options(job, report, report.budget))
     changes = _changes(outcome) if request.diff else None
-    timelines = _timelines(job, optimized) if request.snapshot else []
+    timelines = _timelines(outcome) if request.snapshot else []
     report = _finish(job, optimized, report, stage)
     _write(request, report, timelines)
     written = request.output if report.changed else None
@@ -114,11 +114,11 @@ def _options(job: Job, report: Report, budget: int) -> tuple[Option, ...]:
     return advice.options(variants, budget, bounded.of(report.predicted_before))
 
 
-def _timelines(job: Job, optimized: nn.Module) -> list[Timeline]:
+def _timelines(outcome: optimizing.Outcome) -> list[Timeline]:
     """Of the rewritten model and of the original, by submodule; of one where nothing was rewritten."""
-    workspace = workspace_bytes(job.device, job.step.amp, job.step.mode, job.step.as_cuda)
-    models = [job.module] if optimized is job.module else [optimized, job.module]
-    return [predict(model, job.inputs, job.step, workspace_bytes=workspace, attribute=True) for model in models]
+    rewritten, original = outcome.candidate.bench, outcome.original
+    before = original.predict(original.model, attribute=True)
+    return [before] if not outcome.rewritten else [rewritten.predict(outcome.module, attribute=True), before]
 
 
 def _write(request: OptimizeRequest, report: Report, timelines: list[Timeline]) -> None:

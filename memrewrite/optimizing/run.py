@@ -40,6 +40,13 @@ class Outcome:
     module: nn.Module
     report: Report
     candidate: Candidate
+    rewritten: bool
+
+    @property
+    def original(self) -> Bench:
+        """Where the original is simulated: it is not compiled."""
+        bench = self.candidate.bench
+        return replace(bench, step=replace(bench.step, compiled=False))
 
     def captured(self) -> dict[str, str]:
         """The programs that the graphs were before any rewrite, by the path of their region."""
@@ -78,7 +85,7 @@ def run(work: Workload, asked: Request, progress: Progress) -> Outcome:
             verdict = prove(candidate, result, asked.seed, asked.exact)
     report = report_on(candidate, result, limit, before, candidate.attributed(), verdict, measured)
     with_hooks_of(work.model, result)
-    return Outcome(result, report, candidate)
+    return Outcome(result, report, candidate, True)
 
 
 def _rewritten(
@@ -120,4 +127,4 @@ def _unchanged(
     """The model as it is, because nothing is gained."""
     model = candidate.bench.model
     report = report_on(candidate, model, limit, before, before, None, measured)
-    return Outcome(work.model, report, candidate)
+    return Outcome(work.model, report, candidate, False)

@@ -1,5 +1,6 @@
 """The snapshot is what PyTorch's own tools for memory snapshots read, and its figures are those predicted."""
 
+import json
 import pickle
 import pickletools
 from dataclasses import replace
@@ -136,3 +137,49 @@ def test_the_command_line_writes_one(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert rewritten < original
     assert cli.run(["optimize", *arguments, "--passes", "inplace_activation"]) == 0
     assert len(pickle.loads(Path("memory.pickle").read_bytes())["segments"]) == 1, "nothing was rewritten"
+
+
+CAST = """
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+        self.norms = nn.ModuleList(nn.LayerNorm(64) for _ in range(6))
+
+    def forward(self, x):
+        for layer, norm in zip(self.layers, self.norms):
+            x = x + layer(norm(x))
+        return x.float().log_softmax(-1)
+
+
+get_model = Net
+example_inputs = torch.ones(256, 64)
+"""
+
+
+@pytest.mark.parametrize("compiled", [[], ["--compiled"]], ids=["eager", "compiled"])
+def test_the_peaks_are_those_of_the_report(
+    compiled: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("cast_net.py").write_text(CAST)
+    arguments = [
+        "--no-measure",
+        "--no-verify",
+        "-q",
+        "--amp",
+        "bf16",
+        "--budget",
+        "min",
+        "--optimizer",
+        "sgd",
+        *compiled,
+    ]
+    assert cli.run(["optimize", "cast_net.py", *arguments, "--snapshot", "memory.pickle", "--json", "-"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    traces = pickle.loads(Path("memory.pickle").read_bytes())["device_traces"]
+    assert [walk(trace)[0] for trace in traces] == [said["predicted_after"]["peak"], said["predicted_before"]["peak"]]
