@@ -2,35 +2,20 @@
 
 import ast
 import inspect
+import sys
 from collections.abc import Mapping
 from types import ModuleType
 
 from memrewrite.artifact.manifest import CONSTANTS
-from memrewrite.runtime import (
-    batch_norm,
-    compiled,
-    cross_entropy,
-    dict_versions,
-    dropin,
-    guards,
-    likeness,
-    segment,
-    swish,
-)
+from memrewrite.runtime import dict_versions, dropin, guards, likeness, operations
 from memrewrite.runtime.likeness import Likeness
 from memrewrite.version import __version__
 
-_RUNTIME: tuple[ModuleType, ...] = (
-    compiled,
-    segment,
-    batch_norm,
-    swish,
-    cross_entropy,
-    dict_versions,
-    guards,
-    dropin,
-    likeness,
+# Each file after those that it needs.
+_OPERATIONS = (
+    sys.modules[each.__module__] for each in (*operations.AROUND_NODES.values(), *operations.IN_GRAPHS.values())
 )
+_RUNTIME: tuple[ModuleType, ...] = (*dict.fromkeys(_OPERATIONS), operations, dict_versions, guards, dropin, likeness)
 _HEAD = '''"""A rewritten forward for one model; needs torch only. Written by memrewrite {version}.
 
     from memrewrite_model import apply

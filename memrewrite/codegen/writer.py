@@ -32,9 +32,7 @@ from memrewrite.codegen.submodules import Submodules
 from memrewrite.costs.normalizations import in_one_with, runs_again_with
 from memrewrite.plan.marks import NO_MARKS, UNMARKED, Marks, NodeMark
 from memrewrite.records.errors import CaptureError
-from memrewrite.runtime.cross_entropy import chunked_cross_entropy
-from memrewrite.runtime.segment import as_autocast
-from memrewrite.runtime.swish import exact_swish, swish
+from memrewrite.runtime.operations import AROUND_NODES, IN_GRAPHS
 from memrewrite.torch_internals.private import C_FUNCTIONS, OpOverload
 
 CONSTANT = "memrewrite_constant_{}"
@@ -80,9 +78,7 @@ inf, nan = math.inf, math.nan
 
 
 # What the functions below refer to by a bare name; a local of that name would hide it.
-_CALLED = {function.__name__: function for function in (as_autocast, swish, exact_swish, chunked_cross_entropy)}
-_SEGMENTS = ("draw", "in_turn", "keep", "normalize", "once", "rectify", "run_segment", "settled")
-_RUNTIME = (*_SEGMENTS, *_CALLED, "tree_unflatten", "treespec_loads")
+_RUNTIME = (*AROUND_NODES, *IN_GRAPHS, "tree_unflatten", "treespec_loads")
 _MODULES_USED = ("aten", "torch", "operator", "math", "builtins", "importlib")
 _GLOBALS = (*_MODULES_USED, "inf", "nan", "getattr", "slice", "complex", *_RUNTIME)
 _OWN = re.compile(r"(segment|region|TREE)_\d")
@@ -303,7 +299,7 @@ def function_name(target: Any) -> str:
     if isinstance(target, type(torch.ops.aten.add)):  # an operator, the overload left open
         return f"torch.ops.{target}"
     own = getattr(target, "__name__", "")
-    if _CALLED.get(own) is target:
+    if IN_GRAPHS.get(own) is target:
         return own
     for name, module in _MODULES.items():
         if own and getattr(module, own, None) is target:

@@ -20,12 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_structure, tree_unflatten, treespec_loads
 
-from memrewrite.runtime.batch_norm import normalize, rectify
-from memrewrite.runtime.compiled import draw, in_turn, settled
-from memrewrite.runtime.cross_entropy import chunked_cross_entropy
 from memrewrite.runtime.guards import Guards, Reads, as_bytes
-from memrewrite.runtime.segment import OWN, as_autocast, autocast_dtype, keep, once, run_segment
-from memrewrite.runtime.swish import exact_swish, swish
+from memrewrite.runtime.operations import AROUND_NODES, IN_GRAPHS
+from memrewrite.runtime.segment import OWN, autocast_dtype
 
 _PROGRAMS: dict[str, "Program"] = {}
 
@@ -69,11 +66,8 @@ def program_from(source: str) -> Program:
     if source not in _PROGRAMS:
         file = f"<memrewrite {hashlib.sha256(source.encode()).hexdigest()[:12]}>"
         linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
-        runtime = (
-            *(Program, draw, in_turn, keep, normalize, once, rectify, run_segment, settled, swish, exact_swish),
-            *(as_autocast, chunked_cross_entropy, tree_structure, tree_unflatten, treespec_loads),
-        )
-        namespace: dict[str, Any] = {getattr(item, "__name__", ""): item for item in runtime}
+        trees = {"tree_structure": tree_structure, "tree_unflatten": tree_unflatten, "treespec_loads": treespec_loads}
+        namespace: dict[str, Any] = {"Program": Program, **trees, **AROUND_NODES, **IN_GRAPHS}
         exec(compile(source, file, "exec"), namespace)  # noqa: S102  (our own generated text)
         _PROGRAMS[source] = namespace["PROGRAM"]
         _PROGRAMS[source].source = source

@@ -1,0 +1,25 @@
+"""What generated programs call by name: the one table that the generator, drop-ins and artifacts read. Torch only.
+
+In the order in which their files need each other, because an artifact has all of them in one.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from memrewrite.runtime.batch_norm import normalize, rectify
+from memrewrite.runtime.compiled import draw, in_turn, settled
+from memrewrite.runtime.cross_entropy import chunked_cross_entropy
+from memrewrite.runtime.segment import as_autocast, keep, once, run_segment
+from memrewrite.runtime.swish import exact_swish, swish
+
+Operation = Callable[..., Any]
+
+
+def _named(*operations: Operation) -> dict[str, Operation]:
+    return {operation.__name__: operation for operation in operations}
+
+
+# What the generator puts around nodes.
+AROUND_NODES = _named(draw, in_turn, settled, run_segment, keep, once, normalize, rectify)
+# What a pass may put into a graph, as the target of a node.
+IN_GRAPHS = _named(as_autocast, swish, exact_swish, chunked_cross_entropy)
