@@ -25,7 +25,7 @@ from memrewrite.observe.effects import Effects
 from memrewrite.passes.matching import kept_by
 from memrewrite.passes.spelling import Spelling, only_metadata, operand, operation, out_of_place, tensor
 from memrewrite.rewriting.contract import Findings, Result
-from memrewrite.torch_internals.private import is_view
+from memrewrite.torch_internals.autograd_nodes import is_view
 
 # Their gradient asks only on which side of a bound a value lies, so input and result give the same one, bit for bit.
 BY_SIGN = ("hardtanh", "leaky_relu", "relu6")

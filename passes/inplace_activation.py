@@ -26,7 +26,7 @@ from memrewrite.passes.matching import kept_by
 from memrewrite.passes.spelling import Spelling, in_place, operand, operation, options, tensor
 from memrewrite.plan.marks import NO_MARKS, Marks
 from memrewrite.rewriting.contract import Findings, Result
-from memrewrite.torch_internals.private import is_view
+from memrewrite.torch_internals.autograd_nodes import is_view
 
 # Their gradient in place, computed from the result or a mask, is bit for bit the one computed from the input.
 ACTIVATIONS = ("relu", "relu6", "leaky_relu", "hardtanh", "sigmoid", "tanh", "dropout")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from memrewrite.torch_internals.private import OpOverload, returns_view
+from memrewrite.torch_internals.operators import OpOverload, returns_view
 
 _SAME = {
     "divide": "div",

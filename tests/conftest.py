@@ -8,21 +8,18 @@ import pytest
 ROOT = Path(__file__).parent
 CORE = (
     "passes/",
+    "torch_internals/",
     "capture/test_capture.py",
     "runtime/test_compiled.py",
     "state/test_containers.py",
-    "torch_internals/test_custom_functions.py",
     "observe/test_effects.py",
     "project/test_examples.py",
     "capture/test_grouped.py",
     "capture/test_hazards.py",
     "simulate/test_constant_values.py",
-    "torch_internals/test_dispatch_modes.py",
-    "torch_internals/test_private.py",
     "search/test_regions.py",
     "runtime/test_segments.py",
     "simulate/test_simulate.py",
-    "torch_internals/test_versions.py",
 )
 """Where a new PyTorch shows: what has to pass on every supported one, ``pytest -m core``."""
 GOLDEN = Path(__file__).with_name("golden")

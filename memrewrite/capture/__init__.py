@@ -16,7 +16,8 @@ from memrewrite.capture.captured import Captured, InputSpec, TensorSpec
 from memrewrite.capture.normal import bind
 from memrewrite.records.errors import CaptureError
 from memrewrite.state.attributes import preserved
-from memrewrite.torch_internals.private import real_rules_on_fake_tensors, tracing_untold
+from memrewrite.torch_internals.fake_tensors import real_rules_on_fake_tensors
+from memrewrite.torch_internals.tracing import tracing_untold
 from memrewrite.workload.step import Inputs, autocast, device_type
 
 __all__ = ["Captured", "InputSpec", "TensorSpec", "capture"]

@@ -7,7 +7,7 @@ import torch
 from torch import fx
 
 from memrewrite.runtime.guards import Reads
-from memrewrite.torch_internals.private import TreeSpec
+from memrewrite.torch_internals.pytrees import TreeSpec
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from memrewrite.capture.normal import bind, constants, copy_into, first_dtype, q
 from memrewrite.records.errors import CaptureError
 from memrewrite.simulate.fake.fakes import tensors_of
 from memrewrite.state.attributes import Attributes
-from memrewrite.torch_internals.private import set_grad_enabled, tree_flatten, tree_leaves, tree_map
+from memrewrite.torch_internals.operators import set_grad_enabled
+from memrewrite.torch_internals.pytrees import tree_flatten, tree_leaves, tree_map
 from memrewrite.workload.step import Inputs
 
 

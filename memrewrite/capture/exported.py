@@ -18,7 +18,8 @@ from torch.overrides import TorchFunctionMode
 from memrewrite.capture.captured import Captured
 from memrewrite.capture.normal import batch_size, bind, constants, dynamic, first_dtype, quiet, rebuild
 from memrewrite.simulate.fake.constant_values import known_values
-from memrewrite.torch_internals.private import OpOverload, is_mutable, named_arguments, tree_leaves, tree_map
+from memrewrite.torch_internals.operators import OpOverload, is_mutable, named_arguments
+from memrewrite.torch_internals.pytrees import tree_leaves, tree_map
 from memrewrite.workload.step import Inputs
 
 aten = torch.ops.aten

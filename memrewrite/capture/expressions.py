@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from memrewrite.records.errors import CaptureError
-from memrewrite.torch_internals.private import TreeSpec, treespec_dumps
+from memrewrite.torch_internals.pytrees import TreeSpec, treespec_dumps
 
 
 def literal(value: Any) -> str:

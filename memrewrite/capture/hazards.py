@@ -32,17 +32,11 @@ from memrewrite.runtime.segment import autocast_dtype
 from memrewrite.simulate.fake.constant_values import known_values
 from memrewrite.simulate.fake.fakes import fake_inputs, fake_twin
 from memrewrite.state.attributes import Attributes, random_state
+from memrewrite.torch_internals.autograd_nodes import has_global_module_hooks
 from memrewrite.torch_internals.custom_functions import function_calls, functions_behind
-from memrewrite.torch_internals.private import (
-    FAKE_TENSOR_ERRORS,
-    FakeTensorMode,
-    checkpoint_calls,
-    has_global_module_hooks,
-    tracing_untold,
-    tree_flatten,
-    tree_leaves,
-    tree_map,
-)
+from memrewrite.torch_internals.fake_tensors import FAKE_TENSOR_ERRORS, FakeTensorMode
+from memrewrite.torch_internals.pytrees import tree_flatten, tree_leaves, tree_map
+from memrewrite.torch_internals.tracing import checkpoint_calls, tracing_untold
 from memrewrite.workload.step import Inputs, device_type
 
 _TENSOR_HOOKS = ("register_hook", "register_post_accumulate_grad_hook")

@@ -16,7 +16,8 @@ from torch import Tensor, fx, nn
 
 from memrewrite.capture.captured import InputSpec, TensorSpec
 from memrewrite.records.errors import CaptureError, InternalError
-from memrewrite.torch_internals.private import size_conditions, tree_flatten, tree_leaves, tree_unflatten
+from memrewrite.torch_internals.pytrees import tree_flatten, tree_leaves, tree_unflatten
+from memrewrite.torch_internals.tracing import size_conditions
 from memrewrite.workload.step import Inputs
 
 _LOGGERS = ("torch.export", "torch._dynamo", "torch._subclasses", "torch.fx", "torch.jit")

@@ -33,7 +33,7 @@ from memrewrite.costs.normalizations import in_one_with, runs_again_with
 from memrewrite.plan.marks import NO_MARKS, UNMARKED, Marks, NodeMark
 from memrewrite.records.errors import CaptureError
 from memrewrite.runtime.operations import AROUND_NODES, IN_GRAPHS
-from memrewrite.torch_internals.private import C_FUNCTIONS, OpOverload
+from memrewrite.torch_internals.operators import C_FUNCTIONS, OpOverload, names_of
 
 CONSTANT = "memrewrite_constant_{}"
 _MODULES = {
@@ -294,8 +294,8 @@ _REGIONS: dict[Any, tuple[str, int]] = {
 def function_name(target: Any) -> str:
     """How generated source names a function."""
     if isinstance(target, OpOverload):
-        name = f"torch.ops.{target.namespace}.{target._schema.name.split('::')[1]}.{target._overloadname}"
-        return name.removeprefix("torch.ops.") if target.namespace == "aten" else name
+        name = ".".join(names_of(target))
+        return name if target.namespace == "aten" else f"torch.ops.{name}"
     if isinstance(target, type(torch.ops.aten.add)):  # an operator, the overload left open
         return f"torch.ops.{target}"
     own = getattr(target, "__name__", "")

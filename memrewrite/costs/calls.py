@@ -11,7 +11,8 @@ from torch import Tensor, fx
 
 from memrewrite.observe.effects import NodeEffects
 from memrewrite.simulate.memory.transients import like, made
-from memrewrite.torch_internals.private import OpOverload, tree_iter, tree_leaves, tree_map
+from memrewrite.torch_internals.operators import OpOverload
+from memrewrite.torch_internals.pytrees import tree_iter, tree_leaves, tree_map
 
 _PLAIN = (
     *(int, float, complex, bool, str, types.NoneType, types.EllipsisType, slice),

@@ -13,7 +13,7 @@ from memrewrite.costs import Costs
 from memrewrite.costs.work import Work
 from memrewrite.observe.effects import Effects
 from memrewrite.plan.marks import NO_MARKS, Marks
-from memrewrite.torch_internals.private import tree_iter
+from memrewrite.torch_internals.pytrees import tree_iter
 
 
 def step_times(

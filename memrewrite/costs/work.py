@@ -8,13 +8,10 @@ from torch import Tensor, nn
 
 from memrewrite.observe.effects import Effects
 from memrewrite.simulate.fake.fakes import on_fakes
-from memrewrite.torch_internals.private import (
-    FAKE_TENSOR_ERRORS,
-    FakeTensor,
-    TorchDispatchMode,
-    foreach_on_fake_tensors,
-    tree_iter,
-)
+from memrewrite.torch_internals.fake_tensors import FAKE_TENSOR_ERRORS, FakeTensor, TorchDispatchMode
+from memrewrite.torch_internals.foreach import foreach_on_fake_tensors
+from memrewrite.torch_internals.operators import written_arguments
+from memrewrite.torch_internals.pytrees import tree_iter
 from memrewrite.workload.step import Inputs, Step, autocast, default_loss
 
 
@@ -33,7 +30,7 @@ class Work(TorchDispatchMode):
         result = func(*args, **kwargs)
         given = {id(t): t for t in _tensors((args, kwargs))}
         storages = {id(t.untyped_storage()) for t in given.values()}
-        written = [t for t in _tensors(_written(func, args, kwargs)) if t.nbytes]
+        written = [t for t in _tensors(written_arguments(func, args, kwargs)) if t.nbytes]
         written += [t for t in _tensors(result) if id(t.untyped_storage()) not in storages]
         if written:
             self.moved += sum(t.nbytes for t in [*given.values(), *written])
@@ -86,10 +83,3 @@ def _leaf(value: Any) -> Any:
 
 def _tensors(tree: Any) -> Iterator[Tensor]:
     return (leaf for leaf in tree_iter(tree) if isinstance(leaf, Tensor))
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """The arguments an operator's schema says it writes."""
-    formal = enumerate(func._schema.arguments)
-    named = [(i, a.name) for i, a in formal if a.alias_info is not None and a.alias_info.is_write]
-    return [args[i] if i < len(args) else kwargs.get(name) for i, name in named]

@@ -18,7 +18,9 @@ from torch import Tensor, nn
 
 from memrewrite.equivalence.trial import Record, take_step
 from memrewrite.records.errors import MeasurementError
-from memrewrite.torch_internals.private import TorchDispatchMode, is_mutable, named_arguments, tree_leaves, tree_map
+from memrewrite.torch_internals.fake_tensors import TorchDispatchMode
+from memrewrite.torch_internals.operators import is_mutable, named_arguments
+from memrewrite.torch_internals.pytrees import tree_leaves, tree_map
 from memrewrite.workload.step import Inputs, Step
 
 WIDE = {

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from memrewrite.measurement.snapshot import RandomState
 from memrewrite.runtime.dropin import FallbackWarning
-from memrewrite.torch_internals.private import tree_flatten, tree_map
+from memrewrite.torch_internals.pytrees import tree_flatten, tree_map
 from memrewrite.workload.step import Inputs, Phase, Step, Targets, autocast, default_loss, device_type
 
 Key = tuple[str, str]

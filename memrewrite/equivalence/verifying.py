@@ -36,7 +36,7 @@ from memrewrite.measurement.snapshot import State, cuda_devices, seed_all
 from memrewrite.records.errors import MeasurementError, UsageError
 from memrewrite.records.outcomes import Check
 from memrewrite.runtime.dropin import FallbackWarning, accept
-from memrewrite.torch_internals.private import tree_map
+from memrewrite.torch_internals.pytrees import tree_map
 from memrewrite.workload.step import Inputs, Step, autocast, device_type
 
 __all__ = ["TensorVerdict", "Verdict", "verify"]

@@ -37,7 +37,8 @@ from memrewrite.simulate import (
 from memrewrite.simulate.fake.fakes import on_fakes, tensors_of
 from memrewrite.simulate.memory.allocator import rounded
 from memrewrite.simulate.memory.tracker import OPERATOR_WORKSPACE
-from memrewrite.torch_internals.private import FAKE_TENSOR_ERRORS, TorchDispatchMode, is_mutable
+from memrewrite.torch_internals.fake_tensors import FAKE_TENSOR_ERRORS, TorchDispatchMode
+from memrewrite.torch_internals.operators import is_mutable
 from memrewrite.workload.step import Inputs, Step, autocast, device_type
 
 _PRODUCTS = {str(packet) for packet in flop_registry}  # aten.mm, aten.convolution, ...

@@ -23,7 +23,7 @@ from memrewrite.records.outcomes import Measured
 from memrewrite.simulate import Timeline, run_tracked, simulate, with_workspaces
 from memrewrite.simulate.fake.fakes import tensors_of
 from memrewrite.simulate.memory.allocator import allocator_on
-from memrewrite.torch_internals.private import clear_cublas_workspaces
+from memrewrite.torch_internals.cuda import clear_cublas_workspaces
 from memrewrite.workload.step import Inputs, Phase, Running, Step, device_of, device_type
 from memrewrite.workload.stepspec import StepSpec
 

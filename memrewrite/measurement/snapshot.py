@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from memrewrite.simulate.fake.fakes import tensors_of
 from memrewrite.state.attributes import Attributes
-from memrewrite.torch_internals.private import is_view
+from memrewrite.torch_internals.autograd_nodes import is_view
 from memrewrite.workload.step import Inputs
 
 

@@ -19,7 +19,8 @@ from memrewrite.runtime.dropin import accept, fallen_back, programs
 from memrewrite.simulate import AVERAGE, INPUTS, STATE
 from memrewrite.simulate.memory.allocator import rounded
 from memrewrite.simulate.memory.tracker import Tracker
-from memrewrite.torch_internals.private import FakeTensor, tree_iter
+from memrewrite.torch_internals.fake_tensors import FakeTensor
+from memrewrite.torch_internals.pytrees import tree_iter
 
 _TOLD = 0.05  # of what is over the promise: what explains less of it is not named
 _SEEN_ON_CPU = " On the CPU this is known of tensors made while it was watched, of the model, its inputs and optimizer."

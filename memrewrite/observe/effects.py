@@ -23,7 +23,9 @@ from memrewrite.simulate.fake.true_results import TrueResults
 from memrewrite.simulate.memory.allocator import rounded
 from memrewrite.simulate.memory.tracker import widened
 from memrewrite.torch_internals.dispatch_modes import Layer, Recall
-from memrewrite.torch_internals.private import FakeTensorMode, real_rules_on_fake_tensors, tree_iter
+from memrewrite.torch_internals.fake_tensors import FakeTensorMode, real_rules_on_fake_tensors
+from memrewrite.torch_internals.operators import schema_name, written_arguments
+from memrewrite.torch_internals.pytrees import tree_iter
 from memrewrite.workload.step import autocast
 
 Origin = Literal["parameter", "buffer", "input", "node"]
@@ -209,7 +211,7 @@ class _Recorder(Layer):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         inputs = [(self.storage(t), t) for t in _tensors((args, kwargs))]
-        written = {self.storage(t) for t in _tensors(_declared_writes(func, args, kwargs))}
+        written = {self.storage(t) for t in _tensors(written_arguments(func, args, kwargs))}
         self.stale_save |= bool(written & self.saved)
         self.statistics |= {self.storage(t) for t in _tensors(_statistics(func, args))}
         result = self.below(func, types, args, kwargs)
@@ -288,18 +290,9 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
     return (leaf for leaf in tree_iter(tree) if isinstance(leaf, Tensor))
 
 
-def _declared_writes(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """The arguments an operator's schema says it writes."""
-    written = []
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            written.append(args[position] if position < len(args) else kwargs.get(argument.name))
-    return written
-
-
 def _statistics(func: Any, args: Any) -> list[Any]:
     """The running statistics that batch normalization updates."""
-    positions, flag = _UNDECLARED_WRITES.get(func._schema.name, ((), 0))
+    positions, flag = _UNDECLARED_WRITES.get(schema_name(func), ((), 0))
     return [args[position] for position in positions] if positions and args[flag] else []
 
 

@@ -20,7 +20,9 @@ from memrewrite.simulate.fake.fakes import on_fakes
 from memrewrite.simulate.fake.true_results import TrueResults
 from memrewrite.simulate.memory.tracker import Tracker
 from memrewrite.simulate.memory.transients import Transients
-from memrewrite.torch_internals.private import FAKE_TENSOR_ERRORS, backward_number, next_backward_number, tree_leaves
+from memrewrite.torch_internals.autograd_nodes import backward_number, next_backward_number
+from memrewrite.torch_internals.fake_tensors import FAKE_TENSOR_ERRORS
+from memrewrite.torch_internals.pytrees import tree_leaves
 from memrewrite.workload.step import Inputs, Step, autocast
 
 

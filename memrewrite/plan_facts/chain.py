@@ -13,7 +13,7 @@ from memrewrite.observe.effects import Effects, autocast_switch
 from memrewrite.observe.watermarks import Levels
 from memrewrite.plan.segments import Bytes, Chain, Held
 from memrewrite.runtime.segment import PRODUCTS
-from memrewrite.torch_internals.private import tree_iter
+from memrewrite.torch_internals.pytrees import tree_iter
 
 _SHARES = (1.0, 0.75, 0.5, 0.35, 0.25, 0.15)  # of the bytes of all products, those that are kept
 

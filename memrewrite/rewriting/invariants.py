@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from memrewrite.observe.effects import Effects
-from memrewrite.torch_internals.private import tree_leaves
+from memrewrite.torch_internals.pytrees import tree_leaves
 
 Wrong = tuple[str, ...]  # a sentence with gaps, and the names of nodes that fill them
 _KEPT = "{} writes what autograd keeps for {}."

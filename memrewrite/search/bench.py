@@ -18,7 +18,7 @@ from memrewrite.records.errors import DataDependentError
 from memrewrite.records.outcomes import Measured
 from memrewrite.runtime.batch_norm import kernel_runs_on
 from memrewrite.simulate import Timeline, preserved_rng, simulate
-from memrewrite.torch_internals.private import TreeSpec, tree_unflatten
+from memrewrite.torch_internals.pytrees import TreeSpec, tree_unflatten
 from memrewrite.workload.step import Inputs, Step, device_of, device_type
 
 T = TypeVar("T")

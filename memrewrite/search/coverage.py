@@ -10,7 +10,7 @@ from memrewrite.measurement.measuring import preserved_state
 from memrewrite.simulate import preserved_rng
 from memrewrite.simulate.fake.fakes import on_fakes, tensors_of
 from memrewrite.simulate.memory.tracker import Tracker
-from memrewrite.torch_internals.private import FAKE_TENSOR_ERRORS
+from memrewrite.torch_internals.fake_tensors import FAKE_TENSOR_ERRORS
 from memrewrite.workload.step import Inputs, Step, autocast, device_type
 
 

@@ -11,7 +11,7 @@ from memrewrite.observe.effects import Effects, observe
 from memrewrite.observe.watermarks import Levels, levels
 from memrewrite.plan_facts.chain import compute_nodes_of
 from memrewrite.search.regions import Region
-from memrewrite.torch_internals.private import tree_unflatten
+from memrewrite.torch_internals.pytrees import tree_unflatten
 from memrewrite.workload.step import Step, default_loss
 
 

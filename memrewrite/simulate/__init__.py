@@ -26,7 +26,9 @@ from memrewrite.simulate.memory.allocator import Allocator, allocator_on
 from memrewrite.simulate.memory.places import Places
 from memrewrite.simulate.memory.tracker import OPERATOR_WORKSPACE, Life, Tracker
 from memrewrite.simulate.memory.transients import Transients
-from memrewrite.torch_internals.private import FAKE_TENSOR_ERRORS, foreach_on_fake_tensors, tree_leaves
+from memrewrite.torch_internals.fake_tensors import FAKE_TENSOR_ERRORS
+from memrewrite.torch_internals.foreach import foreach_on_fake_tensors
+from memrewrite.torch_internals.pytrees import tree_leaves
 from memrewrite.workload.step import PHASES, Inputs, Phase, Running, Step, Targets, device_type
 
 __all__ = ["Life", "Timeline", "preserved_rng", "run_tracked", "simulate", "with_workspaces"]

@@ -1,4 +1,4 @@
-"""What the caching allocator of CUDA is asked for, request by request. Private API, as in ``private``.
+"""What the caching allocator of CUDA is asked for, request by request. Read in PyTorch 2.11 to 2.15.
 
 PyTorch records this for its memory visualizer; there is no public way to see what an operator asks for inside.
 """

@@ -1,6 +1,6 @@
 """Which custom ``autograd.Function`` classes ran: their backward is Python, which a captured graph would lose.
 
-Private API, as in ``private``: a node of autograd's graph names the class it belongs to in ``_forward_cls`` alone.
+A node of autograd's graph names the class it belongs to in ``_forward_cls`` alone. Read in PyTorch 2.11 to 2.15.
 """
 
 from collections.abc import Iterator
@@ -11,7 +11,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from memrewrite.torch_internals.private import tree_leaves
+from memrewrite.torch_internals.patches import process_wide
+from memrewrite.torch_internals.pytrees import tree_leaves
 from memrewrite.torch_internals.versions import require
 
 require("autograd.Function._backward_cls._forward_cls")
@@ -19,6 +20,7 @@ require("autograd.Function._backward_cls._forward_cls")
 _OF_TORCH = ("torch.utils.checkpoint", "torch._library")  # Functions that belong to what a graph does keep
 
 
+@process_wide
 @contextmanager
 def function_calls() -> Iterator[list[str]]:
     """The names of custom ``autograd.Function`` classes applied meanwhile where a gradient may flow."""

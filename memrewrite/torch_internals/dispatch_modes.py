@@ -1,4 +1,4 @@
-"""Dispatch modes that cost little, for steps of which every operator is looked at. Private API, as in ``private``.
+"""Dispatch modes that cost little, for steps of which every operator is looked at. Read in PyTorch 2.11 to 2.15.
 
 PyTorch goes through its dispatcher from each mode to the next, and each time past Dynamo, which has no business there:
 a ``Layer`` calls the one below it itself. A fake tensor mode remembers what it gave for which kinds of arguments, but

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from memrewrite.records.errors import TargetError, UsageError
-from memrewrite.torch_internals.private import tree_map
+from memrewrite.torch_internals.pytrees import tree_map
 from memrewrite.workload.input_text import InputText, did_you_mean
 from memrewrite.workload.step import Inputs
 

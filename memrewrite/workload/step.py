@@ -21,7 +21,8 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from memrewrite.records.errors import UsageError
 from memrewrite.records.loop import TUTORIAL_LOOP, Loop
-from memrewrite.torch_internals.private import Scaler, tree_leaves
+from memrewrite.torch_internals.pytrees import tree_leaves
+from memrewrite.torch_internals.scaler import Scaler
 from memrewrite.workload.held import held_by
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]

@@ -29,7 +29,7 @@ from memrewrite.records.options import short_bytes
 from memrewrite.records.report import Report
 from memrewrite.simulate.fake.fakes import tensors_of
 from memrewrite.simulate.memory.allocator import rounded
-from memrewrite.torch_internals.private import clear_cublas_workspaces
+from memrewrite.torch_internals.cuda import clear_cublas_workspaces
 from tests.benchmarks import rows
 from tests.benchmarks.models import WORKLOADS, example
 from tests.support import loops

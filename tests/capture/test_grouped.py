@@ -8,7 +8,7 @@ from torch.nn import functional
 import memrewrite
 from memrewrite.equivalence.reference import Replay
 from memrewrite.simulate import run_tracked, simulate
-from memrewrite.torch_internals.private import FakeTensorMode, real_rules_on_fake_tensors
+from memrewrite.torch_internals.fake_tensors import FakeTensorMode, real_rules_on_fake_tensors
 from memrewrite.workload.step import Inputs, Step
 
 ENDS = torch.tensor([2, 2, 7, 8], dtype=torch.int32)

@@ -24,7 +24,7 @@ from memrewrite.codegen.writer import _Writer, function_name, generate
 from memrewrite.plan.marks import NO_MARKS
 from memrewrite.records.errors import CaptureError
 from memrewrite.runtime.dropin import build, program_from
-from memrewrite.torch_internals.private import tree_flatten
+from memrewrite.torch_internals.pytrees import tree_flatten
 from memrewrite.workload.step import Inputs
 from tests.support.capture_models import CASES
 from tests.support.layers import WIDTH, images, mark, model, x

@@ -13,7 +13,7 @@ from memrewrite.capture import capture
 from memrewrite.codegen.writer import generate
 from memrewrite.plan.marks import NO_MARKS
 from memrewrite.runtime.dropin import build, program_from
-from memrewrite.torch_internals.private import TorchDispatchMode
+from memrewrite.torch_internals.fake_tensors import TorchDispatchMode
 from memrewrite.workload.step import Inputs
 from tests.support.layers import images, mark, model, x
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from memrewrite import optimize
 from memrewrite.records.errors import BudgetInfeasibleError, CaptureError, NotEquivalentError, UsageError
 from memrewrite.simulate import run_tracked, simulate
-from memrewrite.torch_internals.private import tree_leaves, tree_map
+from memrewrite.torch_internals.pytrees import tree_leaves, tree_map
 from memrewrite.workload.step import Inputs, Step, autocast, default_loss
 from memrewrite.workload.stepspec import optimizer_factory
 

@@ -15,7 +15,8 @@ from memrewrite.capture.normal import leaf_tensors
 from memrewrite.observe.effects import Effects, NodeEffects, observe
 from memrewrite.passes.spelling import operation
 from memrewrite.simulate.memory.allocator import GRANULE
-from memrewrite.torch_internals.private import FakeTensor, tree_leaves
+from memrewrite.torch_internals.fake_tensors import FakeTensor
+from memrewrite.torch_internals.pytrees import tree_leaves
 from memrewrite.workload.step import Inputs
 from tests.support.layers import WIDTH, images, model, x
 from tests.support.models import MODELS, make

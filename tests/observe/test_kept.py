@@ -9,7 +9,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 
 from memrewrite.runtime.segment import keep
-from memrewrite.torch_internals.private import TorchDispatchMode
+from memrewrite.torch_internals.fake_tensors import TorchDispatchMode
 from tests.runtime.test_segments import CALLS, Size
 from tests.support.dropins import Segmented, assert_same_bits, loss_of, peak, segmented, step
 

@@ -18,7 +18,7 @@ from memrewrite.runtime.cross_entropy import chunked_cross_entropy
 from memrewrite.search import registry
 from memrewrite.simulate.devices.as_cuda import as_cuda
 from memrewrite.simulate.memory.tracker import Tracker
-from memrewrite.torch_internals.private import FakeTensorMode
+from memrewrite.torch_internals.fake_tensors import FakeTensorMode
 from tests.passes.helpers import (
     FRONT_ENDS,
     WIDTH,

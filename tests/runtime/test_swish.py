@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from memrewrite.runtime.swish import Swish, exact_swish, swish
-from memrewrite.torch_internals.private import TorchDispatchMode, tree_leaves
+from memrewrite.torch_internals.fake_tensors import TorchDispatchMode
+from memrewrite.torch_internals.pytrees import tree_leaves
 
 EDGES = torch.tensor([math.nan, math.inf, -math.inf, -1000.0, 1000.0, 89.0, -89.0, -0.0, 0.0, 1e-40, -1e-40])
 BETAS: dict[str, float | Tensor] = {

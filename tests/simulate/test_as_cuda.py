@@ -23,7 +23,8 @@ from memrewrite.records.errors import DataDependentError, UsageError
 from memrewrite.simulate import run_tracked, simulate
 from memrewrite.simulate.devices.as_cuda import NOTE, Scratch, _kernels, as_cuda, library_bytes
 from memrewrite.simulate.devices.workspaces import workspace_bytes
-from memrewrite.torch_internals.private import FakeTensorMode, autocast_operators
+from memrewrite.torch_internals.fake_tensors import FakeTensorMode
+from memrewrite.torch_internals.kernels import autocast_operators
 from memrewrite.workload.step import Inputs, Step
 from memrewrite.workload.stepspec import optimizer_factory
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import memrewrite
 from memrewrite.simulate import Timeline, run_tracked, simulate
-from memrewrite.torch_internals.private import has_global_module_hooks
+from memrewrite.torch_internals.autograd_nodes import has_global_module_hooks
 from memrewrite.workload.step import Inputs, Step
 from tests.support.models import MODELS, ResidualNet, images, make
 

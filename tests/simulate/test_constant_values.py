@@ -14,7 +14,7 @@ from memrewrite.capture import capture
 from memrewrite.records.errors import CaptureError
 from memrewrite.simulate import run_tracked, simulate
 from memrewrite.simulate.fake.constant_values import LIMIT, known_values
-from memrewrite.torch_internals.private import FakeTensor, FakeTensorMode
+from memrewrite.torch_internals.fake_tensors import FakeTensor, FakeTensorMode
 from memrewrite.workload.step import Inputs, Step, autocast
 from memrewrite.workload.stepspec import optimizer_factory
 from tests.capture.test_capture import drop_in

@@ -29,7 +29,8 @@ from memrewrite.simulate.memory.transients import (
     random_state_on_host,
     transients_on,
 )
-from memrewrite.torch_internals.private import FakeTensor, FakeTensorMode, OpOverload, TorchDispatchMode
+from memrewrite.torch_internals.fake_tensors import FakeTensor, FakeTensorMode, TorchDispatchMode
+from memrewrite.torch_internals.operators import OpOverload
 from memrewrite.workload.step import PHASES, Inputs, Step
 from memrewrite.workload.stepspec import OPTIMIZERS, optimizer_factory
 from tests.support.models import MODELS, SwishNet, TiedNet, images, make, rows

@@ -9,7 +9,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from memrewrite.simulate import Timeline, simulate
-from memrewrite.torch_internals.private import TorchDispatchMode
+from memrewrite.torch_internals.fake_tensors import TorchDispatchMode
 from memrewrite.workload.step import Inputs, Step
 
 WORDS, SHAPE = 97, (4, 64)

@@ -12,7 +12,7 @@ from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 
-from memrewrite.torch_internals.private import tree_flatten
+from memrewrite.torch_internals.pytrees import tree_flatten
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import memrewrite
-from memrewrite.torch_internals.private import tree_leaves, tree_map
+from memrewrite.torch_internals.pytrees import tree_leaves, tree_map
 from memrewrite.workload.step import Inputs
 from tests.support.dropins import segmented
 

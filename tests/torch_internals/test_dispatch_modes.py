@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from memrewrite.torch_internals.dispatch_modes import Layer, Recall
-from memrewrite.torch_internals.private import FakeTensor, FakeTensorMode, TorchDispatchMode
+from memrewrite.torch_internals.fake_tensors import FakeTensor, FakeTensorMode, TorchDispatchMode
 
 
 class Seen(Layer):

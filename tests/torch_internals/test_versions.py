@@ -26,17 +26,17 @@ sys.exit(run(["estimate", {target!r}, "--device", "cpu", "-q"]))
 """
 MODEL = "import torch\nmodel = torch.nn.Linear(2, 2)\nexample_inputs = torch.ones(1, 2)\n"
 SPOILS: dict[str, tuple[str, str]] = {
-    "import of private": (
+    "import of fake tensors": (
         "import torch._subclasses.fake_impls as room; del room.op_implementations_dict",
         "torch._subclasses.fake_impls.op_implementations_dict",
     ),
-    "import of layers": (
+    "import of dispatch modes": (
         "import torch._subclasses._fake_tensor_utils as room; del room._CacheKeyState",
         "torch._subclasses._fake_tensor_utils._CacheKeyState",
     ),
     "module": ("sys.modules['torch.utils._sympy.printers'] = None", "torch.utils._sympy.printers"),
-    "used by private": ("del torch._C._current_autograd_node", "torch._C._current_autograd_node"),
-    "used by layers": (
+    "used by autograd nodes": ("del torch._C._current_autograd_node", "torch._C._current_autograd_node"),
+    "used by dispatch modes": (
         "from torch._subclasses.fake_tensor import FakeTensorMode; del FakeTensorMode._cache_key",
         "torch._subclasses.fake_tensor.FakeTensorMode._cache_key",
     ),

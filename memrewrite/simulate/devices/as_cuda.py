@@ -25,17 +25,16 @@ from torch import Tensor
 
 from memrewrite.simulate.memory.allocator import rounded
 from memrewrite.simulate.memory.transients import Taken, Transients, transients_on
-from memrewrite.torch_internals.private import (
+from memrewrite.torch_internals.kernels import (
     Kernel,
-    OpOverload,
     autocast_operators,
     below_autograd,
     beyond_autocast,
     kernels_in_this_thread,
-    named_arguments,
-    tree_map,
     without_autocast,
 )
+from memrewrite.torch_internals.operators import OpOverload, named_arguments, schema_name
+from memrewrite.torch_internals.pytrees import tree_map
 
 STATED_ERROR = "47 steps measured on H200s took at most 1.7 % more or less"  # tests/benchmarks/RESULTS.md
 NOTE = (
@@ -335,10 +334,10 @@ def _float32_result(operator: OpOverload, keys: Any, args: Any, kwargs: Any) -> 
         return beyond_autocast(operator, keys, args, kwargs)
     given = named_arguments(operator, args, kwargs)
     with without_autocast():
-        if operator._schema.name == "aten::norm":
+        if schema_name(operator) == "aten::norm":
             dims = [given["dim"], given["keepdim"]] if "dim" in given else [[], False]
             return torch.ops.aten.norm.ScalarOpt_dim_dtype(given["self"], given["p"], *dims, dtype=torch.float32)
-        fused = _FUSED_SOFTMAX.get(operator._schema.name)
+        fused = _FUSED_SOFTMAX.get(schema_name(operator))
         if fused is not None and given["dtype"] is None and given["self"].dtype is torch.float16:
             return fused(given["self"], given["dim"], True)
         asked = torch.float32 if given["dtype"] is None else given["dtype"]

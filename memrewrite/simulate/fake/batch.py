@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from memrewrite.simulate.fake.constant_values import LIMIT
-from memrewrite.torch_internals.private import tree_map
+from memrewrite.torch_internals.pytrees import tree_map
 from memrewrite.workload.step import Inputs
 
 

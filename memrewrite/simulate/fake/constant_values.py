@@ -17,16 +17,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from memrewrite.torch_internals.dispatch_modes import Layer
-from memrewrite.torch_internals.private import (
-    FakeTensor,
-    OpOverload,
-    in_place_of_modes,
-    is_mutable,
-    known_as_real,
-    named_arguments,
-    tree_iter,
-    tree_map,
-)
+from memrewrite.torch_internals.fake_tensors import FakeTensor, in_place_of_modes, known_as_real
+from memrewrite.torch_internals.operators import OpOverload, is_mutable, named_arguments, schema_name, written_arguments
+from memrewrite.torch_internals.pytrees import tree_iter, tree_map
 
 LIMIT = 2**20  # elements, at most 8 MiB; what is larger is not what a model asks
 _FACTORIES = {"arange", "eye", "tril_indices", "triu_indices"}
@@ -130,14 +123,14 @@ class KnownValues(Layer):
         if not any(tensor in self._values for tensor in written):
             return
         tensors = _tensors((args, kwargs))
-        sure = func._schema.name.partition("::")[2] not in _RESHAPING and not any(map(_symbolic, tensors))
+        sure = schema_name(func).partition("::")[2] not in _RESHAPING and not any(map(_symbolic, tensors))
         # Where the shape of a tensor itself has just changed, its value has not followed yet.
         if not sure or torch.Tag.inplace_view in func.tags or self._compute(func, args, kwargs) is None:
             self._forget(written)
 
     def _follow(self, func: OpOverload, args: Any, kwargs: Any, result: Any) -> None:
         """Keep the values of what a function gave, where they are known."""
-        name = func._schema.name.removeprefix("aten::")
+        name = schema_name(func).removeprefix("aten::")
         if name in _FILLS:
             number: Any = _FILLS[name]
             number = named_arguments(func, args, kwargs)[number] if isinstance(number, str) else number
@@ -204,7 +197,7 @@ def _kind(func: Any) -> str:
     if torch.Tag.data_dependent_output in func.tags:
         return "question"
     own = func.namespace == "aten" and torch.Tag.nondeterministic_seeded not in func.tags
-    return "function" if own and "empty" not in func._schema.name else "other"
+    return "function" if own and "empty" not in schema_name(func) else "other"
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -216,9 +209,7 @@ def _results(result: Any) -> list[Any]:
 
 
 def _written(func: OpOverload, args: Any, kwargs: Any) -> list[Tensor]:
-    given = named_arguments(func, args, kwargs)
-    names = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    return _tensors([given[name] for name in names])
+    return _tensors(written_arguments(func, args, kwargs))
 
 
 def _share(one: Tensor, other: Tensor | None) -> bool:

@@ -21,7 +21,8 @@ from memrewrite.simulate.devices.as_cuda import as_cuda
 from memrewrite.simulate.fake.constant_values import known_values
 from memrewrite.state import containers
 from memrewrite.torch_internals.dispatch_modes import Recall
-from memrewrite.torch_internals.private import FakeTensor, FakeTensorMode, real_rules_on_fake_tensors, tree_map
+from memrewrite.torch_internals.fake_tensors import FakeTensor, FakeTensorMode, real_rules_on_fake_tensors
+from memrewrite.torch_internals.pytrees import tree_map
 from memrewrite.workload.step import Inputs
 
 _CPU = torch.device("cpu")

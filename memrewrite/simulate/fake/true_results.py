@@ -16,7 +16,8 @@ from torch import Tensor
 
 from memrewrite.simulate.memory.transients import like, made
 from memrewrite.torch_internals.dispatch_modes import Layer
-from memrewrite.torch_internals.private import FakeTensor, named_arguments, real_tensors
+from memrewrite.torch_internals.fake_tensors import FakeTensor, real_tensors
+from memrewrite.torch_internals.operators import named_arguments
 
 _BYTES: dict[Any, int] = {}
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memrewrite.torch_internals.private import tree_leaves
+from memrewrite.torch_internals.pytrees import tree_leaves
 
 
 @contextmanager

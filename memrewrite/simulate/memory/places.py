@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from memrewrite.runtime.dropin import programs
-from memrewrite.torch_internals.private import backward_number, next_backward_number
+from memrewrite.torch_internals.autograd_nodes import backward_number, next_backward_number
 
 # What codegen writes at the end of a line: a path, quoted where it is not made of plain names.
 _COMMENT = re.compile(r"""  # ([\w.]+|'.*'|".*")$""")

@@ -14,8 +14,9 @@ from torch import Tensor
 from memrewrite.simulate.memory.allocator import Allocator, Block, rounded
 from memrewrite.simulate.memory.places import Places
 from memrewrite.simulate.memory.transients import Taken, Transients
+from memrewrite.torch_internals.autograd_nodes import gives_gradient_of_leaf
 from memrewrite.torch_internals.dispatch_modes import Layer
-from memrewrite.torch_internals.private import FakeTensor, gives_gradient_of_leaf
+from memrewrite.torch_internals.fake_tensors import FakeTensor
 
 OPERATOR_WORKSPACE = "operator workspace"
 # What cuBLAS computes, by name; convolutions are cuDNN's, attention and norms PyTorch's own.

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from memrewrite.torch_internals.allocations import Course, History, recorded_allocations
-from memrewrite.torch_internals.private import FakeTensor, OpOverload
+from memrewrite.torch_internals.fake_tensors import FakeTensor
+from memrewrite.torch_internals.operators import OpOverload, argument_names
 
 Call = tuple[OpOverload, tuple[Any, ...], dict[str, Any]]
 
@@ -141,7 +142,7 @@ def random_state_on_host(func: OpOverload, args: tuple[Any, ...]) -> tuple[Any, 
     """
     if "efficient_attention" not in func.__name__:
         return args
-    names = (argument.name for argument in func._schema.arguments)
+    names = argument_names(func)
     return tuple(
         replace(arg, device=torch.device("cpu")) if name.startswith("philox") and isinstance(arg, _Like) else arg
         for name, arg in zip(names, args, strict=False)

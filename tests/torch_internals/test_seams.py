@@ -1,4 +1,4 @@
-"""Every private PyTorch name memrewrite leans on does what it is used for, on the version at hand."""
+"""Every private seam of PyTorch does what it is used for, on the version at hand."""
 
 import gc
 import weakref
@@ -9,10 +9,20 @@ import pytest
 import torch
 from torch import nn
 
-from memrewrite.torch_internals import private
+from memrewrite.torch_internals.autograd_nodes import gives_gradient_of_leaf
+from memrewrite.torch_internals.fake_tensors import (
+    FAKE_TENSOR_ERRORS,
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    real_tensors,
+)
+from memrewrite.torch_internals.foreach import foreach_on_fake_tensors
+from memrewrite.torch_internals.pytrees import TreeSpec, tree_flatten, tree_iter, tree_leaves, tree_map, tree_unflatten
+from memrewrite.torch_internals.scaler import Scaler
 
 
-class Ops(private.TorchDispatchMode):
+class Ops(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.names: list[str] = []
@@ -24,15 +34,10 @@ class Ops(private.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("name", private.__all__)
-def test_name_is_there(name: str) -> None:
-    assert getattr(private, name) is not None
-
-
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_scaler_lets_the_optimizer_step_on_fake_tensors_too(fused: bool) -> None:
-    with private.FakeTensorMode():
-        scaler = private.Scaler("cpu")
+    with FakeTensorMode():
+        scaler = Scaler("cpu")
         assert scaler.tensors == []
         weight = nn.Parameter(torch.ones(3))
         optimizer = torch.optim.AdamW([weight], fused=fused)
@@ -45,7 +50,7 @@ def test_a_scaler_lets_the_optimizer_step_on_fake_tensors_too(fused: bool) -> No
 
 def test_a_scaler_leaves_gradients_as_they_are_and_steps_where_one_overflows() -> None:
     weight = nn.Parameter(torch.tensor([2.0, torch.inf]))
-    scaler, optimizer = private.Scaler("cpu"), torch.optim.SGD([weight], lr=1.0)
+    scaler, optimizer = Scaler("cpu"), torch.optim.SGD([weight], lr=1.0)
     scaler.scale(weight.square().sum()).backward()
     assert weight.grad is not None
     assert weight.grad.tolist() == [4.0, torch.inf]
@@ -67,7 +72,7 @@ def test_what_gives_a_leaf_its_gradient_is_told_from_what_else_backward_runs() -
 
     class Asked(Ops):
         def __torch_dispatch__(self, func: Any, *rest: Any) -> Any:
-            found.append((str(func), private.gives_gradient_of_leaf()))
+            found.append((str(func), gives_gradient_of_leaf()))
             return super().__torch_dispatch__(func, *rest)
 
     def again(token: None) -> torch.Tensor:
@@ -79,25 +84,25 @@ def test_what_gives_a_leaf_its_gradient_is_told_from_what_else_backward_runs() -
     casts = [told for name, told in found if name == "aten._to_copy.default"]
     assert casts.count(True) == 2  # of the product's and of the cast's leaf
     assert not any(told for name, told in found if name in ("aten.sin.default", "aten.cos.default"))
-    assert not private.gives_gradient_of_leaf()
+    assert not gives_gradient_of_leaf()
 
 
 def test_dispatch_mode_sees_operators_on_fake_tensors() -> None:
-    with private.FakeTensorMode(), Ops() as ops:
+    with FakeTensorMode(), Ops() as ops:
         result = torch.ones(2) + 1
-    assert isinstance(result, private.FakeTensor)
+    assert isinstance(result, FakeTensor)
     assert "aten.add.Tensor" in ops.names
 
 
 def test_real_tensors_can_be_made_inside_a_fake_mode() -> None:
-    with private.FakeTensorMode():
-        with private.real_tensors():
+    with FakeTensorMode():
+        with real_tensors():
             assert type(torch.ones(2)) is torch.Tensor
-        assert isinstance(torch.ones(2), private.FakeTensor)
+        assert isinstance(torch.ones(2), FakeTensor)
 
 
 def test_fake_views_of_one_storage_share_one() -> None:
-    mode = private.FakeTensorMode()
+    mode = FakeTensorMode()
     whole = torch.zeros(10)
     first, second = mode.from_tensor(whole[:5]), mode.from_tensor(whole[5:])
     assert first.untyped_storage() is second.untyped_storage()
@@ -105,13 +110,13 @@ def test_fake_views_of_one_storage_share_one() -> None:
 
 
 def test_fake_tensor_knows_its_device() -> None:
-    fake = private.FakeTensorMode().from_tensor(torch.zeros(2))
+    fake = FakeTensorMode().from_tensor(torch.zeros(2))
     assert fake.fake_device == torch.device("cpu")
 
 
 @pytest.mark.parametrize("fake", [False, True], ids=["real", "fake"])
 def test_storage_object_lives_as_long_as_its_memory(fake: bool) -> None:
-    mode = private.FakeTensorMode()
+    mode = FakeTensorMode()
     tensor = mode.from_tensor(torch.zeros(8)) if fake else torch.zeros(8)
     died = weakref.ref(tensor.untyped_storage())
     view = tensor[1:]
@@ -123,15 +128,15 @@ def test_storage_object_lives_as_long_as_its_memory(fake: bool) -> None:
 
 
 def test_reading_a_fake_value_raises_a_listed_error() -> None:
-    fake = private.FakeTensorMode().from_tensor(torch.zeros(()))
-    with pytest.raises(private.FAKE_TENSOR_ERRORS):
+    fake = FakeTensorMode().from_tensor(torch.zeros(()))
+    with pytest.raises(FAKE_TENSOR_ERRORS):
         fake.item()
 
 
 def test_optimizers_choose_foreach_for_fake_cuda_parameters_and_not_for_cpu() -> None:
     chosen = {}
     for device in ("cpu", "cuda:0"):
-        with private.FakeTensorMode(), private.foreach_on_fake_tensors(), Ops() as ops:
+        with FakeTensorMode(), foreach_on_fake_tensors(), Ops() as ops:
             parameter = nn.Parameter(torch.zeros(4, device=device))
             parameter.grad = torch.zeros(4, device=device)
             torch.optim.AdamW([parameter]).step()
@@ -141,8 +146,8 @@ def test_optimizers_choose_foreach_for_fake_cuda_parameters_and_not_for_cpu() ->
 
 def test_trees_come_back() -> None:
     value = {"a": (1, [2]), "b": None}
-    leaves, spec = private.tree_flatten(value)
-    assert private.tree_unflatten(leaves, spec) == value
-    assert private.tree_leaves(value) == list(private.tree_iter(value))
-    assert private.tree_map(lambda leaf: leaf, value) == value
-    assert isinstance(spec, private.TreeSpec)
+    leaves, spec = tree_flatten(value)
+    assert tree_unflatten(leaves, spec) == value
+    assert tree_leaves(value) == list(tree_iter(value))
+    assert tree_map(lambda leaf: leaf, value) == value
+    assert isinstance(spec, TreeSpec)

@@ -1,0 +1,43 @@
+"""What autograd notes, by its own numbers, and what it is running now. Read in PyTorch 2.11 to 2.15.
+
+Which node of the graph runs, and how they are numbered, is told by no public function.
+"""
+
+import torch
+
+from memrewrite.torch_internals.versions import require
+
+require(
+    "_C._autograd._get_sequence_nr",
+    "_C._current_autograd_node",
+    "Tensor._is_view",
+    "nn.modules.module._has_any_global_hook",
+)
+
+
+def next_backward_number() -> int:
+    """The number autograd gives to what it is the next to note for backward in this thread; they rise in forward."""
+    return int(torch._C._autograd._get_sequence_nr())
+
+
+def backward_number() -> int | None:
+    """The number of what autograd is running now; None outside backward and while it adds to ``.grad``."""
+    node = torch._C._current_autograd_node()
+    return None if node is None or node.name().endswith("AccumulateGrad") else int(node._sequence_nr())
+
+
+def gives_gradient_of_leaf() -> bool:
+    """Whether a formula of backward is running, without grad mode unlike what runs again, that gives it to a leaf."""
+    node = None if torch.is_grad_enabled() else torch._C._current_autograd_node()
+    following = () if node is None else (function for function, _ in node.next_functions)
+    return any(function is not None and function.name().endswith("AccumulateGrad") for function in following)
+
+
+def has_global_module_hooks() -> bool:
+    """Whether hooks for every module are registered; there are functions to register them but none that asks."""
+    return bool(torch.nn.modules.module._has_any_global_hook())
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """Whether autograd sees the tensor as a view, which operators such as ``linear`` return without saying so."""
+    return tensor._is_view()

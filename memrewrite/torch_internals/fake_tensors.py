@@ -1,0 +1,134 @@
+"""Tensors without data, and the modes that see every operator: how a step is observed without memory.
+
+They have no public spelling, though ``torch.distributed``, ``torch.export`` and PyTorch's own memory tools are built on
+them. Read in PyTorch 2.11 to 2.15.
+"""
+
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+
+from memrewrite.torch_internals.operators import OpOverload, named_arguments
+from memrewrite.torch_internals.patches import process_wide
+from memrewrite.torch_internals.versions import private_imports, require
+
+with private_imports():
+    # The shape of a grouped matrix product, and the rules that fake tensors follow before all others.
+    from torch._meta_registrations import _create_grouped_mm_output_tensor as _grouped_mm_output
+    from torch._subclasses.fake_impls import op_implementations_dict as _FAKE_RULES  # noqa: N812
+    from torch._subclasses.fake_tensor import (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        FakeTensor,
+        FakeTensorMode,
+        UnsupportedFakeTensorException,
+        UnsupportedOperatorException,
+    )
+    from torch._subclasses.fake_tensor import unset_fake_temporarily as real_tensors
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+require("_C._DisableTorchDispatch", "_subclasses.FakeTensor", "ops.aten._grouped_mm.default._schema")
+
+__all__ = [
+    "FAKE_TENSOR_ERRORS",
+    "FakeTensor",
+    "FakeTensorMode",
+    "TorchDispatchMode",
+    "in_place_of_modes",
+    "known_as_real",
+    "real_rules_on_fake_tensors",
+    "real_tensors",
+]
+
+# What fake tensors raise where a result depends on data, or an operator knows no shapes.
+FAKE_TENSOR_ERRORS: tuple[type[Exception], ...] = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+
+
+@contextlib.contextmanager
+def known_as_real(knows: Callable[[object], bool]) -> Iterator[None]:
+    """Let code outside PyTorch take a fake tensor for a real one if ``knows`` says so.
+
+    Code that would read a tensor's values asks first ``isinstance(x, torch._subclasses.FakeTensor)`` (transformers
+    does), and does without if it is. The name is taken out of that package meanwhile and given on request, so that
+    PyTorch's own modules get the class itself, also those that are imported meanwhile.
+    """
+
+    package = vars(torch._subclasses)
+    with _ASKING:
+        if not _KNOWING:
+            package.pop("FakeTensor")
+            package["__getattr__"] = _fake_tensor_class
+        _KNOWING.append(knows)
+    try:
+        yield
+    finally:
+        with _ASKING:
+            _KNOWING.remove(knows)
+            if not _KNOWING:
+                package["FakeTensor"] = FakeTensor
+                del package["__getattr__"]
+
+
+_ASKING = threading.Lock()
+_KNOWING: list[Callable[[object], bool]] = []
+
+
+class _Answer(type):
+    def __instancecheck__(cls, value: object) -> bool:
+        return isinstance(value, FakeTensor) and not any(knows(value) for knows in _KNOWING)
+
+
+_SEEMING = _Answer("FakeTensor", (), {})
+
+
+def _fake_tensor_class(name: str) -> Any:
+    if name != "FakeTensor":
+        raise AttributeError(f"module {torch._subclasses.__name__!r} has no attribute {name!r}")
+    asker = str(sys._getframe(1).f_globals.get("__name__"))
+    return FakeTensor if asker.partition(".")[0] == "torch" else _SEEMING
+
+
+@contextlib.contextmanager
+def in_place_of_modes() -> Iterator[None]:
+    """Operators run on real tensors, and no mode sees them."""
+    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+        yield
+
+
+@process_wide
+@contextlib.contextmanager
+def real_rules_on_fake_tensors() -> Iterator[None]:
+    """Let fake tensors take what real ones take, where PyTorch's rules for them are narrower.
+
+    Grouped matrix products: the rule for their shapes takes bfloat16 alone, though the kernels take float32, too.
+    ``module.to(...)`` in forward: parameters are swapped with their converted twins, which fails for those that weak
+    references point to, as they do to fake ones; where nothing is to convert nothing is swapped.
+    """
+    operator = torch.ops.aten._grouped_mm.default
+    swap: Any = torch.utils.swap_tensors
+
+    def shaped(mode: FakeTensorMode, func: OpOverload, *args: Any, **kwargs: Any) -> Any:
+        given = named_arguments(func, args, kwargs)
+        with mode:
+            return _grouped_mm_output(given["self"], given["mat2"], given["offs"], given["out_dtype"])
+
+    def swapped(old: torch.Tensor, new: torch.Tensor) -> None:
+        fake = isinstance(old, FakeTensor) and isinstance(new, FakeTensor)
+        if not fake or old.dtype != new.dtype or old.untyped_storage() is not new.untyped_storage():
+            swap(old, new)
+
+    with (
+        mock.patch.dict(_FAKE_RULES, {operator: shaped}),
+        mock.patch.object(torch.utils, "swap_tensors", swapped),
+    ):
+        yield

@@ -1,0 +1,40 @@
+"""Which kernels optimizers choose for fake parameters. Read in PyTorch 2.11 to 2.15.
+
+They decide by lists of types and devices that have no public way in.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from unittest import mock
+
+import torch.optim.optimizer as optimizer_module
+
+from memrewrite.torch_internals.fake_tensors import FakeTensor
+from memrewrite.torch_internals.patches import process_wide
+from memrewrite.torch_internals.versions import private_imports
+
+with private_imports():
+    from torch.optim.optimizer import _foreach_supported_types as _foreach_types
+    from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices as _foreach_devices
+
+
+@process_wide
+@contextlib.contextmanager
+def foreach_on_fake_tensors(as_cuda: bool = False) -> Iterator[None]:
+    """Let optimizers choose their foreach kernels for fake CUDA parameters, as they do for real ones.
+
+    They decide by the exact type of a parameter, which for a fake one is FakeTensor. Foreach steps hold a
+    temporary for every parameter at once, so the choice can decide the peak. ``as_cuda`` lets them choose so for
+    fake parameters on the CPU, too.
+    """
+    devices = _foreach_devices()
+    allowed = [*devices, "cpu"] if as_cuda else devices
+    chosen = mock.patch.object(
+        optimizer_module, "_get_foreach_kernels_supported_devices", autospec=True, return_value=allowed
+    )
+    _foreach_types.append(FakeTensor)
+    try:
+        with chosen:
+            yield
+    finally:
+        _foreach_types.remove(FakeTensor)

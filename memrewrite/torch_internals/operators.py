@@ -1,0 +1,80 @@
+"""What an operator says of itself: its arguments, what it writes, whether it returns a view.
+
+A schema has no public spelling; which argument is the dropout probability, and whether an operator writes its
+arguments, are read from it rather than kept in tables by hand. Read in PyTorch 2.11 to 2.15.
+"""
+
+from typing import Any
+
+import torch
+
+from memrewrite.torch_internals.versions import private_imports, require
+
+with private_imports():
+    from torch._ops import OpOverload
+
+require("ops.aten.relu.default._schema.arguments", "_C._set_grad_enabled")
+
+__all__ = [
+    "C_FUNCTIONS",
+    "OpOverload",
+    "argument_names",
+    "is_mutable",
+    "named_arguments",
+    "names_of",
+    "returns_view",
+    "schema_name",
+    "set_grad_enabled",
+    "written_arguments",
+]
+
+# Where the functions live that Dynamo's graphs call by no public name.
+C_FUNCTIONS: dict[str, Any] = {
+    "torch._C": torch._C,
+    **{f"torch._C.{name}": getattr(torch._C, name) for name in ("_nn", "_fft", "_linalg", "_special")},
+}
+
+# How a graph by Dynamo spells the borders of no_grad and enable_grad; the public name makes a context manager.
+set_grad_enabled = torch._C._set_grad_enabled
+
+
+def named_arguments(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of an operator call by their schema names, defaults included."""
+    formal = operator._schema.arguments
+    given = {argument.name: value for argument, value in zip(formal, args, strict=False)}
+    return {argument.name: argument.default_value for argument in formal} | given | kwargs
+
+
+def is_mutable(operator: OpOverload) -> bool:
+    """Whether the operator writes one of its arguments."""
+    return bool(operator._schema.is_mutable)
+
+
+def returns_view(operator: OpOverload) -> bool:
+    """Whether the operator returns a view of an argument instead of a new tensor or the argument it wrote."""
+    aliases = [result.alias_info for result in operator._schema.returns]
+    return any(alias is not None and not alias.is_write for alias in aliases)
+
+
+def written_arguments(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments of a call that the operator's schema says it writes."""
+    written = []
+    for position, argument in enumerate(operator._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written.append(args[position] if position < len(args) else kwargs.get(argument.name))
+    return written
+
+
+def argument_names(operator: OpOverload) -> tuple[str, ...]:
+    """The names of the arguments, in order."""
+    return tuple(argument.name for argument in operator._schema.arguments)
+
+
+def schema_name(operator: OpOverload) -> str:
+    """The name with its namespace and without its overload, such as ``aten::native_batch_norm``."""
+    return str(operator._schema.name)
+
+
+def names_of(operator: OpOverload) -> tuple[str, str, str]:
+    """Namespace, name and overload: what stands behind ``torch.ops``."""
+    return operator.namespace, schema_name(operator).split("::")[1], operator._overloadname

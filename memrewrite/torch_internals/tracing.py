@@ -1,0 +1,102 @@
+"""What a model asks and calls while it is traced, and what tracing assumed. Read in PyTorch 2.11 to 2.15.
+
+Nothing public tells who asked whether a graph is being made, that a checkpoint ran, or what sizes were taken for.
+"""
+
+import contextlib
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.utils.checkpoint as checkpoint_module
+
+from memrewrite.torch_internals.patches import process_wide
+from memrewrite.torch_internals.versions import private_imports, require
+
+with private_imports():
+    from torch.utils._sympy.printers import PythonPrinter
+
+require(
+    "utils.checkpoint._checkpoint_without_reentrant_generator",
+    "utils.checkpoint.CheckpointFunction",
+)
+
+
+@process_wide
+@contextlib.contextmanager
+def tracing_untold() -> Iterator[list[str]]:
+    """Deny to everybody but PyTorch itself that a graph is being made; gives the names of the modules that asked.
+
+    Code that asks does something else then (transformers makes the masks that it leaves to kernels otherwise), which
+    is not what the model does whenever it is called. Dynamo never calls the two questions: it takes them for constants.
+    """
+    asked: list[str] = []
+    with contextlib.ExitStack() as stack:
+        for question in (torch.compiler.is_compiling, torch.compiler.is_exporting):
+            stack.enter_context(_denied(question, asked))
+        yield asked
+
+
+@contextlib.contextmanager
+def _denied(question: Any, asked: list[str]) -> Iterator[None]:
+    # The function stays the object it is, because Dynamo knows it by that and others import it by name: it gets other
+    # code, and what that needs as the default of an argument.
+    code, defaults = question.__code__, question.__defaults__
+    truth = types.FunctionType(code, question.__globals__, question.__name__, defaults)
+
+    def answer() -> bool:
+        name = str(sys._getframe(2).f_globals.get("__name__"))
+        if name.partition(".")[0] == "torch":
+            return bool(truth())
+        asked.append(name)
+        return False
+
+    question.__code__, question.__defaults__ = _ask.__code__, (answer,)
+    try:
+        yield
+    finally:
+        question.__code__, question.__defaults__ = code, defaults
+
+
+def _ask(answer: Callable[[], bool]) -> bool:
+    return answer()
+
+
+@process_wide
+@contextlib.contextmanager
+def checkpoint_calls() -> Iterator[list[str]]:
+    """The calls of ``torch.utils.checkpoint`` made meanwhile, however it was imported.
+
+    The two functions behind the public one are looked up when it runs; nothing public tells that it ran.
+    """
+    calls: list[str] = []
+
+    def counted(function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls.append(function.__name__)
+            return function(*args, **kwargs)
+
+        return call
+
+    generators = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
+    name = next(name for name in generators if hasattr(checkpoint_module, name))  # the first since PyTorch 2.15
+    reentrant = checkpoint_module.CheckpointFunction
+    with (
+        mock.patch.object(checkpoint_module, name, counted(getattr(checkpoint_module, name))),
+        mock.patch.object(reentrant, "apply", counted(reentrant.apply)),
+    ):
+        yield calls
+
+
+def size_conditions(size: torch.SymInt) -> list[str]:
+    """What tracing assumed about sizes beside their being at least 2, as Python expressions over their symbols.
+
+    ``torch.export`` checks them in a module of its own; a graph written as source needs them as text.
+    """
+    environment = size.node.shape_env
+    printer = PythonPrinter()
+    guards = [environment.replace(guard.expr) for guard in environment.guards]
+    return [printer.doprint(guard) for guard in dict.fromkeys(guards) if guard != True]  # noqa: E712  (a sympy value)
