@@ -111,6 +111,7 @@ class Bench:
             amp=workload.amp,
             optimizer=workload.optimizer,
             contender=contender,
+            loop=str(workload.step().loop),
             **machine(self.device),
             **figures,
         )

@@ -50,10 +50,12 @@ class ParetoRow(Row):
 
     ``fixed`` are the bytes of parameters, buffers, gradients, optimizer state and inputs, ``setup_s`` the seconds until
     the model was ready to train (optimized, compiled, two steps taken), ``lowest`` the lowest reachable peak where the
-    budget is infeasible.
+    budget is infeasible. ``loop`` is the one that was measured: until 22 November 2026 there was one that drops its
+    output, and rows said nothing of it.
     """
 
     contender: str
+    loop: str = "drop-output"
     budget: int | None = None
     predicted: int | None = None
     peak: int | None = None

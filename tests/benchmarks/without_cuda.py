@@ -19,6 +19,7 @@ from torch import nn
 
 from memrewrite.measurement.original import simulate_original
 from memrewrite.records.errors import DataDependentError
+from memrewrite.records.loop import Loop
 from memrewrite.simulate import Timeline
 from memrewrite.simulate.devices.workspaces import workspace_bytes
 from memrewrite.workload.step import Inputs, Step
@@ -48,7 +49,7 @@ def measured(folder: Path, only: list[str] | None, tiny: bool) -> Iterator[tuple
                 name,
                 (row.peak, row.reserved),
                 functools.partial(_workload, row, tiny),
-                WORKLOADS[row.workload].step(),
+                replace(WORKLOADS[row.workload].step(), loop=Loop.parse(row.loop)),
             )
     peaks = {row.workload: (row.measured, row.reserved) for row in read(folder / PREDICT, PredictRow)}
     for case in CASES:
