@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from types import ModuleType
 
 from memrewrite.artifact.manifest import CONSTANTS
-from memrewrite.runtime import dict_versions, dropin, guards, likeness, operations
+from memrewrite.runtime import dict_versions, differences, dropin, guards, likeness, operations
 from memrewrite.runtime.likeness import Likeness
 from memrewrite.version import __version__
 
@@ -15,7 +15,15 @@ from memrewrite.version import __version__
 _OPERATIONS = (
     sys.modules[each.__module__] for each in (*operations.AROUND_NODES.values(), *operations.IN_GRAPHS.values())
 )
-_RUNTIME: tuple[ModuleType, ...] = (*dict.fromkeys(_OPERATIONS), operations, dict_versions, guards, dropin, likeness)
+_RUNTIME: tuple[ModuleType, ...] = (
+    *dict.fromkeys(_OPERATIONS),
+    operations,
+    dict_versions,
+    differences,
+    guards,
+    dropin,
+    likeness,
+)
 _HEAD = '''"""A rewritten forward for one model; needs torch only. Written by memrewrite {version}.
 
     from memrewrite_model import apply

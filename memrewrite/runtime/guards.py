@@ -10,7 +10,6 @@ import functools
 import itertools
 import marshal
 import operator
-import reprlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -18,9 +17,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import Parameter
 
 from memrewrite.runtime.dict_versions import version_of
+from memrewrite.runtime.differences import (
+    ABSENT,
+    another_class,
+    another_dictionary,
+    another_forward,
+    another_hook,
+    another_member,
+    another_module,
+    another_object,
+    another_table,
+    another_value,
+    joined,
+    kind_of,
+)
 
 Holder = str | tuple[Any, ...]
 """The path of a submodule; or that, and the attributes and keys that lead from there to an object it holds."""
@@ -31,7 +43,6 @@ TABLES = ("_modules", "_parameters", "_buffers")
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 _NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format)  # equal wherever they come from
-_ABSENT = ...  # a value that can be compared as bytes
 
 
 @dataclass
@@ -58,7 +69,7 @@ class _Row:
 
     def changes(self) -> Iterator[str]:
         """What has changed, a phrase each."""
-        pairs = itertools.zip_longest(self.then, self.now(), fillvalue=_ABSENT)
+        pairs = itertools.zip_longest(self.then, self.now(), fillvalue=ABSENT)
         labels = itertools.chain(self.labels(), itertools.repeat("a part of it"))
         for label, (then, now) in zip(labels, pairs, strict=False):
             if then is not now and (reason := self.reason(label, then, now)):
@@ -98,7 +109,7 @@ class Guards:
                 owner = _at(inside, holder)
                 if isinstance(holder, str) and isinstance(owner, nn.Module):
                     self._note_module(holder, owner, base if owner is root else type(owner), names)
-                elif owner is not _ABSENT:
+                elif owner is not ABSENT:
                     self._note_object(".".join(str(part) for part in holder if part != ""), owner, names)
         self._rows = list(self._make_rows())
         self._unwatched = [row for row in self._rows if not row.watched]
@@ -125,7 +136,7 @@ class Guards:
         own = []
         for name in attributes if "__dict__" in names else names:
             if name in attributes["_modules"]:
-                self._children.append((_joined(path, name), attributes["_modules"], name))
+                self._children.append((joined(path, name), attributes["_modules"], name))
             elif name in attributes:
                 own += [] if name in _OF_EVERY_MODULE else [name]
             elif not any(name in table for table in tables):
@@ -139,18 +150,18 @@ class Guards:
         for name in names:
             if name in attributes or name == "__dict__":
                 continue
-            value = getattr(owner, name, _ABSENT)
+            value = getattr(owner, name, ABSENT)
             if is_plain(value):
                 self._computed.append((label, owner, name))
-            elif self._form(value) == self._form(getattr(owner, name, _ABSENT)):  # and not made anew each time
-                self._others.append((_joined(label, name), _Getter(owner, name)))
+            elif self._form(value) == self._form(getattr(owner, name, ABSENT)):  # and not made anew each time
+                self._others.append((joined(label, name), _Getter(owner, name)))
 
     def _note_attributes(self, label: str, attributes: dict[str, Any], names: Iterable[str]) -> None:
         there = [name for name in names if name in attributes]
         plain = [name for name in there if is_plain(attributes[name])]
         if plain:
             self._plain.append((label, attributes, plain))
-        self._others += [(_joined(label, n), _Getter(attributes, n)) for n in there if n not in plain]
+        self._others += [(joined(label, n), _Getter(attributes, n)) for n in there if n not in plain]
 
     def _make_rows(self) -> Iterator[_Row]:
         paths, modules, everyone = list(self._called), list(self._called.values()), list(self._owners.values())
@@ -165,23 +176,23 @@ class Guards:
         def hooked() -> list[Any]:
             return hooks if any(hooks) else []
 
-        yield _Row(hooked, lambda: (path for path in paths for _ in HOOKS), _hook)
-        yield _Row(lambda: [*map(type, modules)], lambda: paths, _another_class)
-        yield watched(lambda: [*map(get, owners, again("forward"))], lambda: paths, _another_forward)
+        yield _Row(hooked, lambda: (path for path in paths for _ in HOOKS), another_hook)
+        yield _Row(lambda: [*map(type, modules)], lambda: paths, another_class)
+        yield watched(lambda: [*map(get, owners, again("forward"))], lambda: paths, another_forward)
         yield watched(lambda: [*map(len, everyone)], lambda: self._owners, self._new_attribute)
         children = [path for path, *_ in self._children]
-        yield child(lambda: [*map(get, parents, names)], lambda: children, _another_module)
-        yield child(lambda: [*flat(map(dict.values, listed))], lambda: _items(self._lists), _another_module)
-        of_all = [_joined(path, table) for path in self._owners for table in TABLES]
+        yield child(lambda: [*map(get, parents, names)], lambda: children, another_module)
+        yield child(lambda: [*flat(map(dict.values, listed))], lambda: _items(self._lists), another_module)
+        of_all = [joined(path, table) for path in self._owners for table in TABLES]
         own_tables = operator.itemgetter(*TABLES)
-        yield watched(lambda: [*flat(map(own_tables, everyone))], lambda: of_all, _replaced, identical=True)
+        yield watched(lambda: [*flat(map(own_tables, everyone))], lambda: of_all, another_dictionary, identical=True)
         yield _Row(
-            lambda: [*map(dict, tables)], lambda: [path for path, _ in self._tables], _another_table, lambda: tables
+            lambda: [*map(dict, tables)], lambda: [path for path, _ in self._tables], another_table, lambda: tables
         )
         of_classes = [f"{kind.__name__}.{name}" for kind, name in self._members]
-        yield _Row(lambda: [*map(getattr, kinds, members, again(_ABSENT))], lambda: of_classes, _another_member)
+        yield _Row(lambda: [*map(getattr, kinds, members, again(ABSENT))], lambda: of_classes, another_member)
         others = [label for label, _ in self._others]
-        yield _Row(lambda: [self._form(value()) for _, value in self._others], lambda: others, _another_object)
+        yield _Row(lambda: [self._form(value()) for _, value in self._others], lambda: others, another_object)
 
     def _to_watch(self) -> list[dict[str, Any]]:
         """The dictionaries that watched rows and constants lie in, each once; none where they have no versions."""
@@ -229,11 +240,11 @@ class Guards:
         """Compare with what there is now; ``compared`` has label, dictionary, key and value of each plain value."""
         self._version = 0
         for row in self._rows:
-            row.then = [] if row.reason is _hook else row.now()
+            row.then = [] if row.reason is another_hook else row.now()
         self._loose_then = as_bytes(self._loose())
         captured = self.captured
         self.compared = [
-            (_joined(label, name), attributes, name, value)
+            (joined(label, name), attributes, name, value)
             for (label, attributes, names), values in zip(self._plain, captured[: len(self._plain)], strict=True)
             for name, value in zip(names, values if len(names) > 1 else [values], strict=True)
         ]
@@ -246,34 +257,34 @@ class Guards:
                 if "training" in names and path in training:
                     found = [training[path] if name == "training" else self._plain[place][1][name] for name in names]
                     values[place] = tuple(found) if len(found) > 1 else found[0]
-        return [*values, *(getattr(owner, name, _ABSENT) for _, owner, name in self._computed)]
+        return [*values, *(getattr(owner, name, ABSENT) for _, owner, name in self._computed)]
 
     def _loose(self) -> list[Any]:
         """Those of the plain values that can change where no dictionary does."""
         mutable = [attributes[name] for attributes, name in self._mutable]
-        return [*mutable, *(getattr(owner, name, _ABSENT) for _, owner, name in self._computed)]
+        return [*mutable, *(getattr(owner, name, ABSENT) for _, owner, name in self._computed)]
 
     def _changed_values(self) -> Iterator[str]:
         for label, attributes, name, then in self.compared:
-            now = attributes.get(name, _ABSENT)
+            now = attributes.get(name, ABSENT)
             if self._form(now) != self._form(then):
                 if name == "training":
                     yield f"{label.removesuffix('.training')} was captured in {'train' if then else 'eval'} mode"
-                yield _another_value(label, then, now)
+                yield another_value(label, then, now)
         computed = self.captured[len(self._plain) :]
         for (label, owner, name), then in zip(self._computed, computed, strict=True):
-            if self._form(now := getattr(owner, name, _ABSENT)) != self._form(then):
-                yield _another_value(_joined(label, name), then, now)
+            if self._form(now := getattr(owner, name, ABSENT)) != self._form(then):
+                yield another_value(joined(label, name), then, now)
 
     def _new_attribute(self, path: str, then: int, now: int) -> str:
         """A module has more or fewer attributes: is one new that forward asked for?"""
         new = (name for name in self._absent.get(path, ()) if name in self._owners[path])
-        return next((f"{_joined(path, name)} is new" for name in new), "")
+        return next((f"{joined(path, name)} is new" for name in new), "")
 
     def _form(self, value: Any) -> Any:
         """What is compared of a value: types and plain values, kinds of tensors that are looked up, else identity."""
         if isinstance(value, Tensor) and id(value) not in self._baked:
-            return Tensor, _kind_of(value)
+            return Tensor, kind_of(value)
         if isinstance(value, dict):
             return dict, *((self._form(key), self._form(item)) for key, item in value.items())
         if isinstance(value, list | tuple | deque):
@@ -290,8 +301,8 @@ class _Getter:
 
     def __call__(self) -> Any:
         if isinstance(self.owner, dict):
-            return self.owner.get(self.name, _ABSENT)
-        return getattr(self.owner, self.name, _ABSENT)
+            return self.owner.get(self.name, ABSENT)
+        return getattr(self.owner, self.name, ABSENT)
 
 
 class _Same:
@@ -308,15 +319,15 @@ class _Same:
 
 
 def _at(modules: dict[str, nn.Module], holder: Holder) -> Any:
-    """The module or object at this place, ``_ABSENT`` where there is none (any more)."""
+    """The module or object at this place, ``ABSENT`` where there is none (any more)."""
     if isinstance(holder, str):
-        return modules.get(holder, _ABSENT)
-    value: Any = modules.get(holder[0], _ABSENT)
+        return modules.get(holder, ABSENT)
+    value: Any = modules.get(holder[0], ABSENT)
     for part in holder[1:]:
         try:
             value = value[part] if isinstance(value, dict | list | tuple | deque) else getattr(value, part)
         except (AttributeError, LookupError, TypeError):
-            return _ABSENT
+            return ABSENT
     return value
 
 
@@ -341,64 +352,5 @@ def as_bytes(value: Any) -> bytes:
     return marshal.dumps(value, 2)
 
 
-def _joined(path: str, name: Any) -> str:
-    return f"{path}.{name}" if path else str(name)
-
-
 def _items(tables: list[tuple[str, dict[str, Any]]]) -> Iterator[str]:
-    return (_joined(path, name) for path, table in tables for name in table)
-
-
-def _hook(path: str, then: Any, now: Any) -> str:
-    return f"{path} has a hook, which the rewritten forward would not call" if now else ""
-
-
-def _another_class(path: str, then: type, now: type) -> str:
-    return f"{path} is a {now.__name__}, captured as a {then.__name__}"
-
-
-def _replaced(label: str, then: Any, now: Any) -> str:
-    return f"{label} is another dictionary than at capture"
-
-
-def _another_forward(path: str, then: Any, now: Any) -> str:
-    return f"{path} has another forward than at capture"
-
-
-def _another_module(path: str, then: Any, now: Any) -> str:
-    return f"{path} is another module than at capture"
-
-
-def _another_member(label: str, then: Any, now: Any) -> str:
-    return "" if type(then) is type(now) and then == now else f"{label} is another than at capture"
-
-
-def _another_object(label: str, then: Any, now: Any) -> str:
-    return "" if then == now else f"{label} is another object than at capture"
-
-
-def _another_value(label: str, then: Any, now: Any) -> str:
-    return f"{label} is {'no longer there' if now is _ABSENT else _SHORT.repr(now)}, captured as {_SHORT.repr(then)}"
-
-
-def _another_table(path: str, then: dict[str, Any], now: dict[str, Any]) -> str:
-    names = (name for name in {**then, **now} if then.get(name, _ABSENT) is not now.get(name, _ABSENT))
-    reasons = (_another_tensor(_joined(path, n), then.get(n, _ABSENT), now.get(n, _ABSENT)) for n in names)
-    return next(filter(None, reasons), "")
-
-
-def _another_tensor(label: str, then: Any, now: Any) -> str:
-    if isinstance(then, Parameter) and isinstance(now, Tensor) and not isinstance(now, Parameter):
-        # recomputation in backward would find the module's own again
-        return "its parameters are replaced for this call (torch.func.functional_call)"
-    before, after = _kind_of(then), _kind_of(now)
-    return "" if before == after else f"{label} is {after}, captured as {before}"
-
-
-def _kind_of(value: Any) -> str:
-    if not isinstance(value, Tensor):
-        return "nothing" if value is None or value is _ABSENT else f"a {type(value).__name__}"
-    return f"{value.dtype} {tuple(value.shape)}"
-
-
-_SHORT = reprlib.Repr()
+    return (joined(path, name) for path, table in tables for name in table)

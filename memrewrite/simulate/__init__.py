@@ -241,13 +241,7 @@ def run_tracked(
     places = Places(module) if attribute else None
     tracker = Tracker(device_type(module, inputs), transients, places, step.compiled, allocator)
     targets = step.targets(module, inputs) if targets is None else targets
-    tracker.register(targets.all, INPUTS)
-    tracker.register(tensors_of(module), BUFFERS)
-    for name, buffer in module.named_buffers():
-        tracker.register([buffer], BUFFERS, _owner(name))
-    for name, parameter in module.named_parameters():
-        tracker.register([parameter], PARAMETERS, _owner(name))
-    tracker.register(inputs.tensors(), INPUTS)
+    _register(tracker, module, inputs, targets)
     loop = step.shortest().begin(module, inputs, step.make_optimizer(module), targets)
     tracker.register(loop.batches, INPUTS)
     tracker.register([] if loop.average is None else loop.average.tensors, AVERAGE)
@@ -264,14 +258,10 @@ def run_tracked(
             peaks.append(tracker.peak)
     categories, held, events = tracker.categories(), tracker.current, tracker.events[:]
     for other in (*others, inputs) if others else ():
-        if allocator is not None:
-            allocator.record()
-            tracker.exchange(inputs.tensors(), [tensor.nbytes for tensor in other.tensors()])
-        loop.inputs = other
-        with tracker:
-            loop.take()
+        _take_other(loop, other, tracker, allocator, inputs)
     tracker.blocks = None  # what dies from here on was counted
     loop.release()
+    blocks = max(peaks) + (libraries if tracker.multiplied else 0)
     return Timeline(
         peaks[-1],
         peaks[0],
@@ -279,15 +269,34 @@ def run_tracked(
         categories,
         events,
         recorder.floor,
-        max(peaks) + (libraries if tracker.multiplied else 0)
-        if allocator is None
-        else allocator.settle(len(others) + 1),
+        blocks if allocator is None else allocator.settle(len(others) + 1),
         tracker.multiplied,
         held - tracker.current,
         tracker.peak_event,
         tracker.lives() if attribute else (),
         tuple(tracker.modules) if attribute else (),
     )
+
+
+def _register(tracker: Tracker, module: nn.Module, inputs: Inputs, targets: Targets) -> None:
+    """Say of all that is there before the first step what it is."""
+    tracker.register(targets.all, INPUTS)
+    tracker.register(tensors_of(module), BUFFERS)
+    for name, buffer in module.named_buffers():
+        tracker.register([buffer], BUFFERS, _owner(name))
+    for name, parameter in module.named_parameters():
+        tracker.register([parameter], PARAMETERS, _owner(name))
+    tracker.register(inputs.tensors(), INPUTS)
+
+
+def _take_other(loop: Running, other: Inputs, tracker: Tracker, allocator: Allocator | None, usual: Inputs) -> None:
+    """A step on other inputs, which come to lie where the allocator has room, as do the usual ones when they return."""
+    if allocator is not None:
+        allocator.record()
+        tracker.exchange(usual.tensors(), [tensor.nbytes for tensor in other.tensors()])
+    loop.inputs = other
+    with tracker:
+        loop.take()
 
 
 def _owner(name: str) -> str:

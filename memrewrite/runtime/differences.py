@@ -1,0 +1,78 @@
+"""What has changed about a module since its program was captured, in words. Torch only; part of every artifact."""
+
+import reprlib
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Parameter
+
+ABSENT = ...  # a value that can be compared as bytes
+_SHORT = reprlib.Repr()
+
+
+def joined(path: str, name: Any) -> str:
+    """The path of what has this name in a module."""
+    return f"{path}.{name}" if path else str(name)
+
+
+def another_hook(path: str, then: Any, now: Any) -> str:
+    """Why a hook that is there now matters."""
+    return f"{path} has a hook, which the rewritten forward would not call" if now else ""
+
+
+def another_class(path: str, then: type, now: type) -> str:
+    """That a module has changed its class."""
+    return f"{path} is a {now.__name__}, captured as a {then.__name__}"
+
+
+def another_dictionary(label: str, then: Any, now: Any) -> str:
+    """That a table was replaced."""
+    return f"{label} is another dictionary than at capture"
+
+
+def another_forward(path: str, then: Any, now: Any) -> str:
+    """That a module runs another forward."""
+    return f"{path} has another forward than at capture"
+
+
+def another_module(path: str, then: Any, now: Any) -> str:
+    """That a child was replaced, added or taken away."""
+    return f"{path} is another module than at capture"
+
+
+def another_member(label: str, then: Any, now: Any) -> str:
+    """That something on a class is another, "" if it is equal."""
+    return "" if type(then) is type(now) and then == now else f"{label} is another than at capture"
+
+
+def another_object(label: str, then: Any, now: Any) -> str:
+    """That an object is another, "" if it is equal."""
+    return "" if then == now else f"{label} is another object than at capture"
+
+
+def another_value(label: str, then: Any, now: Any) -> str:
+    """That a plain value is another, or gone."""
+    return f"{label} is {'no longer there' if now is ABSENT else _SHORT.repr(now)}, captured as {_SHORT.repr(then)}"
+
+
+def another_table(path: str, then: dict[str, Any], now: dict[str, Any]) -> str:
+    """What of parameters or buffers is of another kind, "" if nothing is."""
+    names = (name for name in {**then, **now} if then.get(name, ABSENT) is not now.get(name, ABSENT))
+    reasons = (another_tensor(joined(path, n), then.get(n, ABSENT), now.get(n, ABSENT)) for n in names)
+    return next(filter(None, reasons), "")
+
+
+def another_tensor(label: str, then: Any, now: Any) -> str:
+    """That a tensor is of another kind, or replaced for one call; "" where a program follows it."""
+    if isinstance(then, Parameter) and isinstance(now, Tensor) and not isinstance(now, Parameter):
+        # recomputation in backward would find the module's own again
+        return "its parameters are replaced for this call (torch.func.functional_call)"
+    before, after = kind_of(then), kind_of(now)
+    return "" if before == after else f"{label} is {after}, captured as {before}"
+
+
+def kind_of(value: Any) -> str:
+    """What programs take for granted of a parameter or buffer, in words."""
+    if not isinstance(value, Tensor):
+        return "nothing" if value is None or value is ABSENT else f"a {type(value).__name__}"
+    return f"{value.dtype} {tuple(value.shape)}"
