@@ -31,7 +31,8 @@ from memrewrite.runtime.guards import HOOKS, Reads
 from memrewrite.runtime.segment import autocast_dtype
 from memrewrite.simulate.fake.constant_values import known_values
 from memrewrite.simulate.fake.fakes import fake_inputs, fake_twin
-from memrewrite.state.attributes import Attributes, random_state
+from memrewrite.state.attributes import Attributes
+from memrewrite.state.random_state import draws
 from memrewrite.torch_internals.autograd_nodes import has_global_module_hooks
 from memrewrite.torch_internals.custom_functions import function_calls, functions_behind
 from memrewrite.torch_internals.fake_tensors import FAKE_TENSOR_ERRORS, FakeTensorMode
@@ -69,7 +70,7 @@ def check(model: nn.Module, inputs: Inputs) -> Findings:
     name, device = type(model).__name__, device_type(model, inputs)
     _refuse_hooks(model)
     _refuse_names(model)
-    before = random_state()
+    before = draws()
     with (
         quiet(),
         tracing_untold() as asked,
@@ -80,7 +81,7 @@ def check(model: nn.Module, inputs: Inputs) -> Findings:
     ):
         rehearsal = _Rehearsal(model, inputs, regions)
         first = rehearsal.run()
-        if random_state() != before:
+        if draws() != before:
             raise CaptureError(
                 f"{name} draws from Python's or NumPy's random in forward, or seeds a generator there; "
                 "one outcome would be baked in. Draw with torch, or outside forward."

@@ -19,7 +19,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from memrewrite.costs import Times
 from memrewrite.costs.calls import Call
-from memrewrite.simulate import preserved_rng
+from memrewrite.state.random_state import preserved_rng
 from memrewrite.torch_internals.cuda import clear_cublas_workspaces, keep_device_busy
 from memrewrite.torch_internals.pytrees import tree_leaves
 from memrewrite.workload.step import autocast

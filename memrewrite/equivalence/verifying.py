@@ -32,10 +32,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from memrewrite.equivalence.compare import NOISE_RUNS, Comparison, TensorVerdict
 from memrewrite.equivalence.reference import FusedRandomnessError, Recorder, double_step
 from memrewrite.equivalence.trial import Record, deterministic, take_step
-from memrewrite.measurement.snapshot import State, cuda_devices, seed_all
+from memrewrite.measurement.snapshot import State, cuda_devices
 from memrewrite.records.errors import MeasurementError, UsageError
 from memrewrite.records.outcomes import Check
 from memrewrite.runtime.dropin import FallbackWarning, accept
+from memrewrite.state.random_state import seed_all
 from memrewrite.torch_internals.pytrees import tree_map
 from memrewrite.workload.step import Inputs, Step, autocast, device_type
 

@@ -32,11 +32,11 @@ from memrewrite.simulate import (
     WORKSPACES,
     Life,
     Timeline,
-    preserved_rng,
 )
 from memrewrite.simulate.fake.fakes import on_fakes, tensors_of
 from memrewrite.simulate.memory.allocator import rounded
 from memrewrite.simulate.memory.tracker import OPERATOR_WORKSPACE
+from memrewrite.state.random_state import preserved_rng
 from memrewrite.torch_internals.fake_tensors import FAKE_TENSOR_ERRORS, TorchDispatchMode
 from memrewrite.torch_internals.operators import is_mutable
 from memrewrite.workload.step import Inputs, Step, autocast, device_type

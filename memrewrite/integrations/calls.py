@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from memrewrite.records.errors import UsageError
-from memrewrite.simulate import preserved_rng
+from memrewrite.state.random_state import preserved_rng
 from memrewrite.workload.step import Inputs
 
 

@@ -1,7 +1,6 @@
 """Everything that a run may change of some modules, kept bit for bit and put back."""
 
 import itertools
-import random
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 
 from memrewrite.simulate.fake.fakes import tensors_of
 from memrewrite.state.attributes import Attributes
+from memrewrite.state.random_state import RandomState
 from memrewrite.torch_internals.autograd_nodes import is_view
 from memrewrite.workload.step import Inputs
 
@@ -65,33 +65,6 @@ class State:
         for tensor, *_ in self._tensors.values():
             if tensor.is_leaf:
                 tensor.grad = None
-
-
-class RandomState:
-    """The random state of the CPU, of the CUDA ``devices`` and of Python's ``random``."""
-
-    def __init__(self, devices: tuple[torch.device, ...]) -> None:
-        self.torch = {"cpu": torch.get_rng_state()}
-        self.torch |= {str(device): torch.cuda.get_rng_state(device) for device in devices}
-        self.python = random.getstate()
-
-    def restore(self) -> None:
-        """Make this the random state again."""
-        for device, state in self.torch.items():
-            if device == "cpu":
-                torch.set_rng_state(state)
-            else:
-                torch.cuda.set_rng_state(state, device)
-        random.setstate(self.python)
-
-
-def seed_all(seed: int, devices: tuple[torch.device, ...]) -> None:
-    """Seed exactly the generators that ``RandomState`` keeps; ``torch.manual_seed`` would touch every device."""
-    torch.default_generator.manual_seed(seed)
-    for device in devices:
-        with torch.cuda.device(device):
-            torch.cuda.manual_seed(seed)
-    random.seed(seed)
 
 
 def cuda_devices(modules: tuple[nn.Module, ...], inputs: Inputs) -> tuple[torch.device, ...]:

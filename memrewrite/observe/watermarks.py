@@ -14,12 +14,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx, nn
 
-from memrewrite.simulate import preserved_rng
 from memrewrite.simulate.devices.as_cuda import transients_for
 from memrewrite.simulate.fake.fakes import on_fakes
 from memrewrite.simulate.fake.true_results import TrueResults
 from memrewrite.simulate.memory.tracker import Tracker
 from memrewrite.simulate.memory.transients import Transients
+from memrewrite.state.random_state import preserved_rng
 from memrewrite.torch_internals.autograd_nodes import backward_number, next_backward_number
 from memrewrite.torch_internals.fake_tensors import FAKE_TENSOR_ERRORS
 from memrewrite.torch_internals.pytrees import tree_leaves

@@ -17,7 +17,8 @@ from memrewrite.plan.marks import Marks
 from memrewrite.records.errors import DataDependentError
 from memrewrite.records.outcomes import Measured
 from memrewrite.runtime.batch_norm import kernel_runs_on
-from memrewrite.simulate import Timeline, preserved_rng, simulate
+from memrewrite.simulate import Timeline, simulate
+from memrewrite.state.random_state import preserved_rng
 from memrewrite.torch_internals.pytrees import TreeSpec, tree_unflatten
 from memrewrite.workload.step import Inputs, Step, device_of, device_type
 

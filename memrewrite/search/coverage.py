@@ -7,9 +7,9 @@ from typing import Any
 from torch import nn
 
 from memrewrite.measurement.measuring import preserved_state
-from memrewrite.simulate import preserved_rng
 from memrewrite.simulate.fake.fakes import on_fakes, tensors_of
 from memrewrite.simulate.memory.tracker import Tracker
+from memrewrite.state.random_state import preserved_rng
 from memrewrite.torch_internals.fake_tensors import FAKE_TENSOR_ERRORS
 from memrewrite.workload.step import Inputs, Step, autocast, device_type
 

@@ -26,8 +26,8 @@ from memrewrite.observe.effects import observe
 from memrewrite.records.errors import CaptureError
 from memrewrite.rewriting.invariants import writes_what_is_kept
 from memrewrite.runtime.dropin import build, program_from
-from memrewrite.simulate import preserved_rng
 from memrewrite.simulate.fake.fakes import on_fakes, tensors_of
+from memrewrite.state.random_state import preserved_rng
 from memrewrite.torch_internals.pytrees import tree_leaves, tree_map
 from memrewrite.workload.step import Inputs, Step, autocast, device_type
 

@@ -4,10 +4,9 @@ The real module's whole step runs (forward, loss, backward, optimizer) on a fake
 from birth to death. ``run_tracked`` does the same on real tensors, which is how memory is measured on the CPU.
 """
 
-import random
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Literal
@@ -26,12 +25,13 @@ from memrewrite.simulate.memory.allocator import Allocator, allocator_on
 from memrewrite.simulate.memory.places import Places
 from memrewrite.simulate.memory.tracker import OPERATOR_WORKSPACE, Life, Tracker
 from memrewrite.simulate.memory.transients import Transients
+from memrewrite.state.random_state import preserved_rng
 from memrewrite.torch_internals.fake_tensors import FAKE_TENSOR_ERRORS
 from memrewrite.torch_internals.foreach import foreach_on_fake_tensors
 from memrewrite.torch_internals.pytrees import tree_leaves
 from memrewrite.workload.step import PHASES, Inputs, Phase, Running, Step, Targets, device_type
 
-__all__ = ["Life", "Timeline", "preserved_rng", "run_tracked", "simulate", "with_workspaces"]
+__all__ = ["Life", "Timeline", "run_tracked", "simulate", "with_workspaces"]
 
 PARAMETERS, BUFFERS, INPUTS = "parameters", "buffers", "inputs"
 GRADIENTS, STATE = "gradients", "optimizer state"
@@ -347,18 +347,6 @@ class _Recorder:
         if phase == "backward":
             self.tracker.libraries, self._of_backward = [*self.tracker.libraries, *self._of_backward], []
         self.tracker.begin(f"step {self._number} {phase}", _BORN_AS[phase])
-
-
-@contextmanager
-def preserved_rng(tensors: list[Tensor]) -> Iterator[None]:
-    """Restore the random state of Python, of the CPU and of the CUDA devices that ``tensors`` lie on."""
-    devices = sorted({tensor.device.index for tensor in tensors if tensor.is_cuda})
-    state = random.getstate()
-    try:
-        with torch.random.fork_rng(devices=devices):
-            yield
-    finally:
-        random.setstate(state)
 
 
 def with_workspaces(timeline: Timeline, size: int) -> Timeline:

@@ -4,7 +4,6 @@ Forward may change them (a hazard: a graph would not), and front ends leave trac
 """
 
 import random
-import sys
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 
 from memrewrite.runtime.guards import HOOKS
 from memrewrite.state.containers import contents, is_container, put_back
+from memrewrite.state.random_state import preserved_everywhere
 
 CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
@@ -97,31 +97,10 @@ def preserved(module: nn.Module) -> Iterator[None]:
         vars(module)[name] = OrderedDict()
     vars(module)["_compiled_call_impl"] = None
     try:
-        with _preserved_rng():
+        with preserved_everywhere():
             yield
     finally:
         attributes.restore()
-
-
-def random_state() -> list[Any]:
-    """The state of the random generators Python code shares: Python's, NumPy's where imported, PyTorch's on the CPU."""
-    numpy = sys.modules.get("numpy")
-    shared = [] if numpy is None else [str(numpy.random.get_state(legacy=False))]
-    return [random.getstate(), *shared, torch.get_rng_state().tolist()]
-
-
-@contextmanager
-def _preserved_rng() -> Iterator[None]:
-    python, numpy = random.getstate(), sys.modules.get("numpy")
-    arrays = None if numpy is None else numpy.random.get_state()
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-    try:
-        with torch.random.fork_rng(devices=devices):
-            yield
-    finally:
-        random.setstate(python)
-        if numpy is not None:
-            numpy.random.set_state(arrays)
 
 
 def _items(container: Any, parts: list[Any]) -> list[tuple[Any, Any]]:
