@@ -26,7 +26,7 @@ from memrewrite.simulate.fake.batch import at_batch
 from memrewrite.workload.hooks import without_hooks
 from memrewrite.workload.sharding import refuse_sharded
 from memrewrite.workload.step import Inputs, Step, evaluating
-from memrewrite.workload.workload import Optimizer, make_step
+from memrewrite.workload.workload import Optimizer, workload
 
 __all__ = ["Difference", "Estimate", "Largest", "ModuleShare", "Peak", "Textbook", "estimate"]
 
@@ -60,14 +60,14 @@ def estimate(
     Raises ``CaptureError`` where the model fails on the inputs, ``DataDependentError`` where such a step is for CUDA,
     ``UsageError``, and what ``measure.predict`` raises.
     """
-    inputs = Inputs(example_inputs if isinstance(example_inputs, tuple) else (example_inputs,), example_kwargs or {})
+    work = workload(model, example_inputs, example_kwargs, optimizer, loss_fn, amp, mode, micro_batches, loop)
+    inputs = work.inputs
     here = next((t.device.type for t in [*model.parameters(), *inputs.tensors()] if not t.is_meta), "cpu")
     wanted = here if device is None else _kind(device)
     if here == "cuda" and wanted != here:
         raise UsageError("The model is on cuda; leave out device, or move the model and its inputs to the CPU.")
     refuse_sharded(model)
-    step = make_step(model, optimizer, loss_fn, amp, mode, micro_batches, loop)
-    step = replace(step, as_cuda=wanted == "cuda" and here != "cuda")
+    step = replace(work.step, as_cuda=wanted == "cuda" and here != "cuda")
     memory = None if device_memory is None else device_bytes(device_memory)
     look = _Look(without_hooks(model), inputs, step, library_bytes(step.mode) if wanted == "cuda" else 0)
     progress("simulate")
