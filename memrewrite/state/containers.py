@@ -4,6 +4,7 @@ A subclass may refuse to be written, as frozen configurations do, or do more tha
 others do. The methods of the builtin type see the contents, put them and copy them, and nothing else happens.
 """
 
+import itertools
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Sequence
 from typing import Any
@@ -20,7 +21,7 @@ def contents(container: Any) -> list[Any]:
     """What is in it, in its order: of a dict, each key and after it the value."""
     kind = _kind(container)
     if issubclass(kind, dict):
-        return [part for pair in kind.items(container) for part in pair]
+        return list(itertools.chain.from_iterable(kind.items(container)))
     return list(kind.__iter__(container))
 
 
@@ -63,4 +64,5 @@ def copied(container: Any) -> Any:
 
 
 def _kind(container: Any) -> Any:
-    return next(kind for kind in _KINDS if isinstance(container, kind))
+    kind = type(container)
+    return kind if kind in _KINDS else next(kind for kind in _KINDS if isinstance(container, kind))

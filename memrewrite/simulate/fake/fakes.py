@@ -81,14 +81,9 @@ def on_fakes(
 
 def tensors_of(module: nn.Module) -> list[Tensor]:
     """Every tensor that ``fake_twin`` would replace, each once: parameters, buffers, tensors in plain attributes."""
-    found: list[Tensor] = []
-
-    def keep(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    _Copier(keep).copy(module)
-    return found
+    finder = _Finder()
+    finder.copy(module)
+    return finder.found
 
 
 def _fake(tensor: Tensor, mode: FakeTensorMode, device: torch.device = _CPU) -> Tensor:
@@ -100,7 +95,8 @@ def _fake(tensor: Tensor, mode: FakeTensorMode, device: torch.device = _CPU) -> 
     return fake.requires_grad_(tensor.requires_grad)
 
 
-_PLAIN_DICTS = (dict, OrderedDict)  # of which a module has a dozen; their own way to copy them is the faster one
+_PLAIN_DICTS = {dict, OrderedDict}  # of which a module has a dozen; their own way to copy them is the faster one
+_SHARED = (str, int, float, bool, type, type(None))
 
 
 class _Copier:
@@ -117,10 +113,11 @@ class _Copier:
 
     def copy(self, value: Any) -> Any:
         """The copy of ``value``; the same object for the same object."""
-        if isinstance(value, str | int | float | bool | type | None):
+        if isinstance(value, _SHARED):
             return value
-        if id(value) in self._memo:
-            return self._memo[id(value)]
+        known = self._memo.get(id(value))
+        if known is not None:
+            return known
         if isinstance(value, Tensor):
             return self._remember(value, self._convert(value))
         if isinstance(value, nn.Module):
@@ -145,11 +142,22 @@ class _Copier:
         return copied
 
     def _container(self, value: Any) -> Any:
-        copied = self._remember(value, value.copy() if type(value) in _PLAIN_DICTS else containers.copied(value))
+        if type(value) in _PLAIN_DICTS:
+            copied = self._remember(value, value.copy())
+            if not value:
+                return copied
+            if all(type(key) is str for key in value):
+                for key, part in value.items():
+                    new = self.copy(part)
+                    if new is not part:
+                        copied[key] = new
+                return copied
+        else:
+            copied = self._remember(value, containers.copied(value))
         parts = containers.contents(value)
-        new = [self.copy(part) for part in parts]
-        if any(one is not other for one, other in zip(new, parts, strict=True)):
-            containers.put(copied, new)
+        changed = [self.copy(part) for part in parts]
+        if any(one is not other for one, other in zip(changed, parts, strict=True)):
+            containers.put(copied, changed)
         return copied
 
     def _reference(self, value: Any) -> Any:
@@ -166,3 +174,30 @@ class _Copier:
         self._memo[id(value)] = copied
         self._originals.append(value)
         return copied
+
+
+class _Finder(_Copier):
+    """Goes where a copier goes and copies nothing: ``found`` are the tensors it meets, each once."""
+
+    def __init__(self) -> None:
+        super().__init__(self._keep)
+        self.found: list[Tensor] = []
+
+    def _keep(self, tensor: Tensor) -> Tensor:
+        self.found.append(tensor)
+        return tensor
+
+    def _object(self, value: Any) -> Any:
+        self._remember(value, value)
+        for item in vars(value).values():
+            self.copy(item)
+        kept = own(value) if isinstance(value, nn.Module) else None
+        for tensor in kept.constants.values() if kept is not None else ():
+            self.copy(tensor)
+        return value
+
+    def _container(self, value: Any) -> Any:
+        self._remember(value, value)
+        for part in containers.contents(value):
+            self.copy(part)
+        return value
