@@ -19,6 +19,7 @@ from memrewrite.torch_internals.dispatch_modes import Layer
 from memrewrite.torch_internals.fake_tensors import FakeTensor
 
 OPERATOR_WORKSPACE = "operator workspace"
+_DEVICE = torch.ops.prim.device.default  # what half of all calls are: optimizers ask each tensor for its device
 # What cuBLAS computes, by name; convolutions are cuDNN's, attention and norms PyTorch's own.
 _BLAS = {"mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot", "linear", "_addmm_activation"}
 _BLAS |= {"_scaled_mm", "_grouped_mm", "_int_mm", "_scaled_grouped_mm"}
@@ -186,6 +187,8 @@ class Tracker(Layer):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if func is _DEVICE and type(args[0]) is FakeTensor:
+            return args[0].device
         clock = self._clock
         if self._places is not None:
             self._place = self._places.now()
