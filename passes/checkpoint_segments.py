@@ -22,7 +22,7 @@ from memrewrite.costs.normalizations import keeps_statistics
 from memrewrite.observe.effects import Effects
 from memrewrite.plan.marks import UNMARKED, Marks, NodeMark
 from memrewrite.plan.segments import Plan
-from memrewrite.plan_facts.chain import compute_nodes, is_counter, own_bytes, reach
+from memrewrite.plan_facts.chain import barrier, compute_nodes, is_counter, save_bytes_of
 from memrewrite.records.errors import InternalError
 from memrewrite.records.options import format_bytes
 from memrewrite.rewriting.contract import Findings, Result
@@ -52,7 +52,7 @@ class CheckpointSegments:
         findings = Findings()
         nodes = compute_nodes(effects)
         marks: dict[fx.Node, NodeMark] = {}
-        ends = reach(effects, nodes)
+        ends = barrier(effects, nodes)
         for path, (a, b) in self.plan.numbered():
             if b > ends[a]:
                 raise InternalError(
@@ -63,7 +63,7 @@ class CheckpointSegments:
             findings.apply(nodes[a], f"{b - a} nodes up to {nodes[b - 1].name}, {format_bytes(freed)} not kept")
         for a, b in self.plan.keeping:
             for number in range(a, b):
-                if own_bytes(effects, nodes[number], self.compiled) >= 0:
+                if save_bytes_of(effects, nodes[number], self.compiled) >= 0:
                     marks[nodes[number]] = replace(marks.get(nodes[number], UNMARKED), keep=number)
         for node in nodes if self.compiled else ():
             in_turn = _VALUE_AT[node.target] if self.in_turn and _narrows(node) else None

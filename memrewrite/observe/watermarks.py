@@ -27,7 +27,7 @@ from memrewrite.workload.step import Inputs, Step, autocast
 
 
 @dataclass
-class Levels:
+class Watermarks:
     """Bytes in use at one node beyond those from before the graph ran, 0 where there was nothing to run.
 
     ``forward`` and ``backward`` are the most while the node and its backward ran, ``pending`` what was in use as
@@ -39,12 +39,12 @@ class Levels:
     pending: int = 0
 
 
-def levels(
+def watermarks(
     graph_module: fx.GraphModule,
     example: list[Tensor],
     step: Step,
     loss_of: Callable[[Any], Tensor] | None = None,
-) -> dict[fx.Node, Levels]:
+) -> dict[fx.Node, Watermarks]:
     """Run the graph forward and backward once on fake copies of ``example``; the levels of every node.
 
     ``loss_of`` makes a loss of what the graph returns; without it every output has a gradient of its own. Autocast
@@ -52,16 +52,16 @@ def levels(
     """
     with preserved_rng([*graph_module.parameters(), *example]):
         try:
-            return _levels(graph_module, example, step, loss_of)
+            return _watermarks(graph_module, example, step, loss_of)
         except FAKE_TENSOR_ERRORS:
             if loss_of is None:
                 raise
-            return _levels(graph_module, example, step, None)  # the loss depends on values
+            return _watermarks(graph_module, example, step, None)  # the loss depends on values
 
 
-def _levels(
+def _watermarks(
     graph_module: fx.GraphModule, example: list[Tensor], step: Step, loss_of: Callable[[Any], Tensor] | None
-) -> dict[fx.Node, Levels]:
+) -> dict[fx.Node, Watermarks]:
     device = next((t.device for t in (*graph_module.parameters(), *example)), torch.device("cpu"))
     transients = transients_for(device, step.as_cuda)
     with on_fakes(graph_module, Inputs(tuple(example), {}), step.as_cuda) as (twin, fakes), TrueResults():
@@ -107,13 +107,13 @@ class _Watch(Tracker):
         super().__init__(device_type, transients, compiled=compiled)
         self.register(before, "before")
         self.base = self.current
-        self.found: list[Levels] = []
+        self.found: list[Watermarks] = []
         self.starts: list[int] = []  # by node, the number of what it was the first to leave for backward
         self._turn: int | None = None
 
     def forward(self) -> None:
         """A node of the forward pass has run; its levels follow those of the nodes before it."""
-        self.found.append(Levels(self.peak - self.base))
+        self.found.append(Watermarks(self.peak - self.base))
         self.reset_peak()
 
     def turn(self, index: int | None) -> None:

@@ -34,7 +34,7 @@ def coarsen(chain: Chain, longest: int = _LONGEST) -> Coarse:
     n = len(chain)
     makes = np.zeros(n, dtype=np.bool_)
     makes[[s.producer for s in chain.storages]] = True
-    begins = chain.reach > np.arange(n)
+    begins = chain.barrier > np.arange(n)
     fixed = np.append(True, begins[1:] != begins[:-1])[:n] | ~begins
     boundary = fixed | makes | (chain.ms > 0)
     if boundary.sum() > longest:
@@ -44,7 +44,7 @@ def coarsen(chain: Chain, longest: int = _LONGEST) -> Coarse:
 
 def cuts(chain: Chain, most: int) -> Bytes:
     """Up to ``most`` positions where few bytes cross, spread over the chain, with its beginning and its end."""
-    inside = (chain.reach > np.arange(len(chain))) & (np.arange(len(chain)) > 0)
+    inside = (chain.barrier > np.arange(len(chain))) & (np.arange(len(chain)) > 0)
     if most > 2 and inside.any():
         inside = _lightest(inside, crossing(len(chain), chain.storages), min(most - 2, int(inside.sum())))
     else:
@@ -86,7 +86,7 @@ def _merged(chain: Chain, starts: NDArray[np.int64]) -> Coarse:
             ms=np.add.reduceat(chain.ms, first),
             rerun_ms=np.maximum.reduceat(until_save, first),
             saves=np.logical_or.reduceat(chain.saves, first),
-            reach=np.array([at(int(end)) for end in chain.reach[first]], dtype=np.int64),
+            barrier=np.array([at(int(end)) for end in chain.barrier[first]], dtype=np.int64),
             work=np.maximum.reduceat(chain.work, first),
             forward=np.maximum.reduceat(chain.forward, first),
             pending=np.maximum.reduceat(chain.pending, first),
@@ -102,7 +102,7 @@ def _merged(chain: Chain, starts: NDArray[np.int64]) -> Coarse:
             segment_ms=chain.segment_ms,
             gradients=chain.gradients,
             left=chain.left,
-            own=tuple(np.maximum.reduceat(own, first) for own in chain.own),
+            save_bytes=tuple(np.maximum.reduceat(save_bytes, first) for save_bytes in chain.save_bytes),
             on_demand=chain.on_demand,
         ),
         starts,

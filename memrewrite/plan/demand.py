@@ -21,14 +21,14 @@ _MORE = 1.25  # times as many bytes as cross its neighbours
 _BESIDES = 0.25  # of what crosses a cut, as much besides may be held from where it is made again
 
 
-def keeping_on_demand(table: Intervals, chain: Chain, own: Bytes) -> Keeping:
-    """The segments in which the nodes are kept that ``own`` has bytes for; they begin and end where few bytes cross."""
-    across = crossing(len(chain), [s for s in chain.storages if own[s.producer] < 0])
+def keeping_on_demand(table: Intervals, chain: Chain, save_bytes: Bytes) -> Keeping:
+    """The segments in which the nodes are kept that ``save_bytes`` has bytes for, which begin where few cross."""
+    across = crossing(len(chain), [s for s in chain.storages if save_bytes[s.producer] < 0])
     light = _light(across)
-    cuts = _cuts(chain, own, _lightest(light, across), across)
+    cuts = _cuts(chain, save_bytes, _lightest(light, across), across)
     ends = np.unique([0, *light, len(chain)])
-    usual = keeping(table, chain, own)
-    kept, saved = summed(np.maximum(own, 0)), summed(_saved(chain, own >= 0))
+    usual = keeping(table, chain, save_bytes)
+    kept, saved = summed(np.maximum(save_bytes, 0)), summed(_saved(chain, save_bytes >= 0))
     inside = np.where(table.peak < NEVER, table.peak - table.base - (saved - saved[:, None]), NEVER)
     need = np.full_like(table.peak, NEVER)
     ms = np.full_like(usual.ms, np.inf)
@@ -42,9 +42,9 @@ def keeping_on_demand(table: Intervals, chain: Chain, own: Bytes) -> Keeping:
         need[a, b] = table.base[a, b] + kept[b] - kept[a] + most
         ms[a, b] = usual.ms[a, b]
     for s in chain.storages:  # what is kept and used after the segment counts once
-        if own[s.producer] >= 0 and s.saver is not None:
+        if save_bytes[s.producer] >= 0 and s.saver is not None:
             usual.held[: s.producer + 1, s.producer + 1 : s.last_use + 1] -= s.bytes
-    return Keeping(own, replace(usual, peak=by_end(need), ms=by_end(ms)), cuts=cuts)
+    return Keeping(save_bytes, replace(usual, peak=by_end(need), ms=by_end(ms)), cuts=cuts)
 
 
 def pieces(choice: Keeping, a: int, b: int) -> list[tuple[int, int]]:
@@ -79,7 +79,7 @@ def _lightest(light: Bytes, across: Bytes) -> Bytes:
     return light[across[light] <= _MORE * np.maximum(before, after)]
 
 
-def _cuts(chain: Chain, own: Bytes, light: Bytes, across: Bytes) -> Bytes:
+def _cuts(chain: Chain, save_bytes: Bytes, light: Bytes, across: Bytes) -> Bytes:
     """Of the ``light`` positions, those where little besides what crosses them is made again, and held, for that."""
     reads, makes = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)
     for number, s in enumerate(chain.storages):
@@ -89,12 +89,16 @@ def _cuts(chain: Chain, own: Bytes, light: Bytes, across: Bytes) -> Bytes:
     found: list[int] = []
     there: set[int] = set()  # what crosses the last one
     for position in light:
-        here = {i for i, s in enumerate(chain.storages) if s.producer < position <= s.last_use and own[s.producer] < 0}
+        here = {
+            i
+            for i, s in enumerate(chain.storages)
+            if s.producer < position <= s.last_use and save_bytes[s.producer] < 0
+        }
         nodes = {chain.storages[i].producer for i in here - there}
         ahead = list(nodes)
         while ahead:
             needed = {chain.storages[i].producer for i in reads[ahead.pop()] if i not in there}
-            ahead += (more := {node for node in needed - nodes if own[node] < 0})
+            ahead += (more := {node for node in needed - nodes if save_bytes[node] < 0})
             nodes |= more
         besides = [chain.storages[i] for node in nodes for i in makes[node] if i not in here]
         held = sum(s.bytes for s in besides if s.saver is not None)

@@ -45,10 +45,10 @@ def nested(table: Intervals, cuts: Bytes, levels: Bytes) -> Nested:
 def flat(chain: Chain) -> Space:
     """The plans for a chain without segments in segments."""
     table = intervals(chain)
-    choices = [own for own in chain.own if (own >= 0).any()]
+    choices = [save_bytes for save_bytes in chain.save_bytes if (save_bytes >= 0).any()]
     if chain.on_demand:
-        return Space(table, keeping=tuple(keeping_on_demand(table, chain, own) for own in choices))
-    return Space(table, keeping=tuple(Keeping(own, keeping(table, chain, own)) for own in choices))
+        return Space(table, keeping=tuple(keeping_on_demand(table, chain, save_bytes) for save_bytes in choices))
+    return Space(table, keeping=tuple(Keeping(save_bytes, keeping(table, chain, save_bytes)) for save_bytes in choices))
 
 
 def with_nested(among: Space, cuts: Bytes, levels: Bytes) -> Space:
@@ -78,7 +78,7 @@ def plan(among: Space | Intervals, bound: int) -> Plan | None:
         number, level = divmod(kind, KEEPING)
         way = among.keeping[number - 1] if number else among
         if isinstance(way, Keeping):
-            kept += [(p, p + 1) for p in range(a, b) if way.own[p] >= 0]
+            kept += [(p, p + 1) for p in range(a, b) if way.save_bytes[p] >= 0]
             chosen += pieces(way, a, b)
         if way.inner is not None and level:
             inside = Space(replace(among.table, ms=way.table.ms))

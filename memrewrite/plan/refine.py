@@ -119,8 +119,8 @@ class Search:
         saved = tuple(s.saved() for s in self.chain.storages)
         if saved != self.chain.storages:
             chains.append(replace(self.chain, storages=saved))
-        if self.chain.on_demand and self.chain.own:
-            chains.append(replace(self.chain, own=()))
+        if self.chain.on_demand and self.chain.save_bytes:
+            chains.append(replace(self.chain, save_bytes=()))
         return [self._with(chain) for chain in chains]
 
     @functools.cached_property

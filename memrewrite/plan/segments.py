@@ -48,20 +48,20 @@ class Chain:
     """Nodes v0..vn-1 in execution order, as numbers.
 
     ``ms`` is the time to run each node, ``rerun_ms`` the time until its last save; ``saves`` whether autograd keeps
-    anything for it; ``reach`` the first node that an interval beginning there may not hold (itself: none begins there);
-    ``work`` and ``forward`` the bytes in use besides what is held while the backward of the node and the node itself
-    run (values and gradients passing by, temporaries, parameter gradients made so far), ``pending`` those in use as
-    backward comes to the node; ``left`` those that the last step left there as long as forward runs for the first time;
-    ``gradients`` the bytes of all parameter gradients the chain makes; ``own`` what it
-    takes to keep what only the node makes, so that it does not run again with its segment (-1 where it has to), one
-    array for each choice of nodes. ``on_demand`` says that with such a choice what a segment runs again is made as
-    backward asks for it, every node once, as ``torch.compile`` does it (see ``plan.demand``).
+    anything for it; ``barrier`` the first node that an interval beginning there may not hold (itself: none begins
+    there); ``work`` and ``forward`` the bytes in use besides what is held while the backward of the node and the node
+    itself run (values and gradients passing by, temporaries, parameter gradients made so far), ``pending`` those in use
+    as backward comes to the node; ``left`` those that the last step left there as long as forward runs for the first
+    time; ``gradients`` the bytes of all parameter gradients the chain makes; ``save_bytes`` what it takes to keep what
+    only the node makes, so that it does not run again with its segment (-1 where it has to), one array for each choice
+    of nodes. ``on_demand`` says that with such a choice what a segment runs again is made as backward asks for it,
+    every node once, as ``torch.compile`` does it (see ``plan.demand``).
     """
 
     ms: NDArray[np.float64]
     rerun_ms: NDArray[np.float64]
     saves: NDArray[np.bool_]
-    reach: Bytes
+    barrier: Bytes
     work: Bytes
     forward: Bytes
     pending: Bytes
@@ -69,7 +69,7 @@ class Chain:
     segment_ms: float
     gradients: int = 0
     left: int = 0
-    own: tuple[Bytes, ...] = ()
+    save_bytes: tuple[Bytes, ...] = ()
     on_demand: bool = False
 
     def __len__(self) -> int:

@@ -78,12 +78,12 @@ class Arcs:
 
 @dataclass(frozen=True)
 class Keeping:
-    """The intervals in which the nodes are kept that ``own`` has bytes for, and what else is known of them.
+    """The intervals in which the nodes are kept that ``save_bytes`` has bytes for, and what else is known of them.
 
     ``cuts`` are the positions at which each of them is divided into segments; else ``inner`` may know better ones.
     """
 
-    own: Bytes
+    save_bytes: Bytes
     table: Intervals
     inner: Nested | None = None
     cuts: Bytes | None = None
@@ -142,7 +142,7 @@ def intervals(chain: Chain) -> Intervals:
     held, base = np.zeros((n + 1, n + 1), dtype=np.int64), np.zeros((n + 1, n + 1), dtype=np.int64)
     peak = np.full((n + 1, n + 1), NEVER, dtype=np.int64)
     for a in range(n - 1, -1, -1):
-        stop = int(chain.reach[a])
+        stop = int(chain.barrier[a])
         if stop == a:
             continue
         b = np.arange(a + 1, stop + 1)
@@ -167,10 +167,10 @@ def by_end(table: NDArray[Any]) -> NDArray[Any]:
     return np.asfortranarray(table)
 
 
-def keeping(table: Intervals, chain: Chain, own: Bytes) -> Intervals:
-    """The same tables where every node is kept inside an interval that ``own`` has bytes for."""
-    kept = own >= 0
-    before = summed(np.where(kept, own, 0))
+def keeping(table: Intervals, chain: Chain, save_bytes: Bytes) -> Intervals:
+    """The same tables where every node is kept inside an interval that ``save_bytes`` has bytes for."""
+    kept = save_bytes >= 0
+    before = summed(np.where(kept, save_bytes, 0))
     count = summed(kept)
     still = replace(chain, ms=np.where(kept, 0.0, chain.ms), rerun_ms=np.where(kept, 0.0, chain.rerun_ms))
     a, b = np.ogrid[: len(before), : len(before)]
@@ -190,7 +190,7 @@ def rerun_ms(chain: Chain) -> NDArray[np.float64]:
     time = np.concatenate([[0.0], chain.ms.cumsum()])
     last_save = np.maximum.accumulate(np.where(chain.saves, np.arange(n), -1))
     for a in range(n):
-        b = np.arange(a + 1, int(chain.reach[a]) + 1)
+        b = np.arange(a + 1, int(chain.barrier[a]) + 1)
         j = last_save[b - 1]
         ms[a, b] = np.where(j >= a, time[j] - time[a] + chain.rerun_ms[j], 0.0) + chain.segment_ms
     return ms

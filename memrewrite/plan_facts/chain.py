@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from memrewrite.costs import Costs
 from memrewrite.observe.effects import Effects, autocast_switch
-from memrewrite.observe.watermarks import Levels
+from memrewrite.observe.watermarks import Watermarks
 from memrewrite.plan.segments import Bytes, Chain, Held
 from memrewrite.runtime.segment import PRODUCTS
 from memrewrite.torch_internals.pytrees import tree_iter
@@ -36,7 +36,7 @@ def join(chains: list[Chain]) -> Chain:
         ms=np.zeros(1),
         rerun_ms=np.zeros(1),
         saves=np.zeros(1, dtype=np.bool_),
-        reach=np.zeros(1, dtype=np.int64),
+        barrier=np.zeros(1, dtype=np.int64),
         work=np.zeros(1, dtype=np.int64),
         forward=np.zeros(1, dtype=np.int64),
         pending=np.zeros(1, dtype=np.int64),
@@ -50,7 +50,7 @@ def join(chains: list[Chain]) -> Chain:
         ms=np.concatenate([part.ms for part in parts]),
         rerun_ms=np.concatenate([part.rerun_ms for part in parts]),
         saves=np.concatenate([part.saves for part in parts]),
-        reach=np.concatenate([part.reach + start for part, start in zip(parts, starts, strict=False)]),
+        barrier=np.concatenate([part.barrier + start for part, start in zip(parts, starts, strict=False)]),
         work=np.concatenate([part.work + made for part, made in zip(parts, later, strict=True)]),
         forward=np.concatenate([part.forward for part in parts]),
         pending=np.concatenate([part.pending + made for part, made in zip(parts, later, strict=True)]),
@@ -61,31 +61,31 @@ def join(chains: list[Chain]) -> Chain:
     )
 
 
-def chain(effects: Effects, levels: Mapping[fx.Node, Levels], costs: Costs, compiled: bool = False) -> Chain:
+def chain(effects: Effects, watermarks: Mapping[fx.Node, Watermarks], costs: Costs, compiled: bool = False) -> Chain:
     """The chain of ``compute_nodes(effects)``, as it runs when ``compiled`` or else. Pure: nothing is run."""
     nodes = compute_nodes(effects)
     facts = [effects.of[node] for node in nodes]
     storages = held_storages(effects, nodes)
-    forward, work, pending = _beside(storages, [levels[node] for node in nodes])
+    forward, work, pending = _beside(storages, [watermarks[node] for node in nodes])
     ms = np.array([costs.again_ms(node, effects.of[node]) for node in nodes])
-    own = np.array([own_bytes(effects, node, compiled) for node in nodes], dtype=np.int64)
+    save_bytes = np.array([save_bytes_of(effects, node, compiled) for node in nodes], dtype=np.int64)
     return Chain(
         ms=ms,
         rerun_ms=np.array([costs.rerun_ms(node, effects.of[node]) for node in nodes]),
         saves=np.array([bool(f.saved) for f in facts]),
-        reach=reach(effects, nodes),
+        barrier=barrier(effects, nodes),
         work=work,
         forward=forward,
         pending=pending,
         storages=tuple(storages.values()),
         segment_ms=costs.roofline.segment_ms,
         gradients=_gradients(effects),
-        own=_choices(own, ms) if compiled else (own,),
+        save_bytes=_choices(save_bytes, ms) if compiled else (save_bytes,),
         on_demand=compiled,
     )
 
 
-def reach(effects: Effects, nodes: list[fx.Node]) -> Bytes:
+def barrier(effects: Effects, nodes: list[fx.Node]) -> Bytes:
     """Per node, the first node that an interval beginning there may not hold; itself where none may begin there.
 
     An interval runs again as a whole after the forward pass and has to give the same values. So nothing in it may touch
@@ -166,7 +166,7 @@ def held_storages(effects: Effects, nodes: list[fx.Node]) -> dict[int, Held]:
     return held
 
 
-def own_bytes(effects: Effects, node: fx.Node, compiled: bool = False) -> int:
+def save_bytes_of(effects: Effects, node: fx.Node, compiled: bool = False) -> int:
     """What it takes to keep what only ``node`` makes instead of running it again with its segment; -1 if it has to run.
 
     Worth it is what computes much and saves its result besides what it is given: attention, recurrent layers. When
@@ -182,33 +182,33 @@ def own_bytes(effects: Effects, node: fx.Node, compiled: bool = False) -> int:
     return sum(effects.storages[key].bytes for key in made)
 
 
-def _choices(own: Bytes, ms: NDArray[np.float64]) -> tuple[Bytes, ...]:
+def _choices(save_bytes: Bytes, ms: NDArray[np.float64]) -> tuple[Bytes, ...]:
     """Of the nodes that can be kept: all, and those that take the most ms a byte, in fewer and fewer bytes."""
-    if not len(own):
+    if not len(save_bytes):
         return ()
-    worth = np.where(own > 0, ms / np.maximum(own, 1), np.where(own == 0, np.inf, -1.0))
+    worth = np.where(save_bytes > 0, ms / np.maximum(save_bytes, 1), np.where(save_bytes == 0, np.inf, -1.0))
     order = np.argsort(-worth, kind="stable")
-    sizes = np.maximum(own[order], 0).cumsum()
+    sizes = np.maximum(save_bytes[order], 0).cumsum()
     found = []
     for share in _SHARES:
         count = int(np.searchsorted(sizes, share * sizes[-1], side="right"))
         least = worth[order[count - 1]] if count else np.inf
-        found.append(np.where((own >= 0) & (worth >= least), own, -1))
+        found.append(np.where((save_bytes >= 0) & (worth >= least), save_bytes, -1))
     return tuple(found)
 
 
-def _beside(storages: dict[int, Held], levels: list[Levels]) -> tuple[Bytes, Bytes, Bytes]:
+def _beside(storages: dict[int, Held], watermarks: list[Watermarks]) -> tuple[Bytes, Bytes, Bytes]:
     """What was in use at each node, forward, backward and as backward came to it, besides what autograd kept then."""
-    made, saved = np.zeros(len(levels), dtype=np.int64), np.zeros(len(levels), dtype=np.int64)
+    made, saved = np.zeros(len(watermarks), dtype=np.int64), np.zeros(len(watermarks), dtype=np.int64)
     for held in storages.values():
         if held.saver is not None:
             made[held.producer] += held.bytes
             saved[held.saver] += held.bytes
-    forward = np.array([level.forward for level in levels], dtype=np.int64) - made.cumsum()
-    backward = np.array([level.backward for level in levels], dtype=np.int64) - saved.cumsum()
-    pending = np.array([level.pending for level in levels], dtype=np.int64) - saved.cumsum()
-    for i in range(1, len(levels)):
-        if not levels[i].backward:  # backward passes it by
+    forward = np.array([mark.forward for mark in watermarks], dtype=np.int64) - made.cumsum()
+    backward = np.array([mark.backward for mark in watermarks], dtype=np.int64) - saved.cumsum()
+    pending = np.array([mark.pending for mark in watermarks], dtype=np.int64) - saved.cumsum()
+    for i in range(1, len(watermarks)):
+        if not watermarks[i].backward:  # backward passes it by
             pending[i] = pending[i - 1]
     return np.maximum(forward, 0), np.maximum(backward, 0), np.maximum(pending, 0)
 

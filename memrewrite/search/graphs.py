@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from memrewrite.observe.effects import Effects, observe
-from memrewrite.observe.watermarks import Levels, levels
+from memrewrite.observe.watermarks import Watermarks, watermarks
 from memrewrite.plan_facts.chain import compute_nodes_of
 from memrewrite.search.regions import Region
 from memrewrite.torch_internals.pytrees import tree_unflatten
@@ -40,10 +40,10 @@ class ObservedGraph:
         return observe(self.graph_module, self.region.example, step.amp, grad, step.as_cuda, step.compiled)
 
     @cached_property
-    def watermarks(self) -> dict[fx.Node, Levels]:
+    def watermarks(self) -> dict[fx.Node, Watermarks]:
         """What is in use as each node runs forward and backward."""
         loss_of = self._loss_of if not self.region.path else None
-        return levels(self.graph_module, self.region.example, self.step, loss_of)
+        return watermarks(self.graph_module, self.region.example, self.step, loss_of)
 
     def copied(self) -> tuple[fx.GraphModule, Effects]:
         """The graph once more, which may be changed, and its effects."""

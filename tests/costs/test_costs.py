@@ -20,7 +20,7 @@ from memrewrite.costs.profile import Profile, profile_on
 from memrewrite.costs.table import Table, cache_file, environment
 from memrewrite.costs.timer import Measure, timing_on
 from memrewrite.observe.effects import Effects, observe
-from memrewrite.observe.watermarks import Levels
+from memrewrite.observe.watermarks import Watermarks
 from memrewrite.plan_facts.chain import chain, compute_nodes
 from tests.support.timing import Net, Recorded, node_named, observed, opened
 
@@ -178,7 +178,7 @@ def test_what_could_not_be_timed_is_not_tried_again_nor_written(effects: Effects
 def test_a_chain_takes_the_costs_it_is_given(effects: Effects) -> None:
     nodes = compute_nodes(effects)
     costs = Profile(Table("here", None), opened(Recorded())).costs(effects, None)
-    levels = dict.fromkeys(nodes, Levels())
+    levels = dict.fromkeys(nodes, Watermarks())
     numbers = chain(effects, levels, costs)
     is_view = [not effects.of[node].moved for node in nodes]
     assert any(is_view)

@@ -8,7 +8,7 @@ from memrewrite.observe.effects import Effects, observe
 from memrewrite.passes.checkpoint_segments import CheckpointSegments
 from memrewrite.passes.functionalize import Functionalize
 from memrewrite.plan.segments import Plan
-from memrewrite.plan_facts.chain import compute_nodes, reach
+from memrewrite.plan_facts.chain import barrier, compute_nodes
 from memrewrite.records.errors import InternalError
 from tests.support.models import make
 
@@ -62,7 +62,7 @@ def test_random_nodes_are_marked_so_that_their_state_is_kept() -> None:
 
 def test_what_may_not_run_twice_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     _, effects, nodes = observed("residual")
-    assert (reach(effects, nodes) == len(nodes)).all()
-    monkeypatch.setattr("memrewrite.passes.checkpoint_segments.reach", lambda effects, nodes: [1] * len(nodes))
+    assert (barrier(effects, nodes) == len(nodes)).all()
+    monkeypatch.setattr("memrewrite.passes.checkpoint_segments.barrier", lambda effects, nodes: [1] * len(nodes))
     with pytest.raises(InternalError, match="may not run twice"):
         CheckpointSegments(Plan(((0, 2),)))(effects)

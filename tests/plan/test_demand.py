@@ -39,20 +39,20 @@ def residual(kept: tuple[int, ...] = (2,), blocks: int = BLOCKS) -> Chain:
         ms=np.array([10.0, 0.0, 10.0, 0.0])[inside],
         rerun_ms=np.array([0.0, 0.0, 0.0, 0.0])[inside],
         saves=np.ones(n, dtype=np.bool_),
-        reach=np.full(n, n, dtype=np.int64),
+        barrier=np.full(n, n, dtype=np.int64),
         work=np.zeros(n, dtype=np.int64),
         forward=np.zeros(n, dtype=np.int64),
         pending=np.zeros(n, dtype=np.int64),
         storages=tuple(storages),
         segment_ms=0.1,
-        own=(own((0, 2)), own(kept)),
+        save_bytes=(own((0, 2)), own(kept)),
         on_demand=True,
     )
 
 
 def test_a_segment_is_divided_where_its_branches_end_in_what_is_kept() -> None:
     chain = residual()
-    choice = keeping_on_demand(intervals(chain), chain, chain.own[1])
+    choice = keeping_on_demand(intervals(chain), chain, chain.save_bytes[1])
     assert choice.cuts is not None
     assert choice.cuts.tolist() == [1, *range(NODES, NODES * BLOCKS + 1, NODES)]  # each before the sum of a block
     assert pieces(choice, 4, 16) == [(4, 8), (8, 12), (12, 16)]
@@ -61,7 +61,7 @@ def test_a_segment_is_divided_where_its_branches_end_in_what_is_kept() -> None:
 
 def test_it_is_not_divided_where_products_would_run_again_all_at_once() -> None:
     chain = residual(kept=(0,))
-    choice = keeping_on_demand(intervals(chain), chain, chain.own[1])
+    choice = keeping_on_demand(intervals(chain), chain, chain.save_bytes[1])
     assert choice.cuts is not None
     assert choice.cuts.tolist() == [1]  # a sum is made of what all second products before it make again
 
@@ -71,7 +71,7 @@ def test_what_a_divided_segment_takes(blocks: int) -> None:
     """What is kept in all, and for each further block the sum that it starts from."""
     chain = residual()
     usual = intervals(chain)
-    choice = keeping_on_demand(usual, chain, chain.own[1])
+    choice = keeping_on_demand(usual, chain, chain.save_bytes[1])
     start, end = NODES, NODES * blocks
     assert choice.table.held[start, end] == (blocks - 1) * NARROW + (STREAM if blocks > 1 else 0)
     one = usual.peak[end - NODES, end] - usual.base[end - NODES, end] - NARROW
@@ -84,14 +84,14 @@ def test_what_a_divided_segment_takes(blocks: int) -> None:
 
 def test_plans_keep_what_is_dear_and_narrow() -> None:
     chain = residual()
-    with_choices, without = flat(chain), flat(replace(chain, own=()))
+    with_choices, without = flat(chain), flat(replace(chain, save_bytes=()))
     whole = sum(held.bytes for held in chain.storages)
     assert lowest_bound(with_choices, whole) <= lowest_bound(without, whole)
     found, usual = plan(with_choices, whole // 2), plan(without, whole // 2)
     assert found is not None
     assert usual is not None
     assert found.ms < usual.ms
-    assert {chain.own[0][a] >= 0 and b == a + 1 for a, b in found.keeping} == {True}
+    assert {chain.save_bytes[0][a] >= 0 and b == a + 1 for a, b in found.keeping} == {True}
     outer = [pair for path, pair in found.numbered() if len(path) == 1]
     assert all(any(a <= p and q <= b for a, b in outer) for p, q in found.keeping)
 

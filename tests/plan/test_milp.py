@@ -39,7 +39,7 @@ def check(chain: Chain, found: Plan | None, bound: int) -> None:
         most, ms = evaluate(chain, found.intervals)
         assert most <= bound
         assert found.ms == pytest.approx(ms)
-        assert all(a < b <= chain.reach[a] for a, b in found.intervals)
+        assert all(a < b <= chain.barrier[a] for a, b in found.intervals)
 
 
 @SMALL
@@ -100,7 +100,7 @@ def test_the_graphs_are_many_and_unlike() -> None:
     assert min(sizes) == 512
     assert max(sizes) > 8e6
     assert all(size % 512 == 0 for size in sizes)
-    assert any(chain.reach[a] == a for _, chain in known for a in range(len(chain)))
+    assert any(chain.barrier[a] == a for _, chain in known for a in range(len(chain)))
     assert any(s.last_use - s.producer > len(chain) // 2 for _, chain in known for s in chain.storages)
     segments = {len(case.optimum.intervals) for seed in range(GRAPHS) for case in graph(seed).cases}
     assert max(segments) >= 6

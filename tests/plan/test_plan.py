@@ -45,7 +45,7 @@ def chains(draw: st.DrawFn, longest: int = 7, unit: int = 1) -> Chain:
         ms=ms,
         rerun_ms=ms * share,
         saves=np.array(draw(flags)),
-        reach=np.array([draw(st.sampled_from([i, *range(i, n + 1), n, n, n])) for i in range(n)], dtype=np.int64),
+        barrier=np.array([draw(st.sampled_from([i, *range(i, n + 1), n, n, n])) for i in range(n)], dtype=np.int64),
         work=work,
         forward=forward,
         pending=pending,
@@ -127,7 +127,7 @@ def all_plans(chain: Chain) -> Iterator[tuple[Interval, ...]]:
         yield ()
         for a in range(start, len(chain)):
             for b in range(a + 1, len(chain) + 1):
-                if b <= chain.reach[a]:
+                if b <= chain.barrier[a]:
                     for rest in after(b):
                         yield ((a, b), *rest)
 
@@ -139,7 +139,7 @@ def all_plans(chain: Chain) -> Iterator[tuple[Interval, ...]]:
 def test_the_tables_say_what_the_cost_model_says(chain: Chain) -> None:
     table = intervals(chain)
     for a, b in itertools.combinations(range(len(chain) + 1), 2):
-        if b <= chain.reach[a]:
+        if b <= chain.barrier[a]:
             held, base, peak, ms = interval_facts(chain, a, b)
             assert (table.held[a, b], table.base[a, b], table.peak[a, b]) == (held, base, peak)
             assert table.ms[a, b] == pytest.approx(ms)
@@ -191,7 +191,7 @@ def test_intervals_are_disjoint_ordered_and_legal_and_more_memory_never_costs_mo
         before = found.ms
         ends = [0, *itertools.chain.from_iterable(found.intervals), len(chain)]
         assert ends == sorted(ends)
-        assert all(a < b <= chain.reach[a] for a, b in found.intervals)
+        assert all(a < b <= chain.barrier[a] for a, b in found.intervals)
 
 
 @SMALL
@@ -207,7 +207,7 @@ def test_what_a_plan_with_segments_in_segments_says_is_so(chain: Chain, units: i
     assert most <= bound
     assert found.ms == pytest.approx(ms)
     assert flat is None or ms <= flat.ms
-    assert all(a < b <= chain.reach[a] for a, b in found.intervals)
+    assert all(a < b <= chain.barrier[a] for a, b in found.intervals)
     assert [pair for _, pair in found.numbered()] == list(found.intervals)
 
 
@@ -241,8 +241,8 @@ def layers(n: int, size: int = 512) -> Chain:
 
 def chain_of(ms: NDArray[np.float64], saves: NDArray[np.bool_], storages: tuple[Held, ...], size: int) -> Chain:
     """A chain whose nodes may all run again and need ``size`` bytes to work."""
-    sizes, reach = np.full(len(ms), size, dtype=np.int64), np.full(len(ms), len(ms), dtype=np.int64)
-    return Chain(ms, ms, saves, reach, sizes, sizes, sizes, storages, 0.1)
+    sizes, barrier = np.full(len(ms), size, dtype=np.int64), np.full(len(ms), len(ms), dtype=np.int64)
+    return Chain(ms, ms, saves, barrier, sizes, sizes, sizes, storages, 0.1)
 
 
 def test_no_nodes() -> None:
@@ -289,7 +289,7 @@ def test_intervals_of_a_shortened_chain_are_legal_in_the_long_one(chain: Chain, 
     found = plan(intervals(coarse.chain), bound)
     if found is not None:
         for a, b in coarse.expand(found).intervals:
-            assert a < b <= chain.reach[a]
+            assert a < b <= chain.barrier[a]
 
 
 def fit(chain: Chain, budget: int, kept: int, fixed: int, simulate: Simulate) -> Fitted:

@@ -19,6 +19,7 @@ from memrewrite.passes import checkpoint_segments, composites, functionalize, in
 from memrewrite.plan_facts import chain as facts
 from memrewrite.records.errors import MemrewriteError
 from memrewrite.runtime import dropin
+from memrewrite.runtime.operations import AROUND_NODES
 from memrewrite.runtime.segment import run_segment
 from memrewrite.workload.step import Inputs
 from tests.fuzz.check import EXACT, Ask, check
@@ -109,7 +110,7 @@ def updated_again(buffer: Tensor, recomputing: bool) -> Tensor:
 
 @dataclass(frozen=True)
 class Row:
-    """One legality test: the modules that look it up, what takes its place, and a model that needs it."""
+    """One legality test: the modules, or the table, that it is looked up in, what takes its place, and a model that needs it."""
 
     owners: tuple[Any, ...]
     name: str
@@ -137,11 +138,11 @@ ROWS = {
     "swish.check": Row((swish,), "check", nothing_wrong, swish_of_changed_input, PATTERN),
     "composites.check": Row((composites,), "check", nothing_wrong, gelu_of_changed_input, PATTERN),
     "inplace_activation.check": Row((inplace_activation,), "check", nothing_wrong, skip_connection, Ask(None, EXACT)),
-    "reach": Row((facts, checkpoint_segments), "reach", everywhere, written_between, TIGHT),
-    "reach of what persists": Row((facts,), "_never", nothing_fixed, counted, TIGHT),
+    "barrier": Row((facts, checkpoint_segments), "barrier", everywhere, written_between, TIGHT),
+    "barrier of what persists": Row((facts,), "_never", nothing_fixed, counted, TIGHT),
     "is_counter": Row((checkpoint_segments,), "is_counter", lambda *_: False, normalised, TIGHT),
-    "once": Row((dropin,), "once", updated_again, normalised, TIGHT),
-    "preserve_rng": Row((dropin,), "run_segment", drawn_again, dropped, TIGHT),
+    "once": Row((AROUND_NODES,), "once", updated_again, normalised, TIGHT),
+    "preserve_rng": Row((AROUND_NODES,), "run_segment", drawn_again, dropped, TIGHT),
 }
 
 
@@ -151,9 +152,7 @@ def taken_away(row: Row) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dropin, "_PROGRAMS", {})
         for owner in row.owners:
-            patch.setattr(owner, row.name, row.instead)
-        if dropin in row.owners:
-            patch.setattr(row.instead, "__name__", row.name)  # what generated code calls it by
+            (patch.setitem if isinstance(owner, dict) else patch.setattr)(owner, row.name, row.instead)
         yield
 
 

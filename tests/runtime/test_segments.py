@@ -269,7 +269,7 @@ def test_buffers_that_something_else_reads_are_written_outside_segments(
     model = build()
     found = segmented(model, x, size=100)
     assert_same_bits(step(found.module, x), step(model, x))
-    kept = [node.name for i, node in enumerate(found.nodes) if found.reach[i] == i]
+    kept = [node.name for i, node in enumerate(found.nodes) if found.barrier[i] == i]
     assert kept
     assert not set(kept) & set(found.inside())
 

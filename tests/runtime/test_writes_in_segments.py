@@ -128,7 +128,7 @@ def test_what_was_written_before_may_be_read_and_what_is_written_later_may_not()
     names = [str(node.target) for node in found.nodes]
     made = next(i for i, name in enumerate(names) if "zeros" in name)
     writes = [i for i, name in enumerate(names) if "copy_" in name or "fill_" in name]
-    ends = found.reach
+    ends = found.barrier
     assert ends[made] == len(names)
     assert all(ends[i] < len(names) for i in range(made + 1, writes[-1] + 1))
     assert all(end == len(names) for end in ends[writes[-1] + 1 :])

@@ -11,7 +11,7 @@ from memrewrite.capture import capture
 from memrewrite.passes.functionalize import Functionalize
 from memrewrite.plan.marks import Marks
 from memrewrite.plan.segments import Bytes, Plan
-from memrewrite.plan_facts.chain import reach
+from memrewrite.plan_facts.chain import barrier
 from memrewrite.search.bench import Bench
 from memrewrite.search.candidate import Candidate, CandidateRegion
 from memrewrite.search.graphs import ObservedGraph
@@ -48,11 +48,11 @@ def conv_net(dropout: float = 0.0) -> ConvNet:
 
 @dataclass(frozen=True)
 class Segmented:
-    """A drop-in ``module`` with ``count`` segments, its graph's ``nodes`` and how far one may ``reach`` from each."""
+    """A drop-in ``module`` with ``count`` segments, its graph's ``nodes`` and the ``barrier`` for each."""
 
     module: nn.Module
     nodes: list[fx.Node]
-    reach: list[int]
+    barrier: list[int]
     count: int
     marks: Marks
 
@@ -97,7 +97,7 @@ def segmented(
     region = Region("", model, capture(model, inputs), lambda: inputs)
     first = CandidateRegion(ObservedGraph(region, step, region.captured.graph_module)).after(Functionalize())
     nodes, effects = first.graph.nodes, first.effects
-    ends = reach(effects, nodes)
+    ends = barrier(effects, nodes)
     intervals = _intervals(ends, 0, len(nodes), size if isinstance(size, tuple) else (size,))
     kept = [pair for path, pair in Plan(tuple(intervals)).numbered() if len(path) == 1] if keeping else []
     bench = (Keeping if statistics else Bench)(model, inputs, step, 0)

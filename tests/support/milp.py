@@ -3,7 +3,7 @@
     python -m tests.support.milp [--graphs 60]      # a table for tests/benchmarks/RESULTS.md
 
 The program, in words. An *arc* from position a to position b stands for the nodes a to b - 1: one kept node, or an
-interval that is legal (it ends at ``reach[a]`` or before). Each arc has a binary that says whether the plan takes it.
+interval that is legal (it ends at ``barrier[a]`` or before). Each arc has a binary that says whether the plan takes it.
 
 1. The arcs taken are a way from position 0 to position n: one leaves 0, one enters n, and at every other position as
    many enter as leave. So each node lies on exactly one of them.
@@ -65,7 +65,7 @@ class Program:
         for i in range(len(chain)):
             adds, work = kept_facts(chain, i)
             arcs.append((i, i + 1, False, adds, adds + max(work, 0), 0.0))
-            for b in range(i + 1, int(chain.reach[i]) + 1):
+            for b in range(i + 1, int(chain.barrier[i]) + 1):
                 adds, _, peak, ms = interval_facts(chain, i, b)
                 arcs.append((i, b, True, adds, max(peak, adds), ms))
         start, end, interval, adds_, needs, ms_ = (np.array(column) for column in zip(*arcs, strict=True))

@@ -155,7 +155,7 @@ def _chain(
         ms=ms,
         rerun_ms=ms * random.choice([0.0, 0.5, 1.0], n, p=[0.3, 0.1, 0.6]) * saves,
         saves=saves,
-        reach=_reach(random, n),
+        barrier=_barriers(random, n),
         work=UNIT * (moved * makes + scratch + later),
         forward=UNIT * (passing + scratch),
         pending=UNIT * (sizes * makes + later - gradients),
@@ -165,7 +165,7 @@ def _chain(
     )
 
 
-def _reach(random: np.random.Generator, n: int) -> NDArray[np.int64]:
+def _barriers(random: np.random.Generator, n: int) -> NDArray[np.int64]:
     """Most nodes may run again; some never, and before some writes no interval may begin that goes beyond them."""
     found = np.full(n, n, dtype=np.int64)
     for never in np.flatnonzero(random.random(n) < random.choice([0.0, 0.03, 0.1]))[::-1]:
