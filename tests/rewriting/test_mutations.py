@@ -110,7 +110,7 @@ def updated_again(buffer: Tensor, recomputing: bool) -> Tensor:
 
 @dataclass(frozen=True)
 class Row:
-    """One legality test: the modules, or the table, that it is looked up in, what takes its place, and a model that needs it."""
+    """One legality test: where it is looked up, what takes its place, and a model that needs it."""
 
     owners: tuple[Any, ...]
     name: str
