@@ -1,7 +1,8 @@
 """Training steps as a user takes them, with every number they leave behind, to compare a result with its original."""
 
 import copy
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -63,21 +64,31 @@ def assert_same(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
 
 
 def assert_right(
-    model: nn.Module, inputs: Callable[[int], Inputs], *, leaves: bool = True, **options: Any
+    model: nn.Module, inputs: Callable[[int], Inputs], *, leaves: Sequence[bool] = (True,), **options: Any
 ) -> tuple[Any, Any]:
     """Three steps of what ``optimize`` gives, and of segments over all that may move, are those of the original.
 
-    Returns both.
+    Each time from the same state: once for each of ``leaves``, whether inputs get gradients too. Returns both.
     """
-    originals = [copy.deepcopy(model) for _ in range(3)]
-    expected = taken(originals[0], inputs, leaves)
+    originals = [copy.deepcopy(model) for _ in range(2)]
     first = inputs(0)
     wished = {"budget": "min", "verify": False, **options}
-    optimized = memrewrite.optimize(originals[1], first.args, example_kwargs=first.kwargs, **wished)
-    assert_same(taken(optimized, inputs, leaves), expected)
-    covered = segmented(originals[2], *first.args, size=100, kwargs=first.kwargs).module
-    assert_same(taken(covered, inputs, leaves), expected)
+    optimized = memrewrite.optimize(originals[0], first.args, example_kwargs=first.kwargs, **wished)
+    covered = segmented(originals[1], *first.args, size=100, kwargs=first.kwargs).module
+    for wanted in leaves:
+        expected = taken(copy.deepcopy(model), inputs, wanted)
+        for ours in (optimized, covered):
+            _put_back(ours, model)
+            assert_same(taken(ours, inputs, wanted), expected)
     return optimized, covered
+
+
+@torch.no_grad()
+def _put_back(module: nn.Module, state: nn.Module) -> None:
+    """Give the parameters and buffers of ``module`` the values that those of ``state`` have."""
+    values = dict(itertools.chain(state.named_parameters(), state.named_buffers()))
+    for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
+        tensor.copy_(values[name])
 
 
 def _differentiable(tensor: Tensor) -> bool:
