@@ -52,13 +52,17 @@ def guide(among: Space, bound: int) -> Guide | None:
     found.rest[-1] = 0.0
     points = light[:, None] + (heavy - light)[:, None] / _POINTS * np.arange(_POINTS + 1)
     for b in np.flatnonzero(light <= heavy)[:0:-1]:
-        for arcs in among.leading(int(b)):
-            before = light[arcs.a]
-            fits = (before + arcs.needed <= bound) & (before + arcs.held <= heavy[b]) & (before <= heavy[arcs.a])
-            a, held, needed, ms = (each[fits] for each in (arcs.a, arcs.held, arcs.needed, arcs.ms))
-            cost = found.ms(int(b), points[a] + held[:, None]) + ms[:, None]
-            possible = points[a] <= np.minimum(bound - needed, heavy[b] - held)[:, None] + _ROUNDING
-            found.rest[a] = np.fmin(found.rest[a], np.where(possible, cost, np.inf))
+        arcs = among.leading(int(b))
+        before = light[arcs.a]
+        fits = (before + arcs.needed <= bound) & (before + arcs.held <= heavy[b]) & (before <= heavy[arcs.a])
+        a, held, needed, ms = (each[fits] for each in (arcs.a, arcs.held, arcs.needed, arcs.ms))
+        if not len(a):
+            continue
+        cost = found.ms(int(b), points[a] + held[:, None]) + ms[:, None]
+        possible = points[a] <= np.minimum(bound - needed, heavy[b] - held)[:, None] + _ROUNDING
+        first = np.flatnonzero(np.diff(a, prepend=-1))  # of the arcs from each position
+        least = np.fmin.reduceat(np.where(possible, cost, np.inf), first)
+        found.rest[a[first]] = np.fmin(found.rest[a[first]], least)
     return found
 
 
@@ -67,12 +71,10 @@ def lightest(among: Space, bound: int) -> Bytes:
     found = np.full(len(among.table) + 1, NEVER, dtype=np.int64)
     found[0] = 0
     for b in range(1, len(found)):
-        for arcs in among.leading(b):
-            before = found[arcs.a]
-            total = np.where(before + arcs.needed <= bound, before + arcs.held, NEVER)
-            found[b] = min(found[b], total.min(initial=NEVER))
-        if found[b] > bound:
-            found[b] = NEVER
+        arcs = among.leading(b)
+        before = found[arcs.a]
+        lowest = (before + arcs.held)[before + arcs.needed <= bound].min(initial=NEVER)
+        found[b] = lowest if lowest <= bound else NEVER
     return found
 
 
@@ -81,7 +83,6 @@ def heaviest(among: Space, bound: int) -> Bytes:
     found = np.full(len(among.table) + 1, -NEVER, dtype=np.int64)
     found[-1] = bound
     for b in range(len(found) - 1, 0, -1):
-        for arcs in among.leading(b):
-            most = np.minimum(found[b] - arcs.held, bound - arcs.needed)
-            found[arcs.a] = np.maximum(found[arcs.a], most)
+        arcs = among.leading(b)
+        np.maximum.at(found, arcs.a, np.minimum(found[b] - arcs.held, bound - arcs.needed))
     return found

@@ -103,13 +103,13 @@ class Space:
         for number, each in enumerate(self.keeping, 1):
             yield number * KEEPING, each.table, each.inner
 
-    def leading(self, b: int) -> list[Arcs]:
-        """All steps to position ``b``: a kept node, and intervals by kind."""
+    def leading(self, b: int) -> Arcs:
+        """All steps to position ``b``: a kept node, and intervals of every kind, in the order of where they start."""
         return self._leading[b]
 
     @functools.cached_property
-    def _leading(self) -> list[list[Arcs]]:
-        return [list(self._steps(b)) for b in range(len(self.table) + 1)]
+    def _leading(self) -> list[Arcs]:
+        return [_together(list(self._steps(b))) for b in range(len(self.table) + 1)]
 
     def _steps(self, b: int) -> Iterator[Arcs]:
         if not b:
@@ -127,6 +127,16 @@ class Space:
                     a = inner.cuts[here]
                     needed = way.base[a, b] + inner.need[here, end, number]
                     yield Arcs(a, way.held[a, b], needed, inner.ms[here, end, number])
+
+
+def _together(each: list[Arcs]) -> Arcs:
+    """All of them as one table."""
+    if not each:
+        return Arcs(*(np.empty(0, dtype=np.int64) for _ in range(3)), np.empty(0))
+    a = np.concatenate([arcs.a for arcs in each])
+    order = a.argsort(kind="stable")
+    held, needed = (np.concatenate([getattr(arcs, name) for arcs in each])[order] for name in ("held", "needed"))
+    return Arcs(a[order], held, needed, np.concatenate([arcs.ms for arcs in each])[order])
 
 
 def intervals(chain: Chain) -> Intervals:
