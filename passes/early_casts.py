@@ -29,17 +29,19 @@ from memrewrite.runtime.segment import IN_AUTOCAST, as_autocast
 _PRODUCTS = {operator.overloadpacket.__name__ for operator in IN_AUTOCAST}
 
 
-def insert(graph_module: fx.GraphModule, effects: Effects) -> None:
+def insert(graph_module: fx.GraphModule, effects: Effects) -> bool:
     """Spell out each cast of an activation for the one product that reads it, as it was observed in ``effects``.
 
-    Two products have a cast each, which together take as much as what they are made of.
+    Two products have a cast each, which together take as much as what they are made of. Says whether there are any.
     """
+    casts = []
     for node in effects.order:
         if operation(node) in _PRODUCTS:
             for source in node.all_input_nodes:
                 if node.args.count(source) == 1 and _is_cast(source, node, effects):
-                    _cast(source, node, node)
+                    casts.append(_cast(source, node, node))
     graph_module.recompile()
+    return bool(casts)
 
 
 def insert_for_inputs(graph_module: fx.GraphModule, effects: Effects, marks: Marks) -> bool:

@@ -68,10 +68,10 @@ class CandidateRegion:
         changed_arithmetic = self.arithmetic_changed or not graph_pass.exact
         return replace(self.having(graph_pass.name, result), graph=graph, arithmetic_changed=changed_arithmetic)
 
-    def edited(self, edit: Callable[[fx.GraphModule, Effects], object]) -> "CandidateRegion":
-        """The region with a graph that ``edit`` changes, or itself where that returns False."""
+    def edited(self, edit: Callable[[fx.GraphModule, Effects], bool]) -> "CandidateRegion":
+        """The region with a graph that ``edit`` changes, or itself where that says it does not."""
         graph_module, effects = self.graph.copied()
-        if edit(graph_module, effects) is False:
+        if not edit(graph_module, effects):
             return self
         return replace(self, graph=replace(self.graph, graph_module=graph_module))
 

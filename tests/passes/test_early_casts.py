@@ -145,7 +145,7 @@ def optimized(monkeypatch: pytest.MonkeyPatch, early: bool, compiled: bool = Fal
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Conv2d(3, 16, 4, 4), *(Block(16) for _ in range(6))), torch.randn(2, 3, 64, 64)
     if not early:
-        monkeypatch.setattr(early_casts, "insert", lambda graph_module, effects: None)
+        monkeypatch.setattr(early_casts, "insert", lambda graph_module, effects: False)
     options: Any = {"budget": "min", "amp": "bf16", "exact": True, "compiled": compiled, "loop": "drop-output"}
     return memrewrite.optimize(model, x, **options)
 
