@@ -132,7 +132,8 @@ class Space:
 def _together(each: list[Arcs]) -> Arcs:
     """All of them as one table."""
     if not each:
-        return Arcs(*(np.empty(0, dtype=np.int64) for _ in range(3)), np.empty(0))
+        none = np.empty(0, dtype=np.int64)
+        return Arcs(none, none, none, np.empty(0))
     a = np.concatenate([arcs.a for arcs in each])
     order = a.argsort(kind="stable")
     held, needed = (np.concatenate([getattr(arcs, name) for arcs in each])[order] for name in ("held", "needed"))
