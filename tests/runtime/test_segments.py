@@ -1,6 +1,7 @@
 """A segment computes what the plain graph does, bit for bit, whatever surrounds it; each fact below was measured."""
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,13 +20,19 @@ Size = int | tuple[int, ...]
 SIZES: tuple[Size, ...] = (1, 3, 5, 100, (6, 3), (100, 7), (100, 8, 3), (100, 12, 5, 2))  # the last four nested
 
 
+@functools.cache
+def of_conv_net(dropout: float, size: Size) -> Segmented:
+    """Segments of a net that ``conv_net`` gives, which a step leaves as they are."""
+    return segmented(conv_net(dropout), image(), size=size)
+
+
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("special", [None, torch.inf, -torch.inf, torch.nan], ids=["finite", "inf", "-inf", "nan"])
 def test_batch_norm_counts_every_batch_once(size: Size, special: float | None) -> None:
     model, x = conv_net(), image()
     if special is not None:
         x[0, 0, 0, 0] = special
-    found = segmented(model, image(), size=size)
+    found = of_conv_net(0.0, size)
     ours, theirs = step(found.module, x), step(model, x)
     assert_same_bits(ours, theirs)
     assert ours["norm.num_batches_tracked"] == 1
@@ -67,8 +74,7 @@ def test_a_norm_called_twice_updates_its_statistics_twice(size: Size) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_dropout_masks_and_the_random_state_afterwards_are_the_same(size: Size) -> None:
-    model = conv_net(dropout=0.5)
-    found = segmented(model, image(), size=size)
+    model, found = conv_net(0.5), of_conv_net(0.5, size)
     ours = step(found.module, image())
     assert_same_bits(ours, step(model, image()))
     assert "dropout" in found.inside()
@@ -175,8 +181,7 @@ CALLS = [
 @pytest.mark.parametrize("size", [3, 100, (100, 5)])
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
 def test_calls(call: Callable[[nn.Module, Tensor], Any], size: Size) -> None:
-    model = conv_net(dropout=0.3)
-    found = segmented(model, image(), size=size)
+    model, found = conv_net(0.3), of_conv_net(0.3, size)
     assert_same_bits(step(found.module, image(), call), step(model, image(), call))
 
 
@@ -184,8 +189,7 @@ def test_calls(call: Callable[[nn.Module, Tensor], Any], size: Size) -> None:
 @pytest.mark.parametrize("call", [in_checkpoint, in_reentrant_checkpoint, between_layers], ids=lambda c: c.__name__)
 def test_in_a_checkpoint_of_the_users(call: Callable[[nn.Module, Tensor], Any], size: Size) -> None:
     """It updates statistics once more; where it stops early, before the last segment, those in there are not."""
-    model = conv_net(dropout=0.3)
-    found = segmented(model, image(), size=size)
+    model, found = conv_net(0.3), of_conv_net(0.3, size)
     ours, theirs = step(found.module, image(), call), step(model, image(), call)
     for name, _ in model.named_buffers():
         count, original = ours.pop(name), theirs.pop(name)
