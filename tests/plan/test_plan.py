@@ -4,6 +4,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -245,6 +246,10 @@ def chain_of(ms: NDArray[np.float64], saves: NDArray[np.bool_], storages: tuple[
     return Chain(ms, ms, saves, barrier, sizes, sizes, sizes, storages, 0.1)
 
 
+LAYERS = layers(40)
+TABLES: dict[int, dict[str, Any]] = {}
+
+
 def test_no_nodes() -> None:
     chain = layers(0)
     assert plan(intervals(chain), 10) == Plan()
@@ -293,7 +298,15 @@ def test_intervals_of_a_shortened_chain_are_legal_in_the_long_one(chain: Chain, 
 
 
 def fit(chain: Chain, budget: int, kept: int, fixed: int, simulate: Simulate) -> Fitted:
-    return Search(chain, kept, fixed, simulate).fit(budget)
+    """What a new search finds; tables, which depend on the chain and on ``kept - fixed``, are made once for LAYERS."""
+    search = Search(chain, kept, fixed, simulate)
+    if chain is not LAYERS:
+        return search.fit(budget)
+    tables = TABLES.setdefault(kept - fixed, {})
+    vars(search).update(tables)
+    found = search.fit(budget)
+    tables.update({name: value for name, value in vars(search).items() if name in ("coarse", "flat", "nested")})
+    return found
 
 
 class Machine:
@@ -326,7 +339,7 @@ REAL: dict[str, Callable[[int, int], float]] = {
 @pytest.mark.parametrize("share", [0.02, 0.2, 0.35, 0.5, 0.7, 0.9, 0.99, 1.0, 1.5])
 @pytest.mark.parametrize("real", REAL.values(), ids=REAL)
 def test_fit_tells_the_truth_and_finds_what_it_saw(real: Callable[[int, int], float], share: float) -> None:
-    chain = layers(40)
+    chain = LAYERS
     machine = Machine(chain, real)
     kept = machine(Plan())
     budget = int(share * kept)
@@ -343,7 +356,7 @@ def test_fit_tells_the_truth_and_finds_what_it_saw(real: Callable[[int, int], fl
 @pytest.mark.parametrize("share", [0.02, 0.3, 0.6])
 @pytest.mark.parametrize("real", REAL.values(), ids=REAL)
 def test_the_lowest_peak_told_is_reached_when_asked_for(real: Callable[[int, int], float], share: float) -> None:
-    chain = layers(40)
+    chain = LAYERS
     machine = Machine(chain, real)
     kept = machine(Plan())
     told = fit(chain, int(share * kept), kept, 0, machine)
@@ -353,7 +366,7 @@ def test_the_lowest_peak_told_is_reached_when_asked_for(real: Callable[[int, int
 
 @pytest.mark.parametrize("budget", [9000, 12000, 14000])
 def test_a_peak_that_only_one_plan_has_is_told_only_if_it_is_found_again(budget: int) -> None:
-    chain = layers(40)
+    chain = LAYERS
     everywhere = Machine(chain, lambda estimate, segments: 20000)
     fit(chain, budget, 20000, 0, everywhere)
     assert len(everywhere.peaks) > 3
@@ -364,7 +377,7 @@ def test_a_peak_that_only_one_plan_has_is_told_only_if_it_is_found_again(budget:
 
 
 def test_where_the_estimate_has_no_plan_the_search_goes_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    chain = layers(40)
+    chain = LAYERS
     machine = Machine(chain, lambda estimate, segments: 0.8 * estimate)
     kept = machine(Plan())
     real = plan
@@ -399,7 +412,7 @@ def test_a_budget_is_used_up_to_a_few_percent(share: float) -> None:
 
 
 def test_a_plan_that_counts_what_goes_by_once_is_taken_where_it_is_cheaper(monkeypatch: pytest.MonkeyPatch) -> None:
-    chain = layers(40)
+    chain = LAYERS
     often = tuple(Held(s.bytes, s.producer, tuple(range(s.producer + 1, 40)) or s.uses, None) for s in chain.storages)
     search = Search(replace(chain, storages=(*chain.storages, *often[:20])), 50_000, 0, lambda candidate: 9_000)
     budget = 20_000
@@ -417,7 +430,7 @@ def test_a_plan_that_counts_what_goes_by_once_is_taken_where_it_is_cheaper(monke
 def test_where_nothing_fits_more_hopeful_estimates_are_asked_as_long_as_hope_helps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    chain = layers(40)
+    chain = LAYERS
     chain = replace(chain, work=chain.work + 4000)
     machine = Machine(chain, lambda estimate, segments: estimate)
     search = Search(chain, machine(Plan()), 0, machine)
