@@ -1,18 +1,21 @@
 """What cannot be meant is refused before PyTorch is imported; what cannot be written is told, with an exit code."""
 
+import io
 import json
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import torch
 from torch import nn
 
 import memrewrite
+from memrewrite import cli
 from memrewrite.records.errors import OutputError, UsageError
 from memrewrite.records.options import PASSES
 from memrewrite.report.writing import fill
@@ -46,6 +49,7 @@ print("REPORT", code, time.process_time(), "torch" in sys.modules)
 """
 SECONDS = 0.5
 FULL = Path("/dev/full")
+NO_SPACE = r"memrewrite: Standard output cannot be written: No space left on device.*\.\n"
 
 EARLY: dict[str, tuple[list[str], str]] = {
     "budget": (["optimize", "good.py", "--budget", "8Gb"], "has no known unit"),
@@ -76,6 +80,7 @@ EARLY: dict[str, tuple[list[str], str]] = {
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "good.py").write_text(GOOD)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "good", raising=False)
     return tmp_path
 
 
@@ -118,24 +123,52 @@ def memrewrite_command(*arguments: str, **options: Any) -> subprocess.CompletedP
     return subprocess.run([sys.executable, "-m", "memrewrite", *arguments], **{"text": True, **options})
 
 
+Console = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def console(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Console:
+    """The console command in this process: its exit code and what it says on stderr. ``stdout`` is where it prints."""
+
+    def run(*arguments: str, stdout: IO[str]) -> tuple[int, str]:
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "argv", ["memrewrite", *arguments])
+            patch.setattr(sys, "stdout", stdout)
+            with pytest.raises(SystemExit) as ended:
+                cli.entry_point()
+        assert isinstance(ended.value.code, int)
+        return ended.value.code, capsys.readouterr().err
+
+    return run
+
+
 CHECK = ("optimize", "good.py", "--check", "--budget", "1GB", "--device", "cpu", "-q")
 
 
 @pytest.mark.skipif(not FULL.exists(), reason="there is no /dev/full here")
-@pytest.mark.parametrize("arguments", [CHECK, (*CHECK, "--json", "-"), ("--help",)], ids=["text", "json", "help"])
-def test_standard_output_on_a_full_device(arguments: tuple[str, ...], folder: Path) -> None:
+@pytest.mark.parametrize("arguments", [CHECK, (*CHECK, "--json", "-")], ids=["text", "json"])
+def test_standard_output_on_a_full_device(arguments: tuple[str, ...], folder: Path, console: Console) -> None:
     with FULL.open("w") as full:
-        ran = memrewrite_command(*arguments, stdout=full, stderr=subprocess.PIPE)
-    assert ran.returncode == OutputError.exit_code == 74
-    assert re.fullmatch(r"memrewrite: Standard output cannot be written: No space left on device.*\.\n", ran.stderr)
+        code, said = console(*arguments, stdout=full)
+    assert code == OutputError.exit_code == 74
+    assert re.fullmatch(NO_SPACE, said)
 
 
 @pytest.mark.skipif(not FULL.exists(), reason="there is no /dev/full here")
-def test_json_to_a_full_device(folder: Path) -> None:
-    (folder / "full.json").symlink_to(FULL)
-    ran = memrewrite_command(*CHECK, "--json", "full.json", capture_output=True)
+def test_help_on_a_full_device() -> None:
+    """In a process of its own, which Python ends by trying once more."""
+    with FULL.open("w") as full:
+        ran = memrewrite_command("--help", stdout=full, stderr=subprocess.PIPE)
     assert ran.returncode == OutputError.exit_code
-    assert ran.stderr == "memrewrite: full.json cannot be written: No space left on device; nothing was written.\n"
+    assert re.fullmatch(NO_SPACE, ran.stderr)
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="there is no /dev/full here")
+def test_json_to_a_full_device(folder: Path, console: Console) -> None:
+    (folder / "full.json").symlink_to(FULL)
+    code, said = console(*CHECK, "--json", "full.json", stdout=io.StringIO())
+    assert code == OutputError.exit_code
+    assert said == "memrewrite: full.json cannot be written: No space left on device; nothing was written.\n"
     assert FULL.is_char_device()
     assert sorted(os.listdir(folder)) == ["full.json", "good.py"]
 
@@ -167,21 +200,21 @@ def test_a_reader_that_is_gone_is_no_internal_error(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("json_too", [False, True], ids=["text", "json"])
-def test_names_that_standard_output_cannot_spell(json_too: bool, folder: Path) -> None:
+def test_names_that_standard_output_cannot_spell(json_too: bool, folder: Path, console: Console) -> None:
     name = "modèle_✓.py"
     (folder / name).write_text(GOOD)
     arguments = ("optimize", name, *CHECK[2:], *(("--json", "-") if json_too else ()))
-    ran = memrewrite_command(*arguments, capture_output=True, env={**os.environ, "PYTHONIOENCODING": "ascii"})
-    assert (ran.returncode, ran.stderr) == (0, "")
+    written = io.BytesIO()
+    assert console(*arguments, stdout=io.TextIOWrapper(written, "ascii")) == (0, "")
     if json_too:
-        assert json.loads(ran.stdout)["model"] == f"{name}:Net"
+        assert json.loads(written.getvalue())["model"] == f"{name}:Net"
     else:
-        assert ran.stdout.startswith(r"mod\xe8le_\u2713.py:Net: predicted peak")
+        assert written.getvalue().decode("ascii").startswith(r"mod\xe8le_\u2713.py:Net: predicted peak")
 
 
-def test_a_path_in_no_encoding_is_written(folder: Path) -> None:
+def test_a_path_in_no_encoding_is_written(folder: Path, console: Console) -> None:
     name = os.fsdecode(b"net_\xff.py")
     (folder / name).write_text(GOOD)
-    ran = memrewrite_command("optimize", name, *CHECK[2:], "--json", "out.json", capture_output=True)
-    assert (ran.returncode, ran.stderr) == (0, "")
+    arguments = ("optimize", name, *CHECK[2:], "--json", "out.json")
+    assert console(*arguments, stdout=io.TextIOWrapper(io.BytesIO(), "utf-8")) == (0, "")
     assert json.loads((folder / "out.json").read_text())["model"] == f"{name}:Net"
