@@ -23,6 +23,7 @@ from memrewrite.simulate import simulate
 from memrewrite.workload.step import PHASES, Inputs, Step
 from memrewrite.workload.stepspec import StepSpec
 from tests.support.artifacts import written
+from tests.support.schema import assert_answer
 
 NET = "artifact_net.py:ArtifactNet"
 OPTIONS = ["--optimizer", "sgd", "--device", "cpu", "-q"]
@@ -41,13 +42,17 @@ def here(place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def result(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
     assert cli.run(["measure", NET, *OPTIONS, *arguments, "--json", "-"]) == 0
-    return json.loads(capsys.readouterr().out)
+    answer = json.loads(capsys.readouterr().out)
+    assert_answer("measure", answer)
+    return answer
 
 
 def test_both_variants_phase_by_phase(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["measure", NET, *OPTIONS, "--artifact", "out", "--json", "both.json"]) == 0
     out = capsys.readouterr().out
-    (run,) = json.loads(Path("both.json").read_text())["runs"]
+    answer = json.loads(Path("both.json").read_text())
+    assert_answer("measure", answer)
+    (run,) = answer["runs"]
     old, new = run["original"], run["rewritten"]
     assert new["peak"] < old["peak"]
     assert [name for name, _ in old["phases"]] == [*PHASES, *PHASES]

@@ -11,6 +11,7 @@ import pytest
 from memrewrite import cli
 from memrewrite.artifact import manifest
 from tests.support.artifacts import written
+from tests.support.schema import assert_answer
 
 NET = "artifact_net.py:ArtifactNet"
 OPTIONS = ["--optimizer", "sgd", "--device", "cpu", "-q"]
@@ -33,6 +34,7 @@ def test_an_artifact_that_is_as_proved(here: Path, capsys: pytest.CaptureFixture
     assert cli.run(["verify", "out", NET, *OPTIONS, "--json", "found.json"]) == 0
     out = capsys.readouterr().out
     found = json.loads(Path("found.json").read_text())
+    assert_answer("verify", found)
     assert (found["equivalent"], found["batch"], found["exit_code"]) == (True, 8, 0)
     assert found["files"] == manifest.read(Path("out"))["files"]
     checks = {check["group"]: check for check in found["checks"]}
