@@ -1,5 +1,6 @@
 """Options of the test run."""
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -36,6 +37,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(ROOT) and item.path.relative_to(ROOT).as_posix().startswith(CORE):
             item.add_marker(pytest.mark.core)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Let the garbage collector leave alone what was imported and collected, and look less often at the rest."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 10, 10)
 
 
 @pytest.fixture
