@@ -5,6 +5,7 @@ import functools
 import gc
 import random
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from memrewrite.records.errors import CaptureError, UsageError
 from memrewrite.records.loop import Loop
 from memrewrite.simulate import Timeline, run_tracked, simulate
 from memrewrite.simulate.devices.workspaces import workspace_bytes
+from memrewrite.simulate.fake import fakes
 from memrewrite.simulate.fake.fakes import fake_inputs, fake_twin, tensors_of
 from memrewrite.simulate.memory.allocator import rounded
 from memrewrite.simulate.memory.tracker import OPERATOR_WORKSPACE, Tracker
@@ -33,6 +35,7 @@ from memrewrite.torch_internals.fake_tensors import FakeTensor, FakeTensorMode, 
 from memrewrite.torch_internals.operators import OpOverload
 from memrewrite.workload.step import PHASES, Inputs, Step
 from memrewrite.workload.stepspec import OPTIMIZERS, optimizer_factory
+from tests.support.dropins import segmented
 from tests.support.models import MODELS, SwishNet, TiedNet, images, make, rows
 
 AMP = {"float32": None, "bf16": torch.bfloat16}
@@ -271,6 +274,42 @@ def test_twin_is_fake_everywhere_and_tied_alike() -> None:
     assert twin.non_leaf.is_leaf
     assert list(dict(twin.named_parameters())) == list(dict(module.named_parameters()))
     assert not any(isinstance(tensor, FakeTensor) for tensor in tensors_of(module))
+
+
+class Keyed(nn.Module):
+    """Makes a constant, and holds tensors in dictionaries of several kinds, also as keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.tables = {"plain": torch.ones(2), "none": {}, "inner": OrderedDict(one=torch.ones(3))}
+        self.keyed = {self.layer.weight: torch.ones(4), 5: [torch.ones(5)], torch.ones(6): None}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + torch.tensor([1.0, 2.0, 3.0])
+
+
+def test_the_tensors_that_are_listed_are_those_that_a_twin_replaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    replaced: list[Tensor] = []
+    fake = fakes._fake
+
+    def noted(tensor: Tensor, mode: FakeTensorMode, *device: torch.device) -> Tensor:
+        replaced.append(tensor)
+        return fake(tensor, mode, *device)
+
+    monkeypatch.setattr(fakes, "_fake", noted)
+    for module in (Odd(), Keyed(), segmented(Keyed(), torch.ones(2, 3)).module):
+        replaced.clear()
+        twin: Any = fake_twin(module, FakeTensorMode())
+        listed = tensors_of(module)
+        assert list(map(id, listed)) == list(map(id, replaced))
+        assert len(tensors_of(twin)) == len(listed)
+    assert any(tensor.tolist() == [1.0, 2.0, 3.0] for tensor in listed)
+    assert list(twin.tables) == ["plain", "none", "inner"]
+    assert [type(table) for table in twin.tables.values()] == [FakeTensor, dict, OrderedDict]
+    weight, five, other = twin.keyed
+    assert (weight is twin.layer.weight, five, type(other)) == (True, 5, FakeTensor)
+    assert isinstance(twin.keyed[5][0], FakeTensor)
 
 
 def test_twin_runs_its_own_methods() -> None:
