@@ -36,15 +36,20 @@ INPUTS = "\ndef get_inputs():\n    return torch.ones(3, 4)\n"
 PAIR = "\ndef pair():\n    return Net(), (torch.ones(3, 4),)\n"
 
 
+def loaded_targets() -> list[str]:
+    return [name for name in sys.modules if name.partition(".")[0] in ("net", "net_layers", "pkg_under_test")]
+
+
 @pytest.fixture(autouse=True)
 def _clean_modules() -> Iterator[None]:
-    before = set(sys.modules)
+    """Targets of other tests are put aside meanwhile."""
+    others = {name: sys.modules.pop(name) for name in loaded_targets()}
     path = list(sys.path)
     yield
     assert sys.path == path
-    for name in set(sys.modules) - before:
-        if name.startswith(("net", "pkg")):
-            del sys.modules[name]
+    for name in loaded_targets():
+        del sys.modules[name]
+    sys.modules.update(others)
 
 
 def write(folder: Path, text: str, name: str = "net.py") -> str:
