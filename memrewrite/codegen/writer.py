@@ -106,7 +106,8 @@ class _Writer:
         nodes = [node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
         (output,) = graph.find_nodes(op="output")
         parameters = [self.name(node) for node in graph.find_nodes(op="placeholder")]
-        lines = self.body(nodes, 0, output.all_input_nodes)
+        lines = [f"make_room({', '.join([str(self.marks.room), *parameters])})"] * bool(self.marks.room)
+        lines += self.body(nodes, 0, output.all_input_nodes)
         leaves = [self.value(v) for v in output.args[0]]
         result = f"return {nested(self.captured.output_tree, leaves, self.trees)}"
         lines += [*self.submodules.lines(), result]

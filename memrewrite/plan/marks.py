@@ -38,15 +38,20 @@ UNMARKED = NodeMark()
 
 @dataclass(frozen=True)
 class Marks:
-    """The marks of a graph's nodes, by name; a node that is not among them is unmarked."""
+    """The marks of a graph's nodes, by name; a node that is not among them is unmarked.
+
+    ``room`` is how many bytes CUDA's allocator has to have room for, else it starts the program with nothing cached;
+    0 where that does not matter.
+    """
 
     nodes: tuple[tuple[str, NodeMark], ...] = ()
+    room: int = 0
 
     def __getitem__(self, name: str) -> NodeMark:
         return self._by_name.get(name, UNMARKED)
 
     def __bool__(self) -> bool:
-        return bool(self.nodes)
+        return self != NO_MARKS
 
     def segments(self, names: Iterable[str]) -> Iterator[tuple[int, ...]]:
         """The numbers of the segments that each of these nodes stands in."""

@@ -194,17 +194,20 @@ class Guards:
         others = [label for label, _ in self._others]
         yield _Row(lambda: [self._form(value()) for _, value in self._others], lambda: others, another_object)
 
-    def _to_watch(self) -> list[dict[str, Any]]:
-        """The dictionaries that watched rows and constants lie in, each once; none where they have no versions."""
+    def _to_watch(self) -> list[tuple[dict[str, Any]]]:
+        """The dictionaries that watched rows and constants lie in, each once; none where they have no versions.
+
+        Each as the arguments of ``version_of``, which C code then need not make in every call.
+        """
         of_objects = [attributes for _, attributes, _ in self._plain]
         children = [d for _, d in self._lists] + [d for _, d, _ in self._children]
         found = {id(d): d for d in [*self._owners.values(), *of_objects, *children] if type(d) is dict}
-        return [] if version_of is None else [*found.values()]
+        return [] if version_of is None else [(d,) for d in found.values()]
 
     def hold(self) -> bool:
         """Whether nothing has changed; False also where it takes ``changed`` to tell."""
         try:
-            version = 0 if version_of is None else sum(map(version_of, self._watched))  # each only ever grows
+            version = 0 if version_of is None else sum(itertools.starmap(version_of, self._watched))  # each only grows
             if version and version == self._version:
                 return all(row.holds() for row in self._unwatched) and as_bytes(self._loose()) == self._loose_then
             held = all(row.holds() for row in self._rows) and as_bytes(self._values()) == self.plain

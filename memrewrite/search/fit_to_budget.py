@@ -1,5 +1,6 @@
 """From a budget to a candidate that is within it: by simulation, and on a GPU by what is measured there."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from memrewrite.plan.refine import Fitted
@@ -20,6 +21,11 @@ _RESERVE = 0.002
 # leave other blocks behind.
 _ROOM = 0.02
 _LOWER = (0.98, 0.95, 0.91, 0.86)  # of the bytes that did not
+_EMPTIED = (
+    "Where a process may reserve no more than {}, each forward first returns cached memory to the device "
+    "(torch.cuda.empty_cache), because memory is fragmented. PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True does "
+    "without."
+)
 
 
 @dataclass(frozen=True)
@@ -165,28 +171,44 @@ def _least(asked: _Asked, candidate: Candidate, missed: int) -> int:
 
 
 def _under_cap(asked: _Asked, fit: Fit) -> Fit:
-    """A lower plan, if needed, such that fragmentation leaves room for it under a cap just above the budget.
+    """A plan, if needed another, such that fragmentation leaves room for it under a cap just above the budget.
 
-    Where none of a few lower ones has it, the plan stays, with a note.
+    That is a lower one, else one that starts with nothing cached; where none fits, it is the first, with a note.
     """
     cap = int((1 + _ROOM) * asked.budget)
-    needed = fit.candidate.reserved_under(cap)
-    if needed <= cap:
-        return fit
-    candidate = fit.candidate
-    for share in _LOWER if asked.may_checkpoint else ():
-        planned = plan(candidate, int(share * fit.target))
-        candidate = planned.candidate
-        if not planned.fitted.fits:
-            break
-        if candidate.reserved_under(cap) <= cap:
-            return replace(fit, candidate=candidate, measured=asked.measured(candidate))
+    tried: list[tuple[Candidate, int]] = []
+    for candidate in _lower_and_lower(asked, fit):
+        needed = candidate.reserved_under(cap)
+        if needed <= cap:
+            return fit if candidate is fit.candidate else _instead(candidate, asked, fit)
+        tried.append((candidate, needed))
+    for candidate, needed in tried:
+        emptied = candidate.making_room(needed)
+        if emptied.reserved_under(cap) <= cap:
+            return _instead(emptied.noted(_EMPTIED.format(format_bytes(needed))), asked, fit)
+    candidate, needed = tried[0]
     note = (
         f"Where a process may reserve no more than {format_bytes(cap)}, this may run out of memory all the same, "
         f"because memory is fragmented: {format_bytes(needed)} would do. PYTORCH_CUDA_ALLOC_CONF="
         "expandable_segments:True prevents most of that."
     )
-    return replace(fit, candidate=fit.candidate.noted(note))
+    return replace(fit, candidate=candidate.making_room(needed).noted(note))
+
+
+def _lower_and_lower(asked: _Asked, fit: Fit) -> Iterator[Candidate]:
+    """The candidate, and plans for ever less as long as they fit."""
+    yield fit.candidate
+    candidate = fit.candidate
+    for share in _LOWER if asked.may_checkpoint else ():
+        planned = plan(candidate, int(share * fit.target))
+        if not planned.fitted.fits:
+            return
+        candidate = planned.candidate
+        yield candidate
+
+
+def _instead(candidate: Candidate, asked: _Asked, fit: Fit) -> Fit:
+    return replace(fit, candidate=candidate, measured=asked.measured(candidate))
 
 
 def _lowest_compiled(asked: _Asked, planned: Planned, measured: Measured) -> tuple[Candidate, Measured]:

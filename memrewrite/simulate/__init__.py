@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from memrewrite.records.errors import DataDependentError, UsageError
 from memrewrite.runtime.dropin import FallbackWarning
+from memrewrite.runtime.room import room_simulated
 from memrewrite.simulate.devices.as_cuda import library_requests, transients_for
 from memrewrite.simulate.fake.batch import part_of
 from memrewrite.simulate.fake.fakes import fakes_of, on_fakes, tensors_of
@@ -207,6 +208,7 @@ def _on_fakes(
             foreach_on_fake_tensors(step.as_cuda),
             on_fakes(module, inputs, step.as_cuda, these=True) as (twin, fakes),
             TrueResults(),
+            room_simulated(lambda wanted: None if allocator is None else allocator.make_room(wanted)),
         ):
             given = [*fakes.tensors(), *twin.parameters()]
             seen = Targets(fakes_of(targets.of_batch, given), fakes_of(targets.fixed, given))

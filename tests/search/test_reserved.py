@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,8 +15,10 @@ from memrewrite.cli import main
 from memrewrite.records.errors import BudgetInfeasibleError, UsageError
 from memrewrite.records.options import Budget, format_bytes
 from memrewrite.report.tables import over_budget
+from memrewrite.runtime.dropin import programs
 from memrewrite.simulate import simulate
 from memrewrite.simulate.devices.workspaces import workspace_bytes
+from memrewrite.simulate.memory.allocator import Allocator
 from memrewrite.workload.step import Inputs, Step
 
 ROWS, WIDTH, LAYERS = 8192, 512, 12
@@ -79,15 +82,29 @@ def test_a_plan_trains_in_a_process_that_may_reserve_little_more(inputs: Tensor)
     assert not any("fragmented" in note for note in result.report.notes)
 
 
-def test_where_fragmentation_leaves_no_room_the_report_says_so(inputs: Tensor) -> None:
+def test_where_no_lower_plan_would_train_each_forward_starts_with_nothing_cached(inputs: Tensor) -> None:
     result = planned(inputs, budget="45%")
     budget = result.report.budget or 0
-    needed = reserved_under(int(1.02 * budget), result, inputs)
+    cap = int(1.02 * budget)
     (note,) = (note for note in result.report.notes if "fragmented" in note)
-    assert f"no more than {format_bytes(int(1.02 * budget))}" in note
-    assert f"{format_bytes(needed)} would do" in note
+    (wanted,) = re.findall(r"make_room\((\d+), x\)", programs(result)[""].source)
+    assert f"no more than {format_bytes(int(wanted))}, each forward first returns cached memory" in note
     assert "expandable_segments:True" in note
-    assert 0.97 * budget < result.report.predicted_after.peak <= budget < needed
+    assert reserved_under(cap, result, inputs) <= cap < int(wanted)
+    with mock.patch.object(Allocator, "make_room"):
+        assert reserved_under(cap, result, inputs) == int(wanted)
+
+
+def test_where_fragmentation_leaves_no_room_the_report_says_so(inputs: Tensor) -> None:
+    result = planned(inputs, budget="38%")
+    budget = result.report.budget or 0
+    cap = int(1.02 * budget)
+    (note,) = (note for note in result.report.notes if "fragmented" in note)
+    (needed,) = re.findall(r"make_room\((\d+), x\)", programs(result)[""].source)
+    assert f"no more than {format_bytes(cap)}" in note
+    assert f"{format_bytes(int(needed))} would do" in note
+    assert "expandable_segments:True" in note
+    assert 0.97 * budget < result.report.predicted_after.peak <= budget < cap < reserved_under(cap, result, inputs)
 
 
 def test_an_infeasible_budget_says_the_lowest_reserved_peak(inputs: Tensor) -> None:

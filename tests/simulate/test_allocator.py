@@ -174,6 +174,16 @@ def test_under_a_limit_free_segments_go_before_another_comes() -> None:
     assert (allocator.reserved, allocator.retries, allocator.most) == (130 * MIB, 2, 130 * MIB)  # it would have failed
 
 
+@pytest.mark.parametrize(("wanted", "reserved"), [(100 * MIB, 120 * MIB), (101 * MIB, 100 * MIB)])
+def test_a_step_starts_with_nothing_cached_where_there_may_not_be_what_it_wants(wanted: int, reserved: int) -> None:
+    allocator = Allocator(limit=100 * MIB)
+    allocator.follow([60 * MIB, -1])
+    allocator.record()
+    allocator.make_room(wanted)
+    allocator.follow([40 * MIB, 60 * MIB, -1, -2])  # the first would be cut out of what the step before left
+    assert allocator.most == allocator.settle(2) == reserved
+
+
 @pytest.mark.parametrize("early", [False, True], ids=["the result first", "its scratch first"])
 def test_what_is_reserved_depends_on_the_order_of_requests(early: bool) -> None:
     """The result of a product, made before or after its scratch memory is there."""

@@ -49,6 +49,9 @@ class Block:
         return self.before is None and self.after is None
 
 
+_EMPTIED = Block(0, 0, False)  # in what is recorded of a step: here the cache was emptied
+
+
 @dataclass
 class Allocator:
     """``allocated`` and ``reserved`` are bytes in use: those of the blocks handed out, and of all segments.
@@ -110,6 +113,12 @@ class Allocator:
                 given[-step - 1] = None
         return [each for each in given if each is not None], highest
 
+    def make_room(self, wanted: int) -> None:
+        """Give back the segments that are free as a whole if there may not be ``wanted`` bytes of segments."""
+        if self.limit is not None and self.limit < wanted:
+            self._steps[-1].append((_EMPTIED, 0))
+            self._give_back()
+
     def record(self) -> None:
         """From here on another step runs."""
         self._steps.append([])
@@ -138,7 +147,9 @@ class Allocator:
         """Serve a step again, which lets go of the blocks that the one before left ``standing``; returns its own."""
         now: dict[Block, Block] = {}
         for block, size in step:
-            if size > 0:
+            if block is _EMPTIED:
+                self._give_back()
+            elif size > 0:
                 now[block] = self.allocate(size)
             elif block in now:
                 self.release(now.pop(block))
@@ -166,6 +177,7 @@ class Allocator:
         else:
             length = page if size < _OWN_SEGMENT else rounded(size, _ROUND)
         if self.limit is not None and self.reserved + length > self.limit:
+            self.retries += 1
             self._give_back()
         self.reserved += length
         self.most = max(self.most, self.reserved)
@@ -184,7 +196,6 @@ class Allocator:
 
         Not those that grow, of which pages would go: they leave little free.
         """
-        self.retries += 1
         for free in self._free.values() if not self.expandable else ():
             self.reserved -= sum(size for size, _, block in free if block.alone)
             free[:] = [item for item in free if not item[2].alone]
