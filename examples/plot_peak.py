@@ -16,6 +16,7 @@ from torch import nn
 
 import memrewrite
 from memrewrite.simulate import Timeline, simulate
+from memrewrite.targets.cuda_from_cpu import CUDA_FROM_CPU
 from memrewrite.workload.step import Inputs, Step
 from memrewrite.workload.stepspec import optimizer_factory
 
@@ -120,7 +121,7 @@ def _optimizers(model: nn.Module) -> str:
     inputs = Inputs(get_inputs(16), {})
     body = []
     for name in ("sgd", "sgd-momentum", "adamw"):
-        line = simulate(model, inputs, Step(optimizer=optimizer_factory(name), as_cuda=True))
+        line = simulate(model, inputs, Step(optimizer=optimizer_factory(name), target=CUDA_FROM_CPU))
         parts = (line.as_ends("data", 2), line.peak_of_optimizer, line.peak)
         body.append([name, *(mib(size) for size in parts)])
     return table(["optimizer", "between steps", "peak of its own phase", "peak of step 2"], body)

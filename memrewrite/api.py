@@ -1,6 +1,7 @@
 """``optimize``: capture, observe, rewrite, plan, verify, measure; the last two stages also by themselves."""
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Literal, cast
 
 import torch
@@ -17,6 +18,7 @@ from memrewrite.records.loop import TUTORIAL, Loop
 from memrewrite.records.options import Budget, check_seed
 from memrewrite.records.outcomes import Measured
 from memrewrite.records.report import Report
+from memrewrite.targets.compiled import CompiledTarget
 from memrewrite.workload.workload import Optimizer, workload
 
 
@@ -110,7 +112,8 @@ def measure(
     meant.
     """
     work = workload(model, example_inputs, example_kwargs, optimizer, loss_fn, amp, mode, micro_batches, loop)
-    return measuring.measure(model, work.inputs, work.step, steps=steps, compiled=compiled)
+    step = replace(work.step, target=CompiledTarget()) if compiled else work.step
+    return measuring.measure(model, work.inputs, step, steps=steps)
 
 
 def verify(

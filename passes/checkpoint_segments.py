@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from memrewrite.costs.compiled import feeds_products
+from memrewrite.costs.fused import feeds_products
 from memrewrite.costs.normalizations import keeps_statistics
 from memrewrite.observe.effects import Effects
 from memrewrite.plan.marks import UNMARKED, Marks, NodeMark
@@ -36,13 +36,13 @@ _VALUE_AT: dict[Any, int] = {aten.linear.default: 0, aten.matmul.default: 0, ate
 class CheckpointSegments:
     """Mark the nodes of each interval of ``plan``. Raises ``InternalError`` for an interval that may not move.
 
-    ``statistics`` says that those of batch normalizations stay, ``compiled`` that what can be kept is what
-    ``torch.compile`` can keep, ``in_turn`` that it is to hold fewer tensors and fuse less.
+    ``statistics`` says that those of batch normalizations stay, ``on_demand`` that nodes run again one by one, as
+    compiled code has them, ``in_turn`` that this is to hold fewer tensors and fuse less.
     """
 
     plan: Plan
     statistics: bool = False
-    compiled: bool = False
+    on_demand: bool = False
     in_turn: bool = False
     name: ClassVar[str] = "checkpoint_segments"
     exact: ClassVar[bool] = True
@@ -63,9 +63,9 @@ class CheckpointSegments:
             findings.apply(nodes[a], f"{b - a} nodes up to {nodes[b - 1].name}, {format_bytes(freed)} not kept")
         for a, b in self.plan.keeping:
             for number in range(a, b):
-                if save_bytes_of(effects, nodes[number], self.compiled) >= 0:
+                if save_bytes_of(effects, nodes[number], self.on_demand) >= 0:
                     marks[nodes[number]] = replace(marks.get(nodes[number], UNMARKED), keep=number)
-        for node in nodes if self.compiled else ():
+        for node in nodes if self.on_demand else ():
             in_turn = _VALUE_AT[node.target] if self.in_turn and _narrows(node) else None
             marks[node] = replace(marks.get(node, UNMARKED), settled=True, in_turn=in_turn)
         return Marks(tuple((node.name, mark) for node, mark in marks.items())), findings.result()
@@ -73,7 +73,7 @@ class CheckpointSegments:
     def _mark(self, node: fx.Node, number: int, path: tuple[int, ...], effects: Effects) -> NodeMark:
         """That of the node of this number in the segment of these numbers."""
         facts = effects.of[node]
-        mark = NodeMark(path, facts.random, draw=self.compiled and _draws_few(node, effects))
+        mark = NodeMark(path, facts.random, draw=self.on_demand and _draws_few(node, effects))
         if self._keeps_statistics(node, effects):
             return replace(mark, statistics=number)
         if is_counter(effects, node):
@@ -85,7 +85,7 @@ class CheckpointSegments:
     def _keeps_statistics(self, node: fx.Node, effects: Effects) -> bool:
         """Compiled code would rather keep a result that products read."""
         keeps = self.statistics and keeps_statistics(node)
-        return keeps and not (self.compiled and feeds_products(node, effects))
+        return keeps and not (self.on_demand and feeds_products(node, effects))
 
 
 def _draws_few(node: fx.Node, effects: Effects) -> bool:

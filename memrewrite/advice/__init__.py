@@ -16,6 +16,7 @@ from memrewrite.records.outcomes import Option
 from memrewrite.runtime.dropin import FallbackWarning
 from memrewrite.search.candidate import Candidate
 from memrewrite.simulate.fake.batch import at_batch
+from memrewrite.targets.eager import EAGER
 from memrewrite.workload.step import Inputs, Step, evaluating
 from memrewrite.workload.stepspec import optimizer_factory
 
@@ -37,15 +38,13 @@ def infeasible(candidate: Candidate, limit: Budget, budget: int, lowest: int) ->
 
     ``lowest`` are the lowest bytes reached of what is limited.
     """
-    bench, plan, uncompiled = candidate.bench, "plan", ""
-    if bench.compiled and bench.step.mode == "train":
-        plan = "plan for torch.compile"
-        if candidate.simulate().peak_of_optimizer < lowest:
-            uncompiled = "; uncompiled it may be lower"
+    bench = candidate.bench
+    target = bench.target if bench.step.mode == "train" else EAGER
+    lower = not target.exact and candidate.simulate().peak_of_optimizer < lowest
     message = (
-        f"No {plan} fits {format_bytes(budget)}{' reserved' * limit.reserved}: the lowest "
+        f"No {target.plan} fits {format_bytes(budget)}{' reserved' * limit.reserved}: the lowest "
         f"{'reserved' if limit.reserved else 'reachable'} peak is {format_bytes(lowest)} "
-        f"({_floor(candidate)}){uncompiled}. What else would fit:"
+        f"({_floor(candidate)}){'; uncompiled it may be lower' * lower}. What else would fit:"
     )
     workspaces = {"train": bench.workspace, "inference": bench.workspace}
     variants = Variants(candidate.build(), bench.inputs, bench.step, workspaces, bounded=limit)

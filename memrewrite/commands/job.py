@@ -15,6 +15,8 @@ from memrewrite.commands.progress import Stages
 from memrewrite.commands.requests import MeasureRequest, ModelRequest, OptimizeRequest
 from memrewrite.measurement.measuring import Loader
 from memrewrite.records.errors import DoesNotFitError, MeasurementError, UsageError
+from memrewrite.targets.cuda_from_cpu import CUDA_FROM_CPU
+from memrewrite.targets.eager import EAGER
 from memrewrite.workload import target
 from memrewrite.workload.inputs import first_line, to_device
 from memrewrite.workload.step import Inputs, Step
@@ -32,6 +34,11 @@ class Job(Generic[R]):
     name: str
     step: Step
     device: torch.device
+
+    @property
+    def planned_for(self) -> str | None:
+        """The device to plan for where that is not the one that the model lies on."""
+        return None if self.step.target.measurable else "cuda"
 
     def loader(self, artifact: Path | None = None) -> Loader:
         """How another process loads the model, rewritten by ``artifact``; this one gives up the device for it."""
@@ -70,14 +77,14 @@ def _loaded(request: R, on_device: bool) -> Iterator[Job[R]]:
     """
     torch.manual_seed(request.seed)
     wanted = device_named(request.device)
-    as_cuda = wanted.type == "cuda" and not (on_device and torch.cuda.is_available())
-    device = torch.device("cpu") if as_cuda else wanted
+    without = wanted.type == "cuda" and not (on_device and torch.cuda.is_available())
+    device = torch.device("cpu") if without else wanted
     found = target.load(request.target, request.input, request.batch_size)
     with target.importable(found.folder), memory_errors(), _quiet_logs(request.verbose):
         module = found.module.to(device)
         if module.training != (request.mode == "train"):  # else leave submodules the user froze as they are
             module.train(request.mode == "train")
-        step = replace(request.step.build(), as_cuda=as_cuda)
+        step = replace(request.step.build(), target=CUDA_FROM_CPU if without else EAGER)
         yield Job(request, module, to_device(found.inputs, device), found.name, step, device)
 
 

@@ -17,7 +17,8 @@ from torch import nn
 from memrewrite.measurement.measuring import Loader, measure, out_of_memory
 from memrewrite.records.errors import MemrewriteError, OtherInputsError, UsageError
 from memrewrite.runtime.dropin import FallbackWarning, programs
-from memrewrite.simulate.devices.workspaces import allocated_by_libraries
+from memrewrite.targets.compiled import CompiledTarget
+from memrewrite.targets.workspaces import allocated_by_libraries
 from memrewrite.workload.inputs import to_device
 from memrewrite.workload.step import Inputs, Step
 from memrewrite.workload.stepspec import StepSpec, amp_dtype
@@ -60,9 +61,10 @@ def _end_with_parent() -> None:
 def _measure(job: dict[str, Any]) -> dict[str, Any]:
     loader = Loader.from_json(job["loader"])
     module, inputs, step = _load(loader, StepSpec.from_json(job["step"]))
+    step = replace(step, target=CompiledTarget()) if loader.compiled else step
     torch.manual_seed(loader.seed)
     with _refused_fallback():
-        return asdict(measure(module, inputs, step, steps=job["steps"], compiled=loader.compiled))
+        return asdict(measure(module, inputs, step, steps=job["steps"]))
 
 
 @contextlib.contextmanager

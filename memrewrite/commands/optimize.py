@@ -30,7 +30,6 @@ from memrewrite.report.writing import fill
 from memrewrite.runtime.dropin import programs
 from memrewrite.search.fit_to_budget import limit_for
 from memrewrite.simulate import Timeline
-from memrewrite.simulate.devices.workspaces import workspace_bytes
 from memrewrite.workload.workload import Workload
 
 EXIT_OVER_BUDGET = 1
@@ -50,7 +49,7 @@ def _check(job: Job, budget: Budget | None, stage: Stages) -> Outcome:
     """Whether the original fits the budget as predicted; nothing is changed or written."""
     limit = limit_for(budget, False, job.step.device_type(job.module, job.inputs))
     stage("simulate")
-    workspace = workspace_bytes(job.device, job.step.amp, job.step.mode, job.step.as_cuda)
+    workspace = job.step.target.workspace_bytes(job.device, job.step.amp, job.step.mode)
     found = simulate_original(job.module, job.inputs, job.step, workspace)
     if limit is None or limit.minimum:
         raise UsageError("--check needs a budget in bytes or per cent; min says nothing about the model as it is.")
@@ -72,7 +71,7 @@ def _optimize(job: Job, budget: Budget | None, stage: Stages) -> Outcome:
     request = job.request
     asked = Request(
         budget,
-        device="cuda" if job.step.as_cuda else None,
+        device=job.planned_for,
         names=request.pass_names,
         exact=request.exact,
         compiled=request.compiled,
@@ -108,7 +107,7 @@ def _options(job: Job, report: Report, budget: int) -> tuple[Option, ...]:
     """What else would fit the budget, were the model left as it is."""
     step = job.step
     modes: tuple[Literal["train", "inference"], ...] = ("train", "inference")
-    workspaces: dict[str, int] = {mode: workspace_bytes(job.device, step.amp, mode, step.as_cuda) for mode in modes}
+    workspaces: dict[str, int] = {mode: step.target.workspace_bytes(job.device, step.amp, mode) for mode in modes}
     bounded = Budget(bytes=budget, reserved=report.reserved)
     variants = advice.Variants(job.module, job.inputs, step, workspaces, bounded=bounded)
     return advice.options(variants, budget, bounded.of(report.predicted_before))
@@ -160,7 +159,7 @@ def _finish(job: Job, optimized: nn.Module, report: Report, stage: Stages) -> Re
 
 def _measures(job: Job) -> bool:
     """Whether to measure: it is asked for, and the device is there."""
-    return job.request.measure and not job.step.as_cuda
+    return job.request.measure and job.step.target.measurable
 
 
 def _measured(job: Job, report: Report, artifact: Path | None, stage: Stages) -> Report:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from memrewrite.observe.effects import NodeEffects
-from memrewrite.simulate.memory.transients import like, made
+from memrewrite.targets.transients import like, made
 from memrewrite.torch_internals.operators import OpOverload
 from memrewrite.torch_internals.pytrees import tree_iter, tree_leaves, tree_map
 

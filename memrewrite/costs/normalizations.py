@@ -13,7 +13,7 @@ from memrewrite.costs.calls import Argument, Call
 from memrewrite.observe.effects import Effects
 from memrewrite.plan.marks import Marks
 from memrewrite.runtime.batch_norm import apply_statistics, as_matrix
-from memrewrite.simulate.memory.transients import like
+from memrewrite.targets.transients import like
 
 _TRAINING = 5  # the position of that argument
 

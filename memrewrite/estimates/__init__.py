@@ -1,6 +1,6 @@
 """Will it fit? What a step takes, of what, in which modules, and with which batch it fits: all on fake tensors.
 
-Nothing is allocated on a device, also where there is one: a step for CUDA is simulated for it on the CPU (``as_cuda``).
+Nothing is allocated on a device, also where there is one: a step for CUDA is simulated for it on the CPU.
 """
 
 from collections.abc import Callable
@@ -21,8 +21,10 @@ from memrewrite.records.loop import TUTORIAL, Loop
 from memrewrite.records.options import Budget, device_bytes
 from memrewrite.records.outcomes import Option
 from memrewrite.simulate import Timeline, habits
-from memrewrite.simulate.devices.as_cuda import STATED_ERROR, library_bytes
 from memrewrite.simulate.fake.batch import at_batch
+from memrewrite.targets.cuda_from_cpu import CUDA_FROM_CPU, STATED_ERROR
+from memrewrite.targets.eager import EAGER
+from memrewrite.targets.workspaces import library_bytes
 from memrewrite.workload.hooks import without_hooks
 from memrewrite.workload.sharding import refuse_sharded
 from memrewrite.workload.step import Inputs, Step, evaluating
@@ -67,7 +69,8 @@ def estimate(
     if here == "cuda" and wanted != here:
         raise UsageError("The model is on cuda; leave out device, or move the model and its inputs to the CPU.")
     refuse_sharded(model)
-    step = replace(work.step, as_cuda=wanted == "cuda" and here != "cuda")
+    target = CUDA_FROM_CPU if wanted == "cuda" and here != "cuda" else EAGER
+    step = replace(work.step, target=target)
     memory = None if device_memory is None else device_bytes(device_memory)
     look = _Look(without_hooks(model), inputs, step, library_bytes(step.mode) if wanted == "cuda" else 0)
     progress("simulate")
@@ -91,7 +94,7 @@ def estimate(
         differences=textbook.differences(rule, timeline, counted, step.mode == "train"),
         loop=str(step.loop),
         habits=habits.costs(step, timeline, lambda s: kept.peak if s == alone.step else look.of(s).timeline().peak),
-        notes=() if wanted == "cpu" else (f"{_AS_CUDA if step.as_cuda else ''}{_UNKNOWN}",),
+        notes=() if wanted == "cpu" else (f"{_AS_CUDA if target is CUDA_FROM_CPU else ''}{_UNKNOWN}",),
     )
     if memory is None:
         return found

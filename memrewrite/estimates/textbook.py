@@ -34,9 +34,9 @@ from memrewrite.simulate import (
     Timeline,
 )
 from memrewrite.simulate.fake.fakes import on_fakes, tensors_of
-from memrewrite.simulate.memory.allocator import rounded
 from memrewrite.simulate.memory.tracker import OPERATOR_WORKSPACE
 from memrewrite.state.random_state import preserved_rng
+from memrewrite.targets.allocator import rounded
 from memrewrite.torch_internals.fake_tensors import FAKE_TENSOR_ERRORS, TorchDispatchMode
 from memrewrite.torch_internals.operators import is_mutable
 from memrewrite.workload.step import Inputs, Step, autocast, device_type
@@ -74,7 +74,7 @@ def count(module: nn.Module, inputs: Inputs, step: Step) -> Counted:
     try:
         with (
             preserved_rng([*tensors_of(module), *inputs.tensors()]),
-            on_fakes(module, inputs, step.as_cuda, these=True) as (twin, fakes),
+            on_fakes(module, inputs, step.target, these=True) as (twin, fakes),
         ):
             return _forward(twin, fakes, step)
     except FAKE_TENSOR_ERRORS:

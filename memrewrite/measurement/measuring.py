@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from memrewrite.records.errors import DataDependentError, DoesNotFitError, Measu
 from memrewrite.records.outcomes import Measured
 from memrewrite.simulate import Timeline, run_tracked, simulate, with_workspaces
 from memrewrite.simulate.fake.fakes import tensors_of
-from memrewrite.simulate.memory.allocator import allocator_on
+from memrewrite.targets.allocator import allocator_on
 from memrewrite.torch_internals.cuda import clear_cublas_workspaces
 from memrewrite.workload.step import Inputs, Phase, Running, Step, device_of, device_type
 from memrewrite.workload.stepspec import StepSpec
@@ -35,7 +35,8 @@ class Loader:
     """What a measuring process loads: a target as the command line has it, optionally rewritten by a saved artifact.
 
     ``inputs`` are ``--input`` texts, ``artifact`` a folder that ``memrewrite.artifact`` wrote, ``seed`` seeds the
-    random state before the target is loaded and before the steps; ``compiled`` is that of ``measure``.
+    random state before the target is loaded and before the steps; ``compiled`` measures what ``torch.compile`` makes of
+    the model.
     """
 
     target: str
@@ -82,7 +83,8 @@ def predict(
     """``simulate``, or where the step depends on values real steps under the tracker, after which all is put back.
 
     What those reserve on CUDA is read there.
-    Raises ``DoesNotFitError`` when those run out of memory, ``DataDependentError`` for such a step ``as_cuda`` or,
+    Raises ``DoesNotFitError`` when those run out of memory, ``DataDependentError`` for such a step of a target
+    without its device or,
     with ``probe`` False, on CUDA: that leaves the device alone.
     """
     try:
@@ -97,7 +99,7 @@ def predict(
             blocks=blocks,
         )
     except DataDependentError:
-        if step.as_cuda or (not probe and device_type(module, inputs) != "cpu"):
+        if not step.target.measurable or (not probe and device_type(module, inputs) != "cpu"):
             raise
         timeline = _tracked(module, inputs, step, steps, attribute, blocks, workspace_bytes)
         return with_workspaces(timeline, workspace_bytes)
@@ -125,24 +127,22 @@ def _tracked(
             ) from error
 
 
-def measure(module: nn.Module, inputs: Inputs, step: Step, *, steps: int = 10, compiled: bool = False) -> Measured:
+def measure(module: nn.Module, inputs: Inputs, step: Step, *, steps: int = 10) -> Measured:
     """Take two steps for the phase table and ``steps`` more for the time; the peak is that of the second step on.
 
     The steps are those of ``step.loop``. On CUDA, allocations from before that are neither the module's nor the inputs'
     nor the loss function's are left out of the allocated figures. On the CPU nothing is cached, so the reserved figure
-    is the peak. ``compiled`` measures what ``torch.compile`` makes of the module, on CUDA: what compiled code allocates
-    on the CPU cannot be tracked.
-    Raises ``DoesNotFitError`` when memory runs out, ``UsageError`` for a device that is neither CPU nor CUDA, or for
-    ``compiled`` on the CPU, ``MeasurementError`` where the module does not compile.
+    is the peak.
+    Raises ``DoesNotFitError`` when memory runs out, ``UsageError`` for a device that is neither CPU nor CUDA, or on
+    which the target cannot be measured, ``MeasurementError`` where the module does not compile.
     """
     tensors = [*module.parameters(), *inputs.tensors()]
     device = tensors[0].device if tensors else torch.device("cpu")
     if device.type not in ("cpu", "cuda"):
         raise UsageError(f"Memory cannot be measured on {device}; move the model and its inputs to cpu or cuda.")
-    if compiled and device.type != "cuda":
-        raise UsageError("What torch.compile makes of a model is measured on CUDA only; move the model there.")
+    step.target.check(device)
     run = _on_cuda if device.type == "cuda" else _on_cpu
-    measured = cast(nn.Module, torch.compile(module)) if compiled else module
+    measured = step.target.prepared(module)
     # Raised after the handler, where nothing refers to the failed step's tensors any more.
     with preserved_state(module, inputs):
         try:
@@ -151,7 +151,7 @@ def measure(module: nn.Module, inputs: Inputs, step: Step, *, steps: int = 10, c
             failed = True
         except RuntimeError as error:
             failed = "DefaultCPUAllocator" in str(error)
-            if not failed and not compiled:
+            if not failed and not step.target.compiles:
                 raise
             if not failed:
                 reason = next(iter(str(error).splitlines()), "")

@@ -17,8 +17,8 @@ from memrewrite.records.options import format_bytes
 from memrewrite.records.report import Report
 from memrewrite.runtime.dropin import accept, fallen_back, programs
 from memrewrite.simulate import AVERAGE, INPUTS, STATE
-from memrewrite.simulate.memory.allocator import rounded
 from memrewrite.simulate.memory.tracker import Tracker
+from memrewrite.targets.allocator import rounded
 from memrewrite.torch_internals.fake_tensors import FakeTensor
 from memrewrite.torch_internals.pytrees import tree_iter
 

@@ -8,6 +8,7 @@ from torch import Tensor, fx, nn
 
 from memrewrite.observe.effects import Effects, observe
 from memrewrite.records.errors import CaptureError
+from memrewrite.targets.eager import EAGER, Target
 
 
 def observe_trained(
@@ -17,7 +18,7 @@ def observe_trained(
     step_effects: Effects,
     amp: torch.dtype | None = None,
     grad: bool = True,
-    cuda: bool = False,
+    target: Target = EAGER,
 ) -> Effects:
     """``observe`` a graph of ``module`` as if all inputs and parameters required gradients.
 
@@ -27,7 +28,7 @@ def observe_trained(
     leaves = [t.detach().requires_grad_(_differentiable(t)) for t in example]
     with _all_trained(module, _written(graph_module, step_effects)):
         try:
-            return observe(graph_module, leaves, amp, grad, cuda)
+            return observe(graph_module, leaves, amp, grad, target)
         except RuntimeError as error:  # PyTorch's rules for writing in place what has a gradient
             reason = str(error).split(". ", 1)[0].splitlines()[0].rstrip(".")
             raise CaptureError(

@@ -8,7 +8,6 @@ import functools
 import math
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,11 +16,10 @@ from torch import Tensor, fx, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import flop_registry
 
-from memrewrite.simulate.devices.as_cuda import as_cuda
 from memrewrite.simulate.fake.constant_values import known_values
 from memrewrite.simulate.fake.true_results import TrueResults
-from memrewrite.simulate.memory.allocator import rounded
-from memrewrite.simulate.memory.tracker import widened
+from memrewrite.targets.allocator import rounded
+from memrewrite.targets.eager import EAGER, Target
 from memrewrite.torch_internals.dispatch_modes import Layer, Recall
 from memrewrite.torch_internals.fake_tensors import FakeTensorMode, real_rules_on_fake_tensors
 from memrewrite.torch_internals.operators import schema_name, written_arguments
@@ -115,16 +113,15 @@ def observe(
     example: list[Tensor],
     amp: torch.dtype | None = None,
     grad: bool = True,
-    cuda: bool = False,
-    compiled: bool = False,
+    target: Target = EAGER,
 ) -> Effects:
     """Run every node once on fake copies of ``example`` (one tensor per placeholder) and record what it does.
 
-    ``grad`` False observes it under ``torch.no_grad``, where nothing is saved; ``cuda`` observes what CPU tensors would
-    do on CUDA, ``compiled`` counts bytes as ``Step.compiled`` says.
+    ``grad`` False observes it under ``torch.no_grad``, where nothing is saved; what runs, and
+    what it counts as, is up to ``target``.
     Leaves each node's fake result in ``node.meta["val"]``. No real memory is touched.
     """
-    observer = _Observer(graph_module, compiled)
+    observer = _Observer(graph_module, target)
     device = next((t.device.type for t in (*graph_module.parameters(), *example)), "cpu")
     # A model may write its inputs in place; PyTorch forbids that for leaves that require a gradient, hence the clone.
     # Detached, because the conversion would also copy .grad and the history of a non-leaf.
@@ -139,7 +136,7 @@ def observe(
         observer.recorder,
         saved_tensors_hooks(observer.recorder.pack, _unpack),
         autocast(amp, device),
-        as_cuda() if cuda else nullcontext(),
+        target.kernels(),
         torch.set_grad_enabled(grad),
     ):
         observer.run(*inputs)
@@ -175,9 +172,9 @@ _FLOPS = {
 class _Recorder(Layer):
     """Notes for the node being run which storages its operators touch."""
 
-    def __init__(self, compiled: bool) -> None:
+    def __init__(self, target: Target) -> None:
         super().__init__()
-        self.compiled = compiled
+        self.target = target
         self.storages: dict[int, Storage] = {}
         self._ids: dict[int, int] = {}
         self._alive: list[torch.UntypedStorage] = []  # so that an id is never given twice
@@ -215,7 +212,7 @@ class _Recorder(Layer):
         self.stale_save |= bool(written & self.saved)
         self.statistics |= {self.storage(t) for t in _tensors(_statistics(func, args))}
         result = self.below(func, types, args, kwargs)
-        if self.compiled and (size := widened(func, args, result)):
+        if size := self.target.read_as(func, args, result):
             self.storage(result, size=size)
         outputs = [(self.storage(t), t) for t in _tensors(result)]
         self.reads |= {key for key, _ in inputs}
@@ -232,10 +229,10 @@ class _Recorder(Layer):
 class _Observer(fx.Interpreter):
     """Runs the graph on fake tensors; parameters are made fake as they are met."""
 
-    def __init__(self, graph_module: fx.GraphModule, compiled: bool) -> None:
+    def __init__(self, graph_module: fx.GraphModule, target: Target) -> None:
         super().__init__(graph_module)
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self.recorder = _Recorder(compiled)
+        self.recorder = _Recorder(target)
         self.facts: dict[fx.Node, NodeEffects] = {}
         self._attributes: dict[int, Any] = {}
 

@@ -14,12 +14,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx, nn
 
-from memrewrite.simulate.devices.as_cuda import transients_for
 from memrewrite.simulate.fake.fakes import on_fakes
 from memrewrite.simulate.fake.true_results import TrueResults
 from memrewrite.simulate.memory.tracker import Tracker
-from memrewrite.simulate.memory.transients import Transients
 from memrewrite.state.random_state import preserved_rng
+from memrewrite.targets.eager import Target
+from memrewrite.targets.transients import Transients
 from memrewrite.torch_internals.autograd_nodes import backward_number, next_backward_number
 from memrewrite.torch_internals.fake_tensors import FAKE_TENSOR_ERRORS
 from memrewrite.torch_internals.pytrees import tree_leaves
@@ -63,12 +63,12 @@ def _watermarks(
     graph_module: fx.GraphModule, example: list[Tensor], step: Step, loss_of: Callable[[Any], Tensor] | None
 ) -> dict[fx.Node, Watermarks]:
     device = next((t.device for t in (*graph_module.parameters(), *example)), torch.device("cpu"))
-    transients = transients_for(device, step.as_cuda)
-    with on_fakes(graph_module, Inputs(tuple(example), {}), step.as_cuda) as (twin, fakes), TrueResults():
+    transients = step.target.transients(device)
+    with on_fakes(graph_module, Inputs(tuple(example), {}), step.target) as (twin, fakes), TrueResults():
         # A model may write its inputs in place; PyTorch forbids that for leaves that require a gradient.
         inputs = [fake.clone() if fake.requires_grad else fake for fake in fakes.tensors()]
         before = [*twin.parameters(), *twin.buffers(), *inputs, *_waiting(twin, step)]
-        watch = _Watch(device.type, transients, before, step.compiled)
+        watch = _Watch(device.type, transients, before, step.target)
         runner = _Runner(twin, graph_module.graph, watch)
         with watch:
             with autocast(step.amp, device.type, cached=False):
@@ -101,10 +101,8 @@ def _waiting(twin: nn.Module, step: Step) -> list[Tensor]:
 class _Watch(Tracker):
     """Notes the levels of the node whose operators run, which in the backward pass it finds out itself."""
 
-    def __init__(
-        self, device_type: str, transients: Transients | None, before: list[Tensor], compiled: bool = False
-    ) -> None:
-        super().__init__(device_type, transients, compiled=compiled)
+    def __init__(self, device_type: str, transients: Transients | None, before: list[Tensor], target: Target) -> None:
+        super().__init__(device_type, transients, target=target)
         self.register(before, "before")
         self.base = self.current
         self.found: list[Watermarks] = []

@@ -9,8 +9,11 @@ from torch import nn
 from memrewrite.capture.hazards import refuse_weight_hooks
 from memrewrite.records.errors import UsageError
 from memrewrite.records.options import Budget, check_passes, check_seed
+from memrewrite.targets.compiled import CompiledTarget
+from memrewrite.targets.cuda_from_cpu import CUDA_FROM_CPU
+from memrewrite.targets.eager import EAGER, Target
 from memrewrite.workload.sharding import refuse_sharded
-from memrewrite.workload.step import device_of
+from memrewrite.workload.step import Step, device_of
 from memrewrite.workload.workload import Workload
 
 
@@ -37,8 +40,12 @@ class Request:
 
     def placed(self, work: Workload) -> Workload:
         """The workload on the device that it is planned for."""
-        as_cuda = _as_cuda(self.device, device_of(work.model, work.inputs))
-        return replace(work, step=replace(work.step, as_cuda=as_cuda))
+        target = _target(self.device, device_of(work.model, work.inputs))
+        return replace(work, step=replace(work.step, target=target))
+
+    def rewritten(self, step: Step) -> Step:
+        """The step of what the model is rewritten into."""
+        return replace(step, target=CompiledTarget(step.target)) if self.compiled else step
 
 
 def _refuse_replaced(model: nn.Module) -> None:
@@ -50,14 +57,14 @@ def _refuse_replaced(model: nn.Module) -> None:
     refuse_weight_hooks(model, type(model).__name__)  # which a capture does not see
 
 
-def _as_cuda(wanted: str | torch.device | None, here: torch.device) -> bool:
-    """Whether to plan for CUDA without it; raises ``UsageError`` where the model does not lie on ``wanted``."""
+def _target(wanted: str | torch.device | None, here: torch.device) -> Target:
+    """Where the step is planned for; raises ``UsageError`` where the model does not lie on ``wanted``."""
     try:
         kind = here.type if wanted is None else torch.device(wanted).type
     except RuntimeError as error:
         raise UsageError(f"Device {wanted!r} is unknown; give cpu or cuda.") from error
     if kind == here.type:
-        return False
+        return EAGER
     if (kind, here.type) == ("cuda", "cpu") and not torch.cuda.is_available():
-        return True
+        return CUDA_FROM_CPU
     raise UsageError(f"The model is on {here}, not on {wanted}; move it and its inputs there, or leave out device.")

@@ -23,7 +23,6 @@ from memrewrite.search.inplace import marked_inplace
 from memrewrite.search.planning import rewritten, without_needless_casts
 from memrewrite.search.regions import Regions, find
 from memrewrite.simulate import Timeline
-from memrewrite.simulate.devices.workspaces import workspace_bytes
 from memrewrite.workload.hooks import with_hooks_of, without_hooks
 from memrewrite.workload.sharding import bucket_notes
 from memrewrite.workload.step import device_of
@@ -44,9 +43,9 @@ class Outcome:
 
     @property
     def original(self) -> Bench:
-        """Where the original is simulated: it is not compiled."""
+        """Where the original is simulated."""
         bench = self.candidate.bench
-        return replace(bench, step=replace(bench.step, compiled=False))
+        return replace(bench, step=replace(bench.step, target=bench.target.of_original))
 
     def captured(self) -> dict[str, str]:
         """The programs that the graphs were before any rewrite, by the path of their region."""
@@ -61,11 +60,11 @@ def run(work: Workload, asked: Request, progress: Progress) -> Outcome:
     limit = limit_for(asked.budget, asked.reserved, work.step.device_type(bare.model, work.inputs))
     progress("simulate")
     device, step = device_of(bare.model, work.inputs), work.step
-    workspace = workspace_bytes(device, step.amp, step.mode, step.as_cuda)
+    workspace = step.target.workspace_bytes(device, step.amp, step.mode)
     before = simulate_original(bare.model, work.inputs, step, workspace, attribute=True)
     progress("capture")
     found = find(bare.model, work.inputs, step, asked.regions)
-    bench = Bench(bare.model, work.inputs, replace(step, compiled=asked.compiled), workspace, profile_on(device))
+    bench = Bench(bare.model, work.inputs, asked.rewritten(step), workspace, profile_on(device))
     candidate = _first(bench, found, progress)
     progress("rewrite")
     candidate, measured = _rewritten(candidate, limit, before, asked.names, asked.exact, progress)

@@ -61,14 +61,14 @@ def join(chains: list[Chain]) -> Chain:
     )
 
 
-def chain(effects: Effects, watermarks: Mapping[fx.Node, Watermarks], costs: Costs, compiled: bool = False) -> Chain:
-    """The chain of ``compute_nodes(effects)``, as it runs when ``compiled`` or else. Pure: nothing is run."""
+def chain(effects: Effects, watermarks: Mapping[fx.Node, Watermarks], costs: Costs, on_demand: bool = False) -> Chain:
+    """The chain of ``compute_nodes(effects)``, which may be computed again ``on_demand``. Pure: nothing is run."""
     nodes = compute_nodes(effects)
     facts = [effects.of[node] for node in nodes]
     storages = held_storages(effects, nodes)
     forward, work, pending = _beside(storages, [watermarks[node] for node in nodes])
     ms = np.array([costs.again_ms(node, effects.of[node]) for node in nodes])
-    save_bytes = np.array([save_bytes_of(effects, node, compiled) for node in nodes], dtype=np.int64)
+    save_bytes = np.array([save_bytes_of(effects, node, on_demand) for node in nodes], dtype=np.int64)
     return Chain(
         ms=ms,
         rerun_ms=np.array([costs.rerun_ms(node, effects.of[node]) for node in nodes]),
@@ -80,8 +80,8 @@ def chain(effects: Effects, watermarks: Mapping[fx.Node, Watermarks], costs: Cos
         storages=tuple(storages.values()),
         segment_ms=costs.roofline.segment_ms,
         gradients=_gradients(effects),
-        save_bytes=_choices(save_bytes, ms) if compiled else (save_bytes,),
-        on_demand=compiled,
+        save_bytes=_choices(save_bytes, ms) if on_demand else (save_bytes,),
+        on_demand=on_demand,
     )
 
 
@@ -166,17 +166,17 @@ def held_storages(effects: Effects, nodes: list[fx.Node]) -> dict[int, Held]:
     return held
 
 
-def save_bytes_of(effects: Effects, node: fx.Node, compiled: bool = False) -> int:
+def save_bytes_of(effects: Effects, node: fx.Node, on_demand: bool = False) -> int:
     """What it takes to keep what only ``node`` makes instead of running it again with its segment; -1 if it has to run.
 
-    Worth it is what computes much and saves its result besides what it is given: attention, recurrent layers. When
-    ``compiled``, all that computes much, because nodes run again one by one. Nothing may write what is kept.
+    Worth it is what computes much and saves its result besides what it is given: attention, recurrent layers. Where
+    nodes run again ``on_demand``, one by one, all that computes much. Nothing may write what is kept.
     """
     f = effects.of[node]
     inputs = {key for source in node.all_input_nodes for key in effects.of[source].outputs}
     saves_inputs = any(effects.storages[key].origin == "node" for key in f.saved & inputs)
-    worth = f.flops if compiled else f.rerun[0] and f.saves_output and saves_inputs
-    made = (f.outputs if compiled and node.target in PRODUCTS else f.saved | f.outputs) - inputs
+    worth = f.flops if on_demand else f.rerun[0] and f.saves_output and saves_inputs
+    made = (f.outputs if on_demand and node.target in PRODUCTS else f.saved | f.outputs) - inputs
     if node.op != "call_function" or f.writes or not worth or made & effects.written:
         return -1
     return sum(effects.storages[key].bytes for key in made)

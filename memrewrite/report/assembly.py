@@ -17,11 +17,8 @@ from memrewrite.rewriting.contract import where
 from memrewrite.search.candidate import Candidate, CandidateRegion
 from memrewrite.search.coverage import kept
 from memrewrite.simulate import Timeline, habits
-from memrewrite.simulate.devices.as_cuda import NOTE
 from memrewrite.version import __version__
 from memrewrite.workload.step import device_type
-
-_COMPILED = "Peaks are predicted for the model as it is, and measured for what torch.compile makes of it."
 
 
 def report_on(
@@ -45,7 +42,7 @@ def report_on(
         "micro_batches": candidate.bench.step.micro_batches,
         "loop": str(candidate.bench.step.loop),
         "input_bytes": candidate.bench.inputs.bytes,
-        "compiled": candidate.bench.compiled,
+        "compiled": candidate.bench.target.compiles,
         "front_end": ", ".join(dict.fromkeys(region.region.captured.front_end for region in candidate.regions)),
         "regions": [region.region.path for region in candidate.regions],
     }
@@ -83,10 +80,8 @@ def _longer(times: tuple[float, float] | None) -> float | None:
 
 
 def _notes(candidate: Candidate) -> tuple[str, ...]:
-    if candidate.bench.step.as_cuda:
-        return (*candidate.notes, NOTE)
-    compiled = candidate.bench.compiled and device_type(candidate.bench.model, candidate.bench.inputs) == "cuda"
-    return (*candidate.notes, _COMPILED) if compiled else candidate.notes
+    bench = candidate.bench
+    return (*candidate.notes, *bench.target.notes(device_type(bench.model, bench.inputs)))
 
 
 def _versions() -> dict[str, str]:

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from memrewrite.costs import Costs, normalizations, roofline_costs
-from memrewrite.costs.compiled import when_compiled
+from memrewrite.costs.fused import when_fused
 from memrewrite.costs.profile import Profile
 from memrewrite.costs.steptime import step_times
 from memrewrite.costs.work import of_loss, of_optimizer
@@ -16,9 +16,9 @@ from memrewrite.observe.effects import Effects
 from memrewrite.plan.marks import Marks
 from memrewrite.records.errors import DataDependentError
 from memrewrite.records.outcomes import Measured
-from memrewrite.runtime.batch_norm import kernel_runs_on
 from memrewrite.simulate import Timeline, simulate
 from memrewrite.state.random_state import preserved_rng
+from memrewrite.targets.eager import Target
 from memrewrite.torch_internals.pytrees import TreeSpec, tree_unflatten
 from memrewrite.workload.step import Inputs, Step, device_of, device_type
 
@@ -44,9 +44,9 @@ class Bench:
     _remembered: dict[object, tuple[object, Any]] = field(default_factory=dict, compare=False)
 
     @property
-    def compiled(self) -> bool:
-        """Whether the step is that of what ``torch.compile`` makes of a candidate."""
-        return self.step.compiled
+    def target(self) -> Target:
+        """Where the step runs."""
+        return self.step.target
 
     @property
     def device(self) -> str:
@@ -66,7 +66,7 @@ class Bench:
         """
         if self.original is not None and self.original[0] < self.original[1]:
             return False
-        return self.step.as_cuda or kernel_runs_on(device_of(self.model, self.inputs))
+        return self.target.normalizes_by_kernel(device_of(self.model, self.inputs))
 
     def costs(self, effects: Effects) -> Costs:
         """What the nodes of a graph take: measured where there is a profile."""
@@ -74,8 +74,8 @@ class Bench:
             costs = roofline_costs(self.device, self.step.amp)
         else:
             costs = self.profile.costs(effects, self.step.amp)
-        if self.compiled:
-            return when_compiled(costs, effects)
+        if self.target.fuses:
+            return when_fused(costs, effects)
         if not self.statistics:
             return costs
         found = normalizations.found(effects)
@@ -85,9 +85,9 @@ class Bench:
     def times(self, effects: Effects, output_tree: TreeSpec, marks: Marks) -> tuple[float, float] | None:
         """The predicted times in ms, of the device and of the CPU, of a step whose forward is one graph.
 
-        None without a profile, and when compiled.
+        None without a profile, and where nodes are fused.
         """
-        if self.profile is None or self.compiled:
+        if self.profile is None or self.target.fuses:
             return None
         with preserved_rng(self.inputs.tensors()):  # a loss of the user's may draw
             loss = of_loss(effects, lambda flat: tree_unflatten(flat, output_tree), self.step, self.device)
@@ -145,5 +145,5 @@ class Bench:
         return found
 
     def measure(self, module: nn.Module) -> Measured:
-        """What a step really takes where the model lies, compiled if the step is."""
-        return measuring.measure(module, self.inputs, self.step.shortest(), steps=3, compiled=self.compiled)
+        """What a step really takes where the model lies."""
+        return measuring.measure(module, self.inputs, self.step.shortest(), steps=3)

@@ -155,12 +155,13 @@ class Candidate:
     def with_segments(self, plan: Plan, in_turn: bool = False) -> "Candidate":
         """The candidate with the segments of a plan over the joined chains of its regions, and no others.
 
-        ``in_turn`` says of compiled code that it has to hold fewer tensors there and fuse less.
+        ``in_turn`` says of code that recomputes on demand that it has to hold fewer tensors there and fuse less.
         """
         start, regions = 0, []
         for region in self.regions:
             end = start + len(region.graph.nodes)
-            segments = CheckpointSegments(plan.part(start, end), self.bench.statistics, self.bench.compiled, in_turn)
+            part, on_demand = plan.part(start, end), self.bench.target.on_demand
+            segments = CheckpointSegments(part, self.bench.statistics, on_demand, in_turn)
             marks, result = segments(region.effects)
             regions.append(replace(region.having(segments.name, result), marks=marks))
             start = end + 1  # the boundary that `join` puts between regions
@@ -226,7 +227,7 @@ class Candidate:
     def times(self) -> tuple[float, float] | None:
         """The predicted times of a step in ms, of the device and of the CPU that starts its work.
 
-        None without a profile, when compiled, and where parts are no graph.
+        None without a profile, where nodes are fused, and where parts are no graph.
         """
         if [region.region.path for region in self.regions] != [""]:
             return None

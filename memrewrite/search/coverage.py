@@ -23,7 +23,7 @@ def kept(model: nn.Module, inputs: Inputs, step: Step, paths: Collection[str]) -
     try:
         with (
             preserved_rng([*tensors_of(model), *inputs.tensors()]),
-            on_fakes(model, inputs, step.as_cuda, these=True) as (twin, fakes),
+            on_fakes(model, inputs, step.target, these=True) as (twin, fakes),
         ):
             return _forward(twin, fakes, step, paths)
     except FAKE_TENSOR_ERRORS:

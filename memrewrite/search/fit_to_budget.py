@@ -109,7 +109,7 @@ def fit_to_budget(candidate: Candidate, limit: Budget, original: int, names: tup
         candidate = rewritten_slower(candidate, names)
     found = _above_the_optimizer(asked, candidate) or _corrected(asked, candidate)
     bench = candidate.bench
-    if isinstance(found, Unmet) or budget is None or limit.reserved or bench.compiled or bench.device != "cuda":
+    if isinstance(found, Unmet) or budget is None or limit.reserved or bench.target.fuses or bench.device != "cuda":
         return found
     return _under_cap(asked, found)
 
@@ -139,20 +139,20 @@ def _corrected(asked: _Asked, candidate: Candidate) -> Fit | Unmet:
         if last:
             candidate = marked_inplace(candidate, asked.names)
             found = _least(asked, candidate, missed)
-            judged = not (bench.on_cuda and bench.compiled)  # compiled, it may take less
+            judged = bench.target.exact or not bench.on_cuda  # else it may take less
             if judged and found > budget and asked.binds:  # else the model fits as it is
                 return Unmet(candidate, found if lowest is None else min(found, lowest))
         if not bench.on_cuda and (last or bench.device != "cuda"):
             return Fit(candidate, None, target)
         measured = asked.measured(candidate)
-        if measured is not None and bench.compiled and (limit.minimum or (last and measured.peak > budget)):
+        if measured is not None and not bench.target.exact and (limit.minimum or (last and measured.peak > budget)):
             candidate, measured = _lowest_compiled(asked, replace(planned, candidate=candidate), measured)
         peak = limit.of(candidate.simulate() if measured is None else measured)
         if limit.minimum or peak <= budget - (0 if last else asked.reserve):
             return Fit(candidate, measured, target)
         if last:
             break
-        in_turn = bench.compiled and attempt > 1  # it takes time: where less room is not enough
+        in_turn = bench.target.on_demand and attempt > 1  # it takes time: where less room is not enough
         missed = peak - planned.fitted.peak if limit.reserved else max(missed, peak - planned.fitted.peak)
         lowest = peak if lowest is None or not limit.reserved else min(peak, lowest)
         margin = int(attempt * _MARGIN * budget)  # each plan misses by its own bytes

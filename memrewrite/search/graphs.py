@@ -37,7 +37,7 @@ class ObservedGraph:
     def effects(self) -> Effects:
         """What each node does."""
         step, grad = self.step, self.step.mode == "train"
-        return observe(self.graph_module, self.region.example, step.amp, grad, step.as_cuda, step.compiled)
+        return observe(self.graph_module, self.region.example, step.amp, grad, step.target)
 
     @cached_property
     def watermarks(self) -> dict[fx.Node, Watermarks]:

@@ -21,7 +21,7 @@ def marked_inplace(candidate: Candidate, names: tuple[str, ...] | None) -> Candi
     whose copies would be kept in place of what is marked, so that whoever calls the result may choose.
     Where that would raise the peak, nothing is marked. ``torch.compile`` finds for itself what to write in place.
     """
-    if candidate.bench.compiled or (names is not None and _NAME not in names):
+    if not candidate.bench.target.writes_in_place or (names is not None and _NAME not in names):
         return candidate
     marked = candidate.each(_marked)
     if marked.programs == candidate.programs:

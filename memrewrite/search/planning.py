@@ -9,7 +9,7 @@ from memrewrite.plan_facts.chain import chain, join
 from memrewrite.search import registry
 from memrewrite.search.bench import Bench
 from memrewrite.search.candidate import Candidate, CandidateRegion
-from memrewrite.simulate.memory.allocator import rounded
+from memrewrite.targets.allocator import rounded
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def plan(candidate: Candidate, budget: int, spare: int = 0, in_turn: bool = Fals
     if planned.peak(spare) != fitted.peak:
         fitted = search(candidate, True, spare, in_turn).fit(budget)
         planned = candidate.with_segments(fitted.plan, in_turn)
-    if candidate.bench.compiled and not (fitted.fits or in_turn):
+    if candidate.bench.target.on_demand and not (fitted.fits or in_turn):
         return Planned(candidate.with_segments(fitted.plan, in_turn=True), fitted, True)
     return Planned(planned, fitted, in_turn)
 
@@ -86,7 +86,7 @@ def _search(bare: Candidate, exact: bool, spare: int, in_turn: bool) -> Search:
 
 def _chain(region: CandidateRegion, bench: Bench) -> Chain:
     """The graph of a region as numbers."""
-    found = chain(region.effects, region.graph.watermarks, bench.costs(region.effects), bench.compiled)
+    found = chain(region.effects, region.graph.watermarks, bench.costs(region.effects), bench.target.on_demand)
     return replace(found, gradients=0) if bench.step.gradients_wait else found  # which are there already
 
 

@@ -203,11 +203,11 @@ def _captured(module: nn.Module, inputs: Inputs, step: Step) -> Captured:
 def _refuse_writes_of_kept(region: Region, step: Step) -> None:
     """The model's own checkpoints lose what autograd would keep; whoever calls the result may ask for any gradient."""
     module, graph_module, example = region.module, region.captured.graph_module, region.example
-    effects = observe(graph_module, example, step.amp, cuda=step.as_cuda)
+    effects = observe(graph_module, example, step.amp, target=step.target)
     found = writes_what_is_kept(effects)
     for amp in dict.fromkeys((step.amp, None)):  # a copy that autocast keeps survives writes to what it is made of
         with suppress(CaptureError):
-            trained = observe_trained(module, graph_module, example, effects, amp, cuda=step.as_cuda)
+            trained = observe_trained(module, graph_module, example, effects, amp, target=step.target)
             found = found or writes_what_is_kept(trained)
     if found:
         raise CaptureError(
@@ -219,7 +219,7 @@ def _types(module: nn.Module, inputs: Inputs, step: Step) -> str:
     """The types of the tensors that a module returns under autocast, found on fake ones."""
     with (
         preserved_rng([*tensors_of(module), *inputs.tensors()]),
-        on_fakes(module, inputs, step.as_cuda) as (twin, fakes),
+        on_fakes(module, inputs, step.target) as (twin, fakes),
         torch.no_grad(),
         autocast(step.amp, device_type(module, inputs)),
     ):

@@ -17,18 +17,16 @@ from torch import Tensor, nn
 from memrewrite.records.errors import DataDependentError, UsageError
 from memrewrite.runtime.dropin import FallbackWarning
 from memrewrite.runtime.room import room_simulated
-from memrewrite.simulate.devices.as_cuda import library_requests, transients_for
 from memrewrite.simulate.fake.batch import part_of
 from memrewrite.simulate.fake.fakes import fakes_of, on_fakes, tensors_of
 from memrewrite.simulate.fake.true_results import TrueResults
-from memrewrite.simulate.fake.zero_tangents import zero_gradients
-from memrewrite.simulate.memory.allocator import Allocator, allocator_on
 from memrewrite.simulate.memory.places import Places
 from memrewrite.simulate.memory.tracker import OPERATOR_WORKSPACE, Life, Tracker
-from memrewrite.simulate.memory.transients import Transients
 from memrewrite.state.random_state import preserved_rng
+from memrewrite.targets.allocator import Allocator, allocator_on
+from memrewrite.targets.transients import Transients
+from memrewrite.targets.workspaces import library_requests
 from memrewrite.torch_internals.fake_tensors import FAKE_TENSOR_ERRORS
-from memrewrite.torch_internals.foreach import foreach_on_fake_tensors
 from memrewrite.torch_internals.pytrees import tree_leaves
 from memrewrite.workload.step import PHASES, Inputs, Phase, Running, Step, Targets, device_type
 
@@ -150,7 +148,7 @@ def simulate(
 
     ``workspace_bytes`` is what libraries hold on the device besides tensors (``simulate.workspaces``); it is added
     throughout, unless there is nothing for them to do. On CUDA, what operators take while they run is measured there,
-    one operator at a time, the first time its signature is met; for a step ``as_cuda``, or with ``probe`` False, it is
+    one operator at a time, the first time its signature is met; for a target without it, or with ``probe`` False, it is
     known of attention and of sums alone and the device is left alone. ``attribute`` says by which submodule every
     storage was made. With ``blocks`` False what is asked for counts, and not what the caching allocator of CUDA hands
     out for it; ``cap`` is how many bytes that may reserve, workspaces included (see ``Allocator``): then steps with
@@ -166,7 +164,7 @@ def simulate(
         )
     with preserved_rng(tensors):
         device = next((tensor.device for tensor in tensors if tensor.is_cuda), torch.device("cpu"))
-        transients = transients_for(device, step.as_cuda or (device.type == "cuda" and not probe))
+        transients = step.target.transients(device, probe)
         kind = step.device_type(module, inputs)
 
         def once(smaller: bool) -> Timeline:
@@ -205,8 +203,8 @@ def _on_fakes(
     targets = step.targets(module, inputs)
     try:
         with (
-            foreach_on_fake_tensors(step.as_cuda),
-            on_fakes(module, inputs, step.as_cuda, these=True) as (twin, fakes),
+            step.target.optimizer_kernels(),
+            on_fakes(module, inputs, step.target, these=True) as (twin, fakes),
             TrueResults(),
             room_simulated(lambda wanted: None if allocator is None else allocator.make_room(wanted)),
         ):
@@ -241,7 +239,7 @@ def run_tracked(
     step. Where there are ``others``, further steps take those inputs and its own in turn.
     """
     places = Places(module) if attribute else None
-    tracker = Tracker(device_type(module, inputs), transients, places, step.compiled, allocator)
+    tracker = Tracker(device_type(module, inputs), transients, places, step.target, allocator)
     targets = step.targets(module, inputs) if targets is None else targets
     _register(tracker, module, inputs, targets)
     loop = step.shortest().begin(module, inputs, step.make_optimizer(module), targets)
@@ -249,7 +247,7 @@ def run_tracked(
     tracker.register([] if loop.average is None else loop.average.tensors, AVERAGE)
     recorder = _Recorder(tracker, loop, library_requests(libraries, step.mode))
     peaks = []
-    with places.followed() if places else nullcontext(), zero_gradients(module) if step.compiled else nullcontext():
+    with places.followed() if places else nullcontext(), step.target.around(module):
         for number in range(1, steps + 1):
             tracker.reset_peak()
             recorder.start(number)

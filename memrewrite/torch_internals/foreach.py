@@ -20,15 +20,15 @@ with private_imports():
 
 @process_wide
 @contextlib.contextmanager
-def foreach_on_fake_tensors(as_cuda: bool = False) -> Iterator[None]:
+def foreach_on_fake_tensors(on_cpu: bool = False) -> Iterator[None]:
     """Let optimizers choose their foreach kernels for fake CUDA parameters, as they do for real ones.
 
     They decide by the exact type of a parameter, which for a fake one is FakeTensor. Foreach steps hold a
-    temporary for every parameter at once, so the choice can decide the peak. ``as_cuda`` lets them choose so for
+    temporary for every parameter at once, so the choice can decide the peak. ``on_cpu`` lets them choose so for
     fake parameters on the CPU, too.
     """
     devices = _foreach_devices()
-    allowed = [*devices, "cpu"] if as_cuda else devices
+    allowed = [*devices, "cpu"] if on_cpu else devices
     chosen = mock.patch.object(
         optimizer_module, "_get_foreach_kernels_supported_devices", autospec=True, return_value=allowed
     )

@@ -21,6 +21,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from memrewrite.records.errors import UsageError
 from memrewrite.records.loop import TUTORIAL_LOOP, Loop
+from memrewrite.targets.eager import EAGER, Target
 from memrewrite.torch_internals.pytrees import tree_leaves
 from memrewrite.torch_internals.scaler import Scaler
 from memrewrite.workload.held import held_by
@@ -59,19 +60,16 @@ class Inputs:
 class Step:
     """How one step is taken. ``optimizer`` None counts no optimizer state; ``amp`` None runs without autocast.
 
-    ``as_cuda`` plans for CUDA on tensors that lie on the CPU: what runs on fake tensors runs as it does on CUDA; what
-    runs on real ones runs on the CPU as ever. ``compiled`` plans for ``torch.compile``, which casts to a wider type
-    wherever that is read, so that such a tensor counts as what it is made of, and hands zeros to backward as gradients
-    of what is given besides the loss. Gradients of ``micro_batches`` forward and backward passes add up before the
-    optimizer's step, each pass over the same inputs. ``loop`` says what stays alive from one step to the next.
+    ``target`` is where it runs, and says what that changes. Gradients of ``micro_batches`` forward and backward passes
+    add up before the optimizer's step, each pass over the same inputs. ``loop`` says what stays alive from one step to
+    the next.
     """
 
     mode: Literal["train", "inference"] = "train"
     optimizer: OptimizerFactory | None = None
     loss_fn: Callable[[Any], Tensor] | None = None
     amp: torch.dtype | None = None
-    as_cuda: bool = False
-    compiled: bool = False
+    target: Target = EAGER
     micro_batches: int = 1
     loop: Loop = TUTORIAL_LOOP
 
@@ -86,7 +84,7 @@ class Step:
 
     def device_type(self, module: nn.Module, inputs: Inputs) -> str:
         """``"cuda"`` or ``"cpu"``: what the step is planned for."""
-        return "cuda" if self.as_cuda else device_type(module, inputs)
+        return self.target.device_type(device_type(module, inputs))
 
     def make_optimizer(self, module: nn.Module) -> torch.optim.Optimizer | None:
         """The optimizer over the parameters that train, or None where there is nothing to train."""

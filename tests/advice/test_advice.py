@@ -18,7 +18,7 @@ from memrewrite.records.errors import BudgetInfeasibleError
 from memrewrite.records.loop import Loop
 from memrewrite.records.outcomes import Option
 from memrewrite.simulate import run_tracked, simulate
-from memrewrite.simulate.devices.workspaces import workspace_bytes
+from memrewrite.targets.cuda_from_cpu import CUDA_FROM_CPU
 from memrewrite.workload.step import Inputs, OptimizerFactory, Step, evaluating
 from memrewrite.workload.stepspec import optimizer_factory
 from tests.support.models import ResidualNet, SwishNet, images, rows
@@ -182,11 +182,9 @@ def test_the_command_line_has_a_name_for_them(name: str) -> None:
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_budget_below_the_optimizers_step_is_refused_with_the_peaks_of_a_plan_within_it(compiled: bool) -> None:
     module, inputs = perceptron(24, 256), rows(768, 256)
-    workspaces = workspace_bytes(torch.device("cpu"), as_cuda=True)
-    foreach, fused = (
-        simulate(module, inputs, Step(optimizer=optimizer_factory(name), as_cuda=True), workspace_bytes=workspaces)
-        for name in ("adamw", "adamw-fused")
-    )
+    workspaces = CUDA_FROM_CPU.workspace_bytes(torch.device("cpu"), None, "train")
+    steps = (Step(optimizer=optimizer_factory(name), target=CUDA_FROM_CPU) for name in ("adamw", "adamw-fused"))
+    foreach, fused = (simulate(module, inputs, step, workspace_bytes=workspaces) for step in steps)
     alone = foreach.peak_of_optimizer
     assert alone < fused.peak  # of forward and backward without a plan
     budget = alone - 1_000_000

@@ -413,8 +413,8 @@ def test_a_device_that_takes_more_than_simulated_gets_another_plan(monkeypatch: 
     offsets = iter([3000, 3000, 3000, 3000, 3000, 3000])
     peaks: list[int] = []
 
-    def on_device(module: nn.Module, inputs: Inputs, step: Step, steps: int, compiled: bool) -> Measured:
-        assert not compiled
+    def on_device(module: nn.Module, inputs: Inputs, step: Step, steps: int) -> Measured:
+        assert not step.target.compiles
         peaks.append(simulate(module, inputs, step).peak + next(offsets))
         return measured(peaks[-1])
 
@@ -434,8 +434,8 @@ def test_a_device_that_takes_more_than_simulated_gets_another_plan(monkeypatch: 
 def test_a_budget_for_the_compiler_is_held_by_the_compiled_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which here takes 2000 bytes less than the uncompiled one that is planned for."""
 
-    def on_device(module: nn.Module, inputs: Inputs, step: Step, steps: int, compiled: bool) -> Measured:
-        return measured(simulate(module, inputs, step).peak - 2000 * compiled)
+    def on_device(module: nn.Module, inputs: Inputs, step: Step, steps: int) -> Measured:
+        return measured(simulate(module, inputs, step).peak - 2000 * step.target.compiles)
 
     model, x = seeded(lambda: SwishStack(8)), rows(256)
     low = memrewrite.optimize(model, x, budget="min", verify=False, compiled=True).report.predicted_after.peak
@@ -457,7 +457,7 @@ def test_compiled_code_fuses_less_only_where_less_room_is_not_enough(
 ) -> None:
     seen: list[bool] = []
 
-    def on_device(module: nn.Module, inputs: Inputs, step: Step, steps: int, compiled: bool) -> Measured:
+    def on_device(module: nn.Module, inputs: Inputs, step: Step, steps: int) -> Measured:
         seen.append("in_turn(" in cast(Any, module)._memrewrite.source)
         return measured(int(1.02 * budget) if len(seen) <= wrong else simulate(module, inputs, step).peak)
 
@@ -488,7 +488,7 @@ def test_compiled_passes_that_take_more_are_planned_below_the_optimizer(
         assert timeline.peak_of_optimizer == lowest
         return max(timeline.peak_of_passes + more, lowest)
 
-    def on_device(module: nn.Module, inputs: Inputs, step: Step, steps: int, compiled: bool) -> Measured:
+    def on_device(module: nn.Module, inputs: Inputs, step: Step, steps: int) -> Measured:
         taken.append(compiled_peak(module, inputs, step))
         return measured(taken[-1])
 
@@ -516,7 +516,7 @@ def test_inputs_are_cast_before_their_segments_where_the_compiled_step_takes_les
     model, x = nn.Sequential(*layers), torch.randn(256, 32)
     lowest = memrewrite.optimize(model, x, budget="min", **arguments).report.predicted_after.peak
 
-    def on_device(module: nn.Module, inputs: Inputs, step: Step, steps: int, compiled: bool) -> Measured:
+    def on_device(module: nn.Module, inputs: Inputs, step: Step, steps: int) -> Measured:
         return measured(lowest - saved * ("as_autocast(" in cast(Any, module)._memrewrite.source))
 
     stand_in(monkeypatch, on_device)

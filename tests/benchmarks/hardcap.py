@@ -27,7 +27,6 @@ from memrewrite.measurement.original import simulate_original
 from memrewrite.records.errors import BudgetInfeasibleError
 from memrewrite.runtime.dropin import FallbackWarning
 from memrewrite.simulate import simulate
-from memrewrite.simulate.devices.workspaces import workspace_bytes
 from memrewrite.workload.inputs import to_device
 from memrewrite.workload.step import Inputs
 from tests.benchmarks.contenders import rewritten
@@ -65,7 +64,7 @@ class Capped:
         workload, inputs, step = WORKLOADS[self.name], self.inputs(), WORKLOADS[self.name].step()
         with self.device:
             model = workload.build(self.tiny)
-        workspace = workspace_bytes(self.device, step.amp)
+        workspace = step.target.workspace_bytes(self.device, step.amp, step.mode)
         before = simulate_original(model, inputs, step, workspace)
         top = before.reserved if self.reserved else before.peak
         budget = before.floor + int(self.share * (top - before.floor))

@@ -28,7 +28,6 @@ from memrewrite.measurement.measuring import measure, predict
 from memrewrite.records.errors import DataDependentError
 from memrewrite.records.outcomes import Peaks
 from memrewrite.simulate import Timeline, simulate
-from memrewrite.simulate.devices.workspaces import workspace_bytes
 from memrewrite.workload.step import Inputs, OptimizerFactory, Step
 from memrewrite.workload.stepspec import amp_dtype, optimizer_factory
 from tests.benchmarks.predict_models import MODELS
@@ -216,7 +215,7 @@ def _optimized(case: Case, module: nn.Module, inputs: Inputs, step: Step) -> tup
 
 
 def _predicted(module: nn.Module, inputs: Inputs, step: Step, device: torch.device) -> tuple[Timeline, str]:
-    workspace = workspace_bytes(device, step.amp, step.mode)
+    workspace = step.target.workspace_bytes(device, step.amp, step.mode)
     try:
         return simulate(module, inputs, step, workspace_bytes=workspace), ""
     except DataDependentError:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from memrewrite.simulate.devices.as_cuda import STATED_ERROR
+from memrewrite.targets.cuda_from_cpu import STATED_ERROR
 from tests.benchmarks import plots, results, targets
 from tests.benchmarks.rows import BatchRow, ParetoRow, PlanRow, PredictRow, read
 

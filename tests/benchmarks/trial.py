@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from memrewrite.measurement.measuring import measure
 from memrewrite.simulate.fake.fakes import tensors_of
-from memrewrite.simulate.memory.allocator import rounded
+from memrewrite.targets.allocator import rounded
 from memrewrite.torch_internals.cuda import clear_cublas_workspaces
 from memrewrite.workload.step import Inputs, Step
 

@@ -21,7 +21,7 @@ from memrewrite.measurement.original import simulate_original
 from memrewrite.records.errors import DataDependentError
 from memrewrite.records.loop import Loop
 from memrewrite.simulate import Timeline
-from memrewrite.simulate.devices.workspaces import workspace_bytes
+from memrewrite.targets.cuda_from_cpu import CUDA_FROM_CPU
 from memrewrite.workload.step import Inputs, Step
 from tests.benchmarks.contenders import EAGER
 from tests.benchmarks.models import WORKLOADS
@@ -35,8 +35,8 @@ Build = Callable[[], tuple[nn.Module, Inputs]]
 def predicted(build: Build, step: Step) -> Timeline:
     """That model's step on CUDA, on the CPU's fake tensors."""
     model, inputs = build()
-    step = replace(step, as_cuda=True)
-    workspace = workspace_bytes(torch.device("cpu"), step.amp, step.mode, step.as_cuda)
+    step = replace(step, target=CUDA_FROM_CPU)
+    workspace = step.target.workspace_bytes(torch.device("cpu"), step.amp, step.mode)
     return simulate_original(model, inputs, step, workspace)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 
 from memrewrite.costs import ROOFLINES, Costs, Times, roofline_costs
 from memrewrite.costs.calls import Call, call_of
-from memrewrite.costs.compiled import when_compiled
+from memrewrite.costs.fused import when_fused
 from memrewrite.costs.profile import Profile, profile_on
 from memrewrite.costs.table import Table, cache_file, environment
 from memrewrite.costs.timer import Measure, timing_on
@@ -328,7 +328,7 @@ class Mixed(nn.Module):
 def test_compiled_only_products_and_what_they_are_handed_take_time(amp: torch.dtype | None) -> None:
     effects = observed(Mixed(), torch.randn(2, 3, 8, 8), amp=amp)
     costs = roofline_costs("cuda", amp)
-    compiled = when_compiled(costs, effects)
+    compiled = when_fused(costs, effects)
     times = {part: compiled.again_ms(node := node_named(effects, part), effects.of[node]) for part in PARTS}
     relu, element = node_named(effects, "relu"), 4 if amp is None else 2
     assert times["relu"] == costs.roofline.ms((0, 2 * relu.meta["val"].numel() * element), None)

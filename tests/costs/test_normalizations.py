@@ -17,7 +17,7 @@ from memrewrite.costs.normalizations import again_ms, found
 from memrewrite.costs.profile import Profile
 from memrewrite.costs.table import Table
 from memrewrite.runtime import batch_norm as runtime
-from memrewrite.simulate.memory.allocator import GRANULE
+from memrewrite.targets.allocator import GRANULE
 from tests.support.dropins import assert_same_bits, image, peak, segmented, step
 from tests.support.timing import Recorded, node_named, observed, opened
 

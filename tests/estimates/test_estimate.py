@@ -22,10 +22,11 @@ from memrewrite.records.errors import CaptureError, DataDependentError, UsageErr
 from memrewrite.records.estimate import Estimate, Textbook
 from memrewrite.report import estimate_table
 from memrewrite.simulate import run_tracked, simulate
-from memrewrite.simulate.devices.as_cuda import STATED_ERROR, library_bytes
 from memrewrite.simulate.fake.batch import at_batch
 from memrewrite.simulate.fake.fakes import tensors_of
-from memrewrite.simulate.memory.allocator import rounded
+from memrewrite.targets.allocator import rounded
+from memrewrite.targets.cuda_from_cpu import CUDA_FROM_CPU, STATED_ERROR
+from memrewrite.targets.workspaces import library_bytes
 from memrewrite.workload.step import Inputs, Step
 from tests.support.models import MODELS, ResidualNet, SwishNet, images, make
 
@@ -159,7 +160,8 @@ def test_a_model_without_memory() -> None:
 def test_a_step_for_cuda_is_planned_on_the_cpu() -> None:
     module, inputs = make("transformer")
     found = memrewrite.estimate(module, inputs.args, device="cuda")
-    assert found.peak.bytes == simulate(module, inputs, replace(ADAMW, as_cuda=True)).peak + library_bytes("train")
+    there = simulate(module, inputs, replace(ADAMW, target=CUDA_FROM_CPU))
+    assert found.peak.bytes == there.peak + library_bytes("train")
     assert f"without using it; {STATED_ERROR}" in found.notes[0]
     assert any("libraries" in difference.why for difference in found.differences)
 

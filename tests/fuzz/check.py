@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from memrewrite import optimize
 from memrewrite.records.errors import BudgetInfeasibleError, CaptureError, NotEquivalentError, UsageError
 from memrewrite.simulate import run_tracked, simulate
+from memrewrite.targets.compiled import CompiledTarget
+from memrewrite.targets.eager import EAGER
 from memrewrite.torch_internals.pytrees import tree_leaves, tree_map
 from memrewrite.workload.step import Inputs, Step, autocast, default_loss
 from memrewrite.workload.stepspec import optimizer_factory
@@ -79,7 +81,7 @@ def check(model: nn.Module, inputs: Inputs, ask: Ask, half: bool = False) -> str
         return "a loss of rounding errors"
     loose = HALF_TOLERANCE if half or ask.amp is not None else TOLERANCE
     _compare_training(twin, copy.deepcopy(result), inputs, step, 0.0 if exact else loose)
-    step = replace(step, compiled=ask.compiled and result is not model)
+    step = replace(step, target=CompiledTarget() if ask.compiled and result is not model else EAGER)
     tracked = run_tracked(copy.deepcopy(result), private(inputs), step).peak
     if real == before.peak:  # not so where PyTorch's shape rules miss already the original (RReLU, transposed)
         assert tracked == result.report.predicted_after.peak, f"{tracked} B tracked, not as predicted"

@@ -23,6 +23,7 @@ from memrewrite.measurement.measuring import Loader, measure, measure_in_child, 
 from memrewrite.process import child
 from memrewrite.records.errors import MeasurementError, TargetError, UsageError
 from memrewrite.simulate import simulate
+from memrewrite.targets.compiled import CompiledTarget
 from memrewrite.workload.step import PHASES, Inputs, Step
 from memrewrite.workload.stepspec import StepSpec
 from tests.support.models import MODELS, make
@@ -166,7 +167,7 @@ def test_other_devices_are_refused() -> None:
 
 def test_compiled_steps_are_measured_on_cuda_only() -> None:
     with pytest.raises(UsageError, match="measured on CUDA only"):
-        measure(nn.Linear(2, 2), Inputs((torch.ones(1, 2),), {}), Step(), compiled=True)
+        measure(nn.Linear(2, 2), Inputs((torch.ones(1, 2),), {}), Step(target=CompiledTarget()))
 
 
 def test_child_round_trip(target: str, capfd: pytest.CaptureFixture[str]) -> None:

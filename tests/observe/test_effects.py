@@ -14,7 +14,9 @@ from memrewrite.capture import capture
 from memrewrite.capture.normal import leaf_tensors
 from memrewrite.observe.effects import Effects, NodeEffects, observe
 from memrewrite.passes.spelling import operation
-from memrewrite.simulate.memory.allocator import GRANULE
+from memrewrite.targets.allocator import GRANULE
+from memrewrite.targets.compiled import CompiledTarget
+from memrewrite.targets.eager import EAGER
 from memrewrite.torch_internals.fake_tensors import FakeTensor
 from memrewrite.torch_internals.pytrees import tree_leaves
 from memrewrite.workload.step import Inputs
@@ -167,13 +169,13 @@ def test_compiled_a_cast_to_a_wider_type_counts_as_what_it_is_made_of(front_end:
     def forward(self: Any, x: Tensor) -> Tensor:
         return self.linear(x).bfloat16().float().exp()
 
-    for compiled in (True, False):
-        effects = effects_of(forward, torch.zeros(256, WIDTH), front_end=front_end, compiled=compiled)
+    for target, ratio in ((CompiledTarget(), 1), (EAGER, 2)):
+        effects = effects_of(forward, torch.zeros(256, WIDTH), front_end=front_end, target=target)
         (exp,) = (node for node in effects.order if operation(node) == "exp")
         (wide,) = exp.all_input_nodes
         (narrow,) = wide.all_input_nodes
         before, after = (effects.storages[key].bytes for node in (narrow, wide) for key in effects.of[node].outputs)
-        assert after == before * (1 if compiled else 2)
+        assert after == before * ratio
 
 
 RERUN: dict[str, tuple[Callable[..., Any], Tensor, str, bool]] = {

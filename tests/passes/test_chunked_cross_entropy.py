@@ -16,8 +16,8 @@ from memrewrite.passes.chunked_cross_entropy import ChunkedCrossEntropy, Found
 from memrewrite.records.errors import BudgetInfeasibleError, NotEquivalentError
 from memrewrite.runtime.cross_entropy import chunked_cross_entropy
 from memrewrite.search import registry
-from memrewrite.simulate.devices.as_cuda import as_cuda
 from memrewrite.simulate.memory.tracker import Tracker
+from memrewrite.targets.cuda_kernels import as_cuda
 from memrewrite.torch_internals.fake_tensors import FakeTensorMode
 from tests.passes.helpers import (
     FRONT_ENDS,

@@ -32,6 +32,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("observe", "plan"),
     ("simulate",),
     ("workload",),
+    ("targets",),
     ("process", "state"),
     ("torch_internals",),
     ("records",),

@@ -15,7 +15,7 @@ from memrewrite.report.axes import phases, places, ticks
 from memrewrite.report.curves import by_module, curve, thinned
 from memrewrite.report.kinds import KINDS, gathered
 from memrewrite.simulate import Timeline, run_tracked, simulate
-from memrewrite.simulate.memory.transients import Taken, Transients
+from memrewrite.targets.transients import Taken, Transients
 from memrewrite.workload.step import Inputs, Step
 from tests.support import reports
 from tests.support.reports import net

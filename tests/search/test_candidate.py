@@ -10,10 +10,11 @@ import memrewrite
 from memrewrite.observe import effects
 from memrewrite.plan.segments import Plan
 from memrewrite.records.loop import HABITS, Loop
-from memrewrite.search import bench, graphs
+from memrewrite.search import graphs
 from memrewrite.search.candidate import Candidate
 from memrewrite.search.inplace import marked_inplace
 from memrewrite.search.planning import plan, rewritten
+from memrewrite.targets.eager import Target
 from memrewrite.workload.step import OptimizerFactory, Step
 from tests.support.dropins import candidate
 from tests.support.models import make
@@ -92,7 +93,7 @@ def test_no_pass_and_no_plan_changes_what_it_is_given(name: str) -> None:
 def test_statistics_are_kept_where_the_device_takes_longer(
     monkeypatch: pytest.MonkeyPatch, times: tuple[float, float] | None, kept: bool
 ) -> None:
-    monkeypatch.setattr(bench, "kernel_runs_on", lambda device: True)
+    monkeypatch.setattr(Target, "normalizes_by_kernel", lambda target, device: True)
     under_test = first("residual", Step())
     under_test = replace(under_test, bench=replace(under_test.bench, original=times))
     n = len(under_test.regions[0].graph.nodes)

@@ -17,8 +17,8 @@ from memrewrite.records.options import Budget, format_bytes
 from memrewrite.report.tables import over_budget
 from memrewrite.runtime.dropin import programs
 from memrewrite.simulate import simulate
-from memrewrite.simulate.devices.workspaces import workspace_bytes
-from memrewrite.simulate.memory.allocator import Allocator
+from memrewrite.targets.allocator import Allocator
+from memrewrite.targets.cuda_from_cpu import CUDA_FROM_CPU
 from memrewrite.workload.step import Inputs, Step
 
 ROWS, WIDTH, LAYERS = 8192, 512, 12
@@ -53,8 +53,8 @@ def optimized(inputs: Tensor, **options: Any) -> memrewrite.Report:
 
 
 def reserved_under(cap: int, module: nn.Module, inputs: Tensor) -> int:
-    step = Step("train", torch.optim.AdamW, as_cuda=True)
-    workspace = workspace_bytes(torch.device("cpu"), None, "train", True)
+    step = Step("train", torch.optim.AdamW, target=CUDA_FROM_CPU)
+    workspace = step.target.workspace_bytes(torch.device("cpu"), None, "train")
     return simulate(module, Inputs((inputs,), {}), step, workspace_bytes=workspace, cap=cap).reserved
 
 

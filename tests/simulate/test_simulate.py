@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from memrewrite.records.errors import CaptureError, UsageError
 from memrewrite.records.loop import Loop
 from memrewrite.simulate import Timeline, run_tracked, simulate
-from memrewrite.simulate.devices.workspaces import workspace_bytes
 from memrewrite.simulate.fake import fakes
 from memrewrite.simulate.fake.fakes import fake_inputs, fake_twin, tensors_of
-from memrewrite.simulate.memory.allocator import rounded
 from memrewrite.simulate.memory.tracker import OPERATOR_WORKSPACE, Tracker
-from memrewrite.simulate.memory.transients import (
+from memrewrite.targets.allocator import rounded
+from memrewrite.targets.compiled import CompiledTarget
+from memrewrite.targets.eager import EAGER, Target
+from memrewrite.targets.transients import (
     Call,
     Taken,
     Transients,
@@ -140,7 +141,7 @@ def test_workspaces_are_added_throughout() -> None:
     assert [size for _, size in more.phases] == [size + 4096 for _, size in plain.phases]
     assert more.categories["library workspaces"] == 4096
     assert sum(more.categories.values()) == more.peak
-    assert workspace_bytes(torch.device("cpu")) == 0
+    assert EAGER.workspace_bytes(torch.device("cpu"), None, "train") == 0
 
 
 def test_libraries_without_work_have_no_workspaces() -> None:
@@ -407,7 +408,7 @@ def test_tracker_counts(run: Any, current: int, peak: int) -> None:
 )
 def test_compiled_a_cast_to_a_wider_type_counts_as_what_it_is_made_of(run: Any, compiled: int, eager: int) -> None:
     x = torch.zeros(1024, dtype=torch.bfloat16)
-    for tracker, expected in ((Tracker("cpu", compiled=True), compiled), (Tracker("cpu"), eager)):
+    for tracker, expected in ((Tracker("cpu", target=CompiledTarget()), compiled), (Tracker("cpu"), eager)):
         with tracker:
             tracker.register([x], "given")
             kept = run(x)
@@ -416,10 +417,10 @@ def test_compiled_a_cast_to_a_wider_type_counts_as_what_it_is_made_of(run: Any, 
         assert tracker.living() == {"given": 2048}
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_gradients_of_weights_are_their_own_also_compiled(compiled: bool) -> None:
+@pytest.mark.parametrize("target", [EAGER, CompiledTarget()], ids=["eager", "compiled"])
+def test_gradients_of_weights_are_their_own_also_compiled(target: Target) -> None:
     module, inputs = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), Inputs((torch.zeros(8, 64),), {})
-    timeline = simulate(module, inputs, Step(amp=torch.bfloat16, compiled=compiled), attribute=True)
+    timeline = simulate(module, inputs, Step(amp=torch.bfloat16, target=target), attribute=True)
     sizes = [life.bytes for life in timeline.lives if life.category == "gradients" and "step 2" in life.operator]
     assert sorted(sizes) == sorted(2 * [64 * 64 * 4, 64 * 4 + 256])
 

@@ -18,6 +18,8 @@ from memrewrite.search.graphs import ObservedGraph
 from memrewrite.search.inplace import marked_inplace
 from memrewrite.search.regions import Region, find
 from memrewrite.simulate import run_tracked
+from memrewrite.targets.compiled import CompiledTarget
+from memrewrite.targets.eager import EAGER
 from memrewrite.workload.step import Inputs, Step
 
 
@@ -93,7 +95,7 @@ def segmented(
     batch normalizations, as on CUDA, and puts activations in place.
     """
     inputs = Inputs(args, kwargs or {})
-    step = Step("train", None, None, amp, compiled=compiled)
+    step = Step("train", None, None, amp, target=CompiledTarget() if compiled else EAGER)
     region = Region("", model, capture(model, inputs), lambda: inputs)
     first = CandidateRegion(ObservedGraph(region, step, region.captured.graph_module)).after(Functionalize())
     nodes, effects = first.graph.nodes, first.effects

@@ -9,7 +9,7 @@ import types
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from memrewrite.runtime.dropin import empty_like, own, prepare
-from memrewrite.simulate.devices.as_cuda import as_cuda
 from memrewrite.simulate.fake.constant_values import known_values
 from memrewrite.state import containers
+from memrewrite.targets.eager import EAGER, Target
 from memrewrite.torch_internals.dispatch_modes import Recall
 from memrewrite.torch_internals.fake_tensors import FakeTensor, FakeTensorMode, real_rules_on_fake_tensors
 from memrewrite.torch_internals.pytrees import tree_map
@@ -62,9 +62,9 @@ def fakes_of(tensors: Sequence[Tensor], like: Sequence[Tensor]) -> tuple[Tensor,
 
 @contextmanager
 def on_fakes(
-    module: nn.Module, inputs: Inputs, cuda: bool = False, these: bool = False
+    module: nn.Module, inputs: Inputs, target: Target = EAGER, these: bool = False
 ) -> Iterator[tuple[nn.Module, Inputs]]:
-    """The fake twin of a module and its fake inputs, in the mode they run in; with ``cuda`` as on CUDA.
+    """The fake twin of a module and its fake inputs, in the mode they run in, as on ``target``.
 
     With ``these``, the run is about these inputs alone, and the values of small ones without fractions are known.
     """
@@ -74,7 +74,7 @@ def on_fakes(
     twin, fakes = fake_twin(module, mode), fake_inputs(inputs, mode, device)
     pairs = zip(fakes.tensors(), inputs.tensors(), strict=True)
     given = [(fake, real) for fake, real in pairs if these and not real.is_meta]
-    rules = real_rules_on_fake_tensors(), as_cuda() if cuda else nullcontext()
+    rules = real_rules_on_fake_tensors(), target.kernels()
     with rules[0], rules[1], mode, Recall(mode), known_values(given):
         yield twin, fakes
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memrewrite.simulate.memory.transients import like, made
+from memrewrite.targets.transients import like, made
 from memrewrite.torch_internals.dispatch_modes import Layer
 from memrewrite.torch_internals.fake_tensors import FakeTensor, real_tensors
 from memrewrite.torch_internals.operators import named_arguments

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memrewrite.simulate.memory.allocator import Allocator, Block, rounded
 from memrewrite.simulate.memory.places import Places
-from memrewrite.simulate.memory.transients import Taken, Transients
-from memrewrite.torch_internals.autograd_nodes import gives_gradient_of_leaf
+from memrewrite.targets.allocator import Allocator, Block, rounded
+from memrewrite.targets.eager import EAGER, Target
+from memrewrite.targets.transients import Taken, Transients
 from memrewrite.torch_internals.dispatch_modes import Layer
 from memrewrite.torch_internals.fake_tensors import FakeTensor
 
@@ -23,13 +23,6 @@ _DEVICE = torch.ops.prim.device.default  # what half of all calls are: optimizer
 # What cuBLAS computes, by name; convolutions are cuDNN's, attention and norms PyTorch's own.
 _BLAS = {"mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot", "linear", "_addmm_activation"}
 _BLAS |= {"_scaled_mm", "_grouped_mm", "_int_mm", "_scaled_grouped_mm"}
-
-
-def widened(func: Any, args: Sequence[Any], result: Any) -> int:
-    """The bytes that ``result`` is made of where it is that in a wider type; 0 for a leaf's gradient, which stays."""
-    if func is not torch.ops.aten._to_copy.default or result.layout is not torch.strided or gives_gradient_of_leaf():
-        return 0
-    return int(args[0].nbytes) if result.element_size() > args[0].element_size() else 0
 
 
 @dataclass(frozen=True)
@@ -77,7 +70,7 @@ class Tracker(Layer):
     ``modules`` the submodule of each.
     No tensor is kept alive. Storages from before count once they are given to ``register``. What an operator takes
     while it runs counts towards the peak as far as ``transients`` knows it. With ``places``, storages know the
-    submodule that made them. ``compiled`` counts a tensor in a wider type as what it was cast from (see ``Step``). With
+    submodule that made them. What a tensor counts as is up to the ``target``. With
     ``blocks`` a storage counts as the block that this allocator would hand out for it.
     """
 
@@ -86,11 +79,11 @@ class Tracker(Layer):
         device_type: str,
         transients: Transients | None = None,
         places: Places | None = None,
-        compiled: bool = False,
+        target: Target = EAGER,
         blocks: Allocator | None = None,
     ) -> None:
         super().__init__()
-        self.compiled = compiled
+        self.target = target
         self.blocks = blocks
         self.device_type = device_type
         self.current = 0
@@ -199,7 +192,7 @@ class Tracker(Layer):
             if self.blocks is not None:
                 self.blocks.follow(self.libraries)
             self.libraries = []
-        if self.compiled and (size := widened(func, args, result)):
+        if size := self.target.read_as(func, args, result):
             self._see(result, size)
         taken = Taken() if self._transients is None else self._transients.lookup(func, args, dict(kwargs or {}))
         extra = self._made(result, taken)
@@ -224,7 +217,7 @@ class Tracker(Layer):
 
         Where its requests are known, their blocks are handed out in that order, and the result gets those it keeps.
         """
-        if self.blocks is None or self.compiled or not taken.course:
+        if self.blocks is None or self.target.fuses or not taken.course:
             self._see_all(result)
             if self.blocks is None or not taken.bytes:
                 return taken.bytes

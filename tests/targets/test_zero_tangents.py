@@ -9,6 +9,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from memrewrite.simulate import Timeline, simulate
+from memrewrite.targets.compiled import CompiledTarget
+from memrewrite.targets.eager import EAGER
 from memrewrite.torch_internals.fake_tensors import TorchDispatchMode
 from memrewrite.workload.step import Inputs, Step
 
@@ -55,7 +57,7 @@ def test_autograd_makes_no_zeros_and_compiled_code_does(backend: str | None) -> 
 def timelines(model: nn.Module) -> list[Timeline]:
     """Of a step that is not compiled, and of one that is."""
     step, inputs = Step(optimizer=None), Inputs((torch.randint(WORDS, SHAPE),), {})
-    return [simulate(model, inputs, replace(step, compiled=compiled)) for compiled in (False, True)]
+    return [simulate(model, inputs, replace(step, target=target)) for target in (EAGER, CompiledTarget())]
 
 
 def test_they_count_from_the_beginning_of_backward_until_the_gradient_of_the_logits_is_there() -> None:

@@ -12,28 +12,36 @@ import torch
 from torch import nn
 
 from memrewrite.process.child import run_job
-from memrewrite.simulate.devices.as_cuda import library_bytes
-from memrewrite.workload.step import autocast
 
 _NAMES = {None: "off", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _TIMEOUT_S = 300.0
 _WIDTH = 64
+_MIB = 2**20
+_CUBLAS, _CUBLASLT = 32 * _MIB, _MIB
 
 
-def workspace_bytes(
-    device: torch.device, amp: torch.dtype | None = None, mode: str = "train", as_cuda: bool = False
-) -> int:
+def library_bytes(mode: str) -> int:
+    """What cuBLAS holds in a step of ``mode``: one workspace per thread that multiplies, and that of cuBLASLt.
+
+    32 MiB each on Hopper (``parseChosenWorkspaceSize`` in ``aten/src/ATen/cuda/CublasHandlePool.cpp``; 8.1 MiB on
+    earlier devices) for the forward pass and for autograd's thread, and 1 MiB of cuBLASLt, which adds biases.
+    """
+    return _CUBLAS * (2 if mode == "train" else 1) + _CUBLASLT
+
+
+def library_requests(size: int, mode: str) -> tuple[list[int], list[int]]:
+    """The requests that ``size`` bytes of libraries are in a step of ``mode``, of the forward pass and of backward."""
+    own = min(_CUBLASLT, size)
+    workspace = (size - own) // (2 if mode == "train" else 1)
+    return [each for each in (workspace, own) if each], [workspace] if workspace and mode == "train" else []
+
+
+def measured(device: torch.device, amp: torch.dtype | None = None, mode: str = "train") -> int:
     """Bytes that stay allocated on ``device`` once a step of ``mode`` under ``amp`` has run there; 0 on the CPU.
-
-    With ``as_cuda`` what they are by PyTorch's sources, see ``library_bytes``.
 
     Measured in a fresh process the first time, then remembered. Raises ``MeasurementError`` when that process fails.
     """
-    if as_cuda:
-        return library_bytes(mode)
-    if device.type != "cuda":
-        return 0
-    return _measured(str(device), _NAMES[amp], mode)
+    return 0 if device.type != "cuda" else _measured(str(device), _NAMES[amp], mode)
 
 
 @functools.cache
@@ -55,7 +63,7 @@ def _tiny_step(device: torch.device, amp: torch.dtype | None, mode: str) -> None
     """Products with and without a bias, which take different library paths; in training also backward."""
     module = nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.Linear(_WIDTH, _WIDTH, bias=False)).to(device)
     x = torch.zeros(_WIDTH, _WIDTH, device=device)
-    with autocast(amp, device.type):
+    with torch.autocast(device.type, amp, enabled=amp is not None):
         loss = (module(x) @ x).float().sum()
     if mode == "train":
         loss.backward()

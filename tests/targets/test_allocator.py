@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from memrewrite.simulate import simulate
-from memrewrite.simulate.memory.allocator import GRANULE, Allocator, Block, allocator_on
 from memrewrite.simulate.memory.tracker import Tracker
-from memrewrite.simulate.memory.transients import Taken, Transients, transients_on
+from memrewrite.targets.allocator import GRANULE, Allocator, Block, allocator_on
+from memrewrite.targets.cuda_from_cpu import CUDA_FROM_CPU
+from memrewrite.targets.transients import Taken, Transients, transients_on
 from memrewrite.workload.step import Step
 from tests.support.models import make
 
@@ -116,7 +117,7 @@ def test_no_bytes_are_lost(expandable: bool) -> None:
 
 def test_a_step_planned_for_cuda_counts_blocks_and_what_is_reserved() -> None:
     module, inputs = make("residual")
-    step = Step(optimizer=torch.optim.AdamW, as_cuda=True)
+    step = Step(optimizer=torch.optim.AdamW, target=CUDA_FROM_CPU)
     blocks, asked = (simulate(module, inputs, step, workspace_bytes=MIB, blocks=b) for b in (True, False))
     assert asked.peak <= blocks.peak <= blocks.reserved
     assert blocks.reserved % MIB == 0

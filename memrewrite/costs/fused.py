@@ -10,7 +10,7 @@ from memrewrite.costs import Costs
 from memrewrite.observe.effects import Effects
 
 
-def when_compiled(costs: Costs, effects: Effects) -> Costs:
+def when_fused(costs: Costs, effects: Effects) -> Costs:
     """``costs`` where a product takes what it took, and other nodes only what it takes to hand products a tensor.
 
     That is written and read once more, in autocast's type. All else is read and computed with what reads it.

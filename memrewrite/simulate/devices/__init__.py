@@ -1,1 +1,0 @@
-"""What CUDA does otherwise, where there is none."""
