@@ -10,6 +10,7 @@ An interval whose backward has M bytes to work in may itself be walked that way,
 segment. ``Nested`` solves that for intervals between a few cuts of the chain and a few M, once for all plans.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,9 +19,19 @@ from numpy.typing import NDArray
 from memrewrite.plan.demand import keeping_on_demand, pieces
 from memrewrite.plan.guide import Guide, guide, lightest
 from memrewrite.plan.segments import Bytes, Chain, Plan
-from memrewrite.plan.tables import KEEPING, NEVER, Intervals, Keeping, Nested, Space, intervals, keeping
+from memrewrite.plan.tables import (
+    NEVER,
+    Decision,
+    Intervals,
+    Keeping,
+    Nested,
+    Recompute,
+    Space,
+    Way,
+    intervals,
+    keeping,
+)
 
-_KEPT = -1  # what leads to a label is a kept node, or an interval of one of the kinds in `tables`
 _INNER_SLOTS = 32
 _PARTS = 1024  # of the bound, within which labels are compared before they are sorted
 _FEWEST, _MOST = 32, 16_000  # labels: of a position at least, and of a whole chain where there is room for more
@@ -67,23 +78,21 @@ def plan(among: Space | Intervals, bound: int) -> Plan | None:
     if rest is None:
         return None
     slots = max(_FEWEST, _MOST // max(n, 1))
-    found = _walk(among, 0, n, bound, slots, among.table.live_ins(0), rest).back(n)
+    found = _walk(among, 0, n, bound, slots, among.table.live_ins(0), rest).back(n, among.decisions)
     if found is None:
         return None
-    ms, steps = found
+    ms, recomputed = found
     chosen: list[tuple[int, int]] = []
     kept: list[tuple[int, int]] = []
-    for a, b, kind in steps:
+    for a, b, how in recomputed:
         chosen.append((a, b))
-        number, level = divmod(kind, KEEPING)
-        way = among.keeping[number - 1] if number else among
-        if isinstance(way, Keeping):
-            kept += [(p, p + 1) for p in range(a, b) if way.save_bytes[p] >= 0]
-            chosen += pieces(way, a, b)
-        if way.inner is not None and level:
-            inside = Space(replace(among.table, ms=way.table.ms))
-            most = int(way.inner.levels[level - 1])
-            within = _walk(inside, a, b, most, _INNER_SLOTS, among.table.live_ins(a)).back(b - a)
+        if (choice := how.way.keeping) is not None:
+            kept += [(p, p + 1) for p in range(a, b) if choice.save_bytes[p] >= 0]
+            chosen += pieces(choice, a, b)
+        if how.level is not None:
+            inside = Space(replace(among.table, ms=how.way.table.ms))
+            labels = _walk(inside, a, b, how.level, _INNER_SLOTS, among.table.live_ins(a))
+            within = labels.back(b - a, inside.decisions)
             chosen += [(c + a, d + a) for c, d, _ in within[1]] if within is not None else []
     return Plan(tuple(chosen), ms, tuple(kept))
 
@@ -104,11 +113,15 @@ def _walk(
         last, kept = labels.first[b - start], labels.first[b - start - 1]
         total = labels.held[kept:last] + table.keep[b - 1]
         need = max(int(table.work[b - 1] + unsaved[b]), int(table.forward[b - 1]))
-        ways = [_Moves(total, total + need, labels.ms[kept:last], np.arange(kept, last), np.full(last - kept, _KEPT))]
-        for kind, way, inner in among.ways():
-            ways.append(_whole(labels, way, start, b, bound, kind, outside))
-            if inner is not None and b in inner.cuts:
-                ways.append(_nested_moves(labels, way, inner, b, bound, kind))
+        ways = [
+            _Moves(
+                total, total + need, labels.ms[kept:last], np.arange(kept, last), np.zeros(last - kept, dtype=np.int64)
+            )
+        ]
+        for way in among.ways:
+            ways.append(_whole(labels, way, start, b, bound, outside))
+            if way.inner is not None and b in way.inner.cuts:
+                ways.append(_nested_moves(labels, way, way.inner, b, bound))
         labels.add(_Moves.among(ways, bound))
         if labels.first[b - start + 1] == last and rest is None and _stuck(labels, table, start, b, bound, outside):
             break
@@ -122,8 +135,9 @@ def _stuck(labels: "_Labels", table: Intervals, start: int, b: int, bound: int, 
     return bool((labels.held[:last] + table.least[a, b] - outside[a, -1] > bound).all())
 
 
-def _whole(labels: "_Labels", table: Intervals, start: int, b: int, bound: int, kind: int, outside: Bytes) -> "_Moves":
+def _whole(labels: "_Labels", way: Way, start: int, b: int, bound: int, outside: Bytes) -> "_Moves":
     """Intervals that end at ``b`` and begin at ``start`` or later, all kept as they run again, if there is room."""
+    table = way.table
     ms = table.ms[start:b, b]
     usable = np.isfinite(ms)
     live_in = outside[start:b, b]
@@ -133,18 +147,18 @@ def _whole(labels: "_Labels", table: Intervals, start: int, b: int, bound: int, 
     fits = labels.held[first:last] + needed[labels.position[first:last]] <= bound
     origin = first + np.flatnonzero(fits)
     a, before = labels.position[origin], labels.held[origin]
-    return _Moves(before + held[a], before + needed[a], labels.ms[origin] + ms[a], origin, np.full(len(a), kind))
+    return _Moves(before + held[a], before + needed[a], labels.ms[origin] + ms[a], origin, np.full(len(a), way.number))
 
 
 @dataclass(frozen=True)
 class _Moves:
-    """Ways to reach a position: bytes held then and needed on the way, cost, the label it starts from, and how."""
+    """Ways to reach a position: bytes held then and needed on the way, cost, the label it starts from, the decision."""
 
     held: Bytes
     needed: Bytes
     ms: NDArray[np.float64]
     origin: Bytes
-    kind: Bytes
+    decision: Bytes
 
     @classmethod
     def beginning(cls) -> "_Moves":
@@ -157,12 +171,15 @@ class _Moves:
         held, needed = (np.concatenate([getattr(way, name) for way in ways]) for name in ("held", "needed"))
         ms = np.concatenate([way.ms for way in ways])
         fits = np.flatnonzero((np.maximum(needed, held) <= bound) & np.isfinite(ms))
-        origin, kind = (np.concatenate([getattr(way, name) for way in ways])[fits] for name in ("origin", "kind"))
-        return cls(held[fits], needed[fits], ms[fits], origin, kind)
+        origin, decision = (
+            np.concatenate([getattr(way, name) for way in ways])[fits] for name in ("origin", "decision")
+        )
+        return cls(held[fits], needed[fits], ms[fits], origin, decision)
 
 
-def _nested_moves(labels: "_Labels", table: Intervals, inner: Nested, b: int, bound: int, kind: int) -> _Moves:
+def _nested_moves(labels: "_Labels", way: Way, inner: Nested, b: int, bound: int) -> _Moves:
     """Intervals from earlier cuts to ``b``, each with the cheapest plan inside that there is room for."""
+    table = way.table
     end = int(np.searchsorted(inner.cuts, b))
     here = [np.arange(labels.first[cut], labels.first[cut + 1]) for cut in inner.cuts[:end]]
     origin = np.concatenate([np.empty(0, np.int64), *here])
@@ -172,7 +189,7 @@ def _nested_moves(labels: "_Labels", table: Intervals, inner: Nested, b: int, bo
     ms = np.where(inner.need[start, end] <= (bound - around)[:, None], inner.ms[start, end], np.inf)
     level = ms.argmin(axis=1)
     needed = around + inner.need[start, end, level]
-    return _Moves(before + table.held[a, b], needed, labels.ms[origin] + ms.min(axis=1), origin, kind + level + 1)
+    return _Moves(before + table.held[a, b], needed, labels.ms[origin] + ms.min(axis=1), origin, way.number + 1 + level)
 
 
 class _Labels:
@@ -190,7 +207,7 @@ class _Labels:
         self.ms = np.zeros(size)
         self._needed = np.zeros(size, dtype=np.int64)  # at most on the way
         self._origin = np.zeros(size, dtype=np.int64)
-        self._kind = np.zeros(size, dtype=np.int64)
+        self._decision = np.zeros(size, dtype=np.int64)  # what leads there, by its number
         self._slots, self._next, self._rest = slots, 0, rest
         self._parts = slots if rest is None else max(slots, _PARTS)
         self._width = max(bound // (self._parts - 1), 1)
@@ -214,7 +231,7 @@ class _Labels:
         self.position[start:end], self.held[start:end] = self._next, moves.held[order]
         self.ms[start:end], self._origin[start:end] = moves.ms[order], moves.origin[order]
         self._needed[start:end] = np.maximum(self._needed[moves.origin[order]], moves.needed[order])
-        self._kind[start:end] = moves.kind[order]
+        self._decision[start:end] = moves.decision[order]
         self._next += 1
 
     def least(self, positions: Bytes) -> tuple[NDArray[np.float64], Bytes]:
@@ -222,16 +239,18 @@ class _Labels:
         last = self.first[positions + 1] - 1  # they are in order of bytes, so of falling cost
         return np.where(last >= self.first[positions], self.ms[last], np.inf), self._needed[last]
 
-    def back(self, position: int) -> tuple[float, list[tuple[int, int, int]]] | None:
-        """The cost of the cheapest label of a position and its intervals (a, b, kind); None if there is no label."""
+    def back(
+        self, position: int, decisions: Sequence[Decision]
+    ) -> tuple[float, list[tuple[int, int, Recompute]]] | None:
+        """The cost of the cheapest label of a position and what is recomputed, [a, b) each; None if there is none."""
         label = int(self.first[position + 1]) - 1
         if label < self.first[position]:
             return None
-        ms, found = float(self.ms[label]), []
+        ms, found = float(self.ms[label]), list[tuple[int, int, Recompute]]()
         while (b := int(self.position[label])) > 0:
-            kind, label = int(self._kind[label]), int(self._origin[label])
-            if kind != _KEPT:
-                found.append((int(self.position[label]), b, kind))
+            decision, label = decisions[self._decision[label]], int(self._origin[label])
+            if isinstance(decision, Recompute):
+                found.append((int(self.position[label]), b, decision))
         return ms, found[::-1]
 
 

@@ -13,10 +13,6 @@ from memrewrite.plan.segments import Bytes, Chain, Held
 
 NEVER = np.iinfo(np.int64).max // 4
 
-# Kinds of intervals: one that as it runs again is all kept, or is planned for a level (1 + its number); and the same of
-# those with kept nodes, `KEEPING` further for each choice of them.
-WHOLE, KEEPING = 0, 1000
-
 
 @dataclass(frozen=True)
 class Intervals:
@@ -89,6 +85,36 @@ class Keeping:
     cuts: Bytes | None = None
 
 
+@dataclass(frozen=True, eq=False)
+class Way:
+    """How an interval may run again: as ``table`` says, planned as ``inner`` says, with the nodes of ``keeping`` kept.
+
+    ``number`` is that of its first decision in ``Space.decisions``; those for the levels of ``inner`` follow.
+    """
+
+    number: int
+    table: Intervals
+    inner: Nested | None
+    keeping: Keeping | None
+
+
+@dataclass(frozen=True)
+class Keep:
+    """What autograd saves of a node stays."""
+
+
+@dataclass(frozen=True, eq=False)
+class Recompute:
+    """An interval runs again when backward reaches it, and is then all kept, or planned within ``level`` bytes."""
+
+    way: Way
+    level: int | None
+
+
+Decision = Keep | Recompute
+"""What a plan does with the storages of a node or an interval; to offload them would be a third."""
+
+
 @dataclass(frozen=True)
 class Space:
     """The plans there are: of intervals, of segments in them, and both again with nodes kept inside intervals."""
@@ -97,11 +123,21 @@ class Space:
     inner: Nested | None = None
     keeping: tuple[Keeping, ...] = ()
 
-    def ways(self) -> Iterator[tuple[int, Intervals, Nested | None]]:
-        """The kind, the tables and the insides of intervals."""
-        yield WHOLE, self.table, self.inner
-        for number, each in enumerate(self.keeping, 1):
-            yield number * KEEPING, each.table, each.inner
+    @functools.cached_property
+    def ways(self) -> tuple[Way, ...]:
+        """How an interval may run again: with nothing kept, and with each choice of nodes."""
+        found = [Way(1, self.table, self.inner, None)]
+        for each in self.keeping:
+            before = found[-1]
+            levels = 0 if before.inner is None else len(before.inner.levels)
+            found.append(Way(before.number + 1 + levels, each.table, each.inner, each))
+        return tuple(found)
+
+    @functools.cached_property
+    def decisions(self) -> tuple[Decision, ...]:
+        """All there are, by their numbers; to keep is the first."""
+        levels = ((way, () if way.inner is None else way.inner.levels.tolist()) for way in self.ways)
+        return (Keep(), *(Recompute(way, level) for way, several in levels for level in (None, *several)))
 
     def leading(self, b: int) -> Arcs:
         """All steps to position ``b``: a kept node, and intervals of every kind, in the order of where they start."""
@@ -117,16 +153,17 @@ class Space:
         table, node = self.table, np.array([b - 1])
         need = np.maximum(np.maximum(table.work[node] + table.unsaved[0, b], table.forward[node]), 0)
         yield Arcs(node, table.keep[node], table.keep[node] + need, np.zeros(1))
-        for _, way, inner in self.ways():
-            a = np.flatnonzero(np.isfinite(way.ms[:b, b]))
-            yield Arcs(a, way.held[a, b], way.peak[a, b], way.ms[a, b])
+        for way in self.ways:
+            table, inner = way.table, way.inner
+            a = np.flatnonzero(np.isfinite(table.ms[:b, b]))
+            yield Arcs(a, table.held[a, b], table.peak[a, b], table.ms[a, b])
             if inner is not None and b in inner.cuts:
                 end = int(np.searchsorted(inner.cuts, b))
                 for number in range(len(inner.levels)):
                     here = np.flatnonzero(np.isfinite(inner.ms[:end, end, number]))
                     a = inner.cuts[here]
-                    needed = way.base[a, b] + inner.need[here, end, number]
-                    yield Arcs(a, way.held[a, b], needed, inner.ms[here, end, number])
+                    needed = table.base[a, b] + inner.need[here, end, number]
+                    yield Arcs(a, table.held[a, b], needed, inner.ms[here, end, number])
 
 
 def _together(each: list[Arcs]) -> Arcs:
