@@ -11,7 +11,7 @@ import keyword
 import os
 import re
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -99,16 +99,12 @@ def check(model: nn.Module, inputs: Inputs) -> Findings:
             _refuse_difference(name, rehearsal, first)
         else:  # which was the second run, then
             _refuse_changes(name, rehearsal.between)
-    written = next(rehearsal.before.written(), None)
-    lost = f"writes to self.{written}, which is no buffer" if written else first.nested
-    if "apply" in checkpoints:
-        lost = "the gradients of checkpoint(use_reentrant=True)"
     notes = ["The model's own torch.utils.checkpoint calls are replaced by the plan."] if checkpoints else []
     if place := rehearsal.decided_by_values(first):
         notes.append(_DECIDED.format(name=name, place=place))
     return Findings(
         notes=tuple(notes),
-        export_loses=lost,
+        export_loses=_lost(rehearsal, first, checkpoints),
         asks=asked[0] if asked else "",
         exact=not place,
         checkpoints=bool(checkpoints),
@@ -116,6 +112,14 @@ def check(model: nn.Module, inputs: Inputs) -> Findings:
         reads=first.reads.found,
         looks=first.reads.looks,
     )
+
+
+def _lost(rehearsal: "_Rehearsal", first: "_Watch", checkpoints: Collection[str]) -> str:
+    """What the graph of ``torch.export`` would lack, "" if nothing."""
+    if "apply" in checkpoints:
+        return "the gradients of checkpoint(use_reentrant=True)"
+    written = next(rehearsal.before.written(), None)
+    return f"writes to self.{written}, which is no buffer" if written else first.nested
 
 
 class _Rehearsal:

@@ -33,6 +33,7 @@ from memrewrite.costs.normalizations import in_one_with, runs_again_with
 from memrewrite.plan.marks import NO_MARKS, UNMARKED, Marks, NodeMark
 from memrewrite.records.errors import CaptureError
 from memrewrite.runtime.operations import AROUND_NODES, IN_GRAPHS
+from memrewrite.simulate.memory.places import comment
 from memrewrite.torch_internals.operators import C_FUNCTIONS, OpOverload, names_of
 
 CONSTANT = "memrewrite_constant_{}"
@@ -82,7 +83,6 @@ _RUNTIME = (*AROUND_NODES, *IN_GRAPHS, "tree_unflatten", "treespec_loads")
 _MODULES_USED = ("aten", "torch", "operator", "math", "builtins", "importlib")
 _GLOBALS = (*_MODULES_USED, "inf", "nan", "getattr", "slice", "complex", *_RUNTIME)
 _OWN = re.compile(r"(segment|region|TREE)_\d")
-_PLAIN = re.compile(r"[\w.]+")
 
 
 class _Writer:
@@ -128,7 +128,11 @@ class _Writer:
             else:
                 (node,) = members
                 dead = [n for n in (*node.all_input_nodes, node) if uses.get(n, position) == position]
-                statement = self.statement(node, recomputed=depth > 0) + self.drop(dead) + _place(node)
+                statement = (
+                    self.statement(node, recomputed=depth > 0)
+                    + self.drop(dead)
+                    + comment(node.meta.get("module_path") or "")
+                )
                 lines += [*self.submodules.lines(), statement]
         return lines
 
@@ -306,12 +310,6 @@ def function_name(target: Any) -> str:
         if own and getattr(module, own, None) is target:
             return f"{name}.{own}"
     raise CaptureError(f"The graph calls {target}, which cannot be written as source.")
-
-
-def _place(node: fx.Node) -> str:
-    """The path of the submodule a node comes from as a comment, which ``simulate.places`` reads; quoted if odd."""
-    path = node.meta.get("module_path") or ""
-    return f"  # {path if _PLAIN.fullmatch(path) else repr(path)}" if path else ""
 
 
 def _body(node: fx.Node, body: Any) -> fx.GraphModule:

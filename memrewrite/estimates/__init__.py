@@ -23,7 +23,7 @@ from memrewrite.records.outcomes import Option
 from memrewrite.simulate import Timeline, habits
 from memrewrite.simulate.fake.batch import at_batch
 from memrewrite.targets.cuda_from_cpu import CUDA_FROM_CPU, STATED_ERROR
-from memrewrite.targets.eager import EAGER
+from memrewrite.targets.eager import EAGER, Target
 from memrewrite.targets.workspaces import library_bytes
 from memrewrite.workload.hooks import without_hooks
 from memrewrite.workload.sharding import refuse_sharded
@@ -63,42 +63,51 @@ def estimate(
     ``UsageError``, and what ``measure.predict`` raises.
     """
     work = workload(model, example_inputs, example_kwargs, optimizer, loss_fn, amp, mode, micro_batches, loop)
-    inputs = work.inputs
+    wanted, target = _planned_for(model, work.inputs, device)
+    refuse_sharded(model)
+    memory = None if device_memory is None else device_bytes(device_memory)
+    step = replace(work.step, target=target)
+    look = _Look(without_hooks(model), work.inputs, step, library_bytes(step.mode) if wanted == "cuda" else 0)
+    inference = look if step.mode == "inference" else look.inference(wanted)
+    progress("simulate")
+    found = _found(model, look, inference, wanted)
+    return found if memory is None else _fitted(found, look, inference, memory, progress)
+
+
+def _planned_for(model: nn.Module, inputs: Inputs, device: str | torch.device | None) -> tuple[str, Target]:
+    """The type of the device that the step would run on, and where it is simulated."""
     here = next((t.device.type for t in [*model.parameters(), *inputs.tensors()] if not t.is_meta), "cpu")
     wanted = here if device is None else _kind(device)
     if here == "cuda" and wanted != here:
         raise UsageError("The model is on cuda; leave out device, or move the model and its inputs to the CPU.")
-    refuse_sharded(model)
-    target = CUDA_FROM_CPU if wanted == "cuda" and here != "cuda" else EAGER
-    step = replace(work.step, target=target)
-    memory = None if device_memory is None else device_bytes(device_memory)
-    look = _Look(without_hooks(model), inputs, step, library_bytes(step.mode) if wanted == "cuda" else 0)
-    progress("simulate")
+    return wanted, CUDA_FROM_CPU if wanted != here else EAGER
+
+
+def _found(model: nn.Module, look: "_Look", inference: "_Look", wanted: str) -> Estimate:
+    """What a step takes, of ``model``, which ``look`` simulates for the device ``wanted``."""
+    step, batch = look.step, look.inputs.batch_size
     timeline = look.timeline(attribute=True)
     alone = look.dropping() or look  # whose forward keeps nothing but what backward needs
     kept = timeline if alone is look else alone.timeline(attribute=True)
-    more = alone.at(2 * inputs.batch_size).attempt(attribute=True) if inputs.batch_size else None
-    counted = textbook.count(look.model, inputs, step)
-    rule = textbook.rule(look.model, inputs, step, inputs.batch_size, counted)
-    inference = look if step.mode == "inference" else look.inference(wanted)
+    more = alone.at(2 * batch).attempt(attribute=True) if batch else None
+    counted = textbook.count(look.model, look.inputs, step)
+    rule = textbook.rule(look.model, look.inputs, step, batch, counted)
     evaluated = timeline if inference is look else inference.attempt()
-    found = Estimate(
+    without = _AS_CUDA if step.target is CUDA_FROM_CPU else ""
+    return Estimate(
         model=type(model).__name__,
         mode=step.mode,
         device=wanted,
-        batch_size=inputs.batch_size or None,
+        batch_size=batch or None,
         peak=_peak(timeline),
         inference_peak=None if evaluated is None else evaluated.peak,
-        modules=modules.shares(model, timeline, kept, (inputs.batch_size, more) if more else None),
+        modules=modules.shares(model, timeline, kept, (batch, more) if more else None),
         textbook=rule,
         differences=textbook.differences(rule, timeline, counted, step.mode == "train"),
         loop=str(step.loop),
         habits=habits.costs(step, timeline, lambda s: kept.peak if s == alone.step else look.of(s).timeline().peak),
-        notes=() if wanted == "cpu" else (f"{_AS_CUDA if target is CUDA_FROM_CPU else ''}{_UNKNOWN}",),
+        notes=() if wanted == "cpu" else (f"{without}{_UNKNOWN}",),
     )
-    if memory is None:
-        return found
-    return _fitted(found, look, inference, memory, progress)
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,12 @@ from torch import Tensor, fx, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import flop_registry
 
-from memrewrite.simulate.fake.constant_values import known_values
+from memrewrite.simulate.fake.fakes import running_on_fakes
 from memrewrite.simulate.fake.true_results import TrueResults
 from memrewrite.targets.allocator import rounded
 from memrewrite.targets.eager import EAGER, Target
-from memrewrite.torch_internals.dispatch_modes import Layer, Recall
-from memrewrite.torch_internals.fake_tensors import FakeTensorMode, real_rules_on_fake_tensors
+from memrewrite.torch_internals.dispatch_modes import Layer
+from memrewrite.torch_internals.fake_tensors import FakeTensorMode
 from memrewrite.torch_internals.operators import schema_name, written_arguments
 from memrewrite.torch_internals.pytrees import tree_iter
 from memrewrite.workload.step import autocast
@@ -128,15 +128,11 @@ def observe(
     fakes = [observer.fake.from_tensor(t.detach()).requires_grad_(t.requires_grad) for t in example]
     inputs = [observer.known(fake.clone() if fake.requires_grad else fake, "input") for fake in fakes]
     with (
-        real_rules_on_fake_tensors(),
-        observer.fake,
-        Recall(observer.fake),
-        known_values(),
+        running_on_fakes(observer.fake, target),
         TrueResults(),
         observer.recorder,
         saved_tensors_hooks(observer.recorder.pack, _unpack),
         autocast(amp, device),
-        target.kernels(),
         torch.set_grad_enabled(grad),
     ):
         observer.run(*inputs)

@@ -2,6 +2,7 @@
 
 import platform
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,22 +36,12 @@ def report_on(
     ``limit`` is the budget asked for, ``after`` is the timeline of ``result``; ``verdict`` and
     ``measured`` are None where nothing was verified or measured.
     """
-    config = {
-        "budget": None if limit is None else str(limit),
-        "mode": candidate.bench.step.mode,
-        "amp": None if candidate.bench.step.amp is None else str(candidate.bench.step.amp),
-        "micro_batches": candidate.bench.step.micro_batches,
-        "loop": str(candidate.bench.step.loop),
-        "input_bytes": candidate.bench.inputs.bytes,
-        "compiled": candidate.bench.target.compiles,
-        "front_end": ", ".join(dict.fromkeys(region.region.captured.front_end for region in candidate.regions)),
-        "regions": [region.region.path for region in candidate.regions],
-    }
+    bench = candidate.bench
     return Report(
-        model=type(candidate.bench.model).__name__,
-        mode=candidate.bench.step.mode,
-        device=candidate.bench.step.device_type(candidate.bench.model, candidate.bench.inputs),
-        config=config,
+        model=type(bench.model).__name__,
+        mode=bench.step.mode,
+        device=bench.step.device_type(bench.model, bench.inputs),
+        config=_config(candidate, limit),
         budget=None if limit is None else limit.resolve(limit.of(before)),
         predicted_before=_peaks(before),
         predicted_after=_peaks(after),
@@ -68,11 +59,27 @@ def report_on(
         notes=_notes(candidate),
         versions=_versions(),
         shares=_shares(candidate),
-        habits=habits.costs(candidate.bench.step, after, lambda step: candidate.bench.peak_of(result, step)),
-        predicted_ms_before=_longer(candidate.bench.original),
-        predicted_ms_after=_longer(candidate.bench.original if after is before else candidate.times()),
+        habits=habits.costs(bench.step, after, lambda step: bench.peak_of(result, step)),
+        predicted_ms_before=_longer(bench.original),
+        predicted_ms_after=_longer(bench.original if after is before else candidate.times()),
         reserved=limit is not None and limit.reserved,
     )
+
+
+def _config(candidate: Candidate, limit: Budget | None) -> dict[str, Any]:
+    """What was asked for."""
+    bench = candidate.bench
+    return {
+        "budget": None if limit is None else str(limit),
+        "mode": bench.step.mode,
+        "amp": None if bench.step.amp is None else str(bench.step.amp),
+        "micro_batches": bench.step.micro_batches,
+        "loop": str(bench.step.loop),
+        "input_bytes": bench.inputs.bytes,
+        "compiled": bench.target.compiles,
+        "front_end": ", ".join(dict.fromkeys(region.region.captured.front_end for region in candidate.regions)),
+        "regions": [region.region.path for region in candidate.regions],
+    }
 
 
 def _longer(times: tuple[float, float] | None) -> float | None:

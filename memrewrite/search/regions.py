@@ -24,6 +24,7 @@ from memrewrite.measurement.measuring import preserved_state
 from memrewrite.observe.any_gradient import observe_trained
 from memrewrite.observe.effects import observe
 from memrewrite.records.errors import CaptureError
+from memrewrite.records.tensor_like import TensorLike
 from memrewrite.rewriting.invariants import writes_what_is_kept
 from memrewrite.runtime.dropin import build, program_from
 from memrewrite.simulate.fake.fakes import on_fakes, tensors_of
@@ -149,20 +150,6 @@ def _ordered(found: Sequence[Region], calls: dict[nn.Module, list["_Call"]]) -> 
 
 
 @dataclass(frozen=True)
-class _Like:
-    """A tensor in words."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    def make(self, grad: bool) -> Tensor:
-        tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device).zero_()
-        return tensor.requires_grad_(grad and (self.dtype.is_floating_point or self.dtype.is_complex))
-
-
-@dataclass(frozen=True)
 class _Call:
     """One call of a submodule: the how-manieth of all, and its arguments with tensors in words.
 
@@ -178,7 +165,9 @@ class _Call:
         """Inputs like those of the call."""
 
         def make(leaf: Any) -> Any:
-            return leaf.make(grad) if isinstance(leaf, _Like) else leaf
+            if not isinstance(leaf, TensorLike):
+                return leaf
+            return leaf.filled(0).requires_grad_(grad and (leaf.dtype.is_floating_point or leaf.dtype.is_complex))
 
         return Inputs(tree_map(make, self.args), tree_map(make, self.kwargs))
 
@@ -264,6 +253,4 @@ def _calls(model: nn.Module, inputs: Inputs, step: Step, grad: bool) -> dict[nn.
 
 
 def _in_words(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    return _Like(tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device)
+    return TensorLike.of(leaf) if isinstance(leaf, Tensor) else leaf

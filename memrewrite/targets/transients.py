@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memrewrite.records.tensor_like import TensorLike
 from memrewrite.torch_internals.allocations import Course, History, recorded_allocations
 from memrewrite.torch_internals.fake_tensors import FakeTensor
 from memrewrite.torch_internals.operators import OpOverload, argument_names
@@ -34,24 +35,6 @@ class Taken:
 
 Measure = Callable[[Sequence[Call]], Sequence[Taken]]
 _NOTHING = Taken()
-
-
-@dataclass(frozen=True)
-class _Like:
-    """The signature of a tensor argument."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    def make(self) -> Tensor:
-        """A real tensor like it: ones, and zeros for integers, which are in range wherever they index something."""
-        spans = [(size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True)]
-        extent = 0 if 0 in self.shape else 1 + sum(spans)
-        value = 1 if self.dtype.is_floating_point else 0
-        whole = torch.full((extent,), value, dtype=self.dtype, device=self.device)
-        return whole.as_strided(self.shape, self.stride)
 
 
 class Transients:
@@ -93,15 +76,17 @@ def transients_on(device: torch.device) -> Transients | None:
 def like(value: Any) -> Any:
     """An argument with every tensor in it as a signature, lists as tuples."""
     if isinstance(value, Tensor):
-        device = value.fake_device if isinstance(value, FakeTensor) else value.device
-        return _Like(tuple(value.shape), value.stride(), value.dtype, device)
+        return TensorLike.of(value, value.fake_device if isinstance(value, FakeTensor) else None)
     return tuple(like(item) for item in value) if isinstance(value, list | tuple) else value
 
 
 def made(value: Any) -> Any:
-    """An argument again, of what ``like`` made of it; tuples come as lists."""
-    if isinstance(value, _Like):
-        return value.make()
+    """An argument again, of what ``like`` made of it; tuples come as lists.
+
+    Of tensors all is one, and of integers zero, which is in range wherever they index something.
+    """
+    if isinstance(value, TensorLike):
+        return value.filled(1 if value.dtype.is_floating_point else 0)
     return [made(item) for item in value] if isinstance(value, tuple) else value
 
 
@@ -116,7 +101,7 @@ def _run(
     device: torch.device, history: History, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[int, int, int]:
     """The bytes that a call takes beyond its results, and the moments between which it ran."""
-    if not any(isinstance(arg, _Like) and arg.device.type == "cuda" for arg in _leaves(args)):
+    if not any(isinstance(arg, TensorLike) and arg.device.type == "cuda" for arg in _leaves(args)):
         return 0, 0, 0
     args = random_state_on_host(func, args)
     try:
@@ -144,7 +129,7 @@ def random_state_on_host(func: OpOverload, args: tuple[Any, ...]) -> tuple[Any, 
         return args
     names = argument_names(func)
     return tuple(
-        replace(arg, device=torch.device("cpu")) if name.startswith("philox") and isinstance(arg, _Like) else arg
+        replace(arg, device=torch.device("cpu")) if name.startswith("philox") and isinstance(arg, TensorLike) else arg
         for name, arg in zip(names, args, strict=False)
     )
 

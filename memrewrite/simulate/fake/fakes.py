@@ -74,9 +74,17 @@ def on_fakes(
     twin, fakes = fake_twin(module, mode), fake_inputs(inputs, mode, device)
     pairs = zip(fakes.tensors(), inputs.tensors(), strict=True)
     given = [(fake, real) for fake, real in pairs if these and not real.is_meta]
-    rules = real_rules_on_fake_tensors(), target.kernels()
-    with rules[0], rules[1], mode, Recall(mode), known_values(given):
+    with running_on_fakes(mode, target, given):
         yield twin, fakes
+
+
+@contextmanager
+def running_on_fakes(
+    mode: FakeTensorMode, target: Target = EAGER, given: Sequence[tuple[Tensor, Tensor]] = ()
+) -> Iterator[None]:
+    """Run what follows on the fake tensors of ``mode``, as on ``target``; the values of ``given`` fakes are known."""
+    with real_rules_on_fake_tensors(), target.kernels(), mode, Recall(mode), known_values(given):
+        yield
 
 
 def tensors_of(module: nn.Module) -> list[Tensor]:

@@ -21,8 +21,24 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from memrewrite.runtime.dropin import programs
 from memrewrite.torch_internals.autograd_nodes import backward_number, next_backward_number
 
-# What codegen writes at the end of a line: a path, quoted where it is not made of plain names.
+# What stands at the end of a line of generated code: a path, quoted where it is not made of plain names.
 _COMMENT = re.compile(r"""  # ([\w.]+|'.*'|".*")$""")
+_PLAIN = re.compile(r"[\w.]+")
+
+
+def comment(path: str) -> str:
+    """What the generator writes at the end of a line that belongs to the submodule at ``path``; nothing for "".
+
+    The one place that generated text has for it: it travels as text alone, in pickles and artifacts too.
+    """
+    return f"  # {path if _PLAIN.fullmatch(path) else repr(path)}" if path else ""
+
+
+def path_in(line: str) -> str:
+    """The path that ``comment`` wrote at the end of a line, "" if it wrote none."""
+    found = _COMMENT.search(line)
+    text = found[1] if found else ""
+    return literal_eval(text) if text[:1] in ("'", '"') else text
 
 
 class Places:
@@ -85,7 +101,5 @@ class Places:
 
     def _named(self, file: str, line: int) -> str:
         if (file, line) not in self._lines:
-            found = _COMMENT.search(linecache.getline(file, line).rstrip("\n"))
-            text = found[1] if found else ""
-            self._lines[file, line] = literal_eval(text) if text[:1] in ("'", '"') else text
+            self._lines[file, line] = path_in(linecache.getline(file, line).rstrip("\n"))
         return self._lines[file, line]

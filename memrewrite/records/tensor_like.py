@@ -1,0 +1,30 @@
+"""What a strided tensor is besides its values."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TensorLike:
+    """A tensor's sizes, strides in elements, type and device."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: Tensor, device: torch.device | None = None) -> "TensorLike":
+        """That of ``tensor``, which stands for one on ``device`` if that is given."""
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device if device is None else device)
+
+    def filled(self, value: float) -> Tensor:
+        """A tensor like it all of whose memory is ``value``; elements may share memory."""
+        spans = [(size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True)]
+        extent = 0 if 0 in self.shape else 1 + sum(spans)
+        whole = torch.full((extent,), value, dtype=self.dtype, device=self.device)
+        return torch.empty(0, dtype=self.dtype, device=self.device).set_(
+            whole.untyped_storage(), 0, self.shape, self.stride
+        )
