@@ -189,7 +189,8 @@ def _under_cap(asked: _Asked, fit: Fit) -> Fit:
     candidate, needed = tried[0]
     note = (
         f"Where a process may reserve no more than {format_bytes(cap)}, this may run out of memory all the same, "
-        f"because memory is fragmented: {format_bytes(needed)} would do. PYTORCH_CUDA_ALLOC_CONF="
+        f"because memory is fragmented: {format_bytes(needed)} would do. Each forward then first returns cached memory "
+        "to the device, which may be enough. PYTORCH_CUDA_ALLOC_CONF="
         "expandable_segments:True prevents most of that."
     )
     return replace(fit, candidate=candidate.making_room(needed).noted(note))
