@@ -63,9 +63,11 @@ def draws() -> list[Any]:
 
 
 def seed_all(seed: int, devices: Iterable[torch.device]) -> None:
-    """Seed Python and PyTorch, on these devices alone; ``torch.manual_seed`` would touch every one."""
+    """Seed Python, NumPy where it is imported, and PyTorch on these devices: ``torch.manual_seed`` touches all."""
     torch.default_generator.manual_seed(seed)
     for device in devices:
         with torch.cuda.device(device):
             torch.cuda.manual_seed(seed)
     random.seed(seed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(seed % 2**32)

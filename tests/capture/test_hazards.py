@@ -299,6 +299,25 @@ def test_a_hazard_is_refused_by_name(name: str, front_end: str | None) -> None:
     assert states == (random.getstate(), str(np.random.get_state(legacy=False)), torch.get_rng_state().tolist())
 
 
+def seeding_python(self: Any, x: Tensor) -> Tensor:
+    random.seed(3)
+    return self.linear(x)
+
+
+def seeding_numpy(self: Any, x: Tensor) -> Tensor:
+    np.random.seed(3)
+    return self.linear(x)
+
+
+@pytest.mark.parametrize("function", [seeding, seeding_in_a_fork, seeding_python, seeding_numpy])
+def test_a_seed_is_seen_in_forward_where_it_is_the_one_that_was_set_before(function: Callable[..., Any]) -> None:
+    torch.manual_seed(3)
+    random.seed(3)
+    np.random.seed(3)
+    with pytest.raises(CaptureError, match="seeds"):
+        capture(model(function), Inputs((x(),), {}))
+
+
 def attention_kernels(self: Any, x: Tensor) -> Tensor:
     q = self.linear(x).view(1, 1, -1, WIDTH)
     with sdpa_kernel(SDPBackend.MATH):
