@@ -54,28 +54,21 @@ def optimize(
 
     ``example_inputs`` is a tensor or a tuple; ``budget`` text such as ``"8GB"``, ``"60%"`` or ``"min"``, an int of
     bytes or a ``Budget``, and bounds the peak of a steady step: parameters, gradients, optimizer state, inputs,
-    activations, temporaries and library workspaces; with ``reserved`` it bounds what CUDA's caching allocator holds for
-    it, which is what a cap on the process counts. ``optimizer`` is ``"none"``, ``"sgd"``, ``"sgd-momentum"``,
-    ``"adam"``, ``"adamw"``, either with ``-fused``, an optimizer to copy, its class or a factory, or None;
-    ``loss_fn(output)`` gives a scalar; ``amp`` is ``"bf16"`` or ``"fp16"``; ``mode`` is by default the one the model is
-    in; ``micro_batches`` says over how many batches like these gradients are accumulated before each step of the
-    optimizer. ``loop`` is what your loop keeps alive: what PyTorch's tutorials do, or habits as in
-    ``"drop-output,prefetch"`` (``memrewrite.records.loop``); what ``loss_fn`` holds counts as its targets. ``device``
-    is where the model lies, or, for a model on the CPU where there is no CUDA, ``"cuda"`` to plan for it: then peaks
-    are predicted for CUDA, nothing is measured, equivalence is verified on the CPU, and the result takes inputs on the
-    CPU. ``regions`` are patterns of submodule paths (``"layers.*"``) to capture one by one, whose own hooks keep
-    firing; by default the whole model is captured, else its largest submodules that can be. ``passes`` names those
-    allowed, ``exact`` keeps the forward bit-equal. ``compiled=True`` is for a result that ``torch.compile`` will get,
-    which fuses what it runs again and makes each node as backward asks for it: the plan then counts products alone,
-    keeps those worth it, and divides only segments where that costs nothing. The predicted peak stays that of the
-    uncompiled module, less what casts to wider types take there, with gradients of zeros (``simulate.tangents``); the
-    one that is measured, on a GPU, and held to the budget there is that of the compiled one. ``verify=False`` returns
-    the result unproved.
+    activations, temporaries and library workspaces; with ``reserved`` it bounds what CUDA's caching allocator holds.
+    ``optimizer`` is ``"none"``, ``"sgd"``, ``"sgd-momentum"``, ``"adam"``, ``"adamw"``, either with ``-fused``, an
+    optimizer to copy, a factory, or None; ``loss_fn(output)`` gives a scalar; ``amp`` is ``"bf16"`` or ``"fp16"``;
+    ``mode`` is by default the model's; gradients of ``micro_batches`` such batches are accumulated. ``loop`` is what
+    your loop keeps alive: what PyTorch's tutorials do, or habits as in ``"drop-output,prefetch"``
+    (``memrewrite.records.loop``); what ``loss_fn`` holds counts as its targets. ``device`` is where the model lies, or,
+    for a model on the CPU where there is no CUDA, ``"cuda"`` to plan for it: then nothing is measured, and the result
+    is verified, and runs, on the CPU. ``regions`` are patterns of submodule paths (``"layers.*"``) to capture one by
+    one, whose own hooks keep firing; by default the whole model is captured, else its largest submodules that can be.
+    ``passes`` names those allowed, ``exact`` keeps the forward bit-equal. ``compiled=True`` plans for what
+    ``torch.compile`` will make of the result (``memrewrite.targets.compiled``). ``verify=False`` returns it unproved.
 
     The result shares every Parameter and buffer with ``model``, is an instance of its class, and carries ``.report``
-    (where the class has a ``report`` of its own that stays, and ``memrewrite.report_of(result)`` gives ours); where
-    nothing was to rewrite, or the rewrites would raise the peak, it is ``model`` itself. ``model`` is left as it is;
-    hooks on it are not called meanwhile and work on the result as before. ``progress`` is told each stage.
+    (where its class has one that stays, and ``memrewrite.report_of(result)`` gives ours); where nothing is gained it is
+    ``model`` itself. That is left as it is; hooks on it work on the result as before. ``progress`` is told each stage.
     Raises ``CaptureError``, ``BudgetInfeasibleError``, ``NotEquivalentError``, ``MeasurementError``, ``UsageError``.
     """
     names = (passes,) if isinstance(passes, str) else None if passes is None else tuple(passes)

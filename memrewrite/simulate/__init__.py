@@ -246,16 +246,8 @@ def run_tracked(
     tracker.register(loop.batches, INPUTS)
     tracker.register([] if loop.average is None else loop.average.tensors, AVERAGE)
     recorder = _Recorder(tracker, loop, library_requests(libraries, step.mode))
-    peaks = []
     with places.followed() if places else nullcontext(), step.target.around(module):
-        for number in range(1, steps + 1):
-            tracker.reset_peak()
-            recorder.start(number)
-            if allocator is not None:
-                allocator.record()
-            with tracker:
-                loop.take(recorder.on_phase)
-            peaks.append(tracker.peak)
+        peaks = [recorder.take(number) for number in range(1, steps + 1)]
     categories, held, events = tracker.categories(), tracker.current, tracker.events[:]
     for other in (*others, inputs) if others else ():
         _take_other(loop, other, tracker, allocator, inputs)
@@ -318,10 +310,16 @@ class _Recorder:
         self._number = 0
         self._register_state()  # some optimizers make theirs as they are made
 
-    def start(self, number: int) -> None:
-        """Begin step ``number``."""
+    def take(self, number: int) -> int:
+        """Take step ``number``; its peak in bytes."""
+        self.tracker.reset_peak()
         self._number = number
         self._begin("data")
+        if self.tracker.blocks is not None:
+            self.tracker.blocks.record()
+        with self.tracker:
+            self._loop.take(self.on_phase)
+        return self.tracker.peak
 
     def on_phase(self, phase: Phase) -> None:
         """Record the end of ``phase`` and begin the next one."""

@@ -1,4 +1,10 @@
-"""What ``torch.compile`` makes of a step: it casts as it reads, fuses, recomputes node by node, and holds zeros."""
+"""What ``torch.compile`` makes of a step: it casts as it reads, fuses, recomputes node by node, and holds zeros.
+
+It fuses what it runs again and makes each node as backward asks for it: a plan counts products alone, keeps those worth
+it, and divides only segments where that costs nothing. The predicted peak stays that of the uncompiled module, less
+what casts to wider types take there, with gradients of zeros; the one that is measured, on a GPU, and held to the
+budget there is that of the compiled module.
+"""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
