@@ -40,8 +40,7 @@ UNMARKED = NodeMark()
 class Marks:
     """The marks of a graph's nodes, by name; a node that is not among them is unmarked.
 
-    ``room`` is how many bytes CUDA's allocator has to have room for, else it starts the program with nothing cached;
-    0 where that does not matter.
+    ``room`` is how many bytes CUDA's allocator gets before the program runs; 0 where it gets them as tensors are made.
     """
 
     nodes: tuple[tuple[str, NodeMark], ...] = ()

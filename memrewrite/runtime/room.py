@@ -8,26 +8,45 @@ import torch
 from torch import Tensor
 
 _SIMULATED: ContextVar[Callable[[int], None] | None] = ContextVar("_SIMULATED", default=None)
+_UNIT, _LEAST = 2 * 2**20, 10 * 2**20  # bytes: such pieces are multiples of the one and no smaller than the other
+_NEARLY = 0.95  # of the total is enough: for tensors of up to 1 MiB PyTorch gets other memory
 
 
-def make_room(wanted: int, *inputs: Tensor) -> None:
-    """Return cached memory to the device if this process may not reserve ``wanted`` bytes on it.
+def missing(total: int, reserved: int) -> int:
+    """The bytes to ask for in one piece where a process has ``reserved`` of ``total``, 0 for so few that none is."""
+    lacking = total - reserved
+    return 0 if lacking < _LEAST or reserved > _NEARLY * total else lacking // _UNIT * _UNIT
 
-    That is what PyTorch's caching allocator reserves for a step, at most, when it starts with what earlier steps left
-    in pieces; a step that starts with nothing cached takes less. Where there is room for ``wanted``, nothing is done.
+
+def make_room(total: int, *inputs: Tensor) -> None:
+    """Let PyTorch hold ``total`` bytes of the device, and of those that it has not given out as many as can be at once.
+
+    It gets them otherwise as tensors ask for memory, each piece as large as that tensor is. Where a smaller tensor then
+    takes a part of a piece, no larger one can have it, and PyTorch asks for yet another. In one piece, what is freed
+    becomes one with what is free beside it.
+
+    Where PyTorch holds as much already, nothing is done, so it is done once; ``torch.cuda.max_memory_allocated`` then
+    says ``total`` at most. Where the device, or what this process may take of it, has less, cached memory is returned
+    and that is all.
     """
     if torch.compiler.is_compiling():
         return
     if (simulated := _SIMULATED.get()) is not None:
-        simulated(wanted)
+        simulated(total)
         return
     device = next((tensor.device for tensor in inputs if tensor.is_cuda), None)
-    if device is None or torch.cuda.is_current_stream_capturing():
+    if device is None or torch.cuda.is_current_stream_capturing() or not _missing_on(device, total):
         return
-    free, total = torch.cuda.mem_get_info(device)
-    allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total)
-    if min(allowed, torch.cuda.memory_reserved(device) + free) < wanted:
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()
+    try:
+        piece = torch.cuda.caching_allocator_alloc(_missing_on(device, total), device)
+    except torch.OutOfMemoryError:
+        return
+    torch.cuda.caching_allocator_delete(piece)
+
+
+def _missing_on(device: torch.device, total: int) -> int:
+    return missing(total, torch.cuda.memory_reserved(device))
 
 
 @contextmanager

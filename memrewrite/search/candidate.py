@@ -167,10 +167,10 @@ class Candidate:
             start = end + 1  # the boundary that `join` puts between regions
         return replace(self, regions=tuple(regions))
 
-    def making_room(self, wanted: int) -> "Candidate":
-        """The candidate that starts with nothing cached where CUDA's allocator has no room for ``wanted`` bytes."""
+    def making_room(self, total: int) -> "Candidate":
+        """The candidate for which CUDA's allocator gets ``total`` bytes, and what is left of them in one piece."""
         first = self.regions[0]
-        return replace(self, regions=(replace(first, marks=replace(first.marks, room=wanted)), *self.regions[1:]))
+        return replace(self, regions=(replace(first, marks=replace(first.marks, room=total)), *self.regions[1:]))
 
     def without_segments(self) -> "Candidate":
         """The same graphs as one program each."""

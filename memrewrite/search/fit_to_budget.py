@@ -1,6 +1,6 @@
 """From a budget to a candidate that is within it: by simulation, and on a GPU by what is measured there."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from memrewrite.plan.refine import Fitted
@@ -10,7 +10,14 @@ from memrewrite.records.outcomes import Measured
 from memrewrite.search.bench import Bench
 from memrewrite.search.candidate import Candidate
 from memrewrite.search.inplace import marked_inplace
-from memrewrite.search.planning import Planned, plan, rewritten_slower, with_inputs_cast, without_plan
+from memrewrite.search.planning import (
+    Planned,
+    plan,
+    rewritten_slower,
+    with_inputs_cast,
+    without_needless_casts,
+    without_plan,
+)
 
 _CORRECTIONS = 6  # plans made after the device's own peak was seen
 _MARGIN = 0.0005  # what each of them leaves of the budget besides, times its number
@@ -20,11 +27,11 @@ _RESERVE = 0.002
 # How much more than its budget a plan may make the allocator reserve. Another 1 % is for batches of other sizes: they
 # leave other blocks behind.
 _ROOM = 0.02
-_LOWER = (0.98, 0.95, 0.91, 0.86)  # of the bytes that did not
-_EMPTIED = (
-    "Where a process may reserve no more than {}, each forward first returns cached memory to the device "
-    "(torch.cuda.empty_cache), because memory is fragmented. PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True does "
-    "without."
+_LOWER = (0.98, 0.95, 0.91, 0.86, 0.8, 0.7)  # of the bytes that did not
+_TOTALS = 3  # bytes in one piece that are tried, each less by what was too much
+_WHOLE = (
+    "Memory would be fragmented, and take {}, if PyTorch got it from the device as tensors ask for it. Therefore the "
+    "first forward lets PyTorch hold {}, and gets what it does not hold of that yet in one piece."
 )
 
 
@@ -76,6 +83,10 @@ class _Asked:
     def plan(self, candidate: Candidate, target: int, in_turn: bool) -> Planned:
         """Plan for ``target`` bytes, if that is allowed."""
         return plan(candidate, target, in_turn=in_turn) if self.may_checkpoint else without_plan(candidate, target)
+
+    def finished(self, candidate: Candidate) -> Candidate:
+        """A candidate that was planned, as it is returned."""
+        return marked_inplace(without_needless_casts(candidate), self.names)
 
     def measured(self, candidate: Candidate) -> Measured | None:
         """What the device says of a candidate, None without one."""
@@ -136,20 +147,24 @@ def _corrected(asked: _Asked, candidate: Candidate) -> Fit | Unmet:
         planned = asked.plan(candidate, target, in_turn)
         candidate = planned.candidate
         last = not planned.fitted.fits and not limit.minimum
+        ready = candidate
+        if limit.reserved and not bench.target.fuses:
+            ready = _least_reserved(asked, candidate)
+        elif last:
+            ready = marked_inplace(candidate, asked.names)
         if last:
-            candidate = marked_inplace(candidate, asked.names)
-            found = _least(asked, candidate, missed)
+            found = _least(asked, ready, missed)
             judged = bench.target.exact or not bench.on_cuda  # else it may take less
             if judged and found > budget and asked.binds:  # else the model fits as it is
-                return Unmet(candidate, found if lowest is None else min(found, lowest))
+                return Unmet(ready, found if lowest is None else min(found, lowest))
         if not bench.on_cuda and (last or bench.device != "cuda"):
-            return Fit(candidate, None, target)
-        measured = asked.measured(candidate)
+            return Fit(ready, None, target)
+        measured = asked.measured(ready)
         if measured is not None and not bench.target.exact and (limit.minimum or (last and measured.peak > budget)):
-            candidate, measured = _lowest_compiled(asked, replace(planned, candidate=candidate), measured)
-        peak = limit.of(candidate.simulate() if measured is None else measured)
+            ready, measured = _lowest_compiled(asked, replace(planned, candidate=ready), measured)
+        peak = limit.of(ready.simulate() if measured is None else measured)
         if limit.minimum or peak <= budget - (0 if last else asked.reserve):
-            return Fit(candidate, measured, target)
+            return Fit(ready, measured, target)
         if last:
             break
         in_turn = bench.target.on_demand and attempt > 1  # it takes time: where less room is not enough
@@ -158,8 +173,8 @@ def _corrected(asked: _Asked, candidate: Candidate) -> Fit | Unmet:
         margin = int(attempt * _MARGIN * budget)  # each plan misses by its own bytes
         target = min(target, budget - asked.reserve - missed) - margin
     if peak <= budget:
-        return Fit(candidate, measured, target)
-    return Unmet(candidate, peak if not limit.reserved else min(peak, lowest or peak))
+        return Fit(ready, measured, target)
+    return Unmet(ready, peak if not limit.reserved else min(peak, lowest or peak))
 
 
 def _least(asked: _Asked, candidate: Candidate, missed: int) -> int:
@@ -173,27 +188,59 @@ def _least(asked: _Asked, candidate: Candidate, missed: int) -> int:
 def _under_cap(asked: _Asked, fit: Fit) -> Fit:
     """A plan, if needed another, such that fragmentation leaves room for it under a cap just above the budget.
 
-    That is a lower one, else one that starts with nothing cached; where none fits, it is the first, with a note.
+    One that takes its memory in one piece is preferred to a lower one; where none fits, it is the first, with a note.
     """
     cap = int((1 + _ROOM) * asked.budget)
     tried: list[tuple[Candidate, int]] = []
     for candidate in _lower_and_lower(asked, fit):
-        needed = candidate.reserved_under(cap)
-        if needed <= cap:
-            return fit if candidate is fit.candidate else _instead(candidate, asked, fit)
-        tried.append((candidate, needed))
-    for candidate, needed in tried:
-        emptied = candidate.making_room(needed)
-        if emptied.reserved_under(cap) <= cap:
-            return _instead(emptied.noted(_EMPTIED.format(format_bytes(needed))), asked, fit)
-    candidate, needed = tried[0]
+        ready = asked.finished(candidate)
+        needed = ready.reserved_under(cap)
+        if needed <= cap and not tried:
+            return replace(fit, candidate=ready)
+        if needed > cap:
+            ready, needed = _in_one_piece(asked, ready, needed, cap, lambda it: it.reserved_under(cap))
+        measured = asked.measured(ready) if needed <= cap else None
+        if needed <= cap and (measured is None or measured.peak <= asked.budget):
+            return replace(fit, candidate=ready, measured=measured)
+        tried.append((ready, needed))
+    ready, needed = tried[0]
     note = (
         f"Where a process may reserve no more than {format_bytes(cap)}, this may run out of memory all the same, "
-        f"because memory is fragmented: {format_bytes(needed)} would do. Each forward then first returns cached memory "
-        "to the device, which may be enough. PYTORCH_CUDA_ALLOC_CONF="
+        f"because memory is fragmented: {format_bytes(needed)} would do. PYTORCH_CUDA_ALLOC_CONF="
         "expandable_segments:True prevents most of that."
     )
-    return replace(fit, candidate=candidate.making_room(needed).noted(note))
+    return replace(fit, candidate=ready.noted(note))
+
+
+def _least_reserved(asked: _Asked, candidate: Candidate) -> Candidate:
+    """A candidate that was planned, in one piece if it is above the budget of reserved bytes and takes less so."""
+    ready = asked.finished(candidate)
+    needed = ready.simulate().reserved
+    if needed <= asked.budget:
+        return ready
+    return _in_one_piece(asked, ready, needed, asked.budget, lambda it: it.simulate().reserved)[0]
+
+
+def _in_one_piece(
+    asked: _Asked, candidate: Candidate, needed: int, limit: int, reserved: Callable[[Candidate], int]
+) -> tuple[Candidate, int]:
+    """The candidate with its memory in one piece, and what is ``reserved`` for it then, ``limit`` bytes if possible.
+
+    The candidate itself where that is no less than it ``needed``, or tensors get so much more than they ask for (see
+    ``Allocator``) that the peak is above the budget.
+    """
+    alone, found = candidate.simulate(), [(needed, candidate)]
+    total = max(asked.budget, alone.peak)
+    for _ in range(_TOTALS):
+        whole = candidate.making_room(total)
+        taken = reserved(whole)
+        if asked.limit.reserved or whole.simulate().peak <= asked.budget:
+            found.append((taken, whole.noted(_WHOLE.format(format_bytes(alone.reserved), format_bytes(total)))))
+        total -= taken - limit  # tensors of up to 1 MiB lie elsewhere
+        if taken <= limit or total < alone.peak:
+            break
+    needed, candidate = min(found, key=lambda each: each[0])
+    return candidate, needed
 
 
 def _lower_and_lower(asked: _Asked, fit: Fit) -> Iterator[Candidate]:
@@ -206,10 +253,6 @@ def _lower_and_lower(asked: _Asked, fit: Fit) -> Iterator[Candidate]:
             return
         candidate = planned.candidate
         yield candidate
-
-
-def _instead(candidate: Candidate, asked: _Asked, fit: Fit) -> Fit:
-    return replace(fit, candidate=candidate, measured=asked.measured(candidate))
 
 
 def _lowest_compiled(asked: _Asked, planned: Planned, measured: Measured) -> tuple[Candidate, Measured]:

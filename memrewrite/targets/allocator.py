@@ -17,6 +17,8 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from memrewrite.runtime.room import missing
+
 GRANULE = 512  # bytes; every request is rounded up to a multiple of it
 _MIB = 2**20
 _SMALL = _MIB  # the largest request that goes to the pool of small blocks
@@ -49,7 +51,7 @@ class Block:
         return self.before is None and self.after is None
 
 
-_EMPTIED = Block(0, 0, False)  # in what is recorded of a step: here the cache was emptied
+_ROOM = Block(0, 0, False)  # in what is recorded of a step: here room was made for so many bytes
 
 
 @dataclass
@@ -113,11 +115,13 @@ class Allocator:
                 given[-step - 1] = None
         return [each for each in given if each is not None], highest
 
-    def make_room(self, wanted: int) -> None:
-        """Give back the segments that are free as a whole if there may not be ``wanted`` bytes of segments."""
-        if self.limit is not None and self.limit < wanted:
-            self._steps[-1].append((_EMPTIED, 0))
+    def make_room(self, total: int) -> None:
+        """What ``runtime.room.make_room`` does."""
+        self._steps[-1].append((_ROOM, total))
+        if missing(total, self.reserved):
             self._give_back()
+            if self.limit is None or total <= self.limit:
+                self._offer(self._new(missing(total, self.reserved), False))
 
     def record(self) -> None:
         """From here on another step runs."""
@@ -131,10 +135,10 @@ class Allocator:
         last = [list(step) for step in self._steps[-steps:]]
         standing: dict[Block, None] = {}
         for block, size in itertools.chain.from_iterable(last):
-            if size > 0:
-                standing[block] = None
-            else:
+            if size < 0:
                 standing.pop(block, None)
+            elif block is not _ROOM:
+                standing[block] = None
         for _ in range(_REPEATS):
             before = self.most
             for step in last:
@@ -147,8 +151,8 @@ class Allocator:
         """Serve a step again, which lets go of the blocks that the one before left ``standing``; returns its own."""
         now: dict[Block, Block] = {}
         for block, size in step:
-            if block is _EMPTIED:
-                self._give_back()
+            if block is _ROOM:
+                self.make_room(size)
             elif size > 0:
                 now[block] = self.allocate(size)
             elif block in now:

@@ -89,7 +89,7 @@ class Capped:
         step, host = WORKLOADS[self.name].step(), replace(self, device=torch.device("cpu"))
         batches = [host.inputs(size) for size in _SIZES]
         optimizer = step.make_optimizer(module)
-        started, done, why = time.perf_counter(), 0, ""
+        started, done, held, why = time.perf_counter(), 0, 0, ""
         with warnings.catch_warnings():
             warnings.simplefilter("error", FallbackWarning)  # at any size the rewritten program is to run
             try:
@@ -99,14 +99,17 @@ class Capped:
                     loop.inputs = to_device(batch, self.device)
                     loop.take()
                     done += 1
+                    if on_cuda and done == 1:  # in which room was made: that is no peak of a step
+                        held = torch.cuda.max_memory_reserved(self.device)
+                        torch.cuda.reset_peak_memory_stats(self.device)
             except torch.OutOfMemoryError:
                 why = f"out of memory in step {done + 1}"
         figures: dict[str, Any] = {}
         if on_cuda:
             torch.cuda.synchronize(self.device)
             found = torch.cuda.memory_stats(self.device)
-            figures = {"reserved": found["reserved_bytes.all.peak"], "peak": found["allocated_bytes.all.peak"]}
-            figures["retries"] = found["num_alloc_retries"]
+            figures = {"peak": found["allocated_bytes.all.peak"], "retries": found["num_alloc_retries"]}
+            figures["reserved"] = max(held, found["reserved_bytes.all.peak"])
         seconds = time.perf_counter() - started
         known = {**asdict(planned), "ok": not why, "note": why, "steps": done, "seconds": seconds}
         return CapRow(**{**known, **figures})

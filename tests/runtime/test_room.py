@@ -1,4 +1,4 @@
-"""Cached memory goes back to the device where a process may not reserve what a step in pieces takes, and only there."""
+"""What PyTorch does not hold yet of so many bytes of a device comes in one piece, which tensors are then cut out of."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -16,45 +16,86 @@ from memrewrite.runtime.room import make_room, room_simulated
 from memrewrite.workload.step import Inputs
 
 ON_CUDA: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0))
+MIB = 2**20
 ON_CPU: Any = SimpleNamespace(is_cuda=False, device=torch.device("cpu"))
 
 
+class Device:
+    """A device of 1,000 MiB; PyTorch holds 300 of them, of which it has given 100 to tensors."""
+
+    def __init__(self) -> None:
+        self.reserved, self.used, self.limit = 300 * MIB, 100 * MIB, 1000 * MIB
+        self.calls: list[str] = []
+
+    def empty(self) -> None:
+        self.reserved = self.used
+        self.calls.append("emptied")
+
+    def take(self, size: int, device: torch.device) -> int:
+        assert device == ON_CUDA.device
+        if self.reserved + size > self.limit:
+            raise torch.OutOfMemoryError
+        self.reserved += size
+        self.calls.append(f"took {size // MIB}")
+        return 4096
+
+    def give(self, pointer: int) -> None:
+        self.calls.append(f"gave {pointer} back")
+
+
 @pytest.fixture
-def emptied(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A device of 1,000 bytes, of which this process may take half; it holds 100, and others 300."""
-    calls: list[str] = []
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    there = Device()
     stand_ins: dict[str, Callable[..., Any]] = {
         "is_current_stream_capturing": lambda: False,
-        "mem_get_info": lambda device: (600, 1000),
-        "get_per_process_memory_fraction": lambda device: 0.5,
-        "memory_reserved": lambda device: 100,
-        "empty_cache": lambda: calls.append("emptied"),
+        "memory_reserved": lambda device: there.reserved,
+        "empty_cache": there.empty,
+        "caching_allocator_alloc": there.take,
+        "caching_allocator_delete": there.give,
     }
     for name, stand_in in stand_ins.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
-    return calls
+    return there
 
 
-@pytest.mark.parametrize(("wanted", "times"), [(499, 0), (500, 0), (501, 1)])
-def test_a_process_that_may_take_less_starts_with_nothing_cached(emptied: list[str], wanted: int, times: int) -> None:
-    make_room(wanted, ON_CPU, ON_CUDA)
-    assert len(emptied) == times
+def test_what_pytorch_does_not_hold_yet_comes_in_one_piece_and_only_once(device: Device) -> None:
+    for _ in range(2):
+        make_room(801 * MIB, ON_CPU, ON_CUDA)
+    assert device.calls == ["emptied", "took 700", "gave 4096 back"]  # a multiple of 2 MiB
+    assert device.reserved == 800 * MIB
 
 
-@pytest.mark.parametrize(("wanted", "times"), [(300, 0), (301, 1)])
-def test_what_others_hold_counts(emptied: list[str], monkeypatch: pytest.MonkeyPatch, wanted: int, times: int) -> None:
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (200, 1000))
-    make_room(wanted, ON_CUDA)
-    assert len(emptied) == times
+@pytest.mark.parametrize(("total", "times"), [(300, 0), (315, 0), (316, 1)])
+def test_where_little_is_missing_nothing_is_done(device: Device, total: int, times: int) -> None:
+    make_room(total * MIB, ON_CUDA)
+    assert device.calls.count("emptied") == times
+
+
+def test_where_the_process_may_not_hold_as_much_its_cache_is_returned(device: Device) -> None:
+    make_room(1200 * MIB, ON_CUDA)
+    assert device.calls == ["emptied"]
+    assert device.reserved == device.used
 
 
 def test_nothing_is_done_on_the_cpu_or_while_a_graph_is_recorded(
-    emptied: list[str], monkeypatch: pytest.MonkeyPatch
+    device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_room(501, ON_CPU)
+    make_room(800 * MIB, ON_CPU)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    make_room(501, ON_CUDA)
-    assert emptied == []
+    make_room(800 * MIB, ON_CUDA)
+    assert device.calls == []
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_on_a_device_the_piece_is_there() -> None:
+    x = torch.zeros(1, device="cuda")
+    torch.cuda.empty_cache()
+    total = torch.cuda.memory_reserved() + 100 * MIB
+    make_room(total, x)
+    assert torch.cuda.memory_reserved() == total
+    y = torch.zeros(99 * MIB, dtype=torch.uint8, device="cuda")
+    assert torch.cuda.memory_reserved() == total
+    del y
 
 
 def test_a_program_makes_room_first_and_runs_compiled_as_one_graph() -> None:

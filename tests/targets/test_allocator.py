@@ -175,14 +175,30 @@ def test_under_a_limit_free_segments_go_before_another_comes() -> None:
     assert (allocator.reserved, allocator.retries, allocator.most) == (130 * MIB, 2, 130 * MIB)  # it would have failed
 
 
-@pytest.mark.parametrize(("wanted", "reserved"), [(100 * MIB, 120 * MIB), (101 * MIB, 100 * MIB)])
-def test_a_step_starts_with_nothing_cached_where_there_may_not_be_what_it_wants(wanted: int, reserved: int) -> None:
-    allocator = Allocator(limit=100 * MIB)
-    allocator.follow([60 * MIB, -1])
-    allocator.record()
-    allocator.make_room(wanted)
-    allocator.follow([40 * MIB, 60 * MIB, -1, -2])  # the first would be cut out of what the step before left
-    assert allocator.most == allocator.settle(2) == reserved
+def test_what_is_cut_out_of_one_piece_becomes_one_again() -> None:
+    """Tensors of 40 MiB that stay, and between them one of 60 that goes: then another of 110 comes."""
+    course = [40 * MIB, 60 * MIB, -2, 40 * MIB, -1, -3, 110 * MIB, -4]
+
+    def reserved(total: int, limit: int | None = None) -> tuple[int, int]:
+        allocator = Allocator(limit=limit)
+        allocator.follow([10 * MIB])  # a weight
+        allocator.record()
+        allocator.make_room(total)
+        allocator.follow(course)
+        return allocator.settle(), allocator.retries
+
+    assert reserved(0) == (220 * MIB, 0)
+    assert reserved(130 * MIB) == reserved(130 * MIB, 130 * MIB) == (130 * MIB, 0)
+    assert reserved(220 * MIB, 130 * MIB)[0] <= 130 * MIB  # it may not have as much, but starts with nothing cached
+
+
+def test_room_that_is_nearly_there_is_not_made() -> None:
+    allocator = Allocator()
+    allocator.follow([96 * MIB, -1])
+    allocator.make_room(100 * MIB)
+    assert allocator.most == 96 * MIB
+    allocator.make_room(120 * MIB)
+    assert (allocator.most, allocator.reserved) == (120 * MIB, 120 * MIB)
 
 
 @pytest.mark.parametrize("early", [False, True], ids=["the result first", "its scratch first"])
