@@ -21,6 +21,7 @@ import itertools
 
 from torch import Tensor, fx
 
+from memrewrite.capture.origin import origin, set_origin
 from memrewrite.observe.effects import Effects
 from memrewrite.passes.spelling import operation
 from memrewrite.plan.marks import Marks
@@ -79,7 +80,7 @@ def _cast(source: fx.Node, product: fx.Node, place: fx.Node) -> fx.Node:
     """A cast of ``source`` before ``place``, which ``product`` reads instead of it."""
     with place.graph.inserting_before(place):
         cast = place.graph.call_function(as_autocast, (source,))
-    cast.meta = {key: product.meta[key] for key in ("module_path", "source") if key in product.meta}
+    set_origin(cast, origin(product))
     product.replace_input_with(source, cast)
     return cast
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from memrewrite.capture.captured import InputSpec, TensorSpec
+from memrewrite.capture.origin import Origin, set_origin
 from memrewrite.records.errors import CaptureError, InternalError
 from memrewrite.torch_internals.pytrees import tree_flatten, tree_leaves, tree_unflatten
 from memrewrite.torch_internals.tracing import size_conditions
@@ -122,8 +123,7 @@ def copy_into(
         if "functorch" in str(getattr(node.target, "__module__", "")):
             raise CaptureError(f"torch.func transforms ({node.name}) cannot be run node by node; compute without them.")
         values[node] = graph.node_copy(node, lambda n: values[n])
-        values[node].meta["module_path"] = _module_path(node)
-        values[node].meta["source"] = _source(node)
+        set_origin(values[node], Origin(_module_path(node), _source(node)))
     raise InternalError("A front end gave a graph without an output.")
 
 

@@ -28,6 +28,7 @@ from torch import Tensor, fx, nn
 from memrewrite.capture.captured import Captured, TensorSpec
 from memrewrite.capture.expressions import Trees, literal, nested
 from memrewrite.capture.normal import attribute
+from memrewrite.capture.origin import origin
 from memrewrite.codegen.submodules import Submodules
 from memrewrite.costs.normalizations import in_one_with, runs_again_with
 from memrewrite.plan.marks import NO_MARKS, UNMARKED, Marks, NodeMark
@@ -128,11 +129,7 @@ class _Writer:
             else:
                 (node,) = members
                 dead = [n for n in (*node.all_input_nodes, node) if uses.get(n, position) == position]
-                statement = (
-                    self.statement(node, recomputed=depth > 0)
-                    + self.drop(dead)
-                    + comment(node.meta.get("module_path") or "")
-                )
+                statement = self.statement(node, recomputed=depth > 0) + self.drop(dead) + comment(origin(node).path)
                 lines += [*self.submodules.lines(), statement]
         return lines
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from memrewrite.capture.origin import origin
 from memrewrite.costs import Costs
 from memrewrite.equivalence.verifying import Verdict
 from memrewrite.plan_facts.chain import compute_nodes, held_storages
@@ -14,7 +15,6 @@ from memrewrite.records.options import Budget
 from memrewrite.records.outcomes import Measured, Peaks, Segment, Share
 from memrewrite.records.report import Report
 from memrewrite.report.curves import by_module, curve
-from memrewrite.rewriting.contract import where
 from memrewrite.search.candidate import Candidate, CandidateRegion
 from memrewrite.search.coverage import kept
 from memrewrite.simulate import Timeline, habits
@@ -130,4 +130,5 @@ def _segments_of(region: CandidateRegion, costs: Costs) -> Iterator[Segment]:
         made = (s for s in storages if s.saver is not None and members[0] <= s.producer <= members[-1])
         freed = sum(s.bytes for s in made if s.last_use <= members[-1])
         ms = costs.segment((nodes[i] for i in members), effects)
-        yield Segment(where(nodes[members[0]]), where(nodes[members[-1]]), len(members), freed, ms, len(segment))
+        first, last = (str(origin(nodes[i])) for i in (members[0], members[-1]))
+        yield Segment(first, last, len(members), freed, ms, len(segment))

@@ -5,6 +5,7 @@ from typing import ClassVar, Protocol
 
 from torch import fx
 
+from memrewrite.capture.origin import origin
 from memrewrite.observe.effects import Effects
 
 
@@ -47,11 +48,11 @@ class Findings:
 
     def apply(self, node: fx.Node, what: str) -> None:
         """Record a rewrite made at ``node``."""
-        self.applied.append(Applied(where(node), what))
+        self.applied.append(Applied(str(origin(node)), what))
 
     def refuse(self, node: fx.Node, reason: str) -> None:
         """Record why the candidate at ``node`` was left alone."""
-        self.refused.append(Refused(where(node), reason))
+        self.refused.append(Refused(str(origin(node)), reason))
 
     def result(self) -> Result:
         """The immutable record."""
@@ -72,10 +73,3 @@ class Pass(Protocol):
     def __call__(self, graph_module: fx.GraphModule, effects: Effects) -> Result:
         """Rewrite ``graph_module.graph`` in place and say what was done; leave it linted and recompiled."""
         ...
-
-
-def where(node: fx.Node) -> str:
-    """The module path a node comes from, with its source line when known, e.g. ``blocks.0.act (model.py:12)``."""
-    path = node.meta.get("module_path") or "(root)"
-    source = node.meta.get("source")
-    return f"{path} ({source})" if source else str(path)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from memrewrite.capture import Captured, capture
 from memrewrite.capture.hazards import in_checkpoint
 from memrewrite.capture.normal import leaf_tensors
+from memrewrite.capture.origin import origin, set_origin
 from memrewrite.codegen.writer import generate
 from memrewrite.measurement.measuring import preserved_state
 from memrewrite.observe.any_gradient import observe_trained
@@ -221,7 +222,7 @@ def _region(path: str, module: nn.Module, call: _Call, step: Step) -> Region:
     grad = step.mode == "train"
     captured = _captured(module, call.inputs(grad), step)
     for node in captured.graph_module.graph.nodes:
-        node.meta["module_path"] = f"{path}.{node.meta.get('module_path') or ''}".rstrip(".")
+        set_origin(node, origin(node).below(path))
     return Region(path, module, captured, lambda: call.inputs(grad))
 
 

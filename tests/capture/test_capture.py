@@ -15,6 +15,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from memrewrite.capture import Captured, capture
 from memrewrite.capture.captured import TensorSpec
+from memrewrite.capture.origin import origin
 from memrewrite.codegen.writer import generate
 from memrewrite.records.errors import CaptureError
 from memrewrite.runtime.dropin import FallbackWarning, build, own, program_from
@@ -217,9 +218,9 @@ def test_the_input_spec_names_the_call() -> None:
 def test_nodes_say_where_they_come_from(front_end: str) -> None:
     module, inputs = make("residual")
     graph = capture(module, inputs, front_end).graph_module.graph
-    places = {node.meta["module_path"] for node in graph.nodes if node.op.startswith("call")}
+    places = {origin(node).path for node in graph.nodes if node.op.startswith("call")}
     assert {"stem", "blocks.0", "blocks.0.conv", "blocks.2.bn", "head"} <= places
-    own = {node.meta["source"].split(":")[0] for node in graph.nodes if node.meta.get("module_path") == "blocks.1"}
+    own = {origin(node).line.split(":")[0] for node in graph.nodes if origin(node).path == "blocks.1"}
     assert own == {"models.py"}
 
 

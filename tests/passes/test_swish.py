@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from memrewrite.capture.origin import origin
 from memrewrite.passes.swish import Swish
 from tests.passes.helpers import (
     FRONT_ENDS,
@@ -224,4 +225,4 @@ def test_the_replacement_keeps_its_place_in_the_model() -> None:
     graph_module, _ = functional(model, x, Swish(), "export")
     (node,) = [n for n in graph_module.graph.nodes if getattr(n.target, "__name__", "") == "swish"]
     assert node.meta["val"].shape == x.shape
-    assert "source" in node.meta
+    assert origin(node).line
