@@ -14,7 +14,7 @@ import itertools
 import os
 import re
 from bisect import bisect_left, insort
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from memrewrite.runtime.room import missing
@@ -51,7 +51,10 @@ class Block:
         return self.before is None and self.after is None
 
 
-_ROOM = Block(0, 0, False)  # in what is recorded of a step: here room was made for so many bytes
+_Request = tuple[
+    Block, int, bool
+]  # recorded of a step: bytes asked for, or minus those freed; whether it may go without
+_ROOM = Block(0, 0, False)  # in a request: for so many bytes room is made
 
 
 @dataclass
@@ -75,10 +78,10 @@ class Allocator:
     _free: dict[bool, list[tuple[int, int, Block]]] = field(default_factory=lambda: {True: [], False: []})
     _last: dict[bool, Block] = field(default_factory=dict)  # of segments that grow, the one at the highest address
     _lowest: int = 0  # the address of the last segment that does not grow
-    _steps: list[list[tuple[Block, int]]] = field(default_factory=lambda: [[]])  # bytes asked for, or minus those freed
+    _steps: list[list[_Request]] = field(default_factory=lambda: [[]])
 
-    def allocate(self, size: int) -> Block:
-        """The block for a request of ``size`` bytes, more than none."""
+    def allocate(self, size: int, spare: bool = False) -> Block:
+        """The block for a request of ``size`` bytes, more than none; ``spare`` as in ``follow``."""
         size = rounded(size)
         small = size <= _SMALL
         block = self._best(size, small) or self._new(size, small)
@@ -86,29 +89,32 @@ class Allocator:
         if rest >= GRANULE if small or self.expandable else rest > _SMALL:
             self._split(block, size)
         self.allocated += block.size
-        self._steps[-1].append((block, size))
+        self._steps[-1].append((block, size, spare))
         return block
 
     def release(self, block: Block) -> None:
         """Take a block back; with free neighbours it becomes one."""
         self.allocated -= block.size
-        self._steps[-1].append((block, -block.size))
+        self._steps[-1].append((block, -block.size, False))
         if block.before is not None and block.before.free:
             block = self._joined(block.before, block)
         if block.after is not None and block.after.free:
             block = self._joined(block, block.after)
         self._offer(block)
 
-    def follow(self, course: Iterable[int]) -> tuple[list[tuple[int, Block]], int]:
+    def follow(self, course: Sequence[int], spare: bool = False) -> tuple[list[tuple[int, Block]], int]:
         """Serve requests in order: ``n > 0`` asks for n bytes, ``-k`` gives back what the k-th request got.
 
+        With ``spare`` those that are given back are left out where there is no room for them within the limit.
         Returns what stays, as bytes asked for and their block, and the most bytes that were allocated meanwhile.
         """
         given: list[tuple[int, Block] | None] = []
+        scratch = {-step - 1 for step in course if step < 0 and spare}
         highest = self.allocated
         for step in course:
             if step > 0:
-                given.append((step, self.allocate(step)))
+                may_go = len(given) in scratch
+                given.append(None if may_go and not self._has_room(step) else (step, self.allocate(step, may_go)))
                 highest = max(highest, self.allocated)
             elif (found := given[-step - 1]) is not None:
                 self.release(found[1])
@@ -117,7 +123,7 @@ class Allocator:
 
     def make_room(self, total: int) -> None:
         """What ``runtime.room.make_room`` does."""
-        self._steps[-1].append((_ROOM, total))
+        self._steps[-1].append((_ROOM, total, False))
         if missing(total, self.reserved):
             self._give_back()
             if self.limit is None or total <= self.limit:
@@ -134,7 +140,7 @@ class Allocator:
         """
         last = [list(step) for step in self._steps[-steps:]]
         standing: dict[Block, None] = {}
-        for block, size in itertools.chain.from_iterable(last):
+        for block, size, _ in itertools.chain.from_iterable(last):
             if size < 0:
                 standing.pop(block, None)
             elif block is not _ROOM:
@@ -147,21 +153,34 @@ class Allocator:
                 break
         return self.most
 
-    def _repeat(self, step: list[tuple[Block, int]], standing: list[Block]) -> dict[Block, None]:
+    def _repeat(self, step: list[_Request], standing: list[Block]) -> dict[Block, None]:
         """Serve a step again, which lets go of the blocks that the one before left ``standing``; returns its own."""
-        now: dict[Block, Block] = {}
-        for block, size in step:
+        now: dict[Block, Block | None] = {}
+        for block, size, spare in step:
             if block is _ROOM:
                 self.make_room(size)
             elif size > 0:
-                now[block] = self.allocate(size)
+                now[block] = None if spare and not self._has_room(size) else self.allocate(size, spare)
             elif block in now:
-                self.release(now.pop(block))
+                if (given := now.pop(block)) is not None:
+                    self.release(given)
             elif standing:
                 old = min(standing, key=lambda each, size=size: abs(each.size + size))  # type: ignore[misc]
                 standing.remove(old)
                 self.release(old)
-        return dict.fromkeys(now.values())
+        return dict.fromkeys(block for block in now.values() if block is not None)
+
+    def _has_room(self, size: int) -> bool:
+        """Whether a request can be served within the limit, if need be by giving back what is free."""
+        size = rounded(size)
+        free = self._free[size <= _SMALL]
+        if self.limit is None or bisect_left(free, (size,)) < len(free):
+            return True
+        length = self._length(size, size <= _SMALL)
+        if self.reserved + length > self.limit:
+            self.retries += 1
+            self._give_back()
+        return self.reserved + length <= self.limit
 
     def _best(self, size: int, small: bool) -> Block | None:
         free = self._free[small]
@@ -175,11 +194,7 @@ class Allocator:
     def _new(self, size: int, small: bool) -> Block:
         """A segment; or the segment of the pool grows until its last block is large enough."""
         last = self._last.get(small) if self.expandable else None
-        page = _SMALL_SEGMENT if small else _LARGE_SEGMENT
-        if self.expandable:
-            length = rounded(size - last.size if last is not None and last.free else size, page)
-        else:
-            length = page if size < _OWN_SEGMENT else rounded(size, _ROUND)
+        length = self._length(size, small)
         if self.limit is not None and self.reserved + length > self.limit:
             self.retries += 1
             self._give_back()
@@ -194,6 +209,14 @@ class Allocator:
             return block
         block.before, last.after = last, block
         return self._joined(last, block) if last.free else block
+
+    def _length(self, size: int, small: bool) -> int:
+        """The bytes of the segment that is asked for, or by which that of the pool grows, for a request of ``size``."""
+        page = _SMALL_SEGMENT if small else _LARGE_SEGMENT
+        if not self.expandable:
+            return page if size < _OWN_SEGMENT else rounded(size, _ROUND)
+        last = self._last.get(small)
+        return rounded(size - last.size if last is not None and last.free else size, page)
 
     def _give_back(self) -> None:
         """Return the segments that are free as a whole, as the allocator does when it gets no other.

@@ -26,13 +26,18 @@ Call = tuple[OpOverload, tuple[Any, ...], dict[str, Any]]
 class Taken:
     """What a call takes while it runs: at most ``bytes`` beyond its results, by the requests in ``course``.
 
-    Those that it does not give back are its results. An empty course says that it is not known.
+    Those that it does not give back are its results. An empty course says that it is not known. ``spare`` says that the
+    call goes without the others where there is no room for them.
     """
 
     bytes: int = 0
     course: Course = ()
+    spare: bool = False
 
 
+# In the names of operators for which cuDNN tries one algorithm after another, until it gets the workspace that one asks
+# for (``try_plans`` in ``aten/src/ATen/native/cudnn/Conv_v8.cpp``).
+_CHOOSES = "convolution"
 Measure = Callable[[Sequence[Call]], Sequence[Taken]]
 _NOTHING = Taken()
 
@@ -94,7 +99,10 @@ def _measured(device: torch.device, calls: Sequence[Call]) -> list[Taken]:
     """Run each operator twice (libraries set themselves up in the first run) and look at the second."""
     with recorded_allocations(device) as history:
         found = [_run(device, history, *call) for call in calls]
-    return [Taken(extra, history.course(first, last)) for extra, first, last in found]
+    return [
+        Taken(extra, history.course(first, last), _CHOOSES in func.__name__)
+        for (extra, first, last), (func, _, _) in zip(found, calls, strict=True)
+    ]
 
 
 def _run(

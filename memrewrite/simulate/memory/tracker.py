@@ -224,7 +224,7 @@ class Tracker(Layer):
             block = self.blocks.allocate(taken.bytes)
             self.blocks.release(block)
             return block.size
-        kept, highest = self.blocks.follow(taken.course)
+        kept, highest = self.blocks.follow(taken.course, taken.spare)
         for size, block in kept:
             self._ready.setdefault(rounded(size), deque()).append(block)
         self._see_all(result)
