@@ -28,10 +28,12 @@ _RESERVE = 0.002
 # leave other blocks behind.
 _ROOM = 0.02
 _LOWER = (0.98, 0.95, 0.91, 0.86, 0.8, 0.7)  # of the bytes that did not
-_TOTALS = 3  # bytes in one piece that are tried, each less by what was too much
+_TOTALS = 3  # bytes in one piece that are tried, each less by what was too much;
+_LESS = 0.97  # of those in pieces, where the fewest are asked for
 _WHOLE = (
     "Memory would be fragmented, and take {}, if PyTorch got it from the device as tensors ask for it. Therefore the "
-    "first forward lets PyTorch hold {}, and gets what it does not hold of that yet in one piece."
+    "first forward lets PyTorch hold {}, and gets what it does not hold of that yet in one piece "
+    "(torch.cuda.max_memory_allocated counts that once)."
 )
 
 
@@ -230,15 +232,17 @@ def _in_one_piece(
     ``Allocator``) that the peak is above the budget.
     """
     alone, found = candidate.simulate(), [(needed, candidate)]
-    total = max(asked.budget, alone.peak)
+    total = asked.budget
+    if alone.peak > total:  # which is reached by no plan: this one gets as few as it can
+        total = limit = int(_LESS * needed)
     for _ in range(_TOTALS):
+        if total < alone.peak or found[-1][0] <= limit:
+            break
         whole = candidate.making_room(total)
         taken = reserved(whole)
         if asked.limit.reserved or whole.simulate().peak <= asked.budget:
             found.append((taken, whole.noted(_WHOLE.format(format_bytes(alone.reserved), format_bytes(total)))))
         total -= taken - limit  # tensors of up to 1 MiB lie elsewhere
-        if taken <= limit or total < alone.peak:
-            break
     needed, candidate = min(found, key=lambda each: each[0])
     return candidate, needed
 

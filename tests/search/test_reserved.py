@@ -114,6 +114,7 @@ def test_one_piece_reaches_a_budget_of_reserved_bytes_that_pieces_do_not(inputs:
     assert any("in one piece" in note for note in report.notes)
     with mock.patch.object(Allocator, "make_room"):
         assert reserved_under(None, result, inputs) > (report.budget or 0)
+    assert optimized(inputs, budget="min", reserved=True).held <= report.held
 
 
 def test_an_infeasible_budget_says_the_lowest_reserved_peak(inputs: Tensor) -> None:
