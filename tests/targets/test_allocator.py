@@ -248,6 +248,18 @@ def test_what_is_reserved_depends_on_the_order_of_requests(early: bool) -> None:
     assert run() == (64 * MIB, (64 if early else 80) * MIB, 0)
 
 
+def test_scratch_memory_beside_a_large_free_block_counts_as_what_it_is() -> None:
+    products = Transients(lambda calls: [Taken(16 * MIB) if f is _MM else Taken() for f, _, _ in calls])
+    left = torch.empty(2048, 2048)
+    _ = products.lookup(_MM, (left, left), {}), products.probe()
+    allocator = Allocator()
+    allocator.make_room(200 * MIB)
+    tracker = Tracker("cpu", products, blocks=allocator)
+    with tracker:
+        result = left @ left
+    assert (tracker.peak, tracker.current, result.nbytes) == (32 * MIB, 16 * MIB, 16 * MIB)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_the_requests_of_an_operator_are_seen_in_order() -> None:
     device = torch.device("cuda")

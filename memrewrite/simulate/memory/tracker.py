@@ -222,8 +222,9 @@ class Tracker(Layer):
             if self.blocks is None or not taken.bytes:
                 return taken.bytes
             block = self.blocks.allocate(taken.bytes)
+            size = block.size  # released, it may become one with others
             self.blocks.release(block)
-            return block.size
+            return size
         kept, highest = self.blocks.follow(taken.course, taken.spare)
         for size, block in kept:
             self._ready.setdefault(rounded(size), deque()).append(block)
