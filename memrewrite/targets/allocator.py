@@ -51,9 +51,8 @@ class Block:
         return self.before is None and self.after is None
 
 
-_Request = tuple[
-    Block, int, bool
-]  # recorded of a step: bytes asked for, or minus those freed; whether it may go without
+# What is recorded of a step: the block, bytes asked for or minus those freed, and whether the request may go without.
+_Request = tuple[Block, int, bool]
 _ROOM = Block(0, 0, False)  # in a request: for so many bytes room is made
 
 
