@@ -45,9 +45,8 @@ class Captured:
 
     ``graph_module`` shares every Parameter and buffer with the model. Its graph has placeholders (tensor inputs),
     ``get_attr`` nodes (dotted paths into the model, or ``constants``), ``call_function`` / ``call_method`` nodes and
-    one output whose argument is the flat tuple of outputs in the order of ``output_tree``. ``origin`` says
-    where a node comes from. ``constants`` are tensors the model made from Python
-    values while it was traced. ``training`` maps each submodule path to its training flag at capture,
+    one output whose argument is the flat tuple of outputs in the order of ``output_tree``; ``origin`` says where a node
+    comes from. ``constants`` are tensors the model made from Python values while it was traced. ``training`` maps each submodule path to its training flag at capture,
     ``differentiable`` says whether calls may record for backward; ``dtype`` is that of the model's first parameter,
     None if it has none. ``exact`` is False where the model, on the example's values, takes a way of its own to the same
     result and the graph the way that fits any values, so that their bits may differ. ``checkpoints`` says that forward

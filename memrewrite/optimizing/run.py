@@ -20,7 +20,7 @@ from memrewrite.search.candidate import Candidate, CandidateRegion
 from memrewrite.search.fit_to_budget import Unmet, fit_to_budget, limit_for
 from memrewrite.search.graphs import ObservedGraph
 from memrewrite.search.inplace import marked_inplace
-from memrewrite.search.planning import rewritten, without_needless_casts
+from memrewrite.search.planning import rewritten
 from memrewrite.search.regions import Regions, find
 from memrewrite.simulate import Timeline
 from memrewrite.workload.hooks import with_hooks_of, without_hooks
@@ -96,15 +96,15 @@ def _rewritten(
     progress: Progress,
 ) -> tuple[Candidate, Measured | None]:
     """The candidate within its limit, and what was measured of it; raises ``BudgetInfeasibleError``."""
-    candidate, measured = rewritten(candidate, names, exact), None
-    if limit is not None:
-        progress("plan")
-        original = limit.of(before)
-        found = fit_to_budget(candidate, limit, original, names)
-        if isinstance(found, Unmet):
-            raise infeasible(found.candidate, limit, limit.resolve(original) or 0, found.lowest)
-        candidate, measured = without_needless_casts(found.candidate), found.measured
-    return marked_inplace(candidate, names), measured
+    candidate = rewritten(candidate, names, exact)
+    if limit is None:
+        return marked_inplace(candidate, names), None
+    progress("plan")
+    original = limit.of(before)
+    found = fit_to_budget(candidate, limit, original, names)
+    if isinstance(found, Unmet):
+        raise infeasible(found.candidate, limit, limit.resolve(original) or 0, found.lowest)
+    return found.candidate, found.measured
 
 
 def _first(bench: Bench, found: Regions, progress: Progress) -> Candidate:

@@ -122,8 +122,10 @@ def fit_to_budget(candidate: Candidate, limit: Budget, original: int, names: tup
         candidate = rewritten_slower(candidate, names)
     found = _above_the_optimizer(asked, candidate) or _corrected(asked, candidate)
     bench = candidate.bench
-    if isinstance(found, Unmet) or budget is None or limit.reserved or bench.target.fuses or bench.device != "cuda":
+    if isinstance(found, Unmet):
         return found
+    if budget is None or limit.reserved or bench.target.fuses or bench.device != "cuda":
+        return replace(found, candidate=asked.finished(found.candidate))
     return _under_cap(asked, found)
 
 

@@ -251,7 +251,8 @@ def test_what_is_reserved_depends_on_the_order_of_requests(early: bool) -> None:
 def test_scratch_memory_beside_a_large_free_block_counts_as_what_it_is() -> None:
     products = Transients(lambda calls: [Taken(16 * MIB) if f is _MM else Taken() for f, _, _ in calls])
     left = torch.empty(2048, 2048)
-    _ = products.lookup(_MM, (left, left), {}), products.probe()
+    products.lookup(_MM, (left, left), {})
+    assert products.probe()
     allocator = Allocator()
     allocator.make_room(200 * MIB)
     tracker = Tracker("cpu", products, blocks=allocator)
