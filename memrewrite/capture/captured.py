@@ -46,13 +46,14 @@ class Captured:
     ``graph_module`` shares every Parameter and buffer with the model. Its graph has placeholders (tensor inputs),
     ``get_attr`` nodes (dotted paths into the model, or ``constants``), ``call_function`` / ``call_method`` nodes and
     one output whose argument is the flat tuple of outputs in the order of ``output_tree``; ``origin`` says where a node
-    comes from. ``constants`` are tensors the model made from Python values while it was traced. ``training`` maps each submodule path to its training flag at capture,
-    ``differentiable`` says whether calls may record for backward; ``dtype`` is that of the model's first parameter,
-    None if it has none. ``exact`` is False where the model, on the example's values, takes a way of its own to the same
-    result and the graph the way that fits any values, so that their bits may differ. ``checkpoints`` says that forward
-    calls ``torch.utils.checkpoint``, which the graph does not. ``autocast`` is "any", or where the model does something
-    else with autocast than without, what it was captured under: the type, None for without. ``reads`` are the
-    attributes of modules that forward reads, ``looks`` the same as expressions.
+    comes from. ``constants`` are tensors the model made from Python values while it was traced. ``training`` maps each
+    submodule path to its training flag at capture, ``differentiable`` says whether calls may record for backward;
+    ``dtype`` is that of the model's first parameter, None if it has none. ``exact`` is False where the model, on the
+    example's values, takes a way of its own to the same result and the graph the way that fits any values, so that
+    their bits may differ. ``checkpoints`` says that forward calls ``torch.utils.checkpoint``, which the graph does not.
+    ``autocast`` is "any", or where the model does something else with autocast than without, what it was captured
+    under: the type, None for without. ``reads`` are the attributes of modules that forward reads, ``looks`` the same as
+    expressions.
     """
 
     graph_module: fx.GraphModule
