@@ -167,6 +167,11 @@ class Candidate:
             start = end + 1  # the boundary that `join` puts between regions
         return replace(self, regions=tuple(regions))
 
+    @property
+    def room(self) -> int:
+        """The bytes that CUDA's allocator gets before the program runs; 0 where it gets them as tensors are made."""
+        return self.regions[0].marks.room
+
     def making_room(self, total: int) -> "Candidate":
         """The candidate for which CUDA's allocator gets ``total`` bytes, and what is left of them in one piece."""
         first = self.regions[0]

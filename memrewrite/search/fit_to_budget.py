@@ -24,12 +24,14 @@ _MARGIN = 0.0005  # what each of them leaves of the budget besides, times its nu
 # What a plan leaves of a budget on CUDA: which blocks the caching allocator hands out, up to 1 MiB more than was asked
 # for, depends on what ran before. In other processes peaks were 0.04 % higher.
 _RESERVE = 0.002
+# What a plan leaves of a budget of reserved bytes there: in other processes one segment of small tensors more was seen.
+_STRAY = 2 * 2 * 2**20
 # How much more than its budget a plan may make the allocator reserve. Another 1 % is for batches of other sizes: they
 # leave other blocks behind.
 _ROOM = 0.02
 _LOWER = (0.98, 0.95, 0.91, 0.86, 0.8, 0.7)  # of the bytes that did not
-_TOTALS = 3  # bytes in one piece that are tried, each less by what was too much;
-_LESS = 0.97  # of those in pieces, where the fewest are asked for
+_TOTALS = 3  # bytes in one piece that are tried, each less by what was too much
+_HALVINGS = 5  # of the bytes between which the fewest in one piece are sought
 _WHOLE = (
     "Memory would be fragmented, and take {}, if PyTorch got it from the device as tensors ask for it. Therefore the "
     "first forward lets PyTorch hold {}, and gets what it does not hold of that yet in one piece "
@@ -39,10 +41,15 @@ _WHOLE = (
 
 @dataclass(frozen=True)
 class Fit:
-    """A candidate within its budget, planned for ``target`` bytes; what was measured of it, where there is a device."""
+    """A candidate within its budget; what was measured of it, where there is a device.
+
+    ``planned`` is what it was before anything was written in place, with a plan for ``target`` bytes: others can be
+    made of it.
+    """
 
     candidate: Candidate
     measured: Measured | None
+    planned: Candidate
     target: int
 
 
@@ -69,8 +76,13 @@ class _Asked:
 
     @property
     def reserve(self) -> int:
-        """What a plan that is measured leaves of the budget, in bytes."""
-        return int(_RESERVE * self.budget) if self.bench.on_cuda else 0
+        """What a plan that is measured leaves of a budget of allocated bytes."""
+        return int(_RESERVE * self.budget) if self.bench.on_cuda and not self.limit.reserved else 0
+
+    @property
+    def stray(self) -> int:
+        """What a plan that is simulated leaves of a budget of reserved bytes, where there is a device."""
+        return _STRAY if self.limit.reserved and self.bench.on_cuda else 0
 
     @property
     def binds(self) -> bool:
@@ -112,9 +124,9 @@ def fit_to_budget(candidate: Candidate, limit: Budget, original: int, names: tup
     """Plan until the peak is within the budget, as it is measured on a GPU, else as it is simulated.
 
     Plans are made by what is allocated; for a budget of reserved bytes by ever less, until what the allocator reserves
-    is within it. For another, it is simulated whether the plan trains in a process that may reserve 2 % more than the
-    budget, else lower ones are tried. A plan for ``torch.compile`` is measured compiled, and its reserved bytes are
-    not known.
+    is within it. Then it is simulated whether the plan trains, with smaller batches between, in a process that may
+    reserve no more than those bytes, or than 2 % more than a budget of others; else lower ones are tried. A plan for
+    ``torch.compile`` is measured compiled, and its reserved bytes are not known.
     """
     budget = limit.resolve(original)
     asked = _Asked(candidate.bench, limit, budget or 0, original, names)
@@ -124,9 +136,11 @@ def fit_to_budget(candidate: Candidate, limit: Budget, original: int, names: tup
     bench = candidate.bench
     if isinstance(found, Unmet):
         return found
-    if budget is None or limit.reserved or bench.target.fuses or bench.device != "cuda":
-        return replace(found, candidate=asked.finished(found.candidate))
-    return _under_cap(asked, found)
+    if budget is None or bench.target.fuses or bench.device != "cuda":
+        found = replace(found, candidate=asked.finished(found.candidate))
+    else:
+        found = _under_cap(asked, found)
+    return replace(found, candidate=_telling_of_room(found.candidate))
 
 
 def _above_the_optimizer(asked: _Asked, candidate: Candidate) -> Unmet | None:
@@ -146,29 +160,32 @@ def _above_the_optimizer(asked: _Asked, candidate: Candidate) -> Unmet | None:
 def _corrected(asked: _Asked, candidate: Candidate) -> Fit | Unmet:
     """Plan, look at what that really takes, and plan for as much less as it was more, until it is within the budget."""
     bench, limit, budget = asked.bench, asked.limit, asked.budget
-    target, missed, lowest, in_turn = budget - asked.reserve, 0, None, False
+    target, missed, lowest, in_turn, stray = budget - asked.reserve, 0, None, False, asked.stray
     for attempt in range(1, _CORRECTIONS + 1):
         planned = asked.plan(candidate, target, in_turn)
         candidate = planned.candidate
         last = not planned.fitted.fits and not limit.minimum
         ready = candidate
         if limit.reserved and not bench.target.fuses:
-            ready = _least_reserved(asked, candidate)
+            ready = _least_reserved(asked, candidate, budget - stray, fewest=last or limit.minimum)
         elif last:
             ready = marked_inplace(candidate, asked.names)
         if last:
             found = _least(asked, ready, missed)
             judged = bench.target.exact or not bench.on_cuda  # else it may take less
             if judged and found > budget and asked.binds:  # else the model fits as it is
-                return Unmet(ready, found if lowest is None else min(found, lowest))
+                return Unmet(ready, found + stray if lowest is None else min(found + stray, lowest))
         if not bench.on_cuda and (last or bench.device != "cuda"):
-            return Fit(ready, None, target)
+            return Fit(ready, None, candidate, target)
         measured = asked.measured(ready)
         if measured is not None and not bench.target.exact and (limit.minimum or (last and measured.peak > budget)):
             ready, measured = _lowest_compiled(asked, replace(planned, candidate=ready), measured)
         peak = limit.of(ready.simulate() if measured is None else measured)
         if limit.minimum or peak <= budget - (0 if last else asked.reserve):
-            return Fit(ready, measured, target)
+            return Fit(ready, measured, candidate, target)
+        if limit.reserved and peak - ready.simulate().reserved > stray:  # then first as much less for the same plan
+            stray = peak - ready.simulate().reserved
+            continue
         if last:
             break
         in_turn = bench.target.on_demand and attempt > 1  # it takes time: where less room is not enough
@@ -177,7 +194,7 @@ def _corrected(asked: _Asked, candidate: Candidate) -> Fit | Unmet:
         margin = int(attempt * _MARGIN * budget)  # each plan misses by its own bytes
         target = min(target, budget - asked.reserve - missed) - margin
     if peak <= budget:
-        return Fit(ready, measured, target)
+        return Fit(ready, measured, candidate, target)
     return Unmet(ready, peak if not limit.reserved else min(peak, lowest or peak))
 
 
@@ -194,65 +211,94 @@ def _under_cap(asked: _Asked, fit: Fit) -> Fit:
 
     One that takes its memory in one piece is preferred to a lower one; where none fits, it is the first, with a note.
     """
-    cap = int((1 + _ROOM) * asked.budget)
-    tried: list[tuple[Candidate, int]] = []
+    reserved = asked.limit.reserved
+    cap = asked.budget if reserved else int((1 + _ROOM) * asked.budget)
+
+    def held(candidate: Candidate) -> int:
+        under = candidate.reserved_under(cap)
+        return max(under, candidate.simulate().reserved) if reserved else under
+
+    first = None
     for candidate in _lower_and_lower(asked, fit):
         ready = asked.finished(candidate)
-        needed = ready.reserved_under(cap)
-        if needed <= cap and not tried:
+        needed = held(ready)
+        if needed <= cap and first is None:
             return replace(fit, candidate=ready)
+        inferior = ready, needed
         if needed > cap:
-            ready, needed = _in_one_piece(asked, ready, needed, cap, lambda it: it.reserved_under(cap))
+            ready, needed = _in_one_piece(asked, ready, needed, cap - asked.stray, held)
         measured = asked.measured(ready) if needed <= cap else None
-        if needed <= cap and (measured is None or measured.peak <= asked.budget):
+        if needed <= cap and (measured is None or asked.limit.of(measured) <= asked.budget):
             return replace(fit, candidate=ready, measured=measured)
-        tried.append((ready, needed))
-    ready, needed = tried[0]
+        first = first or (inferior if reserved else (ready, needed))
+    ready, needed = first or (fit.candidate, cap)
     note = (
         f"Where a process may reserve no more than {format_bytes(cap)}, this may run out of memory all the same, "
-        f"because memory is fragmented: {format_bytes(needed)} would do. PYTORCH_CUDA_ALLOC_CONF="
-        "expandable_segments:True prevents most of that."
+        f"because memory is fragmented{' by batches of other sizes' * reserved}: {format_bytes(needed)} would do. "
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True prevents most of that."
     )
     return replace(fit, candidate=ready.noted(note))
 
 
-def _least_reserved(asked: _Asked, candidate: Candidate) -> Candidate:
-    """A candidate that was planned, in one piece if it is above the budget of reserved bytes and takes less so."""
+def _least_reserved(asked: _Asked, candidate: Candidate, limit: int, fewest: bool) -> Candidate:
+    """A candidate that was planned, in one piece if it is above that many reserved bytes and takes less so.
+
+    As close to the limit as it gets, or with the ``fewest`` bytes where it gets to no limit.
+    """
     ready = asked.finished(candidate)
     needed = ready.simulate().reserved
-    if needed <= asked.budget:
+    if needed <= limit:
         return ready
-    return _in_one_piece(asked, ready, needed, asked.budget, lambda it: it.simulate().reserved)[0]
+    return _in_one_piece(asked, ready, needed, limit, lambda it: it.simulate().reserved, fewest)[0]
 
 
 def _in_one_piece(
-    asked: _Asked, candidate: Candidate, needed: int, limit: int, reserved: Callable[[Candidate], int]
+    asked: _Asked,
+    candidate: Candidate,
+    needed: int,
+    limit: int,
+    reserved: Callable[[Candidate], int],
+    fewest: bool = False,
 ) -> tuple[Candidate, int]:
     """The candidate with its memory in one piece, and what is ``reserved`` for it then, ``limit`` bytes if possible.
 
     The candidate itself where that is no less than it ``needed``, or tensors get so much more than they ask for (see
-    ``Allocator``) that the peak is above the budget.
+    ``Allocator``) that the peak is above the budget. ``fewest`` as in ``_least_reserved``.
     """
-    alone, found = candidate.simulate(), [(needed, candidate)]
-    total = asked.budget
-    if alone.peak > total:  # which is reached by no plan: this one gets as few as it can
-        total = limit = int(_LESS * needed)
-    for _ in range(_TOTALS):
-        if total < alone.peak or found[-1][0] <= limit:
-            break
+    peak, best = candidate.making_room(0).simulate().peak, (needed, candidate)
+
+    def taken(total: int) -> int:
+        nonlocal best
         whole = candidate.making_room(total)
-        taken = reserved(whole)
-        if asked.limit.reserved or whole.simulate().peak <= asked.budget:
-            found.append((taken, whole.noted(_WHOLE.format(format_bytes(alone.reserved), format_bytes(total)))))
-        total -= taken - limit  # tensors of up to 1 MiB lie elsewhere
-    needed, candidate = min(found, key=lambda each: each[0])
-    return candidate, needed
+        found = reserved(whole)
+        if found < best[0] and (asked.limit.reserved or whole.simulate().peak <= asked.budget):
+            best = found, whole
+        return found
+
+    total = min(limit, asked.budget)
+    for _ in range(_TOTALS):
+        if total < peak or best[0] <= limit:
+            break
+        total -= taken(total) - limit  # tensors of up to 1 MiB lie elsewhere
+    low, high = peak, needed
+    for _ in range(_HALVINGS if fewest and best[0] > limit else 0):
+        before, total = best[0], (low + high) // 2
+        low, high = (low, total) if taken(total) < before else (total, high)
+    return best[1], best[0]
+
+
+def _telling_of_room(candidate: Candidate) -> Candidate:
+    """The candidate with a note, if it takes its memory in one piece."""
+    if not candidate.room:
+        return candidate
+    pieces = candidate.making_room(0).simulate().reserved
+    return candidate.noted(_WHOLE.format(format_bytes(pieces), format_bytes(candidate.room)))
 
 
 def _lower_and_lower(asked: _Asked, fit: Fit) -> Iterator[Candidate]:
     """The candidate, and plans for ever less as long as they fit."""
     yield fit.candidate
-    candidate = fit.candidate
+    candidate = fit.planned
     for share in _LOWER if asked.may_checkpoint else ():
         planned = plan(candidate, int(share * fit.target))
         if not planned.fitted.fits:

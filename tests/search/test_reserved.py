@@ -12,11 +12,14 @@ from torch import Tensor, nn
 
 import memrewrite
 from memrewrite.cli import main
+from memrewrite.measurement import measuring
 from memrewrite.records.errors import BudgetInfeasibleError, UsageError
 from memrewrite.records.options import Budget, format_bytes
+from memrewrite.records.outcomes import Measured
 from memrewrite.report.tables import over_budget
 from memrewrite.runtime.dropin import programs
-from memrewrite.simulate import simulate
+from memrewrite.search import bench
+from memrewrite.simulate import Timeline, simulate
 from memrewrite.targets.allocator import Allocator
 from memrewrite.targets.cuda_from_cpu import CUDA_FROM_CPU
 from memrewrite.workload.step import Inputs, Step
@@ -52,10 +55,14 @@ def optimized(inputs: Tensor, **options: Any) -> memrewrite.Report:
     return planned(inputs, **options).report
 
 
-def reserved_under(cap: int | None, module: nn.Module, inputs: Tensor) -> int:
+def simulated(module: nn.Module, inputs: Tensor, cap: int | None = None) -> Timeline:
     step = Step("train", torch.optim.AdamW, target=CUDA_FROM_CPU)
     workspace = step.target.workspace_bytes(torch.device("cpu"), None, "train")
-    return simulate(module, Inputs((inputs,), {}), step, workspace_bytes=workspace, cap=cap).reserved
+    return simulate(module, Inputs((inputs,), {}), step, workspace_bytes=workspace, cap=cap)
+
+
+def reserved_under(cap: int | None, module: nn.Module, inputs: Tensor) -> int:
+    return simulated(module, inputs, cap).reserved
 
 
 def test_what_is_reserved_is_within_the_budget(inputs: Tensor) -> None:
@@ -115,6 +122,33 @@ def test_one_piece_reaches_a_budget_of_reserved_bytes_that_pieces_do_not(inputs:
     with mock.patch.object(Allocator, "make_room"):
         assert reserved_under(None, result, inputs) > (report.budget or 0)
     assert optimized(inputs, budget="min", reserved=True).held <= report.held
+
+
+def test_smaller_batches_between_stay_within_a_budget_of_reserved_bytes(inputs: Tensor) -> None:
+    result = planned(inputs, budget="94%", reserved=True)
+    budget = result.report.budget or 0
+    assert result.report.predicted_after.reserved <= budget
+    assert reserved_under(budget, result, inputs) <= budget  # 1.45 GB of 1.35 by the first plan that was
+
+
+@pytest.mark.parametrize("more", [2 * 2**20, 20 * 2**20])
+def test_a_process_that_reserves_more_than_simulated_gets_less_in_one_piece(
+    inputs: Tensor, more: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Measured] = []
+
+    def on_device(module: nn.Module, *_: object, **__: object) -> Measured:
+        found = simulated(module, inputs)
+        seen.append(Measured(found.peak, found.reserved + more, 1.0, (), "cuda"))
+        return seen[-1]
+
+    monkeypatch.setattr(bench, "device_type", lambda *args: "cuda")
+    monkeypatch.setattr(measuring, "measure", on_device)
+    try:
+        report = optimized(inputs, budget="45%", reserved=True)
+    except BudgetInfeasibleError as error:
+        report = optimized(inputs, budget=error.lowest, reserved=True)
+    assert (report.budget or 0) - 5 * 2**20 <= seen[-1].reserved <= (report.budget or 0)
 
 
 def test_an_infeasible_budget_says_the_lowest_reserved_peak(inputs: Tensor) -> None:
