@@ -142,7 +142,10 @@ def _read_later(node: fx.Node, source: fx.Node, key: int, effects: Effects) -> s
 
 def _kept(node: fx.Node, source: fx.Node, key: int, effects: Effects, keeping: Set[fx.Node]) -> str | None:
     for other in effects.order:
-        keeps = key in effects.of[other].saved or (other is source and other in keeping)
+        facts = effects.of[other]
+        if facts.opaque and key in facts.reads | facts.outputs:
+            return f"{other.name} is a call that may keep its input {source.name}."
+        keeps = key in facts.saved or (other is source and other in keeping)
         if other is not node and keeps:
             whose = "its result" if other is source else f"{source.name}"
             return f"{other.name} keeps {whose} for its gradient."

@@ -4,7 +4,7 @@ Two front ends stand behind one seam. ``torch.export`` leads (pre-dispatch train
 where it fails, Dynamo is tried. Hazards that would make either graph silently wrong are refused first, by name.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from memrewrite.capture import dynamo, exported, hazards
+from memrewrite.capture.at_sight import refuse_weight_hooks
 from memrewrite.capture.captured import Captured, InputSpec, TensorSpec
 from memrewrite.capture.normal import bind
 from memrewrite.records.errors import CaptureError
@@ -22,8 +23,11 @@ from memrewrite.workload.step import Inputs, autocast, device_type
 
 __all__ = ["Captured", "InputSpec", "TensorSpec", "capture"]
 
-FrontEnd = Callable[[nn.Module, Inputs], Captured]
-FRONT_ENDS: dict[str, FrontEnd] = {"export": exported.capture, "dynamo": dynamo.capture}
+FrontEnd = Callable[[nn.Module, Inputs, Sequence[type]], Captured]
+FRONT_ENDS: dict[str, FrontEnd] = {
+    "export": exported.capture,
+    "dynamo": lambda model, inputs, functions: dynamo.capture(model, inputs),
+}
 _TOLD = "The model asks whether it is being traced (in {}), and only what it does then could be captured."
 
 
@@ -36,19 +40,22 @@ def capture(model: nn.Module, inputs: Inputs, front_end: str | None = None, amp:
     """
     said = []
     bind(model, inputs)
-    hazards.refuse_weight_hooks(model, type(model).__name__)  # its own hooks are off while it is looked at
+    refuse_weight_hooks(model, type(model).__name__)  # its own hooks are off while it is looked at
     with preserved(model), real_rules_on_fake_tensors(), autocast(amp, device_type(model, inputs)):
         findings = hazards.check(model, inputs)
         if findings.asks and front_end != "dynamo" and not findings.export_loses:
             # Not told that it is traced, it does what it always does; nothing else is as good, but it may not work.
             with suppress(Exception), tracing_untold():
-                return _with(findings, exported.capture(model, inputs))
+                return _with(findings, exported.capture(model, inputs, findings.functions))
         for name in [front_end] if front_end else FRONT_ENDS:
             if name == "export" and findings.export_loses:
                 said.append(f"export: it loses {findings.export_loses}")
                 continue
+            if name == "dynamo" and findings.functions:
+                said.append("dynamo: it looks into custom autograd.Functions")
+                continue
             try:
-                captured = FRONT_ENDS[name](model, inputs)
+                captured = FRONT_ENDS[name](model, inputs, findings.functions)
             except CaptureError:
                 raise
             except Exception as error:  # front ends raise anything; every reason is passed on

@@ -6,7 +6,7 @@ architectures whole, where ``fx.symbolic_trace`` kept 78 and 0. Its silent hazar
 
 import contextlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from memrewrite.capture.captured import Captured
 from memrewrite.capture.normal import batch_size, bind, constants, dynamic, first_dtype, quiet, rebuild
+from memrewrite.capture.opaque import opaque
 from memrewrite.simulate.fake.constant_values import known_values
 from memrewrite.torch_internals.operators import OpOverload, is_mutable, named_arguments
 from memrewrite.torch_internals.pytrees import tree_leaves, tree_map
@@ -25,24 +26,24 @@ from memrewrite.workload.step import Inputs
 aten = torch.ops.aten
 
 
-def capture(model: nn.Module, inputs: Inputs) -> Captured:
-    """Capture through ``torch.export``; the batch size stays dynamic where export allows."""
+def capture(model: nn.Module, inputs: Inputs, functions: Sequence[type] = ()) -> Captured:
+    """Capture through ``torch.export``; the batch size stays dynamic where export allows.
+
+    Custom ``functions`` stay calls in the graph.
+    """
     batch = batch_size(inputs)
     if batch is not None:
         with contextlib.suppress(Exception):  # whatever the reason, the attempt with fixed sizes tells it
             with _named_keywords(model, inputs):
                 bound = inspect.signature(model.forward).bind(*inputs.args, **inputs.kwargs).arguments
                 shapes = tree_map(lambda leaf: {0: Dim.AUTO} if _has_batch(leaf, batch) else None, dict(bound))
-                program = _export(model, inputs, shapes)
-            return _normal(model, inputs, program)
-    return _normal(model, inputs, _export(model, inputs, None))
+                program, exported = _export(model, inputs, shapes, functions)
+            return _normal(model, inputs, program, exported)
+    return _normal(model, inputs, *_export(model, inputs, None, functions))
 
 
-def _normal(model: nn.Module, inputs: Inputs, program: ExportedProgram) -> Captured:
+def _normal(model: nn.Module, inputs: Inputs, program: ExportedProgram, exported: fx.GraphModule) -> Captured:
     spec, order = bind(model, inputs)
-    exported = program.module()
-    if not isinstance(exported, fx.GraphModule):
-        raise TypeError(f"export gave a {type(exported).__name__}")
     placeholders = [n for n in exported.graph.nodes if n.op == "placeholder"]
     raw = tree_leaves((inputs.args, inputs.kwargs))
     tensors = [placeholders[i] for i in order if isinstance(raw[i], Tensor)]
@@ -124,9 +125,17 @@ def _only_computes(target: Any) -> bool:
 _QUESTIONS = (aten.item.default, aten._local_scalar_dense.default, aten.equal.default)
 
 
-def _export(model: nn.Module, inputs: Inputs, shapes: Any) -> ExportedProgram:
-    with quiet(), _unmarked(inputs.tensors()), known_values(), _CastsStayApart():
-        return torch.export.export(model, inputs.args, inputs.kwargs, dynamic_shapes=shapes, strict=False)
+def _export(
+    model: nn.Module, inputs: Inputs, shapes: Any, functions: Sequence[type]
+) -> tuple[ExportedProgram, fx.GraphModule]:
+    """What export gives, and its graph."""
+    with quiet(), _unmarked(inputs.tensors()), opaque(functions) as calls, known_values(), _CastsStayApart():
+        program = torch.export.export(model, inputs.args, inputs.kwargs, dynamic_shapes=shapes, strict=False)
+    exported = program.module()
+    if not isinstance(exported, fx.GraphModule):
+        raise TypeError(f"export gave a {type(exported).__name__}")
+    calls.settle(_graphs(exported))
+    return program, exported
 
 
 @contextlib.contextmanager

@@ -74,17 +74,21 @@ def nested(tree: TreeSpec, leaves: list[str], trees: Trees) -> str:
     return f"tree_unflatten([{', '.join(leaves)}], {trees.name(tree)})"
 
 
-def _class(kind: type) -> str:
-    """How generated source names a class of the user's."""
+def class_of(kind: type) -> str:
+    """A class of the user's as an expression, "" where its module has it under no name of its own."""
     found: Any = sys.modules.get(kind.__module__)
     for part in kind.__qualname__.split("."):
         found = getattr(found, part, None)
-    if found is not kind:
+    return f"importlib.import_module({kind.__module__!r}).{kind.__qualname__}" if found is kind else ""
+
+
+def _class(kind: type) -> str:
+    if not (found := class_of(kind)):
         raise CaptureError(
             f"forward takes or returns a {kind.__name__}, which {kind.__module__} has under no name of its own; "
             "define the class at the top of a module."
         )
-    return f"importlib.import_module({kind.__module__!r}).{kind.__qualname__}"
+    return found
 
 
 def _dumped(tree: TreeSpec) -> str:

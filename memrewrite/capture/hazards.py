@@ -7,9 +7,7 @@ afterwards say what happened that no graph of tensor operators can hold; a secon
 import functools
 import inspect
 import itertools
-import keyword
 import os
-import re
 import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,22 +17,20 @@ from typing import Any, Literal
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch.nn.utils.spectral_norm import SpectralNorm
-from torch.nn.utils.weight_norm import WeightNorm
 from torch.overrides import TorchFunctionMode
 
+from memrewrite.capture.at_sight import refuse_hooks, refuse_names, refuse_unnamed
 from memrewrite.capture.autocasts import autocast_asked, autocast_regions
 from memrewrite.capture.normal import quiet
 from memrewrite.capture.reads import ReadsOfForward
 from memrewrite.records.errors import CaptureError
-from memrewrite.runtime.guards import HOOKS, Reads
+from memrewrite.runtime.guards import Reads
 from memrewrite.runtime.segment import autocast_dtype
 from memrewrite.simulate.fake.constant_values import known_values
 from memrewrite.simulate.fake.fakes import fake_inputs, fake_twin
 from memrewrite.state.attributes import Attributes
-from memrewrite.state.random_state import draws, seed_all
-from memrewrite.torch_internals.autograd_nodes import has_global_module_hooks
-from memrewrite.torch_internals.custom_functions import function_calls, functions_behind
+from memrewrite.state.random_state import RandomState, draws, seed_all
+from memrewrite.torch_internals.custom_functions import Forward, forwards_replaced, function_calls, functions_behind
 from memrewrite.torch_internals.fake_tensors import FAKE_TENSOR_ERRORS, FakeTensorMode
 from memrewrite.torch_internals.pytrees import tree_flatten, tree_leaves, tree_map
 from memrewrite.torch_internals.tracing import checkpoint_calls, tracing_untold
@@ -53,7 +49,8 @@ class Findings:
     ``notes`` are sentences for the user; ``export_loses`` is what ``torch.export``'s graph would lack, ``asks`` the
     Python module that asks whether it is being traced, "" if there is none. ``exact`` is False where the model takes
     another way on the values of these inputs than on values it cannot see; ``checkpoints`` says that it checkpoints,
-    ``autocast``, ``reads`` and ``looks`` are those of ``Captured``.
+    ``functions`` are the custom ``autograd.Function`` classes that it applies, ``autocast``, ``reads`` and ``looks``
+    are those of ``Captured``.
     """
 
     notes: tuple[str, ...] = ()
@@ -61,6 +58,7 @@ class Findings:
     asks: str = ""
     exact: bool = True
     checkpoints: bool = False
+    functions: tuple[type, ...] = ()
     autocast: torch.dtype | Literal["any"] | None = "any"
     reads: Reads = ()
     looks: tuple[str, ...] = ()
@@ -69,10 +67,8 @@ class Findings:
 def check(model: nn.Module, inputs: Inputs) -> Findings:
     """Rehearse forward, under autocast as it is. Raises ``CaptureError`` naming the hazard and its place if any."""
     name, device = type(model).__name__, device_type(model, inputs)
-    _refuse_hooks(model)
-    _refuse_names(model)
-    seed_all(_NOBODYS_SEED, ())  # so that a forward that sets the seed of before is seen to set one
-    before = draws()
+    refuse_hooks(model)
+    refuse_names(model)
     with (
         quiet(),
         tracing_untold() as asked,
@@ -82,17 +78,7 @@ def check(model: nn.Module, inputs: Inputs) -> Findings:
         autocast_regions() as regions,
     ):
         rehearsal = _Rehearsal(model, inputs, regions)
-        first = rehearsal.run()
-        if draws() != before:
-            raise CaptureError(
-                f"{name} draws from Python's or NumPy's random in forward, or seeds a generator there; "
-                "one outcome would be baked in. Draw with torch, or outside forward."
-            )
-        functions += functions_behind(first.output)  # applied through a name bound to ``apply`` before
-        if functions:
-            raise CaptureError(
-                f"{name} uses the custom autograd.Function {functions[0]}, whose backward a captured graph loses."
-            )
+        first = _first(name, rehearsal, functions)
         _refuse_changes(name, rehearsal.before, _always_matters)
         for what, places in first.places.items():
             raise CaptureError(f"{name} {_REFUSED[what].format(place=places[0])}")
@@ -102,6 +88,9 @@ def check(model: nn.Module, inputs: Inputs) -> Findings:
         else:  # which was the second run, then
             _refuse_changes(name, rehearsal.between)
     notes = ["The model's own torch.utils.checkpoint calls are replaced by the plan."] if checkpoints else []
+    if rehearsal.functions:
+        names = ", ".join(sorted({kind.__name__ for kind in rehearsal.functions}))
+        notes.append(f"What stays a call as the model makes it, with its own backward: {names}.")
     if place := rehearsal.decided_by_values(first):
         notes.append(_DECIDED.format(name=name, place=place))
     return Findings(
@@ -110,10 +99,30 @@ def check(model: nn.Module, inputs: Inputs) -> Findings:
         asks=asked[0] if asked else "",
         exact=not place,
         checkpoints=bool(checkpoints),
+        functions=rehearsal.functions,
         autocast=autocast_dtype(device) if about or switched else "any",
         reads=first.reads.found,
         looks=first.reads.looks,
     )
+
+
+def _first(name: str, rehearsal: "_Rehearsal", functions: list[type]) -> "_Watch":
+    """The first run, or with custom ``functions`` the first that does not look into them."""
+    seed_all(_NOBODYS_SEED, ())  # so that a forward that sets the seed of before is seen to set one
+    before = draws()
+    first = rehearsal.run()
+    functions += functions_behind(first.output)  # applied through a name bound to ``apply`` before
+    if functions:
+        refuse_unnamed(name, functions)
+        rehearsal.functions = tuple(dict.fromkeys(functions))
+        seed_all(_NOBODYS_SEED, ())
+        first = rehearsal.run()
+    if draws() != before:
+        raise CaptureError(
+            f"{name} draws from Python's or NumPy's random in forward, or seeds a generator there; "
+            "one outcome would be baked in. Draw with torch, or outside forward."
+        )
+    return first
 
 
 def _lost(rehearsal: "_Rehearsal", first: "_Watch", checkpoints: Collection[str]) -> str:
@@ -138,6 +147,7 @@ class _Rehearsal:
             self._given = Inputs(*tree_map(lambda leaf: copies.get(id(leaf), leaf), (given.args, given.kwargs)))
         self._real = inputs.tensors()
         self._asked = False
+        self.functions: tuple[type, ...] = ()  # what happens in them is not looked at
         self.before = self.between = Attributes(self._twin)
 
     def decided_by_values(self, first: "_Watch") -> str:
@@ -168,7 +178,8 @@ class _Rehearsal:
         self.between = Attributes(self._twin)
         leaves, nesting = tree_flatten((self._given.args, self._given.kwargs))
         reads = ReadsOfForward(self._twin)
-        with self._explained(), self._mode, known_values(given) as values, watch, reads.observed():
+        unseen = forwards_replaced(self.functions, watch.unseen)
+        with self._explained(), self._mode, known_values(given) as values, watch, unseen, reads.observed():
             watch.output = self._twin.forward(*self._given.args, **self._given.kwargs)
         watch.reads = reads
         self._asked |= values.asked
@@ -188,39 +199,6 @@ class _Rehearsal:
             raise
         except Exception as error:
             raise CaptureError(_failed(self._name, error)) from error
-
-
-def _refuse_hooks(model: nn.Module) -> None:
-    advice = "would fire while tracing and never again; remove them before optimizing and register them afterwards."
-    if has_global_module_hooks():
-        raise CaptureError(f"Hooks for all modules are registered (torch.nn.modules.module), which {advice}")
-    for path, module in model.named_modules():
-        refuse_weight_hooks(module, path or type(model).__name__)
-        if "_orig_mod" in module._modules or module._compiled_call_impl is not None:
-            raise CaptureError(f"{path or type(model).__name__} is compiled; optimize first, then compile the result.")
-        for name in HOOKS:
-            if path and module.__dict__.get(name):
-                kind = name.strip("_").replace("_", " ")
-                raise CaptureError(f"{path} ({type(module).__name__}) has {kind}, which {advice}")
-
-
-def refuse_weight_hooks(module: nn.Module, name: str) -> None:
-    """Raise ``CaptureError`` where a hook of ``torch.nn.utils`` computes the weight of ``module`` before each call."""
-    for hook in module._forward_pre_hooks.values():
-        if isinstance(hook, WeightNorm | SpectralNorm):
-            kind = "weight_norm" if isinstance(hook, WeightNorm) else "spectral_norm"
-            raise CaptureError(
-                f"{name} ({type(module).__name__}) has torch.nn.utils.{kind}, a hook that sets {hook.name} before each "
-                f"call, which a graph loses; use torch.nn.utils.parametrizations.{kind}, which is captured."
-            )
-
-
-def _refuse_names(model: nn.Module) -> None:
-    """Both front ends write attributes as text, ``self.a.b`` or ``getattr(self.a, "b-c")``, and can spell no more."""
-    for path, _ in [*model.named_parameters(), *model.named_buffers()]:
-        for part in path.split("."):
-            if keyword.iskeyword(part) or re.search(r'["\\\n]', part):
-                raise CaptureError(f"{path} goes through the name {part!r}, which no graph can spell; rename it.")
 
 
 def _failed(name: str, error: Exception) -> str:
@@ -298,7 +276,7 @@ class _Watch(TorchFunctionMode):
 
     def __init__(self, buffers: set[int], regions: list[bool]) -> None:
         super().__init__()
-        self._buffers, self._regions = buffers, regions
+        self._buffers, self._regions, self._looking = buffers, regions, True
         self.places: dict[str, list[str]] = {}
         self.nested = ""
         self.output: Any = None
@@ -308,8 +286,19 @@ class _Watch(TorchFunctionMode):
         self._cache = torch.is_autocast_cache_enabled()
         self._outside = (torch.is_inference_mode_enabled(), torch.initial_seed(), _autocast(), _attention())
 
+    def unseen(self, kind: type, forward: Forward, context: Any, args: tuple[Any, ...]) -> Any:
+        """What a custom Function gives, without a look at how; nor does it draw for anybody else."""
+        drawn, self._looking = RandomState(), False
+        try:
+            return forward(context, *args)
+        finally:
+            self._looking = True
+            drawn.restore()
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if not self._looking:
+            return func(*args, **kwargs)
         inference, seed, autocast, attention = self._outside
         happens = {
             "hook": getattr(func, "__name__", "") in _TENSOR_HOOKS,

@@ -26,13 +26,14 @@ import torch
 from torch import Tensor, fx, nn
 
 from memrewrite.capture.captured import Captured, TensorSpec
-from memrewrite.capture.expressions import Trees, literal, nested
+from memrewrite.capture.expressions import Trees, class_of, literal, nested
 from memrewrite.capture.normal import attribute
 from memrewrite.capture.origin import origin
 from memrewrite.codegen.submodules import Submodules
 from memrewrite.costs.normalizations import in_one_with, runs_again_with
 from memrewrite.plan.marks import NO_MARKS, UNMARKED, Marks, NodeMark
 from memrewrite.records.errors import CaptureError
+from memrewrite.records.function_call import FunctionCall
 from memrewrite.runtime.operations import AROUND_NODES, IN_GRAPHS
 from memrewrite.simulate.memory.places import comment
 from memrewrite.torch_internals.operators import C_FUNCTIONS, OpOverload, names_of
@@ -60,7 +61,8 @@ def generate(captured: Captured, prefix: str = "", marks: Marks = NO_MARKS) -> t
     """
     writer = _Writer(captured, prefix, marks)
     writer.graph()
-    text = "\n".join([_HEADER, *writer.trees.lines(), *writer.functions, _program(captured, prefix)])
+    classes = [f"{name} = {class_of(kind)}\n" for kind, name in writer.classes.items()]
+    text = "\n".join([_HEADER, *classes, *writer.trees.lines(), *writer.functions, _program(captured, prefix)])
     compile(text, "<memrewrite>", "exec")
     return text, {name: captured.constants[path] for path, name in writer.constants.items()}
 
@@ -93,6 +95,7 @@ class _Writer:
         self.marks = marks
         self.functions: list[str] = []
         self.trees = Trees(prefix)
+        self.classes: dict[type, str] = {}  # what custom Functions are called
         self.constants = {path: CONSTANT.format(i) for i, path in enumerate(captured.constants)}
         self.names: dict[fx.Node, str] = {}
         attributes = captured.graph_module.graph.find_nodes(op="get_attr")
@@ -194,7 +197,7 @@ class _Writer:
         keywords = [f"{k}={self.value(v)}" for k, v in node.kwargs.items()]
         if node.op == "call_method":
             return f"{arguments[0]}.{node.target}({', '.join([*arguments[1:], *keywords])})"
-        name = function_name(node.target)
+        name = self.applied(node.target) if isinstance(node.target, FunctionCall) else function_name(node.target)
         if mark.statistics is not None:
             kept = ["recomputing", str(mark.statistics), str(runs_again_with(node, self.marks) is not None)]
             return f"normalize({', '.join([*kept, *arguments])})"
@@ -206,6 +209,12 @@ class _Writer:
         if mark.draw:
             return f"draw({', '.join([name, *arguments, *keywords])})"
         return f"{name}({', '.join([*arguments, *keywords])})"
+
+    def applied(self, target: FunctionCall) -> str:
+        """How a custom Function is applied."""
+        if target.kind not in self.classes:
+            self.classes[target.kind] = self.unique(self.prefix + target.kind.__name__)
+        return f"{self.classes[target.kind]}.apply"
 
     def region(self, node: fx.Node) -> str:
         """A ``no_grad`` or ``autocast`` region: its body as a function under the context manager."""

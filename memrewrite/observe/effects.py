@@ -16,10 +16,12 @@ from torch import Tensor, fx, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import flop_registry
 
+from memrewrite.records.function_call import FunctionCall
 from memrewrite.simulate.fake.fakes import running_on_fakes
 from memrewrite.simulate.fake.true_results import TrueResults
 from memrewrite.targets.allocator import rounded
 from memrewrite.targets.eager import EAGER, Target
+from memrewrite.torch_internals.custom_functions import kept_as_attributes
 from memrewrite.torch_internals.dispatch_modes import Layer
 from memrewrite.torch_internals.fake_tensors import FakeTensorMode
 from memrewrite.torch_internals.operators import schema_name, written_arguments
@@ -52,7 +54,8 @@ class NodeEffects:
     convolution, which saves its inputs before it runs, everything for a ReLU, which saves its output.
     ``statistics`` are written storages whose values no result depends on (batch normalization's running statistics).
     ``stale_save`` says that an operator changes a storage after saving it (RReLU's noise), which recomputation that
-    stops early would never see filled.
+    stops early would never see filled. ``opaque`` says of a call that nobody looks into it, so that it may keep what it
+    touches in its own ways, ``repeats`` whether it gives the same whenever it runs.
     """
 
     reads: frozenset[int]
@@ -66,6 +69,8 @@ class NodeEffects:
     rerun: tuple[int, int]
     statistics: frozenset[int] = frozenset()
     stale_save: bool = False
+    opaque: bool = False
+    repeats: bool = True
 
 
 @dataclass(frozen=True)
@@ -259,6 +264,7 @@ class _Observer(fx.Interpreter):
         if n.op in ("placeholder", "get_attr"):
             recorder.begin(index)
         n.meta["val"] = result
+        recorder.saved |= {recorder.storage(tensor) for tensor in kept_as_attributes(result)}
 
         def before(keys: set[int]) -> frozenset[int]:
             return frozenset(key for key in keys if recorder.storages[key].producer < index)
@@ -275,6 +281,8 @@ class _Observer(fx.Interpreter):
             rerun=recorder.rerun,
             statistics=before(recorder.statistics),
             stale_save=recorder.stale_save,
+            opaque=isinstance(n.target, FunctionCall),
+            repeats=getattr(n.target, "repeats", True),
         )
         return result
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from memrewrite.capture.hazards import refuse_weight_hooks
+from memrewrite.capture.at_sight import refuse_weight_hooks
 from memrewrite.records.errors import UsageError
 from memrewrite.records.options import Budget, check_passes, check_seed
 from memrewrite.targets.compiled import CompiledTarget

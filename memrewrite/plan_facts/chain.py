@@ -116,8 +116,8 @@ def _never(effects: Effects, nodes: list[fx.Node]) -> list[bool]:
 
     So it is with a node that touches what is not the forward pass's own and is written in it (statistics and counters
     nobody reads are updated once, see ``passes/checkpoint_segments.py``): a later forward pass may write it again
-    before backward. So with one that changes what it has saved, and with those between switches of the grad or
-    autocast mode.
+    before backward. So with one that changes what it has saved or does not repeat what it gave, and with those between
+    switches of the grad or autocast mode.
     """
     written = {key for node in nodes for key in effects.of[node].writes if effects.storages[key].origin != "node"}
     found = []
@@ -127,7 +127,7 @@ def _never(effects: Effects, nodes: list[fx.Node]) -> list[bool]:
         depth += _switch(node)
         dirty = bool((f.reads | f.writes) & written - f.statistics) and not is_counter(effects, node)
         asks = node.target is torch.is_grad_enabled  # for the mode of the forward pass
-        found.append(dirty or f.stale_save or depth > 0 or _switch(node) != 0 or asks)
+        found.append(dirty or f.stale_save or not f.repeats or depth > 0 or _switch(node) != 0 or asks)
     return found
 
 

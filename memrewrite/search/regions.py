@@ -28,6 +28,7 @@ from memrewrite.records.errors import CaptureError
 from memrewrite.records.tensor_like import TensorLike
 from memrewrite.rewriting.invariants import writes_what_is_kept
 from memrewrite.runtime.dropin import build, program_from
+from memrewrite.search.repeats import note_what_repeats
 from memrewrite.simulate.fake.fakes import on_fakes, tensors_of
 from memrewrite.state.random_state import preserved_rng
 from memrewrite.torch_internals.pytrees import tree_leaves, tree_map
@@ -176,6 +177,7 @@ class _Call:
 def _captured(module: nn.Module, inputs: Inputs, step: Step) -> Captured:
     """Capture a module on ``inputs``; raises ``CaptureError`` also for a graph that cannot stand for it in the step."""
     captured = replace(capture(module, inputs, amp=step.amp), differentiable=step.mode == "train")
+    note_what_repeats(captured.graph_module, leaf_tensors(module, inputs), step)
     source, constants = generate(captured)
     if step.mode == "train" and captured.checkpoints:
         _refuse_writes_of_kept(Region("", module, captured, lambda: inputs), step)

@@ -1,10 +1,11 @@
-"""Which custom ``autograd.Function`` classes ran: their backward is Python, which a captured graph would lose.
+"""Which custom ``autograd.Function`` classes ran, and what they do while a graph is traced, which would look into them.
 
 A node of autograd's graph names the class it belongs to in ``_forward_cls`` alone. Read in PyTorch 2.11 to 2.15.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -19,35 +20,89 @@ require("autograd.Function._backward_cls._forward_cls")
 
 _OF_TORCH = ("torch.utils.checkpoint", "torch._library")  # Functions that belong to what a graph does keep
 
+Forward = Callable[..., Any]
+Replacement = Callable[[type, Forward, Any, tuple[Any, ...]], Any]
+
 
 @process_wide
 @contextmanager
-def function_calls() -> Iterator[list[str]]:
-    """The names of custom ``autograd.Function`` classes applied meanwhile where a gradient may flow."""
-    calls: list[str] = []
+def function_calls() -> Iterator[list[type]]:
+    """The custom ``autograd.Function`` classes applied meanwhile where a gradient may flow, once for each call."""
+    calls: list[type] = []
     # Python's own way to bind a method of a class: PyTorch 2.15 wrote ``apply`` in C, and others had a classmethod.
     bound = vars(torch.autograd.Function)["apply"].__get__
 
     def seen(cls: type, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled() and not cls.__module__.startswith(_OF_TORCH):
-            calls.append(cls.__name__)
+            calls.append(cls)
         return bound(None, cls)(*args, **kwargs)
 
     with mock.patch.object(torch.autograd.Function, "apply", classmethod(seen)):
         yield calls
 
 
-def functions_behind(output: Any) -> list[str]:
-    """The names of custom ``autograd.Function`` classes in the autograd graph of what forward returned."""
+def functions_behind(output: Any) -> list[type]:
+    """The custom ``autograd.Function`` classes in the autograd graph of what forward returned."""
     queue = [leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
     seen = set(queue)
-    names: list[str] = []
+    found: list[type] = []
     while queue:
         node = queue.pop()
         kind = getattr(node, "_forward_cls", None)  # only custom ones have it
         if kind is not None and not kind.__module__.startswith(_OF_TORCH):
-            names.append(kind.__name__)
+            found.append(kind)
         new = {child for child, _ in node.next_functions if child is not None} - seen
         seen |= new
         queue.extend(new)
-    return names
+    return found
+
+
+@process_wide
+@contextmanager
+def forwards_replaced(kinds: Iterable[type], replacement: Replacement) -> Iterator[None]:
+    """Meanwhile these classes, however they are applied, give ``replacement(kind, forward, context, args)``.
+
+    ``forward`` takes a context first in any case; a class that sets it up apart has none yet, and does not get there.
+    """
+    with ExitStack() as stack:
+        for kind in dict.fromkeys(kinds):
+            for name, method in _methods(kind, replacement).items():
+                stack.enter_context(mock.patch.object(kind, name, staticmethod(method)))
+        yield
+
+
+def _methods(kind: Any, replacement: Replacement) -> dict[str, Forward]:
+    """What takes the place of the methods of a class."""
+    own: Forward = kind.forward
+    if kind.setup_context == torch.autograd.Function.setup_context:
+
+        @functools.wraps(own)
+        def forward(context: Any, *args: Any) -> Any:
+            return replacement(kind, own, context, args)
+
+        return {"forward": forward}
+
+    @functools.wraps(own)  # PyTorch asks for its signature
+    def forward_alone(*args: Any) -> Any:
+        return replacement(kind, lambda context, *given: own(*given), None, args)
+
+    return {"forward": forward_alone, "setup_context": lambda context, inputs, output: None}
+
+
+def kept_as_attributes(output: Any) -> list[Tensor]:
+    """The tensors that the contexts of the custom Functions that gave ``output`` hold, but those saved for backward."""
+    nodes = {leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, Tensor)}
+    held = [vars(node) for node in nodes if getattr(node, "_forward_cls", None) is not None]
+    return [leaf for leaf in tree_leaves(held) if isinstance(leaf, Tensor)]
+
+
+class Context:
+    """Stands for the context of a Function whose backward never runs: it takes what is set, and keeps no tensor."""
+
+    def __init__(self, args: tuple[Any, ...]) -> None:
+        self.needs_input_grad = tuple(isinstance(each, Tensor) and each.requires_grad for each in args)
+
+    def _take(self, *args: Any) -> None:
+        """As the methods of a context do, of which nothing here depends on."""
+
+    save_for_backward = save_for_forward = mark_dirty = mark_non_differentiable = set_materialize_grads = _take

@@ -19,7 +19,7 @@ from memrewrite.codegen.writer import generate
 from memrewrite.records.errors import CaptureError
 from memrewrite.state.attributes import Attributes
 from memrewrite.workload.step import Inputs
-from tests.support.layers import WIDTH, Prepare, model, x
+from tests.support.layers import WIDTH, Prepare, model, nameless, x
 
 HERE = r"test_hazards\.py:\d+"
 FRONT_ENDS = ("export", "dynamo", None)
@@ -37,16 +37,7 @@ def hazard(sentence: str, prepare: Prepare = lambda m: None) -> Register:
     return register
 
 
-class StraightThrough(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.sign()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return gradients[0]
-
-
+StraightThrough = nameless("StraightThrough")
 straight_through: Callable[[Tensor], Tensor] = StraightThrough.apply
 
 
@@ -65,7 +56,7 @@ def custom_function(self: Any, x: Tensor) -> Tensor:
 
 @hazard(r"uses the custom autograd\.Function StraightThrough")
 def custom_function_on_an_input(self: Any, x: Tensor) -> Tensor:
-    return self.linear(StraightThrough.apply(x))  # type: ignore[no-untyped-call]
+    return self.linear(StraightThrough.apply(x))
 
 
 for kind in ("forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"):
@@ -366,7 +357,7 @@ def noted(self: Any, x: Tensor) -> Tensor:
 
 def fine(self: Any, x: Tensor) -> Tensor:
     with torch.no_grad():
-        signs = StraightThrough.apply(x)  # type: ignore[no-untyped-call]
+        signs = StraightThrough.apply(x)
     hidden = self.linear(x).requires_grad_()
     (slope,) = torch.autograd.grad(hidden.square().sum(), hidden, create_graph=True)
     return hidden * signs * slope.mean()

@@ -47,22 +47,22 @@ BOUND_BEFORE: Callable[[Tensor], Any] = Double.apply
 
 
 @pytest.mark.parametrize(
-    ("apply", "names"),
+    ("apply", "kinds"),
     [
-        pytest.param(lambda x: cast(Any, Double).apply(x), ["Double"], id="of-the-class"),
-        pytest.param(lambda x: cast(Any, SetUp).apply(x), ["SetUp"], id="with-a-default"),
-        pytest.param(lambda x: Overridden.apply(x), ["Overridden"], id="overridden"),
+        pytest.param(lambda x: cast(Any, Double).apply(x), [Double], id="of-the-class"),
+        pytest.param(lambda x: cast(Any, SetUp).apply(x), [SetUp], id="with-a-default"),
+        pytest.param(lambda x: Overridden.apply(x), [Overridden], id="overridden"),
         pytest.param(lambda x: checkpoint(torch.sin, x, use_reentrant=True), [], id="of-torch"),
         pytest.param(lambda x: x.sin(), [], id="none"),
     ],
 )
-def test_functions_that_are_applied(apply: Callable[[Tensor], Tensor], names: list[str]) -> None:
+def test_functions_that_are_applied(apply: Callable[[Tensor], Tensor], kinds: list[type]) -> None:
     x = torch.ones(3, requires_grad=True)
     before = torch.autograd.Function.apply
     with function_calls() as calls:
         output = apply(x)
-    assert calls == names
-    assert functions_behind({"inner": [output.sum()]}) == names
+    assert calls == kinds
+    assert functions_behind({"inner": [output.sum()]}) == kinds
     assert torch.autograd.Function.apply == before
     output.sum().backward()
     twin = x.detach().clone().requires_grad_()
@@ -81,4 +81,4 @@ def test_a_name_bound_before_is_found_behind_the_output() -> None:
     with function_calls() as calls:
         output = BOUND_BEFORE(torch.ones(3, requires_grad=True))
     assert not calls
-    assert functions_behind(output + 1) == ["Double"]
+    assert functions_behind(output + 1) == [Double]

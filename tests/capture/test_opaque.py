@@ -1,0 +1,283 @@
+"""A custom autograd.Function stays a call in the graph, with its own backward, and takes part in one plan."""
+
+import copy
+import itertools
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memrewrite
+from memrewrite.artifact.save import save
+from memrewrite.capture import capture
+from memrewrite.records.errors import CaptureError
+from memrewrite.records.function_call import FunctionCall
+from memrewrite.runtime.dropin import programs
+from memrewrite.workload.step import Inputs
+
+WIDTH, LAYERS = 32, 6
+
+
+class Sign(torch.autograd.Function):
+    """A straight-through estimator, with an argument that is no tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sign() * scale
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        return grad * (x.abs() < 1), None
+
+
+class SetUp(torch.autograd.Function):
+    """With a context that is set up apart, and an argument that has a default."""
+
+    @staticmethod
+    def forward(x: Tensor, low: float = -0.5) -> Tensor:
+        return x.clamp(low, 0.5)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.save_for_backward(inputs[0])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad * ctx.saved_tensors[0].sigmoid(), None
+
+
+class Several(torch.autograd.Function):
+    """Tensors in a list, a size that varies, several results of which one is no tensor and one has no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, others: list[Tensor], rows: int) -> tuple[Tensor, None, Tensor, Tensor]:
+        ctx.save_for_backward(a)
+        ctx.set_materialize_grads(False)
+        mask = a > 0
+        ctx.mark_non_differentiable(mask)
+        return a * others[0].detach() / rows, None, mask, a.exp()
+
+    @staticmethod
+    def backward(ctx: Any, first: Tensor, _: None, __: None, last: Tensor) -> Any:
+        (a,) = ctx.saved_tensors
+        return 2 * first + last * a.exp(), None, None
+
+
+class Dirty(torch.autograd.Function):
+    """Writes what it is given."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        return x.mul_(3)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return 7 * grad
+
+
+class Attribute(torch.autograd.Function):
+    """Keeps what it is given, and more, where no hook sees it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.x, ctx.held = x, {"cosine": x.cos()}
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad * ctx.x * ctx.held["cosine"]
+
+
+class Drawn(torch.autograd.Function):
+    """Draws from PyTorch's generator."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        noise = torch.rand_like(x)
+        ctx.save_for_backward(noise)
+        return x * noise
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad * ctx.saved_tensors[0]
+
+
+class Cast(torch.autograd.Function):
+    """Runs in a type of its own under autocast."""
+
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)  # type: ignore[untyped-decorator]
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.exp()
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad * ctx.saved_tensors[0].cos()
+
+
+COUNTER = itertools.count(1)
+
+
+class Unsteady(torch.autograd.Function):
+    """Gives something else each time."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * next(COUNTER)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad * ctx.saved_tensors[0].abs()
+
+
+apply: dict[str, Callable[..., Any]] = {
+    kind.__name__: kind.apply for kind in (Sign, SetUp, Several, Dirty, Attribute, Drawn, Cast, Unsteady)
+}
+KINDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "Sign": lambda x, weight: apply["Sign"](x, 0.5),
+    "Sign of the class": lambda x, weight: cast(Any, Sign).apply(x, 0.5),
+    "SetUp": lambda x, weight: apply["SetUp"](x),
+    "Several": lambda x, weight: sum(apply["Several"](x, [weight, x], x.shape[0])[::3]),
+    "Dirty": lambda x, weight: apply["Dirty"](x * 1),
+    "Attribute": lambda x, weight: torch.relu(apply["Attribute"](x)),
+    "Drawn": lambda x, weight: apply["Drawn"](x),
+    "Cast": lambda x, weight: apply["Cast"](x),
+    "a parameter": lambda x, weight: x * apply["Sign"](weight, 2.0),
+    "Unsteady": lambda x, weight: apply["Unsteady"](x) + x.sin().exp().cos(),
+    "under no_grad": lambda x, weight: x * _without_grad(x) + apply["Sign"](x, 0.5),
+}
+
+
+def _without_grad(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = apply["Sign"](x, 3.0)
+    return found
+
+
+class Net(nn.Module):
+    """Linear layers with what ``KINDS`` names between them."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+        self.weight = nn.Parameter(torch.linspace(-1, 1, WIDTH))
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(KINDS[self.kind](torch.sigmoid(layer(x)), self.weight))
+        return x
+
+
+def rows(count: int = 64) -> Tensor:
+    return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+def taken(module: nn.Module, x: Tensor, amp: bool = False) -> list[Tensor]:
+    """The output and all gradients of a step."""
+    torch.manual_seed(2)
+    module.zero_grad(set_to_none=True)
+    x = x.clone().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, enabled=amp):
+        out = module(x)
+    out.float().square().mean().backward()
+    return [out.detach(), *(p.grad for p in (*module.parameters(), x) if p.grad is not None)]
+
+
+@pytest.mark.filterwarnings("error::memrewrite.runtime.dropin.FallbackWarning")
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "Unsteady"])
+def test_it_is_called_in_one_plan_for_the_whole_model(kind: str) -> None:
+    model = Net(kind)
+    result = memrewrite.optimize(model, rows(), budget="min", loop="drop-output")
+    report = result.report
+    assert report.equivalent
+    frees = kind != "Attribute"  # what lies in a context stays, whatever runs again
+    assert bool(report.segments) == frees
+    assert (report.predicted_after.peak < report.predicted_before.peak) == frees
+    assert list(programs(result)) == [""]
+    assert any(note.startswith("What stays a call as the model makes it, with its own back") for note in report.notes)
+    for count in (64, 5):
+        expected = taken(model, rows(count))
+        found = taken(result, rows(count))
+        assert len(found) == len(expected) > LAYERS
+        assert all(map(torch.equal, found, expected))
+
+
+def test_it_is_called_under_autocast() -> None:
+    model = Net("Cast")
+    result = memrewrite.optimize(model, rows(), budget="min", amp="bf16")
+    assert result.report.segments
+    assert all(map(torch.equal, taken(result, rows(), amp=True), taken(model, rows(), amp=True)))
+
+
+def test_copies_pickles_and_artifacts_call_it(tmp_path: Path) -> None:
+    result = memrewrite.optimize(Net("Sign"), rows(), budget="min")
+    expected = taken(result, rows())
+    for twin in (copy.deepcopy(result), pickle.loads(pickle.dumps(result))):
+        assert all(map(torch.equal, taken(twin, rows()), expected))
+    save(result, tmp_path / "saved")
+    source = programs(result)[""].source
+    assert f"Sign = importlib.import_module({__name__!r}).Sign\n" in source
+    assert "Sign.apply(" in source
+
+
+def test_what_does_not_repeat_runs_once_a_step() -> None:
+    result = memrewrite.optimize(Net("Unsteady"), rows(), budget="min", verify=False)
+    source = programs(result)[""].source
+    inside = "".join(part for part in source.split("\ndef ") if part.startswith("segment_"))
+    assert inside
+    assert source.count("Unsteady.apply(") == LAYERS
+    assert "Unsteady.apply(" not in inside
+    before = next(COUNTER)
+    taken(result, rows())
+    assert next(COUNTER) - before == LAYERS + 1
+
+
+def test_nothing_is_written_over_what_it_may_keep() -> None:
+    result = memrewrite.optimize(Net("Attribute"), rows())
+    assert "is a call that may keep its input" in json.dumps(result.report.to_json())
+    assert "aten.relu_" not in programs(result)[""].source
+
+
+def test_a_class_that_no_module_names_is_refused() -> None:
+    class Local(Sign):
+        pass
+
+    KINDS["Local"] = lambda x, weight: cast(Any, Local).apply(x, 1.0)
+    words = "custom autograd.Function Local, whose backward a captured graph loses, and .* define the class at the top"
+    try:
+        with pytest.raises(CaptureError, match=words):
+            capture(Net("Local"), Inputs((rows(),), {}))
+    finally:
+        del KINDS["Local"]
+
+
+class Unused(nn.Module):
+    """Applies a Function for nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.linear(x)
+        cast(Any, Sign).apply(hidden, 1.0)
+        found: Tensor = hidden.relu()
+        return found
+
+
+def test_one_whose_result_is_not_used_is_called_all_the_same() -> None:
+    captured = capture(Unused(), Inputs((rows(),), {}))
+    assert [n.target.kind for n in captured.graph_module.graph.nodes if isinstance(n.target, FunctionCall)] == [Sign]
