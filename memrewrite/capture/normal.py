@@ -22,6 +22,7 @@ from memrewrite.torch_internals.tracing import size_conditions
 from memrewrite.workload.step import Inputs
 
 _LOGGERS = ("torch.export", "torch._dynamo", "torch._subclasses", "torch.fx", "torch.jit")
+_NOT_THE_MODELS = os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__))
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 
 
@@ -205,5 +206,5 @@ def _module_path(node: fx.Node) -> str:
 
 def _source(node: fx.Node) -> str:
     frames = list(_FRAME.finditer(node.meta.get("stack_trace") or ""))
-    ours = [f for f in frames if os.path.dirname(torch.__file__) not in f["file"] and linecache.getline(f["file"], 1)]
+    ours = [f for f in frames if not f["file"].startswith(_NOT_THE_MODELS) and linecache.getline(f["file"], 1)]
     return f"{os.path.basename(ours[-1]['file'])}:{ours[-1]['line']}" if ours else ""
