@@ -28,6 +28,7 @@ from memrewrite.runtime.guards import Reads
 from memrewrite.runtime.segment import autocast_dtype
 from memrewrite.simulate.fake.constant_values import known_values
 from memrewrite.simulate.fake.fakes import fake_inputs, fake_twin
+from memrewrite.simulate.fake.stand_ins import functions_on_fakes
 from memrewrite.state.attributes import Attributes
 from memrewrite.state.random_state import RandomState, draws, seed_all
 from memrewrite.torch_internals.custom_functions import Forward, forwards_replaced, function_calls, functions_behind
@@ -76,6 +77,7 @@ def check(model: nn.Module, inputs: Inputs) -> Findings:
         checkpoint_calls() as checkpoints,
         function_calls() as functions,
         autocast_regions() as regions,
+        functions_on_fakes(),
     ):
         rehearsal = _Rehearsal(model, inputs, regions)
         first = _first(name, rehearsal, functions)

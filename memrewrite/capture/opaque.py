@@ -18,6 +18,7 @@ from torch import Tensor, fx
 
 from memrewrite.records.errors import CaptureError
 from memrewrite.records.function_call import FunctionCall
+from memrewrite.simulate.fake.stand_ins import functions_on_fakes
 from memrewrite.torch_internals.custom_functions import Context, Forward, forwards_replaced
 from memrewrite.torch_internals.pytrees import tree_flatten, tree_unflatten
 
@@ -126,7 +127,7 @@ def opaque(kinds: Sequence[type]) -> Iterator[Opaque]:
     calls = Opaque()
     token = _TRACING.set(calls)
     try:
-        with forwards_replaced(kinds, calls):
+        with functions_on_fakes(), forwards_replaced(kinds, calls):
             yield calls
     finally:
         _TRACING.reset(token)

@@ -4,8 +4,9 @@ A node of autograd's graph names the class it belongs to in ``_forward_cls`` alo
 """
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -18,6 +19,7 @@ from memrewrite.torch_internals.versions import require
 
 require("autograd.Function._backward_cls._forward_cls")
 
+_NOT_CUSTOM = ("torch", "functorch", "memrewrite")
 _OF_TORCH = ("torch.utils.checkpoint", "torch._library")  # Functions that belong to what a graph does keep
 
 Forward = Callable[..., Any]
@@ -94,6 +96,41 @@ def kept_as_attributes(output: Any) -> list[Tensor]:
     nodes = {leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, Tensor)}
     held = [vars(node) for node in nodes if getattr(node, "_forward_cls", None) is not None]
     return [leaf for leaf in tree_leaves(held) if isinstance(leaf, Tensor)]
+
+
+@dataclass(frozen=True)
+class Methods:
+    """The static methods of a custom Function; ``setup_context`` is None where forward takes the context."""
+
+    forward: Forward
+    backward: Callable[..., Any]
+    setup_context: Callable[..., None] | None
+
+
+def custom_functions() -> dict[type, Methods]:
+    """Every custom ``autograd.Function`` class there is, with its methods."""
+    found: dict[type, Methods] = {}
+    queue: list[Any] = torch.autograd.Function.__subclasses__()
+    while queue:
+        kind = queue.pop()
+        queue += kind.__subclasses__()
+        if kind.__module__.partition(".")[0] not in _NOT_CUSTOM:
+            apart = kind.setup_context != torch.autograd.Function.setup_context
+            found[kind] = Methods(kind.forward, kind.backward, kind.setup_context if apart else None)
+    return found
+
+
+@process_wide
+@contextmanager
+def methods_replaced(replacements: Mapping[type, Methods]) -> Iterator[None]:
+    """Meanwhile these classes have these methods."""
+    with ExitStack() as stack:
+        for kind, methods in replacements.items():
+            for name, method in vars(methods).items():
+                if method is not None:
+                    method = functools.wraps(getattr(kind, name))(method)  # PyTorch asks for its signature
+                    stack.enter_context(mock.patch.object(kind, name, staticmethod(method)))
+        yield
 
 
 class Context:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from memrewrite.runtime.dropin import empty_like, own, prepare
 from memrewrite.simulate.fake.constant_values import known_values
+from memrewrite.simulate.fake.stand_ins import functions_on_fakes
 from memrewrite.state import containers
 from memrewrite.targets.eager import EAGER, Target
 from memrewrite.torch_internals.dispatch_modes import Recall
@@ -83,7 +84,14 @@ def running_on_fakes(
     mode: FakeTensorMode, target: Target = EAGER, given: Sequence[tuple[Tensor, Tensor]] = ()
 ) -> Iterator[None]:
     """Run what follows on the fake tensors of ``mode``, as on ``target``; the values of ``given`` fakes are known."""
-    with real_rules_on_fake_tensors(), target.kernels(), mode, Recall(mode), known_values(given):
+    with (
+        real_rules_on_fake_tensors(),
+        functions_on_fakes(),
+        target.kernels(),
+        mode,
+        Recall(mode),
+        known_values(given),
+    ):
         yield
 
 
