@@ -26,7 +26,7 @@ CONFIG = GPT2Config(
 
 
 class Tokens(Dataset):
-    """Random tokens, all of one length; real text is padded to one."""
+    """Random tokens, all of one length; batches of real text may differ, and are planned for by the longest."""
 
     def __init__(self, count: int) -> None:
         self.rows = torch.randint(VOCABULARY, (count, LENGTH))

@@ -6,7 +6,7 @@ architectures whole, where ``fx.symbolic_trace`` kept 78 and 0. Its silent hazar
 
 import contextlib
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,19 +27,34 @@ aten = torch.ops.aten
 
 
 def capture(model: nn.Module, inputs: Inputs, functions: Sequence[type] = ()) -> Captured:
-    """Capture through ``torch.export``; the batch size stays dynamic where export allows.
+    """Capture through ``torch.export``; the batch size and the lengths of texts stay dynamic where export allows.
 
     Custom ``functions`` stay calls in the graph.
     """
-    batch = batch_size(inputs)
-    if batch is not None:
+    for dynamic_sizes in _attempts(inputs):
         with contextlib.suppress(Exception):  # whatever the reason, the attempt with fixed sizes tells it
             with _named_keywords(model, inputs):
                 bound = inspect.signature(model.forward).bind(*inputs.args, **inputs.kwargs).arguments
-                shapes = tree_map(lambda leaf: {0: Dim.AUTO} if _has_batch(leaf, batch) else None, dict(bound))
+                shapes = tree_map(dynamic_sizes, dict(bound))
                 program, exported = _export(model, inputs, shapes, functions)
             return _normal(model, inputs, program, exported)
     return _normal(model, inputs, *_export(model, inputs, None, functions))
+
+
+def _attempts(inputs: Inputs) -> Iterator[Callable[[Any], Any]]:
+    """Which sizes of an input may vary, the most first: all sizes of tokens and the batch of others, batches alone."""
+    batch = batch_size(inputs)
+
+    def batches(leaf: Any) -> Any:
+        return {0: Dim.AUTO} if batch is not None and _has_batch(leaf, batch) else None
+
+    def lengths(leaf: Any) -> Any:
+        return dict.fromkeys(range(leaf.dim()), Dim.AUTO) if _has_length(leaf) else batches(leaf)
+
+    if any(map(_has_length, inputs.tensors())):
+        yield lengths
+    if batch is not None:
+        yield batches
 
 
 def _normal(model: nn.Module, inputs: Inputs, program: ExportedProgram, exported: fx.GraphModule) -> Captured:
@@ -225,6 +240,11 @@ def _written(node: Any) -> Any:
     while isinstance(node.target, OpOverload) and is_mutable(node.target):
         node = node.args[0]
     return node
+
+
+def _has_length(leaf: Any) -> bool:
+    """Whether it holds tokens, or something for each token: whole numbers or truth values in rows."""
+    return isinstance(leaf, Tensor) and leaf.dim() > 1 and not (leaf.is_floating_point() or leaf.is_complex())
 
 
 def _has_batch(leaf: Any, batch: int) -> bool:

@@ -1,0 +1,100 @@
+"""Texts of any length run in one plan: sizes of tokens vary like the batch, as far as forward allows it."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import memrewrite
+from memrewrite.capture import capture
+from memrewrite.runtime.dropin import FallbackWarning
+from memrewrite.simulate import run_tracked
+from memrewrite.workload.step import Inputs, Step
+
+WORDS, WIDTH, LONGEST = 50, 32, 48
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.again = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attend, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        parts = self.attend(self.norm(x)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(parts[0], parts[1], parts[2], mask)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        return x + self.down(torch.relu(self.up(self.again(x))))
+
+
+class Text(nn.Module):
+    """A small causal language model that takes a mask of padding, and by ``multiple`` only lengths that it divides."""
+
+    def __init__(self, multiple: int = 1) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.multiple = multiple
+        self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(LONGEST, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        length = ids.shape[1]
+        causal = torch.ones(length, length, dtype=torch.bool, device=ids.device).tril()
+        seen = causal & mask[:, None, None, :].bool()
+        x = self.words(ids) + self.places(torch.arange(length, device=ids.device))
+        if length % self.multiple:
+            x = x * 2
+        for block in self.blocks:
+            x = block(x, seen)
+        losses = functional.cross_entropy(self.head(x)[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+        return (losses * mask[:, 1:].flatten()).mean()
+
+
+def text(batch: int, length: int) -> tuple[Tensor, Tensor]:
+    ids = torch.randint(WORDS, (batch, length), generator=torch.Generator().manual_seed(length))
+    mask = torch.ones_like(ids)
+    mask[0, length - 2 :] = 0
+    return ids, mask
+
+
+def taken(module: nn.Module, inputs: tuple[Tensor, Tensor]) -> list[Tensor]:
+    module.zero_grad(set_to_none=True)
+    loss = module(*inputs)
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in module.parameters() if p.grad is not None)]
+
+
+@pytest.mark.filterwarnings("error::memrewrite.runtime.dropin.FallbackWarning")
+@pytest.mark.parametrize("amp", [None, "bf16"])
+def test_any_length_runs_in_one_plan_and_within_its_peak(amp: Any) -> None:
+    model = Text()
+    result = memrewrite.optimize(model, text(8, 32), budget="min", loss_fn=lambda loss: loss, amp=amp)
+    assert result.report.segments
+    assert result.report.equivalent
+    promised = result.report.predicted_after.peak
+    step = Step("train", torch.optim.AdamW, loss_fn=lambda loss: loss, amp=None if amp is None else torch.bfloat16)
+    for batch, length in ((8, 32), (8, 31), (5, 17), (2, 3), (3, 32)):
+        inputs = text(batch, length)
+        with torch.autocast("cpu", torch.bfloat16, enabled=amp is not None):
+            assert all(map(torch.equal, taken(result, inputs), taken(model, inputs)))
+        assert run_tracked(result, Inputs(inputs, {}), step).peak <= promised
+
+
+def test_what_forward_asks_of_a_length_is_kept_to() -> None:
+    model = Text(multiple=4)
+    result = memrewrite.optimize(model, text(8, 32), budget="min", loss_fn=lambda loss: loss, verify=False)
+    for length in (32, 8, 16):
+        assert all(map(torch.equal, taken(result, text(4, length)), taken(model, text(4, length))))
+    with pytest.warns(FallbackWarning, match="forward takes another path than at capture"):
+        found = taken(result, text(4, 30))
+    assert all(map(torch.equal, found, taken(model, text(4, 30))))
+
+
+def test_sizes_of_numbers_with_fractions_stay_but_for_the_batch() -> None:
+    captured = capture(nn.Sequential(nn.Linear(4, 4)), Inputs((torch.randn(6, 5, 4),), {}))
+    assert captured.inputs.leaves[0].shape[1:] == (5, 4)
+    assert isinstance(captured.inputs.leaves[0].shape[0], str)
