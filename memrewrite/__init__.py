@@ -45,11 +45,12 @@ if TYPE_CHECKING:
     from memrewrite.records.loop import Loop
     from memrewrite.records.outcomes import Measured
     from memrewrite.records.report import Report
-    from memrewrite.runtime.dropin import FallbackWarning
+    from memrewrite.runtime.dropin import BeyondPlanWarning, FallbackWarning
     from memrewrite.runtime.swish import Swish, swish
 
 _LAZY = {
     "Estimate": "memrewrite.estimates",
+    "BeyondPlanWarning": "memrewrite.runtime.dropin",
     "FallbackWarning": "memrewrite.runtime.dropin",
     "Loop": "memrewrite.records.loop",
     "Measured": "memrewrite.records.outcomes",
@@ -69,6 +70,7 @@ _LAZY = {
 }
 
 __all__ = [
+    "BeyondPlanWarning",
     "Budget",
     "BudgetInfeasibleError",
     "CaptureError",

@@ -30,13 +30,14 @@ class InputSpec:
     ``tree`` is the structure of their values; ``leaves`` has one entry per leaf: a TensorSpec
     (each is one placeholder of the graph, in this order) or the constant that was captured.
     ``conditions`` are Python expressions over the named sizes (``"(s0 % 2) == 0"``): what the path through forward
-    that was captured takes for granted.
+    that was captured takes for granted. ``example`` has those sizes as they were.
     """
 
     parameters: tuple[str, ...]
     tree: TreeSpec
     leaves: tuple[Any, ...]
     conditions: tuple[str, ...] = ()
+    example: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True)

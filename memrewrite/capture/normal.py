@@ -171,7 +171,10 @@ def dynamic(spec: InputSpec, shapes: Sequence[Sequence[int | torch.SymInt]]) -> 
         TensorSpec(leaf.dtype, leaf.device_type, next(remaining)) if isinstance(leaf, TensorSpec) else leaf
         for leaf in spec.leaves
     )
-    return InputSpec(spec.parameters, spec.tree, leaves, tuple(conditions))
+    fixed = (leaf.shape for leaf in spec.leaves if isinstance(leaf, TensorSpec))
+    sizes = (pair for shape, sizes in zip(names, fixed, strict=True) for pair in zip(shape, sizes, strict=True))
+    example = {name: size for name, size in sizes if isinstance(name, str) and isinstance(size, int)}
+    return InputSpec(spec.parameters, spec.tree, leaves, tuple(conditions), tuple(example.items()))
 
 
 def _size(size: int | torch.SymInt) -> int | str:

@@ -355,6 +355,7 @@ def _program(captured: Captured, prefix: str) -> str:
     sizes = sorted({size for shape in shapes for size in shape if isinstance(size, str)})
     conditions = " and ".join(f"({condition})" for condition in captured.inputs.conditions)
     fits = f"\n    fits=lambda {', '.join(sizes)}: {conditions}," if conditions else ""
+    planned = f"\n    planned={dict(captured.inputs.example)!r}," if captured.inputs.example else ""
     constants = "\n".join(trees.lines())
     reads = "".join(f"\n        {row!r}," for row in captured.reads)
     look = "".join(f"\n        {each}," for each in captured.looks)
@@ -375,6 +376,6 @@ def _program(captured: Captured, prefix: str) -> str:
     ),
     same=lambda self, then: ({same}
     ),
-    run={prefix}graph,{fits}
+    run={prefix}graph,{fits}{planned}
 )
 """

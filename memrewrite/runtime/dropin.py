@@ -12,8 +12,8 @@ import itertools
 import linecache
 import warnings
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -31,6 +31,10 @@ class FallbackWarning(UserWarning):
     """An optimized module met inputs it was not captured for and ran the original forward."""
 
 
+class BeyondPlanWarning(UserWarning):
+    """An optimized module met inputs that are larger than those its budget was promised for."""
+
+
 @dataclass
 class Program:
     """The generated code of one model and the calls it is right for.
@@ -42,8 +46,8 @@ class Program:
     ``autocast`` is the type it has to cast to, None where there may be none, "any" where that does not matter. ``fits``
     says of named sizes whether forward takes the path that was captured, ``reads`` which attributes it read, ``look``
     gives what code that is traced compares of them, and ``same`` says whether that is still so: step by step, as what
-    has changed may lack what comes after. ``run`` computes ``forward`` from the module and the tensor leaves.
-    ``source`` is the text all this came from.
+    has changed may lack what comes after. ``run`` computes ``forward`` from the module and the tensor leaves;
+    ``planned`` are the named sizes it was planned for. ``source`` is the text all this came from.
     """
 
     names: tuple[str, ...]
@@ -58,6 +62,7 @@ class Program:
     reads: Reads = ()
     look: Callable[[Any], Any] = lambda self: ()
     same: Callable[[Any, Any], bool] = lambda self, then: True
+    planned: Mapping[str, int] = field(default_factory=dict)
     source: str = ""
 
 
@@ -94,6 +99,7 @@ class Own:
         self.broken = ""
         self.looked: Any = None
         self.warned = False
+        self.exceeded = False
 
     def carry(self, report: Any, shown: bool) -> None:
         """Keep the report, as an attribute too if it is to be ``shown``."""
@@ -120,6 +126,14 @@ class Own:
         if not self.warned:
             self.warned = True
             warnings.warn(f"Optimized {self.kind.__name__} {text}", FallbackWarning, stacklevel=stacklevel)
+
+    def tell_of_sizes(self, sizes: dict[str, int], planned: Mapping[str, int]) -> None:
+        """Warn, once, where inputs are larger than those that a budget was promised for."""
+        larger = [f"{size}, planned for {planned[n]}" for n, size in sizes.items() if size > planned[n]]
+        if larger and not self.exceeded and getattr(self.report, "config", {}).get("budget") is not None:
+            self.exceeded = True
+            text = f"takes inputs of size {larger[0]}: its peak may be above the budget. Plan for the largest."
+            warnings.warn(f"Optimized {self.kind.__name__} {text}", BeyondPlanWarning, stacklevel=5)
 
     def end(self, reference: object) -> None:
         """Let go of everything: classes stay until Python looks for cycles, and would keep the parameters so long."""
@@ -331,6 +345,9 @@ def _match(program: Program, module: nn.Module, leaves: list[Any]) -> tuple[list
     weight = next(module.parameters(), None)
     if weight is not None and weight.dtype != program.dtype:
         return None, f"the parameters are {weight.dtype}, captured as {program.dtype}"
+    if program.planned and not torch.compiler.is_compiling():
+        kept: Own = getattr(type(module), OWN)
+        kept.tell_of_sizes(sizes, program.planned)
     if program.autocast != "any":
         now = autocast_dtype(next((t.device.type for t in (weight, *tensors) if t is not None), "cpu"))
         if now != program.autocast:

@@ -1,5 +1,6 @@
 """Texts of any length run in one plan: sizes of tokens vary like the batch, as far as forward allows it."""
 
+import warnings
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from torch.nn import functional
 
 import memrewrite
 from memrewrite.capture import capture
-from memrewrite.runtime.dropin import FallbackWarning
+from memrewrite.runtime.dropin import BeyondPlanWarning, FallbackWarning
 from memrewrite.simulate import run_tracked
 from memrewrite.workload.step import Inputs, Step
 
@@ -82,6 +83,21 @@ def test_any_length_runs_in_one_plan_and_within_its_peak(amp: Any) -> None:
         with torch.autocast("cpu", torch.bfloat16, enabled=amp is not None):
             assert all(map(torch.equal, taken(result, inputs), taken(model, inputs)))
         assert run_tracked(result, Inputs(inputs, {}), step).peak <= promised
+
+
+def test_a_larger_size_than_was_planned_for_is_told_once() -> None:
+    model = Text()
+    result = memrewrite.optimize(model, text(4, 16), budget="min", loss_fn=lambda loss: loss, verify=False)
+    with pytest.warns(
+        BeyondPlanWarning, match="Optimized Text takes inputs of size 24, planned for 16: its peak may be"
+    ):
+        found = taken(result, text(4, 24))
+    assert all(map(torch.equal, found, taken(model, text(4, 24))))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        taken(result, text(4, 32))
+        unbounded = memrewrite.optimize(Text(), text(4, 16), loss_fn=lambda loss: loss, verify=False)
+        taken(unbounded, text(4, 24))
 
 
 def test_what_forward_asks_of_a_length_is_kept_to() -> None:
