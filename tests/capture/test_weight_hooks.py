@@ -12,7 +12,7 @@ from memrewrite.records.errors import CaptureError
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")
 NORMS: dict[str, Callable[[nn.Module], nn.Module]] = {"weight_norm": weight_norm, "spectral_norm": spectral_norm}
-X = torch.ones(16, 8)
+X = torch.ones(256, 8)
 
 
 class Net(nn.Module):

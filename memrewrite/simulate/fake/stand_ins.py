@@ -40,13 +40,27 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
+class _Argument:
+    """A tensor that is given: which, as one may be given twice, what it is like, and whether it has a gradient."""
+
+    number: int
+    like: TensorLike
+    trained: bool
+
+
+@dataclass(frozen=True)
+class _Plain:
+    """Anything else that is given; True is no 1."""
+
+    kind: type
+    value: Any
+
+
+@dataclass(frozen=True)
 class _Given:
-    """Arguments in words: for each leaf a tensor's number, likeness and whether it has a gradient, or the leaf itself.
+    """Arguments in words, leaf by leaf; ``autocast`` is the type that autocast was on for, None where it was off."""
 
-    ``autocast`` is the type that autocast was on for, None where it was off.
-    """
-
-    leaves: tuple[Any, ...]
+    leaves: tuple[_Argument | _Plain, ...]
     tree: Any = field(compare=False)
     nesting: str  # the same as text
     autocast: torch.dtype | None
@@ -127,6 +141,10 @@ def _seen(kind: type, args: tuple[Any, ...], tensors: list[Tensor]) -> _Seen | N
     if _TRYING.get() or not any(isinstance(t, FakeTensor) for t in tensors) or any(map(_varies, sizes)):
         return None
     given, known = _in_words(args), _SEEN.setdefault(kind, {})
+    try:
+        hash(given)
+    except TypeError:  # an argument that nothing can be remembered for
+        return None
     if given not in known:
         known[given] = _apart(lambda: _tried(kind, given))
     return known[given]
@@ -169,14 +187,15 @@ def _empty(like: TensorLike) -> Tensor:
 def _in_words(args: tuple[Any, ...]) -> _Given:
     leaves, tree = tree_flatten(args)
     numbers: dict[int, int] = {}
-    words: list[Any] = []
+    words: list[_Argument | _Plain] = []
     device = "cpu"
     for leaf in leaves:
         if isinstance(leaf, Tensor):
             device = leaf.device.type
-            words.append((numbers.setdefault(id(leaf), len(numbers)), TensorLike.of(leaf), leaf.requires_grad))
+            number = numbers.setdefault(id(leaf), len(numbers))
+            words.append(_Argument(number, TensorLike.of(leaf), leaf.requires_grad))
         else:
-            words.append(leaf)
+            words.append(_Plain(type(leaf), leaf))
     enabled = torch.is_autocast_enabled(device)
     return _Given(tuple(words), tree, str(tree), torch.get_autocast_dtype(device) if enabled else None)
 
@@ -202,29 +221,28 @@ def _apart(run: Callable[[], T]) -> T:
 
 
 def _tried(kind: Any, given: _Given) -> _Seen | None:
-    bases: dict[int, Tensor] = {}
-    for leaf in given.leaves:
-        if isinstance(leaf, tuple):
-            bases.setdefault(leaf[0], leaf[1].filled(0)).requires_grad_(leaf[2])
-    device = next(iter(bases.values())).device
+    arguments = {leaf.number: leaf for leaf in given.leaves if isinstance(leaf, _Argument)}
+    device = arguments[0].like.device
     with (
         torch.cuda.device(device) if device.type == "cuda" else nullcontext(),
-        preserved_rng(bases.values()),
+        preserved_rng([torch.empty(0, device=device)]),
         torch.autocast(device.type, given.autocast) if given.autocast is not None else nullcontext(),
     ):
         try:
-            with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-                fakes = {
-                    n: mode.from_tensor(base.detach()).requires_grad_(base.requires_grad) for n, base in bases.items()
-                }
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                fakes = {n: _empty(argument.like).requires_grad_(argument.trained) for n, argument in arguments.items()}
                 _observed(kind, given, fakes, device)
         except Exception:  # whatever it says of fake tensors, real ones tell
-            with torch.no_grad():
-                for base in bases.values():
-                    if base.is_floating_point():
-                        base.uniform_()
-            return _observed(kind, given, bases, device)
+            return _observed(kind, given, {n: _random(argument) for n, argument in arguments.items()}, device)
     return None
+
+
+def _random(argument: _Argument) -> Tensor:
+    """A real tensor of numbers between 0 and 1, or of whole zeros."""
+    tensor = argument.like.filled(0)
+    if tensor.is_floating_point():
+        tensor.uniform_()
+    return tensor.requires_grad_(argument.trained)
 
 
 def _observed(kind: Any, given: _Given, bases: dict[int, Tensor], device: torch.device) -> _Seen:
@@ -238,7 +256,7 @@ def _observed(kind: Any, given: _Given, bases: dict[int, Tensor], device: torch.
     # Autograd lets no leaf be written.
     tensors = {n: base.clone() if base.requires_grad else base for n, base in bases.items()}
     versions = {n: tensor._version for n, tensor in tensors.items()}
-    leaves = [tensors[leaf[0]] if isinstance(leaf, tuple) else leaf for leaf in given.leaves]
+    leaves = [tensors[leaf.number] if isinstance(leaf, _Argument) else leaf.value for leaf in given.leaves]
     args = tree_unflatten(leaves, given.tree)
     tracker = Tracker(device.type)
     tracker.register(tensors.values(), "given")
@@ -248,7 +266,7 @@ def _observed(kind: Any, given: _Given, bases: dict[int, Tensor], device: torch.
     took = max(0, tracker.peak - tracker.current)
     results = list(output) if isinstance(output, tuple) else [output]
     before = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    numbers = [leaf[0] for leaf in given.leaves if isinstance(leaf, tuple)]
+    numbers = [leaf.number for leaf in given.leaves if isinstance(leaf, _Argument)]
     after = [*before, *(each for each in results if isinstance(each, Tensor))]
     gradients, took_back = _gradients(args, [t for t in after[len(before) :] if t.requires_grad], tracker)
     return _Seen(
