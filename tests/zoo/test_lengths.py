@@ -1,0 +1,73 @@
+"""``pytest -m zoo tests/zoo/test_lengths.py``: every text model runs at other lengths in its plan, every bit the same.
+
+Where forward takes another path at a length, its original runs, which is told; minutes, so not by default.
+"""
+
+import gc
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memrewrite
+from memrewrite.records.errors import BudgetInfeasibleError
+from memrewrite.runtime.dropin import FallbackWarning, fallen_back
+from memrewrite.simulate import run_tracked
+from memrewrite.torch_internals.pytrees import tree_iter
+from memrewrite.workload.step import Inputs, Step
+from tests.zoo.models import ZOO, Entry, build
+
+pytestmark = pytest.mark.zoo
+
+TEXTS = [entry for entry in ZOO if entry.inputs in ("text", "masked text", "pair")]
+# Of whose program, or its parts, sizes are fixed: what forward does with them is not the same for others.
+FIXED = {
+    f"transformers/{family}"
+    for family in (
+        *("bamba", "deberta", "falcon_mamba", "funnel", "led", "longformer", "mamba", "mamba2", "rwkv"),
+        *("switch_transformers", "xlm", "zamba2"),
+    )
+}
+LAST_BITS = {"transformers/gpt_oss"}  # whose gradients are added in another order, at any length
+
+
+def cut(inputs: Inputs, length: int) -> Inputs:
+    """The first so many tokens of each text."""
+    return Inputs((), {name: value[:, :length].contiguous() for name, value in inputs.kwargs.items()})
+
+
+def taken(model: nn.Module, inputs: Inputs) -> list[Tensor]:
+    """What a step gives: every number of the output, and the gradients."""
+    torch.manual_seed(0)
+    model.zero_grad(set_to_none=True)
+    output = model(**inputs.kwargs)
+    output.loss.backward()
+    found = [leaf.detach() for leaf in tree_iter(dict(output)) if isinstance(leaf, Tensor)]
+    return [*found, *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("entry", TEXTS, ids=lambda entry: entry.key)
+def test_other_lengths_run_in_the_plan(entry: Entry) -> None:
+    torch.manual_seed(0)
+    model, inputs = build(entry)
+    try:
+        result = memrewrite.optimize(model, (), example_kwargs=inputs.kwargs, budget="min", exact=True, verify=False)
+    except BudgetInfeasibleError:
+        pytest.skip("No plan is lower.")
+    longest = inputs.kwargs["input_ids"].shape[1]
+    step = Step("train", torch.optim.AdamW)
+    promised = result.report.predicted_after.peak
+    for length in (longest, 3 * longest // 4, longest // 2 + 1):
+        given = cut(inputs, length)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore" if entry.key in FIXED else "error", FallbackWarning)
+            found = taken(result, given)
+        expected = taken(model, given)
+        assert len(found) == len(expected)
+        same = torch.allclose if entry.key in LAST_BITS else torch.equal
+        assert all(map(same, found, expected)), length
+        result.zero_grad(set_to_none=True)
+        gc.collect()  # some models leave tensors in cycles
+        if not fallen_back(result):
+            assert run_tracked(result, given, step).peak <= promised
