@@ -5,6 +5,7 @@ Where forward takes another path at a length, its original runs, which is told; 
 
 import gc
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -25,8 +26,8 @@ TEXTS = [entry for entry in ZOO if entry.inputs in ("text", "masked text", "pair
 FIXED = {
     f"transformers/{family}"
     for family in (
-        *("bamba", "deberta", "falcon_mamba", "funnel", "led", "longformer", "mamba", "mamba2", "rwkv"),
-        *("switch_transformers", "xlm", "zamba2"),
+        *("bamba", "deberta", "falcon_mamba", "funnel", "led", "longformer", "mamba", "mamba2"),
+        *("recurrent_gemma", "rwkv", "switch_transformers", "xlm", "zamba2"),
     )
 }
 LAST_BITS = {"transformers/gpt_oss"}  # whose gradients are added in another order, at any length
@@ -65,7 +66,7 @@ def test_other_lengths_run_in_the_plan(entry: Entry) -> None:
             found = taken(result, given)
         expected = taken(model, given)
         assert len(found) == len(expected)
-        same = torch.allclose if entry.key in LAST_BITS else torch.equal
+        same = partial(torch.allclose, atol=1e-6) if entry.key in LAST_BITS else torch.equal
         assert all(map(same, found, expected)), length
         result.zero_grad(set_to_none=True)
         gc.collect()  # some models leave tensors in cycles
