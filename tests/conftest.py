@@ -17,6 +17,7 @@ CORE = (
     "project/test_examples.py",
     "capture/test_grouped.py",
     "capture/test_hazards.py",
+    "capture/test_identity.py",
     "capture/test_opaque.py",
     "simulate/test_constant_values.py",
     "search/test_regions.py",

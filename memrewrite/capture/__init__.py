@@ -11,13 +11,14 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from memrewrite.capture import dynamo, exported, hazards
+from memrewrite.capture import dynamo, exported, hazards, identity
 from memrewrite.capture.at_sight import refuse_weight_hooks
 from memrewrite.capture.captured import Captured, InputSpec, TensorSpec
 from memrewrite.capture.normal import bind
 from memrewrite.records.errors import CaptureError
 from memrewrite.state.attributes import preserved
 from memrewrite.torch_internals.fake_tensors import real_rules_on_fake_tensors
+from memrewrite.torch_internals.pytrees import tree_leaves
 from memrewrite.torch_internals.tracing import tracing_untold
 from memrewrite.workload.step import Inputs, autocast, device_type
 
@@ -39,14 +40,18 @@ def capture(model: nn.Module, inputs: Inputs, front_end: str | None = None, amp:
     Raises ``CaptureError`` naming the hazard, or what each front end said.
     """
     said = []
-    bind(model, inputs)
+    _, order = bind(model, inputs)
+    leaves = tree_leaves((inputs.args, inputs.kwargs))
+    pairs = identity.shared([leaves[i] for i in order])
     refuse_weight_hooks(model, type(model).__name__)  # its own hooks are off while it is looked at
     with preserved(model), real_rules_on_fake_tensors(), autocast(amp, device_type(model, inputs)):
         findings = hazards.check(model, inputs)
+        if not pairs or not identity.asked(model, inputs):
+            inputs, pairs = identity.apart(inputs, model), ()
         if findings.asks and front_end != "dynamo" and not findings.export_loses:
             # Not told that it is traced, it does what it always does; nothing else is as good, but it may not work.
             with suppress(Exception), tracing_untold():
-                return _with(findings, exported.capture(model, inputs, findings.functions))
+                return _with(findings, pairs, exported.capture(model, inputs, findings.functions))
         for name in [front_end] if front_end else FRONT_ENDS:
             if name == "export" and findings.export_loses:
                 said.append(f"export: it loses {findings.export_loses}")
@@ -62,16 +67,17 @@ def capture(model: nn.Module, inputs: Inputs, front_end: str | None = None, amp:
                 said.append(f"{name}: {_first_line(error)}")
             else:
                 told = (_TOLD.format(findings.asks),) if findings.asks else ()
-                return _with(findings, captured, *told)
+                return _with(findings, pairs, captured, *told)
     raise CaptureError(
         f"{type(model).__name__} cannot be captured as one graph ({'; '.join(said)}). Control flow that depends on "
         "tensor values has to be written with tensors (torch.where, masks) or moved out of forward."
     )
 
 
-def _with(findings: hazards.Findings, captured: Captured, *told: str) -> Captured:
+def _with(findings: hazards.Findings, shared: tuple[tuple[int, int], ...], captured: Captured, *told: str) -> Captured:
     return replace(
         captured,
+        inputs=replace(captured.inputs, shared=shared),
         notes=(*findings.notes, *told),
         exact=findings.exact,
         checkpoints=findings.checkpoints,

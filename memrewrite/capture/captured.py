@@ -30,7 +30,8 @@ class InputSpec:
     ``tree`` is the structure of their values; ``leaves`` has one entry per leaf: a TensorSpec
     (each is one placeholder of the graph, in this order) or the constant that was captured.
     ``conditions`` are Python expressions over the named sizes (``"(s0 % 2) == 0"``): what the path through forward
-    that was captured takes for granted. ``example`` has those sizes as they were.
+    that was captured takes for granted. ``example`` has those sizes as they were. ``shared`` are pairs of leaves that
+    have to be one tensor, where forward asks for that.
     """
 
     parameters: tuple[str, ...]
@@ -38,6 +39,7 @@ class InputSpec:
     leaves: tuple[Any, ...]
     conditions: tuple[str, ...] = ()
     example: tuple[tuple[str, int], ...] = ()
+    shared: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -356,6 +356,7 @@ def _program(captured: Captured, prefix: str) -> str:
     conditions = " and ".join(f"({condition})" for condition in captured.inputs.conditions)
     fits = f"\n    fits=lambda {', '.join(sizes)}: {conditions}," if conditions else ""
     planned = f"\n    planned={dict(captured.inputs.example)!r}," if captured.inputs.example else ""
+    shared = f"\n    shared={captured.inputs.shared!r}," if captured.inputs.shared else ""
     constants = "\n".join(trees.lines())
     reads = "".join(f"\n        {row!r}," for row in captured.reads)
     look = "".join(f"\n        {each}," for each in captured.looks)
@@ -376,6 +377,6 @@ def _program(captured: Captured, prefix: str) -> str:
     ),
     same=lambda self, then: ({same}
     ),
-    run={prefix}graph,{fits}{planned}
+    run={prefix}graph,{fits}{planned}{shared}
 )
 """

@@ -47,7 +47,8 @@ class Program:
     says of named sizes whether forward takes the path that was captured, ``reads`` which attributes it read, ``look``
     gives what code that is traced compares of them, and ``same`` says whether that is still so: step by step, as what
     has changed may lack what comes after. ``run`` computes ``forward`` from the module and the tensor leaves;
-    ``planned`` are the named sizes it was planned for. ``source`` is the text all this came from.
+    ``planned`` are the named sizes it was planned for, ``shared`` the pairs of leaves that have to be one tensor.
+    ``source`` is the text all this came from.
     """
 
     names: tuple[str, ...]
@@ -63,6 +64,7 @@ class Program:
     look: Callable[[Any], Any] = lambda self: ()
     same: Callable[[Any, Any], bool] = lambda self, then: True
     planned: Mapping[str, int] = field(default_factory=dict)
+    shared: tuple[tuple[int, int], ...] = ()
     source: str = ""
 
 
@@ -340,6 +342,8 @@ def _match(program: Program, module: nn.Module, leaves: list[Any]) -> tuple[list
             elif size != expected:
                 return None, f"an input is {_describe(leaf)}, captured as {tuple(shape)}"
         tensors.append(leaf)
+    if any(leaves[i] is not leaves[k] for i, k in program.shared):
+        return None, "inputs are tensors of their own that were one tensor at capture, for which forward asks"
     if not program.fits(**sizes):
         return None, f"for inputs of these sizes ({sizes}) forward takes another path than at capture"
     weight = next(module.parameters(), None)

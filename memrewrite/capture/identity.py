@@ -1,0 +1,56 @@
+"""Inputs that are one tensor, as in ``model(ids, labels=ids)``: front ends take them for one in every call."""
+
+import itertools
+from typing import Any
+
+from torch import Tensor, nn
+
+from memrewrite.simulate.fake.fakes import on_fakes
+from memrewrite.torch_internals.fake_tensors import TorchDispatchMode
+from memrewrite.torch_internals.pytrees import tree_map
+from memrewrite.workload.step import Inputs
+
+
+def apart(inputs: Inputs, model: nn.Module) -> Inputs:
+    """The same inputs where no two are one object, nor one of the model's: others over the same memory instead."""
+    seen = {id(tensor) for tensor in itertools.chain(model.parameters(), model.buffers())}
+
+    def alone(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or id(leaf) not in seen:
+            seen.add(id(leaf))
+            return leaf
+        return leaf.detach().requires_grad_(leaf.requires_grad)
+
+    return Inputs(*tree_map(alone, (inputs.args, inputs.kwargs)))
+
+
+def shared(leaves: list[Any]) -> tuple[tuple[int, int], ...]:
+    """The positions of tensors that are one object: that of each further one, after that of the first."""
+    first: dict[int, int] = {}
+    pairs = [(first.setdefault(id(leaf), i), i) for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    return tuple(pair for pair in pairs if pair[0] != pair[1])
+
+
+def asked(model: nn.Module, inputs: Inputs) -> bool:
+    """Whether forward asks if inputs are one object (``key is value``) and goes another way where they are not."""
+    return _operators(model, inputs, False) != _operators(model, inputs, True)
+
+
+def _operators(model: nn.Module, inputs: Inputs, separate: bool) -> list[str]:
+    with on_fakes(model, inputs) as (twin, fakes):
+        given = apart(fakes, twin) if separate else fakes
+        with _Operators() as seen:
+            twin.forward(*given.args, **given.kwargs)
+    return seen.names
+
+
+class _Operators(TorchDispatchMode):
+    """Lists the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
