@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from memrewrite.capture.captured import Captured
 from memrewrite.capture.normal import batch_size, bind, constants, dynamic, first_dtype, quiet, rebuild
 from memrewrite.capture.opaque import opaque
+from memrewrite.records.errors import CaptureError
 from memrewrite.simulate.fake.constant_values import known_values
 from memrewrite.torch_internals.operators import OpOverload, is_mutable, named_arguments
 from memrewrite.torch_internals.pytrees import tree_leaves, tree_map
@@ -144,8 +145,16 @@ def _export(
     model: nn.Module, inputs: Inputs, shapes: Any, functions: Sequence[type]
 ) -> tuple[ExportedProgram, fx.GraphModule]:
     """What export gives, and its graph."""
-    with quiet(), _unmarked(inputs.tensors()), opaque(functions) as calls, known_values(), _CastsStayApart():
+    with (
+        quiet(),
+        _unmarked(inputs.tensors()),
+        opaque(functions) as calls,
+        known_values() as values,
+        _CastsStayApart(),
+    ):
         program = torch.export.export(model, inputs.args, inputs.kwargs, dynamic_shapes=shapes, strict=False)
+    if values.would_know:
+        raise CaptureError("The sizes decide values that forward asks for.")
     exported = program.module()
     if not isinstance(exported, fx.GraphModule):
         raise TypeError(f"export gave a {type(exported).__name__}")

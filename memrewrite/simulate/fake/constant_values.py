@@ -7,6 +7,7 @@ parameters or buffers stays unknown, and so do inputs, unless a run is about the
 """
 
 import functools
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from memrewrite.simulate.fake.rows import has_symbols, symbolic, two_rows, value_by_rows
 from memrewrite.torch_internals.dispatch_modes import Layer
 from memrewrite.torch_internals.fake_tensors import FakeTensor, in_place_of_modes, known_as_real
 from memrewrite.torch_internals.operators import OpOverload, is_mutable, named_arguments, schema_name, written_arguments
@@ -29,11 +31,6 @@ _FILLS |= {"full": "fill_value", "new_full": "fill_value", "full_like": "fill_va
 _LIFTS = {"lift_fresh", "lift_fresh_copy"}  # what torch.tensor(...) becomes
 _RESHAPING = {"resize_", "resize_as_", "set_"}  # what they write may be another storage
 _PLACE = {"device": torch.device("cpu"), "pin_memory": None, "non_blocking": False}  # where values are computed
-_WHOLE = (0, 2**63 - 1, 1)  # the slice that is everything
-
-# What holds for a row holds for any number of equal rows: of operators along other dimensions, and of these along any.
-_ALONG = {"cat", "cumsum", "select", "slice"}
-_ANYWHERE = {"alias", "all", "any", "clone", "detach", "permute", "transpose", "unsqueeze", "_to_copy"}
 
 
 @contextmanager
@@ -52,8 +49,8 @@ def known_values(given: Iterable[tuple[Tensor, Tensor]] = ()) -> Iterator["Known
 class KnownValues(Layer):
     """While it is active, values are computed beside fake tensors where all they are made of is known.
 
-    A dimension of symbolic size has size 1 in a value, which then stands for any number of equal rows. What a tensor
-    with a known value is asked (``item``, ``bool``) is answered; all other operators are left to the fake mode.
+    Where sizes vary, a value is two rows (see ``rows``). What a tensor with a known value is asked (``item``, ``bool``)
+    is answered; all other operators are left to the fake mode.
     """
 
     supports_higher_order_operators = True
@@ -62,6 +59,7 @@ class KnownValues(Layer):
         super().__init__()
         self._values: Any = WeakTensorKeyDictionary()
         self.asked = False  # whether code outside PyTorch has asked for values that are not known
+        self.would_know = False  # whether one of them is not known only because sizes vary
 
     def knows(self, tensor: object) -> bool:
         """Whether the value of ``tensor`` is known."""
@@ -71,20 +69,25 @@ class KnownValues(Layer):
         """What ``knows`` says, to code outside PyTorch; ``asked`` notes that it had to be told no."""
         known = self.knows(tensor)
         self.asked |= not known
+        self.would_know |= isinstance(tensor, Tensor) and not known and self._decided(tensor)
         return known
 
     def value(self, tensor: Tensor) -> Tensor | None:
         """The value of ``tensor``, on the CPU; None where it is not known."""
         value, storage = self._values.get(tensor, (None, None))
-        if value is None or StorageWeakRef(tensor.untyped_storage()) != storage or not _fits(value, tensor):
+        if value is None or _storage(tensor) != storage or not _fits(value, tensor):
             return None  # what it was set to through .data, perhaps, is another tensor's
         known: Tensor = value
         return known
 
+    def _decided(self, tensor: Tensor) -> bool:
+        """Whether the value is known, or would be if no size varied."""
+        return tensor in self._values and self._values[tensor][1] == _storage(tensor)
+
     def keep(self, fake: Tensor, value: Tensor) -> None:
         """Take ``value`` for that of ``fake`` from now on."""
         if type(value) is Tensor and fake.layout is torch.strided and _small(value) and _fits(value, fake):
-            self._values[fake] = (value, StorageWeakRef(fake.untyped_storage()))
+            self._values[fake] = (value, _storage(fake))
 
     def copy(self, fake: Tensor, real: Tensor) -> None:
         """Take what ``real`` holds now for the value of ``fake``."""
@@ -101,7 +104,7 @@ class KnownValues(Layer):
             result = self.below(func, types, args, kwargs)
             self._forget(_tensors((args, kwargs)))  # it may have written them
             return result
-        if kind == "question" and not any(map(_symbolic, _tensors((args, kwargs)))):
+        if kind == "question" and not any(map(symbolic, _tensors((args, kwargs)))):
             answer = self._compute(func, args, kwargs)
             if isinstance(answer, int | float):
                 return answer
@@ -120,13 +123,19 @@ class KnownValues(Layer):
         return result
 
     def _write(self, func: OpOverload, args: Any, kwargs: Any, written: list[Tensor]) -> None:
-        if not any(tensor in self._values for tensor in written):
+        places = _places(written)
+        there = {tensor: value for tensor, (value, storage) in self._values.items() if storage in places}
+        if not there:
             return
         tensors = _tensors((args, kwargs))
-        sure = schema_name(func).partition("::")[2] not in _RESHAPING and not any(map(_symbolic, tensors))
-        # Where the shape of a tensor itself has just changed, its value has not followed yet.
-        if not sure or torch.Tag.inplace_view in func.tags or self._compute(func, args, kwargs) is None:
-            self._forget(written)
+        varies = any(map(symbolic, (*tensors, *there))) or any(value is None for value in there.values())
+        decided = varies and all(map(self._decided, tensors))
+        # Where the shape of a tensor itself has just changed, its value has not followed yet; nor has a value that is
+        # not where the others are.
+        sure = schema_name(func).partition("::")[2] not in _RESHAPING and torch.Tag.inplace_view not in func.tags
+        sure &= not varies and len(_places(there.values())) == len(places)
+        if not sure or self._compute(func, args, kwargs) is None:
+            self._forget(written, decided)
 
     def _follow(self, func: OpOverload, args: Any, kwargs: Any, result: Any) -> None:
         """Keep the values of what a function gave, where they are known."""
@@ -134,39 +143,34 @@ class KnownValues(Layer):
         if name in _FILLS:
             number: Any = _FILLS[name]
             number = named_arguments(func, args, kwargs)[number] if isinstance(number, str) else number
-            if isinstance(number, int | float) and isinstance(result, Tensor):
+            if isinstance(number, int | float):
                 with in_place_of_modes():
-                    self.keep(result, torch.full(_rows(result.shape), number, dtype=result.dtype))
+                    self.keep(result, torch.full(two_rows(result.shape), number, dtype=result.dtype))
+            else:
+                self._values[result] = (None, _storage(result))
             return
         if name in _LIFTS:
             self.copy(result, args[0])
             return
         tensors = _tensors((args, kwargs))
-        if (not tensors and name not in _FACTORIES) or not all(map(self.knows, tensors)):
+        if (not tensors and name not in _FACTORIES) or not all(map(self._decided, tensors)):
             return
-        if any(map(_symbolic, (*tensors, *_results(result)))) or _has_symbols((args, kwargs)):
-            args = self._of_rows(func, name, args, kwargs)
-        values = None if args is None else self._compute(func, args, kwargs)
-        for fake, value in zip(_results(result), _results(values), strict=False):
-            # Else a write would reach only one of the two, or both where it should reach one.
-            if all(_share(fake, t) == _share(value, self.value(t)) for t in tensors):
+        results = _results(result)
+        varies = any(map(symbolic, (*tensors, *results))) or has_symbols((args, kwargs))
+        values = self._by_rows(func, name, (args, kwargs), result) if varies else self._compute(func, args, kwargs)
+        for fake, value in itertools.zip_longest(results, _results(values)):
+            # Else a write would reach both where it should reach one.
+            if value is not None and all(_share(fake, t) or not _share(value, self.value(t)) for t in tensors):
                 self.keep(fake, value)
+            elif _is_small_fake(fake) and (varies or not all(map(self.knows, tensors))):
+                self._values[fake] = (None, _storage(fake))
 
-    def _of_rows(self, func: OpOverload, name: str, args: Any, kwargs: Any) -> Any:
-        """The arguments that give the values of equal rows, None where those do not follow from one row."""
-        if name == "expand":
-            return (args[0], _rows(args[1]))
-        if _has_symbols((args, kwargs)):
+    def _by_rows(self, func: OpOverload, name: str, call: Any, result: Any) -> Any:
+        if not all(map(self.knows, _tensors(call))) or not isinstance(result, Tensor):
             return None
-        if name in _ANYWHERE or torch.Tag.pointwise in func.tags:
-            return args
-        given = named_arguments(func, args, kwargs)
-        if name == "slice" and (given["start"] or 0, given["end"] or _WHOLE[1], given["step"]) == _WHOLE:
-            return args
-        along = given.get("dim")
-        tensors = _tensors((args, kwargs))
-        fixed = isinstance(along, int) and not any(isinstance(t.shape[along], torch.SymInt) for t in tensors)
-        return args if name in _ALONG and fixed else None
+        with suppress(Exception), in_place_of_modes():  # what cannot be computed is not known
+            return value_by_rows(func, name, call, result, self._values, lambda *call: self._compute(func, *call))
+        return None
 
     def _compute(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
         """What the operator gives for the values, on which it does what it does; None where that is not known."""
@@ -178,13 +182,17 @@ class KnownValues(Layer):
             return func(*values[0], **there)
         return None
 
-    def _forget(self, tensors: Sequence[Tensor]) -> None:
-        """Know no more what ``tensors`` hold, nor what others hold that share their memory."""
-        values = [self._values[tensor][0] for tensor in tensors if tensor in self._values]
-        places = {value.untyped_storage().data_ptr() for value in values}
-        for tensor, (value, _) in list(self._values.items()):
-            if value.untyped_storage().data_ptr() in places:
+    def _forget(self, tensors: Sequence[Tensor], decided: bool = False) -> None:
+        """Know no more what ``tensors`` hold, nor what others hold that share their memory.
+
+        If it is ``decided``, it would be known if no size varied.
+        """
+        places = _places(tensors)
+        for tensor, (_, storage) in list(self._values.items()):
+            if storage in places:
                 del self._values[tensor]
+                if decided:
+                    self._values[tensor] = (None, storage)
 
 
 @functools.cache
@@ -213,7 +221,15 @@ def _written(func: OpOverload, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def _share(one: Tensor, other: Tensor | None) -> bool:
-    return other is not None and StorageWeakRef(one.untyped_storage()) == StorageWeakRef(other.untyped_storage())
+    return other is not None and _storage(one) == _storage(other)
+
+
+def _storage(tensor: Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+def _places(tensors: Iterable[Tensor]) -> set[StorageWeakRef]:
+    return {_storage(tensor) for tensor in tensors if tensor.layout is torch.strided}
 
 
 def _small(tensor: Tensor) -> bool:
@@ -223,20 +239,8 @@ def _small(tensor: Tensor) -> bool:
 def _is_small_fake(leaf: Any) -> bool:
     if not isinstance(leaf, FakeTensor) or leaf.is_floating_point() or leaf.is_complex():
         return False
-    return _symbolic(leaf) or leaf.numel() <= LIMIT
-
-
-def _symbolic(tensor: Any) -> bool:
-    return isinstance(tensor, Tensor) and any(isinstance(size, torch.SymInt) for size in tensor.shape)
-
-
-def _has_symbols(tree: Any) -> bool:
-    return any(isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool) for leaf in tree_iter(tree))
-
-
-def _rows(shape: Sequence[int]) -> list[int]:
-    return [1 if isinstance(size, torch.SymInt) else size for size in shape]
+    return symbolic(leaf) or leaf.numel() <= LIMIT
 
 
 def _fits(value: Tensor, fake: Tensor) -> bool:
-    return value.dtype == fake.dtype and list(value.shape) == _rows(fake.shape)
+    return value.dtype == fake.dtype and list(value.shape) == two_rows(fake.shape)
