@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from memrewrite.capture.captured import Captured
-from memrewrite.capture.normal import bind, constants, copy_into, first_dtype, quiet, rebuild
+from memrewrite.capture.normal import bind, constants, copy_into, first_dtype, rebuild
 from memrewrite.records.errors import CaptureError
 from memrewrite.simulate.fake.fakes import tensors_of
 from memrewrite.state.attributes import Attributes
+from memrewrite.torch_internals.logs import quiet
 from memrewrite.torch_internals.operators import set_grad_enabled
 from memrewrite.torch_internals.pytrees import tree_flatten, tree_leaves, tree_map
 from memrewrite.workload.step import Inputs

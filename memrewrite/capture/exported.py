@@ -16,10 +16,11 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from memrewrite.capture.captured import Captured
-from memrewrite.capture.normal import batch_size, bind, constants, dynamic, first_dtype, quiet, rebuild
+from memrewrite.capture.normal import batch_size, bind, constants, dynamic, first_dtype, rebuild
 from memrewrite.capture.opaque import opaque
 from memrewrite.records.errors import CaptureError
 from memrewrite.simulate.fake.constant_values import known_values
+from memrewrite.torch_internals.logs import quiet
 from memrewrite.torch_internals.operators import OpOverload, is_mutable, named_arguments
 from memrewrite.torch_internals.pytrees import tree_leaves, tree_map
 from memrewrite.workload.step import Inputs

@@ -4,11 +4,8 @@ Forward is rehearsed on a fake twin of the model. The functions it calls, the tw
 afterwards say what happened that no graph of tensor operators can hold; a second run has to do the same as the first.
 """
 
-import functools
 import inspect
 import itertools
-import os
-import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,9 +18,9 @@ from torch.overrides import TorchFunctionMode
 
 from memrewrite.capture.at_sight import refuse_hooks, refuse_names, refuse_unnamed
 from memrewrite.capture.autocasts import autocast_asked, autocast_regions
-from memrewrite.capture.normal import quiet
 from memrewrite.capture.reads import ReadsOfForward
 from memrewrite.records.errors import CaptureError
+from memrewrite.records.lines import line_now, line_of
 from memrewrite.runtime.guards import Reads
 from memrewrite.runtime.segment import autocast_dtype
 from memrewrite.simulate.fake.constant_values import known_values
@@ -33,6 +30,7 @@ from memrewrite.state.attributes import Attributes
 from memrewrite.state.random_state import RandomState, draws, seed_all
 from memrewrite.torch_internals.custom_functions import Forward, forwards_replaced, function_calls, functions_behind
 from memrewrite.torch_internals.fake_tensors import FAKE_TENSOR_ERRORS, FakeTensorMode
+from memrewrite.torch_internals.logs import quiet
 from memrewrite.torch_internals.pytrees import tree_flatten, tree_leaves, tree_map
 from memrewrite.torch_internals.tracing import checkpoint_calls, tracing_untold
 from memrewrite.workload.step import Inputs, device_type
@@ -205,9 +203,8 @@ class _Rehearsal:
 
 def _failed(name: str, error: Exception) -> str:
     text = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
-    frames = traceback.extract_tb(error.__traceback__)
-    ours = [frame for frame in frames if not _internal(frame.filename)]
-    place = f" at {os.path.basename(ours[-1].filename)}:{ours[-1].lineno}" if ours else ""
+    line = line_of(error)
+    place = f" at {line}" if line else ""
     if isinstance(error, FAKE_TENSOR_ERRORS):
         return (
             f"{name} lets the values of a tensor decide what Python does{place} ({text}), which no graph can hold; "
@@ -310,24 +307,24 @@ class _Watch(TorchFunctionMode):
             "gradient": func in _GRADIENTS and not kwargs.get("create_graph"),
         }
         for what in (what for what, happened in happens.items() if happened):
-            self.places.setdefault(what, []).append(_caller())
+            self.places.setdefault(what, []).append(line_now())
         if not torch.is_grad_enabled() and _autocast() != autocast and any(self._regions):
-            self.nested = self.nested or f"no_grad inside of autocast at {_caller()}"  # it keeps the outer one only
+            self.nested = self.nested or f"no_grad inside of autocast at {line_now()}"  # it keeps the outer one only
         if torch.is_autocast_cache_enabled() != self._cache:
-            self.nested = self.nested or f"autocast without its cache at {_caller()}"
+            self.nested = self.nested or f"autocast without its cache at {line_now()}"
         if _attention() != attention:
-            self.nested = self.nested or f"the choice of attention kernels at {_caller()}"
+            self.nested = self.nested or f"the choice of attention kernels at {line_now()}"
         plain = [
             repr(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, int | float | str | torch.dtype)
         ]
         plain.append(f"{sum(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs)))} tensors")
-        self._calls.append((func, plain, _caller()))
+        self._calls.append((func, plain, line_now()))
         versions = [(value, value._version) for value in args if id(value) in self._buffers]
         result = func(*args, **kwargs)
         if any(isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in tree_leaves(result)):
             self._computing.append(self._calls[-1])
         if any(buffer._version != version for buffer, version in versions) and in_checkpoint():
-            self.places.setdefault("twice", []).append(_caller())
+            self.places.setdefault("twice", []).append(line_now())
         return result
 
     def differs(self, other: "_Watch", computing: bool = False) -> str:
@@ -360,16 +357,3 @@ def in_checkpoint() -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def _caller() -> str:
-    """File and line of the model's code that is running."""
-    frame = inspect.currentframe()
-    while frame is not None and _internal(frame.f_code.co_filename):
-        frame = frame.f_back
-    return "" if frame is None else f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
-
-
-@functools.cache
-def _internal(file: str) -> bool:
-    return file.startswith((os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__))))

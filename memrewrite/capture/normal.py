@@ -3,12 +3,9 @@
 import ast
 import inspect
 import linecache
-import logging
 import os
 import re
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,12 +14,11 @@ from torch import Tensor, fx, nn
 from memrewrite.capture.captured import InputSpec, TensorSpec
 from memrewrite.capture.origin import Origin, set_origin
 from memrewrite.records.errors import CaptureError, InternalError
+from memrewrite.records.lines import is_users
 from memrewrite.torch_internals.pytrees import tree_flatten, tree_leaves, tree_unflatten
 from memrewrite.torch_internals.tracing import size_conditions
 from memrewrite.workload.step import Inputs
 
-_LOGGERS = ("torch.export", "torch._dynamo", "torch._subclasses", "torch.fx", "torch.jit")
-_NOT_THE_MODELS = os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__))
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 
 
@@ -55,22 +51,6 @@ def leaf_tensors(model: nn.Module, inputs: Inputs) -> list[Tensor]:
     _, order = bind(model, inputs)
     leaves = tree_leaves((inputs.args, inputs.kwargs))
     return [leaves[i] for i in order if isinstance(leaves[i], Tensor)]
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Hold back the warnings and log lines of a front end: its failures become sentences of our own."""
-    loggers = [logging.getLogger(name) for name in _LOGGERS]
-    levels = [logger.level for logger in loggers]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for logger in loggers:
-            logger.setLevel(logging.CRITICAL)
-        try:
-            yield
-        finally:
-            for logger, level in zip(loggers, levels, strict=True):
-                logger.setLevel(level)
 
 
 def _leaf_spec(leaf: Any) -> Any:
@@ -209,5 +189,5 @@ def _module_path(node: fx.Node) -> str:
 
 def _source(node: fx.Node) -> str:
     frames = list(_FRAME.finditer(node.meta.get("stack_trace") or ""))
-    ours = [f for f in frames if not f["file"].startswith(_NOT_THE_MODELS) and linecache.getline(f["file"], 1)]
+    ours = [f for f in frames if is_users(f["file"]) and linecache.getline(f["file"], 1)]
     return f"{os.path.basename(ours[-1]['file'])}:{ours[-1]['line']}" if ours else ""

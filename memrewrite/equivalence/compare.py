@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from memrewrite.equivalence.trial import Key, Record
+from memrewrite.state.bits import same_bits
 
 MULTIPLIER = 2.0
 """How many times the original's error is allowed; from ``torch._dynamo.utils.same``."""
@@ -197,10 +198,10 @@ def _difference(a: Any, b: Any) -> float | None:
     """None for the same bits, else the largest absolute difference, infinite where it is no number."""
     if not isinstance(a, Tensor) or not isinstance(b, Tensor):
         return None if type(a) is type(b) and _same_object(a, b) else math.inf
+    if same_bits(a, b):
+        return None
     if a.dtype != b.dtype or a.shape != b.shape:
         return math.inf
-    if torch.equal(_bits(a), _bits(b)):
-        return None
     return max(_largest(*parts) for parts in _parts(a, b))
 
 
@@ -221,11 +222,6 @@ def _same_object(a: Any, b: Any) -> bool:
         return True
     equal = a == b
     return bool(equal.all() if hasattr(equal, "all") else equal)
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    whole = tensor.contiguous()  # of one element or none, it may still have any stride
-    return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
 
 
 def _parts(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:

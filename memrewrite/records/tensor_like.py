@@ -20,11 +20,15 @@ class TensorLike:
         """That of ``tensor``, which stands for one on ``device`` if that is given."""
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device if device is None else device)
 
+    @property
+    def extent(self) -> int:
+        """How many elements there are from the first to the last, in memory."""
+        spans = [(size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True)]
+        return 0 if 0 in self.shape else 1 + sum(spans)
+
     def filled(self, value: float) -> Tensor:
         """A tensor like it all of whose memory is ``value``; elements may share memory."""
-        spans = [(size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True)]
-        extent = 0 if 0 in self.shape else 1 + sum(spans)
-        whole = torch.full((extent,), value, dtype=self.dtype, device=self.device)
+        whole = torch.full((self.extent,), value, dtype=self.dtype, device=self.device)
         return torch.empty(0, dtype=self.dtype, device=self.device).set_(
             whole.untyped_storage(), 0, self.shape, self.stride
         )

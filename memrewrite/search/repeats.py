@@ -10,6 +10,7 @@ from torch import Tensor, fx
 from memrewrite.costs.calls import Call, call_of
 from memrewrite.observe.effects import observe
 from memrewrite.records.function_call import FunctionCall
+from memrewrite.state.bits import same_bits
 from memrewrite.state.random_state import preserved_rng
 from memrewrite.torch_internals.pytrees import tree_leaves
 from memrewrite.workload.step import Step, autocast
@@ -53,8 +54,4 @@ def _results(run: Callable[[], Any], given: list[Tensor], call: Call) -> list[An
 def _same(a: Any, b: Any) -> bool:
     if not isinstance(a, Tensor) or not isinstance(b, Tensor):
         return bool(a == b)
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(_bytes(a), _bytes(b))
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().flatten().view(torch.uint8)
+    return same_bits(a, b)

@@ -4,6 +4,7 @@ A node of autograd's graph names the class it belongs to in ``_forward_cls`` alo
 """
 
 import functools
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -29,13 +30,17 @@ Replacement = Callable[[type, Forward, Any, tuple[Any, ...]], Any]
 @process_wide
 @contextmanager
 def function_calls() -> Iterator[list[type]]:
-    """The custom ``autograd.Function`` classes applied meanwhile where a gradient may flow, once for each call."""
+    """The custom ``autograd.Function`` classes applied meanwhile where a gradient may flow, once for each call.
+
+    Other threads are not looked at: there, Functions are tried.
+    """
     calls: list[type] = []
+    here = threading.get_ident()
     # Python's own way to bind a method of a class: PyTorch 2.15 wrote ``apply`` in C, and others had a classmethod.
     bound = vars(torch.autograd.Function)["apply"].__get__
 
     def seen(cls: type, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled() and not cls.__module__.startswith(_OF_TORCH):
+        if threading.get_ident() == here and torch.is_grad_enabled() and not cls.__module__.startswith(_OF_TORCH):
             calls.append(cls)
         return bound(None, cls)(*args, **kwargs)
 
@@ -128,7 +133,6 @@ def methods_replaced(replacements: Mapping[type, Methods]) -> Iterator[None]:
         for kind, methods in replacements.items():
             for name, method in vars(methods).items():
                 if method is not None:
-                    method = functools.wraps(getattr(kind, name))(method)  # PyTorch asks for its signature
                     stack.enter_context(mock.patch.object(kind, name, staticmethod(method)))
         yield
 

@@ -19,26 +19,33 @@ from memrewrite.torch_internals.versions import private_imports, require
 
 with private_imports():
     # The shape of a grouped matrix product, and the rules that fake tensors follow before all others.
+    from torch._functorch import config
     from torch._meta_registrations import _create_grouped_mm_output_tensor as _grouped_mm_output
     from torch._subclasses.fake_impls import op_implementations_dict as _FAKE_RULES  # noqa: N812
     from torch._subclasses.fake_tensor import (
         DataDependentOutputException,
         DynamicOutputShapeException,
         FakeTensor,
-        FakeTensorMode,
         UnsupportedFakeTensorException,
         UnsupportedOperatorException,
     )
+    from torch._subclasses.fake_tensor import FakeTensorMode as _FakeTensorMode
     from torch._subclasses.fake_tensor import unset_fake_temporarily as real_tensors
     from torch.utils._python_dispatch import TorchDispatchMode
 
-require("_C._DisableTorchDispatch", "_subclasses.FakeTensor", "ops.aten._grouped_mm.default._schema")
+require(
+    "_C._DisableTorchDispatch",
+    "_functorch.config.fake_tensor_allow_unsafe_data_ptr_access",
+    "_subclasses.FakeTensor",
+    "ops.aten._grouped_mm.default._schema",
+)
 
 __all__ = [
     "FAKE_TENSOR_ERRORS",
     "FakeTensor",
     "FakeTensorMode",
     "TorchDispatchMode",
+    "asks_for_memory",
     "in_place_of_modes",
     "known_as_real",
     "real_rules_on_fake_tensors",
@@ -52,6 +59,25 @@ FAKE_TENSOR_ERRORS: tuple[type[Exception], ...] = (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
+
+
+class FakeTensorMode(_FakeTensorMode):
+    """Makes tensors that raise when they are asked for the place of their data.
+
+    PyTorch's own say 0, and a kernel that is launched on that ruins the CUDA context of the process.
+    """
+
+    def __init__(self, *, allow_non_fake_inputs: bool = False) -> None:
+        with config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):
+            super().__init__(allow_non_fake_inputs=allow_non_fake_inputs)
+
+
+def asks_for_memory(error: Exception) -> bool:
+    """Whether it was raised because a fake tensor, which has none, was asked for its memory."""
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _ASKED_FOR_MEMORY)
+
+
+_ASKED_FOR_MEMORY = ("Cannot access data pointer of Tensor", ".numpy() is not supported for tensor subclasses")
 
 
 @contextlib.contextmanager

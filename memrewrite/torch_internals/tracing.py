@@ -100,3 +100,15 @@ def size_conditions(size: torch.SymInt) -> list[str]:
     printer = PythonPrinter()
     guards = [environment.replace(guard.expr) for guard in environment.guards]
     return [printer.doprint(guard) for guard in dict.fromkeys(guards) if guard != True]  # noqa: E712  (a sympy value)
+
+
+def size_at(size: int | torch.SymInt, step: int) -> int:
+    """What a size is where each symbol is what it was traced with, and ``step`` times a number more.
+
+    Symbols that were traced with one number are one, as sizes that must agree do; others are told apart.
+    """
+    if not isinstance(size, torch.SymInt):
+        return size
+    traced = size.node.shape_env.var_to_val
+    numbers = sorted(set(traced.values()))
+    return int(size.node.expr.subs({s: value + step * (numbers.index(value) + 1) for s, value in traced.items()}))

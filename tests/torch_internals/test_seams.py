@@ -15,6 +15,7 @@ from memrewrite.torch_internals.fake_tensors import (
     FakeTensor,
     FakeTensorMode,
     TorchDispatchMode,
+    asks_for_memory,
     real_tensors,
 )
 from memrewrite.torch_internals.foreach import foreach_on_fake_tensors
@@ -131,6 +132,17 @@ def test_reading_a_fake_value_raises_a_listed_error() -> None:
     fake = FakeTensorMode().from_tensor(torch.zeros(()))
     with pytest.raises(FAKE_TENSOR_ERRORS):
         fake.item()
+
+
+def test_fake_tensors_have_no_address() -> None:
+    with FakeTensorMode() as mode:
+        made = torch.empty(3)
+    for fake in (made, made.view(1, 3), mode.from_tensor(torch.ones(2))):
+        for ask in (fake.data_ptr, fake.numpy, fake.untyped_storage().data_ptr):
+            with pytest.raises(RuntimeError) as caught:
+                ask()
+            assert asks_for_memory(caught.value)
+    assert not asks_for_memory(RuntimeError("anything else"))
 
 
 def test_optimizers_choose_foreach_for_fake_cuda_parameters_and_not_for_cpu() -> None:

@@ -1,0 +1,30 @@
+"""Which line of the user's code is running, or raised."""
+
+import functools
+import inspect
+import os
+import traceback
+
+import torch
+
+_NOT_THE_USERS = os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__))
+
+
+def line_now() -> str:
+    """File and line of the user's code that is running, "" if there is none."""
+    frame = inspect.currentframe()
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    return "" if frame is None else f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def line_of(error: Exception) -> str:
+    """The last line of the user's code that an error went through, "" if there is none."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users(frame.filename)]
+    return f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
+
+
+@functools.cache
+def is_users(file: str) -> bool:
+    """Whether a file belongs neither to PyTorch nor to memrewrite."""
+    return not file.startswith(_NOT_THE_USERS)

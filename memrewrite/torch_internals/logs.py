@@ -1,0 +1,24 @@
+"""Log lines of PyTorch's own loggers, whose names are private. Read in PyTorch 2.11 to 2.15."""
+
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_LOGGERS = ("torch.export", "torch._dynamo", "torch._subclasses", "torch.fx", "torch.jit")
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Hold back the warnings and log lines of a front end: its failures become sentences of our own."""
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    levels = [logger.level for logger in loggers]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
+        try:
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
