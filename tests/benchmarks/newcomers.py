@@ -9,13 +9,8 @@ Where no plan reaches that, or the models are tiny, they go to their lowest peak
 A row says what became of each: budget, predicted and measured peak and the verdict, or the sentence of the refusal.
 """
 
-import argparse
-import json
-import subprocess
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,10 +18,10 @@ from torch import Tensor, nn
 
 import memrewrite
 from memrewrite.records.options import short_bytes
+from tests.benchmarks.attempts import each_in_a_process
 from tests.benchmarks.rows import machine
 from tests.zoo.models import declare_operators
 
-DEADLINE_S = 600.0
 BUDGET = "60%"
 Made = tuple[nn.Module, dict[str, Any], dict[str, Any]]  # the model, forward's arguments, what optimize takes besides
 
@@ -191,7 +186,7 @@ def attempt(name: str, tiny: bool) -> dict[str, Any]:
     row: dict[str, Any] = {"model": name, "tiny": tiny, "ok": False, **machine(device)}
     row["parameters"] = sum(parameter.numel() for parameter in model.parameters())
     try:
-        plan = _planned(model, given, "min" if tiny else BUDGET, options)  # small models are mostly parameters
+        plan = planned(model, given, "min" if tiny else BUDGET, options)  # small models are mostly parameters
         row["seconds"] = time.perf_counter() - start
         measured = memrewrite.measure(plan, (), example_kwargs=given, **options)
         before = memrewrite.measure(model, (), example_kwargs=given, **options)
@@ -213,7 +208,7 @@ def attempt(name: str, tiny: bool) -> dict[str, Any]:
     }
 
 
-def _planned(model: nn.Module, given: dict[str, Any], budget: str, options: dict[str, Any]) -> Any:
+def planned(model: nn.Module, given: dict[str, Any], budget: str, options: dict[str, Any]) -> Any:
     """The model within a budget, or little above its lowest peak."""
     try:
         return memrewrite.optimize(model, (), example_kwargs=given, budget=budget, verify=True, **options)
@@ -222,50 +217,12 @@ def _planned(model: nn.Module, given: dict[str, Any], budget: str, options: dict
         return memrewrite.optimize(model, (), example_kwargs=given, budget=lowest, verify=True, **options)
 
 
-def in_process(name: str, tiny: bool, deadline: float) -> dict[str, Any]:
-    """``attempt`` in a fresh process, which is given ``deadline`` seconds."""
-    command = [sys.executable, "-m", __spec__.name, "-", "--only", name, *(["--tiny"] if tiny else [])]
-    start = time.perf_counter()
-    try:
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=deadline)
-    except subprocess.TimeoutExpired:
-        note = f"not done within {deadline:.0f} s"
-    else:
-        if ran.returncode == 0:
-            row: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
-            return row
-        note = (ran.stderr.strip().splitlines() or [f"died with {ran.returncode}"])[-1]
-    return {"model": name, "tiny": tiny, "ok": False, "seconds": time.perf_counter() - start, "note": note}
-
-
 def line(row: dict[str, Any]) -> str:
     """One line of the table."""
-    start = f"{row['model']:24s}"
-    if not row["ok"]:
-        return f"{start} {row['seconds']:6.0f} s  {row['note']}"
     figures = "  ".join(f"{key} {short_bytes(row[key]):>9s}" for key in ("original", "budget", "predicted", "peak"))
     within = "within" if row["peak"] <= row["budget"] else "OVER"
-    return f"{start} {row['seconds']:6.0f} s  {figures}  {within}, {row['verdict']}"
-
-
-def main() -> None:
-    """Run the models that were asked for, print a line for each and append its row."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", help="rows are appended to it")
-    parser.add_argument("--models", nargs="+", default=[*MODELS], choices=MODELS)
-    parser.add_argument("--tiny", action="store_true", help="small sizes on the CPU")
-    parser.add_argument("--deadline", type=float, default=DEADLINE_S, help="seconds for each model")
-    parser.add_argument("--only", choices=MODELS, help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    if asked.only:
-        print(json.dumps(attempt(asked.only, asked.tiny)))
-        return
-    for name in asked.models:
-        row = in_process(name, asked.tiny, asked.deadline)
-        print(line(row), flush=True)
-        with Path(asked.file).open("a", encoding="utf-8") as rows:
-            rows.write(json.dumps(row) + "\n")
+    return f"{row['model']:24s} {row['seconds']:6.0f} s  {figures}  {within}, {row['verdict']}"
 
 
 if __name__ == "__main__":
-    main()
+    each_in_a_process(__spec__.name, __doc__, MODELS, attempt, line)
