@@ -133,14 +133,23 @@ class Comparison:
         groups: dict[str, Sums] = {}
         for (kind, _), sums in self.sums.items():
             groups.setdefault(_group(kind), Sums()).add(sums)
-        shares = [_shares(noise, sizes) for noise, sizes in zip(self.noise, self.sizes, strict=True)]
+        shares = self._shares()
         return tuple(self._verdict(key, groups, shares) for key in self.keys)
 
-    def _verdict(self, key: Key, groups: dict[str, Sums], shares: list[dict[str, float]]) -> TensorVerdict:
+    def _shares(self) -> dict[str, float]:
+        """Per kind, the largest noise of a tensor in proportion to its largest value, in any step: some is rare."""
+        shares: dict[str, float] = {}
+        for noise, sizes in zip(self.noise, self.sizes, strict=True):
+            for key, difference in noise.items():
+                if sizes.get(key, 0.0) > 0 and math.isfinite(difference):
+                    shares[key[0]] = max(shares.get(key[0], 0.0), difference / sizes[key])
+        return shares
+
+    def _verdict(self, key: Key, groups: dict[str, Sums], shares: dict[str, float]) -> TensorVerdict:
         kind, name = key
         steps = [i for i, differences in enumerate(self.differences) if key in differences]
         errors = [self.differences[i][key] for i in steps]
-        hidden = [shares[i].get(kind, 0.0) * self.sizes[i].get(key, 0.0) for i in steps]
+        hidden = [shares.get(kind, 0.0) * self.sizes[i].get(key, 0.0) for i in steps]
         noise = [max(self.noise[i].get(key, 0.0), n) for i, n in zip(steps, hidden, strict=True)]
         noisy = all(math.isfinite(e) and e <= NOISE_FACTOR * n for e, n in zip(errors, noise, strict=True))
         worst, own_noise = max(errors, default=0.0), max(noise, default=0.0)
@@ -157,15 +166,6 @@ class Comparison:
             own = max(own, size * math.sqrt(group.original / group.values))
         scale = max(size, GROUP_SHARE * group.rms(group.values))
         return (HALF_MULTIPLIER if self.half else MULTIPLIER) * own + sums.tolerance / 10 * scale
-
-
-def _shares(noise: dict[Key, float], sizes: dict[Key, float]) -> dict[str, float]:
-    """Per kind, the largest noise of a tensor in proportion to its largest value."""
-    shares: dict[str, float] = {}
-    for key, difference in noise.items():
-        if sizes.get(key, 0.0) > 0 and math.isfinite(difference):
-            shares[key[0]] = max(shares.get(key[0], 0.0), difference / sizes[key])
-    return shares
 
 
 def _size(tensor: Tensor) -> float:

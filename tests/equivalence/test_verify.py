@@ -17,6 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from memrewrite.equivalence.compare import Comparison
 from memrewrite.equivalence.reference import Recorder, Replay, double_copy
 from memrewrite.equivalence.verifying import Verdict, verify
 from memrewrite.records.errors import MeasurementError, UsageError
@@ -379,6 +380,16 @@ def test_the_noise_of_the_original_is_allowed(exact: bool, offset: float, passes
     verdict = verify(model, rewritten, Inputs((torch.randn(2, 3),), {}), Step(), exact=exact, steps=1)
     assert verdict.equivalent == passes, verdict.summary
     assert not verdict.exact
+
+
+@pytest.mark.parametrize(("offset", "passes"), [(0.03, True), (0.05, False)])
+def test_noise_that_is_rare_counts_in_every_step(offset: float, passes: bool) -> None:
+    key = ("gradient", "weight")
+    comparison = Comparison(half=False)
+    for noise in (0.01, 0.0):
+        comparison.add_step({key: torch.ones(2)}, {key: torch.ones(2) + offset})
+        comparison.add_noise(len(comparison.noise) - 1, {key: torch.ones(2)}, {key: torch.ones(2) + noise})
+    assert [verdict.passed for verdict in comparison.verdicts()] == [passes]
 
 
 @dataclass
