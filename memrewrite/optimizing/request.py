@@ -1,5 +1,6 @@
 """What ``optimize`` is asked for besides the workload."""
 
+import types
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -49,9 +50,13 @@ class Request:
 
 
 def _refuse_replaced(model: nn.Module) -> None:
-    """Raise ``UsageError`` where forward is not the class's own, ``CaptureError`` where a hook sets its weight."""
-    if "forward" in vars(model):
-        raise UsageError("The model's forward was replaced on the object; define it in the model's class instead.")
+    """Raise ``UsageError`` where forward is no method, ``CaptureError`` where a hook sets its weight."""
+    forward = vars(model).get("forward")
+    if forward is not None and not (isinstance(forward, types.MethodType) and forward.__self__ is model):
+        raise UsageError(
+            "The model's forward was replaced on the object by something that is no method of it; "
+            "give a method (types.MethodType(function, model)), or define it in the model's class."
+        )
     if hasattr(type(model), "_memrewrite"):
         raise UsageError("The model is already optimized; optimize the original again with the new budget.")
     refuse_weight_hooks(model, type(model).__name__)  # which a capture does not see

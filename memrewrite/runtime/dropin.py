@@ -81,13 +81,17 @@ def program_from(source: str) -> Program:
     return _PROGRAMS[source]
 
 
+Forward = Callable[..., Any]
+
+
 class Own:
     """What one drop-in has to itself, outside of every listing of its parts: its class, made for it alone, keeps it.
 
     ``constants`` are tensors that the program holds, by name; ``owners`` says of each parameter which dictionary it
-    lies in, and under which name; ``broken`` is what had changed when this was copied. ``report`` is that of
-    ``optimize``, ``shown`` where the class has an attribute of that name; ``looked`` is what code that is traced finds
-    as long as nothing has changed. ``of`` refers to the drop-in, whose end lets go of the rest.
+    lies in, and under which name; ``broken`` is what had changed when this was copied; ``replaced`` is the forward that
+    was put on the original instead of its class's. ``report`` is that of ``optimize``, ``shown`` where the class has an
+    attribute of that name; ``looked`` is what code that is traced finds as long as nothing has changed. ``of`` refers
+    to the drop-in, whose end lets go of the rest.
     """
 
     def __init__(self) -> None:
@@ -99,6 +103,7 @@ class Own:
         self.report: Any = None
         self.shown = False
         self.broken = ""
+        self.replaced: Forward | None = None
         self.looked: Any = None
         self.warned = False
         self.exceeded = False
@@ -154,7 +159,8 @@ def build(
     state = {key: value for key, value in vars(model).items() if key != "_compiled_call_impl"}  # that one calls model
     for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
         state[name] = vars(model)[name].copy()
-    result = _empty(type(model), program)
+    replaced = state.pop("forward").__func__ if "forward" in state else None
+    result = _empty(type(model), program, replaced)
     vars(result).update(state)
     prepare(result, constants, None if captured is None else as_bytes(captured))
     return result
@@ -188,7 +194,8 @@ def own(module: nn.Module) -> Own | None:
 
 def empty_like(module: nn.Module) -> nn.Module:
     """A drop-in for the same program without attributes, which ``prepare`` makes whole once it has them."""
-    return _empty(base_of(module), programs(module)[""])
+    kept: Own = vars(type(module))[OWN]
+    return _empty(base_of(module), programs(module)[""], kept.replaced)
 
 
 def base_of(module: nn.Module) -> type[nn.Module]:
@@ -203,13 +210,13 @@ def fallen_back(model: nn.Module) -> list[str]:
     return [path for path, kept in parts.items() if kept is not None and kept.warned]
 
 
-def _load(base: type[nn.Module], source: str) -> nn.Module:
+def _load(base: type[nn.Module], source: str, replaced: Forward | None = None) -> nn.Module:
     """What pickle and deepcopy call: the optimisation travels as text, the class by reference, the state follows."""
-    return _empty(base, program_from(source))
+    return _empty(base, program_from(source), replaced)
 
 
-def _empty(base: type[nn.Module], program: Program) -> nn.Module:
-    cls = _subclass(base, program)
+def _empty(base: type[nn.Module], program: Program, replaced: Forward | None) -> nn.Module:
+    cls = _subclass(base, program, replaced)
     return object.__new__(cls)
 
 
@@ -237,15 +244,18 @@ def prepare(module: nn.Module, constants: dict[str, Tensor], plain: bytes | None
     }
 
 
-def _subclass(base: type[nn.Module], program: Program) -> type[nn.Module]:
+def _subclass(base: type[nn.Module], program: Program, replaced: Forward | None) -> type[nn.Module]:
     """``class Optimized<Base>(Base)`` with the program's forward; every other method is inherited.
+
+    The original forward is that of ``base``, or the one that ``replaced`` it on the object.
 
     Only its ``__qualname__`` says Optimized: libraries look classes up by ``__name__`` and write it into files, such as
     transformers, which shifts smoothed labels only for the names of its causal language models.
     """
     kept = Own()
+    kept.replaced = replaced
 
-    @functools.wraps(base.forward)
+    @functools.wraps(replaced or base.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         tensors, reason = accept(program, self, args, kwargs)
         if tensors is not None and (program.differentiable or not _trains(self, tensors)):
@@ -254,14 +264,14 @@ def _subclass(base: type[nn.Module], program: Program) -> type[nn.Module]:
         reason = reason if tensors is None else "it was captured in eval mode, for calls under torch.no_grad()"
         if reason:
             kept.tell(f"ran its original forward: {reason}.", 3)
-        return base.forward(self, *args, **kwargs)
+        return (replaced or base.forward)(self, *args, **kwargs)
 
     def reduce(self: nn.Module, protocol: Any = None) -> Any:
         guards = kept.guards if kept.of() is self else None
         broken = kept.broken or (_NOT_OURS if guards is None else guards.lost_in_copies())
         plain = None if guards is None or broken else guards.plain
         carried = broken, plain, kept.constants, kept.report, kept.shown
-        return _load, (base, program.source), (self.__getstate__(), *carried)
+        return _load, (base, program.source, replaced), (self.__getstate__(), *carried)
 
     def restore(self: Any, state: Any) -> None:
         attributes, kept.broken, plain, constants, *carried = state
@@ -269,7 +279,7 @@ def _subclass(base: type[nn.Module], program: Program) -> type[nn.Module]:
         prepare(self, constants, plain)
         kept.carry(*carried)
 
-    forward.__signature__ = inspect.signature(base.forward)  # type: ignore[attr-defined]
+    forward.__signature__ = inspect.signature(replaced or base.forward)  # type: ignore[attr-defined]
     members = {"forward": forward, "__reduce_ex__": reduce, "__setstate__": restore, "_memrewrite": program, OWN: kept}
     names = {"__module__": base.__module__, "__qualname__": f"Optimized{base.__name__}"}
     kept.kind = type(base.__name__, (base,), {**members, **names})

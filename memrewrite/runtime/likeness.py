@@ -92,6 +92,8 @@ def _foreign(kind: type) -> bool:
 def _attributes(module: nn.Module) -> dict[str, str]:
     own = vars(nn.Module())  # training flags are compared at each call, hooks apart
     kept = {k: v for k, v in vars(module).items() if k not in own and not _LABEL.search(k)}
+    replaced = getattr(vars(type(module)).get("_memrewrite_own"), "replaced", None)
+    kept |= {"forward": replaced} if replaced is not None else {}
     texts = {name: _text(value) for name, value in kept.items()}
     return {name: text for name, text in texts.items() if text is not None}
 

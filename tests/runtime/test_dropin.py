@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -23,6 +24,8 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.optim.swa_utils import AveragedModel
 
 import memrewrite
+from memrewrite.artifact.load import load
+from memrewrite.artifact.save import save
 from memrewrite.records.errors import CaptureError, UsageError
 from memrewrite.records.report import Report
 from memrewrite.runtime.dropin import FallbackWarning
@@ -624,6 +627,29 @@ def hooked(model: ConvNet) -> nn.Module:
 def test_refused(build: Callable[[], nn.Module], error: type[Exception], sentence: str) -> None:
     with pytest.raises(error, match=sentence):
         optimized(build(), image(8))
+
+
+def patched(self: ConvNet, image: Tensor, scale: float = 2.0) -> Tensor:
+    found: Tensor = ConvNet.forward(self, image) * scale
+    return found
+
+
+def test_a_method_that_was_put_on_the_object_is_its_forward(tmp_path: Path) -> None:
+    """As libraries patch models that exist already."""
+    model = conv_net()
+    model.forward = MethodType(patched, model)  # type: ignore[method-assign]
+    result = optimized(model, image(8))
+    save(result, tmp_path / "saved")
+    assert "forward" not in vars(result)
+    again = copy.deepcopy(conv_net())
+    again.forward = MethodType(patched, again)  # type: ignore[method-assign]
+    twins = (result, copy.deepcopy(result), pickle.loads(pickle.dumps(result)), load(tmp_path / "saved", again))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FallbackWarning)
+        assert all(torch.equal(twin(image(8)), model(image(8))) for twin in twins)
+    for twin in twins:
+        with pytest.warns(FallbackWarning, match="was captured for a call with image"):
+            assert torch.equal(twin(image(8), scale=3.0), model(image(8), scale=3.0))
 
 
 class Gate(nn.Module):
