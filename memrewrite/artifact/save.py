@@ -12,7 +12,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import CodeType
+from types import CodeType, MethodType
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from memrewrite.records.report import Report
 from memrewrite.report.files import json_text
 from memrewrite.runtime.dropin import Program, base_of, graft, own, programs
 from memrewrite.runtime.likeness import describe
+from memrewrite.runtime.segment import OWN
 from memrewrite.version import __version__
 
 Check = Callable[[Path], Report | None]
@@ -189,6 +190,9 @@ def _original(optimized: nn.Module) -> nn.Module:
 def _base(dropin: nn.Module) -> nn.Module:
     original: nn.Module = object.__new__(base_of(dropin))
     original.__dict__.update(vars(dropin))
+    replaced = vars(type(dropin))[OWN].replaced
+    if replaced is not None:
+        original.__dict__["forward"] = MethodType(replaced, original)
     return original
 
 
