@@ -31,6 +31,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from memrewrite.equivalence.compare import NOISE_RUNS, Comparison, TensorVerdict
 from memrewrite.equivalence.reference import FusedRandomnessError, Recorder, double_step
+from memrewrite.equivalence.sizes import smaller_inputs
 from memrewrite.equivalence.trial import Record, deterministic, take_step
 from memrewrite.measurement.snapshot import State, cuda_devices
 from memrewrite.records.errors import MeasurementError, UsageError
@@ -122,7 +123,8 @@ def verify(
 ) -> Verdict:
     """Compare ``rewritten`` with ``original`` over ``steps`` training steps; inequality is a verdict, not an error.
 
-    Where the step does not fit in device memory it is verified at half the batch, a quarter, and so on.
+    Where the step does not fit in device memory it is verified at half the batch, a quarter, and so on. Where sizes of
+    the inputs may vary, a step at the smallest and one in between are compared, too, if the original takes such sizes.
     Afterwards parameters, buffers, gradients, random state and flags are bit for bit as before, also after an error.
     Raises ``MeasurementError`` if nothing could be verified, ``UsageError`` for fewer than one step or under
     saved-tensor hooks, and whatever the original itself raises.
@@ -138,7 +140,7 @@ def verify(
             while True:
                 verdict = _attempt(case, state, exact, full)
                 if verdict is not None:
-                    return verdict
+                    return _at_smaller_sizes(case, state, exact, verdict) if verdict.equivalent else verdict
                 case = replace(case, inputs=_halved(case.inputs), input_gradients=True, avoid=frozenset())
     finally:
         state.restore()
@@ -172,6 +174,23 @@ def _attempt(case: _Case, state: State, exact: bool, full: int | None) -> Verdic
                 raise cause from None
             # Some models only work on inputs that need no gradient, so they get theirs as the user gave them.
             case = replace(case, input_gradients=False)
+
+
+def _at_smaller_sizes(case: _Case, state: State, exact: bool, verdict: Verdict) -> Verdict:
+    """The verdict, if it is the same where sizes that vary are as small as can be, and where they are in between."""
+    verified = 0
+    for candidates in smaller_inputs(case.rewritten, case.inputs):
+        cases = (replace(case, inputs=inputs, steps=1) for inputs in candidates)
+        smaller = next((each for each in cases if _why_not_run(each) is None), None)
+        try:
+            other = None if smaller is None else _attempt(smaller, state, exact, _batch(smaller.inputs))
+        except Exception:  # the original does not run at such a size, or cannot be judged there  # noqa: S112
+            continue
+        if other is not None and not other.equivalent:
+            sizes = ", ".join(str(tuple(tensor.shape)) for tensor in smaller.inputs.tensors()) if smaller else ""
+            return replace(other, summary=f"{other.summary}; for inputs of {sizes}")
+        verified += other is not None
+    return replace(verdict, summary=f"{verdict.summary}, also at smaller sizes") if verified else verdict
 
 
 def _run_freely(case: _Case) -> Comparison:

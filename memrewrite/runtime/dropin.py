@@ -297,7 +297,7 @@ def accept(
         return None, ""
     if reason := _changed(module):
         return None, reason
-    values: Any = _values(program.names, args, kwargs) if program.names else (args, kwargs)
+    values: Any = named_values(program.names, args, kwargs) if program.names else (args, kwargs)
     if values is None:
         return None, f"it was captured for a call with {', '.join(program.names)}"
     leaves, tree = tree_flatten(values)
@@ -325,7 +325,7 @@ def _changed(module: nn.Module) -> str:
     return kept.broken or ("" if guards.hold() else guards.changed())
 
 
-def _values(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+def named_values(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
     """The values of the named parameters in order, None when the call fills others."""
     if len(args) + len(kwargs) != len(names) or any(name not in kwargs for name in names[len(args) :]):
         return None

@@ -1,0 +1,71 @@
+"""A result whose inputs may be smaller is verified with smaller ones, too."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import memrewrite
+from memrewrite.equivalence.sizes import smaller_inputs
+from memrewrite.runtime.dropin import programs
+from memrewrite.workload.step import Inputs
+from tests.capture.test_lengths import Text, text
+
+ALSO = ", also at smaller sizes"
+
+
+def shapes(optimized: nn.Module, inputs: Inputs) -> list[list[list[tuple[int, ...]]]]:
+    return [[[tuple(t.shape) for t in each.tensors()] for each in kind] for kind in smaller_inputs(optimized, inputs)]
+
+
+def test_the_smallest_and_one_in_between_are_compared() -> None:
+    ids, mask = text(8, 16)
+    optimized = memrewrite.optimize(Text(), (ids, mask), budget="min")
+    assert optimized.report.verdict.endswith(ALSO)
+    assert shapes(optimized, Inputs((ids, mask), {})) == [
+        [[(2, 2), (2, 2)], [(2, 4), (2, 4)]],
+        [[(4, 8), (4, 8)], [(6, 12), (6, 12)]],
+    ]
+    assert smaller_inputs(Text(), Inputs((ids, mask), {})) == []
+
+
+@pytest.mark.parametrize(("wrong", "length"), [(2, 2), (4, 8)])
+def test_what_is_wrong_at_a_smaller_size_alone_is_not_equivalent(wrong: int, length: int) -> None:
+    inputs = text(8, 16)
+    model = Text()
+    optimized: Any = memrewrite.optimize(model, inputs, budget="min", verify=False)
+    program = programs(optimized)[""]
+    run = program.run
+    program.run = lambda self, ids, mask: run(self, ids, mask) * (2 if ids.shape[0] == wrong else 1)
+    verdict = memrewrite.verify(model, optimized, inputs)
+    assert not verdict.equivalent
+    assert verdict.summary.endswith(f"; for inputs of ({wrong}, {length}), ({wrong}, {length})")
+
+
+def test_sizes_for_which_forward_does_something_else_are_passed_over() -> None:
+    inputs = text(8, 16)
+    verdict = memrewrite.optimize(Text(multiple=4), inputs, budget="min").report.verdict  # a fourth of the length, and a half
+    assert verdict.endswith(ALSO)
+
+
+class Short(nn.Module):
+    """Has no number where a mask is all zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        hidden = self.linear(x).sigmoid() * 2
+        scores = functional.softmax(hidden.masked_fill(mask == 0, -math.inf), -1)
+        return (scores * hidden).tanh()
+
+
+def test_what_is_no_number_in_both_is_the_same() -> None:
+    mask = torch.ones(8, 4, dtype=torch.int64)
+    mask[:4] = 0
+    verdict = memrewrite.optimize(Short(), (torch.randn(8, 4), mask)).report.verdict
+    assert verdict.endswith(ALSO)
