@@ -8,8 +8,9 @@ from memrewrite.runtime.dropin import named_values
 from memrewrite.torch_internals.pytrees import tree_leaves, tree_map
 from memrewrite.workload.step import Inputs
 
-# Of the sizes that vary: for the smallest and for one in between, what is tried until the program takes it.
-_SHARES = ((0.0, 0.25), (0.5, 0.75))
+# For the smallest and for one in between, what is tried until the program takes it: a share of the sizes that vary, and
+# at least so much.
+_SHARES = (((0.0, 2), (0.0, 3), (0.25, 2)), ((0.5, 2), (0.75, 2)))
 
 
 def smaller_inputs(rewritten: nn.Module, inputs: Inputs) -> list[list[Inputs]]:
@@ -25,7 +26,7 @@ def smaller_inputs(rewritten: nn.Module, inputs: Inputs) -> list[list[Inputs]]:
     varying = {id(leaf): _varying(leaf, spec[2]) for leaf, spec in specs if isinstance(leaf, Tensor)}
     if not any(size > 2 for sizes in varying.values() for size in sizes.values()):
         return []
-    return [[_cut(inputs, varying, share) for share in shares] for shares in _SHARES]
+    return [[_cut(inputs, varying, *share) for share in shares] for shares in _SHARES]
 
 
 def _varying(leaf: Tensor, sizes: tuple[int | str, ...]) -> dict[int, int]:
@@ -33,7 +34,7 @@ def _varying(leaf: Tensor, sizes: tuple[int | str, ...]) -> dict[int, int]:
     return {dim: leaf.shape[dim] for dim, size in enumerate(sizes) if isinstance(size, str)}
 
 
-def _cut(inputs: Inputs, varying: dict[int, dict[int, int]], share: float) -> Inputs:
+def _cut(inputs: Inputs, varying: dict[int, dict[int, int]], share: float, least: int) -> Inputs:
     parts: dict[int, Tensor] = {}  # one for each tensor, however often it is given
 
     def cut(leaf: Any) -> Any:
@@ -42,7 +43,7 @@ def _cut(inputs: Inputs, varying: dict[int, dict[int, int]], share: float) -> In
         if id(leaf) not in parts:
             part = leaf.detach()
             for dim, size in varying[id(leaf)].items():
-                part = part.narrow(dim, 0, max(2, int(share * size)))
+                part = part.narrow(dim, 0, min(size, max(least, int(share * size))))
             parts[id(leaf)] = part.clone().requires_grad_(leaf.requires_grad)
         return parts[id(leaf)]
 
