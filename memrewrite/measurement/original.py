@@ -7,9 +7,8 @@ from torch import nn
 
 from memrewrite.measurement.measuring import predict
 from memrewrite.records.errors import CaptureError, MemrewriteError
-from memrewrite.records.lines import line_of
 from memrewrite.simulate import Timeline
-from memrewrite.torch_internals.fake_tensors import asks_for_memory
+from memrewrite.simulate.fake.refusals import needs_data
 from memrewrite.workload.step import Inputs, Step
 
 
@@ -32,12 +31,8 @@ def blaming(model: nn.Module) -> Iterator[None]:
     except MemrewriteError:
         raise
     except Exception as error:
-        if asks_for_memory(error):
-            raise CaptureError(
-                f"{type(model).__name__} hands the memory of a tensor to code that is not PyTorch's "
-                f"(at {line_of(error) or 'no line of its own'}), which no graph can hold; "
-                "call that in a custom autograd.Function, which stays a call."
-            ) from error
+        if sentence := needs_data(type(model).__name__, error):
+            raise CaptureError(sentence) from error
         reason = next(iter(str(error).splitlines()), "").rstrip(".")
         raise CaptureError(
             f"{type(model).__name__} fails on the example inputs with {type(error).__name__}: {reason}; "

@@ -5,6 +5,7 @@ them. Read in PyTorch 2.11 to 2.15.
 """
 
 import contextlib
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ from unittest import mock
 
 import torch
 
-from memrewrite.torch_internals.operators import OpOverload, named_arguments
+from memrewrite.torch_internals.operators import OpOverload, named_arguments, schema_name
 from memrewrite.torch_internals.patches import process_wide
 from memrewrite.torch_internals.versions import private_imports, require
 
@@ -48,6 +49,7 @@ __all__ = [
     "asks_for_memory",
     "in_place_of_modes",
     "known_as_real",
+    "lacks_fake_rule",
     "real_rules_on_fake_tensors",
     "real_tensors",
 ]
@@ -77,6 +79,15 @@ def asks_for_memory(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _ASKED_FOR_MEMORY)
 
 
+def lacks_fake_rule(error: Exception) -> str:
+    """The name of the operator that has no rule for fake tensors, if that is why it was raised, else ""."""
+    if isinstance(error, UnsupportedOperatorException):
+        return schema_name(error.func)
+    found = re.search(r"\w+::\w+", str(error))
+    return found[0] if found and any(words in str(error) for words in _NO_RULE) else ""
+
+
+_NO_RULE = ("no fake impl", "no Meta kernel", "not supported on the Meta", "Meta kernel registered")
 _ASKED_FOR_MEMORY = ("Cannot access data pointer of Tensor", ".numpy() is not supported for tensor subclasses")
 
 

@@ -1,0 +1,20 @@
+"""Sentences for what only tensors with data can run."""
+
+from memrewrite.records.lines import line_of
+from memrewrite.torch_internals.fake_tensors import asks_for_memory, lacks_fake_rule
+
+
+def needs_data(name: str, error: Exception) -> str:
+    """Why the model called ``name`` does not run on fake tensors, if that is why ``error`` was raised, else ""."""
+    place = line_of(error) or "no line of its own"
+    if asks_for_memory(error):
+        return (
+            f"{name} hands the memory of a tensor to code that is not PyTorch's (at {place}), which no graph can hold; "
+            "call that in a custom autograd.Function, which stays a call."
+        )
+    if operator := lacks_fake_rule(error):
+        return (
+            f"{name} calls the operator {operator} (at {place}), which has no rule for tensors without data; "
+            "give it one (torch.library.register_fake), and it stays a call."
+        )
+    return ""
