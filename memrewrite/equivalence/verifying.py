@@ -208,12 +208,15 @@ def _run_freely(case: _Case) -> Comparison:
     equal = [comparison.add_step(record, case.run_rewritten(optimizer)) for record in originals]
     if all(equal):
         return comparison
-    start.restore()
-    optimizer = case.step.make_optimizer(case.original)
-    for index, record in enumerate(originals):
-        comparison.add_noise(index, record, case.run_original(optimizer))
-    start.restore()
-    return _run_forced(case, _against_itself) if any(comparison.noise) else comparison
+    for _ in range(NOISE_RUNS):  # as often as it takes to see some
+        start.restore()
+        optimizer = case.step.make_optimizer(case.original)
+        for index, record in enumerate(originals):
+            comparison.add_noise(index, record, case.run_original(optimizer))
+        if any(comparison.noise):
+            start.restore()
+            return _run_forced(case, _against_itself)
+    return comparison
 
 
 Judge = Callable[[_Case, Comparison, int, State, Record, Record], None]
