@@ -105,7 +105,7 @@ def attempt(name: str, tiny: bool) -> dict[str, Any]:
             row["same"].append(_same(expected, taken(plan, tokens, amp)))
             del expected
         model.zero_grad(set_to_none=True)
-        row["peak"] = trained(plan, (given(*size) for size in _sizes(rows, length)), amp)
+        row["peak"], row["requested"] = trained(plan, (given(*size) for size in _sizes(rows, length)), amp)
     row["fallbacks"] = [str(each.message) for each in told if issubclass(each.category, FallbackWarning)]
     return row
 
@@ -132,8 +132,11 @@ def _same(first: list[Tensor], second: list[Tensor]) -> bool:
     return len(first) == len(second) and all(map(torch.equal, first, second))
 
 
-def trained(model: nn.Module, batches: Iterable[dict[str, Tensor]], amp: str | None) -> int:
-    """The highest peak of steps on these batches, in the loop of PyTorch's tutorials; 0 where none is measured."""
+def trained(model: nn.Module, batches: Iterable[dict[str, Tensor]], amp: str | None) -> tuple[int, int]:
+    """The highest peak of steps on these batches, in the loop of PyTorch's tutorials; 0 where none is measured.
+
+    Then the same without what blocks are larger than the tensors in them.
+    """
     optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad])
     cuda = torch.cuda.is_available()
     if cuda:
@@ -144,12 +147,15 @@ def trained(model: nn.Module, batches: Iterable[dict[str, Tensor]], amp: str | N
             output = model(**given)
         output.loss.backward()
         optimizer.step()
-    return torch.cuda.max_memory_allocated() if cuda else 0
+    stats = torch.cuda.memory_stats() if cuda else {}
+    return stats.get("allocated_bytes.all.peak", 0), stats.get("requested_bytes.all.peak", 0)
 
 
 def line(row: dict[str, Any]) -> str:
     """One line of the table."""
-    figures = "  ".join(f"{key} {short_bytes(row[key]):>9s}" for key in ("original", "budget", "predicted", "peak"))
+    figures = "  ".join(
+        f"{key} {short_bytes(row[key]):>9s}" for key in ("original", "budget", "predicted", "peak", "requested")
+    )
     within = "within" if row["peak"] <= row["budget"] else "OVER"
     same = f"bit-equal {sum(row['same'])} of {len(row['same'])} (itself {sum(row['repeats'])})"
     return (

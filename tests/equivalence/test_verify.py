@@ -382,6 +382,21 @@ def test_the_noise_of_the_original_is_allowed(exact: bool, offset: float, passes
     assert not verdict.exact
 
 
+@pytest.mark.parametrize("passes", [True, False], ids=["now and then", "always"])
+def test_what_the_rewritten_does_not_repeat_is_noise_where_its_other_runs_have_the_originals_bits(passes: bool) -> None:
+    mine = itertools.cycle([0.0, 1e-6])
+    theirs = itertools.chain([0.5] * 3, itertools.repeat(0.0 if passes else 0.5))
+    inputs = Inputs((torch.ones(2, 3),), {})
+
+    class Rare(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + next(mine)
+
+    model = Rare(3, 3)
+    rewritten = rewrite(model, forward=lambda self, x: nn.Linear.forward(self, x) + next(theirs))
+    assert verify(model, rewritten, inputs, Step(), exact=True, steps=1).equivalent == passes
+
+
 @pytest.mark.parametrize(("offset", "passes"), [(0.03, True), (0.05, False)])
 def test_noise_that_is_rare_counts_in_every_step(offset: float, passes: bool) -> None:
     key = ("gradient", "weight")
