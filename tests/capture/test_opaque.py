@@ -20,7 +20,7 @@ from memrewrite.capture import capture
 from memrewrite.records.errors import CaptureError
 from memrewrite.records.function_call import FunctionCall
 from memrewrite.runtime.dropin import programs
-from memrewrite.simulate import run_tracked
+from memrewrite.simulate import run_tracked, simulate
 from memrewrite.workload.step import Inputs, Step
 
 WIDTH, LAYERS = 32, 6
@@ -212,6 +212,24 @@ class Writes(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         return torch.from_numpy(np.pad(2 * grad.numpy(), ((0, 0), (1, 0)))), None
+
+
+class Product(torch.autograd.Function):
+    """Products in pieces, for which autocast casts the parameter once, and then something that takes more memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        assert np.isfinite(x.detach().numpy()).all()
+        out = torch.empty(len(x), len(weight))
+        for piece, part in zip(x.chunk(4), out.chunk(4), strict=True):
+            part.copy_(torch.nn.functional.linear(piece, weight))
+        return out.expand(8, *out.shape).contiguous().mean(0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        return grad @ weight, grad.t() @ x
 
 
 COUNTER = itertools.count(1)
@@ -482,3 +500,21 @@ class Foreign(nn.Module):
 def test_one_outside_a_function_is_refused_before_it_is_called_for_memory_that_is_not_there(address: bool) -> None:
     with pytest.raises(CaptureError, match=r"memory of a tensor .*\(at test_opaque\.py:\d+.* autograd\.Function"):
         memrewrite.optimize(Foreign(address), rows())
+
+
+class Products(nn.Module):
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.weight = nn.Parameter(torch.randn(rows, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = cast(Any, Product).apply(self.first(x).float(), self.weight)
+        return found.sum()
+
+
+@pytest.mark.parametrize("amp", [None, torch.bfloat16])
+def test_what_autocast_keeps_of_parameters_counts_while_it_runs(amp: torch.dtype | None) -> None:
+    inputs, step = Inputs((rows(16),), {}), Step("train", torch.optim.SGD, amp=amp)
+    assert simulate(Products(4000), inputs, step).peak == run_tracked(Products(4000), inputs, step).peak

@@ -14,7 +14,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from memrewrite.records.errors import CaptureError
 from memrewrite.records.tensor_like import TensorLike
@@ -117,12 +117,17 @@ def _in_words(args: tuple[Any, ...], step: int) -> Given:
             device = leaf.device
             number = numbers.setdefault(id(leaf), len(numbers))
             shape, stride = (tuple(size_at(size, step) for size in sizes) for sizes in (leaf.shape, leaf.stride()))
-            words.append(Argument(number, TensorLike(shape, stride, leaf.dtype, device), leaf.requires_grad))
+            words.append(Argument(number, TensorLike(shape, stride, leaf.dtype, device), *_role(leaf)))
         else:
             plain = size_at(leaf, step) if isinstance(leaf, torch.SymInt) else leaf
             words.append(Plain(type(plain), plain))
     autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
     return Given(tuple(words), tree, str(tree), autocast)
+
+
+def _role(leaf: Tensor) -> tuple[bool, bool]:
+    """Whether it has a gradient, and whether it is a parameter."""
+    return leaf.requires_grad, leaf.requires_grad and isinstance(leaf, nn.Parameter)
 
 
 def _varying(args: tuple[Any, ...]) -> dict[tuple[int, int], list[torch.SymInt]]:

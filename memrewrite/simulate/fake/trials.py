@@ -96,11 +96,15 @@ def made_again(found: Iterable[Any], there: Sequence[Any]) -> list[Any]:
 
 @dataclass(frozen=True)
 class Argument:
-    """A tensor that is given: which, as one may be given twice, what it is like, and whether it has a gradient."""
+    """A tensor that is given: which, as one may be given twice, what it is like, and whether it has a gradient.
+
+    Of a ``parameter``, autocast keeps what it casts it to.
+    """
 
     number: int
     like: TensorLike
     trained: bool
+    parameter: bool
 
 
 @dataclass(frozen=True)
@@ -200,8 +204,9 @@ def _observed(kind: Any, given: Given, bases: dict[int, Tensor], device: torch.d
         kept.append(tensor)
         return tensor
 
-    # Autograd lets no leaf be written.
-    tensors = {n: base.clone() if base.requires_grad else base for n, base in bases.items()}
+    # Autograd lets no leaf be written, and autocast keeps casts of leaves alone.
+    parameters = {leaf.number for leaf in given.leaves if isinstance(leaf, Argument) and leaf.parameter}
+    tensors = {n: t.clone() if t.requires_grad and n not in parameters else t for n, t in bases.items()}
     written = _Written(tensors)
     leaves = [tensors[leaf.number] if isinstance(leaf, Argument) else leaf.value for leaf in given.leaves]
     args = tree_unflatten(leaves, given.tree)
@@ -210,7 +215,8 @@ def _observed(kind: Any, given: Given, bases: dict[int, Tensor], device: torch.d
     tracker.reset_peak()
     with tracker, saved_tensors_hooks(pack, lambda tensor: tensor):
         output = kind.apply(*args)
-    took = max(0, tracker.peak - tracker.current)
+        torch.clear_autocast_cache()  # which ends with the region, and counts until then as what it took besides
+        took = max(0, tracker.peak - tracker.current)
     told = written.told()
     results = list(output) if isinstance(output, tuple) else [output]
     before = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
