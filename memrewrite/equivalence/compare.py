@@ -18,7 +18,7 @@ error over the whole group counts too. Integers must be equal.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from memrewrite.equivalence.trial import Key, Record
-from memrewrite.state.bits import same_bits
+from memrewrite.state.bits import fingerprint, same_bits
 
 MULTIPLIER = 2.0
 """How many times the original's error is allowed; from ``torch._dynamo.utils.same``."""
@@ -117,6 +117,11 @@ class Comparison:
         for key, difference in differences(original, again).items():
             noise[key] = max(noise.get(key, 0.0), difference)
 
+    def add_luck(self, step: int, keys: Iterable[Key]) -> None:
+        """Take for noise how far the two models differ in these values, whose bits they have shared in other runs."""
+        for key in keys:
+            self.noise[step][key] = max(self.noise[step].get(key, 0.0), self.differences[step][key])
+
     def add_reference(self, original: Record, rewritten: Record, reference: Record) -> None:
         """Add one step's errors against float64, where a tensor has the same form in all three."""
         for key, value in original.items():
@@ -192,6 +197,11 @@ def differences(original: Record, rewritten: Record) -> dict[Key, float]:
         elif (difference := _difference(original[key], rewritten[key])) is not None:
             found[key] = difference
     return found
+
+
+def fingerprints(record: Record) -> dict[Key, bytes]:
+    """Of the tensors of a run: so many runs can be remembered."""
+    return {key: fingerprint(value) for key, value in record.items() if isinstance(value, Tensor)}
 
 
 def _difference(a: Any, b: Any) -> float | None:

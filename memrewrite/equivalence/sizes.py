@@ -2,8 +2,10 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from memrewrite.records.errors import MeasurementError
 from memrewrite.runtime.dropin import named_values
 from memrewrite.torch_internals.pytrees import tree_leaves, tree_map
 from memrewrite.workload.step import Inputs
@@ -48,3 +50,29 @@ def _cut(inputs: Inputs, varying: dict[int, dict[int, int]], share: float, least
         return parts[id(leaf)]
 
     return Inputs(tree_map(cut, inputs.args), tree_map(cut, inputs.kwargs))
+
+
+def batch_of(inputs: Inputs) -> int | None:
+    """Dimension 0 of the first tensor that has one."""
+    return next((tensor.shape[0] for tensor in inputs.tensors() if tensor.dim() > 0), None)
+
+
+def halved(inputs: Inputs) -> Inputs:
+    """The first half of dimension 0 of every tensor that has the batch size there.
+
+    Raises ``MeasurementError`` where there is no half.
+    """
+    batch = batch_of(inputs)
+    if batch is None or batch < 2:
+        raise MeasurementError(
+            f"The step does not fit in memory even at batch {batch}, so it could not be verified; "
+            "verify on the CPU or with smaller example inputs."
+        )
+    torch.cuda.empty_cache()
+    halves = {id(t): t[: batch // 2] for t in inputs.tensors() if t.dim() > 0 and t.shape[0] == batch}
+
+    def half(value: Any) -> Any:
+        return halves.get(id(value), value) if isinstance(value, Tensor) else value
+
+    args, kwargs = tree_map(half, (inputs.args, inputs.kwargs))
+    return Inputs(args, kwargs)

@@ -22,23 +22,21 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from memrewrite.equivalence.compare import NOISE_RUNS, Comparison, TensorVerdict, differences
+from memrewrite.equivalence.compare import NOISE_RUNS, Comparison, TensorVerdict, fingerprints
 from memrewrite.equivalence.reference import FusedRandomnessError, Recorder, double_step
-from memrewrite.equivalence.sizes import smaller_inputs
+from memrewrite.equivalence.sizes import batch_of, halved, smaller_inputs
 from memrewrite.equivalence.trial import Record, deterministic, take_step
 from memrewrite.measurement.snapshot import State, cuda_devices
 from memrewrite.records.errors import MeasurementError, UsageError
 from memrewrite.records.outcomes import Check
 from memrewrite.runtime.dropin import FallbackWarning, accept
 from memrewrite.state.random_state import seed_all
-from memrewrite.torch_internals.pytrees import tree_map
 from memrewrite.workload.step import Inputs, Step, autocast, device_type
 
 __all__ = ["TensorVerdict", "Verdict", "verify"]
@@ -134,14 +132,14 @@ def verify(
     _refuse_hooks()
     devices = cuda_devices((original, rewritten), inputs)
     case = _Case(original, rewritten, inputs, step.shortest(), steps, seed, devices)
-    state, full = case.keep(), _batch(inputs)
+    state, full = case.keep(), batch_of(inputs)
     try:
         with deterministic():
             while True:
                 verdict = _attempt(case, state, exact, full)
                 if verdict is not None:
                     return _at_smaller_sizes(case, state, exact, verdict) if verdict.equivalent else verdict
-                case = replace(case, inputs=_halved(case.inputs), input_gradients=True, avoid=frozenset())
+                case = replace(case, inputs=halved(case.inputs), input_gradients=True, avoid=frozenset())
     finally:
         state.restore()
 
@@ -183,7 +181,7 @@ def _at_smaller_sizes(case: _Case, state: State, exact: bool, verdict: Verdict) 
         cases = (replace(case, inputs=inputs, steps=1) for inputs in candidates)
         smaller = next((each for each in cases if _why_not_run(each) is None), None)
         try:
-            other = None if smaller is None else _attempt(smaller, state, exact, _batch(smaller.inputs))
+            other = None if smaller is None else _attempt(smaller, state, exact, batch_of(smaller.inputs))
         except Exception:  # the original does not run at such a size, or cannot be judged there  # noqa: S112
             continue
         if other is not None and not other.equivalent:
@@ -246,16 +244,27 @@ def _against_itself(
 ) -> None:
     """How far the original is from itself in this step.
 
-    Where it differs from itself at all, but not as far: a rewritten model whose next run has the original's bits has
-    shown in the first what such runs differ by.
+    Where it differs from itself at all, but not as far: a value with the same bits in some run of both models is right,
+    and has shown in the first what such runs differ by.
     """
+    seen = [fingerprints(record)]
     for _ in range(NOISE_RUNS):
         before.restore()
-        comparison.add_noise(index, record, case.run_original(None))
-    for _ in range(NOISE_RUNS):
+        other = case.run_original(None)
+        comparison.add_noise(index, record, other)
+        seen.append(fingerprints(other))
+
+    def again() -> Record:
         before.restore()
-        if not differences(record, case.run_rewritten(None)):
-            comparison.add_noise(index, record, rewritten)
+        return case.run_rewritten(None)
+
+    left = set(comparison.differences[index])
+    for run in itertools.chain([rewritten], (again() for _ in range(NOISE_RUNS))):
+        mine = fingerprints(run)
+        shared = {key for key in left & mine.keys() if any(mine[key] == other.get(key) for other in seen)}
+        comparison.add_luck(index, shared)
+        left -= shared
+        if not left:
             return
 
 
@@ -306,7 +315,7 @@ def _verdict(comparison: Comparison, case: _Case, full: int | None) -> Verdict:
         text = (
             f"bit-equal: {case.steps} steps, {counts['gradient']} gradients, {counts['buffer']} buffers, random state"
         )
-    batch = _batch(case.inputs)
+    batch = batch_of(case.inputs)
     return Verdict(not failed, not changed, text + _at(batch, full), tensors, batch)
 
 
@@ -337,13 +346,13 @@ def _excess(tensor: TensorVerdict) -> float:
 def _raised(cause: BaseException | None, case: _Case, full: int | None) -> Verdict:
     if isinstance(cause, FallbackWarning):
         _explain_small_batch(cause, case, full)
-    batch = _batch(case.inputs)
+    batch = batch_of(case.inputs)
     text = f"not equivalent: the rewritten model raised {type(cause).__name__}: {cause}{_at(batch, full)}"
     return Verdict(False, False, text, (), batch)
 
 
 def _explain_small_batch(cause: BaseException, case: _Case, full: int | None) -> None:
-    batch = _batch(case.inputs)
+    batch = batch_of(case.inputs)
     if batch != full:
         raise MeasurementError(
             f"The step does not fit in memory at batch {full} and does not run at batch {batch} ({cause}), so it "
@@ -353,28 +362,6 @@ def _explain_small_batch(cause: BaseException, case: _Case, full: int | None) ->
 
 def _at(batch: int | None, full: int | None) -> str:
     return f"; verified at batch {batch}, as {full} does not fit in memory" if batch != full else ""
-
-
-def _batch(inputs: Inputs) -> int | None:
-    return next((tensor.shape[0] for tensor in inputs.tensors() if tensor.dim() > 0), None)
-
-
-def _halved(inputs: Inputs) -> Inputs:
-    """The first half of dimension 0 of every tensor that has the batch size there."""
-    batch = _batch(inputs)
-    if batch is None or batch < 2:
-        raise MeasurementError(
-            f"The step does not fit in memory even at batch {batch}, so it could not be verified; "
-            "verify on the CPU or with smaller example inputs."
-        )
-    torch.cuda.empty_cache()
-    halves = {id(t): t[: batch // 2] for t in inputs.tensors() if t.dim() > 0 and t.shape[0] == batch}
-
-    def half(value: Any) -> Any:
-        return halves.get(id(value), value) if isinstance(value, Tensor) else value
-
-    args, kwargs = tree_map(half, (inputs.args, inputs.kwargs))
-    return Inputs(args, kwargs)
 
 
 def _is_half(case: _Case) -> bool:

@@ -19,6 +19,7 @@ from memrewrite.simulate.memory.tracker import Tracker
 from memrewrite.state.bits import same_bits
 from memrewrite.state.random_state import preserved_rng
 from memrewrite.targets.allocator import rounded
+from memrewrite.torch_internals.cuda import clear_cublas_workspaces
 from memrewrite.torch_internals.custom_functions import kept_as_attributes
 from memrewrite.torch_internals.fake_tensors import FakeTensor, FakeTensorMode
 from memrewrite.torch_internals.logs import quiet
@@ -153,7 +154,10 @@ def tried(kind: type, given: Given) -> Seen | None:
 
 
 def _apart(run: Callable[[], T]) -> T:
-    """What ``run`` gives in a thread of its own, where no mode is on."""
+    """What ``run`` gives in a thread of its own, where no mode is on.
+
+    There cuBLAS takes a workspace of its own, which would stay with the model's from then on.
+    """
     found: list[T] = []
     errors: list[BaseException] = []
 
@@ -166,6 +170,9 @@ def _apart(run: Callable[[], T]) -> T:
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+        clear_cublas_workspaces()
     for error in errors:
         raise error
     return found[0]
