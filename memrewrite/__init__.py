@@ -45,13 +45,14 @@ if TYPE_CHECKING:
     from memrewrite.records.loop import Loop
     from memrewrite.records.outcomes import Measured
     from memrewrite.records.report import Report
-    from memrewrite.runtime.dropin import BeyondPlanWarning, FallbackWarning
+    from memrewrite.runtime.promise import BeyondPlanError, BeyondPlanWarning, FallbackWarning
     from memrewrite.runtime.swish import Swish, swish
 
 _LAZY = {
     "Estimate": "memrewrite.estimates",
-    "BeyondPlanWarning": "memrewrite.runtime.dropin",
-    "FallbackWarning": "memrewrite.runtime.dropin",
+    "BeyondPlanError": "memrewrite.runtime.promise",
+    "BeyondPlanWarning": "memrewrite.runtime.promise",
+    "FallbackWarning": "memrewrite.runtime.promise",
     "Loop": "memrewrite.records.loop",
     "Measured": "memrewrite.records.outcomes",
     "OptimizedModule": "memrewrite.api",
@@ -70,6 +71,7 @@ _LAZY = {
 }
 
 __all__ = [
+    "BeyondPlanError",
     "BeyondPlanWarning",
     "Budget",
     "BudgetInfeasibleError",

@@ -47,6 +47,7 @@ def optimize(
     exact: bool = False,
     compiled: bool = False,
     verify: bool = True,
+    strict: bool = False,
     seed: int = 0,
     progress: Callable[[str], None] = lambda stage: None,
 ) -> "OptimizedModule":
@@ -65,6 +66,8 @@ def optimize(
     one, whose own hooks keep firing; by default the whole model is captured, else its largest submodules that can be.
     ``passes`` names those allowed, ``exact`` keeps the forward bit-equal. ``compiled=True`` plans for what
     ``torch.compile`` will make of the result (``memrewrite.targets.compiled``). ``verify=False`` returns it unproved.
+    With ``strict``, the result raises ``BeyondPlanError`` where it would warn that the budget may not hold: for inputs
+    that take more than it, or for which the original forward would run.
 
     The result shares every Parameter and buffer with ``model``, is an instance of its class, and carries ``.report``
     (where its class has one that stays, and ``memrewrite.report_of(result)`` gives ours); where nothing is gained it is
@@ -72,7 +75,7 @@ def optimize(
     Raises ``CaptureError``, ``BudgetInfeasibleError``, ``NotEquivalentError``, ``MeasurementError``, ``UsageError``.
     """
     names = (passes,) if isinstance(passes, str) else None if passes is None else tuple(passes)
-    asked = Request(budget, reserved, device, regions, names, exact, compiled, verify, seed)
+    asked = Request(budget, reserved, device, regions, names, exact, compiled, verify, strict, seed)
     asked.check(model)
     work = workload(model, example_inputs, example_kwargs, optimizer, loss_fn, amp, mode, micro_batches, loop)
     outcome = run(work, asked, progress)

@@ -13,7 +13,7 @@ from memrewrite.measurement.measuring import predict
 from memrewrite.records.errors import BudgetInfeasibleError, MemrewriteError
 from memrewrite.records.options import Budget, format_bytes
 from memrewrite.records.outcomes import Option
-from memrewrite.runtime.dropin import FallbackWarning
+from memrewrite.runtime.promise import FallbackWarning
 from memrewrite.search.candidate import Candidate
 from memrewrite.simulate.fake.batch import at_batch
 from memrewrite.targets.eager import EAGER

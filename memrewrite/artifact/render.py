@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from types import ModuleType
 
 from memrewrite.artifact.manifest import CONSTANTS
-from memrewrite.runtime import dict_versions, differences, dropin, guards, likeness, operations
+from memrewrite.runtime import dict_versions, differences, dropin, guards, likeness, operations, promise
 from memrewrite.runtime.likeness import Likeness
 from memrewrite.version import __version__
 
@@ -21,6 +21,7 @@ _RUNTIME: tuple[ModuleType, ...] = (
     dict_versions,
     differences,
     guards,
+    promise,
     dropin,
     likeness,
 )

@@ -62,7 +62,7 @@ def generate(captured: Captured, prefix: str = "", marks: Marks = NO_MARKS) -> t
     writer = _Writer(captured, prefix, marks)
     writer.graph()
     classes = [f"{name} = {class_of(kind)}\n" for kind, name in writer.classes.items()]
-    text = "\n".join([_HEADER, *classes, *writer.trees.lines(), *writer.functions, _program(captured, prefix)])
+    text = "\n".join([_HEADER, *classes, *writer.trees.lines(), *writer.functions, _program(captured, prefix, marks)])
     compile(text, "<memrewrite>", "exec")
     return text, {name: captured.constants[path] for path, name in writer.constants.items()}
 
@@ -342,7 +342,7 @@ def _live_ins(nodes: list[fx.Node]) -> list[fx.Node]:
     return [n for n in used if n not in inside]
 
 
-def _program(captured: Captured, prefix: str) -> str:
+def _program(captured: Captured, prefix: str, marks: Marks) -> str:
     leaves = [
         f"({leaf.dtype}, {leaf.device_type!r}, {leaf.shape!r})"
         if isinstance(leaf, TensorSpec)
@@ -356,6 +356,7 @@ def _program(captured: Captured, prefix: str) -> str:
     conditions = " and ".join(f"({condition})" for condition in captured.inputs.conditions)
     fits = f"\n    fits=lambda {', '.join(sizes)}: {conditions}," if conditions else ""
     planned = f"\n    planned={dict(captured.inputs.example)!r}," if captured.inputs.example else ""
+    promise = f"\n    budget={marks.budget},\n    strict={marks.strict}," if marks.budget else ""
     shared = f"\n    shared={captured.inputs.shared!r}," if captured.inputs.shared else ""
     constants = "\n".join(trees.lines())
     reads = "".join(f"\n        {row!r}," for row in captured.reads)
@@ -377,6 +378,6 @@ def _program(captured: Captured, prefix: str) -> str:
     ),
     same=lambda self, then: ({same}
     ),
-    run={prefix}graph,{fits}{planned}{shared}
+    run={prefix}graph,{fits}{planned}{promise}{shared}
 )
 """

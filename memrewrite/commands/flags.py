@@ -29,6 +29,7 @@ CONFIGURABLE: dict[str, type] = {
     "device_memory": str,
     "passes": str,
     "exact": bool,
+    "strict": bool,
     "compiled": bool,
     "seed": int,
     "verify": bool,

@@ -16,7 +16,8 @@ from torch import nn
 
 from memrewrite.measurement.measuring import Loader, measure, out_of_memory
 from memrewrite.records.errors import MemrewriteError, OtherInputsError, UsageError
-from memrewrite.runtime.dropin import FallbackWarning, programs
+from memrewrite.runtime.dropin import programs
+from memrewrite.runtime.promise import FallbackWarning
 from memrewrite.targets.compiled import CompiledTarget
 from memrewrite.targets.workspaces import allocated_by_libraries
 from memrewrite.workload.inputs import to_device

@@ -76,6 +76,7 @@ def _optimize(job: Job, budget: Budget | None, stage: Stages) -> Outcome:
         exact=request.exact,
         compiled=request.compiled,
         verify=request.verify,
+        strict=request.strict,
         seed=request.seed,
     )
     asked.check(job.module)

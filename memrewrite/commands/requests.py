@@ -86,6 +86,7 @@ class OptimizeRequest(ModelRequest):
     passes: str | None
     exact: bool
     compiled: bool
+    strict: bool
     output: Path | None
     force: bool
     check: bool
@@ -114,6 +115,8 @@ class OptimizeRequest(ModelRequest):
             raise UsageError("--advise says what else would fit a budget; give --budget, and leave out --check.")
         if self.reserved and self.budget is None:
             raise UsageError("--reserved says what the budget bounds; give --budget.")
+        if self.strict and self.budget is None:
+            raise UsageError("--strict refuses calls that a budget does not hold for; give --budget.")
         if self.check and self.output is not None:
             raise UsageError("--check writes nothing; leave out -o.")
         if self.check and budget is not None and budget.minimum:

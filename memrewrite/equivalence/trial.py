@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memrewrite.runtime.dropin import FallbackWarning
+from memrewrite.runtime.promise import FallbackWarning
 from memrewrite.state.random_state import RandomState
 from memrewrite.torch_internals.pytrees import tree_flatten, tree_map
 from memrewrite.workload.step import Inputs, Phase, Step, Targets, autocast, default_loss, device_type

@@ -35,7 +35,8 @@ from memrewrite.equivalence.trial import Record, deterministic, take_step
 from memrewrite.measurement.snapshot import State, cuda_devices
 from memrewrite.records.errors import MeasurementError, UsageError
 from memrewrite.records.outcomes import Check
-from memrewrite.runtime.dropin import FallbackWarning, accept
+from memrewrite.runtime.dropin import accept
+from memrewrite.runtime.promise import FallbackWarning
 from memrewrite.state.random_state import seed_all
 from memrewrite.workload.step import Inputs, Step, autocast, device_type
 

@@ -30,12 +30,15 @@ class Request:
     exact: bool = False
     compiled: bool = False
     verify: bool = True
+    strict: bool = False
     seed: int = 0
 
     def check(self, model: nn.Module) -> None:
         """Raise ``UsageError`` for what cannot be meant, and what refuses the model as it is."""
         check_passes(self.names)
         check_seed(self.seed)
+        if self.strict and self.budget is None:
+            raise UsageError("strict refuses calls that a budget does not hold for; give a budget.")
         _refuse_replaced(model)
         refuse_sharded(model)
 

@@ -9,12 +9,14 @@ from memrewrite.advice import infeasible
 from memrewrite.codegen.writer import generate
 from memrewrite.costs.profile import profile_on
 from memrewrite.measurement.original import blaming, simulate_original
+from memrewrite.optimizing.foresight import foresight
 from memrewrite.optimizing.proof import prove
 from memrewrite.optimizing.request import Request
 from memrewrite.records.options import Budget
 from memrewrite.records.outcomes import Measured
 from memrewrite.records.report import Report
 from memrewrite.report.assembly import report_on
+from memrewrite.runtime.dropin import own
 from memrewrite.search.bench import Bench
 from memrewrite.search.candidate import Candidate, CandidateRegion
 from memrewrite.search.fit_to_budget import Unmet, fit_to_budget, limit_for
@@ -29,6 +31,7 @@ from memrewrite.workload.step import device_of
 from memrewrite.workload.workload import Workload
 
 _SOONER = "Nothing had to be rewritten: written out as a program, the model lets go of values sooner."
+_NOT_STRICT = "strict has no effect: the model fits as it is, is returned as it is, and takes any call."
 Progress = Callable[[str], None]
 
 
@@ -72,11 +75,17 @@ def run(work: Workload, asked: Request, progress: Progress) -> Outcome:
     bound = 0 if limit is None else limit.resolve(limit.of(before)) or 0
     if not candidate.modified:
         if limit is None or limit.of(before) <= max(bound, limit.of(after)):
+            candidate = candidate.noted(_NOT_STRICT) if asked.strict else candidate
             return _unchanged(work, candidate, limit, before, measured)
         candidate = candidate.noted(_SOONER)
     if after.peak > before.peak and measured is None:
+        candidate = candidate.noted(_NOT_STRICT) if asked.strict else candidate
         return _unchanged(work, candidate.abandoned(), limit, before, None)
+    if limit is not None:
+        candidate = candidate.promising(bound or limit.of(after), asked.strict)
     result = candidate.build()
+    if limit is not None and (kept := own(result)) is not None:
+        kept.promise.foresee = foresight(bench.step, bench.workspace, limit)
     verdict = None
     if asked.verify:
         progress("verify")

@@ -41,10 +41,13 @@ class Marks:
     """The marks of a graph's nodes, by name; a node that is not among them is unmarked.
 
     ``room`` is how many bytes CUDA's allocator gets before the program runs; 0 where it gets them as tensors are made.
+    ``budget`` is what the plan promises, in bytes, 0 for nothing; where it is ``strict``, no call may take more.
     """
 
     nodes: tuple[tuple[str, NodeMark], ...] = ()
     room: int = 0
+    budget: int = 0
+    strict: bool = False
 
     def __getitem__(self, name: str) -> NodeMark:
         return self._by_name.get(name, UNMARKED)

@@ -10,7 +10,6 @@ import hashlib
 import inspect
 import itertools
 import linecache
-import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -22,17 +21,10 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_structure, tree_unf
 
 from memrewrite.runtime.guards import Guards, Reads, as_bytes
 from memrewrite.runtime.operations import AROUND_NODES, IN_GRAPHS
+from memrewrite.runtime.promise import Call, Promise
 from memrewrite.runtime.segment import OWN, autocast_dtype
 
 _PROGRAMS: dict[str, "Program"] = {}
-
-
-class FallbackWarning(UserWarning):
-    """An optimized module met inputs it was not captured for and ran the original forward."""
-
-
-class BeyondPlanWarning(UserWarning):
-    """An optimized module met inputs that are larger than those its budget was promised for."""
 
 
 @dataclass
@@ -47,7 +39,8 @@ class Program:
     says of named sizes whether forward takes the path that was captured, ``reads`` which attributes it read, ``look``
     gives what code that is traced compares of them, and ``same`` says whether that is still so: step by step, as what
     has changed may lack what comes after. ``run`` computes ``forward`` from the module and the tensor leaves;
-    ``planned`` are the named sizes it was planned for, ``shared`` the pairs of leaves that have to be one tensor.
+    ``planned`` are the named sizes it was planned for, under a ``budget`` in bytes if one was given, ``strict`` where
+    no other call may run. ``shared`` are the pairs of leaves that have to be one tensor.
     ``source`` is the text all this came from.
     """
 
@@ -64,6 +57,8 @@ class Program:
     look: Callable[[Any], Any] = lambda self: ()
     same: Callable[[Any, Any], bool] = lambda self, then: True
     planned: Mapping[str, int] = field(default_factory=dict)
+    budget: int | None = None
+    strict: bool = False
     shared: tuple[tuple[int, int], ...] = ()
     source: str = ""
 
@@ -90,11 +85,12 @@ class Own:
     ``constants`` are tensors that the program holds, by name; ``owners`` says of each parameter which dictionary it
     lies in, and under which name; ``broken`` is what had changed when this was copied; ``replaced`` is the forward that
     was put on the original instead of its class's. ``report`` is that of ``optimize``, ``shown`` where the class has an
-    attribute of that name; ``looked`` is what code that is traced finds as long as nothing has changed. ``of`` refers
-    to the drop-in, whose end lets go of the rest.
+    attribute of that name; ``looked`` is what code that is traced finds as long as nothing has changed; ``promise`` is
+    what is said of calls. ``of`` refers to the drop-in, whose end lets go of the rest.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str, program: Program) -> None:
+        self.promise = Promise(name, program.budget, program.strict, program.planned)
         self.kind: type = object
         self.of: Callable[[], nn.Module | None] = lambda: None
         self.guards: Guards | None = None
@@ -105,8 +101,6 @@ class Own:
         self.broken = ""
         self.replaced: Forward | None = None
         self.looked: Any = None
-        self.warned = False
-        self.exceeded = False
 
     def carry(self, report: Any, shown: bool) -> None:
         """Keep the report, as an attribute too if it is to be ``shown``."""
@@ -126,27 +120,21 @@ class Own:
     def tell_of_gradients(self, name: str) -> None:
         """Warn, once, that segments are not run as such because a parameter needs a gradient, or none, unlike then."""
         changed = f"{name} was trained, or frozen, after it was planned; optimize again for a plan"
-        self.tell(f"keeps what the original does in a part of its forward: {changed}.", 5)
+        self.promise.fall_back(f"keeps what the original does in a part of its forward: {changed}.", 5)
 
-    def tell(self, text: str, stacklevel: int) -> None:
-        """Warn, the first time that there is something to say."""
-        if not self.warned:
-            self.warned = True
-            warnings.warn(f"Optimized {self.kind.__name__} {text}", FallbackWarning, stacklevel=stacklevel)
-
-    def tell_of_sizes(self, sizes: dict[str, int], planned: Mapping[str, int]) -> None:
-        """Warn, once, where inputs are larger than those that a budget was promised for."""
-        larger = [f"{size}, planned for {planned[n]}" for n, size in sizes.items() if size > planned[n]]
-        if larger and not self.exceeded and getattr(self.report, "config", {}).get("budget") is not None:
-            self.exceeded = True
-            text = f"takes inputs of size {larger[0]}: its peak may be above the budget. Plan for the largest."
-            warnings.warn(f"Optimized {self.kind.__name__} {text}", BeyondPlanWarning, stacklevel=5)
+    def check_sizes(self, program: Program, tensors: list[Tensor], call: Call) -> None:
+        """Let the promise look at the sizes of a call that records for backward, or that was planned not to."""
+        if program.planned and (torch.is_grad_enabled() or not program.differentiable):
+            shapes = (spec[2] for spec in program.leaves if spec[0] != "constant")
+            named = (zip(shape, tensor.shape, strict=True) for tensor, shape in zip(tensors, shapes, strict=True))
+            sizes = {name: size for pairs in named for name, size in pairs if isinstance(name, str)}
+            self.promise.check(sizes, 5, call)
 
     def end(self, reference: object) -> None:
         """Let go of everything: classes stay until Python looks for cycles, and would keep the parameters so long."""
         if self.guards is not None:
             vars(self.guards).clear()  # its rows refer to itself
-        self.guards, self.constants, self.owners = None, {}, {}
+        self.guards, self.constants, self.owners, self.promise.foresee = None, {}, {}, None
 
 
 def build(
@@ -193,9 +181,15 @@ def own(module: nn.Module) -> Own | None:
 
 
 def empty_like(module: nn.Module) -> nn.Module:
-    """A drop-in for the same program without attributes, which ``prepare`` makes whole once it has them."""
+    """A drop-in for the same program without attributes, which ``prepare`` makes whole once it has them.
+
+    It promises nothing.
+    """
     kept: Own = vars(type(module))[OWN]
-    return _empty(base_of(module), programs(module)[""], kept.replaced)
+    copied = _empty(base_of(module), programs(module)[""], kept.replaced)
+    twin: Own = vars(type(copied))[OWN]
+    twin.promise = Promise(kept.promise.name, None, False, {})
+    return copied
 
 
 def base_of(module: nn.Module) -> type[nn.Module]:
@@ -207,7 +201,7 @@ def base_of(module: nn.Module) -> type[nn.Module]:
 def fallen_back(model: nn.Module) -> list[str]:
     """The paths of rewritten parts of a model that have run their original forward, and said so."""
     parts = {path: own(model.get_submodule(path)) for path in programs(model)}
-    return [path for path, kept in parts.items() if kept is not None and kept.warned]
+    return [path for path, kept in parts.items() if kept is not None and kept.promise.fallen_back]
 
 
 def _load(base: type[nn.Module], source: str, replaced: Forward | None = None) -> nn.Module:
@@ -252,7 +246,7 @@ def _subclass(base: type[nn.Module], program: Program, replaced: Forward | None)
     Only its ``__qualname__`` says Optimized: libraries look classes up by ``__name__`` and write it into files, such as
     transformers, which shifts smoothed labels only for the names of its causal language models.
     """
-    kept = Own()
+    kept = Own(base.__name__, program)
     kept.replaced = replaced
 
     @functools.wraps(replaced or base.forward)
@@ -260,10 +254,14 @@ def _subclass(base: type[nn.Module], program: Program, replaced: Forward | None)
         tensors, reason = accept(program, self, args, kwargs)
         if tensors is not None and (program.differentiable or not _trains(self, tensors)):
             kept.follow(tensors)
+            if kept.promise.budget is not None and not torch.compiler.is_compiling():
+                kept.check_sizes(program, tensors, (self, args, kwargs))
             return program.run(self, *tensors)
         reason = reason if tensors is None else "it was captured in eval mode, for calls under torch.no_grad()"
         if reason:
-            kept.tell(f"ran its original forward: {reason}.", 3)
+            of_inputs = not torch.compiler.is_compiling() and not _changed(self)
+            call = (self, args, kwargs) if of_inputs else None
+            kept.promise.fall_back(f"ran its original forward: {reason}.", 4, call)
         return (replaced or base.forward)(self, *args, **kwargs)
 
     def reduce(self: nn.Module, protocol: Any = None) -> Any:
@@ -359,9 +357,6 @@ def _match(program: Program, module: nn.Module, leaves: list[Any]) -> tuple[list
     weight = next(module.parameters(), None)
     if weight is not None and weight.dtype != program.dtype:
         return None, f"the parameters are {weight.dtype}, captured as {program.dtype}"
-    if program.planned and not torch.compiler.is_compiling():
-        kept: Own = getattr(type(module), OWN)
-        kept.tell_of_sizes(sizes, program.planned)
     if program.autocast != "any":
         now = autocast_dtype(next((t.device.type for t in (weight, *tensors) if t is not None), "cpu"))
         if now != program.autocast:

@@ -177,6 +177,10 @@ class Candidate:
         first = self.regions[0]
         return replace(self, regions=(replace(first, marks=replace(first.marks, room=total)), *self.regions[1:]))
 
+    def promising(self, budget: int, strict: bool) -> "Candidate":
+        """The candidate whose programs say what its budget in bytes is, and whether they run no other calls."""
+        return self.each(lambda region: replace(region, marks=replace(region.marks, budget=budget, strict=strict)))
+
     def without_segments(self) -> "Candidate":
         """The same graphs as one program each."""
         return self.each(lambda region: replace(region, marks=NO_MARKS) if region.marks else region)

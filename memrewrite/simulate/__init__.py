@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from memrewrite.records.errors import DataDependentError, UsageError
-from memrewrite.runtime.dropin import FallbackWarning
+from memrewrite.runtime.promise import FallbackWarning
 from memrewrite.runtime.room import room_simulated
 from memrewrite.simulate.fake.batch import part_of
 from memrewrite.simulate.fake.fakes import fakes_of, on_fakes, tensors_of

@@ -26,7 +26,7 @@ from memrewrite.records.outcomes import Measured
 from memrewrite.records.report import Report
 from memrewrite.report import assembly as reporting
 from memrewrite.rewriting.contract import Findings, Result
-from memrewrite.runtime.dropin import FallbackWarning
+from memrewrite.runtime.promise import FallbackWarning
 from memrewrite.search import bench, registry
 from memrewrite.simulate import Timeline, run_tracked, simulate
 from memrewrite.workload.step import Inputs, Step

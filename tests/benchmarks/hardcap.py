@@ -25,7 +25,7 @@ from torch import nn
 
 from memrewrite.measurement.original import simulate_original
 from memrewrite.records.errors import BudgetInfeasibleError
-from memrewrite.runtime.dropin import FallbackWarning
+from memrewrite.runtime.promise import FallbackWarning
 from memrewrite.simulate import simulate
 from memrewrite.workload.inputs import to_device
 from memrewrite.workload.step import Inputs

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import memrewrite
 from memrewrite.records.options import short_bytes
-from memrewrite.runtime.dropin import FallbackWarning
+from memrewrite.runtime.promise import FallbackWarning
 from tests.benchmarks.attempts import each_in_a_process
 from tests.benchmarks.newcomers import planned
 from tests.benchmarks.rows import machine

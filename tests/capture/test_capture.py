@@ -18,7 +18,8 @@ from memrewrite.capture.captured import TensorSpec
 from memrewrite.capture.origin import origin
 from memrewrite.codegen.writer import generate
 from memrewrite.records.errors import CaptureError
-from memrewrite.runtime.dropin import FallbackWarning, build, own, program_from
+from memrewrite.runtime.dropin import build, own, program_from
+from memrewrite.runtime.promise import FallbackWarning
 from memrewrite.simulate.fake.fakes import tensors_of
 from memrewrite.torch_internals.pytrees import tree_flatten, tree_map
 from memrewrite.workload.step import Inputs
@@ -176,7 +177,7 @@ def test_other_batch_sizes_run_the_graph_where_it_is_right_and_the_original_else
     for size in others:
         kept = own(optimized)
         assert kept is not None
-        kept.warned = False
+        kept.promise.fallen_back = False
         with pytest.warns(FallbackWarning, match="captured as|another path"):
             result = optimized(x(size, 6))
         torch.testing.assert_close(result, module(x(size, 6)), rtol=0, atol=0)

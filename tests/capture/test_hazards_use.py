@@ -14,7 +14,7 @@ from torch.func import functional_call
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import memrewrite
-from memrewrite.runtime.dropin import FallbackWarning
+from memrewrite.runtime.promise import FallbackWarning
 from memrewrite.workload.step import Inputs
 from tests.support.dropins import loss_of
 from tests.support.steps import assert_right, assert_same, taken

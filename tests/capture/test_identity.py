@@ -9,7 +9,7 @@ from torch.nn import functional
 
 import memrewrite
 from memrewrite.capture import FRONT_ENDS, capture
-from memrewrite.runtime.dropin import FallbackWarning
+from memrewrite.runtime.promise import FallbackWarning
 from memrewrite.workload.step import Inputs
 
 WORDS = 20

@@ -1,5 +1,6 @@
 """Texts of any length run in one plan: sizes of tokens vary like the batch, as far as forward allows it."""
 
+import copy
 import warnings
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch.nn import functional
 
 import memrewrite
 from memrewrite.capture import capture
-from memrewrite.runtime.dropin import BeyondPlanWarning, FallbackWarning
+from memrewrite.runtime.promise import BeyondPlanWarning, FallbackWarning
 from memrewrite.simulate import run_tracked
 from memrewrite.workload.step import Inputs, Step
 
@@ -69,7 +70,7 @@ def taken(module: nn.Module, inputs: tuple[Tensor, Tensor]) -> list[Tensor]:
     return [loss.detach(), *(p.grad for p in module.parameters() if p.grad is not None)]
 
 
-@pytest.mark.filterwarnings("error::memrewrite.runtime.dropin.FallbackWarning")
+@pytest.mark.filterwarnings("error::memrewrite.runtime.promise.FallbackWarning")
 @pytest.mark.parametrize("amp", [None, "bf16"])
 def test_any_length_runs_in_one_plan_and_within_its_peak(amp: Any) -> None:
     model = Text()
@@ -85,11 +86,15 @@ def test_any_length_runs_in_one_plan_and_within_its_peak(amp: Any) -> None:
         assert run_tracked(result, Inputs(inputs, {}), step).peak <= promised
 
 
-def test_a_larger_size_than_was_planned_for_is_told_once() -> None:
+def test_a_larger_size_than_was_planned_for_is_told_once_with_the_peak_that_it_takes() -> None:
     model = Text()
     result = memrewrite.optimize(model, text(4, 16), budget="min", loss_fn=lambda loss: loss, verify=False)
+    step = Step("train", torch.optim.AdamW, loss_fn=lambda loss: loss)
+    with pytest.warns(BeyondPlanWarning, match=r"Its peak may be above the budget\. Plan"):  # a copy knows no step
+        peak = run_tracked(copy.deepcopy(result), Inputs(text(4, 24), {}), step).peak
     with pytest.warns(
-        BeyondPlanWarning, match="Optimized Text takes inputs of size 24, planned for 16: its peak may be"
+        BeyondPlanWarning,
+        match=f"Optimized Text takes inputs of size 24, planned for 16. A step on them takes {peak / 1e3:.2f} kB, and",
     ):
         found = taken(result, text(4, 24))
     assert all(map(torch.equal, found, taken(model, text(4, 24))))
@@ -98,6 +103,37 @@ def test_a_larger_size_than_was_planned_for_is_told_once() -> None:
         taken(result, text(4, 32))
         unbounded = memrewrite.optimize(Text(), text(4, 16), loss_fn=lambda loss: loss, verify=False)
         taken(unbounded, text(4, 24))
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("copied", [False, True], ids=["planned here", "a copy"])
+def test_a_strict_result_refuses_what_may_take_more_and_nothing_else(copied: bool) -> None:
+    model = Text()
+    result = memrewrite.optimize(model, text(8, 32), budget="min", loss_fn=lambda loss: loss, strict=True)
+    result = copy.deepcopy(result) if copied else result
+    told = "takes inputs of size 40, planned for 32. " + ("Its peak may be" if copied else "A step on them takes")
+    inputs = text(8, 40)
+    random = torch.get_rng_state()
+    with pytest.raises(memrewrite.BeyondPlanError, match=told):
+        result(*inputs)
+    assert torch.equal(random, torch.get_rng_state())
+    with pytest.raises(memrewrite.BeyondPlanError, match="strict, and would have done this: it ran its original"):
+        result(*(part.int() for part in text(8, 32)))
+    if not copied:  # longer, and yet no more
+        inputs = text(2, 40)
+        assert all(map(torch.equal, taken(result, inputs), taken(model, inputs)))
+    with torch.no_grad():
+        result(*text(8, 40))
+
+
+@pytest.mark.filterwarnings("error")
+def test_strict_needs_a_budget_and_a_rewritten_model() -> None:
+    with pytest.raises(memrewrite.UsageError, match="give a budget"):
+        memrewrite.optimize(Text(), text(4, 16), strict=True)
+    model = nn.Linear(4, 4)
+    kept = memrewrite.optimize(model, torch.randn(2, 4), budget="8GB", strict=True)
+    assert kept is model
+    assert "strict has no effect" in " ".join(kept.report.notes)
 
 
 def test_what_forward_asks_of_a_length_is_kept_to() -> None:

@@ -313,7 +313,7 @@ def taken(module: nn.Module, x: Tensor, amp: bool = False) -> list[Tensor]:
     return [out.detach(), *(p.grad for p in (*module.parameters(), x) if p.grad is not None)]
 
 
-@pytest.mark.filterwarnings("error::memrewrite.runtime.dropin.FallbackWarning")
+@pytest.mark.filterwarnings("error::memrewrite.runtime.promise.FallbackWarning")
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "Unsteady"])
 def test_it_is_called_in_one_plan_for_the_whole_model(kind: str) -> None:
     model = Net(kind)
@@ -427,7 +427,7 @@ class Words(nn.Module):
         return x
 
 
-@pytest.mark.filterwarnings("error::memrewrite.runtime.dropin.FallbackWarning")
+@pytest.mark.filterwarnings("error::memrewrite.runtime.promise.FallbackWarning")
 def test_one_that_fake_tensors_cannot_run_is_called_for_any_length() -> None:
     model = Words()
     ids = torch.arange(8 * 12).remainder(50).view(8, 12)
@@ -475,7 +475,7 @@ def test_sizes_that_cannot_be_told_apart_are_taken_for_one_and_others_run_the_or
     for x, y in ((64, 64), (5, 5)):
         assert torch.equal(result(rows(x), rows(y)), model(rows(x), rows(y)))
     for x, y in ((5, 64), (64, 5)):
-        with pytest.warns(memrewrite.runtime.dropin.FallbackWarning) if x == 5 else contextlib.nullcontext():
+        with pytest.warns(memrewrite.runtime.promise.FallbackWarning) if x == 5 else contextlib.nullcontext():
             assert torch.equal(result(rows(x), rows(y)), model(rows(x), rows(y)))
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 import memrewrite
 from memrewrite.capture import capture
 from memrewrite.capture.autocasts import autocast_asked
-from memrewrite.runtime.dropin import FallbackWarning
+from memrewrite.runtime.promise import FallbackWarning
 from memrewrite.workload.step import Inputs, autocast
 from tests.capture.test_capture import drop_in, front_ends
 from tests.support.layers import model, x

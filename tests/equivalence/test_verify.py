@@ -21,7 +21,7 @@ from memrewrite.equivalence.compare import Comparison
 from memrewrite.equivalence.reference import Recorder, Replay, double_copy
 from memrewrite.equivalence.verifying import Verdict, verify
 from memrewrite.records.errors import MeasurementError, UsageError
-from memrewrite.runtime.dropin import FallbackWarning
+from memrewrite.runtime.promise import FallbackWarning
 from memrewrite.workload.step import Inputs, Step
 
 ADAM = Step(optimizer=lambda parameters: torch.optim.Adam(parameters, lr=1e-2))

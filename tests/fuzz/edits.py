@@ -16,7 +16,7 @@ from torch import nn
 
 from memrewrite import optimize
 from memrewrite.records.errors import MemrewriteError
-from memrewrite.runtime.dropin import FallbackWarning
+from memrewrite.runtime.promise import FallbackWarning
 from memrewrite.workload.step import Inputs, Step
 from tests.fuzz.check import EXACT, Numbers, compare, take_step
 from tests.fuzz.strategies import RandomNet

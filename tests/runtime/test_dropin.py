@@ -28,7 +28,7 @@ from memrewrite.artifact.load import load
 from memrewrite.artifact.save import save
 from memrewrite.records.errors import CaptureError, UsageError
 from memrewrite.records.report import Report
-from memrewrite.runtime.dropin import FallbackWarning
+from memrewrite.runtime.promise import FallbackWarning
 from tests.support.dropins import ConvNet, assert_same_bits, conv_net, image, loss_of, peak, segmented, step
 
 

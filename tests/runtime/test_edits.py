@@ -24,7 +24,8 @@ import memrewrite
 from memrewrite.artifact.load import load
 from memrewrite.artifact.save import save
 from memrewrite.runtime import dict_versions, guards
-from memrewrite.runtime.dropin import FallbackWarning, own
+from memrewrite.runtime.dropin import own
+from memrewrite.runtime.promise import FallbackWarning
 from tests.support.dropins import assert_same_bits, image, step
 
 CLASSES = 4

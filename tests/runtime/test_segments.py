@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from memrewrite.records.errors import CaptureError
 from memrewrite.runtime import segment as runtime
-from memrewrite.runtime.dropin import FallbackWarning
+from memrewrite.runtime.promise import FallbackWarning
 from tests.support.dropins import ConvNet, Segmented, assert_same_bits, conv_net, image, loss_of, peak, segmented, step
 
 Size = int | tuple[int, ...]

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 import memrewrite
 from memrewrite.records.errors import BudgetInfeasibleError
-from memrewrite.runtime.dropin import FallbackWarning, fallen_back
+from memrewrite.runtime.dropin import fallen_back
+from memrewrite.runtime.promise import FallbackWarning
 from memrewrite.simulate import run_tracked
 from memrewrite.torch_internals.pytrees import tree_iter
 from memrewrite.workload.step import Inputs, Step

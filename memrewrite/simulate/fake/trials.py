@@ -4,8 +4,7 @@ What it saves, returns, writes and gives back, and how many bytes it takes besid
 operators take them.
 """
 
-import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from memrewrite.process.thread import apart
 from memrewrite.records.tensor_like import TensorLike
 from memrewrite.simulate.memory.tracker import Tracker
 from memrewrite.state.bits import same_bits
@@ -150,32 +150,12 @@ class Seen:
 
 def tried(kind: type, given: Given) -> Seen | None:
     """What the Function does on such arguments, None where it runs on fake tensors; raises what it raises."""
-    return _apart(lambda: _tried(kind, given))
-
-
-def _apart(run: Callable[[], T]) -> T:
-    """What ``run`` gives in a thread of its own, where no mode is on.
-
-    There cuBLAS takes a workspace of its own, which would stay with the model's from then on.
-    """
-    found: list[T] = []
-    errors: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            found.append(run())
-        except BaseException as error:  # handed on below
-            errors.append(error)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-        clear_cublas_workspaces()
-    for error in errors:
-        raise error
-    return found[0]
+    try:
+        return apart(lambda: _tried(kind, given))
+    finally:
+        if torch.cuda.is_initialized():  # that thread has a cuBLAS workspace, which would stay beside the model's
+            torch.cuda.synchronize()
+            clear_cublas_workspaces()
 
 
 def _tried(kind: Any, given: Given) -> Seen | None:

@@ -1,0 +1,26 @@
+"""Another thread of this process, where none of PyTorch's modes is on: neither autocast nor any that sees operators."""
+
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def apart(run: Callable[[], T]) -> T:
+    """What ``run`` gives in a thread of its own, which is waited for; raises what it raises."""
+    found: list[T] = []
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            found.append(run())
+        except BaseException as error:  # handed on below
+            errors.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    for error in errors:
+        raise error
+    return found[0]

@@ -1,0 +1,89 @@
+"""What a drop-in says of calls that its budget was not promised for. Torch only; part of every artifact."""
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+Call = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
+"""A module and the inputs that it is called with."""
+Foresee = Callable[[Call, bool], int | None]
+"""The peak in bytes of a step on such inputs, with the original forward or not; None where that is not known."""
+
+
+class FallbackWarning(UserWarning):
+    """An optimized module met inputs it was not captured for and ran the original forward."""
+
+
+class BeyondPlanWarning(UserWarning):
+    """An optimized module met inputs that are larger than those its budget was promised for."""
+
+
+class BeyondPlanError(RuntimeError):
+    """A module optimized with ``strict=True`` met a call that its budget was not promised for, and did not run it."""
+
+
+class Promise:
+    """The budget of one drop-in, in bytes (None: none was given), and the sizes of inputs that it is known to hold for.
+
+    Where it is ``strict``, any other call is refused. ``foresee`` tells the peaks of other sizes, where that can be
+    done: in the process that planned. Each warning comes once.
+    """
+
+    def __init__(self, name: str, budget: int | None, strict: bool, planned: Mapping[str, int]) -> None:
+        self.name = name
+        self.budget = budget
+        self.strict = strict
+        self.foresee: Foresee | None = None
+        self.fallen_back = False
+        self._exceeded = False
+        self._within = [dict(planned)]
+
+    def fall_back(self, text: str, stacklevel: int, call: Call | None = None) -> None:
+        """Warn that what follows does not run as planned; ``call`` is the module and its inputs, if it is for them.
+
+        Raises ``BeyondPlanError`` instead where the promise is strict.
+        """
+        if self.fallen_back and not self.strict:
+            return
+        self.fallen_back = True
+        if call is not None and (peak := self._peak(call, True)) is not None:
+            text = f"{text} {self._figures(peak)}"
+        if self.strict:
+            raise BeyondPlanError(f"Optimized {self.name} is strict, and would have done this: it {text}")
+        warnings.warn(f"Optimized {self.name} {text}", FallbackWarning, stacklevel=stacklevel)
+
+    def check(self, sizes: Mapping[str, int], stacklevel: int, call: Call) -> None:
+        """Warn where inputs are so much larger than was planned for that the budget may not hold.
+
+        Raises ``BeyondPlanError`` instead where the promise is strict.
+        """
+        if self._exceeded or any(all(size <= known[n] for n, size in sizes.items()) for known in self._within):
+            return
+        peak = self._peak(call, False)
+        if peak is not None and self.budget is not None and peak <= self.budget:
+            self._within.append(dict(sizes))
+            return
+        planned = self._within[0]
+        larger = next(f"{size}, planned for {planned[n]}" for n, size in sizes.items() if size > planned[n])
+        told = "Its peak may be above the budget." if peak is None else self._figures(peak)
+        text = f"Optimized {self.name} takes inputs of size {larger}. {told} Plan for the largest."
+        if self.strict:
+            raise BeyondPlanError(text)
+        self._exceeded = True
+        warnings.warn(text, BeyondPlanWarning, stacklevel=stacklevel)
+
+    def _peak(self, call: Call, original: bool) -> int | None:
+        return None if self.foresee is None or self.budget is None else self.foresee(call, original)
+
+    def _figures(self, peak: int) -> str:
+        return f"A step on them takes {_short(peak)}, and the budget is {_short(self.budget or 0)}."
+
+
+def _short(size: int) -> str:
+    unit, scale = next(((unit, scale) for unit, scale in _UNITS if size >= scale), ("kB", 1e3))
+    return f"{size / scale:.2f} {unit}"
+
+
+_UNITS = (("GB", 1e9), ("MB", 1e6))
