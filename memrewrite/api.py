@@ -67,7 +67,7 @@ def optimize(
     ``passes`` names those allowed, ``exact`` keeps the forward bit-equal. ``compiled=True`` plans for what
     ``torch.compile`` will make of the result (``memrewrite.targets.compiled``). ``verify=False`` returns it unproved.
     With ``strict``, the result raises ``BeyondPlanError`` where it would warn that the budget may not hold: for inputs
-    that take more than it, or for which the original forward would run.
+    that take more than it, and for all whose peak is not known, as in another process.
 
     The result shares every Parameter and buffer with ``model``, is an instance of its class, and carries ``.report``
     (where its class has one that stays, and ``memrewrite.report_of(result)`` gives ours); where nothing is gained it is

@@ -128,7 +128,7 @@ class Own:
             shapes = (spec[2] for spec in program.leaves if spec[0] != "constant")
             named = (zip(shape, tensor.shape, strict=True) for tensor, shape in zip(tensors, shapes, strict=True))
             sizes = {name: size for pairs in named for name, size in pairs if isinstance(name, str)}
-            self.promise.check(sizes, 5, call)
+            self.promise.check(sizes, 6, call)
 
     def end(self, reference: object) -> None:
         """Let go of everything: classes stay until Python looks for cycles, and would keep the parameters so long."""
@@ -261,7 +261,7 @@ def _subclass(base: type[nn.Module], program: Program, replaced: Forward | None)
         if reason:
             of_inputs = not torch.compiler.is_compiling() and not _changed(self)
             call = (self, args, kwargs) if of_inputs else None
-            kept.promise.fall_back(f"ran its original forward: {reason}.", 4, call)
+            kept.promise.fall_back(f"ran its original forward: {reason}.", 5, call)
         return (replaced or base.forward)(self, *args, **kwargs)
 
     def reduce(self: nn.Module, protocol: Any = None) -> Any:

@@ -4,7 +4,8 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 Call = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 """A module and the inputs that it is called with."""
@@ -27,8 +28,8 @@ class BeyondPlanError(RuntimeError):
 class Promise:
     """The budget of one drop-in, in bytes (None: none was given), and the sizes of inputs that it is known to hold for.
 
-    Where it is ``strict``, any other call is refused. ``foresee`` tells the peaks of other sizes, where that can be
-    done: in the process that planned. Each warning comes once.
+    Where it is ``strict``, calls that may take more are refused. ``foresee`` tells the peaks of other sizes, where that
+    can be done: in the process that planned. Each warning comes once.
     """
 
     def __init__(self, name: str, budget: int | None, strict: bool, planned: Mapping[str, int]) -> None:
@@ -39,6 +40,7 @@ class Promise:
         self.fallen_back = False
         self._exceeded = False
         self._within = [dict(planned)]
+        self._peaks: dict[tuple[Any, ...], int | None] = {}
 
     def fall_back(self, text: str, stacklevel: int, call: Call | None = None) -> None:
         """Warn that what follows does not run as planned; ``call`` is the module and its inputs, if it is for them.
@@ -47,12 +49,13 @@ class Promise:
         """
         if self.fallen_back and not self.strict:
             return
-        self.fallen_back = True
-        if call is not None and (peak := self._peak(call, True)) is not None:
-            text = f"{text} {self._figures(peak)}"
-        if self.strict:
+        peak = None if call is None else self._peak(call, True)
+        text = text if peak is None else f"{text} {self._figures(peak)}"
+        if self.strict and (peak is None or peak > (self.budget or 0)):
             raise BeyondPlanError(f"Optimized {self.name} is strict, and would have done this: it {text}")
-        warnings.warn(f"Optimized {self.name} {text}", FallbackWarning, stacklevel=stacklevel)
+        if not self.fallen_back:
+            self.fallen_back = True
+            warnings.warn(f"Optimized {self.name} {text}", FallbackWarning, stacklevel=stacklevel)
 
     def check(self, sizes: Mapping[str, int], stacklevel: int, call: Call) -> None:
         """Warn where inputs are so much larger than was planned for that the budget may not hold.
@@ -75,10 +78,20 @@ class Promise:
         warnings.warn(text, BeyondPlanWarning, stacklevel=stacklevel)
 
     def _peak(self, call: Call, original: bool) -> int | None:
-        return None if self.foresee is None or self.budget is None else self.foresee(call, original)
+        if self.foresee is None or self.budget is None:
+            return None
+        kind = (original, *(_kind(leaf) for leaf in tree_leaves(call[1:])))
+        if kind not in self._peaks:
+            self._peaks[kind] = self.foresee(call, original)
+        return self._peaks[kind]
 
     def _figures(self, peak: int) -> str:
         return f"A step on them takes {_short(peak)}, and the budget is {_short(self.budget or 0)}."
+
+
+def _kind(leaf: Any) -> Any:
+    """What peaks depend on of an input."""
+    return (leaf.dtype, leaf.shape) if isinstance(leaf, Tensor) else repr(leaf)
 
 
 def _short(size: int) -> str:

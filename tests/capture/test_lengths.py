@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -119,9 +120,13 @@ def test_a_strict_result_refuses_what_may_take_more_and_nothing_else(copied: boo
     assert torch.equal(random, torch.get_rng_state())
     with pytest.raises(memrewrite.BeyondPlanError, match="strict, and would have done this: it ran its original"):
         result(*(part.int() for part in text(8, 32)))
-    if not copied:  # longer, and yet no more
+    if not copied:  # longer, and yet no more; and what the original does in as little
         inputs = text(2, 40)
         assert all(map(torch.equal, taken(result, inputs), taken(model, inputs)))
+        inputs = text(1, 8)
+        for warned in (True, False):
+            with pytest.warns(FallbackWarning, match="the budget is") if warned else nullcontext():
+                assert all(map(torch.equal, taken(result, inputs), taken(model, inputs)))
     with torch.no_grad():
         result(*text(8, 40))
 
@@ -130,7 +135,7 @@ def test_a_strict_result_refuses_what_may_take_more_and_nothing_else(copied: boo
 def test_strict_needs_a_budget_and_a_rewritten_model() -> None:
     with pytest.raises(memrewrite.UsageError, match="give a budget"):
         memrewrite.optimize(Text(), text(4, 16), strict=True)
-    model = nn.Linear(4, 4)
+    model: nn.Module = nn.Linear(4, 4)
     kept = memrewrite.optimize(model, torch.randn(2, 4), budget="8GB", strict=True)
     assert kept is model
     assert "strict has no effect" in " ".join(kept.report.notes)
