@@ -53,21 +53,19 @@ def optimize(
 ) -> "OptimizedModule":
     """A drop-in for ``model`` whose training step peaks within ``budget`` bytes, proved equivalent to it.
 
-    ``example_inputs`` is a tensor or a tuple; ``budget`` text such as ``"8GB"``, ``"60%"`` or ``"min"``, an int of
-    bytes or a ``Budget``, and bounds the peak of a steady step: parameters, gradients, optimizer state, inputs,
-    activations, temporaries and library workspaces; with ``reserved`` it bounds what CUDA's caching allocator holds.
-    ``optimizer`` is ``"none"``, ``"sgd"``, ``"sgd-momentum"``, ``"adam"``, ``"adamw"``, either with ``-fused``, an
-    optimizer to copy, a factory, or None; ``loss_fn(output)`` gives a scalar; ``amp`` is ``"bf16"`` or ``"fp16"``;
-    ``mode`` is by default the model's; gradients of ``micro_batches`` such batches are accumulated. ``loop`` is what
-    your loop keeps alive: what PyTorch's tutorials do, or habits as in ``"drop-output,prefetch"``
-    (``memrewrite.records.loop``); what ``loss_fn`` holds counts as its targets. ``device`` is where the model lies, or,
+    ``example_inputs`` is a tensor or a tuple; ``budget`` is text such as ``"8GB"``, ``"60%"`` or ``"min"``, an int of
+    bytes or a ``Budget``, for all that a steady step holds, library workspaces included; with ``reserved``, for what
+    CUDA's caching allocator holds. ``optimizer`` is ``"none"``, ``"sgd"``, ``"sgd-momentum"``, ``"adam"``, ``"adamw"``,
+    either with ``-fused``, an optimizer to copy, a factory, or None; ``loss_fn(output)`` gives a scalar, and what it
+    holds counts as targets; ``amp`` is ``"bf16"`` or ``"fp16"``; ``mode`` is by default the model's; gradients of
+    ``micro_batches`` such batches are accumulated. ``loop`` is what your loop keeps alive: what PyTorch's tutorials do,
+    or habits as in ``"drop-output,prefetch"`` (``memrewrite.records.loop``). ``device`` is where the model lies, or,
     for a model on the CPU where there is no CUDA, ``"cuda"`` to plan for it: then nothing is measured, and the result
     is verified, and runs, on the CPU. ``regions`` are patterns of submodule paths (``"layers.*"``) to capture one by
-    one, whose own hooks keep firing; by default the whole model is captured, else its largest submodules that can be.
-    ``passes`` names those allowed, ``exact`` keeps the forward bit-equal. ``compiled=True`` plans for what
-    ``torch.compile`` will make of the result (``memrewrite.targets.compiled``). ``verify=False`` returns it unproved.
-    With ``strict``, the result raises ``BeyondPlanError`` where it would warn that the budget may not hold: for inputs
-    that take more than it, and for all whose peak is not known, as in another process.
+    one; by default the whole model is captured, else its largest submodules that can be. ``passes`` names those
+    allowed, ``exact`` keeps the forward bit-equal, ``compiled`` plans for what ``torch.compile`` makes of the result,
+    ``verify=False`` returns it unproved. A ``strict`` result raises ``BeyondPlanError`` where it would warn that the
+    budget may not hold: for inputs that take more, and for all whose peak is not known, as in another process.
 
     The result shares every Parameter and buffer with ``model``, is an instance of its class, and carries ``.report``
     (where its class has one that stays, and ``memrewrite.report_of(result)`` gives ours); where nothing is gained it is
