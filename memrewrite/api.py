@@ -59,17 +59,16 @@ def optimize(
     either with ``-fused``, an optimizer to copy, a factory, or None; ``loss_fn(output)`` gives a scalar, and what it
     holds counts as targets; ``amp`` is ``"bf16"`` or ``"fp16"``; ``mode`` is by default the model's; gradients of
     ``micro_batches`` such batches are accumulated. ``loop`` is what your loop keeps alive: what PyTorch's tutorials do,
-    or habits as in ``"drop-output,prefetch"`` (``memrewrite.records.loop``). ``device`` is where the model lies, or,
-    for a model on the CPU where there is no CUDA, ``"cuda"`` to plan for it: then nothing is measured, and the result
-    is verified, and runs, on the CPU. ``regions`` are patterns of submodule paths (``"layers.*"``) to capture one by
-    one; by default the whole model is captured, else its largest submodules that can be. ``passes`` names those
-    allowed, ``exact`` keeps the forward bit-equal, ``compiled`` plans for what ``torch.compile`` makes of the result,
-    ``verify=False`` returns it unproved. A ``strict`` result raises ``BeyondPlanError`` where it would warn that the
-    budget may not hold: for inputs that take more, and for all whose peak is not known, as in another process.
+    or habits as in ``"drop-output,prefetch"`` (``memrewrite.records.loop``). ``device="cuda"`` plans for CUDA where
+    there is none; the result is verified, and runs, on the CPU. ``regions`` are patterns of submodule paths
+    (``"layers.*"``) to capture one by one; by default the whole model is, else its largest submodules that can be.
+    ``passes`` names those allowed, ``exact`` keeps the forward bit-equal, ``compiled`` plans for what ``torch.compile``
+    makes of the result, ``verify=False`` returns it unproved. A ``strict`` result raises ``BeyondPlanError`` where it
+    would warn that the budget may not hold: for inputs that take more, or whose peak is not known.
 
-    The result shares every Parameter and buffer with ``model``, is an instance of its class, and carries ``.report``
-    (where its class has one that stays, and ``memrewrite.report_of(result)`` gives ours); where nothing is gained it is
-    ``model`` itself. That is left as it is; hooks on it work on the result as before. ``progress`` is told each stage.
+    The result shares every Parameter and buffer with ``model``, is of its class, and carries ``.report`` (where its
+    class has its own, ``memrewrite.report_of(result)`` gives ours); where nothing is gained it is ``model`` itself.
+    That is left as it is; hooks on it work on the result as before. ``progress`` is told each stage.
     Raises ``CaptureError``, ``BudgetInfeasibleError``, ``NotEquivalentError``, ``MeasurementError``, ``UsageError``.
     """
     names = (passes,) if isinstance(passes, str) else None if passes is None else tuple(passes)
