@@ -167,8 +167,10 @@ class _Writer:
     def parameters(self, nodes: list[fx.Node]) -> dict[str, int]:
         """The names of the parameters that these nodes read, and how many nodes of the graph read each."""
         owner = self.captured.graph_module
-        used = dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n.op == "get_attr")
-        values = {str(n.target): attribute(owner, str(n.target)) for n in used}
+        used = dict.fromkeys(str(n.target) for node in nodes for n in node.all_input_nodes if n.op == "get_attr")
+        called = (str(node.target) for node in nodes if node.op == "call_module")
+        inside = (f"{path}.{name}" for path in called for name, _ in owner.get_submodule(path).named_parameters())
+        values = {path: attribute(owner, path) for path in [*used, *inside]}
         return {path: self.readers[id(value)] for path, value in values.items() if isinstance(value, nn.Parameter)}
 
     def function(self, name: str, parameters: list[str], lines: list[str]) -> None:

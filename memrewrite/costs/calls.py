@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from memrewrite.observe.effects import NodeEffects
 from memrewrite.targets.transients import like, made
@@ -79,14 +79,14 @@ class Call:
         return run, list(numbered.values())
 
 
-def call_of(node: fx.Node, facts: NodeEffects, amp: torch.dtype | None) -> Call | None:
-    """The call a node is, by the fake values in ``meta["val"]``.
+def call_of(node: fx.Node, facts: NodeEffects, amp: torch.dtype | None, module: nn.Module | None = None) -> Call | None:
+    """The call a node is, by the fake values in ``meta["val"]``; of ``module``, where that is what it calls.
 
     None where it takes no tensor (it may switch a mode, or makes one from nothing) or gives none (it may assert what
     does not hold for other values), where it takes anything but tensors and plain values, and for picking from a
     tuple, which is no work.
     """
-    if node.op not in ("call_function", "call_method"):
+    if node.op not in ("call_function", "call_method") and module is None:
         return None
     numbers: dict[int, int] = {}
 
@@ -105,7 +105,9 @@ def call_of(node: fx.Node, facts: NodeEffects, amp: torch.dtype | None) -> Call 
     grad = any(result.requires_grad for result in results)
     name, lasting = _name(node.target)
     text = f"{name} {args!r} {kwargs!r} amp={amp} grad={grad}"
-    return Call(text, node.target, args, dict(kwargs), amp, grad, bool(facts.writes), lasting)
+    return Call(
+        text, node.target if module is None else module, args, dict(kwargs), amp, grad, bool(facts.writes), lasting
+    )
 
 
 def _name(target: Any) -> tuple[str, bool]:

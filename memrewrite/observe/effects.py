@@ -293,7 +293,7 @@ class _Observer(fx.Interpreter):
             statistics=before(recorder.statistics),
             stale_save=recorder.stale_save,
             opaque=n.op == "call_module" or isinstance(n.target, FunctionCall),
-            repeats=n.op != "call_module" and getattr(n.target, "repeats", True),
+            repeats=n.meta.get(_REPEATS, False) if n.op == "call_module" else getattr(n.target, "repeats", True),
         )
         return result
 
@@ -301,6 +301,14 @@ class _Observer(fx.Interpreter):
         args, kwargs = self.fetch_args_kwargs_from_env(node)
         twin = self._submodules[str(node.target)]
         return on_fakes_or_seen(node, lambda: twin(*args, **kwargs), [*tree_iter((args, kwargs)), *twin.parameters()])
+
+
+_REPEATS = "memrewrite_repeats"  # in a node's meta, which graphs copy with the node
+
+
+def note_that_it_repeats(node: fx.Node) -> None:
+    """Say of the call of a submodule that it gives the same whenever it runs, and does nothing else."""
+    node.meta[_REPEATS] = True
 
 
 def _submodules_called(graph: fx.Graph) -> list[str]:

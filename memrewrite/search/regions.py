@@ -104,7 +104,7 @@ def _whole(model: nn.Module, inputs: Inputs, step: Step, odd: Mapping[str, str])
             lambda grad: watch_calls(model, inputs, [*odd], lambda given: _forward(model, given, step, grad))
         )
     captured = _captured(model, inputs, step, kept)
-    notes = [f"{path} stays a call that the model makes, and is never run again: {why}" for path, why in odd.items()]
+    notes = [f"{path} stays a call that the model makes: {why}" for path, why in odd.items()]
     return Regions((Region("", model, captured, lambda: inputs),), (*notes, *captured.notes))
 
 

@@ -5,30 +5,92 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from memrewrite.costs.calls import Call, call_of
-from memrewrite.observe.effects import observe
+from memrewrite.observe.effects import note_that_it_repeats, observe
 from memrewrite.records.function_call import FunctionCall
+from memrewrite.runtime.guards import HOOKS
+from memrewrite.simulate.fake.as_seen import note_kept
+from memrewrite.state.attributes import Attributes
 from memrewrite.state.bits import same_bits
-from memrewrite.state.random_state import preserved_rng
+from memrewrite.state.random_state import draws, preserved_rng
+from memrewrite.targets.allocator import rounded
 from memrewrite.torch_internals.pytrees import tree_leaves
 from memrewrite.workload.step import Step, autocast
 
 
 def note_what_repeats(graph_module: fx.GraphModule, example: list[Tensor], step: Step) -> None:
-    """Say of each custom Function in a graph, given one tensor per placeholder, whether it may be applied again."""
-    calls = [node for node in graph_module.graph.nodes if isinstance(node.target, FunctionCall)]
-    if not calls:
+    """Say of each call that nobody looks into, given one tensor per placeholder, whether it may run again."""
+    functions = [node for node in graph_module.graph.nodes if isinstance(node.target, FunctionCall)]
+    submodules = [node for node in graph_module.graph.nodes if node.op == "call_module"]
+    if not functions and not submodules:
         return
     effects = observe(graph_module, example, step.amp, target=step.target)
     known: dict[str, bool] = {}
-    for node in calls:
+    for node in functions:
         call = call_of(node, effects.of[node], step.amp)
         text = "" if call is None else call.text
         if text not in known:
             known[text] = call is not None and _repeats(call)
         node.target = replace(node.target, repeats=known[text])
+    for node in submodules:
+        module = graph_module.get_submodule(str(node.target))
+        submodule = call_of(node, effects.of[node], step.amp, module)
+        if submodule is not None and _leaves_no_trace(module, submodule):
+            note_that_it_repeats(node)
+            note_kept(node, _kept_by(module, submodule))
+
+
+def _leaves_no_trace(module: nn.Module, call: Call) -> bool:
+    """Whether a submodule repeats what it gives, and does nothing else that would happen twice: no hook is called."""
+    if any(vars(inner)[kind] for inner in module.modules() for kind in HOOKS):
+        return False
+    before, drawn, values = Attributes(module), draws()[:2], [buffer.detach().clone() for buffer in module.buffers()]
+    try:
+        return (
+            _repeats(call)
+            and draws()[:2] == drawn  # of Python's and NumPy's, which a second run does not find as they were
+            and next(before.changed(), None) is None
+            and next(before.written(), None) is None
+            and all(map(same_bits, values, module.buffers()))
+        )
+    finally:
+        with torch.no_grad():
+            for buffer, value in zip(module.buffers(), values, strict=True):
+                buffer.copy_(value)
+        before.restore()
+
+
+def _kept_by(module: nn.Module, call: Call) -> int:
+    """The bytes that autograd keeps of what a submodule makes for itself alone, on real tensors."""
+    run, given = call.prepared()
+    saved: list[torch.UntypedStorage] = []
+
+    def pack(tensor: Tensor) -> object:
+        saved.append(tensor.untyped_storage())
+        return _TOKEN
+
+    with (
+        preserved_rng(given),
+        torch.set_grad_enabled(call.grad),
+        autocast(call.amp, given[0].device.type),
+        saved_tensors_hooks(pack, lambda token: given[0]),
+    ):
+        result = run()
+    beside = [
+        *given,
+        *module.parameters(),
+        *module.buffers(),
+        *(t for t in tree_leaves(result) if isinstance(t, Tensor)),
+    ]
+    known = {tensor.untyped_storage().data_ptr() for tensor in beside}
+    private = {storage.data_ptr(): storage for storage in saved if storage.data_ptr() not in known}
+    return sum(rounded(storage.nbytes()) for storage in private.values())
+
+
+_TOKEN = object()
 
 
 def _repeats(call: Call) -> bool:

@@ -21,7 +21,8 @@ from memrewrite.torch_internals.versions import require
 require("autograd.Function._backward_cls._forward_cls")
 
 _NOT_CUSTOM = ("torch", "functorch", "memrewrite")
-_OF_TORCH = ("torch.utils.checkpoint", "torch._library")  # Functions that belong to what a graph does keep
+# Functions that belong to what a graph does keep, or that stand in for what does.
+_NOT_THE_MODELS = ("torch.utils.checkpoint", "torch._library", "memrewrite.simulate")
 
 Forward = Callable[..., Any]
 Replacement = Callable[[type, Forward, Any, tuple[Any, ...]], Any]
@@ -40,7 +41,7 @@ def function_calls() -> Iterator[list[type]]:
     bound = vars(torch.autograd.Function)["apply"].__get__
 
     def seen(cls: type, *args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() == here and torch.is_grad_enabled() and not cls.__module__.startswith(_OF_TORCH):
+        if threading.get_ident() == here and torch.is_grad_enabled() and not cls.__module__.startswith(_NOT_THE_MODELS):
             calls.append(cls)
         return bound(None, cls)(*args, **kwargs)
 
@@ -56,7 +57,7 @@ def functions_behind(output: Any) -> list[type]:
     while queue:
         node = queue.pop()
         kind = getattr(node, "_forward_cls", None)  # only custom ones have it
-        if kind is not None and not kind.__module__.startswith(_OF_TORCH):
+        if kind is not None and not kind.__module__.startswith(_NOT_THE_MODELS):
             found.append(kind)
         new = {child for child, _ in node.next_functions if child is not None} - seen
         seen |= new

@@ -1,6 +1,7 @@
 """Language models that train on batches of random sizes and lengths, within one plan.
 
-Plain, with a mask of padding, with Liger's kernels, with peft's LoRA adapters, with both.
+Plain, with a mask of padding, with Liger's kernels, with peft's LoRA adapters, with both, with DoRA, with adapters over
+4-bit weights of bitsandbytes (QLoRA), with a hook on every activation.
 
     python -m tests.benchmarks.texts rows.jsonl            # on CUDA
     python -m tests.benchmarks.texts rows.jsonl --tiny     # small ones on the CPU, without Liger
@@ -33,6 +34,9 @@ MODELS = {
     "Llama, Liger": ("liger",),
     "Llama, LoRA": ("lora",),
     "Llama, LoRA, Liger": ("lora", "liger"),
+    "Llama, DoRA": ("lora", "dora"),
+    "Llama, QLoRA": ("lora", "4bit"),
+    "Llama, hooks": ("hooks",),
 }
 
 
@@ -55,14 +59,33 @@ def build(traits: tuple[str, ...], tiny: bool) -> nn.Module:
         use_cache=False,
     )
     model: nn.Module = LlamaForCausalLM(config)
+    if "4bit" in traits:
+        _four_bits(model)
+    if "hooks" in traits:
+        for layer in model.get_submodule("model.layers").children():
+            layer.get_submodule("mlp.act_fn").register_forward_hook(lambda module, args, output: None)
     if "lora" in traits:
         from peft import LoraConfig, get_peft_model
 
-        model = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear", lora_dropout=0.0))
+        adapters = LoraConfig(r=16, target_modules="all-linear", lora_dropout=0.0, use_dora="dora" in traits)
+        model = get_peft_model(model, adapters)
         for name, parameter in model.named_parameters():
             if "lora_B" in name:  # zeros, whose gradients alone would not be
                 nn.init.normal_(parameter, std=0.02)
     return model
+
+
+def _four_bits(model: nn.Module) -> None:
+    """Let the layers' products have weights of 4 bits, as transformers' ``load_in_4bit`` does."""
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    layers = model.get_submodule("model.layers")
+    for path, linear in [(p, m) for p, m in layers.named_modules() if isinstance(m, nn.Linear)]:
+        packed = Linear4bit(
+            linear.in_features, linear.out_features, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4"
+        )
+        packed.weight = Params4bit(linear.weight.data, requires_grad=False, quant_type="nf4")  # packed as it is moved
+        layers.set_submodule(path, packed)
 
 
 def batch(words: int, padded: bool, device: torch.device, rows: int, length: int) -> dict[str, Tensor]:

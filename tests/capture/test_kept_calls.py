@@ -195,6 +195,26 @@ def test_it_runs_once_a_step(function: Callable[[Any, Tensor], Any]) -> None:
     assert len(runs) == 3
 
 
+def test_what_repeats_and_leaves_no_trace_may_run_again() -> None:
+    runs: list[int] = []
+
+    def counted(self: Any, x: Tensor) -> Any:
+        runs.append(1)
+        return branch_on_values(self, x).sigmoid().exp() * self.weight
+
+    model, plain = (net(Odd(counted)) for _ in range(2))
+    result = optimized(model, budget="min")
+    assert "self.odd(" in programs(result)[""].source
+    runs.clear()
+    result(batch()).sum().backward()
+    assert len(runs) > 1
+    assert_same(three_steps(result), three_steps(plain))
+    for each in (result, plain):
+        each.odd.weight.requires_grad_(False)
+    with pytest.warns(memrewrite.FallbackWarning, match=r"odd\.weight was trained, or frozen"):
+        assert_same(three_steps(result), three_steps(plain))
+
+
 @pytest.mark.parametrize("amp", [None, torch.bfloat16], ids=["float32", "autocast"])
 def test_it_is_verified(amp: torch.dtype | None) -> None:
     result = optimized(net(Odd(branch_on_values)), verify=True, amp=amp)

@@ -11,12 +11,17 @@ from memrewrite.simulate.fake.refusals import needs_data
 from memrewrite.torch_internals.fake_tensors import FAKE_TENSOR_ERRORS
 from memrewrite.torch_internals.pytrees import TreeSpec, tree_leaves, tree_unflatten
 
-_KEY = "memrewrite_seen"  # in a node's meta, which graphs copy with the node
+_SEEN, _KEPT = "memrewrite_seen", "memrewrite_kept"  # in a node's meta, which graphs copy with the node
 
 
 def note_seen(node: fx.Node, leaves: Sequence[Any], tree: TreeSpec) -> None:
     """Say of a call what it gave on real tensors, tensors in words."""
-    node.meta[_KEY] = leaves, tree
+    node.meta[_SEEN] = leaves, tree
+
+
+def note_kept(node: fx.Node, size: int) -> None:
+    """Say of a call how many bytes autograd kept of what it made on real tensors."""
+    node.meta[_KEPT] = size
 
 
 def on_fakes_or_seen(node: fx.Node, run: Callable[[], Any], given: Any) -> Any:
@@ -24,21 +29,38 @@ def on_fakes_or_seen(node: fx.Node, run: Callable[[], Any], given: Any) -> Any:
     try:
         return run()
     except FAKE_TENSOR_ERRORS:
-        return like_seen(given, *node.meta[_KEY])
+        pass
     except Exception as error:
         if not needs_data(str(node.target), error):
             raise
-        return like_seen(given, *node.meta[_KEY])
+    leaves, tree = node.meta[_SEEN]
+    return like_seen(given, leaves, tree, node.meta.get(_KEPT, 0))
 
 
-def like_seen(given: Any, leaves: Sequence[Any], tree: TreeSpec) -> Any:
-    """Fake tensors like those that were seen, with gradients that go to the tensors that were ``given``."""
-    return tree_unflatten([_like(leaf, given) if isinstance(leaf, TensorLike) else leaf for leaf in leaves], tree)
+def like_seen(given: Any, leaves: Sequence[Any], tree: TreeSpec, kept: int = 0) -> Any:
+    """Fake tensors like those that were seen, with gradients that go to the tensors that were ``given``.
+
+    So many bytes are ``kept`` for that.
+    """
+    tensors = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
+    likes = [leaf for leaf in leaves if isinstance(leaf, TensorLike)]
+    made = iter(_Seen.apply(likes, kept, *tensors))  # type: ignore[no-untyped-call]
+    return tree_unflatten([next(made) if isinstance(leaf, TensorLike) else leaf for leaf in leaves], tree)
 
 
-def _like(seen: TensorLike, given: Any) -> Tensor:
-    made = torch.empty_strided(seen.shape, seen.stride, dtype=seen.dtype, device=seen.device)
-    if not made.is_floating_point():
-        return made
-    trained = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    return made + sum(leaf.sum().to(made.dtype) for leaf in trained) if trained else made
+class _Seen(torch.autograd.Function):
+    """Gives and keeps what was seen."""
+
+    @staticmethod
+    def forward(ctx: Any, likes: list[TensorLike], kept: int, *given: Tensor) -> tuple[Tensor, ...]:
+        made = [torch.empty_strided(like.shape, like.stride, dtype=like.dtype, device=like.device) for like in likes]
+        private = torch.empty(kept, dtype=torch.uint8, device=made[0].device) if made and kept else None
+        ctx.save_for_backward(private, *given)
+        ctx.mark_non_differentiable(*(each for each in made if not each.is_floating_point()))
+        return tuple(made)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        _, *given = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[2:]
+        return None, None, *(torch.empty_like(t) if need else None for t, need in zip(given, wanted, strict=True))
