@@ -16,6 +16,7 @@ from memrewrite.capture.at_sight import refuse_weight_hooks
 from memrewrite.capture.captured import Captured, InputSpec, TensorSpec
 from memrewrite.capture.normal import bind
 from memrewrite.records.errors import CaptureError
+from memrewrite.records.ranges import Range
 from memrewrite.state.attributes import preserved
 from memrewrite.torch_internals.fake_tensors import real_rules_on_fake_tensors
 from memrewrite.torch_internals.pytrees import tree_leaves
@@ -24,19 +25,26 @@ from memrewrite.workload.step import Inputs, autocast, device_type
 
 __all__ = ["Captured", "InputSpec", "TensorSpec", "capture"]
 
-FrontEnd = Callable[[nn.Module, Inputs, Sequence[type]], Captured]
+FrontEnd = Callable[[nn.Module, Inputs, Sequence[type], Sequence[Range]], Captured]
 FRONT_ENDS: dict[str, FrontEnd] = {
     "export": exported.capture,
-    "dynamo": lambda model, inputs, functions: dynamo.capture(model, inputs),
+    "dynamo": lambda model, inputs, functions, ranges: dynamo.capture(model, inputs),
 }
 _TOLD = "The model asks whether it is being traced (in {}), and only what it does then could be captured."
 
 
-def capture(model: nn.Module, inputs: Inputs, front_end: str | None = None, amp: torch.dtype | None = None) -> Captured:
+def capture(
+    model: nn.Module,
+    inputs: Inputs,
+    front_end: str | None = None,
+    amp: torch.dtype | None = None,
+    ranges: Sequence[Range] = (),
+) -> Captured:
     """Capture ``model`` as ``inputs`` call it, in the mode it is in; the model and all random state stay as they are.
 
     Under autocast to ``amp`` the graph has what the model does then, but not the casts of autocast, which works on the
-    graph as it runs. ``front_end`` names one of ``FRONT_ENDS``; by default each is tried in order.
+    graph as it runs. ``front_end`` names one of ``FRONT_ENDS``; by default each is tried in order. Sizes in ``ranges``
+    vary, which Dynamo's graphs do not.
     Raises ``CaptureError`` naming the hazard, or what each front end said.
     """
     said = []
@@ -51,8 +59,8 @@ def capture(model: nn.Module, inputs: Inputs, front_end: str | None = None, amp:
         if findings.asks and front_end != "dynamo" and not findings.export_loses:
             # Not told that it is traced, it does what it always does; nothing else is as good, but it may not work.
             with suppress(Exception), tracing_untold():
-                return _with(findings, pairs, exported.capture(model, inputs, findings.functions))
-        for name in [front_end] if front_end else FRONT_ENDS:
+                return _with(findings, pairs, exported.capture(model, inputs, findings.functions, ranges))
+        for name in [front_end] if front_end else ["export"] if ranges else FRONT_ENDS:
             if name == "export" and findings.export_loses:
                 said.append(f"export: it loses {findings.export_loses}")
                 continue
@@ -60,7 +68,7 @@ def capture(model: nn.Module, inputs: Inputs, front_end: str | None = None, amp:
                 said.append("dynamo: it looks into custom autograd.Functions")
                 continue
             try:
-                captured = FRONT_ENDS[name](model, inputs, findings.functions)
+                captured = FRONT_ENDS[name](model, inputs, findings.functions, ranges)
             except CaptureError:
                 raise
             except Exception as error:  # front ends raise anything; every reason is passed on
@@ -68,9 +76,10 @@ def capture(model: nn.Module, inputs: Inputs, front_end: str | None = None, amp:
             else:
                 told = (_TOLD.format(findings.asks),) if findings.asks else ()
                 return _with(findings, pairs, captured, *told)
+    asked = f" with {', '.join(str(each) for each in ranges if not each.implied)}" if ranges else ""
     raise CaptureError(
-        f"{type(model).__name__} cannot be captured as one graph ({'; '.join(said)}). Control flow that depends on "
-        "tensor values has to be written with tensors (torch.where, masks) or moved out of forward."
+        f"{type(model).__name__} cannot be captured as one graph{asked} ({'; '.join(said)}). Control flow that depends "
+        "on tensor values has to be written with tensors (torch.where, masks) or moved out of forward."
     )
 
 
@@ -78,7 +87,7 @@ def _with(findings: hazards.Findings, shared: tuple[tuple[int, int], ...], captu
     return replace(
         captured,
         inputs=replace(captured.inputs, shared=shared),
-        notes=(*findings.notes, *told),
+        notes=(*captured.notes, *findings.notes, *told),
         exact=findings.exact,
         checkpoints=findings.checkpoints,
         autocast=findings.autocast,

@@ -25,6 +25,7 @@ from memrewrite.measurement.measuring import preserved_state
 from memrewrite.observe.any_gradient import observe_trained
 from memrewrite.observe.effects import observe
 from memrewrite.records.errors import CaptureError
+from memrewrite.records.ranges import Range
 from memrewrite.records.tensor_like import TensorLike
 from memrewrite.rewriting.invariants import writes_what_is_kept
 from memrewrite.runtime.dropin import build, program_from
@@ -63,16 +64,25 @@ class Regions:
     left: dict[str, str] = field(default_factory=dict)
 
 
-def find(model: nn.Module, inputs: Inputs, step: Step, names: Sequence[str] | None = None) -> Regions:
+def find(
+    model: nn.Module,
+    inputs: Inputs,
+    step: Step,
+    names: Sequence[str] | None = None,
+    ranges: Sequence[Range] = (),
+) -> Regions:
     """The whole model as one region, else its largest submodules; ``names`` are patterns of paths to use instead.
 
+    With ``ranges``, which are of the model's own inputs, it is the whole model.
     Raises ``CaptureError`` when nothing can be captured, or not what ``names`` asks for.
     """
     if names is not None:
         return _named(model, inputs, step, names)
     try:
-        captured = _captured(model, inputs, step)
+        captured = _captured(model, inputs, step, ranges)
     except CaptureError as refusal:
+        if ranges:
+            raise
         regions = _largest(model, inputs, step, str(refusal))
         if not regions.found:
             raise
@@ -174,9 +184,10 @@ class _Call:
         return Inputs(tree_map(make, self.args), tree_map(make, self.kwargs))
 
 
-def _captured(module: nn.Module, inputs: Inputs, step: Step) -> Captured:
+def _captured(module: nn.Module, inputs: Inputs, step: Step, ranges: Sequence[Range] = ()) -> Captured:
     """Capture a module on ``inputs``; raises ``CaptureError`` also for a graph that cannot stand for it in the step."""
-    captured = replace(capture(module, inputs, amp=step.amp), differentiable=step.mode == "train")
+    captured = capture(module, inputs, amp=step.amp, ranges=ranges)
+    captured = replace(captured, differentiable=step.mode == "train")
     note_what_repeats(captured.graph_module, leaf_tensors(module, inputs), step)
     source, constants = generate(captured)
     if step.mode == "train" and captured.checkpoints:
