@@ -20,11 +20,13 @@ from memrewrite.capture.normal import bind, constants, dynamic, first_dtype, reb
 from memrewrite.capture.opaque import opaque
 from memrewrite.capture.varying import Shapes, attempts, ranged
 from memrewrite.records.errors import CaptureError
+from memrewrite.records.lines import line_now
 from memrewrite.records.ranges import Range
 from memrewrite.simulate.fake.constant_values import known_values
 from memrewrite.torch_internals.logs import quiet
 from memrewrite.torch_internals.operators import OpOverload, is_mutable, named_arguments
 from memrewrite.torch_internals.pytrees import tree_leaves
+from memrewrite.torch_internals.tracing import settled_on
 from memrewrite.workload.step import Inputs
 
 aten = torch.ops.aten
@@ -45,10 +47,32 @@ def capture(model: nn.Module, inputs: Inputs, functions: Sequence[type] = (), ra
 def _attempt(
     model: nn.Module, inputs: Inputs, functions: Sequence[type], ranges: Sequence[Range], varying: Shapes
 ) -> Captured:
+    settling = _Settling()
     with _named_keywords(model, inputs):
         bound = inspect.signature(model.forward).bind(*inputs.args, **inputs.kwargs).arguments
-        program, exported = _export(model, inputs, varying(bound), functions)
-    return ranged(_normal(model, inputs, program, exported), model, inputs, ranges)
+        with settling if ranges else contextlib.nullcontext():
+            program, exported = _export(model, inputs, varying(bound), functions)
+    return ranged(_normal(model, inputs, program, exported), model, inputs, ranges, settling.lines)
+
+
+class _Settling(TorchFunctionMode):
+    """Notes for each number that an open size was settled on which line of the user's did it; "" where no call did."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: dict[int, str] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = self._settled(args)
+        result = func(*args, **(kwargs or {}))
+        self.lines |= dict.fromkeys(before - self.lines.keys(), "")
+        self.lines |= dict.fromkeys(self._settled(args) - self.lines.keys(), line_now())
+        return result
+
+    def _settled(self, args: Any) -> set[int]:
+        sizes: Iterator[Any] = (size for leaf in tree_leaves(args) if isinstance(leaf, Tensor) for size in leaf.shape)
+        known = next((size for size in sizes if isinstance(size, torch.SymInt)), None)
+        return set() if known is None else settled_on(known)
 
 
 def _normal(model: nn.Module, inputs: Inputs, program: ExportedProgram, exported: fx.GraphModule) -> Captured:

@@ -21,6 +21,7 @@ from memrewrite.workload.step import Inputs
 
 Shapes = Callable[[Mapping[str, Any]], Any]
 """From the arguments of forward by name to which of their sizes vary, as export takes it; None where none does."""
+_ADVICE = "let it work with any, or leave the range out."
 _TRIED = 4096  # sizes of a range that conditions are looked at for
 
 
@@ -53,9 +54,12 @@ def _has_batch(leaf: Any, batch: int) -> bool:
     return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == batch
 
 
-def ranged(captured: Captured, model: nn.Module, inputs: Inputs, ranges: Sequence[Range]) -> Captured:
+def ranged(
+    captured: Captured, model: nn.Module, inputs: Inputs, ranges: Sequence[Range], lines: Mapping[int, str]
+) -> Captured:
     """The capture with its ranges, and a note of each condition that not all sizes in them meet.
 
+    ``lines`` says of sizes which line of the user's fixed them.
     Raises ``CaptureError`` where a size that the user named does not vary, or only together with what never comes.
     """
     if not ranges:
@@ -67,11 +71,10 @@ def ranged(captured: Captured, model: nn.Module, inputs: Inputs, ranges: Sequenc
         size = captured.inputs.leaves[order.index(places[each.name])].shape[each.dim]
         if isinstance(size, str):
             found.append((size, each))
-        elif not each.implied:
-            raise CaptureError(
-                f"{type(model).__name__} cannot take {each}: its forward takes no other {each.words} than {size}; "
-                "let it work with any, or leave the range out."
-            )
+        elif not each.implied and each.least < each.most:
+            line = f", as {fixing} has it" if (fixing := lines.get(size)) else ""
+            told = f"its forward takes no other {each.words} than {size}{line}"
+            raise CaptureError(f"{type(model).__name__} cannot take {each}: {told}; {_ADVICE}")
     spec = replace(captured.inputs, ranges=tuple(found))
     words = _words(spec, {position: name for name, position in places.items()}, order)
     _refuse_fixed(spec, type(model).__name__, words)
@@ -89,7 +92,7 @@ def _refuse_fixed(spec: InputSpec, model: str, words: Mapping[str, str]) -> None
             asked = " and ".join(_in_words(text, words) for text in alone)
             raise CaptureError(
                 f"{model} cannot take {each}: its forward takes no other {each.words} in it than {each.most}, as "
-                f"it needs {asked}; let it work with any, or leave the range out."
+                f"it needs {asked}; {_ADVICE}"
             )
 
 

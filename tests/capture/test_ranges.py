@@ -185,7 +185,7 @@ def test_a_condition_on_sizes_is_told_and_kept_to() -> None:
 @pytest.mark.parametrize(
     ("added", "said"),
     [
-        (True, "Fixed cannot take x:2=8..16: its forward takes no other size 2 of x than 16"),
+        (True, "Fixed cannot take x:2=8..16: its forward takes no other size 2 of x than 16, as test_ranges.py:"),
         (
             False,
             "Fixed cannot take x:2=8..16: its forward takes no other size 2 of x in it than 16, as it needs (3*x.size",
@@ -195,6 +195,11 @@ def test_a_condition_on_sizes_is_told_and_kept_to() -> None:
 def test_a_forward_that_fixes_a_size_is_refused(added: bool, said: str) -> None:
     with pytest.raises(CaptureError, match=re.escape(said)):
         memrewrite.optimize(Fixed(added), image(4, 16, 16), dynamic={"x": {2: (8, 16), 3: (8, 16)}})
+
+
+def test_a_range_of_one_size_is_one_for_every_forward() -> None:
+    given = memrewrite.optimize(Fixed(True), image(4, 8, 8), verify=False, dynamic=["x:2=16..16", "x:3=16..16"])
+    assert given.report.config["input_bytes"] == 4 * 3 * 16 * 16 * 4
 
 
 class Branching(nn.Module):
