@@ -70,6 +70,7 @@ def main(context: click.Context) -> None:
 @click.option("--exact/--no-exact", default=False, help="Allow only rewrites that keep every bit of the outputs.")
 @click.option("--compiled/--no-compiled", default=False, help="Plan for torch.compile of the result; measure that.")
 @click.option("--strict/--no-strict", default=False, help="Let the result refuse calls that may take more.")
+@flags.dynamic
 @click.option("--verify/--no-verify", default=True, help="Prove that the rewritten model takes the same steps.")
 @click.option("--measure/--no-measure", default=True, help="Run both variants, each in a process of its own.")
 @flags.timeout

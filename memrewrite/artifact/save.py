@@ -202,7 +202,7 @@ def _essence(program: Any) -> tuple[Any, ...]:
     prefix = run.__name__.removesuffix("graph")
     functions = [f for f in run.__globals__.values() if inspect.isfunction(f) and _is_generated(f.__name__, prefix)]
     code = sorted((f.__name__, _instructions(f.__code__)) for f in functions)
-    calls = program.leaves, program.training, program.dtype, program.reads
+    calls = program.leaves, program.training, program.dtype, program.reads, program.ranges
     return program.names, program.tree, repr(calls), code
 
 

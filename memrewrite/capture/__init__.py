@@ -18,6 +18,7 @@ from memrewrite.capture.captured import Captured, InputSpec, TensorSpec
 from memrewrite.capture.kept_calls import KeptCalls, standing_in, watch_calls
 from memrewrite.capture.normal import bind
 from memrewrite.records.errors import CaptureError
+from memrewrite.records.ranges import Range
 from memrewrite.state.attributes import preserved
 from memrewrite.torch_internals.fake_tensors import real_rules_on_fake_tensors
 from memrewrite.torch_internals.pytrees import tree_leaves
@@ -26,10 +27,10 @@ from memrewrite.workload.step import Inputs, autocast, device_type
 
 __all__ = ["Captured", "InputSpec", "KeptCalls", "TensorSpec", "capture", "watch_calls"]
 
-FrontEnd = Callable[[nn.Module, Inputs, Sequence[type]], Captured]
+FrontEnd = Callable[[nn.Module, Inputs, Sequence[type], Sequence[Range]], Captured]
 FRONT_ENDS: dict[str, FrontEnd] = {
     "export": exported.capture,
-    "dynamo": lambda model, inputs, functions: dynamo.capture(model, inputs),
+    "dynamo": lambda model, inputs, functions, ranges: dynamo.capture(model, inputs),
 }
 _TOLD = "The model asks whether it is being traced (in {}), and only what it does then could be captured."
 
@@ -40,12 +41,13 @@ def capture(
     front_end: str | None = None,
     amp: torch.dtype | None = None,
     kept: Mapping[str, KeptCalls] = MappingProxyType({}),
+    ranges: Sequence[Range] = (),
 ) -> Captured:
     """Capture ``model`` as ``inputs`` call it, in the mode it is in; the model and all random state stay as they are.
 
     Under autocast to ``amp`` the graph has what the model does then, but not the casts of autocast, which works on the
     graph as it runs. ``front_end`` names one of ``FRONT_ENDS``; by default each is tried in order. The submodules that
-    are ``kept``, by path, stay calls in the graph.
+    are ``kept``, by path, stay calls in the graph, and sizes in ``ranges`` vary; Dynamo's graphs have neither.
     Raises ``CaptureError`` naming the hazard, or what each front end said.
     """
     _, order = bind(model, inputs)
@@ -64,29 +66,30 @@ def capture(
         if findings.asks and front_end != "dynamo" and not findings.export_loses:
             # Not told that it is traced, it does what it always does; nothing else is as good, but it may not work.
             with suppress(Exception), tracing_untold():
-                return _with(findings, pairs, exported.capture(model, inputs, findings.functions))
-        return _by_front_ends(model, inputs, front_end, findings, pairs, bool(kept))
+                return _with(findings, pairs, exported.capture(model, inputs, findings.functions, ranges))
+        names = [front_end] if front_end else ["export"] if ranges or kept else [*FRONT_ENDS]
+        return _by_front_ends(names, model, inputs, findings, pairs, ranges)
 
 
 def _by_front_ends(
+    names: Sequence[str],
     model: nn.Module,
     inputs: Inputs,
-    front_end: str | None,
     findings: hazards.Findings,
     pairs: tuple[tuple[int, int], ...],
-    kept: bool,
+    ranges: Sequence[Range],
 ) -> Captured:
     """What the first front end gives that can; raises ``CaptureError`` with what each said."""
     said = []
-    for name in [front_end] if front_end else FRONT_ENDS:
+    for name in names:
         if name == "export" and findings.export_loses:
             said.append(f"export: it loses {findings.export_loses}")
             continue
-        if name == "dynamo" and (findings.functions or kept):
-            said.append("dynamo: it looks into what is to stay a call")
+        if name == "dynamo" and findings.functions:
+            said.append("dynamo: it looks into custom autograd.Functions")
             continue
         try:
-            captured = FRONT_ENDS[name](model, inputs, findings.functions)
+            captured = FRONT_ENDS[name](model, inputs, findings.functions, ranges)
         except CaptureError:
             raise
         except Exception as error:  # front ends raise anything; every reason is passed on
@@ -94,9 +97,10 @@ def _by_front_ends(
         else:
             told = (_TOLD.format(findings.asks),) if findings.asks else ()
             return _with(findings, pairs, captured, *told)
+    asked = f" with {', '.join(str(each) for each in ranges if not each.implied)}" if ranges else ""
     raise CaptureError(
-        f"{type(model).__name__} cannot be captured as one graph ({'; '.join(said)}). Control flow that depends on "
-        "tensor values has to be written with tensors (torch.where, masks) or moved out of forward."
+        f"{type(model).__name__} cannot be captured as one graph{asked} ({'; '.join(said)}). Control flow that depends "
+        "on tensor values has to be written with tensors (torch.where, masks) or moved out of forward."
     )
 
 
@@ -104,7 +108,7 @@ def _with(findings: hazards.Findings, shared: tuple[tuple[int, int], ...], captu
     return replace(
         captured,
         inputs=replace(captured.inputs, shared=shared),
-        notes=(*findings.notes, *told),
+        notes=(*captured.notes, *findings.notes, *told),
         exact=findings.exact,
         checkpoints=findings.checkpoints,
         autocast=findings.autocast,

@@ -6,6 +6,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
+from memrewrite.records.ranges import Range
 from memrewrite.runtime.guards import Reads
 from memrewrite.torch_internals.pytrees import TreeSpec
 
@@ -31,7 +32,7 @@ class InputSpec:
     (each is one placeholder of the graph, in this order) or the constant that was captured.
     ``conditions`` are Python expressions over the named sizes (``"(s0 % 2) == 0"``): what the path through forward
     that was captured takes for granted. ``example`` has those sizes as they were. ``shared`` are pairs of leaves that
-    have to be one tensor, where forward asks for that.
+    have to be one tensor, where forward asks for that. ``ranges`` are those of named sizes that were asked for.
     """
 
     parameters: tuple[str, ...]
@@ -40,6 +41,18 @@ class InputSpec:
     conditions: tuple[str, ...] = ()
     example: tuple[tuple[str, int], ...] = ()
     shared: tuple[tuple[int, int], ...] = ()
+    ranges: tuple[tuple[str, Range], ...] = ()
+
+    @property
+    def asked(self) -> tuple[Range, ...]:
+        """The ranges that the user named."""
+        return tuple(each for _, each in self.ranges if not each.implied)
+
+    @property
+    def bounds(self) -> dict[str, tuple[str, int, int]]:
+        """What each size with a range is, and from where to where it varies: where it has several, the narrowest."""
+        ordered = sorted(self.ranges, key=lambda pair: (pair[1].least, not pair[1].implied))
+        return {size: (each.words, max(2, each.least), each.most) for size, each in ordered}
 
 
 @dataclass(frozen=True)

@@ -6,57 +6,73 @@ architectures whole, where ``fx.symbolic_trace`` kept 78 and 0. Its silent hazar
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.export import Dim, ExportedProgram
+from torch.export import ExportedProgram
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from memrewrite.capture.captured import Captured
-from memrewrite.capture.normal import batch_size, bind, constants, dynamic, first_dtype, rebuild
+from memrewrite.capture.normal import bind, constants, dynamic, first_dtype, rebuild
 from memrewrite.capture.opaque import opaque
+from memrewrite.capture.varying import Shapes, attempts, ranged
 from memrewrite.records.errors import CaptureError
+from memrewrite.records.lines import line_now
+from memrewrite.records.ranges import Range
 from memrewrite.simulate.fake.constant_values import known_values
 from memrewrite.torch_internals.logs import quiet
 from memrewrite.torch_internals.operators import OpOverload, is_mutable, named_arguments
-from memrewrite.torch_internals.pytrees import tree_leaves, tree_map
+from memrewrite.torch_internals.pytrees import tree_leaves
+from memrewrite.torch_internals.tracing import settled_on
 from memrewrite.workload.step import Inputs
 
 aten = torch.ops.aten
 
 
-def capture(model: nn.Module, inputs: Inputs, functions: Sequence[type] = ()) -> Captured:
+def capture(model: nn.Module, inputs: Inputs, functions: Sequence[type] = (), ranges: Sequence[Range] = ()) -> Captured:
     """Capture through ``torch.export``; the batch size and the lengths of texts stay dynamic where export allows.
 
-    Custom ``functions`` stay calls in the graph.
+    Sizes in ``ranges`` have to. Custom ``functions`` stay calls in the graph.
     """
-    for dynamic_sizes in _attempts(inputs):
-        with contextlib.suppress(Exception):  # whatever the reason, the attempt with fixed sizes tells it
-            with _named_keywords(model, inputs):
-                bound = inspect.signature(model.forward).bind(*inputs.args, **inputs.kwargs).arguments
-                shapes = tree_map(dynamic_sizes, dict(bound))
-                program, exported = _export(model, inputs, shapes, functions)
-            return _normal(model, inputs, program, exported)
-    return _normal(model, inputs, *_export(model, inputs, None, functions))
+    *tried, last = attempts(inputs, ranges)
+    for shapes in tried:
+        with contextlib.suppress(Exception):  # whatever the reason, the last attempt tells it
+            return _attempt(model, inputs, functions, ranges, shapes)
+    return _attempt(model, inputs, functions, ranges, last)
 
 
-def _attempts(inputs: Inputs) -> Iterator[Callable[[Any], Any]]:
-    """Which sizes of an input may vary, the most first: all sizes of tokens and the batch of others, batches alone."""
-    batch = batch_size(inputs)
+def _attempt(
+    model: nn.Module, inputs: Inputs, functions: Sequence[type], ranges: Sequence[Range], varying: Shapes
+) -> Captured:
+    settling = _Settling()
+    with _named_keywords(model, inputs):
+        bound = inspect.signature(model.forward).bind(*inputs.args, **inputs.kwargs).arguments
+        with settling if ranges else contextlib.nullcontext():
+            program, exported = _export(model, inputs, varying(bound), functions)
+    return ranged(_normal(model, inputs, program, exported), model, inputs, ranges, settling.lines)
 
-    def batches(leaf: Any) -> Any:
-        return {0: Dim.AUTO} if batch is not None and _has_batch(leaf, batch) else None
 
-    def lengths(leaf: Any) -> Any:
-        return dict.fromkeys(range(leaf.dim()), Dim.AUTO) if _has_length(leaf) else batches(leaf)
+class _Settling(TorchFunctionMode):
+    """Notes for each number that an open size was settled on which line of the user's did it; "" where no call did."""
 
-    if any(map(_has_length, inputs.tensors())):
-        yield lengths
-    if batch is not None:
-        yield batches
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: dict[int, str] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = self._settled(args)
+        result = func(*args, **(kwargs or {}))
+        self.lines |= dict.fromkeys(before - self.lines.keys(), "")
+        self.lines |= dict.fromkeys(self._settled(args) - self.lines.keys(), line_now())
+        return result
+
+    def _settled(self, args: Any) -> set[int]:
+        sizes: Iterator[Any] = (size for leaf in tree_leaves(args) if isinstance(leaf, Tensor) for size in leaf.shape)
+        known = next((size for size in sizes if isinstance(size, torch.SymInt)), None)
+        return set() if known is None else settled_on(known)
 
 
 def _normal(model: nn.Module, inputs: Inputs, program: ExportedProgram, exported: fx.GraphModule) -> Captured:
@@ -250,12 +266,3 @@ def _written(node: Any) -> Any:
     while isinstance(node.target, OpOverload) and is_mutable(node.target):
         node = node.args[0]
     return node
-
-
-def _has_length(leaf: Any) -> bool:
-    """Whether it holds tokens, or something for each token: whole numbers or truth values in rows."""
-    return isinstance(leaf, Tensor) and leaf.dim() > 1 and not (leaf.is_floating_point() or leaf.is_complex())
-
-
-def _has_batch(leaf: Any, batch: int) -> bool:
-    return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == batch

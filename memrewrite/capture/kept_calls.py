@@ -8,9 +8,10 @@ it. Meanwhile a stand-in takes its place in the model:
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,14 +20,15 @@ from torch import Tensor, fx, nn
 from memrewrite.capture.normal import batch_size
 from memrewrite.capture.opaque import BEHIND, Traced, Way, traced_now
 from memrewrite.records.errors import CaptureError
+from memrewrite.records.ranges import Range
 from memrewrite.records.tensor_like import TensorLike
 from memrewrite.simulate.fake.as_seen import like_seen, note_seen
 from memrewrite.simulate.fake.stand_ins import numbers_of_rows, varied
 from memrewrite.simulate.fake.trials import Made, made_again
-from memrewrite.state.random_state import preserved_rng
 from memrewrite.torch_internals.pytrees import TreeSpec, tree_flatten, tree_flatten_with_path, tree_leaves, tree_map
 from memrewrite.torch_internals.pytrees import tree_unflatten as unflatten
 from memrewrite.workload.hooks import without_hooks
+from memrewrite.workload.ranges import per_token, positions
 from memrewrite.workload.step import Inputs
 
 _CALLS = "memrewrite_calls"  # of the class of a stand-in
@@ -108,33 +110,50 @@ class _Kept(Traced):
     def _varied(self, first: list[Any], tensors: Sequence[Tensor]) -> list[Any]:
         if self._second is None or self._second.tree != self._first.tree:
             raise ValueError("It was not seen at other sizes, or gives something else there.")
-        varying: dict[tuple[int, int], list[torch.SymInt]] = defaultdict(list)
-        for tensor, *likes in zip(tensors, self._first.given, self._second.given, strict=True):
-            sizes, *pairs = (numbers_of_rows(shape) for shape in (tensor.shape, *(like.shape for like in likes)))
-            for size, *pair in zip(sizes, *pairs, strict=True):
-                if isinstance(size, torch.SymInt):
-                    varying[pair[0], pair[1]].append(size)
-        if any(a == b for a, b in varying):
+        given = [*zip(tensors, self._first.given, self._second.given, strict=True)]
+        sizes = _by_what_they_were((tensor.shape, first.shape, second.shape) for tensor, first, second in given)
+        if any(a == b for a, b in sizes):
             raise ValueError("A size that may vary was the same in both passes.")
+        rows = _by_what_they_were(
+            (numbers_of_rows(tensor.shape), numbers_of_rows(first.shape), numbers_of_rows(second.shape))
+            for tensor, first, second in given
+        )
+        varying = rows | sizes
         further = [Made(leaf) if isinstance(leaf, TensorLike) else leaf for leaf in self._second.leaves]
         pairs_of_results = zip(first, further, strict=True)
         return [varied(a, b, varying) if isinstance(a, Made) and a != b else a for a, b in pairs_of_results]
 
 
+def _by_what_they_were(
+    shapes: Iterable[tuple[Sequence[Any], Sequence[int], Sequence[int]]],
+) -> dict[tuple[int, int], list[torch.SymInt]]:
+    """The sizes that vary, by what they were in each of two passes."""
+    found: dict[tuple[int, int], list[torch.SymInt]] = defaultdict(list)
+    for traced, *seen in shapes:
+        for size, first, second in zip(traced, *seen, strict=True):
+            if isinstance(size, torch.SymInt):
+                found[first, second].append(size)
+    return found
+
+
 def watch_calls(
-    model: nn.Module, inputs: Inputs, paths: Sequence[str], run: Callable[[Inputs], None]
+    model: nn.Module,
+    inputs: Inputs,
+    paths: Sequence[str],
+    run: Callable[[Inputs], None],
+    ranges: Sequence[Range] = (),
 ) -> Mapping[str, KeptCalls]:
     """How the submodules at ``paths`` are called as ``run`` takes ``model`` forward on inputs, these and others.
 
     Raises ``CaptureError`` for one that is not called, or that gives what no graph can hold.
     """
     modules = {path: model.get_submodule(path) for path in paths}
-    first, second = _calls(modules, lambda: run(inputs)), None
-    try:
-        with preserved_rng(inputs.tensors()):
-            second = _calls(modules, lambda: run(_other_sizes(inputs)))
-    except Exception:  # whatever forward says of other sizes: then they do not vary
-        second = None
+    first = _calls(modules, lambda: run(inputs))
+    second: dict[str, list[SeenCall]] | None = None
+    for apart in (True, False):
+        if second is None:
+            with suppress(Exception):  # whatever forward says of other sizes: then they do not vary
+                second = _calls(modules, partial(run, _other_sizes(model, inputs, ranges, apart)))
     found = {}
     for path, module in modules.items():
         if not first[path]:
@@ -186,26 +205,38 @@ def _step(key: Any) -> tuple[str, Any]:
     raise AttributeError(f"{key}")
 
 
-def _other_sizes(inputs: Inputs) -> Inputs:
-    """The inputs with other sizes where they may vary: the batch, and all sizes of tokens."""
+def _other_sizes(model: nn.Module, inputs: Inputs, ranges: Sequence[Range], apart: bool) -> Inputs:
+    """The inputs with other sizes where they may vary: the batch, all sizes of tokens, those that have ranges.
+
+    With ``apart``, what is one number in two dimensions becomes two.
+    """
     batch = batch_size(inputs)
+    leaves, places = tree_leaves((inputs.args, inputs.kwargs)), positions(model, inputs) if ranges else {}
+    named = [(id(leaves[places[each.name]]), each.dim) for each in ranges]
     made: dict[int, Tensor] = {}  # one for each tensor, however often it is given
 
     def other(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
         if id(leaf) not in made:
-            tokens = leaf.dim() > 1 and not (leaf.is_floating_point() or leaf.is_complex())
-            dims = range(leaf.dim()) if tokens else (0,) if leaf.dim() and leaf.shape[0] == batch else ()
+            dims = {dim for owner, dim in named if owner == id(leaf)}
+            dims |= {*range(leaf.dim())} if per_token(leaf) else {0} if leaf.dim() and leaf.shape[0] == batch else set()
             found = leaf.detach()
             for dim in dims:
-                size = leaf.shape[dim]
-                found = found.narrow(dim, 0, size // 2) if size > 3 else found
-                found = torch.cat([found, found.narrow(dim, 0, 1)], dim) if 1 < size <= 3 else found
+                found = _resized(found, dim, apart)
             made[id(leaf)] = found
         return made[id(leaf)]
 
     return Inputs(tree_map(other, inputs.args), tree_map(other, inputs.kwargs))
+
+
+def _resized(tensor: Tensor, dim: int, apart: bool) -> Tensor:
+    size, more = tensor.shape[dim], dim if apart else 0
+    if size < 2:
+        return tensor
+    if size // 2 + more < size and size > 3:
+        return tensor.narrow(dim, 0, size // 2 + more)
+    return torch.cat([tensor] + [tensor.narrow(dim, 0, 1)] * (1 + more), dim)
 
 
 class _StandIn:

@@ -359,7 +359,8 @@ def _program(captured: Captured, prefix: str, marks: Marks) -> str:
     sizes = sorted({size for shape in shapes for size in shape if isinstance(size, str)})
     conditions = " and ".join(f"({condition})" for condition in captured.inputs.conditions)
     fits = f"\n    fits=lambda {', '.join(sizes)}: {conditions}," if conditions else ""
-    planned = f"\n    planned={dict(captured.inputs.example)!r}," if captured.inputs.example else ""
+    planned = f"\n    planned={dict(marks.holds_for or captured.inputs.example)!r}," if captured.inputs.example else ""
+    ranges = f"\n    ranges={captured.inputs.bounds!r}," if captured.inputs.ranges else ""
     promise = f"\n    budget={marks.budget},\n    strict={marks.strict}," if marks.budget else ""
     shared = f"\n    shared={captured.inputs.shared!r}," if captured.inputs.shared else ""
     constants = "\n".join(trees.lines())
@@ -382,6 +383,6 @@ def _program(captured: Captured, prefix: str, marks: Marks) -> str:
     ),
     same=lambda self, then: ({same}
     ),
-    run={prefix}graph,{fits}{planned}{promise}{shared}
+    run={prefix}graph,{fits}{planned}{ranges}{promise}{shared}
 )
 """

@@ -30,6 +30,7 @@ CONFIGURABLE: dict[str, type] = {
     "passes": str,
     "exact": bool,
     "strict": bool,
+    "dynamic": list,
     "compiled": bool,
     "seed": int,
     "verify": bool,
@@ -86,6 +87,12 @@ def sizes(context: click.Context, option: click.Parameter, text: str | None) -> 
 budget = click.option("--budget", help="Bound the peak: 8GB (10^9), 8GiB (2^30), 60% of the original's, or min.")
 reserved = click.option(
     "--reserved", is_flag=True, help="Let the budget bound what CUDA's allocator reserves, as a cap on a process does."
+)
+dynamic = click.option(
+    "--dynamic",
+    multiple=True,
+    metavar="NAME:DIM=MIN..MAX",
+    help="Plan for sizes of this input from MIN to MAX, as in x:2=64..256. Repeatable.",
 )
 timeout = click.option(
     "--timeout",

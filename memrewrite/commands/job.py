@@ -52,7 +52,9 @@ def loader_of(request: ModelRequest, device: torch.device, artifact: Path | None
     """How another process loads what was asked for, rewritten by ``artifact``; it compiles what it measures on CUDA."""
     folder = None if artifact is None else str(artifact)
     compiled = device.type == "cuda" and isinstance(request, OptimizeRequest | MeasureRequest) and request.compiled
-    return Loader(request.target, request.input, request.batch_size, folder, str(device), request.seed, compiled)
+    return Loader(
+        request.target, request.input, request.batch_size, folder, str(device), request.seed, compiled, request.ranges
+    )
 
 
 def run(request: R, work: Callable[[Job[R], Stages], Outcome], *, on_device: bool = True) -> int:
@@ -79,7 +81,7 @@ def _loaded(request: R, on_device: bool) -> Iterator[Job[R]]:
     wanted = device_named(request.device)
     without = wanted.type == "cuda" and not (on_device and torch.cuda.is_available())
     device = torch.device("cpu") if without else wanted
-    found = target.load(request.target, request.input, request.batch_size)
+    found = target.load(request.target, request.input, request.batch_size, request.ranges)
     with target.importable(found.folder), memory_errors(), _quiet_logs(request.verbose):
         module = found.module.to(device)
         if module.training != (request.mode == "train"):  # else leave submodules the user froze as they are

@@ -109,7 +109,7 @@ def _verify(job: dict[str, Any]) -> dict[str, Any]:
 
 def _load(loader: Loader, spec: StepSpec) -> tuple[nn.Module, Inputs, Step]:
     torch.manual_seed(loader.seed)
-    loaded = load(loader.target, loader.inputs, loader.batch_size)
+    loaded = load(loader.target, loader.inputs, loader.batch_size, loader.dynamic)
     try:
         device = torch.device(loader.device)
     except RuntimeError as error:

@@ -78,6 +78,7 @@ def _optimize(job: Job, budget: Budget | None, stage: Stages) -> Outcome:
         verify=request.verify,
         strict=request.strict,
         seed=request.seed,
+        dynamic=request.dynamic,
     )
     asked.check(job.module)
     outcome = optimizing.run(Workload(job.module, job.inputs, job.step), asked, stage)

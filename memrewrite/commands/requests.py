@@ -12,6 +12,7 @@ from memrewrite.artifact import manifest
 from memrewrite.records.errors import UsageError
 from memrewrite.records.loop import Loop
 from memrewrite.records.options import Budget, check_passes, check_seed, device_bytes
+from memrewrite.records.ranges import parse_ranges
 from memrewrite.workload.input_text import InputText
 from memrewrite.workload.place import Source
 from memrewrite.workload.stepspec import StepSpec
@@ -72,6 +73,11 @@ class ModelRequest(Request):
         check_seed(self.seed)
 
     @property
+    def ranges(self) -> tuple[str, ...]:
+        """The ranges of sizes that were asked for, as text."""
+        return ()
+
+    @property
     def step(self) -> StepSpec:
         """The step that was asked for."""
         return StepSpec(self.mode, self.optimizer, self.loss, self.amp, self.micro_batches, self.loop)
@@ -87,6 +93,7 @@ class OptimizeRequest(ModelRequest):
     exact: bool
     compiled: bool
     strict: bool
+    dynamic: tuple[str, ...]
     output: Path | None
     force: bool
     check: bool
@@ -103,6 +110,7 @@ class OptimizeRequest(ModelRequest):
         super().__post_init__()
         budget = None if self.budget is None else Budget.parse(self.budget)
         check_passes(self.pass_names)
+        parse_ranges(self.dynamic)
         files = {"--report": self.report, "--png": self.png, "--snapshot": self.snapshot}
         for option, file in files.items():
             if file is not None and self.check:
@@ -123,6 +131,11 @@ class OptimizeRequest(ModelRequest):
             raise UsageError("--check needs a budget in bytes or per cent; min says nothing about the model as it is.")
         if self.output is not None:  # refuse at once what could not be written in the end
             manifest.check_place(self.output, force=self.force)
+
+    @property
+    def ranges(self) -> tuple[str, ...]:
+        """Those of ``--dynamic``."""
+        return self.dynamic
 
     @property
     def pass_names(self) -> tuple[str, ...] | None:

@@ -27,8 +27,9 @@ def optimize_trainer(trainer: Trainer, **options: Any) -> OptimizedModule:
     The step is the trainer's own: its first batch as its ``training_step`` passes it on, its optimizer, ``fp16`` or
     ``bf16``, ``gradient_accumulation_steps``, in its loop. ``options`` are those of ``memrewrite.optimize``, and win.
     Texts may be of any length; the budget is kept to by batches that are no larger than the first, so let that be a
-    full one of the longest. A loss that the trainer computes outside of the model (label smoothing,
-    ``compute_loss_func``) is not in the step unless it is given as ``loss_fn``.
+    full one of the longest, or say how long that is: ``dynamic={"input_ids": {1: (2, 2048)}}``. A loss that the trainer
+    computes outside of the model (label smoothing, ``compute_loss_func``) is not in the step unless it is given as
+    ``loss_fn``.
     Raises ``UsageError`` for a trainer that makes its model itself, and what ``memrewrite.optimize`` raises.
     """
     if trainer.model_init is not None:

@@ -36,7 +36,7 @@ class Loader:
 
     ``inputs`` are ``--input`` texts, ``artifact`` a folder that ``memrewrite.artifact`` wrote, ``seed`` seeds the
     random state before the target is loaded and before the steps; ``compiled`` measures what ``torch.compile`` makes of
-    the model.
+    the model; ``dynamic`` are the ranges as text to whose ends the inputs are brought.
     """
 
     target: str
@@ -46,11 +46,12 @@ class Loader:
     device: str = "cpu"
     seed: int = 0
     compiled: bool = False
+    dynamic: tuple[str, ...] = ()
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Loader":
         """The inverse of ``dataclasses.asdict`` through JSON."""
-        return cls(**{**data, "inputs": tuple(data["inputs"])})
+        return cls(**{**data, "inputs": tuple(data["inputs"]), "dynamic": tuple(data["dynamic"])})
 
 
 def measure_in_child(loader: Loader, step: StepSpec, *, timeout_s: float, steps: int = 10) -> Measured:

@@ -1,10 +1,12 @@
-"""What a step will take on inputs that a result meets while it trains, and that it was not planned for."""
+"""What a step will take on inputs that a result meets while it trains, and that it was not planned on."""
 
 import warnings
 
+from memrewrite.equivalence.sizes import sizes_of, smaller_inputs
 from memrewrite.process.thread import apart
-from memrewrite.records.options import Budget
+from memrewrite.records.options import Budget, short_bytes
 from memrewrite.runtime.promise import Call, FallbackWarning, Foresee
+from memrewrite.search.candidate import Candidate
 from memrewrite.simulate import simulate
 from memrewrite.workload.step import Inputs, Step
 
@@ -30,3 +32,27 @@ def foresight(step: Step, workspace: int, limit: Budget) -> Foresee:
         return limit.of(found) if fell_back == original else None
 
     return foreseen
+
+
+def held(candidate: Candidate, limit: Budget) -> Candidate:
+    """The candidate as it is, where its budget holds at smaller sizes of the ranges that the user named, too.
+
+    Peaks need not fall with sizes. Where one does not, a note tells, and the promise is for what is smaller than that:
+    calls that are not are told of, or refused, like those beyond the plan.
+    """
+    if not any(region.region.captured.inputs.ranges for region in candidate.regions):
+        return candidate
+    bench, result, budget = candidate.bench, candidate.build(), candidate.regions[0].marks.budget
+    foresee = foresight(bench.step, bench.workspace, limit)
+    known = dict.fromkeys(sizes_of(result, bench.inputs), 1)
+    for kind in smaller_inputs(result, bench.inputs, named=True):
+        peaks = ((inputs, foresee((result, inputs.args, inputs.kwargs), False)) for inputs in kind)
+        inputs, peak = next(((inputs, peak) for inputs, peak in peaks if peak is not None), (None, 0))
+        if inputs is None or peak is None:
+            continue
+        if peak > budget:
+            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in inputs.tensors())
+            told = f"Inputs of {shapes}, smaller than what was planned for, take {short_bytes(peak)}, above the budget."
+            return candidate.noted(told).holding_for(known)
+        known = sizes_of(result, inputs)
+    return candidate

@@ -3,6 +3,7 @@
 import types
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -10,9 +11,11 @@ from torch import nn
 from memrewrite.capture.at_sight import refuse_weight_hooks
 from memrewrite.records.errors import UsageError
 from memrewrite.records.options import Budget, check_passes, check_seed
+from memrewrite.records.ranges import Range, Ranges, parse_ranges
 from memrewrite.targets.compiled import CompiledTarget
 from memrewrite.targets.cuda_from_cpu import CUDA_FROM_CPU
 from memrewrite.targets.eager import EAGER, Target
+from memrewrite.workload.ranges import enlarged
 from memrewrite.workload.sharding import refuse_sharded
 from memrewrite.workload.step import Step, device_of
 from memrewrite.workload.workload import Workload
@@ -32,6 +35,7 @@ class Request:
     verify: bool = True
     strict: bool = False
     seed: int = 0
+    dynamic: Ranges | None = None
 
     def check(self, model: nn.Module) -> None:
         """Raise ``UsageError`` for what cannot be meant, and what refuses the model as it is."""
@@ -39,13 +43,23 @@ class Request:
         check_seed(self.seed)
         if self.strict and self.budget is None:
             raise UsageError("strict refuses calls that a budget does not hold for; give a budget.")
+        if self.ranges and self.regions is not None:
+            raise UsageError(
+                "dynamic is for inputs of the whole model, which regions are parts of; give one of the two."
+            )
         _refuse_replaced(model)
         refuse_sharded(model)
 
-    def placed(self, work: Workload) -> Workload:
-        """The workload on the device that it is planned for."""
+    @cached_property
+    def ranges(self) -> tuple[Range, ...]:
+        """The sizes that vary."""
+        return parse_ranges(self.dynamic)
+
+    def placed(self, work: Workload) -> tuple[Workload, tuple[Range, ...]]:
+        """The workload on the device that it is planned for, at the largest sizes, and all ranges of sizes."""
         target = _target(self.device, device_of(work.model, work.inputs))
-        return replace(work, step=replace(work.step, target=target))
+        inputs, ranges = enlarged(work.model, work.inputs, self.ranges)
+        return replace(work, inputs=inputs, step=replace(work.step, target=target)), ranges
 
     def rewritten(self, step: Step) -> Step:
         """The step of what the model is rewritten into."""

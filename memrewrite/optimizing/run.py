@@ -9,7 +9,7 @@ from memrewrite.advice import infeasible
 from memrewrite.codegen.writer import generate
 from memrewrite.costs.profile import profile_on
 from memrewrite.measurement.original import blaming, simulate_original
-from memrewrite.optimizing.foresight import foresight
+from memrewrite.optimizing.foresight import foresight, held
 from memrewrite.optimizing.proof import prove
 from memrewrite.optimizing.request import Request
 from memrewrite.records.options import Budget
@@ -58,7 +58,7 @@ class Outcome:
 
 def run(work: Workload, asked: Request, progress: Progress) -> Outcome:
     """Carry out a request; raises what ``optimize`` says."""
-    work = asked.placed(work)
+    work, ranges = asked.placed(work)
     bare = replace(work, model=without_hooks(work.model))
     limit = limit_for(asked.budget, asked.reserved, work.step.device_type(bare.model, work.inputs))
     progress("simulate")
@@ -66,7 +66,7 @@ def run(work: Workload, asked: Request, progress: Progress) -> Outcome:
     workspace = step.target.workspace_bytes(device, step.amp, step.mode)
     before = simulate_original(bare.model, work.inputs, step, workspace, attribute=True)
     progress("capture")
-    found = find(bare.model, work.inputs, step, asked.regions)
+    found = find(bare.model, work.inputs, step, asked.regions, ranges)
     bench = Bench(bare.model, work.inputs, asked.rewritten(step), workspace, profile_on(device))
     candidate = _first(bench, found, progress)
     progress("rewrite")
@@ -82,7 +82,7 @@ def run(work: Workload, asked: Request, progress: Progress) -> Outcome:
         candidate = candidate.noted(_NOT_STRICT) if asked.strict else candidate
         return _unchanged(work, candidate.abandoned(), limit, before, None)
     if limit is not None:
-        candidate = candidate.promising(bound or limit.of(after), asked.strict)
+        candidate = held(candidate.promising(bound or limit.of(after), asked.strict), limit)
     result = candidate.build()
     if limit is not None and (kept := own(result)) is not None:
         kept.promise.foresee = foresight(bench.step, bench.workspace, limit)

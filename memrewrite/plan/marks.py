@@ -42,12 +42,14 @@ class Marks:
 
     ``room`` is how many bytes CUDA's allocator gets before the program runs; 0 where it gets them as tensors are made.
     ``budget`` is what the plan promises, in bytes, 0 for nothing; where it is ``strict``, no call may take more.
+    ``holds_for`` are the sizes of inputs by name that it is known to hold for, where these are not the example's.
     """
 
     nodes: tuple[tuple[str, NodeMark], ...] = ()
     room: int = 0
     budget: int = 0
     strict: bool = False
+    holds_for: tuple[tuple[str, int], ...] = ()
 
     def __getitem__(self, name: str) -> NodeMark:
         return self._by_name.get(name, UNMARKED)

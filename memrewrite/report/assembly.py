@@ -79,6 +79,7 @@ def _config(candidate: Candidate, limit: Budget | None) -> dict[str, Any]:
         "compiled": bench.target.compiles,
         "front_end": ", ".join(dict.fromkeys(region.region.captured.front_end for region in candidate.regions)),
         "regions": [region.region.path for region in candidate.regions],
+        "dynamic": [str(each) for region in candidate.regions for each in region.region.captured.inputs.asked],
     }
 
 

@@ -45,6 +45,8 @@ def _parts(report: Report, verbose: bool, written: Path | None, fits: bool) -> I
     yield Text(plain(f"{report.model}: {report.mode} step on {report.device}, {budget}"), style="bold")
     yield _peaks(report, fits)
     yield from habit_costs(report.habits, str(report.config.get("loop")))
+    if sizes := report.config.get("dynamic"):
+        yield _text(f"Sizes that vary: {', '.join(sizes)}")
     yield Text()
     if report.changed:
         yield from _shares(report, verbose)

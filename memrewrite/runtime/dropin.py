@@ -41,6 +41,7 @@ class Program:
     has changed may lack what comes after. ``run`` computes ``forward`` from the module and the tensor leaves;
     ``planned`` are the named sizes it was planned for, under a ``budget`` in bytes if one was given, ``strict`` where
     no other call may run. ``shared`` are the pairs of leaves that have to be one tensor.
+    ``ranges`` are those asked for of named sizes: what that size is, in words, and from where to where it varies.
     ``source`` is the text all this came from.
     """
 
@@ -60,6 +61,7 @@ class Program:
     budget: int | None = None
     strict: bool = False
     shared: tuple[tuple[int, int], ...] = ()
+    ranges: Mapping[str, tuple[str, int, int]] = field(default_factory=dict)
     source: str = ""
 
 
@@ -345,6 +347,9 @@ def _match(program: Program, module: nn.Module, leaves: list[Any]) -> tuple[list
             return None, f"an input is {_describe(leaf)}, captured as {dtype} {tuple(shape)} on {device}"
         for size, expected in zip(leaf.shape, shape, strict=True):
             if isinstance(expected, str):
+                what, least, most = program.ranges.get(expected, ("", 0, 0))
+                if size < least:
+                    return None, f"{what} is {size}, and the range that was asked for is {least} to {most}"
                 if size < 2 or sizes.setdefault(expected, size) != size:
                     return None, f"an input is {_describe(leaf)}, captured as {tuple(shape)}"
             elif size != expected:

@@ -181,6 +181,11 @@ class Candidate:
         """The candidate whose programs say what its budget in bytes is, and whether they run no other calls."""
         return self.each(lambda region: replace(region, marks=replace(region.marks, budget=budget, strict=strict)))
 
+    def holding_for(self, sizes: Mapping[str, int]) -> "Candidate":
+        """The candidate whose one program promises its budget for these sizes and no larger ones."""
+        marked = tuple(sizes.items())
+        return self.each(lambda region: replace(region, marks=replace(region.marks, holds_for=marked)))
+
     def without_segments(self) -> "Candidate":
         """The same graphs as one program each."""
         return self.each(lambda region: replace(region, marks=NO_MARKS) if region.marks else region)

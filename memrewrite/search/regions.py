@@ -27,6 +27,7 @@ from memrewrite.measurement.measuring import preserved_state
 from memrewrite.observe.any_gradient import observe_trained
 from memrewrite.observe.effects import observe
 from memrewrite.records.errors import CaptureError
+from memrewrite.records.ranges import Range
 from memrewrite.records.tensor_like import TensorLike
 from memrewrite.rewriting.invariants import writes_what_is_kept
 from memrewrite.runtime.dropin import build, program_from
@@ -73,16 +74,23 @@ class Regions:
     failed: dict[str, str] = field(default_factory=dict)
 
 
-def find(model: nn.Module, inputs: Inputs, step: Step, names: Sequence[str] | None = None) -> Regions:
+def find(
+    model: nn.Module,
+    inputs: Inputs,
+    step: Step,
+    names: Sequence[str] | None = None,
+    ranges: Sequence[Range] = (),
+) -> Regions:
     """The whole model as one region, else its largest submodules; ``names`` are patterns of paths to use instead.
 
+    With ``ranges``, which are of the model's own inputs, it is the whole model.
     Raises ``CaptureError`` when nothing can be captured, or not what ``names`` asks for.
     """
     if names is not None:
         return _named(model, inputs, step, names)
     odd = hooked(model)
     try:
-        return _whole(model, inputs, step, odd)
+        return _whole(model, inputs, step, odd, ranges)
     except CaptureError as refusal:
         calls = _record(model, inputs, step)
         regions = _largest(model, calls, step, str(refusal))
@@ -90,20 +98,20 @@ def find(model: nn.Module, inputs: Inputs, step: Step, names: Sequence[str] | No
         more = innermost(model, failing, found, partial(_refusal, calls, step))
         with suppress(CaptureError):  # which says the same as the first
             if more:
-                return _whole(model, inputs, step, {**odd, **more})
-        if not regions.found:
+                return _whole(model, inputs, step, {**odd, **more}, ranges)
+        if ranges or not regions.found:
             raise
         return regions
 
 
-def _whole(model: nn.Module, inputs: Inputs, step: Step, odd: Mapping[str, str]) -> Regions:
+def _whole(model: nn.Module, inputs: Inputs, step: Step, odd: Mapping[str, str], ranges: Sequence[Range]) -> Regions:
     """The whole model as one region in which ``odd`` submodules stay calls, for a reason; raises ``CaptureError``."""
     kept: Mapping[str, KeptCalls] = {}
     if odd:
         kept = _with_or_without(
-            lambda grad: watch_calls(model, inputs, [*odd], lambda given: _forward(model, given, step, grad))
+            lambda grad: watch_calls(model, inputs, [*odd], lambda given: _forward(model, given, step, grad), ranges)
         )
-    captured = _captured(model, inputs, step, kept)
+    captured = _captured(model, inputs, step, kept, ranges)
     notes = [f"{path} stays a call that the model makes: {why}" for path, why in odd.items()]
     return Regions((Region("", model, captured, lambda: inputs),), (*notes, *captured.notes))
 
@@ -213,10 +221,15 @@ class _Call:
 
 
 def _captured(
-    module: nn.Module, inputs: Inputs, step: Step, kept: Mapping[str, KeptCalls] = MappingProxyType({})
+    module: nn.Module,
+    inputs: Inputs,
+    step: Step,
+    kept: Mapping[str, KeptCalls] = MappingProxyType({}),
+    ranges: Sequence[Range] = (),
 ) -> Captured:
     """Capture a module on ``inputs``; raises ``CaptureError`` also for a graph that cannot stand for it in the step."""
-    captured = replace(capture(module, inputs, amp=step.amp, kept=kept), differentiable=step.mode == "train")
+    captured = capture(module, inputs, amp=step.amp, kept=kept, ranges=ranges)
+    captured = replace(captured, differentiable=step.mode == "train")
     note_what_repeats(captured.graph_module, leaf_tensors(module, inputs), step)
     source, constants = generate(captured)
     if step.mode == "train" and captured.checkpoints:

@@ -102,6 +102,11 @@ def size_conditions(size: torch.SymInt) -> list[str]:
     return [printer.doprint(guard) for guard in dict.fromkeys(guards) if guard != True]  # noqa: E712  (a sympy value)
 
 
+def settled_on(size: torch.SymInt) -> set[int]:
+    """The numbers that tracing has settled on for sizes that were open before."""
+    return {int(number) for number in size.node.shape_env.replacements.values() if number.is_number}
+
+
 def size_at(size: int | torch.SymInt, step: int) -> int:
     """What a size is where each symbol is what it was traced with, and ``step`` times a number more.
 

@@ -26,8 +26,10 @@ from typing import Any
 from torch import nn
 
 from memrewrite.records.errors import MemrewriteError, TargetError
+from memrewrite.records.ranges import parse_ranges
 from memrewrite.workload import inputs as example
 from memrewrite.workload.place import Source
+from memrewrite.workload.ranges import enlarged
 from memrewrite.workload.step import Inputs
 
 MODEL_NAMES = ("get_model", "build_model", "model")
@@ -47,10 +49,13 @@ class Loaded:
     folder: Path
 
 
-def load(target: str, inputs: tuple[str, ...] = (), batch_size: int | None = None) -> Loaded:
+def load(
+    target: str, inputs: tuple[str, ...] = (), batch_size: int | None = None, dynamic: tuple[str, ...] = ()
+) -> Loaded:
     """Import TARGET, make its model and its example inputs; ``inputs`` are ``--input`` texts.
 
-    ``batch_size`` is passed to a ``get_inputs`` that takes it; other inputs are repeated or cut along dimension 0.
+    ``batch_size`` is passed to a ``get_inputs`` that takes it; other inputs are repeated or cut along dimension 0. Then
+    they are brought to the largest sizes of the ranges in ``dynamic``.
     Raises ``TargetError`` when there is no model, several, or no inputs, and ``UsageError`` for a wrong input text.
     """
     source = Source.parse(target)
@@ -64,6 +69,7 @@ def load(target: str, inputs: tuple[str, ...] = (), batch_size: int | None = Non
             found, sized = _inputs(code, module, second, source, attribute, batch_size)
     if batch_size is not None and not sized:
         found = example.with_batch_size(found, batch_size)
+    found, _ = enlarged(module, found, parse_ranges(dynamic))
     name = attribute if source.file is None else f"{source.file.name}:{attribute}"
     return Loaded(module, found, name, source.folder)
 

@@ -66,6 +66,7 @@ EARLY: dict[str, tuple[list[str], str]] = {
     "seed": (["optimize", "good.py", "--seed", "9" * 20], "Seed 99999999999999999999 is out of range"),
     "negative seed": (["measure", "good.py", "--seed", str(-(2**63) - 1)], "is out of range"),
     "passes": (["optimize", "good.py", "--passes", "swish,swich"], "There is no pass 'swich'"),
+    "dynamic": (["optimize", "good.py", "--dynamic", "x:1=8..4"], "Range x:1=8..4 ends before it begins"),
     "device": (["optimize", "good.py", "--device", "tpu"], "Device 'tpu' is not supported"),
     "folder": (["optimize", "good.py", "-o", "."], ". exists already"),
     "no parent": (["optimize", "good.py", "-o", "no/such"], "There is no folder"),

@@ -1,0 +1,161 @@
+"""Which sizes of inputs may vary in a capture: what is tried, and what has to become of the ranges that are named."""
+
+import ast
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+from torch.export import Dim
+
+from memrewrite.capture.captured import Captured, InputSpec, TensorSpec
+from memrewrite.capture.normal import batch_size, bind
+from memrewrite.records.errors import CaptureError
+from memrewrite.records.ranges import Range
+from memrewrite.torch_internals.pytrees import tree_map
+from memrewrite.workload.ranges import per_token, positions
+from memrewrite.workload.step import Inputs
+
+Shapes = Callable[[Mapping[str, Any]], Any]
+"""From the arguments of forward by name to which of their sizes vary, as export takes it; None where none does."""
+_ADVICE = "let it work with any, or leave the range out."
+_TRIED = 4096  # sizes of a range that conditions are looked at for
+
+
+def attempts(inputs: Inputs, ranges: Sequence[Range]) -> Iterator[Shapes]:
+    """What may vary besides the ranges, the most first: sizes of tokens and the batch of others, batches, nothing."""
+    batch = batch_size(inputs)
+
+    def batches(leaf: Any) -> Any:
+        return {0: Dim.AUTO} if batch is not None and _has_batch(leaf, batch) else None
+
+    def lengths(leaf: Any) -> Any:
+        return dict.fromkeys(range(leaf.dim()), Dim.AUTO) if per_token(leaf) else batches(leaf)
+
+    if any(map(per_token, inputs.tensors())):
+        yield lambda arguments: _shapes(arguments, lengths, ranges)
+    if batch is not None:
+        yield lambda arguments: _shapes(arguments, batches, ranges)
+    yield lambda arguments: _shapes(arguments, lambda leaf: None, ranges) if ranges else None
+
+
+def _shapes(arguments: Mapping[str, Any], dims: Callable[[Any], Any], ranges: Sequence[Range]) -> Any:
+    found = tree_map(dims, dict(arguments))
+    for each in ranges:
+        varies = Dim.AUTO(min=max(2, each.least))
+        found[each.name] = {**(found[each.name] or {}), each.dim: varies}
+    return found
+
+
+def _has_batch(leaf: Any, batch: int) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == batch
+
+
+def ranged(
+    captured: Captured, model: nn.Module, inputs: Inputs, ranges: Sequence[Range], lines: Mapping[int, str]
+) -> Captured:
+    """The capture with its ranges, and a note of each condition that not all sizes in them meet.
+
+    ``lines`` says of sizes which line of the user's fixed them.
+    Raises ``CaptureError`` where a size that the user named does not vary, or only together with what never comes.
+    """
+    if not ranges:
+        return captured
+    _, order = bind(model, inputs)
+    places = positions(model, inputs)
+    found: list[tuple[str, Range]] = []
+    for each in ranges:
+        size = captured.inputs.leaves[order.index(places[each.name])].shape[each.dim]
+        if isinstance(size, str):
+            found.append((size, each))
+        elif not each.implied and each.least < each.most:
+            line = f", as {fixing} has it" if (fixing := lines.get(size)) else ""
+            told = f"its forward takes no other {each.words} than {size}{line}"
+            raise CaptureError(f"{type(model).__name__} cannot take {each}: {told}; {_ADVICE}")
+    spec = replace(captured.inputs, ranges=tuple(found))
+    words = _words(spec, {position: name for name, position in places.items()}, order)
+    _refuse_fixed(spec, type(model).__name__, words)
+    return replace(captured, inputs=spec, notes=(*captured.notes, *_notes(spec, words)))
+
+
+def _refuse_fixed(spec: InputSpec, model: str, words: Mapping[str, str]) -> None:
+    """Raise ``CaptureError`` for a range of which the conditions leave one size."""
+    for symbol, each in spec.ranges:
+        if each.implied or each.least == each.most:
+            continue
+        if not _leaves_others(spec, symbol, " and ".join(f"({each})" for each in spec.conditions) or "True"):
+            own = [text for text in spec.conditions if symbol in _names(text)]
+            alone = [text for text in own if not _leaves_others(spec, symbol, text)] or own
+            asked = " and ".join(_in_words(text, words) for text in alone)
+            raise CaptureError(
+                f"{model} cannot take {each}: its forward takes no other {each.words} in it than {each.most}, as "
+                f"it needs {asked}; {_ADVICE}"
+            )
+
+
+def _leaves_others(spec: InputSpec, symbol: str, text: str) -> bool:
+    """Whether a condition holds for a size that is not the example's."""
+    holds, most = _function(spec, text), dict(spec.example)[symbol]
+    return any(sizes[symbol] < most and holds(**sizes) for sizes in _sizes(spec, symbol, falling=True))
+
+
+def _notes(spec: InputSpec, words: Mapping[str, str]) -> Iterator[str]:
+    """What sizes in the ranges have to be besides, each in a sentence."""
+    for _, each in spec.ranges:
+        if each.least == 1 and not each.implied:
+            yield f"{each}: 1 runs the original forward, because sizes that vary are captured from 2 on."
+    for text in spec.conditions:
+        holds = _function(spec, text)
+        in_it = [symbol for symbol in dict.fromkeys(symbol for symbol, _ in spec.ranges) if symbol in _names(text)]
+        if all(holds(**sizes) for symbol in in_it for sizes in _sizes(spec, symbol, falling=False)):
+            continue
+        if len(_names(text)) > 1:
+            yield f"The program is for inputs with {_in_words(text, words)}; others run the original forward."
+            continue
+        each = next(each for symbol, each in spec.ranges if symbol == in_it[0])
+        condition = ast.unparse(ast.parse(re.sub(rf"\b{in_it[0]}\b", "size", text)))
+        yield f"{each.name} must have a size {each.dim} with {condition}; others run the original forward."
+
+
+def _sizes(spec: InputSpec, symbol: str, falling: bool) -> Iterator[Mapping[str, int]]:
+    """The sizes of a range, the others as in the example and then all that have ranges as far from it."""
+    example = dict(spec.example)
+    all_of = dict(spec.ranges)
+    least = max(2, *(each.least for other, each in spec.ranges if other == symbol))
+    most = example[symbol]
+    some = itertools.islice(range(most, least - 1, -1) if falling else range(least, most + 1), _TRIED)
+    for size in some:
+        yield {**example, symbol: size}
+        away = {other: max(2, each.least, example[other] - (most - size)) for other, each in all_of.items()}
+        yield {**example, **away, symbol: size}
+
+
+def _function(spec: InputSpec, text: str) -> Callable[..., bool]:
+    """A condition as a function of the sizes by name."""
+    names = ", ".join(name for name, _ in spec.example)
+    holds: Callable[..., bool] = eval(f"lambda {names}: {text}", {"math": math})  # noqa: S307  (tracing's own text)
+    return holds
+
+
+def _words(spec: InputSpec, names: Mapping[int, str], order: Sequence[int]) -> dict[str, str]:
+    """What each name of a size stands for, as code: ``x.size(2)``."""
+    found: dict[str, str] = {}
+    for leaf, position in zip(spec.leaves, order, strict=True):
+        for dim, size in enumerate(leaf.shape if isinstance(leaf, TensorSpec) else ()):
+            if isinstance(size, str):
+                found.setdefault(size, f"{names.get(position, 'an input')}.size({dim})")
+    return found
+
+
+def _in_words(text: str, words: Mapping[str, str]) -> str:
+    for symbol in _names(text):
+        text = re.sub(rf"\b{symbol}\b", words.get(symbol, symbol), text)
+    return text
+
+
+def _names(text: str) -> set[str]:
+    """The sizes that a condition speaks of."""
+    return {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)} - {"max", "min", "math"}
