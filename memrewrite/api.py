@@ -61,17 +61,16 @@ def optimize(
     ``mode`` is by default the model's; gradients of ``micro_batches`` such batches are accumulated. ``loop`` is what
     your loop keeps alive: what PyTorch's tutorials do, or habits as in ``"drop-output,prefetch"``
     (``memrewrite.records.loop``); what ``loss_fn`` holds counts as its targets. ``device`` is where the model lies, or,
-    for a model on the CPU where there is no CUDA, ``"cuda"`` to plan for it: then nothing is measured, and the result
-    is verified, and runs, on the CPU. ``regions`` are patterns of submodule paths (``"layers.*"``) to capture one by
-    one, whose own hooks keep firing; by default the whole model is captured, else its largest submodules that can be.
-    ``passes`` names those allowed, ``exact`` keeps the forward bit-equal. ``compiled=True`` plans for what
-    ``torch.compile`` will make of the result (``memrewrite.targets.compiled``). ``verify=False`` returns it unproved.
-    With ``strict``, the result raises ``BeyondPlanError`` where it would warn that the budget may not hold: for inputs
-    that take more than it, and for all whose peak is not known, as in another process.
+    for a model on the CPU where there is no CUDA, ``"cuda"`` to plan for it: nothing is measured then, and the result
+    runs on the CPU. ``regions`` are patterns of submodule paths (``"layers.*"``) to capture one by one, whose own hooks
+    keep firing; by default the whole model is captured, else its largest submodules that can be. ``passes`` names those
+    allowed, ``exact`` keeps the forward bit-equal. ``compiled=True`` plans for ``torch.compile``
+    (``memrewrite.targets.compiled``). ``verify=False`` returns the result unproved; if ``strict``, it raises
+    ``BeyondPlanError`` for calls that take more than the budget, or nobody knows how much.
 
     The result shares every Parameter and buffer with ``model``, is an instance of its class, and carries ``.report``
-    (where its class has one that stays, and ``memrewrite.report_of(result)`` gives ours); where nothing is gained it is
-    ``model`` itself. That is left as it is; hooks on it work on the result as before. ``progress`` is told each stage.
+    (``memrewrite.report_of(result)`` where that is the class's own); where nothing is gained it is ``model`` itself.
+    Hooks on ``model``, left as it is, work on the result as before. ``progress`` is told each stage.
     Raises ``CaptureError``, ``BudgetInfeasibleError``, ``NotEquivalentError``, ``MeasurementError``, ``UsageError``.
     """
     names = (passes,) if isinstance(passes, str) else None if passes is None else tuple(passes)

@@ -1,5 +1,8 @@
 """Smaller inputs of the same kind: what a drop-in runs at any size is verified at more than one."""
 
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,9 +13,52 @@ from memrewrite.runtime.dropin import named_values
 from memrewrite.torch_internals.pytrees import tree_leaves, tree_map
 from memrewrite.workload.step import Inputs
 
+LEAST = 2
+"""The smallest that a size which varies may be."""
 # For the smallest and for one in between, what is tried until the program takes it: a share of the sizes that vary, and
 # at least so much.
-_SHARES = (((0.0, 2), (0.0, 3), (0.25, 2)), ((0.5, 2), (0.75, 2)))
+_SHARES = (((0.0, LEAST), (0.0, 3), (0.25, LEAST)), ((0.5, LEAST), (0.75, LEAST)))
+
+
+@dataclass(frozen=True)
+class Place:
+    """A size that varies: of the tensor ``leaf``, which is (in) the input of that name, at ``dim``.
+
+    Those of the same ``symbol`` are the same in each call.
+    """
+
+    name: str
+    leaf: Tensor
+    dim: int
+    symbol: str
+
+    @property
+    def size(self) -> int:
+        """What it is in this call."""
+        return self.leaf.shape[self.dim]
+
+
+def varying(rewritten: nn.Module, inputs: Inputs) -> list[Place]:
+    """All sizes of ``inputs`` that vary; none where only parts inside of the model are rewritten."""
+    program: Any = getattr(type(rewritten), "_memrewrite", None)
+    if program is None:
+        return []
+    values = named_values(program.names, inputs.args, inputs.kwargs) if program.names else (inputs.args, inputs.kwargs)
+    leaves = zip(_names(program.names, values), tree_leaves(values), program.leaves, strict=True)
+    return [
+        Place(name, leaf, dim, symbol)
+        for name, leaf, spec in leaves
+        if isinstance(leaf, Tensor)
+        for dim, symbol in enumerate(spec[2])
+        if isinstance(symbol, str)
+    ]
+
+
+def _names(names: tuple[str, ...], values: Any) -> Iterator[str]:
+    """What each leaf is called: as its parameter, with a number where that has several."""
+    for name, value in zip(names or ("input", "keyword"), values, strict=True):
+        count = len(tree_leaves(value))
+        yield from (name if count == 1 else f"{name} {number}" for number in range(1, count + 1))
 
 
 def smaller_inputs(rewritten: nn.Module, inputs: Inputs) -> list[list[Inputs]]:
@@ -20,36 +66,35 @@ def smaller_inputs(rewritten: nn.Module, inputs: Inputs) -> list[list[Inputs]]:
 
     None where no size varies, or only parts inside of the model are rewritten.
     """
-    program: Any = getattr(type(rewritten), "_memrewrite", None)
-    if program is None:
+    places = varying(rewritten, inputs)
+    if not any(place.size > LEAST for place in places):
         return []
-    values = named_values(program.names, inputs.args, inputs.kwargs) if program.names else (inputs.args, inputs.kwargs)
-    specs = zip(tree_leaves(values), program.leaves, strict=True)
-    varying = {id(leaf): _varying(leaf, spec[2]) for leaf, spec in specs if isinstance(leaf, Tensor)}
-    if not any(size > 2 for sizes in varying.values() for size in sizes.values()):
-        return []
-    return [[_cut(inputs, varying, *share) for share in shares] for shares in _SHARES]
+    return [[cut(inputs, places, *share) for share in shares] for shares in _SHARES]
 
 
-def _varying(leaf: Tensor, sizes: tuple[int | str, ...]) -> dict[int, int]:
-    """The sizes that vary, by dimension."""
-    return {dim: leaf.shape[dim] for dim, size in enumerate(sizes) if isinstance(size, str)}
-
-
-def _cut(inputs: Inputs, varying: dict[int, dict[int, int]], share: float, least: int) -> Inputs:
+def cut(inputs: Inputs, places: Iterable[Place], share: float, least: int) -> Inputs:
+    """The first elements at these places: a ``share`` of them, but ``least`` where there are so many."""
+    sizes: dict[int, dict[int, int]] = defaultdict(dict)
+    for place in places:
+        sizes[id(place.leaf)][place.dim] = shortened(place.size, share, least)
     parts: dict[int, Tensor] = {}  # one for each tensor, however often it is given
 
-    def cut(leaf: Any) -> Any:
-        if not varying.get(id(leaf)):
+    def part_of(leaf: Any) -> Any:
+        if id(leaf) not in sizes:
             return leaf
         if id(leaf) not in parts:
             part = leaf.detach()
-            for dim, size in varying[id(leaf)].items():
-                part = part.narrow(dim, 0, min(size, max(least, int(share * size))))
+            for dim, size in sizes[id(leaf)].items():
+                part = part.narrow(dim, 0, size)
             parts[id(leaf)] = part.clone().requires_grad_(leaf.requires_grad)
         return parts[id(leaf)]
 
-    return Inputs(tree_map(cut, inputs.args), tree_map(cut, inputs.kwargs))
+    return Inputs(tree_map(part_of, inputs.args), tree_map(part_of, inputs.kwargs))
+
+
+def shortened(size: int, share: float, least: int) -> int:
+    """What ``cut`` leaves of a size."""
+    return min(size, max(least, int(share * size)))
 
 
 def batch_of(inputs: Inputs) -> int | None:

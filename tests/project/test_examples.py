@@ -100,7 +100,7 @@ def test_artifact_is_applied_in_training(
 ) -> None:
     efficientnet = load("efficientnet", monkeypatch)
     example = load("train_with_artifact", monkeypatch)
-    optimized = optimize(efficientnet.get_small_model(), torch.randn(2, 3, 32, 32), budget="min", verify=False)
+    optimized = optimize(efficientnet.get_small_model(), torch.randn(4, 3, 32, 32), budget="min", verify=False)
     save(optimized, tmp_path / "out")
     monkeypatch.setattr(example, "get_model", efficientnet.get_small_model)
     monkeypatch.setattr(sys, "argv", ["", str(tmp_path / "out"), "--batch-size=4", "--size=32", "--steps=2"])
