@@ -62,24 +62,26 @@ def optimize(
     your loop keeps alive: what PyTorch's tutorials do, or habits as in ``"drop-output,prefetch"``
     (``memrewrite.records.loop``); what ``loss_fn`` holds counts as its targets. ``device`` is where the model lies, or,
     for a model on the CPU where there is no CUDA, ``"cuda"`` to plan for it: nothing is measured then, and the result
-    runs on the CPU. ``regions`` are patterns of submodule paths (``"layers.*"``) to capture one by one, whose own hooks
-    keep firing; by default the whole model is captured, else its largest submodules that can be. ``passes`` names those
-    allowed, ``exact`` keeps the forward bit-equal. ``compiled=True`` plans for ``torch.compile``
-    (``memrewrite.targets.compiled``). ``verify=False`` returns the result unproved; if ``strict``, it raises
-    ``BeyondPlanError`` for calls that take more than the budget, or nobody knows how much.
+    runs on the CPU. ``regions`` are patterns of submodule paths (``"layers.*"``) to capture one by one, hooks and all;
+    by default the whole model, else its largest submodules that can be. ``passes`` names those allowed, ``exact`` keeps
+    the forward bit-equal. ``compiled=True`` plans for ``torch.compile``. ``verify=False`` returns the result unproved;
+    if ``strict``, it raises ``BeyondPlanError`` for calls that may take more than the budget.
 
     The result shares every Parameter and buffer with ``model``, is an instance of its class, and carries ``.report``
     (``memrewrite.report_of(result)`` where that is the class's own); where nothing is gained it is ``model`` itself.
     Hooks on ``model``, left as it is, work on the result as before. ``progress`` is told each stage.
     Raises ``CaptureError``, ``BudgetInfeasibleError``, ``NotEquivalentError``, ``MeasurementError``, ``UsageError``.
     """
-    names = (passes,) if isinstance(passes, str) else None if passes is None else tuple(passes)
-    asked = Request(budget, reserved, device, regions, names, exact, compiled, verify, strict, seed)
+    asked = Request(budget, reserved, device, regions, _listed(passes), exact, compiled, verify, strict, seed)
     asked.check(model)
     work = workload(model, example_inputs, example_kwargs, optimizer, loss_fn, amp, mode, micro_batches, loop)
     outcome = run(work, asked, progress)
     attach(outcome.module, outcome.report)
     return cast(OptimizedModule, outcome.module)
+
+
+def _listed(names: str | Iterable[str] | None) -> tuple[str, ...] | None:
+    return (names,) if isinstance(names, str) else None if names is None else tuple(names)
 
 
 def measure(
