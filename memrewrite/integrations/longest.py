@@ -5,11 +5,12 @@ field make the largest batch that there can be, together with as many others as 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Subset
 
 from memrewrite.optimizing.by_size import when_written
 from memrewrite.records.attached import attach, report_of
@@ -19,6 +20,55 @@ from memrewrite.workload.step import Inputs
 
 READ = 50_000
 """Of how many examples the lengths are looked at: reading more may take longer than planning does."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """For which batch of a dataset to plan: one of ``count`` texts, whose tokens are in the field ``name``.
+
+    ``longest`` is how many tokens they are to have, None for those of the longest; ``labels`` are the names of fields
+    that are not tokens and may be as long. ``column`` has the lengths, where the dataset has one of that name;
+    ``reads_all`` says that training looks at the length of each example anyway.
+    """
+
+    name: str
+    count: int
+    longest: int | None = None
+    labels: Sequence[str] = ("labels",)
+    column: str | None = None
+    reads_all: bool = False
+
+
+def largest_batch(dataset: Any, asked: Asked) -> tuple[Any, str]:
+    """The dataset of the examples of the largest batch, None for those of the first one, and in words what it is.
+
+    Examples are read, which may draw random numbers. Raises ``UsageError`` where ``longest`` is asked of no texts.
+    """
+    if asked.longest is not None:
+        first = None if dataset is None else next(iter(dataset), None)
+        return [lengthened(first, asked.longest, asked.name, asked.labels)] * asked.count, "texts as long as asked for"
+    at_any_place = all(hasattr(dataset, name) for name in ("__len__", "__getitem__"))
+    if not at_any_place or not len(dataset) or asked.name not in lengths(dataset[0]):
+        return None, "the first batch; give longest= if others are longer"
+    found = _lengths_of(dataset, asked)
+    if found is None:
+        return (
+            None,
+            f"the first batch, as lengths of more than {READ} texts are not read; give longest= for longer ones",
+        )
+    positions = largest(found, asked.count, asked.name)
+    # A dataset of the library ``datasets`` stays one: frameworks look at its columns.
+    chosen = dataset.select(positions) if hasattr(dataset, "select") else Subset(dataset, positions)
+    return chosen, "the longest texts of the dataset"
+
+
+def _lengths_of(dataset: Any, asked: Asked) -> list[dict[str, int]] | None:
+    """The lengths of each example: of its column, where the dataset has one, else read unless there are too many."""
+    if asked.column in (getattr(dataset, "column_names", None) or ()):
+        return [{asked.name: length} for length in dataset[asked.column]]
+    if len(dataset) > READ and not (asked.reads_all or isinstance(dataset, list | tuple)):
+        return None
+    return [lengths(dataset[position]) for position in range(len(dataset))]
 
 
 def lengths(example: Any) -> dict[str, int]:
@@ -34,13 +84,6 @@ def _is_row(value: Any) -> bool:
     if hasattr(value, "dtype"):  # NumPy's
         return value.ndim == 1 and value.dtype.kind in "biu"
     return isinstance(value, list | tuple) and all(isinstance(number, int) for number in value[:1])
-
-
-def are_texts(dataset: Any, name: str) -> bool:
-    """Whether a dataset can be read at any position, and its examples are texts with tokens in the field ``name``."""
-    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") and len(dataset)):
-        return False
-    return name in lengths(dataset[0])
 
 
 def largest(found: Sequence[Mapping[str, int]], count: int, name: str) -> list[int]:
@@ -75,7 +118,7 @@ def _resized(value: Any, length: int) -> Any:
 
 def planned_for(result: nn.Module, inputs: Inputs, name: str, why: str) -> None:
     """Let the report of ``result`` say what batch of texts it was planned for, and ``why`` that one."""
-    tokens = inputs.kwargs.get(name)
+    tokens = inputs.kwargs.get(name, next(iter(inputs.tensors()), None))
     if not isinstance(tokens, Tensor) or tokens.is_floating_point():
         return
     report = report_of(result)

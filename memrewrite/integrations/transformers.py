@@ -14,12 +14,11 @@ from typing import Any
 
 from accelerate.utils import convert_to_fp32
 from torch import Tensor
-from torch.utils.data import Subset
 from transformers import Trainer
 
 from memrewrite.api import OptimizedModule, optimize
 from memrewrite.integrations.calls import first_call
-from memrewrite.integrations.longest import READ, are_texts, largest, lengthened, lengths, planned_for
+from memrewrite.integrations.longest import Asked, largest_batch, planned_for
 from memrewrite.integrations.loops import trainer_loop
 from memrewrite.records.errors import UsageError
 from memrewrite.state.random_state import preserved_rng
@@ -63,39 +62,16 @@ def optimize_trainer(trainer: Trainer, *, longest: int | None = None, **options:
 @contextlib.contextmanager
 def _largest_batch(trainer: Trainer, name: str, longest: int | None) -> Iterator[str]:
     """Let the trainer's first batch be the largest one of its texts; gives what it is."""
-    usual, count = trainer.train_dataset, trainer.args.train_batch_size
-    with preserved_rng(trainer.model.parameters()):  # examples may be drawn
-        if longest is not None:
-            first = None if usual is None else next(iter(usual), None)
-            trainer.train_dataset = [lengthened(first, longest, name, trainer.label_names)] * count
-            why = "texts as long as was asked for"
-        elif not are_texts(usual, name):
-            why = "the first batch; give longest= if others are longer"
-        elif (found := _lengths(trainer, name)) is not None:
-            trainer.train_dataset = _chosen(usual, largest(found, count, name))
-            why = "the longest texts of the dataset"
-        else:
-            why = f"the first batch, as lengths of more than {READ} texts are not read; give longest= for longer ones"
+    usual, args = trainer.train_dataset, trainer.args
+    reads_all = args.train_sampling_strategy in _READS_ALL
+    asked = Asked(name, args.train_batch_size, longest, trainer.label_names, args.length_column_name, reads_all)
+    with preserved_rng(trainer.model.parameters()):
+        chosen, why = largest_batch(usual, asked)
+    trainer.train_dataset = usual if chosen is None else chosen
     try:
         yield why
     finally:
         trainer.train_dataset = usual
-
-
-def _lengths(trainer: Trainer, name: str) -> list[dict[str, int]] | None:
-    """The lengths of each example: of its column, where the dataset has one, else read unless there are too many."""
-    dataset, column = trainer.train_dataset, trainer.args.length_column_name
-    if column in (getattr(dataset, "column_names", None) or ()):
-        return [{name: length} for length in dataset[column]]
-    in_memory = isinstance(dataset, list | tuple)
-    if not in_memory and len(dataset) > READ and trainer.args.train_sampling_strategy not in _READS_ALL:
-        return None
-    return [lengths(dataset[position]) for position in range(len(dataset))]
-
-
-def _chosen(dataset: Any, positions: list[int]) -> Any:
-    """These examples, as a dataset of the library ``datasets`` where they are one: its columns are looked at."""
-    return dataset.select(positions) if hasattr(dataset, "select") else Subset(dataset, positions)
 
 
 def _loss(outputs: Any) -> Tensor:

@@ -13,9 +13,10 @@ import torch
 from torch.utils.data import IterableDataset
 
 import memrewrite
-from memrewrite.integrations.longest import READ, are_texts, largest, lengthened, lengths
+from memrewrite.integrations.longest import READ, Asked, largest, largest_batch, lengthened, lengths
 from memrewrite.records.errors import UsageError
 from memrewrite.simulate.memory.tracker import Tracker
+from tests.capture.test_lengths import Text
 from tests.zoo.models import declare_operators
 
 # Lengths
@@ -38,10 +39,13 @@ def test_the_lengths_are_those_of_rows_of_whole_numbers() -> None:
 
 
 def test_a_dataset_of_texts_is_told_from_others() -> None:
-    assert are_texts([{"input_ids": [1]}], "input_ids")
+    asked = Asked("input_ids", 2)
+    found, why = largest_batch([{"input_ids": [1] * size} for size in (2, 4, 3)], asked)
+    assert [len(each["input_ids"]) for each in found or ()] == [4, 3]
+    assert why == "the longest texts of the dataset"
     others: tuple[Any, ...] = ([], [{"pixel_values": [1.0]}], [[1]], None, iter([{"input_ids": [1]}]))
     for other in others:
-        assert not are_texts(other, "input_ids")
+        assert largest_batch(other, asked) == (None, "the first batch; give longest= if others are longer")
 
 
 @pytest.mark.parametrize(
@@ -203,9 +207,9 @@ class Many(torch.utils.data.Dataset[dict[str, Any]]):
 
 
 PLANS: dict[str, tuple[Any, dict[str, Any], dict[str, Any], str]] = {
-    "as asked": (texts(), {"longest": 48}, {}, "(4, 48), texts as long as was asked for."),
+    "as asked": (texts(), {"longest": 48}, {}, "(4, 48), texts as long as asked for."),
     "streaming": (Streamed(), {}, {"max_steps": 2}, "the first batch; give longest= if others are longer."),
-    "streaming, as asked": (Streamed(), {"longest": 48}, {"max_steps": 2}, "(4, 48), texts as long as was asked for."),
+    "streaming, as asked": (Streamed(), {"longest": 48}, {"max_steps": 2}, "(4, 48), texts as long as asked for."),
     "many": (Many(), {}, {}, "(4, 12), the first batch, as lengths of more than 50000 texts are not read; give"),
     "fewer than a batch": (texts(3), {}, {}, "(3, 40), the longest texts of the dataset."),
 }
@@ -246,3 +250,51 @@ def test_longest_is_for_texts(transformers: ModuleType, tmp_path: Path) -> None:
     ours = trainer(transformers, tmp_path, [{"pixel_values": torch.zeros(3)}] * 8)
     with pytest.raises(UsageError, match="longest= is for texts"):
         optimize_trainer(ours, budget="min", longest=16)
+
+
+@pytest.fixture(scope="module")
+def lightning() -> ModuleType:
+    if importlib.util.find_spec("lightning") is None:
+        pytest.skip("lightning is not installed")
+    declare_operators()
+    return importlib.import_module("lightning.pytorch")
+
+
+def padded(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    longest = max(len(row["input_ids"]) for row in rows)
+    ids = torch.tensor([row["input_ids"] + [0] * (longest - len(row["input_ids"])) for row in rows])
+    return {"input_ids": ids % 50, "attention_mask": (ids > 0).long()}  # Text knows fifty words
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("longest", [None, 44])
+def test_lightning_plans_for_the_longest_texts(lightning: ModuleType, longest: int | None) -> None:
+    from memrewrite.integrations.lightning import Optimize
+
+    met: list[int] = []
+
+    class Reader(lightning.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Text()
+
+        def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+            met.append(batch["input_ids"].shape[1])
+            loss: torch.Tensor = self.net(batch["input_ids"], batch["attention_mask"])
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    data: Any = texts()
+    loader = torch.utils.data.DataLoader(data, batch_size=BATCH, collate_fn=padded)
+    callback = Optimize("net", budget="min", longest=longest, loss_fn=lambda loss: loss, verify=False)
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
+    with warnings.catch_warnings():
+        for told in (memrewrite.FallbackWarning, memrewrite.BeyondPlanWarning):
+            warnings.simplefilter("error", told)
+        lightning.Trainer(max_epochs=1, accelerator="cpu", callbacks=[callback], **quiet).fit(Reader(), loader)
+    assert len(set(met)) > 3
+    assert callback.report is not None
+    which = "texts as long as asked for" if longest else "the longest texts of the dataset"
+    assert callback.report.notes[-1] == f"Planned for input_ids of (4, {longest or LONGEST}), {which}."
