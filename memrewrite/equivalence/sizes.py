@@ -44,7 +44,10 @@ def varying(rewritten: nn.Module, inputs: Inputs) -> list[Place]:
     if program is None:
         return []
     values = named_values(program.names, inputs.args, inputs.kwargs) if program.names else (inputs.args, inputs.kwargs)
-    leaves = zip(_names(program.names, values), tree_leaves(values), program.leaves, strict=True)
+    if values is None:  # the call fills other parameters
+        return []
+    named = zip(program.names, values, strict=True) if program.names else _unnamed(inputs)
+    leaves = zip(_names(named), tree_leaves(values), program.leaves, strict=True)
     return [
         Place(name, leaf, dim, symbol)
         for name, leaf, spec in leaves
@@ -54,9 +57,15 @@ def varying(rewritten: nn.Module, inputs: Inputs) -> list[Place]:
     ]
 
 
-def _names(names: tuple[str, ...], values: Any) -> Iterator[str]:
+def _unnamed(inputs: Inputs) -> Iterator[tuple[str, Any]]:
+    """Arguments of a forward that does not name them."""
+    yield from ((f"input {number}", value) for number, value in enumerate(inputs.args, start=1))
+    yield from inputs.kwargs.items()
+
+
+def _names(named: Iterable[tuple[str, Any]]) -> Iterator[str]:
     """What each leaf is called: as its parameter, with a number where that has several."""
-    for name, value in zip(names or ("input", "keyword"), values, strict=True):
+    for name, value in named:
         count = len(tree_leaves(value))
         yield from (name if count == 1 else f"{name} {number}" for number in range(1, count + 1))
 

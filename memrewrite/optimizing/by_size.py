@@ -59,10 +59,10 @@ def by_size(result: nn.Module, report: Report) -> PeaksBySize | None:
         points = list(_Pair(original_of(result), result, foresee, places).points())
     if not points:
         return _none(_UNKNOWN)
-    first: dict[str, Place] = {}
+    first: dict[int, Place] = {}  # what is as long there is as long everywhere
     for place in places:
-        first.setdefault(place.symbol, place)
-    named = {f"{place.name}, size {place.dim}": place.size for place in first.values()}
+        first.setdefault(place.size, place)
+    named = {f"{place.name}, size {place.dim}": size for size, place in first.items()}
     sizes = {name: (*(shortened(size, *share) for share, _, _ in points), size) for name, size in named.items()}
     limit = foresee.limit
     return PeaksBySize(
@@ -117,7 +117,8 @@ class _Pair:
 
 @contextmanager
 def _as_planned(result: nn.Module) -> Iterator[None]:
-    """Let every submodule be in the mode it was planned in, whatever it is in by now."""
+    """Let every submodule be in the mode it was planned in, and no wrapper be around forward, as it is by now."""
+    around = {name: vars(result).pop(name) for name in ("forward",) if name in vars(result)}
     flags = [(part, part.training) for part in result.modules()]
     planned = programs(result)[""].training
     for path, part in result.named_modules():
@@ -125,5 +126,6 @@ def _as_planned(result: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
+        vars(result).update(around)
         for part, flag in flags:
             part.training = flag

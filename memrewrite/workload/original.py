@@ -15,7 +15,7 @@ def original_of(optimized: nn.Module) -> nn.Module:
 
 def _base(dropin: nn.Module) -> nn.Module:
     original: nn.Module = object.__new__(base_of(dropin))
-    original.__dict__.update(vars(dropin))
+    original.__dict__.update({name: value for name, value in vars(dropin).items() if name != "forward"})  # around ours
     replaced = vars(type(dropin))[OWN].replaced
     if replaced is not None:
         original.__dict__["forward"] = MethodType(replaced, original)

@@ -80,11 +80,19 @@ def test_sizes_that_the_program_is_not_for_are_left_out() -> None:
 def test_a_mode_of_afterwards_and_hooks_of_the_user_change_nothing() -> None:
     result = optimized(Text())
     found = by_size(result, result.report)
-    called = []
+    called: list[Any] = []
     result.register_forward_hook(lambda *given: called.append(given))
+    inner = result.forward
+
+    def around(*given: Any) -> Any:
+        called.append(given)
+        return inner(*given)
+
+    result.forward = around
     result.eval()
     assert by_size(result, result.report) == found
     assert not called
+    assert result.forward is around
     assert not any(module.training for module in result.modules())
 
 
@@ -202,3 +210,24 @@ def test_the_command_line_says_in_json_what_was_computed(
         assert data["by_size"]["sizes"] == {"ids, size 1": [3, 8, 16, 24, 32]}
         assert data["by_size"]["rewritten"][-1] == data["predicted_after"]["peak"]
         assert "Peak at smaller sizes" in Path("r.html").read_text()
+
+
+class Loose(nn.Module):
+    """Takes its inputs by whatever names, and labels that could be of another length than its tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text = Text()
+
+    def forward(self, **given: Tensor) -> Tensor:
+        loss: Tensor = self.text(given["ids"], given["mask"])
+        return loss + 0 * given["labels"].sum()
+
+
+def test_what_is_as_long_as_another_is_named_once() -> None:
+    ids, mask = text(BATCH, LENGTH)
+    given = {"ids": ids, "mask": mask, "labels": ids.clone()}
+    result: Any = memrewrite.optimize(Loose(), (), example_kwargs=given, budget="70%", loss_fn=its_loss, verify=False)
+    found = by_size(result, result.report)
+    assert found is not None
+    assert found.sizes == {"ids, size 1": (3, 8, 16, 24, 32)}
