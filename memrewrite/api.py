@@ -53,35 +53,31 @@ def optimize(
 ) -> "OptimizedModule":
     """A drop-in for ``model`` whose training step peaks within ``budget`` bytes, proved equivalent to it.
 
-    ``example_inputs`` is a tensor or a tuple; ``budget`` text such as ``"8GB"``, ``"60%"`` or ``"min"``, an int of
-    bytes or a ``Budget``, and bounds the peak of a steady step: parameters, gradients, optimizer state, inputs,
-    activations, temporaries and library workspaces; with ``reserved`` it bounds what CUDA's caching allocator holds.
-    ``optimizer`` is ``"none"``, ``"sgd"``, ``"sgd-momentum"``, ``"adam"``, ``"adamw"``, either with ``-fused``, an
-    optimizer to copy, a factory, or None; ``loss_fn(output)`` gives a scalar; ``amp`` is ``"bf16"`` or ``"fp16"``;
-    ``mode`` is by default the model's; gradients of ``micro_batches`` such batches are accumulated. ``loop`` is what
-    your loop keeps alive: what PyTorch's tutorials do, or habits as in ``"drop-output,prefetch"``
-    (``memrewrite.records.loop``); what ``loss_fn`` holds counts as its targets. ``device`` is where the model lies, or,
-    for a model on the CPU where there is no CUDA, ``"cuda"`` to plan for it: nothing is measured then, and the result
-    runs on the CPU. ``regions`` are patterns of submodule paths (``"layers.*"``) to capture one by one, hooks and all;
-    by default the whole model, else its largest submodules that can be. ``passes`` names those allowed, ``exact`` keeps
-    the forward bit-equal. ``compiled=True`` plans for ``torch.compile``. ``verify=False`` returns the result unproved;
-    if ``strict``, it raises ``BeyondPlanError`` for calls that may take more than the budget.
+    ``example_inputs`` is a tensor or a tuple; ``budget`` is text such as ``"8GB"``, ``"60%"`` or ``"min"``, an int of
+    bytes or a ``Budget``, for all that a steady step holds, library workspaces included; with ``reserved``, for what
+    CUDA's caching allocator holds. ``optimizer`` is ``"none"``, ``"sgd"``, ``"sgd-momentum"``, ``"adam"``, ``"adamw"``,
+    either with ``-fused``, an optimizer to copy, a factory, or None; ``loss_fn(output)`` gives a scalar, and what it
+    holds counts as targets; ``amp`` is ``"bf16"`` or ``"fp16"``; ``mode`` is by default the model's; gradients of
+    ``micro_batches`` such batches are accumulated. ``loop`` is what your loop keeps alive: what PyTorch's tutorials do,
+    or habits as in ``"drop-output,prefetch"`` (``memrewrite.records.loop``). ``device="cuda"`` plans for CUDA where
+    there is none; the result is verified, and runs, on the CPU. ``regions`` are patterns of submodule paths
+    (``"layers.*"``) to capture one by one; by default the whole model is, else its largest submodules that can be.
+    ``passes`` names those allowed, ``exact`` keeps the forward bit-equal, ``compiled`` plans for what ``torch.compile``
+    makes of the result, ``verify=False`` returns it unproved. A ``strict`` result raises ``BeyondPlanError`` where it
+    would warn that the budget may not hold: for inputs that take more, or whose peak is not known.
 
-    The result shares every Parameter and buffer with ``model``, is an instance of its class, and carries ``.report``
-    (``memrewrite.report_of(result)`` where that is the class's own); where nothing is gained it is ``model`` itself.
-    Hooks on ``model``, left as it is, work on the result as before. ``progress`` is told each stage.
+    The result shares every Parameter and buffer with ``model``, is of its class, and carries ``.report`` (where its
+    class has its own, ``memrewrite.report_of(result)`` gives ours); where nothing is gained it is ``model`` itself.
+    That is left as it is; hooks on it work on the result as before. ``progress`` is told each stage.
     Raises ``CaptureError``, ``BudgetInfeasibleError``, ``NotEquivalentError``, ``MeasurementError``, ``UsageError``.
     """
-    asked = Request(budget, reserved, device, regions, _listed(passes), exact, compiled, verify, strict, seed)
+    names = (passes,) if isinstance(passes, str) else None if passes is None else tuple(passes)
+    asked = Request(budget, reserved, device, regions, names, exact, compiled, verify, strict, seed)
     asked.check(model)
     work = workload(model, example_inputs, example_kwargs, optimizer, loss_fn, amp, mode, micro_batches, loop)
     outcome = run(work, asked, progress)
     attach(outcome.module, outcome.report)
     return cast(OptimizedModule, outcome.module)
-
-
-def _listed(names: str | Iterable[str] | None) -> tuple[str, ...] | None:
-    return (names,) if isinstance(names, str) else None if names is None else tuple(names)
 
 
 def measure(

@@ -4,9 +4,10 @@ Two front ends stand behind one seam. ``torch.export`` leads (pre-dispatch train
 where it fails, Dynamo is tried. Hazards that would make either graph silently wrong are refused first, by name.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from torch import nn
 from memrewrite.capture import dynamo, exported, hazards, identity
 from memrewrite.capture.at_sight import refuse_weight_hooks
 from memrewrite.capture.captured import Captured, InputSpec, TensorSpec
+from memrewrite.capture.kept_calls import KeptCalls, standing_in, watch_calls
 from memrewrite.capture.normal import bind
 from memrewrite.records.errors import CaptureError
 from memrewrite.state.attributes import preserved
@@ -22,7 +24,7 @@ from memrewrite.torch_internals.pytrees import tree_leaves
 from memrewrite.torch_internals.tracing import tracing_untold
 from memrewrite.workload.step import Inputs, autocast, device_type
 
-__all__ = ["Captured", "InputSpec", "TensorSpec", "capture"]
+__all__ = ["Captured", "InputSpec", "KeptCalls", "TensorSpec", "capture", "watch_calls"]
 
 FrontEnd = Callable[[nn.Module, Inputs, Sequence[type]], Captured]
 FRONT_ENDS: dict[str, FrontEnd] = {
@@ -32,19 +34,30 @@ FRONT_ENDS: dict[str, FrontEnd] = {
 _TOLD = "The model asks whether it is being traced (in {}), and only what it does then could be captured."
 
 
-def capture(model: nn.Module, inputs: Inputs, front_end: str | None = None, amp: torch.dtype | None = None) -> Captured:
+def capture(
+    model: nn.Module,
+    inputs: Inputs,
+    front_end: str | None = None,
+    amp: torch.dtype | None = None,
+    kept: Mapping[str, KeptCalls] = MappingProxyType({}),
+) -> Captured:
     """Capture ``model`` as ``inputs`` call it, in the mode it is in; the model and all random state stay as they are.
 
     Under autocast to ``amp`` the graph has what the model does then, but not the casts of autocast, which works on the
-    graph as it runs. ``front_end`` names one of ``FRONT_ENDS``; by default each is tried in order.
+    graph as it runs. ``front_end`` names one of ``FRONT_ENDS``; by default each is tried in order. The submodules that
+    are ``kept``, by path, stay calls in the graph.
     Raises ``CaptureError`` naming the hazard, or what each front end said.
     """
-    said = []
     _, order = bind(model, inputs)
     leaves = tree_leaves((inputs.args, inputs.kwargs))
     pairs = identity.shared([leaves[i] for i in order])
     refuse_weight_hooks(model, type(model).__name__)  # its own hooks are off while it is looked at
-    with preserved(model), real_rules_on_fake_tensors(), autocast(amp, device_type(model, inputs)):
+    with (
+        preserved(model),
+        standing_in(model, kept),
+        real_rules_on_fake_tensors(),
+        autocast(amp, device_type(model, inputs)),
+    ):
         findings = hazards.check(model, inputs)
         if not pairs or not identity.asked(model, inputs):
             inputs, pairs = identity.apart(inputs, model), ()
@@ -52,22 +65,35 @@ def capture(model: nn.Module, inputs: Inputs, front_end: str | None = None, amp:
             # Not told that it is traced, it does what it always does; nothing else is as good, but it may not work.
             with suppress(Exception), tracing_untold():
                 return _with(findings, pairs, exported.capture(model, inputs, findings.functions))
-        for name in [front_end] if front_end else FRONT_ENDS:
-            if name == "export" and findings.export_loses:
-                said.append(f"export: it loses {findings.export_loses}")
-                continue
-            if name == "dynamo" and findings.functions:
-                said.append("dynamo: it looks into custom autograd.Functions")
-                continue
-            try:
-                captured = FRONT_ENDS[name](model, inputs, findings.functions)
-            except CaptureError:
-                raise
-            except Exception as error:  # front ends raise anything; every reason is passed on
-                said.append(f"{name}: {_first_line(error)}")
-            else:
-                told = (_TOLD.format(findings.asks),) if findings.asks else ()
-                return _with(findings, pairs, captured, *told)
+        return _by_front_ends(model, inputs, front_end, findings, pairs, bool(kept))
+
+
+def _by_front_ends(
+    model: nn.Module,
+    inputs: Inputs,
+    front_end: str | None,
+    findings: hazards.Findings,
+    pairs: tuple[tuple[int, int], ...],
+    kept: bool,
+) -> Captured:
+    """What the first front end gives that can; raises ``CaptureError`` with what each said."""
+    said = []
+    for name in [front_end] if front_end else FRONT_ENDS:
+        if name == "export" and findings.export_loses:
+            said.append(f"export: it loses {findings.export_loses}")
+            continue
+        if name == "dynamo" and (findings.functions or kept):
+            said.append("dynamo: it looks into what is to stay a call")
+            continue
+        try:
+            captured = FRONT_ENDS[name](model, inputs, findings.functions)
+        except CaptureError:
+            raise
+        except Exception as error:  # front ends raise anything; every reason is passed on
+            said.append(f"{name}: {_first_line(error)}")
+        else:
+            told = (_TOLD.format(findings.asks),) if findings.asks else ()
+            return _with(findings, pairs, captured, *told)
     raise CaptureError(
         f"{type(model).__name__} cannot be captured as one graph ({'; '.join(said)}). Control flow that depends on "
         "tensor values has to be written with tensors (torch.where, masks) or moved out of forward."

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from memrewrite.capture.captured import InputSpec, TensorSpec
+from memrewrite.capture.opaque import behind
 from memrewrite.capture.origin import Origin, set_origin
 from memrewrite.records.errors import CaptureError, InternalError
 from memrewrite.records.lines import is_users
@@ -80,10 +81,28 @@ def rebuild(
     _drop_assertions_in_bodies(root, source)
     graph = fx.Graph()
     graph.output(tuple(outputs(graph, copy_into(graph, source, {}, replace))))
+    paths = [str(node.target) for node in graph.find_nodes(op="call_module")]
+    kept = {path: behind(model.get_submodule(path)) for path in paths}
+    for path, child in kept.items():
+        _put(root, path, child)
     module = fx.GraphModule(root, graph, class_name=type(model).__name__)
-    module.train(model.training)
+    theirs = {id(inner) for child in kept.values() for inner in child.modules()}
+    for inner in module.modules():
+        if id(inner) not in theirs:
+            inner.training = model.training
     graph.lint()
     return module
+
+
+def _put(root: nn.Module, path: str, module: nn.Module) -> None:
+    """Let ``root`` have this submodule at a dotted path."""
+    *above, name = path.split(".")
+    owner = root
+    for part in above:
+        if not hasattr(owner, part):
+            owner.add_module(part, nn.Module())
+        owner = getattr(owner, part)
+    owner.add_module(name, module)
 
 
 def copy_into(
@@ -104,7 +123,8 @@ def copy_into(
         if "functorch" in str(getattr(node.target, "__module__", "")):
             raise CaptureError(f"torch.func transforms ({node.name}) cannot be run node by node; compute without them.")
         values[node] = graph.node_copy(node, lambda n: values[n])
-        set_origin(values[node], Origin(_module_path(node), _source(node)))
+        path = str(node.target) if node.op == "call_module" else _module_path(node)
+        set_origin(values[node], Origin(path, _source(node)))
     raise InternalError("A front end gave a graph without an output.")
 
 

@@ -1,22 +1,24 @@
-"""Custom ``autograd.Function`` classes as calls in a graph that looks into none of them.
+"""Calls in a graph that looks into none of them: custom ``autograd.Function`` classes, and submodules that are kept.
 
 Tracing would follow a Function's forward and lose its backward. So meanwhile each stands for one operator, which the
 tracer notes as one node; afterwards the node becomes the call that the model made. What that does is then observed like
-what any node does.
+what any node does. For submodules see ``kept_calls``.
 
     x = aten.linear.default(inputs, self.weight)
     sign = Sign.apply(x, 2.0)
 """
 
+import operator
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
-from memrewrite.records.errors import CaptureError
+from memrewrite.records.errors import CaptureError, InternalError
 from memrewrite.records.function_call import FunctionCall
 from memrewrite.simulate.fake.stand_ins import functions_on_fakes
 from memrewrite.torch_internals.custom_functions import Context, Forward, forwards_replaced
@@ -26,51 +28,96 @@ _NAME = "memrewrite::opaque"
 torch.library.define(_NAME, "(Tensor[] tensors, SymInt[] sizes, int number) -> Tensor[]")
 
 
-class _Traced:
-    """One application of a Function while a graph is traced; ``result`` is what it returned on fake tensors."""
+Way = tuple[tuple[str, Any], ...]
+"""Steps that lead into a result: to the ``"item"`` or ``"attribute"`` of that name."""
+_STEPS: dict[str, Any] = {"item": operator.getitem, "attribute": getattr}
 
-    def __init__(self, kind: type, forward: Forward, args: tuple[Any, ...]) -> None:
-        self.kind, self._forward = kind, forward
+
+BEHIND = "memrewrite_behind"
+"""The attribute of a stand-in's class that has the submodule that it stands in for."""
+
+
+def behind(module: nn.Module) -> nn.Module:
+    """The module itself, or the one that it stands in for."""
+    found: nn.Module = getattr(type(module), BEHIND, module)
+    return found
+
+
+class Traced(ABC):
+    """One call while a graph is traced. ``ways`` lead from what it returned to each tensor in that."""
+
+    ways: list[Way]
+
+    def __init__(self, name: str, args: Any) -> None:
+        self.name = name
         self._leaves, self._tree = tree_flatten(args)
         self.tensors = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
         self.sizes = [leaf for leaf in self._leaves if isinstance(leaf, torch.SymInt)]
-        self.result: Any = None
 
-    def args(self, tensors: Sequence[Any], sizes: Sequence[Any]) -> tuple[Any, ...]:
+    def args(self, tensors: Sequence[Any], sizes: Sequence[Any]) -> Any:
         """Its arguments with these for their tensors and their sizes that vary."""
         given, numbers = iter(tensors), iter(sizes)
         leaves = [
             next(given) if isinstance(leaf, Tensor) else next(numbers) if isinstance(leaf, torch.SymInt) else leaf
             for leaf in self._leaves
         ]
-        args: tuple[Any, ...] = tree_unflatten(leaves, self._tree)
-        return args
+        return tree_unflatten(leaves, self._tree)
+
+    @abstractmethod
+    def run(self, tensors: Sequence[Tensor], sizes: Sequence[Any]) -> list[Tensor]:
+        """The tensors that it returns, on fake ones."""
+
+    @abstractmethod
+    def returned(self, tensors: Iterator[Tensor]) -> Any:
+        """What it returned, with these for its tensors."""
+
+    @abstractmethod
+    def node(self, graph: fx.Graph, tensors: Sequence[Any], sizes: Sequence[Any]) -> fx.Node:
+        """The call as a node."""
+
+
+class _Applied(Traced):
+    """One application of a Function; ``result`` is what it returned on fake tensors."""
+
+    def __init__(self, kind: type, forward: Forward, args: tuple[Any, ...]) -> None:
+        super().__init__(f"custom autograd.Function {kind.__name__}", args)
+        self._kind, self._forward = kind, forward
+        self.result: Any = None
 
     def run(self, tensors: Sequence[Tensor], sizes: Sequence[Any]) -> list[Tensor]:
-        """The tensors that forward returns."""
         args = self.args(tensors, sizes)
         self.result = self._forward(Context(args), *args)
-        return [leaf for leaf in self.results if isinstance(leaf, Tensor)]
+        several = isinstance(self.result, tuple)
+        found = [(i, leaf) for i, leaf in enumerate(self._results) if isinstance(leaf, Tensor)]
+        self.ways = [(("item", i),) if several else () for i, _ in found]
+        return [leaf for _, leaf in found]
 
     @property
-    def results(self) -> tuple[Any, ...]:
-        """What it returned, as several in any case."""
+    def _results(self) -> tuple[Any, ...]:
         return self.result if isinstance(self.result, tuple) else (self.result,)
+
+    def returned(self, tensors: Iterator[Tensor]) -> Any:
+        results = tuple(next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in self._results)
+        return results if isinstance(self.result, tuple) else results[0]
+
+    def node(self, graph: fx.Graph, tensors: Sequence[Any], sizes: Sequence[Any]) -> fx.Node:
+        return graph.call_function(FunctionCall(self._kind), self.args(tensors, sizes))
 
 
 class Opaque:
-    """The applications of custom Functions while one graph is traced."""
+    """The calls that nobody looks into while one graph is traced."""
 
     def __init__(self) -> None:
-        self.traced: list[_Traced] = []
+        self.traced: list[Traced] = []
 
     def __call__(self, kind: type, forward: Forward, context: Any, args: tuple[Any, ...]) -> Any:
         """What takes the place of a Function's forward."""
-        call = _Traced(kind, forward, args)
+        return self.called(_Applied(kind, forward, args))
+
+    def called(self, call: Traced) -> Any:
+        """What a call returns, as an operator of the graph."""
         self.traced.append(call)
-        found = iter(torch.ops.memrewrite.opaque(call.tensors, call.sizes, len(self.traced) - 1))
-        results = tuple(next(found) if isinstance(leaf, Tensor) else leaf for leaf in call.results)
-        return results if isinstance(call.result, tuple) else results[0]
+        return call.returned(iter(torch.ops.memrewrite.opaque(call.tensors, call.sizes, len(self.traced) - 1)))
 
     def settle(self, graphs: Sequence[fx.Graph]) -> None:
         """Make every node of the operator the call it stands for; raises ``CaptureError`` where one is not there."""
@@ -78,29 +125,28 @@ class Opaque:
         numbers = {_number(node) for node in found}
         for number in range(min(numbers, default=0), len(self.traced)):  # those before may be of an earlier attempt
             if number not in numbers:
-                name = self.traced[number].kind.__name__
-                raise CaptureError(f"What the custom autograd.Function {name} gives is not used, and a graph drops it.")
+                raise CaptureError(f"What the {self.traced[number].name} gives is not used, and a graph drops it.")
         for node in found:
-            self._settle(node)
+            self._settle(node, of_a_region=node.graph is not graphs[0])
 
-    def _settle(self, node: fx.Node) -> None:
+    def _settle(self, node: fx.Node, of_a_region: bool) -> None:
         tensors, sizes, _ = node.args
         call = self.traced[_number(node)]
         with node.graph.inserting_before(node):
-            made = node.graph.call_function(FunctionCall(call.kind), call.args(tensors, sizes))  # type: ignore[arg-type]
+            made = call.node(node.graph, tensors, sizes)  # type: ignore[arg-type]
         if set(made.all_input_nodes) != set(node.all_input_nodes):
-            raise CaptureError(
-                f"The custom autograd.Function {call.kind.__name__} is applied to tensors in something else than lists "
-                "and dictionaries."
-            )
-        made.meta = dict(node.meta)
-        positions = [i for i, leaf in enumerate(call.results) if isinstance(leaf, Tensor)]
+            raise CaptureError(f"The {call.name} is given tensors in something else than lists and dictionaries.")
+        if of_a_region and made.op == "call_module":
+            raise CaptureError(f"{call.name} is called in a region of its own, without gradients or under autocast.")
+        made.meta = {**node.meta, **made.meta}
         for pick in list(node.users):
-            if isinstance(call.result, tuple):
-                pick.args = (made, positions[_picked(pick)])
-            else:
-                pick.replace_all_uses_with(made)
-                node.graph.erase_node(pick)
+            value = made
+            for kind, name in call.ways[_picked(pick)]:
+                with node.graph.inserting_before(pick):
+                    value = node.graph.call_function(_STEPS[kind], (value, name))
+                value.meta = dict(pick.meta)
+            pick.replace_all_uses_with(value)
+            node.graph.erase_node(pick)
         node.graph.erase_node(node)
 
 
@@ -112,13 +158,21 @@ def _picked(node: fx.Node) -> int:
     return int(node.args[1])  # type: ignore[arg-type]
 
 
-_TRACING: ContextVar[Opaque] = ContextVar("_TRACING")
+_TRACING: ContextVar[Opaque | None] = ContextVar("_TRACING", default=None)
+
+
+def traced_now() -> Opaque | None:
+    """The calls of the graph that is being traced, if one is."""
+    return _TRACING.get()
 
 
 @torch.library.register_fake(_NAME)  # type: ignore[untyped-decorator]
 def _on_fakes(tensors: list[Tensor], sizes: list[Any], number: int) -> list[Tensor]:
+    tracing = _TRACING.get()
+    if tracing is None:
+        raise InternalError("A call that nobody looks into ran as an operator outside of tracing.")
     with torch.no_grad():
-        return _TRACING.get().traced[number].run(tensors, sizes)
+        return tracing.traced[number].run(tensors, sizes)
 
 
 @contextmanager

@@ -185,7 +185,7 @@ class _Writer:
     def call(self, node: fx.Node, once: tuple[str, ...]) -> str:
         if node.target in _REGIONS:
             return self.region(node)
-        if node.op not in ("call_function", "call_method"):
+        if node.op not in ("call_function", "call_method", "call_module"):
             raise CaptureError(f"The graph has a {node.op} node ({node.name}), which cannot be written as source.")
         mark = self.mark(node)
         arguments = [
@@ -195,6 +195,8 @@ class _Writer:
         if (first := mark.in_turn) is not None:
             arguments[first : first + 2] = [f"*in_turn({arguments[first]}, {arguments[first + 1]})"]
         keywords = [f"{k}={self.value(v)}" for k, v in node.kwargs.items()]
+        if node.op == "call_module":
+            return f"{self.submodules.attribute(str(node.target))}({', '.join([*arguments, *keywords])})"
         if node.op == "call_method":
             return f"{arguments[0]}.{node.target}({', '.join([*arguments[1:], *keywords])})"
         name = self.applied(node.target) if isinstance(node.target, FunctionCall) else function_name(node.target)

@@ -17,7 +17,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import flop_registry
 
 from memrewrite.records.function_call import FunctionCall
-from memrewrite.simulate.fake.fakes import running_on_fakes
+from memrewrite.simulate.fake.as_seen import on_fakes_or_seen
+from memrewrite.simulate.fake.fakes import fake_twin, running_on_fakes
 from memrewrite.simulate.fake.true_results import TrueResults
 from memrewrite.targets.allocator import rounded
 from memrewrite.targets.eager import EAGER, Target
@@ -236,6 +237,16 @@ class _Observer(fx.Interpreter):
         self.recorder = _Recorder(target)
         self.facts: dict[fx.Node, NodeEffects] = {}
         self._attributes: dict[int, Any] = {}
+        self._submodules = {path: self._twin(path) for path in _submodules_called(graph_module.graph)}
+
+    def _twin(self, path: str) -> nn.Module:
+        """The fake twin of a submodule that stays a call; what is its own is there before the graph runs."""
+        twin = fake_twin(self.module.get_submodule(path), self.fake)
+        for parameter in twin.parameters():
+            self.known(parameter, "parameter")
+        for buffer in twin.buffers():
+            self.known(buffer, "buffer")
+        return twin
 
     def known(self, fake: Tensor, origin: Origin) -> Tensor:
         """Note a fake tensor that is there before the graph runs."""
@@ -260,7 +271,7 @@ class _Observer(fx.Interpreter):
         if n.op not in ("placeholder", "get_attr"):
             args, kwargs = self.fetch_args_kwargs_from_env(n)
             given = {recorder.storage(t) for t in _tensors((args, kwargs))}
-        result = super().run_node(n)
+        result = self._submodule(n) if n.op == "call_module" else super().run_node(n)
         if n.op in ("placeholder", "get_attr"):
             recorder.begin(index)
         n.meta["val"] = result
@@ -281,10 +292,19 @@ class _Observer(fx.Interpreter):
             rerun=recorder.rerun,
             statistics=before(recorder.statistics),
             stale_save=recorder.stale_save,
-            opaque=isinstance(n.target, FunctionCall),
-            repeats=getattr(n.target, "repeats", True),
+            opaque=n.op == "call_module" or isinstance(n.target, FunctionCall),
+            repeats=n.op != "call_module" and getattr(n.target, "repeats", True),
         )
         return result
+
+    def _submodule(self, node: fx.Node) -> Any:
+        args, kwargs = self.fetch_args_kwargs_from_env(node)
+        twin = self._submodules[str(node.target)]
+        return on_fakes_or_seen(node, lambda: twin(*args, **kwargs), [*tree_iter((args, kwargs)), *twin.parameters()])
+
+
+def _submodules_called(graph: fx.Graph) -> list[str]:
+    return list(dict.fromkeys(str(node.target) for node in graph.find_nodes(op="call_module")))
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:

@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx, nn
 
+from memrewrite.simulate.fake.as_seen import on_fakes_or_seen
 from memrewrite.simulate.fake.fakes import on_fakes
 from memrewrite.simulate.fake.true_results import TrueResults
 from memrewrite.simulate.memory.tracker import Tracker
@@ -141,6 +142,12 @@ class _Runner(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         self.starts.append(next_backward_number())
-        result = super().run_node(n)
+        result = self._submodule(n) if n.op == "call_module" else super().run_node(n)
         self.watch.forward()
         return result
+
+    def _submodule(self, node: fx.Node) -> Any:
+        args, kwargs = self.fetch_args_kwargs_from_env(node)
+        module = self.module.get_submodule(str(node.target))
+        given = [*tree_leaves((args, kwargs)), *module.parameters()]
+        return on_fakes_or_seen(node, lambda: module(*args, **kwargs), given)

@@ -21,6 +21,6 @@ def apart(run: Callable[[], T]) -> T:
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    for error in errors:
-        raise error
+    if errors:
+        raise errors.pop()  # held by nothing here: with its traceback it would keep all that the caller holds
     return found[0]

@@ -80,16 +80,16 @@ class Promise:
     def _peak(self, call: Call, original: bool) -> int | None:
         if self.foresee is None or self.budget is None:
             return None
-        kind = (original, *(_kind(leaf) for leaf in tree_leaves(call[1:])))
-        if kind not in self._peaks:
-            self._peaks[kind] = self.foresee(call, original)
-        return self._peaks[kind]
+        key = (original, *(_key(leaf) for leaf in tree_leaves(call[1:])))
+        if key not in self._peaks:
+            self._peaks[key] = self.foresee(call, original)
+        return self._peaks[key]
 
     def _figures(self, peak: int) -> str:
         return f"A step on them takes {_short(peak)}, and the budget is {_short(self.budget or 0)}."
 
 
-def _kind(leaf: Any) -> Any:
+def _key(leaf: Any) -> Any:
     """What peaks depend on of an input."""
     return (leaf.dtype, leaf.shape) if isinstance(leaf, Tensor) else repr(leaf)
 

@@ -7,16 +7,18 @@ checkpoint of its own.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import Any
+from functools import partial
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from memrewrite.capture import Captured, capture
+from memrewrite.capture import Captured, KeptCalls, capture, watch_calls
 from memrewrite.capture.hazards import in_checkpoint
 from memrewrite.capture.normal import leaf_tensors
 from memrewrite.capture.origin import origin, set_origin
@@ -28,11 +30,15 @@ from memrewrite.records.errors import CaptureError
 from memrewrite.records.tensor_like import TensorLike
 from memrewrite.rewriting.invariants import writes_what_is_kept
 from memrewrite.runtime.dropin import build, program_from
+from memrewrite.search.kept import hooked, innermost
 from memrewrite.search.repeats import note_what_repeats
 from memrewrite.simulate.fake.fakes import on_fakes, tensors_of
 from memrewrite.state.random_state import preserved_rng
+from memrewrite.torch_internals.fake_tensors import FAKE_TENSOR_ERRORS
 from memrewrite.torch_internals.pytrees import tree_leaves, tree_map
 from memrewrite.workload.step import Inputs, Step, autocast, device_type
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -56,11 +62,15 @@ class Region:
 
 @dataclass(frozen=True)
 class Regions:
-    """The regions in the order they run, what is told of them, a sentence each, and why what is ``left`` by path is."""
+    """The regions in the order they run, what is told of them, a sentence each, and why what is ``left`` by path is.
+
+    Those of them that ``failed`` are what no graph could hold.
+    """
 
     found: tuple[Region, ...]
     notes: tuple[str, ...] = ()
     left: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
 
 
 def find(model: nn.Module, inputs: Inputs, step: Step, names: Sequence[str] | None = None) -> Regions:
@@ -70,14 +80,43 @@ def find(model: nn.Module, inputs: Inputs, step: Step, names: Sequence[str] | No
     """
     if names is not None:
         return _named(model, inputs, step, names)
+    odd = hooked(model)
     try:
-        captured = _captured(model, inputs, step)
+        return _whole(model, inputs, step, odd)
     except CaptureError as refusal:
-        regions = _largest(model, inputs, step, str(refusal))
+        calls = _record(model, inputs, step)
+        regions = _largest(model, calls, step, str(refusal))
+        failing, found = {**regions.failed, "": ""}, [region.path for region in regions.found]
+        more = innermost(model, failing, found, partial(_refusal, calls, step))
+        with suppress(CaptureError):  # which says the same as the first
+            if more:
+                return _whole(model, inputs, step, {**odd, **more})
         if not regions.found:
             raise
         return regions
-    return Regions((Region("", model, captured, lambda: inputs),), captured.notes)
+
+
+def _whole(model: nn.Module, inputs: Inputs, step: Step, odd: Mapping[str, str]) -> Regions:
+    """The whole model as one region in which ``odd`` submodules stay calls, for a reason; raises ``CaptureError``."""
+    kept: Mapping[str, KeptCalls] = {}
+    if odd:
+        kept = _with_or_without(
+            lambda grad: watch_calls(model, inputs, [*odd], lambda given: _forward(model, given, step, grad))
+        )
+    captured = _captured(model, inputs, step, kept)
+    notes = [f"{path} stays a call that the model makes, and is never run again: {why}" for path, why in odd.items()]
+    return Regions((Region("", model, captured, lambda: inputs),), (*notes, *captured.notes))
+
+
+def _refusal(calls: Mapping[nn.Module, Sequence["_Call"]], step: Step, path: str, module: nn.Module) -> str:
+    """Why a submodule that is called cannot be captured, "" if it can."""
+    if not calls[module]:
+        return ""
+    try:
+        _region(path, module, calls[module][0], step)
+    except CaptureError as error:
+        return str(error)
+    return ""
 
 
 def _named(model: nn.Module, inputs: Inputs, step: Step, names: Sequence[str]) -> Regions:
@@ -98,10 +137,9 @@ def _named(model: nn.Module, inputs: Inputs, step: Step, names: Sequence[str]) -
     return Regions(_ordered(found, calls), _told(found), {"": "Other regions were asked for."})
 
 
-def _largest(model: nn.Module, inputs: Inputs, step: Step, refusal: str) -> Regions:
-    calls = _record(model, inputs, step)
+def _largest(model: nn.Module, calls: dict[nn.Module, list["_Call"]], step: Step, refusal: str) -> Regions:
     found: list[Region] = []
-    left = {"": refusal}
+    left, failed = {"": refusal}, {}
     notes = [f"Rewritten by regions, because: {refusal}"]
     for path, module in _candidates(model, lambda path: any(path.startswith(f"{r.path}.") for r in found)):
         if not calls[module]:
@@ -115,8 +153,8 @@ def _largest(model: nn.Module, inputs: Inputs, step: Step, refusal: str) -> Regi
             found.append(_region(path, module, calls[module][0], step))
         except CaptureError as error:
             notes.append(f"{path} is not captured whole: {error}")
-            left[path] = str(error)
-    return Regions(_ordered(found, calls), (*notes, *_told(found)), left)
+            left[path] = failed[path] = str(error)
+    return Regions(_ordered(found, calls), (*notes, *_told(found)), left, failed)
 
 
 def _unfit(calls: list["_Call"]) -> str:
@@ -174,16 +212,21 @@ class _Call:
         return Inputs(tree_map(make, self.args), tree_map(make, self.kwargs))
 
 
-def _captured(module: nn.Module, inputs: Inputs, step: Step) -> Captured:
+def _captured(
+    module: nn.Module, inputs: Inputs, step: Step, kept: Mapping[str, KeptCalls] = MappingProxyType({})
+) -> Captured:
     """Capture a module on ``inputs``; raises ``CaptureError`` also for a graph that cannot stand for it in the step."""
-    captured = replace(capture(module, inputs, amp=step.amp), differentiable=step.mode == "train")
+    captured = replace(capture(module, inputs, amp=step.amp, kept=kept), differentiable=step.mode == "train")
     note_what_repeats(captured.graph_module, leaf_tensors(module, inputs), step)
     source, constants = generate(captured)
     if step.mode == "train" and captured.checkpoints:
         _refuse_writes_of_kept(Region("", module, captured, lambda: inputs), step)
     if step.amp is not None:
         program = build(module, program_from(source), constants)
-        theirs, ours = (_types(each, inputs, step) for each in (module, program))
+        try:
+            theirs, ours = (_types(each, inputs, step) for each in (module, program))
+        except FAKE_TENSOR_ERRORS:  # in a submodule that stays a call: then the numbers alone are verified
+            theirs = ours = ""
         if theirs != ours:
             raise CaptureError(
                 f"{type(module).__name__} asks for the type of a tensor and returns {theirs} under autocast, where a "
@@ -230,12 +273,17 @@ def _region(path: str, module: nn.Module, call: _Call, step: Step) -> Region:
 
 def _record(model: nn.Module, inputs: Inputs, step: Step) -> dict[nn.Module, list[_Call]]:
     """What every submodule is called with in one forward pass."""
+    return _with_or_without(lambda grad: _calls(model, inputs, step, grad))
+
+
+def _with_or_without(run: Callable[[bool], T]) -> T:
+    """What a run gives without gradients, or with them where it takes those."""
     try:
-        return _calls(model, inputs, step, grad=False)  # keeps no activations, in case all of them do not fit
+        return run(False)  # keeps no activations, in case all of them do not fit
     except torch.OutOfMemoryError:
         raise
     except RuntimeError:  # a forward that takes gradients or registers hooks on tensors
-        return _calls(model, inputs, step, grad=True)
+        return run(True)
 
 
 def _calls(model: nn.Module, inputs: Inputs, step: Step, grad: bool) -> dict[nn.Module, list[_Call]]:
@@ -247,12 +295,19 @@ def _calls(model: nn.Module, inputs: Inputs, step: Step, grad: bool) -> dict[nn.
         calls[module].append(_Call(next(numbers), *described, _unfit_now(module)))
 
     with ExitStack() as stack:
-        stack.enter_context(preserved_state(model, inputs))
         for _, module in model.named_modules():
             stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
-        with torch.set_grad_enabled(grad), autocast(step.amp, device_type(model, inputs)):
-            model(*inputs.args, **inputs.kwargs)
+        _forward(model, inputs, step, grad)
     return calls
+
+
+def _forward(model: nn.Module, inputs: Inputs, step: Step, grad: bool = False) -> None:
+    with (
+        preserved_state(model, inputs),
+        torch.set_grad_enabled(grad),
+        autocast(step.amp, device_type(model, inputs)),
+    ):
+        model(*inputs.args, **inputs.kwargs)
 
 
 def _in_words(leaf: Any) -> Any:

@@ -9,6 +9,7 @@ with private_imports():
     from torch.utils._pytree import (
         TreeSpec,
         tree_flatten,
+        tree_flatten_with_path,
         tree_iter,
         tree_leaves,
         tree_map,
@@ -19,6 +20,7 @@ with private_imports():
 __all__ = [
     "TreeSpec",
     "tree_flatten",
+    "tree_flatten_with_path",
     "tree_iter",
     "tree_leaves",
     "tree_map",

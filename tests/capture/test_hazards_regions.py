@@ -1,4 +1,7 @@
-"""A hazard in one submodule: it stays opaque, its neighbours are rewritten, every number is that of the original."""
+"""A hazard in one submodule: it stays opaque, its neighbours are rewritten, every number is that of the original.
+
+Where what is in it could be captured, its neighbours are regions and so is that; else all is one plan around its call.
+"""
 
 import copy
 import random
@@ -123,16 +126,18 @@ def three_steps(net: nn.Module) -> dict[str, Any]:
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
 def test_the_odd_submodule_stays_opaque(function: Callable[[Any, Tensor], Tensor]) -> None:
     torch.manual_seed(0)
+    random.seed(0)  # so that a layer that may be dropped is not at first
     net = Net(function).train()
     result = memrewrite.optimize(copy.deepcopy(net), torch.randn(8, 8, 12, 12), budget="75%", verify=False)
-    assert {"first", "last"} <= set(programs(result))
-    assert "odd" not in programs(result)
+    whole = function is own_checkpoint
+    assert set(programs(result)) - {"odd.inner"} == ({""} if whole else {"first", "last"})
     assert result.report.segments
-    assert any(note.startswith("odd is not captured whole: Odd ") for note in result.report.notes)
+    told = "stays a call that the model makes, and is never run again:" if whole else "is not captured whole:"
+    assert any(note.startswith(f"odd {told} Odd ") for note in result.report.notes)
     assert_same(three_steps(result), three_steps(net))
 
 
-def test_a_hook_on_a_layer_keeps_firing_and_its_neighbours_are_rewritten() -> None:
+def test_a_hook_on_a_layer_keeps_firing_in_one_plan_for_all_else() -> None:
     torch.manual_seed(0)
     plain = Net(lambda self, x: self.inner(x)).train()
     seen: tuple[list[Any], list[Any]] = ([], [])
@@ -140,7 +145,7 @@ def test_a_hook_on_a_layer_keeps_firing_and_its_neighbours_are_rewritten() -> No
     for net in nets:
         net.load_state_dict(plain.state_dict())
     result = memrewrite.optimize(nets[0], torch.randn(8, 8, 12, 12), budget="75%", verify=False)
-    assert sorted(programs(result)) == ["first", "last"]
+    assert list(programs(result)) == [""]
     assert "odd.inner.1 (BatchNorm2d) has forward hooks" in " ".join(result.report.notes)
     seen[0].clear()
     assert_same(three_steps(result), three_steps(nets[1]))

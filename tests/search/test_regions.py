@@ -47,9 +47,9 @@ class Stage(nn.Module):
 
 
 class Net(nn.Module):
-    """A custom Function between two stages, and a branch that the values decide."""
+    """A custom Function between two stages, and a branch that the values decide, for which no graph can hold it all."""
 
-    def __init__(self, branch: bool = False, again: bool = False) -> None:
+    def __init__(self, branch: bool = True, again: bool = False) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, 8, 3)
         self.first, self.quantize, self.last = Stage(), Quantize(), Stage()
@@ -89,16 +89,15 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-@pytest.mark.parametrize("branch", [False, True], ids=["custom Function", "and a branch on values"])
-def test_the_rest_stays_and_the_whole_step_fits(branch: bool) -> None:
-    model, x = made(branch=branch)
+def test_the_rest_stays_and_the_whole_step_fits() -> None:
+    model, x = made()
     optimized = optimize(model, x, budget="55%")
     assert list(programs(optimized)) == ["first", "last"]
     assert type(optimized).__name__ == "Net"
     assert optimized.report.equivalent
     assert optimized.report.predicted_after.peak <= (optimized.report.budget or 0)
     assert {segment.first.partition(".")[0] for segment in optimized.report.segments} <= {"first", "last"}
-    assert any("Sign" in note or "values of a tensor" in note for note in optimized.report.notes)
+    assert any("values of a tensor" in note for note in optimized.report.notes)
     assert same(step(model, x, model), step(optimized, x, model))
     assert "_memrewrite" not in vars(type(model.first)), "the model itself is as it was"
 
@@ -129,6 +128,8 @@ class Loop(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.quantize(self.before(x))
+        if float(x.detach().sum()) > 1e9:
+            x = x + 1
         x = self.shared(x) + self.shared(x[..., 2:-2, 2:-2].contiguous()).mean()
         if self.checkpointed:
             x = checkpoint(self.wrapper["inner"], x, use_reentrant=False)
@@ -249,9 +250,8 @@ def saved_bytes(model: Net, x: Tensor) -> dict[str, int]:
     return {path: sum(found.values()) for path, found in made.items()}
 
 
-@pytest.mark.parametrize("branch", [False, True], ids=["on fake tensors", "on real ones"])
-def test_the_report_says_what_share_of_the_activations_lies_in_regions(branch: bool) -> None:
-    model, x = made(branch=branch)
+def test_the_report_says_what_share_of_the_activations_lies_in_regions() -> None:
+    model, x = made()
     report = optimize(model, x, budget="70%", verify=False).report
     shares = {share.path: share for share in report.shares}
     assert [path for path, share in shares.items() if not share.untouched] == ["first", "last"]

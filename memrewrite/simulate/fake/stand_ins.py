@@ -7,7 +7,7 @@ the same sizes (see ``trials``), and stands in by that afterwards. One that runs
 import functools
 import itertools
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -88,7 +88,7 @@ def _seen(kind: type, args: tuple[Any, ...], originals: dict[type, Methods]) -> 
     further = _seen_at(kind, args, 1, originals)
     try:
         pairs = zip(seen.results, further.results if further else (), strict=True)
-        results = tuple(each if each == other else _varied(each, other, varying) for each, other in pairs)
+        results = tuple(each if each == other else varied(each, other, varying) for each, other in pairs)
     except (AttributeError, LookupError, ValueError):
         raise CaptureError(f"What {kind.__name__} gives for other sizes is like none of its arguments.") from None
     return replace(seen, results=results, kept=(), held=(), gradients=(), took=(0, 0))  # only traced, not simulated
@@ -134,14 +134,19 @@ def _varying(args: tuple[Any, ...]) -> dict[tuple[int, int], list[torch.SymInt]]
     """The sizes that vary in arguments, and the numbers of rows of what lies in rows, by what they were in each try."""
     found: dict[tuple[int, int], list[torch.SymInt]] = {}
     for leaf in tree_leaves(args):
-        sizes = [*leaf.shape, *itertools.accumulate(leaf.shape, operator.mul)] if isinstance(leaf, Tensor) else [leaf]
+        sizes = numbers_of_rows(leaf.shape) if isinstance(leaf, Tensor) else [leaf]
         for size in sizes:
             if isinstance(size, torch.SymInt):
                 found.setdefault((size_at(size, 0), size_at(size, 1)), []).append(size)
     return found
 
 
-def _varied(each: Made, other: Made, varying: dict[tuple[int, int], list[torch.SymInt]]) -> Made:
+def numbers_of_rows(shape: Sequence[Any]) -> list[Any]:
+    """The sizes, and how many rows there are of each further one."""
+    return [*shape, *itertools.accumulate(shape, operator.mul)]
+
+
+def varied(each: Made, other: Made, varying: dict[tuple[int, int], list[torch.SymInt]]) -> Made:
     """A result for sizes that vary, from two tries; an error where it has one that is not ``varying``."""
     like, further = each.like, other.like
     if like is None or further is None or (each.number, each.size, other.size) != (None, None, None):

@@ -1,0 +1,242 @@
+"""Submodules that stay calls in a graph: the model makes them as it always did, hooks, branches and all.
+
+What one gives is seen in two real forward passes, at the example's sizes and at others, so that the tracer need not run
+it. Meanwhile a stand-in takes its place in the model:
+
+    x = aten.linear.default(inputs, self.first.weight)
+    relu = self.relu(x)                                   # which has a hook
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from memrewrite.capture.normal import batch_size
+from memrewrite.capture.opaque import BEHIND, Traced, Way, traced_now
+from memrewrite.records.errors import CaptureError
+from memrewrite.records.tensor_like import TensorLike
+from memrewrite.simulate.fake.as_seen import like_seen, note_seen
+from memrewrite.simulate.fake.stand_ins import numbers_of_rows, varied
+from memrewrite.simulate.fake.trials import Made, made_again
+from memrewrite.state.random_state import preserved_rng
+from memrewrite.torch_internals.pytrees import TreeSpec, tree_flatten, tree_flatten_with_path, tree_leaves, tree_map
+from memrewrite.torch_internals.pytrees import tree_unflatten as unflatten
+from memrewrite.workload.hooks import without_hooks
+from memrewrite.workload.step import Inputs
+
+_CALLS = "memrewrite_calls"  # of the class of a stand-in
+
+
+@dataclass(frozen=True)
+class SeenCall:
+    """One call of a submodule: what the tensors were like that it was given, and what it gave, tensors in words.
+
+    ``ways`` lead from what it gave to each tensor in it.
+    """
+
+    given: tuple[TensorLike, ...]
+    leaves: tuple[Any, ...]
+    tree: TreeSpec
+    ways: tuple[Way, ...]
+
+
+@dataclass(frozen=True)
+class KeptCalls:
+    """The calls of one submodule, in order, each at the example's sizes and at others (None where not seen there)."""
+
+    path: str
+    module: nn.Module
+    calls: tuple[tuple[SeenCall, SeenCall | None], ...]
+
+    def of(self, args: Any, kwargs: Any) -> "_Kept":
+        """The call with these arguments, of which sizes may vary; raises ``CaptureError`` for one that was not seen."""
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        for first, second in self.calls:
+            if len(first.given) == len(tensors) and all(map(_fits, tensors, first.given)):
+                return _Kept(self.path, args, kwargs, first, second)
+        raise CaptureError(f"{self.path} is called otherwise while it is traced than in the step.")
+
+
+def _fits(tensor: Tensor, like: TensorLike) -> bool:
+    """Whether a tensor whose sizes may vary is, as it was traced, of these sizes."""
+    return len(tensor.shape) == len(like.shape) and all(map(_is_at, tensor.shape, like.shape))
+
+
+def _is_at(size: int | torch.SymInt, seen: int) -> bool:
+    return isinstance(size, torch.SymInt) or size == seen
+
+
+class _Kept(Traced):
+    """A call of a submodule while a graph is traced."""
+
+    def __init__(self, path: str, args: Any, kwargs: Any, first: SeenCall, second: SeenCall | None) -> None:
+        super().__init__(path, (args, kwargs))
+        self._path, self._first, self._second = path, first, second
+        self.ways = list(first.ways)
+
+    def run(self, tensors: Sequence[Tensor], sizes: Sequence[Any]) -> list[Tensor]:
+        return [leaf for leaf in made_again(self._made(tensors), ()) if isinstance(leaf, Tensor)]
+
+    def returned(self, tensors: Iterator[Tensor]) -> Any:
+        leaves = [next(tensors) if isinstance(leaf, TensorLike) else leaf for leaf in self._first.leaves]
+        return unflatten(leaves, self._first.tree)
+
+    def node(self, graph: fx.Graph, tensors: Sequence[Any], sizes: Sequence[Any]) -> fx.Node:
+        args, kwargs = self.args(tensors, sizes)
+        node = graph.create_node("call_module", self._path, args, kwargs)  # its module is not there yet
+        note_seen(node, self._first.leaves, self._first.tree)
+        return node
+
+    def on_fakes(self, parameters: list[Tensor]) -> Any:
+        """What it gives where no graph is traced."""
+        return like_seen([*self.tensors, *parameters], self._first.leaves, self._first.tree)
+
+    def _made(self, tensors: Sequence[Tensor]) -> list[Any]:
+        first = [Made(leaf) if isinstance(leaf, TensorLike) else leaf for leaf in self._first.leaves]
+        if not any(isinstance(size, torch.SymInt) for tensor in tensors for size in tensor.shape):
+            return first
+        try:
+            return self._varied(first, tensors)
+        except (AttributeError, LookupError, ValueError):
+            raise CaptureError(f"What {self._path} gives for other sizes is like none of what it is given.") from None
+
+    def _varied(self, first: list[Any], tensors: Sequence[Tensor]) -> list[Any]:
+        if self._second is None or self._second.tree != self._first.tree:
+            raise ValueError("It was not seen at other sizes, or gives something else there.")
+        varying: dict[tuple[int, int], list[torch.SymInt]] = defaultdict(list)
+        for tensor, *likes in zip(tensors, self._first.given, self._second.given, strict=True):
+            sizes, *pairs = (numbers_of_rows(shape) for shape in (tensor.shape, *(like.shape for like in likes)))
+            for size, *pair in zip(sizes, *pairs, strict=True):
+                if isinstance(size, torch.SymInt):
+                    varying[pair[0], pair[1]].append(size)
+        if any(a == b for a, b in varying):
+            raise ValueError("A size that may vary was the same in both passes.")
+        further = [Made(leaf) if isinstance(leaf, TensorLike) else leaf for leaf in self._second.leaves]
+        pairs_of_results = zip(first, further, strict=True)
+        return [varied(a, b, varying) if isinstance(a, Made) and a != b else a for a, b in pairs_of_results]
+
+
+def watch_calls(
+    model: nn.Module, inputs: Inputs, paths: Sequence[str], run: Callable[[Inputs], None]
+) -> Mapping[str, KeptCalls]:
+    """How the submodules at ``paths`` are called as ``run`` takes ``model`` forward on inputs, these and others.
+
+    Raises ``CaptureError`` for one that is not called, or that gives what no graph can hold.
+    """
+    modules = {path: model.get_submodule(path) for path in paths}
+    first, second = _calls(modules, lambda: run(inputs)), None
+    try:
+        with preserved_rng(inputs.tensors()):
+            second = _calls(modules, lambda: run(_other_sizes(inputs)))
+    except Exception:  # whatever forward says of other sizes: then they do not vary
+        second = None
+    found = {}
+    for path, module in modules.items():
+        if not first[path]:
+            raise CaptureError(f"{path} is not called in forward.")
+        again = second[path] if second is not None and len(second[path]) == len(first[path]) else ()
+        calls = [(call, again[i] if again else None) for i, call in enumerate(first[path])]
+        found[path] = KeptCalls(path, module, tuple(calls))
+    return found
+
+
+def _calls(modules: Mapping[str, nn.Module], run: Callable[[], None]) -> dict[str, list[SeenCall]]:
+    found: dict[str, list[SeenCall]] = {path: [] for path in modules}
+    given: list[tuple[TensorLike, ...]] = []  # of the calls that have begun
+
+    def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
+        leaves = tree_leaves((args, kwargs))
+        given.append(tuple(TensorLike.of(leaf) for leaf in leaves if isinstance(leaf, Tensor)))
+
+    with ExitStack() as stack:
+        for path, module in modules.items():
+
+            def end(module: nn.Module, args: Any, output: Any, path: str = path) -> None:
+                found[path].append(_seen(path, given.pop(), output))
+
+            stack.callback(module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True).remove)
+            stack.callback(module.register_forward_hook(end).remove)
+        run()
+    return found
+
+
+def _seen(path: str, given: tuple[TensorLike, ...], output: Any) -> SeenCall:
+    leaves, tree = tree_flatten(output)
+    if any(leaf is not None and not isinstance(leaf, Tensor) for leaf in leaves):
+        raise CaptureError(f"{path} gives something else than tensors, which a graph would keep as it was.")
+    try:
+        keys = [keys for keys, leaf in tree_flatten_with_path(output)[0] if isinstance(leaf, Tensor)]
+        ways = tuple(tuple(map(_step, each)) for each in keys)
+    except (AttributeError, ValueError):
+        raise CaptureError(f"{path} gives an object that no graph can take apart.") from None
+    words = tuple(TensorLike.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+    return SeenCall(given, words, tree, ways)
+
+
+def _step(key: Any) -> tuple[str, Any]:
+    """A step into what a submodule gave, by PyTorch's own description of it."""
+    for kind, name in (("item", "idx"), ("item", "key"), ("attribute", "name")):
+        if hasattr(key, name):
+            return kind, getattr(key, name)
+    raise AttributeError(f"{key}")
+
+
+def _other_sizes(inputs: Inputs) -> Inputs:
+    """The inputs with other sizes where they may vary: the batch, and all sizes of tokens."""
+    batch = batch_size(inputs)
+    made: dict[int, Tensor] = {}  # one for each tensor, however often it is given
+
+    def other(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if id(leaf) not in made:
+            tokens = leaf.dim() > 1 and not (leaf.is_floating_point() or leaf.is_complex())
+            dims = range(leaf.dim()) if tokens else (0,) if leaf.dim() and leaf.shape[0] == batch else ()
+            found = leaf.detach()
+            for dim in dims:
+                size = leaf.shape[dim]
+                found = found.narrow(dim, 0, size // 2) if size > 3 else found
+                found = torch.cat([found, found.narrow(dim, 0, 1)], dim) if 1 < size <= 3 else found
+            made[id(leaf)] = found
+        return made[id(leaf)]
+
+    return Inputs(tree_map(other, inputs.args), tree_map(other, inputs.kwargs))
+
+
+class _StandIn:
+    """What comes first among the bases of a stand-in's class."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        kept: KeptCalls = getattr(type(self), _CALLS)
+        call = kept.of(args, kwargs)
+        tracing = traced_now()
+        return call.on_fakes([*kept.module.parameters()]) if tracing is None else tracing.called(call)
+
+
+@contextmanager
+def standing_in(model: nn.Module, kept: Mapping[str, KeptCalls]) -> Iterator[None]:
+    """Meanwhile stand-ins take the places of these submodules: with their attributes, without children and hooks."""
+    stand_ins = {id(calls.module): _stand_in(calls) for calls in kept.values()}
+    parents = [module for module in model.modules() if id(module) not in stand_ins]
+    places = [(p._modules, n, c) for p in parents for n, c in p._modules.items() if id(c) in stand_ins]
+    try:
+        for children, name, child in places:
+            children[name] = stand_ins[id(child)]
+        yield
+    finally:
+        for children, name, child in places:
+            children[name] = child
+
+
+def _stand_in(calls: KeptCalls) -> nn.Module:
+    base = type(calls.module)
+    result = without_hooks(calls.module)
+    members = {_CALLS: calls, BEHIND: calls.module, "__module__": base.__module__}
+    result.__class__ = type(base.__name__, (_StandIn, base), members)
+    vars(result)["_modules"] = {}
+    return result

@@ -1,0 +1,68 @@
+"""Which submodules stay calls in the graph of the whole model: those that have hooks, and those that no graph can hold.
+
+    encoder.0.act (ReLU) has a forward hook        -> x = self.encoder.0.act(x), between nodes of one graph
+    encoder.3.router (Router) branches on values   -> x = self.encoder.3.router(x)
+
+The smaller they are, the more is left to plan: of what cannot be captured, these are the innermost.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+
+from torch import nn
+
+from memrewrite.capture.at_sight import refuse_weight_hooks
+from memrewrite.records.errors import CaptureError
+from memrewrite.runtime.guards import HOOKS
+
+Refusal = Callable[[str, nn.Module], str]
+"""Why a submodule cannot be captured, "" if it can."""
+
+
+def hooked(model: nn.Module) -> dict[str, str]:
+    """The submodules without submodules that have hooks, and that they do."""
+    leaves = [(path, module) for path, module in model.named_modules() if path and _is_leaf(module)]
+    return {path: why for path, module in leaves if (why := _of_hooks(path, module))}
+
+
+def _of_hooks(path: str, module: nn.Module) -> str:
+    try:
+        refuse_weight_hooks(module, path)
+    except CaptureError as error:  # which says what to use instead
+        return str(error)
+    kinds = [kind.strip("_").replace("_", " ") for kind in HOOKS if vars(module)[kind]]
+    return f"{path} ({type(module).__name__}) has {' and '.join(kinds)}." if kinds else ""
+
+
+def innermost(
+    model: nn.Module, failing: Mapping[str, str], regions: Collection[str], refusal: Refusal
+) -> dict[str, str]:
+    """The submodules because of which the ``failing`` ones cannot be captured, none inside another, and why.
+
+    ``regions`` are those that can be. What has one inside is not among them, as it would be lost there. ``refusal``
+    tells of a submodule without submodules.
+    """
+    found: dict[str, str] = {}
+    for path, why in failing.items():
+        elsewhere = [other for other in (*failing, *regions) if other != path and _is_below(other, path)]
+        named = (
+            (f"{path}.{name}".lstrip("."), leaf) for name, leaf in model.get_submodule(path).named_modules() if name
+        )
+        leaves = [(name, leaf) for name, leaf in named if not any(_is_below(name, other) for other in elsewhere)]
+        asked = {name: refusal(name, leaf) for name, leaf in leaves if _is_leaf(leaf) and _is_own(leaf)}
+        blamed = {name: said for name, said in asked.items() if said}
+        found |= blamed or ({path: why} if path and not elsewhere else {})
+    return found
+
+
+def _is_leaf(module: nn.Module) -> bool:
+    return next(module.children(), None) is None
+
+
+def _is_own(module: nn.Module) -> bool:
+    """Whether its class is no layer of PyTorch's, which can all be captured."""
+    return not type(module).__module__.startswith("torch.nn.")
+
+
+def _is_below(path: str, above: str) -> bool:
+    """Whether a path is another one or leads further from there."""
+    return not above or path == above or path.startswith(f"{above}.")

@@ -1,0 +1,306 @@
+"""Submodules with hooks, or that no graph can hold, stay calls in one graph of the whole model and one plan."""
+
+import copy
+import itertools
+import pickle
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import memrewrite
+from memrewrite.artifact.save import save
+from memrewrite.runtime.dropin import programs
+from memrewrite.simulate import run_tracked
+from memrewrite.workload.step import Inputs, Step
+from tests.support.layers import nameless
+from tests.support.steps import assert_same, taken
+
+WIDTH = 32
+Sign = nameless("Sign")  # under no name of a module, so that no program can call it
+
+
+class Odd(nn.Module):
+    """A module without submodules that does what no graph can hold."""
+
+    count: Tensor
+
+    def __init__(self, function: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.function, self.calls = function, 0
+        self.weight = nn.Parameter(torch.rand(WIDTH))
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor, *, scale: float = 1.0) -> Any:
+        return self.function(self, x * scale)
+
+
+class Net(nn.Module):
+    """Plain layers before and after an odd one."""
+
+    def __init__(self, odd: nn.Module) -> None:
+        super().__init__()
+        self.before, self.after = (nn.ModuleList([self.layer() for _ in range(4)]) for _ in range(2))
+        self.odd, self.head = odd, nn.Linear(WIDTH, 4)
+
+    @staticmethod
+    def layer() -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Sigmoid(), nn.Dropout(0.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.before:
+            x = x + layer(x)
+        x = self.odd(x, scale=0.5) if isinstance(self.odd, Odd) else self.odd(x)
+        x = x["hidden"][0] if isinstance(x, dict) else x
+        for layer in self.after:
+            x = x + layer(x)
+        result: Tensor = self.head(x)
+        return result
+
+
+def branch_on_values(self: Any, x: Tensor) -> Tensor:
+    return x * self.weight if float(x.detach().mean()) > 0 else x - self.weight
+
+
+def rows_chosen_by_values(self: Any, x: Tensor) -> Tensor:
+    result = x.clone()
+    rows = (x[:, 0] > 0).nonzero()[:, 0]
+    result[rows] = x[rows] * self.weight
+    return result
+
+
+def loop_of_unknown_length(self: Any, x: Tensor) -> Tensor:
+    while float(x.detach().abs().max()) > 1:
+        x = x * 0.9 * self.weight.clamp(0.5, 1)
+    return x
+
+
+def layer_drop(self: Any, x: Tensor) -> Tensor:
+    return x if random.random() < 0.5 else x * self.weight  # noqa: S311  (any draw)
+
+
+def step_counter(self: Any, x: Tensor) -> Tensor:
+    self.calls += 1
+    return x * self.weight / self.calls
+
+
+def buffer_reassigned(self: Any, x: Tensor) -> Tensor:
+    self.count = self.count + 1
+    return x * self.weight / self.count
+
+
+def nameless_function(self: Any, x: Tensor) -> Tensor:
+    result: Tensor = Sign.apply(x * self.weight)
+    return result
+
+
+def tensor_hook(self: Any, x: Tensor) -> Tensor:
+    hidden = x * self.weight
+    hidden.register_hook(lambda gradient: gradient * 2)
+    return hidden
+
+
+def checkpointed_draw(self: Any, x: Tensor) -> Tensor:
+    if float(x.detach().sum()) > 1e9:
+        return x
+    result: Tensor = checkpoint(lambda x: torch.dropout(x * self.weight, 0.5, True).tanh(), x, use_reentrant=False)
+    return result
+
+
+def nested(self: Any, x: Tensor) -> dict[str, Any]:
+    self.calls += 1
+    return {"hidden": [x * self.weight, None], "rest": (x.detach().sum(),)}
+
+
+def in_place(self: Any, x: Tensor) -> Tensor:
+    self.calls += 1
+    return x.mul_(self.weight.detach())
+
+
+FUNCTIONS = [
+    branch_on_values,
+    rows_chosen_by_values,
+    loop_of_unknown_length,
+    layer_drop,
+    step_counter,
+    buffer_reassigned,
+    nameless_function,
+    tensor_hook,
+    checkpointed_draw,
+    nested,
+    in_place,
+]
+
+
+def net(odd: nn.Module) -> Net:
+    torch.manual_seed(0)
+    model = Net(odd).train()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.rand(parameter.shape) - 0.3)
+    return model
+
+
+def batch(rows: int = 64, seed: int = 0) -> Tensor:
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def three_steps(model: nn.Module, rows: tuple[int, ...] = (64, 48, 9)) -> dict[str, Any]:
+    random.seed(4)
+    record = taken(model, lambda k: Inputs((batch(rows[k % 3], k),), {}))
+    return {**record, "python": random.getstate()}
+
+
+def optimized(model: nn.Module, **options: Any) -> Any:
+    given: dict[str, Any] = {"budget": "70%", "optimizer": "sgd", "verify": False, **options}
+    return memrewrite.optimize(model, batch(), **given)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
+def test_it_is_a_call_in_one_plan_for_the_whole_model(function: Callable[[Any, Tensor], Any]) -> None:
+    model = net(Odd(function))
+    result = optimized(copy.deepcopy(model))
+    assert list(programs(result)) == [""]
+    assert "self.odd(" in programs(result)[""].source
+    assert result.report.segments
+    assert any(note.startswith("odd stays a call that the model makes") for note in result.report.notes)
+    assert_same(three_steps(result), three_steps(model))
+
+
+@pytest.mark.parametrize("function", [branch_on_values, step_counter, tensor_hook], ids=lambda f: f.__name__)
+def test_the_promised_peak_is_the_real_one(function: Callable[[Any, Tensor], Any]) -> None:
+    result = optimized(net(Odd(function)))
+    step = Step(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e-3))
+    inputs = Inputs((batch(),), {})
+    assert run_tracked(result, inputs, step).peak == result.report.predicted_after.peak <= result.report.budget
+
+
+@pytest.mark.parametrize("function", [layer_drop, step_counter], ids=lambda f: f.__name__)
+def test_it_runs_once_a_step(function: Callable[[Any, Tensor], Any]) -> None:
+    runs: list[int] = []
+
+    def counted(self: Any, x: Tensor) -> Any:
+        runs.append(1)
+        return function(self, x)
+
+    result = optimized(net(Odd(counted)))
+    runs.clear()
+    for _ in range(3):
+        result(batch()).sum().backward()
+    assert len(runs) == 3
+
+
+@pytest.mark.parametrize("amp", [None, torch.bfloat16], ids=["float32", "autocast"])
+def test_it_is_verified(amp: torch.dtype | None) -> None:
+    result = optimized(net(Odd(branch_on_values)), verify=True, amp=amp)
+    assert list(programs(result)) == [""]
+    assert result.report.equivalent
+
+
+def by_pickle(result: nn.Module, folder: Path) -> nn.Module:
+    return pickle.loads(pickle.dumps(result))
+
+
+def by_copy(result: nn.Module, folder: Path) -> nn.Module:
+    return copy.deepcopy(result)
+
+
+def by_artifact(result: nn.Module, folder: Path) -> nn.Module:
+    save(result, folder / "out")
+    return memrewrite.load(folder / "out", net(Odd(step_counter)))
+
+
+@pytest.mark.parametrize("way", [by_pickle, by_copy, by_artifact])
+def test_it_travels(way: Callable[[nn.Module, Path], nn.Module], tmp_path: Path) -> None:
+    arrived = way(optimized(net(Odd(step_counter))), tmp_path)
+    assert list(programs(arrived)) == [""]
+    assert_same(three_steps(arrived), three_steps(net(Odd(step_counter))))
+
+
+def test_it_may_be_changed_as_it_is_called_and_not_replaced() -> None:
+    model, plain = net(Odd(step_counter)), net(Odd(step_counter))
+    result = optimized(model)
+    for each in (result, plain):
+        each.odd.calls = 5
+    assert_same(three_steps(result), three_steps(plain))
+    for each in (result, plain):
+        each.odd = nn.Tanh()
+    with pytest.warns(memrewrite.FallbackWarning, match="odd"):
+        assert_same(three_steps(result), three_steps(plain))
+
+
+def number(self: Any, x: Tensor) -> Any:
+    self.calls += 1
+    return {"hidden": [x * self.weight], "calls": self.calls}
+
+
+def test_one_that_gives_numbers_stays_between_regions() -> None:
+    result = optimized(net(Odd(number)))
+    assert len(programs(result)) > 1
+    assert any("assigns a new value to self.odd.calls" in note for note in result.report.notes)
+    assert_same(three_steps(result), three_steps(net(Odd(number))))
+
+
+def of(gradients: Any) -> Tensor:
+    return gradients[0]
+
+
+Hook = Callable[[nn.Module, list[Any]], Any]
+HOOKS: dict[str, Hook] = {
+    "forward": lambda m, seen: m.register_forward_hook(lambda m, a, o: seen.append(float(o.detach().sum()))),
+    "forward that changes the output": lambda m, seen: m.register_forward_hook(lambda m, a, o: o * 2),
+    "forward with keywords": lambda m, seen: m.register_forward_hook(lambda m, a, k, o: o + 1, with_kwargs=True),
+    "before, changing the input": lambda m, seen: m.register_forward_pre_hook(lambda m, a: (a[0] * 3,)),
+    "backward": lambda m, seen: m.register_full_backward_hook(lambda m, gi, go: seen.append(float(of(go).sum()))),
+    "backward that changes": lambda m, seen: m.register_full_backward_hook(lambda m, gi, go: (of(gi) * 2,)),
+    "before backward": lambda m, seen: m.register_full_backward_pre_hook(lambda m, go: (of(go) * 0.5,)),
+}
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+@pytest.mark.parametrize("layer", [nn.Tanh, nn.ReLU, lambda: nn.BatchNorm1d(WIDTH), lambda: nn.Dropout(0.3)])
+def test_hooks_fire_as_they_did(kind: str, layer: Callable[[], nn.Module]) -> None:
+    seen: tuple[list[Any], list[Any]] = ([], [])
+    models = [net(layer()) for _ in seen]
+    for model, each in zip(models, seen, strict=True):
+        HOOKS[kind](model.odd, each)
+    result = optimized(models[0])
+    assert list(programs(result)) == [""]
+    assert result.report.segments
+    for each in seen:
+        each.clear()
+    assert_same(three_steps(result), three_steps(models[1]))
+    assert seen[0] == seen[1]
+
+
+def test_a_relu_with_a_hook_may_write_its_input() -> None:
+    models = [net(nn.ReLU(inplace=True)) for _ in range(2)]
+    for model in models:
+        model.odd.register_forward_hook(lambda module, args, output: None)
+    result = optimized(models[0])
+    assert list(programs(result)) == [""]
+    assert_same(three_steps(result), three_steps(models[1]))
+
+
+def test_features_collected_by_hooks_on_every_activation() -> None:
+    features: list[Tensor] = []
+    layers = ([nn.Linear(WIDTH, WIDTH), nn.SiLU()] for _ in range(12))
+    model, plain = (nn.Sequential(*itertools.chain(*itertools.islice(layers, 6))) for _ in range(2))
+    plain.load_state_dict(model.state_dict())
+    for each in (model, plain):
+        for layer in list(each)[1::2]:
+            layer.register_forward_hook(lambda module, args, output: features.append(output))
+    result = optimized(model, budget=None)
+    found = []
+    for each in (result, plain):
+        features.clear()
+        each(batch())
+        loss = torch.stack([feature.square().mean() for feature in features]).sum()
+        found.append([*torch.autograd.grad(loss, [*each.parameters()]), *(f.detach() for f in features)])
+    assert len(found[0]) == 18
+    assert all(map(torch.equal, *found))
