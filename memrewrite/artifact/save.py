@@ -12,7 +12,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import CodeType, MethodType
+from types import CodeType
 from typing import Any
 
 import torch
@@ -26,10 +26,10 @@ from memrewrite.records.errors import InternalError, OutputError, UsageError
 from memrewrite.records.outcomes import Measured
 from memrewrite.records.report import Report
 from memrewrite.report.files import json_text
-from memrewrite.runtime.dropin import Program, base_of, graft, own, programs
+from memrewrite.runtime.dropin import Program, own, programs
 from memrewrite.runtime.likeness import describe
-from memrewrite.runtime.segment import OWN
 from memrewrite.version import __version__
+from memrewrite.workload.original import original_of
 
 Check = Callable[[Path], Report | None]
 
@@ -107,7 +107,7 @@ def _write_model(draft: Path, optimized: nn.Module, rewritten: dict[str, Program
     if any(constants.values()):
         saved = {path: {name: t.detach().cpu() for name, t in found.items()} for path, found in constants.items()}
         torch.save(saved, draft / manifest.CONSTANTS)
-    base = type(_original(optimized))
+    base = type(original_of(optimized))
     return {
         "memrewrite": __version__,
         "model": f"{base.__module__}.{base.__qualname__}",
@@ -170,7 +170,7 @@ def _compare(draft: Path, optimized: nn.Module, rewritten: dict[str, Program]) -
     known = set(sys.modules)
     module = import_artifact(draft)
     try:
-        applied = module.apply(_original(optimized))
+        applied = module.apply(original_of(optimized))
     finally:
         if module.__name__ not in known:
             del sys.modules[module.__name__]
@@ -180,20 +180,6 @@ def _compare(draft: Path, optimized: nn.Module, rewritten: dict[str, Program]) -
     mine, theirs = ([(n, b.dtype, b.shape) for n, b in m.named_buffers()] for m in (optimized, applied))
     if mine != theirs:
         raise InternalError("The artifact has other buffers than the model; please report it.")
-
-
-def _original(optimized: nn.Module) -> nn.Module:
-    """The model that ``optimized`` was made from, sharing everything with it."""
-    return graft(optimized, {path: _base(optimized.get_submodule(path)) for path in programs(optimized)})
-
-
-def _base(dropin: nn.Module) -> nn.Module:
-    original: nn.Module = object.__new__(base_of(dropin))
-    original.__dict__.update(vars(dropin))
-    replaced = vars(type(dropin))[OWN].replaced
-    if replaced is not None:
-        original.__dict__["forward"] = MethodType(replaced, original)
-    return original
 
 
 def _essence(program: Any) -> tuple[Any, ...]:

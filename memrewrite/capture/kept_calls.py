@@ -28,7 +28,7 @@ from memrewrite.simulate.fake.trials import Made, made_again
 from memrewrite.torch_internals.pytrees import TreeSpec, tree_flatten, tree_flatten_with_path, tree_leaves, tree_map
 from memrewrite.torch_internals.pytrees import tree_unflatten as unflatten
 from memrewrite.workload.hooks import without_hooks
-from memrewrite.workload.ranges import per_token, positions
+from memrewrite.workload.ranges import brought_to, per_token, positions
 from memrewrite.workload.step import Inputs
 
 _CALLS = "memrewrite_calls"  # of the class of a stand-in
@@ -221,22 +221,17 @@ def _other_sizes(model: nn.Module, inputs: Inputs, ranges: Sequence[Range], apar
         if id(leaf) not in made:
             dims = {dim for owner, dim in named if owner == id(leaf)}
             dims |= {*range(leaf.dim())} if per_token(leaf) else {0} if leaf.dim() and leaf.shape[0] == batch else set()
-            found = leaf.detach()
-            for dim in dims:
-                found = _resized(found, dim, apart)
-            made[id(leaf)] = found
+            sizes = {dim: _other(leaf.shape[dim], dim if apart else 0) for dim in dims}
+            made[id(leaf)] = brought_to(leaf, sizes)
         return made[id(leaf)]
 
     return Inputs(tree_map(other, inputs.args), tree_map(other, inputs.kwargs))
 
 
-def _resized(tensor: Tensor, dim: int, apart: bool) -> Tensor:
-    size, more = tensor.shape[dim], dim if apart else 0
-    if size < 2:
-        return tensor
-    if size // 2 + more < size and size > 3:
-        return tensor.narrow(dim, 0, size // 2 + more)
-    return torch.cat([tensor] + [tensor.narrow(dim, 0, 1)] * (1 + more), dim)
+def _other(size: int, more: int) -> int:
+    """About half a size, and so much more; something larger where that is none or the same."""
+    half = size // 2 + more
+    return size if size < 2 else half if 2 <= half < size else size + 1 + more
 
 
 class _StandIn:

@@ -18,6 +18,7 @@ from memrewrite.commands.requests import OptimizeRequest
 from memrewrite.measurement.measuring import Loader, measure_in_child
 from memrewrite.measurement.original import simulate_original
 from memrewrite.optimizing import run as optimizing
+from memrewrite.optimizing.by_size import by_size
 from memrewrite.optimizing.request import Request
 from memrewrite.records.errors import DoesNotFitError, UsageError
 from memrewrite.records.options import Budget, format_bytes
@@ -87,6 +88,9 @@ def _optimize(job: Job, budget: Budget | None, stage: Stages) -> Outcome:
     if request.advise and report.budget is not None:
         stage("advise")
         report = replace(report, options=_options(job, report, report.budget))
+    if request.report is not None or request.png is not None:
+        stage("sizes")
+        report = replace(report, by_size=by_size(optimized, report))
     changes = _changes(outcome) if request.diff else None
     timelines = _timelines(outcome) if request.snapshot else []
     report = _finish(job, optimized, report, stage)

@@ -1,5 +1,8 @@
 """Smaller inputs of the same kind: what a drop-in runs at any size is verified at more than one."""
 
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,10 +13,71 @@ from memrewrite.runtime.dropin import named_values
 from memrewrite.torch_internals.pytrees import tree_leaves, tree_map
 from memrewrite.workload.step import Inputs
 
+LEAST = 2
+"""The smallest that a size which varies may be."""
 # For the smallest and for one in between, what is tried until the program takes it: a share of the sizes that vary, and
 # so much more than the least.
 _SHARES = (((0.0, 0), (0.0, 1), (0.25, 0)), ((0.5, 0), (0.75, 0)))
 _MORE = range(16)  # where the user names ranges: forward may take only sizes that something divides
+
+
+@dataclass(frozen=True)
+class Place:
+    """A size that varies: of the tensor ``leaf``, which is (in) the input of that name, at ``dim``.
+
+    Those of the same ``symbol`` are the same in each call. It is to be ``least`` at least, if the user ``named`` that.
+    """
+
+    name: str
+    leaf: Tensor
+    dim: int
+    symbol: str
+    least: int = LEAST
+    named: bool = False
+
+    @property
+    def size(self) -> int:
+        """What it is in this call."""
+        return self.leaf.shape[self.dim]
+
+    def shortened(self, share: float, more: int) -> int:
+        """A share of it, or of what is above the least that the user named, but so much more than the least."""
+        if self.named:
+            return min(self.size, self.least + more + int(share * max(0, self.size - self.least)))
+        return min(self.size, max(LEAST + more, int(share * self.size)))
+
+
+def varying(rewritten: nn.Module, inputs: Inputs) -> list[Place]:
+    """All sizes of ``inputs`` that vary; none where only parts inside of the model are rewritten."""
+    program: Any = getattr(type(rewritten), "_memrewrite", None)
+    if program is None:
+        return []
+    values = named_values(program.names, inputs.args, inputs.kwargs) if program.names else (inputs.args, inputs.kwargs)
+    if values is None:  # the call fills other parameters
+        return []
+    named = zip(program.names, values, strict=True) if program.names else _unnamed(inputs)
+    leaves = zip(_names(named), tree_leaves(values), program.leaves, strict=True)
+    ranges = {symbol: max(LEAST, least) for symbol, (_, least, _) in program.ranges.items()}
+    return [
+        Place(name, leaf, dim, symbol, ranges.get(symbol, LEAST), symbol in ranges)
+        for name, leaf, spec in leaves
+        if isinstance(leaf, Tensor)
+        for dim, symbol in enumerate(spec[2])
+        if isinstance(symbol, str)
+    ]
+
+
+def _unnamed(inputs: Inputs) -> Iterator[tuple[str, Any]]:
+    """Arguments of a forward that does not name them."""
+    yield from ((f"input {number}", value) for number, value in enumerate(inputs.args, start=1))
+    yield from inputs.kwargs.items()
+
+
+def _names(named: Iterable[tuple[str, Any]]) -> Iterator[str]:
+    """What each leaf is called: as its parameter, with a number where that has several."""
+    for name, value in named:
+        count = len(tree_leaves(value))
+        yield from (name if count == 1 else f"{name} {number}" for number in range(1, count + 1))
 
 
 def smaller_inputs(rewritten: nn.Module, inputs: Inputs, *, named: bool = False) -> list[list[Inputs]]:
@@ -22,63 +86,44 @@ def smaller_inputs(rewritten: nn.Module, inputs: Inputs, *, named: bool = False)
     The smallest is the least of a range that the user named; with ``named``, the others stay as they are. None where no
     size varies, or only parts inside of the model are rewritten.
     """
-    program: Any = getattr(type(rewritten), "_memrewrite", None)
-    if program is None:
+    places = varying(rewritten, inputs)
+    if not any(place.size > place.least for place in places):
         return []
-    full = sizes_of(rewritten, inputs)
-    if not any(size > program.ranges.get(name, ("", 2, 0))[1] for name, size in full.items()):
-        return []
-    names = {id(leaf): _varying(shape) for leaf, shape in _shapes(program, inputs)}
+    program: Any = vars(type(rewritten))["_memrewrite"]
+    cut_at = [place for place in places if place.named or not named]
     kinds = []
     for shares in _SHARES:
         tried = [*((shares[0][0], more) for more in _MORE), *shares[1:]] if program.ranges else shares
-        cut = {name: size for name, size in full.items() if name in program.ranges or not named}
-        sizes = [
-            full | {n: _smaller(size, program.ranges.get(n), *share) for n, size in cut.items()} for share in tried
-        ]
-        kinds.append([_cut(inputs, names, each) for each in sizes if not program.ranges or program.fits(**each)])
+        sizes = [{place.symbol: place.shortened(*share) for place in cut_at} for share in tried]
+        full = {place.symbol: place.size for place in places}
+        fit = [each for each in sizes if not program.ranges or program.fits(**{**full, **each})]
+        kinds.append([cut(inputs, cut_at, each) for each in fit])
     return kinds
 
 
 def sizes_of(rewritten: nn.Module, inputs: Inputs) -> dict[str, int]:
     """The sizes of inputs that vary, by the names that the program of the whole model has for them."""
-    shapes = _shapes(vars(type(rewritten))["_memrewrite"], inputs)
-    return {name: leaf.shape[dim] for leaf, shape in shapes for dim, name in _varying(shape).items()}
+    return {place.symbol: place.size for place in varying(rewritten, inputs)}
 
 
-def _shapes(program: Any, inputs: Inputs) -> list[tuple[Tensor, tuple[int | str, ...]]]:
-    """The tensors among the inputs, and what the program says of their sizes."""
-    values = named_values(program.names, inputs.args, inputs.kwargs) if program.names else (inputs.args, inputs.kwargs)
-    specs = zip(tree_leaves(values), program.leaves, strict=True)
-    return [(leaf, spec[2]) for leaf, spec in specs if isinstance(leaf, Tensor)]
-
-
-def _varying(shape: tuple[int | str, ...]) -> dict[int, str]:
-    """The names of the sizes that vary, by dimension."""
-    return {dim: size for dim, size in enumerate(shape) if isinstance(size, str)}
-
-
-def _smaller(size: int, named: tuple[str, int, int] | None, share: float, more: int) -> int:
-    if named is None:
-        return min(size, max(2 + more, int(share * size)))
-    least = named[1]
-    return min(size, least + more + int(share * max(0, size - least)))
-
-
-def _cut(inputs: Inputs, names: dict[int, dict[int, str]], sizes: dict[str, int]) -> Inputs:
+def cut(inputs: Inputs, places: Iterable[Place], sizes: Mapping[str, int]) -> Inputs:
+    """The first elements at these places, as many as ``sizes`` says of their symbols."""
+    dims: dict[int, dict[int, int]] = defaultdict(dict)
+    for place in places:
+        dims[id(place.leaf)][place.dim] = sizes[place.symbol]
     parts: dict[int, Tensor] = {}  # one for each tensor, however often it is given
 
-    def cut(leaf: Any) -> Any:
-        if not names.get(id(leaf)):
+    def part_of(leaf: Any) -> Any:
+        if id(leaf) not in dims:
             return leaf
         if id(leaf) not in parts:
             part = leaf.detach()
-            for dim, name in names[id(leaf)].items():
-                part = part.narrow(dim, 0, sizes[name])
+            for dim, size in dims[id(leaf)].items():
+                part = part.narrow(dim, 0, size)
             parts[id(leaf)] = part.clone().requires_grad_(leaf.requires_grad)
         return parts[id(leaf)]
 
-    return Inputs(tree_map(cut, inputs.args), tree_map(cut, inputs.kwargs))
+    return Inputs(tree_map(part_of, inputs.args), tree_map(part_of, inputs.kwargs))
 
 
 def batch_of(inputs: Inputs) -> int | None:

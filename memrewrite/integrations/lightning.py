@@ -19,10 +19,12 @@ from torch import nn
 
 from memrewrite.api import optimize
 from memrewrite.integrations.calls import first_call
+from memrewrite.integrations.longest import Asked, largest_batch, planned_for
 from memrewrite.integrations.loops import LIGHTNING
 from memrewrite.records.attached import report_of
 from memrewrite.records.errors import UsageError
 from memrewrite.records.report import Report
+from memrewrite.state.random_state import preserved_rng
 
 _AMP = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
 
@@ -30,14 +32,16 @@ _AMP = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
 class Optimize(Callback):  # type: ignore[misc]  # Lightning is not there while types are checked
     """Puts a rewritten module in the place of the ``LightningModule``'s submodule at ``path``, and sets ``report``.
 
-    The step is the trainer's own: the first batch, on its device, as ``training_step`` passes it on to the submodule,
-    the optimizer, the precision and ``accumulate_grad_batches``, in Lightning's loop. ``options`` are those of
-    ``memrewrite.optimize``, and win. The loss is not known before it is computed: give ``loss_fn`` where it takes much
-    memory.
+    The step is the trainer's own: a batch, on its device, as ``training_step`` passes it on to the submodule, the
+    optimizer, the precision and ``accumulate_grad_batches``, in Lightning's loop. ``options`` are those of
+    ``memrewrite.optimize``, and win. The batch is the first one, but of texts (dictionaries with ``input_ids``) what
+    the loader's ``collate_fn`` makes of the longest, or of texts of ``longest`` tokens; the report says which. The loss
+    is not known before it is computed: give ``loss_fn`` where it takes much memory.
     """
 
-    def __init__(self, path: str, **options: Any) -> None:
+    def __init__(self, path: str, *, longest: int | None = None, **options: Any) -> None:
         self.path = path
+        self.longest = longest
         self.options = options
         self.report: Report | None = None
 
@@ -57,17 +61,38 @@ class Optimize(Callback):  # type: ignore[misc]  # Lightning is not there while 
         try:
             self.report = report_of(part)
         except UsageError:  # not rewritten in an earlier fit
-            result = self._optimize(trainer, part, lambda: pl_module.training_step(batch, batch_idx))
+            name = getattr(part, "main_input_name", "input_ids")
+            with preserved_rng(part.parameters()):
+                largest, why = self._largest(trainer, pl_module, name)
+            given = batch if largest is None else largest
+            result = self._optimize(trainer, part, lambda: pl_module.training_step(given, batch_idx), name, why)
             pl_module.set_submodule(self.path, result)
             self.report = report_of(result)
 
-    def _optimize(self, trainer: Trainer, part: nn.Module, training_step: Callable[[], object]) -> nn.Module:
+    def _largest(self, trainer: Trainer, pl_module: LightningModule, name: str) -> tuple[Any, str]:
+        """The largest batch of texts, as Lightning hands it on, None for the first batch; and in words what it is."""
+        loader = trainer.train_dataloader
+        count = getattr(loader, "batch_size", None)
+        if count is None:  # batches of the user's own making
+            return None, "the first batch"
+        chosen, why = largest_batch(loader.dataset, Asked(name, count, self.longest))
+        if chosen is None:
+            return None, why
+        batch = loader.collate_fn([chosen[position] for position in range(len(chosen))])
+        batch = pl_module.on_before_batch_transfer(trainer.precision_plugin.convert_input(batch), 0)
+        return trainer.strategy.batch_to_device(batch, dataloader_idx=0), why
+
+    def _optimize(
+        self, trainer: Trainer, part: nn.Module, training_step: Callable[[], object], name: str, why: str
+    ) -> nn.Module:
         with trainer.precision_plugin.train_step_context():
             call = first_call(part, training_step)
         step: dict[str, Any] = {"optimizer": self._optimizer(trainer), "amp": _AMP.get(trainer.precision)}
         step["micro_batches"] = trainer.accumulate_grad_batches
         step["loop"] = replace(LIGHTNING, scaler=step["amp"] == "fp16")
-        return optimize(part, call.args, example_kwargs=call.kwargs, **{**step, **self.options})
+        result = optimize(part, call.args, example_kwargs=call.kwargs, **{**step, **self.options})
+        planned_for(result, call, name, why)
+        return result
 
     def _submodule(self, pl_module: LightningModule) -> nn.Module:
         try:

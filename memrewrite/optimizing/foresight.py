@@ -1,37 +1,47 @@
 """What a step will take on inputs that a result meets while it trains, and that it was not planned on."""
 
 import warnings
+from dataclasses import dataclass
 
 from memrewrite.equivalence.sizes import sizes_of, smaller_inputs
 from memrewrite.process.thread import apart
 from memrewrite.records.options import Budget, short_bytes
-from memrewrite.runtime.promise import Call, FallbackWarning, Foresee
+from memrewrite.runtime.promise import Call, FallbackWarning
 from memrewrite.search.candidate import Candidate
 from memrewrite.simulate import simulate
+from memrewrite.simulate.fake.batch import Form, form_of
 from memrewrite.workload.step import Inputs, Step
 
 
-def foresight(step: Step, workspace: int, limit: Budget) -> Foresee:
-    """What tells, in bytes of the kind that ``limit`` bounds, what ``step`` takes of a result on other inputs.
+@dataclass(frozen=True)
+class Foresight:
+    """Tells, in bytes of the kind that ``limit`` bounds, what ``step`` takes of a result on other inputs.
 
     By simulation, which leaves the device alone: what operators take there while they run counts only where it is
-    known by their arguments. ``workspace`` are the bytes that libraries hold. None is told where the step's course
-    depends on values, and where its loss does not take the model's output.
+    known by their arguments. ``workspace`` are the bytes that libraries hold, ``planned`` are the inputs planned for,
+    without memory on a device.
     """
 
-    def foreseen(call: Call, original: bool) -> int | None:
+    step: Step
+    workspace: int
+    limit: Budget
+    planned: Form
+
+    def __call__(self, call: Call, original: bool = False) -> int | None:
+        """The peak of a step on the inputs of ``call``, where that runs the original forward or, by default, does not.
+
+        None where the step's course depends on values, and where its loss does not take the model's output.
+        """
         module, args, kwargs = call
         inputs = Inputs(args, kwargs)
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always", FallbackWarning)
             try:
-                found = apart(lambda: simulate(module, inputs, step, workspace_bytes=workspace, probe=False))
+                found = apart(lambda: simulate(module, inputs, self.step, workspace_bytes=self.workspace, probe=False))
             except Exception:  # whatever the user's loss says of an output of another size
                 return None
         fell_back = any(issubclass(each.category, FallbackWarning) for each in told)
-        return limit.of(found) if fell_back == original else None
-
-    return foreseen
+        return self.limit.of(found) if fell_back == original else None
 
 
 def held(candidate: Candidate, limit: Budget) -> Candidate:
@@ -43,10 +53,10 @@ def held(candidate: Candidate, limit: Budget) -> Candidate:
     if not any(region.region.captured.inputs.ranges for region in candidate.regions):
         return candidate
     bench, result, budget = candidate.bench, candidate.build(), candidate.regions[0].marks.budget
-    foresee = foresight(bench.step, bench.workspace, limit)
+    foresee = Foresight(bench.step, bench.workspace, limit, form_of(bench.inputs))
     known = dict.fromkeys(sizes_of(result, bench.inputs), 1)
     for kind in smaller_inputs(result, bench.inputs, named=True):
-        peaks = ((inputs, foresee((result, inputs.args, inputs.kwargs), False)) for inputs in kind)
+        peaks = ((inputs, foresee((result, inputs.args, inputs.kwargs))) for inputs in kind)
         inputs, peak = next(((inputs, peak) for inputs, peak in peaks if peak is not None), (None, 0))
         if inputs is None or peak is None:
             continue

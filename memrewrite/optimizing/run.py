@@ -9,13 +9,15 @@ from memrewrite.advice import infeasible
 from memrewrite.codegen.writer import generate
 from memrewrite.costs.profile import profile_on
 from memrewrite.measurement.original import blaming, simulate_original
-from memrewrite.optimizing.foresight import foresight, held
+from memrewrite.optimizing.by_size import when_written
+from memrewrite.optimizing.foresight import Foresight, held
 from memrewrite.optimizing.proof import prove
 from memrewrite.optimizing.request import Request
 from memrewrite.records.options import Budget
 from memrewrite.records.outcomes import Measured
 from memrewrite.records.report import Report
 from memrewrite.report.assembly import report_on
+from memrewrite.report.later import complete_by
 from memrewrite.runtime.dropin import own
 from memrewrite.search.bench import Bench
 from memrewrite.search.candidate import Candidate, CandidateRegion
@@ -25,6 +27,7 @@ from memrewrite.search.inplace import marked_inplace
 from memrewrite.search.planning import rewritten
 from memrewrite.search.regions import Regions, find
 from memrewrite.simulate import Timeline
+from memrewrite.simulate.fake.batch import form_of
 from memrewrite.workload.hooks import with_hooks_of, without_hooks
 from memrewrite.workload.sharding import bucket_notes
 from memrewrite.workload.step import device_of
@@ -84,8 +87,8 @@ def run(work: Workload, asked: Request, progress: Progress) -> Outcome:
     if limit is not None:
         candidate = held(candidate.promising(bound or limit.of(after), asked.strict), limit)
     result = candidate.build()
-    if limit is not None and (kept := own(result)) is not None:
-        kept.promise.foresee = foresight(bench.step, bench.workspace, limit)
+    if (kept := own(result)) is not None:
+        kept.promise.foresee = Foresight(bench.step, bench.workspace, limit or Budget(), form_of(bench.inputs))
     verdict = None
     if asked.verify:
         progress("verify")
@@ -93,6 +96,7 @@ def run(work: Workload, asked: Request, progress: Progress) -> Outcome:
             verdict = prove(candidate, result, asked.seed, asked.exact)
     report = report_on(candidate, result, limit, before, candidate.attributed(), verdict, measured)
     with_hooks_of(work.model, result)
+    complete_by(report, when_written(result))
     return Outcome(result, report, candidate, True)
 
 

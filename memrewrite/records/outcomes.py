@@ -98,6 +98,21 @@ class Curve:
 
 
 @dataclass(frozen=True)
+class PeaksBySize:
+    """The predicted peak of a step, in bytes of the kind that the budget bounds, against the size of what varies.
+
+    ``sizes`` has by what varies (``"input_ids, size 1"``) its sizes, from the smallest to the one planned for; those of
+    one place are of one step. ``original`` is None where the original takes no such inputs, or is not known there.
+    ``missing`` says why there are no figures, where there are none.
+    """
+
+    sizes: dict[str, tuple[int, ...]]
+    original: tuple[int | None, ...]
+    rewritten: tuple[int, ...]
+    missing: str = ""
+
+
+@dataclass(frozen=True)
 class ModuleBytes:
     """The activations one submodule made that are there as forward ends (in inference: at the peak), in bytes.
 

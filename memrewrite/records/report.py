@@ -6,7 +6,18 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from memrewrite.records.outcomes import Check, Curve, HabitCost, Measured, ModuleBytes, Option, Peaks, Segment, Share
+from memrewrite.records.outcomes import (
+    Check,
+    Curve,
+    HabitCost,
+    Measured,
+    ModuleBytes,
+    Option,
+    Peaks,
+    PeaksBySize,
+    Segment,
+    Share,
+)
 
 SCHEMA_VERSION = 1
 # What a report is shown and written by, named and not imported: all of it is made of what is here.
@@ -26,6 +37,7 @@ class Report:
     ``predicted_ms_before`` and ``predicted_ms_after`` are the step's time in ms as its operators' own times make it,
     None where these are not known (off CUDA, or where the model could not be captured whole).
     ``reserved`` says that ``budget`` is for what the allocator reserves, not for what is allocated.
+    ``by_size`` is None where it was not computed, as it takes seconds, and where no size varies.
     """
 
     model: str
@@ -56,6 +68,7 @@ class Report:
     options: tuple[Option, ...] = ()
     habits: tuple[HabitCost, ...] = ()
     reserved: bool = False
+    by_size: PeaksBySize | None = None
 
     @property
     def held(self) -> int:
@@ -98,6 +111,7 @@ class Report:
     def save(self, file: "str | os.PathLike[str]") -> None:
         """Write the report to ``file``, whole or not at all: a page (.html), a drawing (.png) or data (.json).
 
+        Page and drawing have the peaks ``by_size``, too, in the process that planned, as long as the result is there.
         Raises ``UsageError`` for another ending, where the file cannot be written, and for a drawing without matplotlib
         or of a report without curves.
         """

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from memrewrite.records.errors import UsageError
 from memrewrite.report import page, png
+from memrewrite.report.later import completed
 from memrewrite.report.writing import fill
 
 if TYPE_CHECKING:
@@ -15,8 +16,8 @@ if TYPE_CHECKING:
 def save(report: "Report", file: Path) -> None:
     """Write ``report`` as the ending of ``file`` says; raises ``UsageError`` for an ending other than those known."""
     makers = {
-        ".html": lambda: page.to_html(report).encode(),
-        ".png": lambda: png.to_png(report),
+        ".html": lambda: page.to_html(completed(report)).encode(),
+        ".png": lambda: png.to_png(completed(report)),
         ".json": lambda: json_text(report.to_json()).encode(),
     }
     make = makers.get(file.suffix.lower())

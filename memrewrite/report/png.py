@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from memrewrite.records.errors import UsageError
 from memrewrite.report.axes import phases, places, ticks
 from memrewrite.report.kinds import KINDS, layers
+from memrewrite.report.page.sizes import SizeChart, size_chart
 from memrewrite.report.text import change, module_name, operator_name, plain, short_bytes
 
 if TYPE_CHECKING:
@@ -41,8 +42,11 @@ def to_png(report: "Report") -> bytes:
     if not curves:
         raise UsageError("The report has no timeline to draw; optimize the model again.")
     axis = phases(list(curves.values()))
+    sizes = size_chart(report)
     top, marks = ticks(max(report.budget or 0, *(max(curve.totals) for curve in curves.values())))
-    figure = Figure(figsize=(_SIZE[0], _SIZE[1] * len(curves)), dpi=_DPI, layout="constrained")
+    heights = [_SIZE[1] * len(curves), *([_SIZE[1]] if sizes else [])]
+    whole = Figure(figsize=(_SIZE[0], sum(heights)), dpi=_DPI, layout="constrained")
+    figure, *below = whole.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
     panels = figure.subplots(len(curves), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
     for panel, (name, curve) in zip(panels, curves.items(), strict=True):
         _draw(panel, curve, axis)
@@ -52,15 +56,17 @@ def to_png(report: "Report") -> bytes:
     panels[0].set_yticklabels([mark.text for mark in marks])
     for panel in panels:
         _frame(panel, axis)
-    figure.suptitle(_title(report), x=0.01, ha="left", fontsize=13, fontweight="bold", color=_INK, parse_math=False)
+    whole.suptitle(_title(report), x=0.01, ha="left", fontsize=13, fontweight="bold", color=_INK, parse_math=False)
     bands = {label: band for panel in panels for band, label in zip(*panel.get_legend_handles_labels(), strict=True)}
     shown = [kind.label for kind in reversed(KINDS) if kind.label in bands]
     handles = [bands[label] for label in shown]
     figure.legend(handles, shown, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    if sizes:
+        _by_size(below[0].subplots(), report, sizes)
     buffer = io.BytesIO()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph", category=UserWarning)  # names in any script
-        figure.savefig(buffer, format="png")
+        whole.savefig(buffer, format="png")
     return buffer.getvalue()
 
 
@@ -107,13 +113,36 @@ def _budget(panel: Any, budget: int | None) -> None:
     )
 
 
+def _by_size(panel: Any, report: "Report", sizes: SizeChart) -> None:
+    """Peaks against the size of what varies, on axes of their own."""
+    for line, color in zip(sizes.lines, (_SOFT, KINDS[4].light), strict=True):
+        points = [(dot.left / 100 * sizes.planned, dot.bottom / 100) for dot in line.dots]
+        panel.plot(*zip(*points, strict=True), marker="o", markersize=5, color=color, label=line.name, clip_on=False)
+    if sizes.budget:
+        panel.axhline(sizes.budget.at, color=_BUDGET, linewidth=1.6, linestyle=(0, (5, 3)))
+        text, style = f"budget {sizes.budget.text}", {"color": _BUDGET, "fontsize": 9, "va": "bottom"}
+        panel.annotate(text, (0, sizes.budget.at), xytext=(4, 4), textcoords="offset points", **style)
+    panel.set(xlim=(0, sizes.planned), ylim=(0, 1), xticks=[mark.at * sizes.planned for mark in sizes.marks])
+    panel.set_yticks([mark.at for mark in sizes.ticks], [mark.text for mark in sizes.ticks])
+    kind = "reserved" if report.reserved else "peak"
+    panel.set_xlabel(plain(sizes.axis), color=_SOFT, fontsize=9, parse_math=False)
+    panel.set_title(f"predicted {kind} at smaller sizes", loc="left", fontsize=10, color=_INK)
+    panel.legend(frameon=False, fontsize=9, loc="lower right")
+    _lines(panel)
+
+
 def _frame(panel: Any, axis: "Sequence[Phase]") -> None:
+    _lines(panel)
+    panel.set_xticks([(phase.start + phase.end) / 2 for phase in axis])
+    panel.set_xticklabels(["optimizer" if phase.name == "step" else phase.name for phase in axis])
+    for _, phase in pairwise(axis):
+        panel.axvline(phase.start, color=_SOFT, linewidth=0.7, linestyle=(0, (2, 3)))
+
+
+def _lines(panel: Any) -> None:
+    """What frames every panel."""
     panel.spines[["top", "right", "left"]].set_visible(False)
     panel.spines["bottom"].set_color(_SOFT)
     panel.grid(axis="y", color=_LINE, linewidth=0.7)
     panel.set_axisbelow(True)
     panel.tick_params(length=0, colors=_SOFT, labelsize=9)
-    panel.set_xticks([(phase.start + phase.end) / 2 for phase in axis])
-    panel.set_xticklabels(["optimizer" if phase.name == "step" else phase.name for phase in axis])
-    for _, phase in pairwise(axis):
-        panel.axvline(phase.start, color=_SOFT, linewidth=0.7, linestyle=(0, (2, 3)))

@@ -61,6 +61,7 @@ def _parts(report: Report, verbose: bool, written: Path | None, fits: bool) -> I
     if report.budget is not None:
         yield _budget(report)
         yield from _advice(report)
+    yield from _by_size(report)
     for note in report.notes:
         yield _text(f"Note: {note}")
     hint = " (give -o DIR to save the rewritten model)" if report.changed else ""
@@ -92,6 +93,23 @@ def habit_costs(habits: Iterable[HabitCost], loop: str) -> Iterator[RenderableTy
     costs = ", ".join(f"{habit.words} {format_bytes(habit.bytes)}" for habit in habits)
     if costs:
         yield _text(f"Of the predicted peak, the loop ({loop}) takes: {costs}")
+
+
+def _by_size(report: Report) -> Iterator[RenderableType]:
+    """The predicted peaks where what varies is smaller than planned for, if they are known."""
+    found = report.by_size
+    if found is None:
+        return
+    if found.missing:
+        yield _text(found.missing)
+        return
+    yield Text(f"\nPredicted {'reserved' if report.reserved else 'peak'} by size:")
+    rows = table(*found.sizes, "original", "rewritten", "change")
+    for *at, before, after in zip(*found.sizes.values(), found.original, found.rewritten, strict=True):
+        known = "not known" if before is None else format_bytes(before)
+        rows.add_row(*map(str, at), known, format_bytes(after or 0), change(before, after))
+    yield rows
+    yield Text()
 
 
 def _times(before: float | None, after: float | None, missing_before: str, missing_after: str) -> tuple[str, str, str]:

@@ -141,7 +141,8 @@ class Guards:
                 own += [] if name in _OF_EVERY_MODULE else [name]
             elif not any(name in table for table in tables):
                 self._members[kind, name] = None
-                self._absent.setdefault(path, []).append(name)
+                if path or name != "forward":  # one put around the drop-in's own, as accelerate does, calls that
+                    self._absent.setdefault(path, []).append(name)
         self._note_attributes(path, attributes, own)
 
     def _note_object(self, label: str, owner: Any, names: Iterable[str]) -> None:

@@ -1,5 +1,7 @@
 """A model without the hooks of its own, which are not called while it is optimized and work on the result as before."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -12,6 +14,17 @@ def without_hooks(model: nn.Module) -> nn.Module:
     vars(result).update({k: v for k, v in vars(model).items() if k != "_compiled_call_impl"})  # that one calls model
     vars(result).update({name: type(hooks)() for name, hooks in _call_hooks(model).items()})
     return result
+
+
+@contextmanager
+def hooks_off(module: nn.Module) -> Iterator[None]:
+    """Let no hook registered on ``module`` itself be called; for a drop-in, of which there is no copy to call."""
+    hooks = _call_hooks(module)
+    vars(module).update({name: type(found)() for name, found in hooks.items()})
+    try:
+        yield
+    finally:
+        vars(module).update(hooks)
 
 
 def with_hooks_of(model: nn.Module, result: nn.Module) -> None:

@@ -36,7 +36,7 @@ def enlarged(model: nn.Module, inputs: Inputs, ranges: Sequence[Range]) -> tuple
     for each in everything:
         wanted = sizes[id(named[each.name])]  # a tensor may have several names
         wanted[each.dim] = max(each.most, wanted.get(each.dim, 0))
-    resized = {id(tensor): _resized(tensor, sizes[id(tensor)]) for tensor in named.values()}
+    resized = {id(tensor): brought_to(tensor, sizes[id(tensor)]) for tensor in named.values()}
     return Inputs(*tree_unflatten([resized.get(id(leaf), leaf) for leaf in leaves], tree)), everything
 
 
@@ -88,7 +88,7 @@ def per_token(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.dim() > 1 and not (leaf.is_floating_point() or leaf.is_complex())
 
 
-def _resized(tensor: Tensor, sizes: Mapping[int, int]) -> Tensor:
+def brought_to(tensor: Tensor, sizes: Mapping[int, int]) -> Tensor:
     """The tensor with its values repeated or cut along some dimensions, in memory as before: channels-last, say."""
     if all(tensor.shape[dim] == size for dim, size in sizes.items()):
         return tensor

@@ -10,6 +10,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from memrewrite import cli
+from memrewrite.records.outcomes import PeaksBySize
 from memrewrite.records.report import Report
 from memrewrite.report.files import json_text
 from memrewrite.report.read import report_from
@@ -30,6 +31,8 @@ REPORTS = {
     "everything": full_report(),
     "nothing measured": replace(full_report(), measured_before=None, measured_after=None),
     "nothing verified": replace(full_report(), equivalent=None, checks=()),
+    "no size": replace(full_report(), by_size=None),
+    "no peaks by size": replace(full_report(), by_size=PeaksBySize({}, (), (), "why")),
     "no budget, no curves": replace(full_report(), budget=None, curve_before=None, curve_after=None, versions=None),
 }
 
@@ -68,6 +71,7 @@ def damaged() -> dict[str, dict[str, Any]]:
     wrong("two words for three", "rewrites", 0, value=["swish", "act"])
     wrong("new field", "surprise", value=1)
     wrong("new field inside", "checks", 0, "surprise", value=1)
+    wrong("one size", "by_size", "sizes", value={"x, size 0": [8]})
     wrong("half a curve", "curve_after", "moments", value=[])
     for name in full_report().to_json():
         found[f"without {name}"] = plain_data(full_report())

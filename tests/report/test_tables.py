@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from memrewrite.records.outcomes import Measured, Option, Peaks, Segment, Share
+from memrewrite.records.outcomes import Measured, Option, Peaks, PeaksBySize, Segment, Share
 from memrewrite.records.report import Report
 from memrewrite.report.tables import WIDTH, over_budget, show
 from memrewrite.report.text import plain
@@ -26,6 +26,9 @@ FULL = replace(
     measured_before=OLD,
     measured_after=NEW,
     notes=("a note",),
+    by_size=PeaksBySize(
+        {"input_ids, size 1": (2, 512, 1024)}, (None, 6 * 10**9, 10 * 10**9), (2 * 10**9, 4 * 10**9, 6 * 10**9)
+    ),
 )
 
 
@@ -52,6 +55,7 @@ def squeeze(text: str) -> str:
         "Equivalence: bit-equal",
         "Budget: the measured peak fits with 1.00 GB (0.93 GiB) to spare",
         "Note: a note",
+        "input_ids, size 1 original rewritten change 2 not known 2.00 GB (1.86 GiB) 512 6.00 GB",
         "Written: nothing",
     ],
 )

@@ -652,6 +652,29 @@ def test_a_method_that_was_put_on_the_object_is_its_forward(tmp_path: Path) -> N
             assert torch.equal(twin(image(8), scale=3.0), model(image(8), scale=3.0))
 
 
+class Inspecting(nn.Module):
+    """Asks for its own forward, as decorators of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = conv_net()
+
+    def forward(self, image: Tensor) -> Tensor:
+        found: Tensor = self.inner(image)
+        return found * len(inspect.signature(self.forward).parameters)
+
+
+def test_a_wrapper_put_around_its_forward_afterwards_runs_it() -> None:
+    """As accelerate converts outputs under mixed precision."""
+    model = Inspecting()
+    result = optimized(model, image(8))
+    inner = result.forward
+    result.forward = lambda image: inner(image).double()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(result(image(8)), model(image(8)).double())
+
+
 class Gate(nn.Module):
     """``relu`` may write over ``h`` unless something keeps ``h`` for a gradient, which depends on the call."""
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from memrewrite.records.outcomes import Check, Curve, Measured, ModuleBytes, Peaks, Segment, Share
+from memrewrite.records.outcomes import Check, Curve, Measured, ModuleBytes, Peaks, PeaksBySize, Segment, Share
 from memrewrite.records.report import Report
 
 PHASES = (("data", 80_000_000), ("forward", 300_000_000), ("loss", 300_000_000), ("backward", 120_000_000))
@@ -67,6 +67,11 @@ def full_report() -> Report:
         curve_after=curve(30_000_000),
         modules=(ModuleBytes("blocks.1", 300_000_000, 100_000_000), ModuleBytes(None, 512, 512)),
         command_line="memrewrite optimize model.py --budget 400MB",
+        by_size=PeaksBySize(
+            {"input_ids, size 1": (2, 512, 1024, 2048)},
+            (None, 240_000_000, 360_000_000, 600_000_000),
+            (110_000_000, 160_000_000, 230_000_000, 360_000_000),
+        ),
     )
 
 

@@ -14,6 +14,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from memrewrite.report.kinds import KINDS
 from memrewrite.report.page import rows
 from memrewrite.report.page.chart import chart
+from memrewrite.report.page.sizes import size_chart
 from memrewrite.report.text import plain, short_bytes
 
 if TYPE_CHECKING:
@@ -26,7 +27,8 @@ def to_html(report: "Report") -> str:
     script, _, _ = environment.loader.get_source(environment, "hover.js")  # type: ignore[union-attr]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     page = environment.get_template("page.html")
-    return page.render(report=report, chart=chart(report), rows=rows, kinds=KINDS, script=script, digest=digest) + "\n"
+    drawn = {"chart": chart(report), "sizes": size_chart(report)}
+    return page.render(report=report, rows=rows, kinds=KINDS, script=script, digest=digest, **drawn) + "\n"
 
 
 @cache

@@ -215,6 +215,11 @@ def proofs(checks: "Iterable[Check]") -> list[Proof]:
     return [Proof(_GROUPS.get(c.group, c.group), c.count, c.passed, _words(c)) for c in checks]
 
 
+def notes(report: "Report") -> list[str]:
+    """What else is to be said, with why peaks by size were looked for and are not drawn."""
+    return [*report.notes, *([report.by_size.missing] if report.by_size and report.by_size.missing else [])]
+
+
 def environment(report: "Report") -> list[tuple[str, str]]:
     """What the figures hold for: device, versions, the step and the command."""
     measured = report.measured_after or report.measured_before

@@ -1,5 +1,6 @@
-"""The inputs of a step with another batch size, for simulating it: no memory is needed for them."""
+"""The inputs of a step, also with another batch size, for simulating it: no memory is needed for them."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,6 +33,43 @@ def at_batch(inputs: Inputs, batch_size: int) -> Inputs:
         return resized.requires_grad_(leaf.requires_grad)
 
     return Inputs(tree_map(without_memory, inputs.args), tree_map(without_memory, inputs.kwargs))
+
+
+@dataclass(frozen=True)
+class Form:
+    """Inputs that take no memory on a device: ``inputs`` lie on none, or on the CPU where their values may matter.
+
+    ``devices`` says of each of their tensors where it belongs.
+    """
+
+    inputs: Inputs
+    devices: tuple[torch.device, ...]
+
+    def placed(self, inputs: Inputs) -> Inputs:
+        """``inputs`` that were made of these, on their devices where they have values."""
+        pairs = zip(inputs.tensors(), self.devices, strict=True)
+        there = {id(leaf): leaf if leaf.is_meta else leaf.to(device) for leaf, device in pairs}
+        return Inputs(*tree_map(lambda leaf: there.get(id(leaf), leaf), (inputs.args, inputs.kwargs)))
+
+
+def form_of(inputs: Inputs) -> Form:
+    """What is left of inputs, for simulating, when they themselves are gone: the values of small whole numbers."""
+    known: dict[int, Tensor] = {}  # one for each tensor, however often it is given
+
+    def form(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if id(leaf) not in known:
+            values = leaf.numel() <= LIMIT and not (leaf.is_floating_point() or leaf.is_complex())
+            known[id(leaf)] = (
+                leaf.detach().to("cpu", copy=True)
+                if values or leaf.layout is not torch.strided
+                else torch.empty_like(leaf, device="meta").requires_grad_(leaf.requires_grad)
+            )
+        return known[id(leaf)]
+
+    formed = Inputs(*tree_map(form, (inputs.args, inputs.kwargs)))
+    return Form(formed, tuple(leaf.device for leaf in inputs.tensors()))
 
 
 def part_of(inputs: Inputs, share: float) -> Inputs:

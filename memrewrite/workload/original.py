@@ -1,0 +1,22 @@
+"""The model that a rewritten one was made from, as long as only the rewritten one is there."""
+
+from types import MethodType
+
+from torch import nn
+
+from memrewrite.runtime.dropin import base_of, graft, programs
+from memrewrite.runtime.segment import OWN
+
+
+def original_of(optimized: nn.Module) -> nn.Module:
+    """The model that ``optimized`` was made from, sharing everything with it."""
+    return graft(optimized, {path: _base(optimized.get_submodule(path)) for path in programs(optimized)})
+
+
+def _base(dropin: nn.Module) -> nn.Module:
+    original: nn.Module = object.__new__(base_of(dropin))
+    original.__dict__.update({name: value for name, value in vars(dropin).items() if name != "forward"})  # around ours
+    replaced = vars(type(dropin))[OWN].replaced
+    if replaced is not None:
+        original.__dict__["forward"] = MethodType(replaced, original)
+    return original
