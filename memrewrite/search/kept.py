@@ -6,6 +6,7 @@
 The smaller they are, the more is left to plan: of what cannot be captured, these are the innermost.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 
 from torch import nn
@@ -30,7 +31,22 @@ def _of_hooks(path: str, module: nn.Module) -> str:
     except CaptureError as error:  # which says what to use instead
         return str(error)
     kinds = [kind.strip("_").replace("_", " ") for kind in HOOKS if vars(module)[kind]]
-    return f"{path} ({type(module).__name__}) has {' and '.join(kinds)}." if kinds else ""
+    return f"it has {' and '.join(kinds)}." if kinds else ""
+
+
+def told(model: nn.Module, odd: Mapping[str, str]) -> list[str]:
+    """A sentence for each reason, of all submodules of a class that stay calls for it."""
+    alike: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for path, why in odd.items():
+        alike[type(model.get_submodule(path)).__name__, why].append(path)
+    return [
+        f"{paths[0]} ({kind}){_stays(len(paths) - 1)} that the model makes: {why}"
+        for (kind, why), paths in alike.items()
+    ]
+
+
+def _stays(more: int) -> str:
+    return f" and {more} more stay calls" if more else " stays a call"
 
 
 def innermost(
@@ -39,8 +55,15 @@ def innermost(
     """The submodules because of which the ``failing`` ones cannot be captured, none inside another, and why.
 
     ``regions`` are those that can be. What has one inside is not among them, as it would be lost there. ``refusal``
-    tells of a submodule without submodules.
+    tells of a submodule without submodules; it is asked once of a class.
     """
+    of_class: dict[type, str] = {}
+
+    def why_not(name: str, leaf: nn.Module) -> str:
+        if type(leaf) not in of_class:
+            of_class[type(leaf)] = refusal(name, leaf)
+        return of_class[type(leaf)]
+
     found: dict[str, str] = {}
     for path, why in failing.items():
         elsewhere = [other for other in (*failing, *regions) if other != path and _is_below(other, path)]
@@ -48,7 +71,7 @@ def innermost(
             (f"{path}.{name}".lstrip("."), leaf) for name, leaf in model.get_submodule(path).named_modules() if name
         )
         leaves = [(name, leaf) for name, leaf in named if not any(_is_below(name, other) for other in elsewhere)]
-        asked = {name: refusal(name, leaf) for name, leaf in leaves if _is_leaf(leaf) and _is_own(leaf)}
+        asked = {name: why_not(name, leaf) for name, leaf in leaves if _is_leaf(leaf) and _is_own(leaf)}
         blamed = {name: said for name, said in asked.items() if said}
         found |= blamed or ({path: why} if path and not elsewhere else {})
     return found

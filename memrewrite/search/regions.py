@@ -31,7 +31,7 @@ from memrewrite.records.ranges import Range
 from memrewrite.records.tensor_like import TensorLike
 from memrewrite.rewriting.invariants import writes_what_is_kept
 from memrewrite.runtime.dropin import build, program_from
-from memrewrite.search.kept import hooked, innermost
+from memrewrite.search.kept import hooked, innermost, told
 from memrewrite.search.repeats import note_what_repeats
 from memrewrite.simulate.fake.fakes import on_fakes, tensors_of
 from memrewrite.state.random_state import preserved_rng
@@ -112,8 +112,7 @@ def _whole(model: nn.Module, inputs: Inputs, step: Step, odd: Mapping[str, str],
             lambda grad: watch_calls(model, inputs, [*odd], lambda given: _forward(model, given, step, grad), ranges)
         )
     captured = _captured(model, inputs, step, kept, ranges)
-    notes = [f"{path} stays a call that the model makes: {why}" for path, why in odd.items()]
-    return Regions((Region("", model, captured, lambda: inputs),), (*notes, *captured.notes))
+    return Regions((Region("", model, captured, lambda: inputs),), (*told(model, odd), *captured.notes))
 
 
 def _refusal(calls: Mapping[nn.Module, Sequence["_Call"]], step: Step, path: str, module: nn.Module) -> str:

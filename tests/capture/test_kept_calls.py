@@ -168,7 +168,7 @@ def test_it_is_a_call_in_one_plan_for_the_whole_model(function: Callable[[Any, T
     assert list(programs(result)) == [""]
     assert "self.odd(" in programs(result)[""].source
     assert result.report.segments
-    assert any(note.startswith("odd stays a call that the model makes") for note in result.report.notes)
+    assert any(note.startswith("odd (Odd) stays a call that the model makes: ") for note in result.report.notes)
     assert_same(three_steps(result), three_steps(model))
 
 

@@ -20,6 +20,7 @@ from memrewrite.runtime.dropin import empty_like, own, prepare
 from memrewrite.simulate.fake.constant_values import known_values
 from memrewrite.simulate.fake.stand_ins import functions_on_fakes
 from memrewrite.state import containers
+from memrewrite.state.attributes import OPAQUE
 from memrewrite.targets.eager import EAGER, Target
 from memrewrite.torch_internals.dispatch_modes import Recall
 from memrewrite.torch_internals.fake_tensors import FakeTensor, FakeTensorMode, real_rules_on_fake_tensors
@@ -135,7 +136,7 @@ class _Copier:
         if known is not None:
             return known
         if isinstance(value, Tensor):
-            return self._remember(value, self._convert(value))
+            return self._tensor(value)
         if isinstance(value, nn.Module):
             return self._object(value)
         if containers.is_container(value):
@@ -147,6 +148,14 @@ class _Copier:
         if is_dataclass(value) and hasattr(value, "__dict__"):
             return self._object(value)
         return self._reference(value)
+
+    def _tensor(self, value: Tensor) -> Tensor:
+        """A parameter keeps what libraries put on it, such as the scales of 4-bit weights."""
+        copied: Tensor = self._remember(value, self._convert(value))
+        for name, item in vars(value).items() if isinstance(value, nn.Parameter) else ():
+            held = _holds_tensors(item) and id(item) not in self._memo
+            vars(copied).setdefault(name, self._object(item) if held else self.copy(item))
+        return copied
 
     def _object(self, value: Any) -> Any:
         kept = own(value) if isinstance(value, nn.Module) else None
@@ -190,6 +199,12 @@ class _Copier:
         self._memo[id(value)] = copied
         self._originals.append(value)
         return copied
+
+
+def _holds_tensors(value: Any) -> bool:
+    """Whether this is a plain object with tensors as attributes."""
+    plain = hasattr(value, "__dict__") and not isinstance(value, (*OPAQUE, dict))
+    return plain and any(isinstance(each, Tensor) for each in vars(value).values())
 
 
 class _Finder(_Copier):
