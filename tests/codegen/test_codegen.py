@@ -335,8 +335,8 @@ def test_an_unknown_function_is_refused_by_name() -> None:
 def test_a_node_of_another_kind_is_refused_by_name() -> None:
     captured = captured_by_hand(lambda graph, a: graph.call_function(torch.sin, (a,)), "a")
     (node,) = captured.graph_module.graph.find_nodes(op="call_function", target=torch.sin)
-    node.op, node.target, node.name = "call_module", "inner", "inner"
-    with pytest.raises(CaptureError, match=r"The graph has a call_module node \(inner\)"):
+    node.op, node.target, node.name = "placeholder_of_a_kind", "inner", "inner"
+    with pytest.raises(CaptureError, match=r"The graph has a placeholder_of_a_kind node \(inner\)"):
         generate(captured)
 
 
