@@ -25,8 +25,14 @@ from memrewrite.records.tensor_like import TensorLike
 from memrewrite.simulate.fake.as_seen import like_seen, note_seen
 from memrewrite.simulate.fake.stand_ins import numbers_of_rows, varied
 from memrewrite.simulate.fake.trials import Made, made_again
-from memrewrite.torch_internals.pytrees import TreeSpec, tree_flatten, tree_flatten_with_path, tree_leaves, tree_map
-from memrewrite.torch_internals.pytrees import tree_unflatten as unflatten
+from memrewrite.torch_internals.pytrees import (
+    TreeSpec,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+)
 from memrewrite.workload.hooks import without_hooks
 from memrewrite.workload.ranges import brought_to, per_token, positions
 from memrewrite.workload.step import Inputs
@@ -86,7 +92,7 @@ class _Kept(Traced):
 
     def returned(self, tensors: Iterator[Tensor]) -> Any:
         leaves = [next(tensors) if isinstance(leaf, TensorLike) else leaf for leaf in self._first.leaves]
-        return unflatten(leaves, self._first.tree)
+        return tree_unflatten(leaves, self._first.tree)
 
     def node(self, graph: fx.Graph, tensors: Sequence[Any], sizes: Sequence[Any]) -> fx.Node:
         args, kwargs = self.args(tensors, sizes)

@@ -28,10 +28,8 @@ def on_fakes_or_seen(node: fx.Node, run: Callable[[], Any], given: Any) -> Any:
     """What the call at ``node`` gives for ``given``: what ``run`` does, or fake tensors like those that were seen."""
     try:
         return run()
-    except FAKE_TENSOR_ERRORS:
-        pass
     except Exception as error:
-        if not needs_data(str(node.target), error):
+        if not isinstance(error, FAKE_TENSOR_ERRORS) and not needs_data(str(node.target), error):
             raise
     leaves, tree = node.meta[_SEEN]
     return like_seen(given, leaves, tree, node.meta.get(_KEPT, 0))
