@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import weight_norm
 
 from memrewrite.records.errors import CaptureError, UsageError
 from memrewrite.records.loop import Loop
@@ -275,6 +276,23 @@ def test_twin_is_fake_everywhere_and_tied_alike() -> None:
     assert twin.non_leaf.is_leaf
     assert list(dict(twin.named_parameters())) == list(dict(module.named_parameters()))
     assert not any(isinstance(tensor, FakeTensor) for tensor in tensors_of(module))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")
+def test_no_peak_waits_for_the_garbage_collector() -> None:
+    """The old weight of a normed layer, which the first forward replaces, is gone then."""
+
+    def collect(*_: Any) -> None:
+        gc.collect()
+
+    model, inputs = nn.Sequential(weight_norm(nn.Linear(64, 64)), nn.Linear(64, 8)), Inputs((torch.ones(4, 64),), {})
+    gc.disable()
+    try:
+        peak = simulate(model, inputs, Step()).peak
+        model.register_forward_hook(collect)
+        assert peak == simulate(model, inputs, Step()).peak
+    finally:
+        gc.enable()
 
 
 class Keyed(nn.Module):

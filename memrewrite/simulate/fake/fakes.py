@@ -211,12 +211,14 @@ class _Finder(_Copier):
     """Goes where a copier goes and copies nothing: ``found`` are the tensors it meets, each once."""
 
     def __init__(self) -> None:
-        super().__init__(self._keep)
-        self.found: list[Tensor] = []
+        found: list[Tensor] = []  # not self: a cycle would keep the tensors alive until it is collected
 
-    def _keep(self, tensor: Tensor) -> Tensor:
-        self.found.append(tensor)
-        return tensor
+        def keep(tensor: Tensor) -> Tensor:
+            found.append(tensor)
+            return tensor
+
+        super().__init__(keep)
+        self.found = found
 
     def _object(self, value: Any) -> Any:
         self._remember(value, value)
