@@ -16,9 +16,10 @@ from memrewrite.capture import dynamo, exported, hazards, identity
 from memrewrite.capture.at_sight import refuse_weight_hooks
 from memrewrite.capture.captured import Captured, InputSpec, TensorSpec
 from memrewrite.capture.kept_calls import KeptCalls, standing_in, watch_calls
-from memrewrite.capture.normal import bind
+from memrewrite.capture.normal import bind, leaf_tensors
 from memrewrite.records.errors import CaptureError
 from memrewrite.records.ranges import Range
+from memrewrite.runtime.dropin import gradients_now
 from memrewrite.state.attributes import preserved
 from memrewrite.torch_internals.fake_tensors import real_rules_on_fake_tensors
 from memrewrite.torch_internals.pytrees import tree_leaves
@@ -66,7 +67,8 @@ def capture(
         if findings.asks and front_end != "dynamo" and not findings.export_loses:
             # Not told that it is traced, it does what it always does; nothing else is as good, but it may not work.
             with suppress(Exception), tracing_untold():
-                return _with(findings, pairs, exported.capture(model, inputs, findings.functions, ranges))
+                found = exported.capture(model, inputs, findings.functions, ranges)
+                return _with(findings, pairs, model, inputs, found)
         names = [front_end] if front_end else ["export"] if ranges or kept else [*FRONT_ENDS]
         return _by_front_ends(names, model, inputs, findings, pairs, ranges)
 
@@ -96,7 +98,7 @@ def _by_front_ends(
             said.append(f"{name}: {_first_line(error)}")
         else:
             told = (_TOLD.format(findings.asks),) if findings.asks else ()
-            return _with(findings, pairs, captured, *told)
+            return _with(findings, pairs, model, inputs, captured, *told)
     asked = f" with {', '.join(str(each) for each in ranges if not each.implied)}" if ranges else ""
     raise CaptureError(
         f"{type(model).__name__} cannot be captured as one graph{asked} ({'; '.join(said)}). Control flow that depends "
@@ -104,7 +106,14 @@ def _by_front_ends(
     )
 
 
-def _with(findings: hazards.Findings, shared: tuple[tuple[int, int], ...], captured: Captured, *told: str) -> Captured:
+def _with(
+    findings: hazards.Findings,
+    shared: tuple[tuple[int, int], ...],
+    model: nn.Module,
+    inputs: Inputs,
+    captured: Captured,
+    *told: str,
+) -> Captured:
     return replace(
         captured,
         inputs=replace(captured.inputs, shared=shared),
@@ -114,6 +123,7 @@ def _with(findings: hazards.Findings, shared: tuple[tuple[int, int], ...], captu
         autocast=findings.autocast,
         reads=findings.reads,
         looks=findings.looks,
+        gradients=gradients_now(model, leaf_tensors(model, inputs)) if findings.gradients else None,
     )
 
 

@@ -20,11 +20,13 @@ def autocast_asked() -> Iterator[list[str]]:
     asked: list[str] = []
     with ExitStack() as stack:
         for name in _QUESTIONS:
-            stack.enter_context(mock.patch.object(torch, name, _noting(getattr(torch, name), asked)))
+            stack.enter_context(mock.patch.object(torch, name, noting(getattr(torch, name), asked)))
         yield asked
 
 
-def _noting(question: Callable[..., Any], asked: list[str]) -> Callable[..., Any]:
+def noting(question: Callable[..., Any], asked: list[str]) -> Callable[..., Any]:
+    """The same question, which notes the modules, but PyTorch's own, that ask it."""
+
     def answer(*args: Any) -> Any:
         asking = str(sys._getframe(1).f_globals.get("__name__"))
         if asking.partition(".")[0] not in _OURS:

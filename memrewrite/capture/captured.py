@@ -69,7 +69,8 @@ class Captured:
     their bits may differ. ``checkpoints`` says that forward calls ``torch.utils.checkpoint``, which the graph does not.
     ``autocast`` is "any", or where the model does something else with autocast than without, what it was captured
     under: the type, None for without. ``reads`` are the attributes of modules that forward reads, ``looks`` the same as
-    expressions.
+    expressions. ``gradients`` are None, or where the model does something else when other tensors need gradients, those
+    of ``gradients_now`` at capture.
     """
 
     graph_module: fx.GraphModule
@@ -86,3 +87,4 @@ class Captured:
     autocast: torch.dtype | Literal["any"] | None = "any"
     reads: Reads = ()
     looks: tuple[str, ...] = ()
+    gradients: tuple[bool, ...] | None = None

@@ -6,6 +6,7 @@ afterwards say what happened that no graph of tensor operators can hold; a secon
 
 import inspect
 import itertools
+import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,9 +19,10 @@ from torch.overrides import TorchFunctionMode
 
 from memrewrite.capture.at_sight import refuse_hooks, refuse_names, refuse_unnamed
 from memrewrite.capture.autocasts import autocast_asked, autocast_regions
+from memrewrite.capture.gradients import QUESTIONS, all_or_none, gradients_asked, with_or_without
 from memrewrite.capture.reads import ReadsOfForward
 from memrewrite.records.errors import CaptureError
-from memrewrite.records.lines import line_now, line_of
+from memrewrite.records.lines import is_users, line_now, line_of
 from memrewrite.runtime.guards import Reads
 from memrewrite.runtime.segment import autocast_dtype
 from memrewrite.simulate.fake.constant_values import known_values
@@ -50,7 +52,7 @@ class Findings:
     Python module that asks whether it is being traced, "" if there is none. ``exact`` is False where the model takes
     another way on the values of these inputs than on values it cannot see; ``checkpoints`` says that it checkpoints,
     ``functions`` are the custom ``autograd.Function`` classes that it applies, ``autocast``, ``reads`` and ``looks``
-    are those of ``Captured``.
+    are those of ``Captured``; ``gradients`` says whether forward does something else where other tensors need them.
     """
 
     notes: tuple[str, ...] = ()
@@ -62,6 +64,7 @@ class Findings:
     autocast: torch.dtype | Literal["any"] | None = "any"
     reads: Reads = ()
     looks: tuple[str, ...] = ()
+    gradients: bool = False
 
 
 def check(model: nn.Module, inputs: Inputs) -> Findings:
@@ -76,6 +79,7 @@ def check(model: nn.Module, inputs: Inputs) -> Findings:
         checkpoint_calls() as checkpoints,
         function_calls() as functions,
         autocast_regions() as regions,
+        gradients_asked() as about_gradients,
         functions_on_fakes(),
     ):
         rehearsal = _Rehearsal(model, inputs, regions)
@@ -88,6 +92,8 @@ def check(model: nn.Module, inputs: Inputs) -> Findings:
             _refuse_difference(name, rehearsal, first)
         else:  # which was the second run, then
             _refuse_changes(name, rehearsal.between)
+        asks = bool(about_gradients) or first.asks_of_gradients
+        gradients = model.training and asks and rehearsal.differs_where_gradients_are_switched(first)
     notes = ["The model's own torch.utils.checkpoint calls are replaced by the plan."] if checkpoints else []
     if rehearsal.functions:
         names = ", ".join(sorted({kind.__name__ for kind in rehearsal.functions}))
@@ -104,6 +110,7 @@ def check(model: nn.Module, inputs: Inputs) -> Findings:
         autocast=autocast_dtype(device) if about or switched else "any",
         reads=first.reads.found,
         looks=first.reads.looks,
+        gradients=gradients,
     )
 
 
@@ -172,19 +179,31 @@ class _Rehearsal:
             before.restore()
         return differs
 
-    def run(self, given: Sequence[tuple[Tensor, Tensor]] = ()) -> "_Watch":
+    def differs_where_gradients_are_switched(self, first: "_Watch") -> bool:
+        """Whether forward calls other functions where everything needs a gradient, or nothing."""
+        for needed in (True, False):
+            try:
+                with all_or_none(self._twin, needed):
+                    if first.differs(self.run(inputs=with_or_without(self._given, needed))):
+                        return True
+            except CaptureError:  # it does not run then
+                return True
+        return False
+
+    def run(self, given: Sequence[tuple[Tensor, Tensor]] = (), inputs: Inputs | None = None) -> "_Watch":
         """Run forward once; ``given`` are fake inputs and the real ones whose values it may see."""
         # Only a training step runs backward, where a checkpoint would write them once more.
         watch = _Watch({id(b) for b in self._twin.buffers()} if self._twin.training else set(), self._regions)
         self.between = Attributes(self._twin)
-        leaves, nesting = tree_flatten((self._given.args, self._given.kwargs))
+        inputs = inputs or self._given
+        leaves, nesting = tree_flatten((inputs.args, inputs.kwargs))
         reads = ReadsOfForward(self._twin)
         unseen = forwards_replaced(self.functions, watch.unseen)
         with self._explained(), self._mode, known_values(given) as values, watch, unseen, reads.observed():
-            watch.output = self._twin.forward(*self._given.args, **self._given.kwargs)
+            watch.output = self._twin.forward(*inputs.args, **inputs.kwargs)
         watch.reads = reads
         self._asked |= values.asked
-        now, as_nested = tree_flatten((self._given.args, self._given.kwargs))
+        now, as_nested = tree_flatten((inputs.args, inputs.kwargs))
         if as_nested != nesting or any(new is not old for new, old in zip(now, leaves, strict=True)):
             raise CaptureError(
                 f"{self._name} changes a list or dictionary that it is given, which a captured graph would not; "
@@ -273,7 +292,8 @@ class _Watch(TorchFunctionMode):
 
     ``places`` holds where something on the list of what is refused happened, a write to one of ``buffers`` (by id)
     under a checkpoint among it; ``nested`` says where modes are in force that export loses, "" if nowhere; ``regions``
-    is that of ``autocast_regions``. ``output`` is what forward returned, ``reads`` what it read.
+    is that of ``autocast_regions``. ``output`` is what forward returned, ``reads`` what it read, ``asks_of_gradients``
+    whether it asked a tensor whether it needs one.
     """
 
     def __init__(self, buffers: set[int], regions: list[bool]) -> None:
@@ -283,6 +303,7 @@ class _Watch(TorchFunctionMode):
         self.nested = ""
         self.output: Any = None
         self.reads: Any = None
+        self.asks_of_gradients = False
         self._calls: list[_FunctionCall] = []
         self._computing: list[_FunctionCall] = []  # those of them that gave numbers with fractions
         self._cache = torch.is_autocast_cache_enabled()
@@ -300,6 +321,9 @@ class _Watch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not self._looking:
+            return func(*args, **kwargs)
+        if func in QUESTIONS:
+            self.asks_of_gradients |= is_users(sys._getframe(1).f_code.co_filename)
             return func(*args, **kwargs)
         inference, seed, autocast, attention = self._outside
         happens = {

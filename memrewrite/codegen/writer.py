@@ -362,6 +362,7 @@ def _program(captured: Captured, prefix: str, marks: Marks) -> str:
     planned = f"\n    planned={dict(marks.holds_for or captured.inputs.example)!r}," if captured.inputs.example else ""
     ranges = f"\n    ranges={captured.inputs.bounds!r}," if captured.inputs.ranges else ""
     promise = f"\n    budget={marks.budget},\n    strict={marks.strict}," if marks.budget else ""
+    gradients = f"\n    gradients={captured.gradients!r}," if captured.gradients else ""
     shared = f"\n    shared={captured.inputs.shared!r}," if captured.inputs.shared else ""
     constants = "\n".join(trees.lines())
     reads = "".join(f"\n        {row!r}," for row in captured.reads)
@@ -383,6 +384,6 @@ def _program(captured: Captured, prefix: str, marks: Marks) -> str:
     ),
     same=lambda self, then: ({same}
     ),
-    run={prefix}graph,{fits}{planned}{ranges}{promise}{shared}
+    run={prefix}graph,{fits}{planned}{ranges}{promise}{shared}{gradients}
 )
 """

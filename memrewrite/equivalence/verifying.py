@@ -35,7 +35,7 @@ from memrewrite.equivalence.trial import Record, deterministic, take_step
 from memrewrite.measurement.snapshot import State, cuda_devices
 from memrewrite.records.errors import MeasurementError, UsageError
 from memrewrite.records.outcomes import Check
-from memrewrite.runtime.dropin import accept
+from memrewrite.runtime.dropin import accept, programs
 from memrewrite.runtime.promise import FallbackWarning
 from memrewrite.state.random_state import seed_all
 from memrewrite.workload.step import Inputs, Step, autocast, device_type
@@ -132,7 +132,9 @@ def verify(
         raise UsageError(f"Cannot verify over {steps} steps; give at least 1.")
     _refuse_hooks()
     devices = cuda_devices((original, rewritten), inputs)
-    case = _Case(original, rewritten, inputs, step.shortest(), steps, seed, devices)
+    # A forward that asks whether its inputs need gradients was captured for those of the example.
+    of_inputs = all(program.gradients is None for program in programs(rewritten).values())
+    case = _Case(original, rewritten, inputs, step.shortest(), steps, seed, devices, of_inputs)
     state, full = case.keep(), batch_of(inputs)
     try:
         with deterministic():
@@ -140,7 +142,7 @@ def verify(
                 verdict = _attempt(case, state, exact, full)
                 if verdict is not None:
                     return _at_smaller_sizes(case, state, exact, verdict) if verdict.equivalent else verdict
-                case = replace(case, inputs=halved(case.inputs), input_gradients=True, avoid=frozenset())
+                case = replace(case, inputs=halved(case.inputs), input_gradients=of_inputs, avoid=frozenset())
     finally:
         state.restore()
 

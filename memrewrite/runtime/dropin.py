@@ -11,7 +11,7 @@ import inspect
 import itertools
 import linecache
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -42,6 +42,7 @@ class Program:
     ``planned`` are the named sizes it was planned for, under a ``budget`` in bytes if one was given, ``strict`` where
     no other call may run. ``shared`` are the pairs of leaves that have to be one tensor.
     ``ranges`` are those asked for of named sizes: what that size is, in words, and from where to where it varies.
+    ``gradients`` are those of ``gradients_now`` that a call must have, None where that does not matter.
     ``source`` is the text all this came from.
     """
 
@@ -62,6 +63,7 @@ class Program:
     strict: bool = False
     shared: tuple[tuple[int, int], ...] = ()
     ranges: Mapping[str, tuple[str, int, int]] = field(default_factory=dict)
+    gradients: tuple[bool, ...] | None = None
     source: str = ""
 
 
@@ -311,6 +313,11 @@ def _trains(module: nn.Module, tensors: list[Tensor]) -> bool:
     return torch.is_grad_enabled() and any(t.requires_grad for t in itertools.chain(tensors, module.parameters()))
 
 
+def gradients_now(module: nn.Module, tensors: Iterable[Tensor]) -> tuple[bool, ...]:
+    """Whether gradients are on, and of each input and parameter whether it needs one."""
+    return (torch.is_grad_enabled(), *(t.requires_grad for t in itertools.chain(tensors, module.parameters())))
+
+
 def _changed(module: nn.Module) -> str:
     """What is no longer as it was at capture, "" if nothing is."""
     kept: Own = getattr(type(module), OWN)
@@ -366,6 +373,8 @@ def _match(program: Program, module: nn.Module, leaves: list[Any]) -> tuple[list
         now = autocast_dtype(next((t.device.type for t in (weight, *tensors) if t is not None), "cpu"))
         if now != program.autocast:
             return None, f"it asks about autocast, which casts to {now} now and to {program.autocast} at capture"
+    if program.gradients is not None and program.gradients != gradients_now(module, tensors):
+        return None, "it asks whether tensors need gradients, and others do now than at capture"
     return tensors, ""
 
 

@@ -15,8 +15,8 @@ from memrewrite.capture.at_sight import refuse_weight_hooks
 from memrewrite.records.errors import CaptureError
 from memrewrite.runtime.guards import HOOKS
 
-Refusal = Callable[[str, nn.Module], str]
-"""Why a submodule cannot be captured, "" if it can."""
+Refusal = Callable[[str, nn.Module], str | None]
+"""Why a submodule cannot be captured, "" if it can, None for one that is not called."""
 
 
 def hooked(model: nn.Module) -> dict[str, str]:
@@ -60,9 +60,9 @@ def innermost(
     of_class: dict[type, str] = {}
 
     def why_not(name: str, leaf: nn.Module) -> str:
-        if type(leaf) not in of_class:
-            of_class[type(leaf)] = refusal(name, leaf)
-        return of_class[type(leaf)]
+        if type(leaf) not in of_class and (said := refusal(name, leaf)) is not None:
+            of_class[type(leaf)] = said
+        return of_class.get(type(leaf), "")
 
     found: dict[str, str] = {}
     for path, why in failing.items():

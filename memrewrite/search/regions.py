@@ -93,11 +93,16 @@ def find(
         return _whole(model, inputs, step, odd, ranges)
     except CaptureError as refusal:
         calls = _record(model, inputs, step)
+        refused = partial(_refusal, calls, step)
+        tried = innermost(model, {"": str(refusal)}, (), refused)  # before what takes long where blocks repeat
+        with suppress(CaptureError):  # which says the same as the first
+            if tried:
+                return _whole(model, inputs, step, {**odd, **tried}, ranges)
         regions = _largest(model, calls, step, str(refusal))
         failing, found = {**regions.failed, "": ""}, [region.path for region in regions.found]
-        more = innermost(model, failing, found, partial(_refusal, calls, step))
-        with suppress(CaptureError):  # which says the same as the first
-            if more:
+        more = innermost(model, failing, found, refused)
+        with suppress(CaptureError):
+            if more and more.keys() != tried.keys():
                 return _whole(model, inputs, step, {**odd, **more}, ranges)
         if ranges or not regions.found:
             raise
@@ -111,14 +116,15 @@ def _whole(model: nn.Module, inputs: Inputs, step: Step, odd: Mapping[str, str],
         kept = _with_or_without(
             lambda grad: watch_calls(model, inputs, [*odd], lambda given: _forward(model, given, step, grad), ranges)
         )
+        odd = {path: why for path, why in odd.items() if kept[path].calls}
     captured = _captured(model, inputs, step, kept, ranges)
     return Regions((Region("", model, captured, lambda: inputs),), (*told(model, odd), *captured.notes))
 
 
-def _refusal(calls: Mapping[nn.Module, Sequence["_Call"]], step: Step, path: str, module: nn.Module) -> str:
-    """Why a submodule that is called cannot be captured, "" if it can."""
+def _refusal(calls: Mapping[nn.Module, Sequence["_Call"]], step: Step, path: str, module: nn.Module) -> str | None:
+    """Why a submodule cannot be captured, "" if it can, None for one that is not called."""
     if not calls[module]:
-        return ""
+        return None
     try:
         _region(path, module, calls[module][0], step)
     except CaptureError as error:

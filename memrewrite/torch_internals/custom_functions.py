@@ -99,6 +99,8 @@ def _methods(kind: Any, replacement: Replacement) -> dict[str, Forward]:
 
 def kept_as_attributes(output: Any) -> list[Tensor]:
     """The tensors that the contexts of the custom Functions that gave ``output`` hold, but those saved for backward."""
+    if not torch.is_grad_enabled():  # a view that was written to then may not be asked
+        return []
     nodes = {leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, Tensor)}
     held = [vars(node) for node in nodes if getattr(node, "_forward_cls", None) is not None]
     return [leaf for leaf in tree_leaves(held) if isinstance(leaf, Tensor)]

@@ -262,6 +262,20 @@ def number(self: Any, x: Tensor) -> Any:
     return {"hidden": [x * self.weight], "calls": self.calls}
 
 
+def test_those_that_are_never_called_are_no_matter() -> None:
+    def build() -> Net:
+        model = net(Odd(branch_on_values))
+        model.unused = nn.ModuleList([Odd(branch_on_values), nn.ReLU()])  # before the other in no order of calls
+        model.unused[1].register_forward_hook(lambda module, args, output: output * 2)
+        model._modules = {"unused": model._modules.pop("unused"), **model._modules}
+        return model
+
+    result = optimized(build())
+    assert list(programs(result)) == [""]
+    assert not any("unused" in note for note in result.report.notes)
+    assert_same(three_steps(result), three_steps(build()))
+
+
 def test_sizes_that_have_ranges_vary_around_it() -> None:
     def build() -> nn.Sequential:
         torch.manual_seed(0)

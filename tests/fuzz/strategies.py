@@ -17,6 +17,18 @@ from torch.utils.checkpoint import checkpoint
 
 from memrewrite.workload.step import Inputs
 from tests.fuzz.check import EXACT, Ask
+from tests.fuzz.opaque import (
+    Chosen,
+    Counting,
+    Damped,
+    Lucky,
+    Quantized,
+    Routed,
+    hooked,
+    hooked_backward,
+    hooked_before,
+    straight_through,
+)
 
 SHAPES = {"image": (4, 4, 8, 8), "rows": (16, 64), "tokens": (4, 16, 16)}
 
@@ -86,6 +98,11 @@ class RandomNet(nn.Module):
         """Whether values pass through half precision."""
         return any(do.op == "half" for do in self.recipe.steps)
 
+    @property
+    def varies(self) -> bool:
+        """Whether the values that come in decide how many there are of something."""
+        return any(part.kind == "chosen" for part in self.recipe.parts)
+
     def part(self, k: int) -> nn.Module:
         """Part ``k`` of the pool, however small that is."""
         return self.parts[k % len(self.parts)]
@@ -136,6 +153,15 @@ PARTS: dict[str, Callable[[tuple[int, ...]], nn.Module]] = {
     "softmax": lambda shape: nn.Softmax(-1),
     "prelu": lambda shape: nn.PReLU(),
     "rrelu": lambda shape: nn.RReLU(),
+    "quantized": lambda shape: Quantized(),
+    "routed": lambda shape: Routed(shape[-1]),
+    "chosen": lambda shape: Chosen(),
+    "lucky": lambda shape: Lucky(),
+    "counting": lambda shape: Counting(),
+    "damped": lambda shape: Damped(),
+    "hooked": lambda shape: hooked(nn.Tanh()),
+    "hooked_before": lambda shape: hooked_before(nn.LayerNorm(shape[-1])),
+    "hooked_backward": lambda shape: hooked_backward(nn.Sigmoid()),
 }
 KINDS = ("mix", "block", "batch_norm", *(kind for kind in PARTS if kind not in ("conv", "linear", "batch_norm")))
 
@@ -221,6 +247,7 @@ OPS: dict[str, Op] = {
     "no_grad": _frozen_path,
     "statistics": _statistics,
     "checkpoint": lambda net, a, b, k: _checkpointed(net.part(k), a),
+    "straight_through": lambda net, a, b, k: straight_through(a),
     "where": lambda net, a, b, k: torch.where(a > 0, a, b),
     "half": lambda net, a, b, k: a.to(torch.bfloat16).to(a.dtype),
     "swish": lambda net, a, b, k: a * torch.sigmoid(a),

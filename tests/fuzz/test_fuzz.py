@@ -16,7 +16,7 @@ ANY_TIME = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, 
 
 def try_one(recipe: Recipe, ask: Ask) -> None:
     model, inputs = make(recipe)
-    check(model, inputs, ask, model.in_half)
+    check(model, inputs, ask, model.in_half, model.varies)
 
 
 @settings(ANY_TIME, max_examples=30, derandomize=True, database=None, phases=[Phase.generate])  # -m fuzz shrinks

@@ -201,3 +201,17 @@ def test_rewrites_that_raise_the_peak_are_dropped_and_said() -> None:
     assert id(result) == id(model)
     assert result.report.rewrites == ()
     assert any("above that of the model as it is" in reason for _, _, reason in result.report.refusals)
+
+
+def test_a_view_written_to_without_gradients_is_not_asked_for_its_history() -> None:
+    parts = (Part("relu6"), Part("feature_dropout"), Part("group_norm"))
+    steps = (
+        Do("part", 2, 4, 1),
+        Do("relu_", 2),
+        Do("write_through_view", k=5),
+        Do("relu_"),
+        Do("write_through_view", 1),
+    )
+    recipe = Recipe("rows", parts, steps, "tuple", double=True, input_gradient=True, training=False)
+    model, inputs = make(recipe)
+    assert check(model, inputs, Ask("min", optimizer="adamw")) == "exact"
