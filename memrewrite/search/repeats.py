@@ -47,11 +47,10 @@ def _leaves_no_trace(module: nn.Module, call: Call) -> bool:
     """Whether a submodule repeats what it gives, and does nothing else that would happen twice: no hook is called."""
     if any(vars(inner)[kind] for inner in module.modules() for kind in HOOKS):
         return False
-    before, drawn, values = Attributes(module), draws()[:2], [buffer.detach().clone() for buffer in module.buffers()]
+    before, values = Attributes(module), [buffer.detach().clone() for buffer in module.buffers()]
     try:
         return (
             _repeats(call)
-            and draws()[:2] == drawn  # of Python's and NumPy's, which a second run does not find as they were
             and next(before.changed(), None) is None
             and next(before.written(), None) is None
             and all(map(same_bits, values, module.buffers()))
@@ -94,22 +93,30 @@ _TOKEN = object()
 
 
 def _repeats(call: Call) -> bool:
-    """Whether two runs on the same, with the same random state, give the same bits; False for one that fails."""
+    """Whether two runs on the same, with PyTorch's random state the same, give the same bits; False for one that fails.
+
+    One that draws from Python's or NumPy's random does not: that state is not put back where a segment runs again.
+    """
     try:
         run, given = call.prepared()
         before = [tensor.detach().clone() for tensor in given]
-        first = _results(run, given, call)
+        with preserved_rng(given):
+            drawn = draws()[:2]
+            first = _results(run, given, call)
+            if draws()[:2] != drawn:
+                return False
         with torch.no_grad():
             for tensor, value in zip(given, before, strict=True):
                 tensor.copy_(value)
-        second = _results(run, given, call)
+        with preserved_rng(given):
+            second = _results(run, given, call)
     except Exception:  # whatever the user's code says of numbers that are not its own
         return False
     return len(first) == len(second) and all(map(_same, first, second))
 
 
 def _results(run: Callable[[], Any], given: list[Tensor], call: Call) -> list[Any]:
-    with preserved_rng(given), torch.set_grad_enabled(call.grad), autocast(call.amp, given[0].device.type):
+    with torch.set_grad_enabled(call.grad), autocast(call.amp, given[0].device.type):
         return [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in tree_leaves(run())]
 
 

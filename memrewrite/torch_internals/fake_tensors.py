@@ -45,6 +45,7 @@ __all__ = [
     "FAKE_TENSOR_ERRORS",
     "FakeTensor",
     "FakeTensorMode",
+    "NoDataError",
     "TorchDispatchMode",
     "asks_for_memory",
     "in_place_of_modes",
@@ -54,8 +55,14 @@ __all__ = [
     "real_tensors",
 ]
 
+
+class NoDataError(Exception):
+    """A fake tensor was asked for its memory, or an operator has no rule for it, which PyTorch raises as anything."""
+
+
 # What fake tensors raise where a result depends on data, or an operator knows no shapes.
 FAKE_TENSOR_ERRORS: tuple[type[Exception], ...] = (
+    NoDataError,
     DataDependentOutputException,
     DynamicOutputShapeException,
     UnsupportedFakeTensorException,

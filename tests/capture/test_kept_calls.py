@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -122,7 +123,23 @@ def in_place(self: Any, x: Tensor) -> Tensor:
     return x.mul_(self.weight.detach())
 
 
+def memory_handed_on(self: Any, x: Tensor) -> Tensor:
+    return x * torch.from_numpy(numpy.tanh(x.detach().numpy())) + self.weight
+
+
+@torch.library.custom_op("memrewrite_tests::kept_without_rule", mutates_args=())
+def without_rule(x: Tensor) -> Tensor:
+    """An operator that has no rule for fake tensors."""
+    return x.abs()
+
+
+def operator_without_rule(self: Any, x: Tensor) -> Tensor:
+    return x * without_rule(x.detach()) + self.weight
+
+
 FUNCTIONS = [
+    memory_handed_on,
+    operator_without_rule,
     branch_on_values,
     rows_chosen_by_values,
     loop_of_unknown_length,
@@ -193,6 +210,46 @@ def test_it_runs_once_a_step(function: Callable[[Any, Tensor], Any]) -> None:
     for _ in range(3):
         result(batch()).sum().backward()
     assert len(runs) == 3
+
+
+def random_rate(self: Any, x: Tensor) -> Tensor:
+    return x * random.random()  # noqa: S311  (any draw)
+
+
+def numpy_rate(self: Any, x: Tensor) -> Tensor:
+    return x * float(numpy.random.rand())
+
+
+def halved_or_not(self: Any, x: Tensor) -> Tensor:
+    return x * 0.5 if float(x.detach().mean()) > 0 else x * 1.0
+
+
+class Returning(nn.Module):
+    """Returns what comes of an odd one, so that only what that gives is left to run again."""
+
+    def __init__(self, odd: nn.Module) -> None:
+        super().__init__()
+        self.odd, self.first, self.second = odd, nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.first(self.odd(x))
+        return self.second(hidden), hidden
+
+
+@pytest.mark.parametrize("function", [random_rate, numpy_rate], ids=lambda f: f.__name__)
+def test_what_draws_outside_pytorch_is_never_run_again(function: Callable[[Any, Tensor], Any]) -> None:
+    def build(function: Callable[[Any, Tensor], Any]) -> nn.Module:
+        torch.manual_seed(0)
+        return Returning(Odd(function))
+
+    def steps(model: nn.Module) -> dict[str, Any]:
+        numpy.random.seed(0)
+        return three_steps(model)
+
+    assert optimized(build(halved_or_not), budget="min", optimizer="none").report.segments
+    result = optimized(build(function), budget="min", optimizer="none")
+    assert not result.report.segments
+    assert_same(steps(result), steps(build(function)))
 
 
 def test_what_repeats_and_leaves_no_trace_may_run_again() -> None:

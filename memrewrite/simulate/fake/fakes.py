@@ -18,12 +18,19 @@ from torch import Tensor, nn
 
 from memrewrite.runtime.dropin import empty_like, own, prepare
 from memrewrite.simulate.fake.constant_values import known_values
+from memrewrite.simulate.fake.refusals import needs_data
 from memrewrite.simulate.fake.stand_ins import functions_on_fakes
 from memrewrite.state import containers
 from memrewrite.state.attributes import OPAQUE
 from memrewrite.targets.eager import EAGER, Target
 from memrewrite.torch_internals.dispatch_modes import Recall
-from memrewrite.torch_internals.fake_tensors import FakeTensor, FakeTensorMode, real_rules_on_fake_tensors
+from memrewrite.torch_internals.fake_tensors import (
+    FAKE_TENSOR_ERRORS,
+    FakeTensor,
+    FakeTensorMode,
+    NoDataError,
+    real_rules_on_fake_tensors,
+)
 from memrewrite.torch_internals.pytrees import tree_map
 from memrewrite.workload.step import Inputs
 
@@ -84,16 +91,24 @@ def on_fakes(
 def running_on_fakes(
     mode: FakeTensorMode, target: Target = EAGER, given: Sequence[tuple[Tensor, Tensor]] = ()
 ) -> Iterator[None]:
-    """Run what follows on the fake tensors of ``mode``, as on ``target``; the values of ``given`` fakes are known."""
-    with (
-        real_rules_on_fake_tensors(),
-        functions_on_fakes(),
-        target.kernels(),
-        mode,
-        Recall(mode),
-        known_values(given),
-    ):
-        yield
+    """Run what follows on the fake tensors of ``mode``, as on ``target``; the values of ``given`` fakes are known.
+
+    Raises one of ``FAKE_TENSOR_ERRORS`` for all that takes data.
+    """
+    try:
+        with (
+            real_rules_on_fake_tensors(),
+            functions_on_fakes(),
+            target.kernels(),
+            mode,
+            Recall(mode),
+            known_values(given),
+        ):
+            yield
+    except Exception as error:
+        if isinstance(error, FAKE_TENSOR_ERRORS) or not needs_data("", error):
+            raise
+        raise NoDataError(str(error)) from error
 
 
 def tensors_of(module: nn.Module) -> list[Tensor]:
