@@ -26,14 +26,14 @@ from memrewrite.passes.spelling import operand, operation, tensor
 from memrewrite.rewriting.contract import Findings, Result
 from memrewrite.runtime.cross_entropy import chunked_cross_entropy
 
-_ARGUMENTS = {
+ARGUMENTS = {
     "cross_entropy_loss": ("self", "target", "weight", "reduction", "ignore_index", "label_smoothing"),
     "cross_entropy": (
         *("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing"),
     ),
 }
-_REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
-_VIEWS = ("view", "reshape", "flatten", "_unsafe_view", "contiguous")
+REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
+VIEWS = ("view", "reshape", "flatten", "_unsafe_view", "contiguous")
 _CASTS = ("to", "float", "_to_copy")
 _HALF = (torch.float16, torch.bfloat16)
 _ALIGNED = 8  # rows: kernels add a row up in an order that depends on where in 16 bytes it begins
@@ -107,7 +107,7 @@ class Found:
 
 def match(root: fx.Node) -> Found | None:
     """The cross-entropy that ``root`` is, with the cast of its logits where nothing else uses that."""
-    names = _ARGUMENTS.get(operation(root))
+    names = ARGUMENTS.get(operation(root))
     if names is None:
         return None
     given: dict[str, Any] = dict(zip(names, root.args, strict=False)) | root.kwargs
@@ -122,7 +122,7 @@ def match(root: fx.Node) -> Found | None:
         target=target,
         source=operand(inner[0]) if inner else logits,
         inner=inner,
-        reduction=_REDUCTIONS.get(reduction, reduction),
+        reduction=REDUCTIONS.get(reduction, reduction),
         ignore_index=given.get("ignore_index", -100),
         extra=_extra(given),
     )
@@ -132,7 +132,7 @@ def _chain(root: fx.Node, logits: Any) -> Iterator[fx.Node]:
     """From the logits upwards the views that nothing else uses, up to a cast."""
     user = root
     while isinstance(logits, fx.Node) and list(logits.users) == [user]:
-        if operation(logits) not in _VIEWS and not _is_cast(logits):
+        if operation(logits) not in VIEWS and not _is_cast(logits):
             return
         yield logits
         if _is_cast(logits):

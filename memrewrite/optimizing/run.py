@@ -19,6 +19,7 @@ from memrewrite.records.report import Report
 from memrewrite.report.assembly import report_on
 from memrewrite.report.later import complete_by
 from memrewrite.runtime.dropin import own
+from memrewrite.search import registry
 from memrewrite.search.bench import Bench
 from memrewrite.search.candidate import Candidate, CandidateRegion
 from memrewrite.search.fit_to_budget import Unmet, fit_to_budget, limit_for
@@ -109,7 +110,7 @@ def _rewritten(
     progress: Progress,
 ) -> tuple[Candidate, Measured | None]:
     """The candidate within its limit, and what was measured of it; raises ``BudgetInfeasibleError``."""
-    candidate = rewritten(candidate, names, exact)
+    candidate, names = rewritten(candidate, names, exact), registry.allowed(names, exact)
     if limit is None:
         return marked_inplace(candidate, names), None
     progress("plan")

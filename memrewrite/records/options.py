@@ -22,7 +22,14 @@ _BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)")
 _PERCENT = re.compile(r"(\d+(?:\.\d+)?)\s*%")
 
 
-PASSES = ("swish", "composites", "chunked_cross_entropy", "checkpoint_segments", "inplace_activation")
+PASSES = (
+    "swish",
+    "composites",
+    "chunked_cross_entropy",
+    "linear_cross_entropy",
+    "checkpoint_segments",
+    "inplace_activation",
+)
 """The passes that can be asked for, as the registry knows them: named here to be checked before PyTorch is imported."""
 SEEDS = range(-(2**63), 2**64)
 """What PyTorch's generators can be seeded with."""

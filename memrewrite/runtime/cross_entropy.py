@@ -32,7 +32,14 @@ def chunked_cross_entropy(
     if torch.compiler.is_compiling():  # compilers fuse it
         return _losses(logits, target, dtype, reduction, ignore_index)
     losses = _Losses.apply(logits, target, dtype, ignore_index, rows)  # type: ignore[no-untyped-call]
-    # As logarithms of one class per row: the loss of these adds up the same numbers in the same order.
+    return reduced(losses, target, reduction, ignore_index)
+
+
+def reduced(losses: Tensor, target: Tensor, reduction: int, ignore_index: int) -> Tensor:
+    """What cross-entropy makes of the losses of all rows, bit for bit.
+
+    As logarithms of one class per row: the loss of these adds up the same numbers in the same order.
+    """
     return torch.ops.aten.nll_loss_nd(-losses[:, None], (target == ignore_index) * _IGNORED, None, reduction, _IGNORED)
 
 
@@ -51,7 +58,7 @@ class _Losses(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         logits, target = ctx.saved_tensors
-        with _autocast(logits, ctx.autocast):
+        with in_autocast(logits, ctx.autocast):
             if torch.is_grad_enabled():  # to be differentiated again
                 whole = _losses(logits, target, *ctx.options)
                 (slope,) = torch.autograd.grad(whole, logits, grad, create_graph=True)
@@ -74,7 +81,7 @@ def _slope(logits: Tensor, target: Tensor, grad: Tensor, options: Any) -> Tensor
     return torch.autograd.grad(losses, logits, grad)[0]
 
 
-def _autocast(tensor: Tensor, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
+def in_autocast(tensor: Tensor, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
     """Autocast as ``autocast_dtype`` found it."""
     kind = tensor.device.type
     if not torch.amp.is_autocast_available(kind):

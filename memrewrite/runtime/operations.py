@@ -9,6 +9,7 @@ from typing import Any
 from memrewrite.runtime.batch_norm import normalize, rectify
 from memrewrite.runtime.compiled import draw, in_turn, settled
 from memrewrite.runtime.cross_entropy import chunked_cross_entropy
+from memrewrite.runtime.linear_cross_entropy import linear_cross_entropy
 from memrewrite.runtime.room import make_room
 from memrewrite.runtime.segment import as_autocast, keep, once, run_segment
 from memrewrite.runtime.swish import exact_swish, swish
@@ -23,4 +24,4 @@ def _named(*operations: Operation) -> dict[str, Operation]:
 # What the generator puts around nodes, or before all of them.
 AROUND_NODES = _named(make_room, draw, in_turn, settled, run_segment, keep, once, normalize, rectify)
 # What a pass may put into a graph, as the target of a node.
-IN_GRAPHS = _named(as_autocast, swish, exact_swish, chunked_cross_entropy)
+IN_GRAPHS = _named(as_autocast, swish, exact_swish, chunked_cross_entropy, linear_cross_entropy)

@@ -13,6 +13,7 @@ from memrewrite.search.inplace import marked_inplace
 from memrewrite.search.planning import (
     Planned,
     plan,
+    rewritten_lower,
     rewritten_slower,
     with_inputs_cast,
     without_needless_casts,
@@ -130,10 +131,10 @@ def fit_to_budget(candidate: Candidate, limit: Budget, original: int, names: tup
     """
     budget = limit.resolve(original)
     asked = _Asked(candidate.bench, limit, budget or 0, original, names)
-    if limit.of(candidate.simulate()) > asked.budget:
-        candidate = rewritten_slower(candidate, names)
-    found = _above_the_optimizer(asked, candidate) or _corrected(asked, candidate)
-    bench = candidate.bench
+    bench, found = candidate.bench, _found(asked, candidate)
+    if not bench.target.fuses and (isinstance(found, Unmet) or limit.minimum):
+        lower = rewritten_lower(candidate, names)
+        found = found if lower is candidate else _lower(asked, found, _found(asked, lower))
     if isinstance(found, Unmet):
         return found
     if budget is None or bench.target.fuses or bench.device != "cuda":
@@ -141,6 +142,24 @@ def fit_to_budget(candidate: Candidate, limit: Budget, original: int, names: tup
     else:
         found = _under_cap(asked, found)
     return replace(found, candidate=_telling_of_room(found.candidate))
+
+
+def _found(asked: _Asked, candidate: Candidate) -> Fit | Unmet:
+    """What there is within the budget, after the rewrites that cost time where it takes more without them."""
+    if asked.limit.of(candidate.simulate()) > asked.budget:
+        candidate = rewritten_slower(candidate, asked.names)
+    return _above_the_optimizer(asked, candidate) or _corrected(asked, candidate)
+
+
+def _lower(asked: _Asked, first: Fit | Unmet, second: Fit | Unmet) -> Fit | Unmet:
+    """What fits, or the lower of two; the first one where they are alike."""
+
+    def rank(found: Fit | Unmet) -> tuple[bool, int]:
+        if isinstance(found, Unmet):
+            return True, found.lowest
+        return False, asked.limit.of(found.measured or found.candidate.simulate())
+
+    return min(first, second, key=rank)
 
 
 def _above_the_optimizer(asked: _Asked, candidate: Candidate) -> Unmet | None:

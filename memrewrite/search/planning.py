@@ -31,6 +31,12 @@ def rewritten_slower(candidate: Candidate, names: tuple[str, ...] | None) -> Can
     return candidate.after(registry.slower(names))
 
 
+def rewritten_lower(candidate: Candidate, names: tuple[str, ...] | None) -> Candidate:
+    """After the rewrites for a peak that no plan without them reaches; itself where they change nothing."""
+    lower = candidate.after(registry.lower(names))
+    return candidate if lower.programs == candidate.programs else lower
+
+
 def plan(candidate: Candidate, budget: int, spare: int = 0, in_turn: bool = False) -> Planned:
     """Segments for which the simulated peak is within ``budget`` bytes, those of the lowest peak where none does.
 

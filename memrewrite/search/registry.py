@@ -7,6 +7,7 @@ from memrewrite.passes.chunked_cross_entropy import ChunkedCrossEntropy
 from memrewrite.passes.composites import Composites
 from memrewrite.passes.functionalize import Functionalize
 from memrewrite.passes.inplace_activation import InplaceActivation
+from memrewrite.passes.linear_cross_entropy import LinearCrossEntropy
 from memrewrite.passes.swish import Swish
 from memrewrite.records.options import check_passes
 from memrewrite.rewriting.contract import Pass
@@ -16,7 +17,8 @@ PATTERNS: dict[str, Callable[[bool], Pass]] = {
     Composites.name: lambda exact: Composites(),
 }
 SLOWER: dict[str, Callable[[], Pass]] = {ChunkedCrossEntropy.name: ChunkedCrossEntropy}
-NAMES = (*PATTERNS, *SLOWER, CheckpointSegments.name, InplaceActivation.name)
+LOWER: dict[str, Callable[[], Pass]] = {LinearCrossEntropy.name: LinearCrossEntropy}
+NAMES = (*PATTERNS, *SLOWER, *LOWER, CheckpointSegments.name, InplaceActivation.name)
 
 
 def patterns(names: tuple[str, ...] | None, exact: bool) -> list[Pass]:
@@ -32,3 +34,15 @@ def patterns(names: tuple[str, ...] | None, exact: bool) -> list[Pass]:
 def slower(names: tuple[str, ...] | None) -> list[Pass]:
     """Rewrites that cost time, of those asked for: for a step that would not fit without them."""
     return [make() for name, make in SLOWER.items() if names is None or name in names]
+
+
+def lower(names: tuple[str, ...] | None) -> list[Pass]:
+    """Rewrites that cost more time, of those asked for: for a step that no plan without them would let fit."""
+    return [make() for name, make in LOWER.items() if names is None or name in names]
+
+
+def allowed(names: tuple[str, ...] | None, exact: bool) -> tuple[str, ...] | None:
+    """Of the names asked for, None for all, those that may be used where every bit has to stay."""
+    if not exact:
+        return names
+    return tuple(name for name in (NAMES if names is None else names) if name not in LOWER)

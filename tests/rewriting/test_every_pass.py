@@ -20,9 +20,11 @@ from memrewrite.passes.chunked_cross_entropy import ChunkedCrossEntropy
 from memrewrite.passes.composites import Composites
 from memrewrite.passes.functionalize import Functionalize
 from memrewrite.passes.inplace_activation import InplaceActivation
+from memrewrite.passes.linear_cross_entropy import LinearCrossEntropy
 from memrewrite.passes.swish import Swish
 from memrewrite.rewriting.contract import Pass
 from memrewrite.runtime.cross_entropy import chunked_cross_entropy
+from memrewrite.runtime.linear_cross_entropy import linear_cross_entropy
 from memrewrite.runtime.swish import swish
 from memrewrite.search import registry
 from tests.passes.helpers import assert_same_bits, numbers, rewrite
@@ -35,6 +37,7 @@ GRAPH_PASSES: list[Pass] = [
     Swish(),
     Composites(),
     ChunkedCrossEntropy(elements=4),
+    LinearCrossEntropy(elements=4),
     InplaceActivation(),
 ]
 graph_passes = pytest.mark.parametrize("graph_pass", GRAPH_PASSES, ids=lambda p: p.name)
@@ -106,7 +109,8 @@ def example(docstring: str, title: str) -> fx.GraphModule:
     """The code under ``title`` in a docstring, as a graph."""
     match = re.search(rf"^{title}::\n\n((?:    .*\n|\n)+)", docstring + "\n", re.MULTILINE)
     assert match is not None, f"no {title} code"
-    scope: dict[str, Any] = {"torch": torch} | {f.__name__: one_call(f) for f in (swish, chunked_cross_entropy)}
+    ours = (swish, chunked_cross_entropy, linear_cross_entropy)
+    scope: dict[str, Any] = {"torch": torch} | {f.__name__: one_call(f) for f in ours}
     body = textwrap.indent(textwrap.dedent(match[1]), "    ")
     exec(f"def forward(self, x):\n{body}", scope)  # noqa: S102 (the code is our own docstring)
     model = Example(scope["forward"])

@@ -1,0 +1,188 @@
+"""The product with a head and the cross-entropy of its logits become one, which makes some rows of logits at a time.
+
+Before::
+
+    logits = torch.ops.aten.linear.default(x, self.weight)
+    return torch.ops.aten.cross_entropy_loss.default(logits, self.labels)
+
+After::
+
+    return linear_cross_entropy(x, self.weight, None, self.labels, None, (), 1, -100, 0.0, 8)
+
+Wherever the logits are of no other use: casts, scales and soft caps on the way are made of the same rows, and views and
+slices become those of the input. The product is made once more in backward, and the gradient of the head is added up
+over chunks of rows, so it is done only where the step would not fit otherwise.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from memrewrite.observe.effects import Effects
+from memrewrite.passes.chunked_cross_entropy import ARGUMENTS, REDUCTIONS, VIEWS
+from memrewrite.passes.matching import between, erase, inherit, shared
+from memrewrite.passes.spelling import number, operand, operation, options, tensor
+from memrewrite.rewriting.contract import Findings, Result
+from memrewrite.runtime.linear_cross_entropy import linear_cross_entropy
+
+_SCALED = ("mul", "div", "add", "sub")
+_CASTS = ("to", "float", "double", "half", "bfloat16", "_to_copy", "type")
+_ALIGNED = 8  # rows, as in ``chunked_cross_entropy``
+
+
+@dataclass(frozen=True)
+class LinearCrossEntropy:
+    """The head and its loss keep what the head is given, and make about ``elements`` logits at a time."""
+
+    name: ClassVar[str] = "linear_cross_entropy"
+    exact: ClassVar[bool] = False
+    elements: int = 2**24  # as in ``chunked_cross_entropy``
+
+    def __call__(self, graph_module: fx.GraphModule, effects: Effects) -> Result:
+        """Rewrite every cross-entropy of class indices whose logits come from a product and go nowhere else."""
+        findings = Findings()
+        for found in list(filter(None, map(match, effects.order))):
+            if reason := self.check(found, effects):
+                findings.refuse(found.root, reason)
+            else:
+                self.rewrite(found)
+                findings.apply(found.root, "the head and its cross-entropy make some rows of logits at a time")
+        graph_module.graph.lint()
+        graph_module.recompile()
+        return findings.result()
+
+    def check(self, found: "Found", effects: Effects) -> str | None:
+        """Why it has to stay as it is; None if it need not."""
+        logits, target = tensor(operand(found.root)), tensor(found.target)
+        if logits is None or target is None or logits.dim() != 2 or target.dim() != 1 or target.dtype != torch.int64:
+            return "Its targets are not one class index for each row of logits."
+        if logits.numel() <= 2 * self.elements:
+            return f"Its {logits.numel()} logits are too few to be worth it."
+        if used := shared(found.inner, found.root):
+            return used
+        if odd := next((node for node in found.inner[1:] if _step(node) is None and not _keeps_rows(node)), None):
+            return f"Its logits come through {operation(odd) or odd.name}, which is not done row by row."
+        read = (found.hidden, *(node for node in (found.weight, found.bias) if node is not None))
+        return next(filter(None, (between(effects, found.root, found.inner, each) for each in read)), None)
+
+    def rewrite(self, found: "Found") -> None:
+        """Put the one operation in the root's place; views and slices of the logits become those of its input."""
+        graph, hidden = found.root.graph, found.hidden
+        classes, width = found.weight.meta["val"].shape
+        rows = max(self.elements // classes // _ALIGNED, 1) * _ALIGNED
+        with graph.inserting_before(found.root):
+            for view in filter(_keeps_rows, found.inner[1:]):
+                hidden = _same_view(graph, view, hidden, width)
+            steps = tuple(step for step in map(_step, found.inner[1:]) if step)
+            loss = found.reduction, found.ignore_index, found.label_smoothing, rows
+            arguments = (hidden, found.weight, found.bias, found.target, found.class_weight, steps, *loss)
+            new = graph.call_function(linear_cross_entropy, arguments)
+        inherit(new, found.root)
+        erase([found.root, *reversed(found.inner)])
+
+
+@dataclass(frozen=True)
+class Found:
+    """A match: ``root`` is the cross-entropy of logits that come from a product through ``inner``, it the first."""
+
+    root: fx.Node
+    hidden: fx.Node
+    weight: fx.Node
+    bias: fx.Node | None
+    inner: tuple[fx.Node, ...]
+    target: fx.Node
+    class_weight: fx.Node | None
+    reduction: int
+    ignore_index: int
+    label_smoothing: float
+
+
+def match(root: fx.Node) -> Found | None:
+    """The cross-entropy of logits that ``root`` is."""
+    names = ARGUMENTS.get(operation(root))
+    if names is None:
+        return None
+    given: dict[str, Any] = dict(zip(names, root.args, strict=False)) | root.kwargs
+    old = given.get("size_average") is not None or given.get("reduce") is not None
+    inner = tuple(_chain(given.get(names[0])))[::-1]
+    target, reduction = given.get("target"), given.get("reduction", "mean")
+    if old or not inner or operation(inner[0]) != "linear" or not isinstance(target, fx.Node):
+        return None
+    product: dict[str, Any] = dict(zip(("input", "weight", "bias"), inner[0].args, strict=False)) | inner[0].kwargs
+    return Found(
+        root=root,
+        hidden=product["input"],
+        weight=product["weight"],
+        bias=product.get("bias"),
+        inner=inner,
+        target=target,
+        class_weight=given.get("weight"),
+        reduction=REDUCTIONS.get(reduction, reduction),
+        ignore_index=given.get("ignore_index", -100),
+        label_smoothing=given.get("label_smoothing", 0.0),
+    )
+
+
+def _chain(logits: Any) -> Iterator[fx.Node]:
+    """From the logits upwards to the product that they come from, if they do."""
+    while isinstance(logits, fx.Node) and logits.op in ("call_function", "call_method"):
+        yield logits
+        if operation(logits) == "linear":
+            return
+        logits = operand(logits)
+
+
+def _step(node: fx.Node) -> tuple[Any, ...] | None:
+    """What a node does to each number of its input, as a method of tensors and its arguments; None if it is no such."""
+    name, before, after = operation(node), tensor(operand(node)), tensor(node)
+    if before is None or after is None or before.shape != after.shape or before.device != after.device:
+        return None
+    if name in _CASTS and after.is_floating_point():
+        return ("to", after.dtype)
+    if name == "tanh" and not options(node):
+        return ("tanh",)
+    given = options(node)
+    if name in _SCALED and node.args and len(given) == 1 and number(given[0]):
+        return (name, given[0])
+    return None
+
+
+def _keeps_rows(node: fx.Node) -> bool:
+    """Whether it gives some of the rows of its input, in their order."""
+    before, after = tensor(operand(node)), tensor(node)
+    if before is None or after is None or before.dim() < 1 or after.dim() < 1 or before.shape[-1] != after.shape[-1]:
+        return False
+    if operation(node) == "slice":
+        return _dim(node, 1, "dim", 0) != before.dim() - 1 or before.shape == after.shape
+    if operation(node) == "flatten":
+        return _dim(node, 2, "end_dim", -1) != before.dim() - 1
+    return operation(node) in VIEWS and (operation(node) == "contiguous" or _sizes(node) is not None)
+
+
+def _dim(node: fx.Node, place: int, name: str, default: int) -> int:
+    """The dimension that an argument of a view names, counted from the first."""
+    dim: Any = node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
+    return int(dim) % operand(node).meta["val"].dim()
+
+
+def _sizes(node: fx.Node) -> list[Any] | None:
+    """The sizes that a view is given, None for another spelling."""
+    sizes = node.args[1:] if len(node.args) != 2 else node.args[1]
+    return list(sizes) if isinstance(sizes, list | tuple) and sizes and not node.kwargs else None
+
+
+def _same_view(graph: fx.Graph, view: fx.Node, hidden: fx.Node, width: int) -> fx.Node:
+    """What a view of the logits is of the rows that they come from."""
+    if operation(view) == "contiguous":
+        return hidden
+    sizes = None if operation(view) in ("slice", "flatten") else _sizes(view)
+    if sizes is not None:
+        new = graph.call_function(torch.ops.aten.reshape.default, (hidden, [*sizes[:-1], width]))
+        new.meta = {key: value for key, value in view.meta.items() if key != "val"}
+        return new
+    new = graph.node_copy(view, lambda node: node)
+    new.replace_input_with(operand(view), hidden)
+    return new
