@@ -51,6 +51,7 @@ def optimize(
     strict: bool = False,
     seed: int = 0,
     dynamic: Ranges | None = None,
+    returns: Literal["all", "loss"] = "all",
     progress: Callable[[str], None] = lambda stage: None,
 ) -> "OptimizedModule":
     """A drop-in for ``model`` whose training step peaks within ``budget`` bytes, proved equivalent to it.
@@ -61,19 +62,18 @@ def optimize(
     either with ``-fused``, an optimizer to copy, a factory, or None; ``loss_fn(output)`` gives a scalar, and what it
     holds counts as targets; ``amp`` is ``"bf16"`` or ``"fp16"``; ``mode`` is by default the model's; gradients of
     ``micro_batches`` such batches are accumulated. ``loop`` names habits of your loop, ``"drop-output,prefetch"`` say
-    (``memrewrite.records.loop``). ``device="cuda"`` plans for CUDA where there is none; the result is verified, and
-    runs, on the CPU. ``regions`` are patterns of submodule paths (``"layers.*"``) to capture one by one; by default the
-    whole model is, else its largest submodules that can be. ``passes`` names those allowed, ``exact`` keeps the forward
-    bit-equal, ``compiled`` plans for what ``torch.compile`` makes of the result, ``verify=False`` returns it unproved.
-    A ``strict`` result raises ``BeyondPlanError`` where it would warn that the budget may not hold: for inputs that
-    take more, or whose peak is not known. ``dynamic`` names sizes that vary: ``memrewrite.records.ranges``.
+    (``memrewrite.records.loop``). ``device="cuda"`` plans for CUDA where there is none; the result runs on the CPU.
+    ``regions`` are patterns of submodule paths (``"layers.*"``) to capture one by one in place of the whole model.
+    ``passes`` names those allowed, ``exact`` keeps the forward bit-equal, ``compiled`` plans for what ``torch.compile``
+    makes of the result, ``verify=False`` returns it unproved, ``strict`` raises ``BeyondPlanError`` in place of warnings.
+    ``dynamic`` names sizes that vary (``memrewrite.records.ranges``), ``returns="loss"`` drops outputs beside the loss.
 
     The result shares every Parameter and buffer with ``model``, is of its class, has its hooks and carries ``.report``
     (or ask ``memrewrite.report_of``); where nothing is gained it is ``model`` itself. ``progress`` is told each stage.
     Raises ``CaptureError``, ``BudgetInfeasibleError``, ``NotEquivalentError``, ``MeasurementError``, ``UsageError``.
     """
     names = (passes,) if isinstance(passes, str) else None if passes is None else tuple(passes)
-    asked = Request(budget, reserved, device, regions, names, exact, compiled, verify, strict, seed, dynamic)
+    asked = Request(budget, reserved, device, regions, names, exact, compiled, verify, strict, seed, dynamic, returns)
     asked.check(model)
     work = workload(model, example_inputs, example_kwargs, optimizer, loss_fn, amp, mode, micro_batches, loop)
     outcome = run(work, asked, progress)

@@ -71,6 +71,12 @@ def main(context: click.Context) -> None:
 @click.option("--compiled/--no-compiled", default=False, help="Plan for torch.compile of the result; measure that.")
 @click.option("--strict/--no-strict", default=False, help="Let the result refuse calls that may take more.")
 @flags.dynamic
+@click.option(
+    "--returns",
+    type=click.Choice(["all", "loss"]),
+    default="all",
+    help="With loss, a training step returns its loss alone.",
+)
 @click.option("--verify/--no-verify", default=True, help="Prove that the rewritten model takes the same steps.")
 @click.option("--measure/--no-measure", default=True, help="Run both variants, each in a process of its own.")
 @flags.timeout

@@ -28,6 +28,7 @@ from memrewrite.passes.spelling import number, operand, operation, options, tens
 from memrewrite.rewriting.contract import Findings, Result
 from memrewrite.runtime.linear_cross_entropy import linear_cross_entropy
 
+_RETURNED = "The model returns its logits, which exist then; returns='loss' leaves them out, if nobody reads them."
 _SCALED = ("mul", "div", "add", "sub")
 _CASTS = ("to", "float", "double", "half", "bfloat16", "_to_copy", "type")
 _ALIGNED = 8  # rows, as in ``chunked_cross_entropy``
@@ -62,7 +63,8 @@ class LinearCrossEntropy:
         if logits.numel() <= 2 * self.elements:
             return f"Its {logits.numel()} logits are too few to be worth it."
         if used := shared(found.inner, found.root):
-            return used
+            returned = any(user.op == "output" for node in found.inner for user in node.users)
+            return _RETURNED if returned else used
         if odd := next((node for node in found.inner[1:] if _step(node) is None and not _keeps_rows(node)), None):
             return f"Its logits come through {operation(odd) or odd.name}, which is not done row by row."
         read = (found.hidden, *(node for node in (found.weight, found.bias) if node is not None))

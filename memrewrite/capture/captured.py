@@ -70,7 +70,7 @@ class Captured:
     ``autocast`` is "any", or where the model does something else with autocast than without, what it was captured
     under: the type, None for without. ``reads`` are the attributes of modules that forward reads, ``looks`` the same as
     expressions. ``gradients`` are None, or where the model does something else when other tensors need gradients, those
-    of ``gradients_now`` at capture.
+    of ``gradients_now`` at capture. ``returns`` is "loss" where the program returns that alone.
     """
 
     graph_module: fx.GraphModule
@@ -88,3 +88,4 @@ class Captured:
     reads: Reads = ()
     looks: tuple[str, ...] = ()
     gradients: tuple[bool, ...] | None = None
+    returns: Literal["all", "loss"] = "all"

@@ -363,6 +363,7 @@ def _program(captured: Captured, prefix: str, marks: Marks) -> str:
     ranges = f"\n    ranges={captured.inputs.bounds!r}," if captured.inputs.ranges else ""
     promise = f"\n    budget={marks.budget},\n    strict={marks.strict}," if marks.budget else ""
     gradients = f"\n    gradients={captured.gradients!r}," if captured.gradients else ""
+    returns = f"\n    returns={captured.returns!r}," if captured.returns != "all" else ""
     shared = f"\n    shared={captured.inputs.shared!r}," if captured.inputs.shared else ""
     constants = "\n".join(trees.lines())
     reads = "".join(f"\n        {row!r}," for row in captured.reads)
@@ -384,6 +385,6 @@ def _program(captured: Captured, prefix: str, marks: Marks) -> str:
     ),
     same=lambda self, then: ({same}
     ),
-    run={prefix}graph,{fits}{planned}{ranges}{promise}{shared}{gradients}
+    run={prefix}graph,{fits}{planned}{ranges}{promise}{shared}{gradients}{returns}
 )
 """

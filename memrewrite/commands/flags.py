@@ -30,6 +30,7 @@ CONFIGURABLE: dict[str, type] = {
     "passes": str,
     "exact": bool,
     "strict": bool,
+    "returns": str,
     "dynamic": list,
     "compiled": bool,
     "seed": int,

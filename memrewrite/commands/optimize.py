@@ -78,6 +78,7 @@ def _optimize(job: Job, budget: Budget | None, stage: Stages) -> Outcome:
         compiled=request.compiled,
         verify=request.verify,
         strict=request.strict,
+        returns=request.returns,
         seed=request.seed,
         dynamic=request.dynamic,
     )

@@ -93,6 +93,7 @@ class OptimizeRequest(ModelRequest):
     exact: bool
     compiled: bool
     strict: bool
+    returns: Literal["all", "loss"]
     dynamic: tuple[str, ...]
     output: Path | None
     force: bool

@@ -77,6 +77,11 @@ def take_step(
     return record
 
 
+def without_outputs(record: Record) -> Record:
+    """What a step computed but for what the model returned, where it may return its loss alone."""
+    return {key: value for key, value in record.items() if key[0] not in ("output", "layout")}
+
+
 def private_inputs(inputs: Inputs, gradients: bool) -> tuple[list[Tensor], Inputs]:
     """Leaf copies of the tensor inputs, and the inputs made of them; an input passed twice stays one tensor.
 

@@ -22,6 +22,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -31,7 +32,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from memrewrite.equivalence.compare import NOISE_RUNS, Comparison, TensorVerdict, fingerprints
 from memrewrite.equivalence.reference import FusedRandomnessError, Recorder, double_step
 from memrewrite.equivalence.sizes import batch_of, halved, smaller_inputs
-from memrewrite.equivalence.trial import Record, deterministic, take_step
+from memrewrite.equivalence.trial import Record, deterministic, take_step, without_outputs
 from memrewrite.measurement.snapshot import State, cuda_devices
 from memrewrite.records.errors import MeasurementError, UsageError
 from memrewrite.records.outcomes import Check
@@ -88,12 +89,19 @@ class _Case:
     input_gradients: bool = True
     avoid: frozenset[str] = frozenset()  # families of fused random operators
 
+    @cached_property
+    def _kept(self) -> Callable[[Record], Record]:
+        """What is compared of a step."""
+        alone = any(program.returns == "loss" for program in programs(self.rewritten).values())
+        return without_outputs if alone else lambda record: record
+
     def keep(self) -> State:
         return State((self.original, self.rewritten), self.devices)
 
     def run_original(self, optimizer: torch.optim.Optimizer | None) -> Record:
         try:
-            return take_step(self.original, self.inputs, self.step, optimizer, self.devices, self.input_gradients)
+            took = take_step(self.original, self.inputs, self.step, optimizer, self.devices, self.input_gradients)
+            return self._kept(took)
         except (torch.OutOfMemoryError, FusedRandomnessError):
             raise
         except Exception as error:
@@ -103,7 +111,8 @@ class _Case:
         if (reason := _why_not_run(self)) is not None:
             raise _RewrittenError from FallbackWarning(reason)
         try:
-            return take_step(self.rewritten, self.inputs, self.step, optimizer, self.devices, self.input_gradients)
+            took = take_step(self.rewritten, self.inputs, self.step, optimizer, self.devices, self.input_gradients)
+            return self._kept(took)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:

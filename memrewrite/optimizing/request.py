@@ -4,6 +4,7 @@ import types
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import nn
@@ -36,11 +37,14 @@ class Request:
     strict: bool = False
     seed: int = 0
     dynamic: Ranges | None = None
+    returns: Literal["all", "loss"] = "all"
 
     def check(self, model: nn.Module) -> None:
         """Raise ``UsageError`` for what cannot be meant, and what refuses the model as it is."""
         check_passes(self.names)
         check_seed(self.seed)
+        if self.returns not in ("all", "loss"):
+            raise UsageError(f"returns={self.returns!r} is unknown; give 'all' or 'loss'.")
         if self.strict and self.budget is None:
             raise UsageError("strict refuses calls that a budget does not hold for; give a budget.")
         if self.ranges and self.regions is not None:

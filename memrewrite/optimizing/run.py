@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from memrewrite.advice import infeasible
+from memrewrite.capture.returned import loss_alone
 from memrewrite.codegen.writer import generate
 from memrewrite.costs.profile import profile_on
 from memrewrite.measurement.original import blaming, simulate_original
@@ -31,10 +32,11 @@ from memrewrite.simulate import Timeline
 from memrewrite.simulate.fake.batch import form_of
 from memrewrite.workload.hooks import with_hooks_of, without_hooks
 from memrewrite.workload.sharding import bucket_notes
-from memrewrite.workload.step import device_of
+from memrewrite.workload.step import Step, default_loss, device_of
 from memrewrite.workload.workload import Workload
 
 _SOONER = "Nothing had to be rewritten: written out as a program, the model lets go of values sooner."
+_NOT_LOSS_ALONE = "returns='loss' has no effect but on the training step of a model that is captured whole."
 _NOT_STRICT = "strict has no effect: the model fits as it is, is returned as it is, and takes any call."
 Progress = Callable[[str], None]
 
@@ -71,6 +73,8 @@ def run(work: Workload, asked: Request, progress: Progress) -> Outcome:
     before = simulate_original(bare.model, work.inputs, step, workspace, attribute=True)
     progress("capture")
     found = find(bare.model, work.inputs, step, asked.regions, ranges)
+    if asked.returns == "loss":
+        found = _loss_alone(found, step)
     bench = Bench(bare.model, work.inputs, asked.rewritten(step), workspace, profile_on(device))
     candidate = _first(bench, found, progress)
     progress("rewrite")
@@ -99,6 +103,16 @@ def run(work: Workload, asked: Request, progress: Progress) -> Outcome:
     with_hooks_of(work.model, result)
     complete_by(report, when_written(result))
     return Outcome(result, report, candidate, True)
+
+
+def _loss_alone(found: Regions, step: Step) -> Regions:
+    """What was captured, returning the loss alone where that is the whole model in a training step."""
+    whole, *others = found.found
+    if others or whole.path or step.mode != "train":
+        return replace(found, notes=(*found.notes, _NOT_LOSS_ALONE))
+    captured = loss_alone(whole.captured, step.loss_fn or default_loss)
+    told = captured.notes[len(whole.captured.notes) :]
+    return replace(found, found=(replace(whole, captured=captured),), notes=(*found.notes, *told))
 
 
 def _rewritten(

@@ -42,7 +42,8 @@ class Program:
     ``planned`` are the named sizes it was planned for, under a ``budget`` in bytes if one was given, ``strict`` where
     no other call may run. ``shared`` are the pairs of leaves that have to be one tensor.
     ``ranges`` are those asked for of named sizes: what that size is, in words, and from where to where it varies.
-    ``gradients`` are those of ``gradients_now`` that a call must have, None where that does not matter.
+    ``gradients`` are those of ``gradients_now`` that a call must have, None where that does not matter. ``returns`` is
+    "loss" where ``run`` gives None in the place of everything else.
     ``source`` is the text all this came from.
     """
 
@@ -64,6 +65,7 @@ class Program:
     shared: tuple[tuple[int, int], ...] = ()
     ranges: Mapping[str, tuple[str, int, int]] = field(default_factory=dict)
     gradients: tuple[bool, ...] | None = None
+    returns: Literal["all", "loss"] = "all"
     source: str = ""
 
 

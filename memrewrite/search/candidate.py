@@ -122,8 +122,9 @@ class Candidate:
 
     @property
     def modified(self) -> bool:
-        """Whether any pass did anything."""
-        return any(result.modified for result in self.results.values())
+        """Whether any pass did anything, or something is not returned."""
+        returned = all(region.region.captured.returns == "all" for region in self.regions)
+        return not returned or any(result.modified for result in self.results.values())
 
     @property
     def arithmetic_changed(self) -> bool:
@@ -176,6 +177,12 @@ class Candidate:
         """The candidate for which CUDA's allocator gets ``total`` bytes, and what is left of them in one piece."""
         first = self.regions[0]
         return replace(self, regions=(replace(first, marks=replace(first.marks, room=total)), *self.regions[1:]))
+
+    def telling(self, other: "Candidate") -> "Candidate":
+        """The candidate with what passes said of another one of the same regions, too."""
+        pairs = zip(self.regions, other.regions, strict=True)
+        regions = (replace(mine, results={**theirs.results, **mine.results}) for mine, theirs in pairs)
+        return replace(self, regions=tuple(regions))
 
     def promising(self, budget: int, strict: bool) -> "Candidate":
         """The candidate whose programs say what its budget in bytes is, and whether they run no other calls."""

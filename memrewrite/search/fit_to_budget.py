@@ -134,7 +134,10 @@ def fit_to_budget(candidate: Candidate, limit: Budget, original: int, names: tup
     bench, found = candidate.bench, _found(asked, candidate)
     if not bench.target.fuses and (isinstance(found, Unmet) or limit.minimum):
         lower = rewritten_lower(candidate, names)
-        found = found if lower is candidate else _lower(asked, found, _found(asked, lower))
+        if lower.programs == candidate.programs:
+            found = replace(found, candidate=found.candidate.telling(lower))
+        else:
+            found = _lower(asked, found, _found(asked, lower))
     if isinstance(found, Unmet):
         return found
     if budget is None or bench.target.fuses or bench.device != "cuda":

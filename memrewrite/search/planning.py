@@ -32,9 +32,8 @@ def rewritten_slower(candidate: Candidate, names: tuple[str, ...] | None) -> Can
 
 
 def rewritten_lower(candidate: Candidate, names: tuple[str, ...] | None) -> Candidate:
-    """After the rewrites for a peak that no plan without them reaches; itself where they change nothing."""
-    lower = candidate.after(registry.lower(names))
-    return candidate if lower.programs == candidate.programs else lower
+    """After the rewrites for a peak that no plan without them reaches."""
+    return candidate.after(registry.lower(names))
 
 
 def plan(candidate: Candidate, budget: int, spare: int = 0, in_turn: bool = False) -> Planned:

@@ -63,7 +63,7 @@ SPELLINGS: dict[str, Function] = {
     "flatten": lambda m, h: F.cross_entropy(h.view(4, 5, WIDTH).flatten(0, 1), classes(h)),
 }
 TRAPS: dict[str, tuple[Function, str]] = {
-    "logits returned": (lambda m, h: (F.cross_entropy(h, classes(h)), h), "is used elsewhere (by output)"),
+    "logits returned": (lambda m, h: (F.cross_entropy(h, classes(h)), h), "returns='loss' leaves them out"),
     "probabilities": (lambda m, h: F.cross_entropy(h, h.detach().softmax(1)), "not one class index"),
     "images": (lambda m, h: F.cross_entropy(h.view(2, WIDTH, -1), torch.zeros(2, 10).long()), "not one class index"),
     "few": (lambda m, h: F.cross_entropy(h[:3], classes(h)[:3]), "Its 18 logits are too few"),
