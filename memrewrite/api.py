@@ -65,7 +65,7 @@ def optimize(
     (``memrewrite.records.loop``). ``device="cuda"`` plans for CUDA where there is none; the result runs on the CPU.
     ``regions`` are patterns of submodule paths (``"layers.*"``) to capture one by one in place of the whole model.
     ``passes`` names those allowed, ``exact`` keeps the forward bit-equal, ``compiled`` plans for what ``torch.compile``
-    makes of the result, ``verify=False`` returns it unproved, ``strict`` raises ``BeyondPlanError`` in place of warnings.
+    makes of the result, ``verify=False`` skips the proof, ``strict`` raises ``BeyondPlanError`` where it would warn.
     ``dynamic`` names sizes that vary (``memrewrite.records.ranges``), ``returns="loss"`` drops outputs beside the loss.
 
     The result shares every Parameter and buffer with ``model``, is of its class, has its hooks and carries ``.report``
