@@ -80,10 +80,10 @@ class _LinearLosses(torch.autograd.Function):
 
 
 Head = tuple[Tensor, Tensor, Tensor | None]
-Slopes = tuple[Tensor | None, Tensor | None, Tensor | None]
+HeadSlopes = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
-def _head_slopes_again(ctx: Any, grad: Tensor, head: Head, target: Tensor, class_weight: Tensor | None) -> Slopes:
+def _head_slopes_again(ctx: Any, grad: Tensor, head: Head, target: Tensor, class_weight: Tensor | None) -> HeadSlopes:
     losses = _head_losses(*head, target, class_weight, *ctx.options)
     wanted = [tensor for tensor, need in zip(head, ctx.needs_input_grad, strict=False) if need and tensor is not None]
     found = iter(torch.autograd.grad(losses, wanted, grad, create_graph=True))
@@ -91,7 +91,7 @@ def _head_slopes_again(ctx: Any, grad: Tensor, head: Head, target: Tensor, class
     return of_hidden, of_weight, of_bias
 
 
-def _head_slopes(ctx: Any, grad: Tensor, head: Head, target: Tensor, class_weight: Tensor | None) -> Slopes:
+def _head_slopes(ctx: Any, grad: Tensor, head: Head, target: Tensor, class_weight: Tensor | None) -> HeadSlopes:
     """The gradients of what the head is given and of its parameters, rows by rows."""
     hidden, weight, bias = head
     of_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None

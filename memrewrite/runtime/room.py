@@ -7,7 +7,7 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
-_SIMULATED: ContextVar[Callable[[int], None] | None] = ContextVar("_SIMULATED", default=None)
+_ROOM_SIMULATED: ContextVar[Callable[[int], None] | None] = ContextVar("_ROOM_SIMULATED", default=None)
 _UNIT, _LEAST = 2 * 2**20, 10 * 2**20  # bytes: such pieces are multiples of the one and no smaller than the other
 _NEARLY = 0.95  # of the total is enough: for tensors of up to 1 MiB PyTorch gets other memory
 
@@ -31,7 +31,7 @@ def make_room(total: int, *inputs: Tensor) -> None:
     """
     if torch.compiler.is_compiling():
         return
-    if (simulated := _SIMULATED.get()) is not None:
+    if (simulated := _ROOM_SIMULATED.get()) is not None:
         simulated(total)
         return
     device = next((tensor.device for tensor in inputs if tensor.is_cuda), None)
@@ -52,8 +52,8 @@ def _missing_on(device: torch.device, total: int) -> int:
 @contextmanager
 def room_simulated(make: Callable[[int], None]) -> Iterator[None]:
     """Let ``make`` stand for the device within."""
-    token = _SIMULATED.set(make)
+    token = _ROOM_SIMULATED.set(make)
     try:
         yield
     finally:
-        _SIMULATED.reset(token)
+        _ROOM_SIMULATED.reset(token)
