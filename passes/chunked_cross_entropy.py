@@ -62,18 +62,15 @@ class ChunkedCrossEntropy:
 
     def check(self, found: "Found", effects: Effects) -> str | None:
         """Why it has to stay as it is; None if it need not."""
-        logits, target = tensor(found.logits), tensor(found.target)
         if found.extra:
             return f"It has {found.extra}, which the chunked form has not."
-        if logits is None or target is None or logits.dim() != 2 or target.dim() != 1 or target.dtype != torch.int64:
-            return "Its targets are not one class index for each row of logits."
-        if logits.numel() <= 2 * self.elements:
-            return f"Its {logits.numel()} logits are too few to be worth it."
+        if unfit := not_in_rows(found.logits, found.target, self.elements):
+            return unfit
         return between(effects, found.root, found.inner, found.source) if found.inner else None
 
     def rewrite(self, found: "Found") -> None:
         """Put the chunked form in the root's place; a cast of the logits becomes part of it."""
-        rows = max(self.elements // found.logits.meta["val"].shape[1] // _ALIGNED, 1) * _ALIGNED
+        rows = rows_of(self.elements, found.logits.meta["val"].shape[1])
         dtype = torch.float32 if found.inner else None
         graph, logits = found.root.graph, found.source
         with graph.inserting_before(found.root):
@@ -103,6 +100,21 @@ class Found:
     reduction: int
     ignore_index: int
     extra: str
+
+
+def not_in_rows(logits: fx.Node, target: fx.Node, elements: int) -> str | None:
+    """Why a cross-entropy cannot, or need not, be made of about ``elements`` logits at a time; None if it may."""
+    given, classes = tensor(logits), tensor(target)
+    if given is None or classes is None or given.dim() != 2 or classes.dim() != 1 or classes.dtype != torch.int64:
+        return "Its targets are not one class index for each row of logits."
+    if given.numel() <= 2 * elements:
+        return f"Its {given.numel()} logits are too few to be worth it."
+    return None
+
+
+def rows_of(elements: int, classes: int) -> int:
+    """How many rows of that many classes have about ``elements`` logits."""
+    return max(elements // classes // _ALIGNED, 1) * _ALIGNED
 
 
 def match(root: fx.Node) -> Found | None:

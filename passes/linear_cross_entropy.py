@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from memrewrite.observe.effects import Effects
-from memrewrite.passes.chunked_cross_entropy import ARGUMENTS, REDUCTIONS, VIEWS
+from memrewrite.passes.chunked_cross_entropy import ARGUMENTS, REDUCTIONS, VIEWS, not_in_rows, rows_of
 from memrewrite.passes.matching import between, erase, inherit, shared
 from memrewrite.passes.spelling import number, operand, operation, options, tensor
 from memrewrite.rewriting.contract import Findings, Result
@@ -31,7 +31,6 @@ from memrewrite.runtime.linear_cross_entropy import linear_cross_entropy
 _RETURNED = "The model returns its logits, which exist then; returns='loss' leaves them out, if nobody reads them."
 _SCALED = ("mul", "div", "add", "sub")
 _CASTS = ("to", "float", "double", "half", "bfloat16", "_to_copy", "type")
-_ALIGNED = 8  # rows, as in ``chunked_cross_entropy``
 
 
 @dataclass(frozen=True)
@@ -57,11 +56,8 @@ class LinearCrossEntropy:
 
     def check(self, found: "Found", effects: Effects) -> str | None:
         """Why it has to stay as it is; None if it need not."""
-        logits, target = tensor(operand(found.root)), tensor(found.target)
-        if logits is None or target is None or logits.dim() != 2 or target.dim() != 1 or target.dtype != torch.int64:
-            return "Its targets are not one class index for each row of logits."
-        if logits.numel() <= 2 * self.elements:
-            return f"Its {logits.numel()} logits are too few to be worth it."
+        if unfit := not_in_rows(found.inner[-1], found.target, self.elements):
+            return unfit
         if used := shared(found.inner, found.root):
             returned = any(user.op == "output" for node in found.inner for user in node.users)
             return _RETURNED if returned else used
@@ -74,7 +70,7 @@ class LinearCrossEntropy:
         """Put the one operation in the root's place; views and slices of the logits become those of its input."""
         graph, hidden = found.root.graph, found.hidden
         classes, width = found.weight.meta["val"].shape
-        rows = max(self.elements // classes // _ALIGNED, 1) * _ALIGNED
+        rows = rows_of(self.elements, classes)
         with graph.inserting_before(found.root):
             for view in filter(_keeps_rows, found.inner[1:]):
                 hidden = _same_view(graph, view, hidden, width)

@@ -49,21 +49,26 @@ def _stays(more: int) -> str:
     return f" and {more} more stay calls" if more else " stays a call"
 
 
+def once_of_a_class(refusal: Refusal) -> Refusal:
+    """``refusal``, asked of one submodule of each class that is called, and told of all."""
+    of_class: dict[type, str] = {}
+
+    def known(path: str, module: nn.Module) -> str | None:
+        if type(module) not in of_class and (said := refusal(path, module)) is not None:
+            of_class[type(module)] = said
+        return of_class.get(type(module))
+
+    return known
+
+
 def innermost(
     model: nn.Module, failing: Mapping[str, str], regions: Collection[str], refusal: Refusal
 ) -> dict[str, str]:
     """The submodules because of which the ``failing`` ones cannot be captured, none inside another, and why.
 
     ``regions`` are those that can be. What has one inside is not among them, as it would be lost there. ``refusal``
-    tells of a submodule without submodules; it is asked once of a class.
+    tells of a submodule without submodules.
     """
-    of_class: dict[type, str] = {}
-
-    def why_not(name: str, leaf: nn.Module) -> str:
-        if type(leaf) not in of_class and (said := refusal(name, leaf)) is not None:
-            of_class[type(leaf)] = said
-        return of_class.get(type(leaf), "")
-
     found: dict[str, str] = {}
     for path, why in failing.items():
         elsewhere = [other for other in (*failing, *regions) if other != path and _is_below(other, path)]
@@ -71,7 +76,7 @@ def innermost(
             (f"{path}.{name}".lstrip("."), leaf) for name, leaf in model.get_submodule(path).named_modules() if name
         )
         leaves = [(name, leaf) for name, leaf in named if not any(_is_below(name, other) for other in elsewhere)]
-        asked = {name: why_not(name, leaf) for name, leaf in leaves if _is_leaf(leaf) and _is_own(leaf)}
+        asked = {name: refusal(name, leaf) for name, leaf in leaves if _is_leaf(leaf) and _is_own(leaf)}
         blamed = {name: said for name, said in asked.items() if said}
         found |= blamed or ({path: why} if path and not elsewhere else {})
     return found

@@ -31,7 +31,7 @@ from memrewrite.records.ranges import Range
 from memrewrite.records.tensor_like import TensorLike
 from memrewrite.rewriting.invariants import writes_what_is_kept
 from memrewrite.runtime.dropin import build, program_from
-from memrewrite.search.kept import hooked, innermost, told
+from memrewrite.search.kept import hooked, innermost, once_of_a_class, told
 from memrewrite.search.repeats import note_what_repeats
 from memrewrite.simulate.fake.fakes import on_fakes, tensors_of
 from memrewrite.state.random_state import preserved_rng
@@ -93,7 +93,7 @@ def find(
         return _whole(model, inputs, step, odd, ranges)
     except CaptureError as refusal:
         calls = _record(model, inputs, step)
-        refused = partial(_refusal, calls, step)
+        refused = once_of_a_class(partial(_refusal, calls, step))
         tried = innermost(model, {"": str(refusal)}, (), refused)  # before what takes long where blocks repeat
         with suppress(CaptureError):  # which says the same as the first
             if tried:

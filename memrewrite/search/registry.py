@@ -33,12 +33,12 @@ def patterns(names: tuple[str, ...] | None, exact: bool) -> list[Pass]:
 
 def slower(names: tuple[str, ...] | None) -> list[Pass]:
     """Rewrites that cost time, of those asked for: for a step that would not fit without them."""
-    return [make() for name, make in SLOWER.items() if names is None or name in names]
+    return _asked_for(SLOWER, names)
 
 
 def lower(names: tuple[str, ...] | None) -> list[Pass]:
     """Rewrites that cost more time, of those asked for: for a step that no plan without them would let fit."""
-    return [make() for name, make in LOWER.items() if names is None or name in names]
+    return _asked_for(LOWER, names)
 
 
 def allowed(names: tuple[str, ...] | None, exact: bool) -> tuple[str, ...] | None:
@@ -46,3 +46,7 @@ def allowed(names: tuple[str, ...] | None, exact: bool) -> tuple[str, ...] | Non
     if not exact:
         return names
     return tuple(name for name in (NAMES if names is None else names) if name not in LOWER)
+
+
+def _asked_for(passes: dict[str, Callable[[], Pass]], names: tuple[str, ...] | None) -> list[Pass]:
+    return [make() for name, make in passes.items() if names is None or name in names]

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, fx
 
 from memrewrite.records.tensor_like import TensorLike
-from memrewrite.simulate.fake.refusals import needs_data
-from memrewrite.torch_internals.fake_tensors import FAKE_TENSOR_ERRORS
+from memrewrite.simulate.fake.refusals import takes_data
 from memrewrite.torch_internals.pytrees import TreeSpec, tree_leaves, tree_unflatten
 
 _SEEN, _KEPT = "memrewrite_seen", "memrewrite_kept"  # in a node's meta, which graphs copy with the node
@@ -29,7 +28,7 @@ def on_fakes_or_seen(node: fx.Node, run: Callable[[], Any], given: Any) -> Any:
     try:
         return run()
     except Exception as error:
-        if not isinstance(error, FAKE_TENSOR_ERRORS) and not needs_data(str(node.target), error):
+        if not takes_data(error):
             raise
     leaves, tree = node.meta[_SEEN]
     return like_seen(given, leaves, tree, node.meta.get(_KEPT, 0))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from memrewrite.runtime.dropin import empty_like, own, prepare
 from memrewrite.simulate.fake.constant_values import known_values
-from memrewrite.simulate.fake.refusals import needs_data
+from memrewrite.simulate.fake.refusals import takes_data
 from memrewrite.simulate.fake.stand_ins import functions_on_fakes
 from memrewrite.state import containers
 from memrewrite.state.attributes import OPAQUE
@@ -106,7 +106,7 @@ def running_on_fakes(
         ):
             yield
     except Exception as error:
-        if isinstance(error, FAKE_TENSOR_ERRORS) or not needs_data("", error):
+        if isinstance(error, FAKE_TENSOR_ERRORS) or not takes_data(error):
             raise
         raise NoDataError(str(error)) from error
 

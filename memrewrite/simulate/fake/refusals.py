@@ -1,7 +1,7 @@
 """Sentences for what only tensors with data can run."""
 
 from memrewrite.records.lines import line_of
-from memrewrite.torch_internals.fake_tensors import asks_for_memory, lacks_fake_rule
+from memrewrite.torch_internals.fake_tensors import FAKE_TENSOR_ERRORS, asks_for_memory, lacks_fake_rule
 
 
 def needs_data(name: str, error: Exception) -> str:
@@ -18,3 +18,8 @@ def needs_data(name: str, error: Exception) -> str:
             "give it one (torch.library.register_fake), and it stays a call."
         )
     return ""
+
+
+def takes_data(error: Exception) -> bool:
+    """Whether ``error`` was raised because only tensors with data can run what was run."""
+    return isinstance(error, FAKE_TENSOR_ERRORS) or bool(needs_data("", error))
