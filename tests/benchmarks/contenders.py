@@ -2,12 +2,13 @@
 
 ``ours`` and ``ours+compile`` are followed by a budget: ``min``, ``block`` (the peak that block checkpointing takes) or
 a share of the bytes that eager training takes beyond parameters, gradients, optimizer state and inputs. ``compile`` may
-be followed by PyTorch's own ``activation_memory_budget``; ``=0.5`` is the peak that ``compile 0.5`` takes.
+be followed by PyTorch's own ``activation_memory_budget``; ``=0.5`` is the peak that ``compile 0.5`` takes, and
+``=liger`` that of ``liger``, which puts Liger's kernels into a language model.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, Literal, cast
 from unittest import mock
 
 import torch
@@ -23,13 +24,15 @@ from tests.benchmarks.models import Workload, sqrt_segments
 from tests.benchmarks.rows import ParetoRow
 
 EAGER, BLOCK, SQRT, OURS, COMPILE, BOTH = "eager", "block", "sqrt", "ours", "compile", "ours+compile"
+LIGER = "liger", "liger+block"
 MINIMUM = f"{OURS} min"
 _OURS = [f"{OURS} {budget}" for budget in ("min", "block", "80%", "65%", "50%", "40%", "33%", "27%")]
 _RATIOS = ("0.8", "0.5", "0.3", "0.2", "0.1", "0")
 _COMPILED = [f"{COMPILE} {ratio}" for ratio in _RATIOS]
 _BOTH = [f"{BOTH} {budget}" for budget in ("min", "27%", "33%", "40%", "50%", "65%", "80%")]
 _MATCHED = [f"{BOTH} ={ratio}" for ratio in _RATIOS]
-CONTENDERS = [EAGER, BLOCK, SQRT, *_OURS, COMPILE, *_COMPILED, *_BOTH, *_MATCHED]
+_AS_LIGER = [f"{each} ={peer}" for each in (OURS, BOTH) for peer in LIGER]
+CONTENDERS = [EAGER, BLOCK, SQRT, *LIGER, *_OURS, COMPILE, *_COMPILED, *_BOTH, *_MATCHED, *_AS_LIGER]
 
 Rows = Mapping[str, ParetoRow]
 """What is known of a workload already, by contender."""
@@ -61,7 +64,8 @@ def bound(contender: str, rows: Rows) -> int | None:
     text = contender.split()[1]
     if text == "min":
         return None
-    whose = BLOCK if text == "block" else f"{COMPILE} {text[1:]}" if text.startswith("=") else EAGER
+    whose = BLOCK if text == "block" else text[1:] if text.startswith("=") else EAGER
+    whose = f"{COMPILE} {whose}" if whose in _RATIOS else whose
     reference = rows.get(whose)
     if reference is None or reference.peak is None or reference.fixed is None:
         raise ValueError(f"the peak of {whose} is not known")
@@ -79,7 +83,7 @@ def prepare(
     itself raises.
     """
     if kind(contender) in (OURS, BOTH):
-        ready = _optimized(contender, workload.step(), model, inputs, rows, verify)
+        ready = _optimized(contender, workload, model, inputs, rows, verify)
         if kind(contender) == OURS:
             return ready
         compiled = cast(nn.Module, torch.compile(ready.module, fullgraph=True))
@@ -87,18 +91,29 @@ def prepare(
     if kind(contender) == COMPILE:
         functorch.activation_memory_budget = float((*contender.split(), "1.0")[1])
         return Ready(cast(nn.Module, torch.compile(model)))
-    if contender == BLOCK:
+    if contender in LIGER:
+        _with_liger(model)
+    if contender in (BLOCK, LIGER[1]):
         workload.checkpoint_blocks(model)
     if contender == SQRT:
         return Ready(model, note=f"{sqrt_segments(model, workload.blocks)} segments")
     return Ready(model)
 
 
-def _optimized(contender: str, step: Step, model: nn.Module, inputs: Inputs, rows: Rows, verify: bool) -> Ready:
+def _with_liger(model: nn.Module) -> None:
+    """Put Liger's kernels into a model of transformers' that it knows, and into its class, for good."""
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+    inner: Any = cast(Any, model).get_base_model() if hasattr(model, "get_base_model") else model
+    MODEL_TYPE_TO_APPLY_LIGER_FN[inner.config.model_type](model=inner)
+
+
+def _optimized(contender: str, workload: Workload, model: nn.Module, inputs: Inputs, rows: Rows, verify: bool) -> Ready:
     budget, lowest = bound(contender, rows), rows.get(MINIMUM)
     if kind(contender) == OURS and budget is not None and lowest is not None and budget < (lowest.peak or 0):
         raise BudgetInfeasibleError(f"The lowest peak, measured, is {lowest.peak} bytes.", lowest=lowest.peak or 0)
-    return rewritten(budget, step, model, inputs, verify=verify, compiled=is_compiled(contender))
+    asked: dict[str, Any] = {"verify": verify, "compiled": is_compiled(contender), "returns": workload.returns}
+    return rewritten(budget, workload.step(), model, inputs, **asked)
 
 
 def _infeasible(line: object, limit: Budget, budget: int, lowest: int) -> BudgetInfeasibleError:
@@ -115,6 +130,7 @@ def rewritten(
     verify: bool = False,
     compiled: bool = False,
     reserved: bool = False,
+    returns: Literal["all", "loss"] = "all",
 ) -> Ready:
     """``model`` within ``budget`` bytes (``reserved``: of what is reserved), or at its lowest peak.
 
@@ -131,6 +147,7 @@ def rewritten(
             compiled=compiled,
             verify=verify,
             reserved=reserved,
+            returns=returns,
         )
     report = optimized.report
     note = report.verdict if verify else ""

@@ -103,7 +103,7 @@ class Search:
         with self.device:
             model, inputs = workload.build(self.tiny), workload.inputs(batch, self.tiny)
         if self.contender == OURS:
-            ready = rewritten(budget, step, model, inputs)
+            ready = rewritten(budget, step, model, inputs, returns=workload.returns)
         else:
             ready = prepare(self.contender, workload, model, inputs, {})
         trial = Trial(ready.module, inputs, step, others)

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,8 @@ class Workload:
     ``build(tiny)`` makes the model on the current default device, ``inputs(batch, tiny)`` its inputs likewise.
     ``blocks`` matches the paths of modules that run one after another, each fed by the one before; "" where the model
     is no such chain. ``checkpoint_blocks`` turns on the model's own block checkpointing. ``samples`` is what one unit
-    of the batch counts for in a throughput: 1 image or the tokens of a sequence.
+    of the batch counts for in a throughput: 1 image or the tokens of a sequence. ``returns`` is "loss" where nobody
+    reads what the model returns beside it, as nobody can under Liger's kernels.
     """
 
     build: Callable[[bool], nn.Module]
@@ -43,6 +44,7 @@ class Workload:
     amp: str = "off"
     optimizer: str = "adamw"
     samples: int = 1
+    returns: Literal["all", "loss"] = "all"
 
     def step(self) -> Step:
         """The step that every contender takes."""
@@ -146,7 +148,7 @@ def _gpt2(tiny: bool) -> nn.Module:
     return cast(nn.Module, GPT2LMHeadModel(GPT2Config(use_cache=False, **sizes)))
 
 
-def _llama(tiny: bool) -> nn.Module:
+def _llama(tiny: bool, length: int = 2048) -> nn.Module:
     """The sizes of Llama 3.2 1B: 1.24 billion parameters, embeddings tied."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -158,11 +160,36 @@ def _llama(tiny: bool) -> nn.Module:
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=heads // 4,
-        max_position_embeddings=2048,
+        max_position_embeddings=length,
         tie_word_embeddings=True,
         use_cache=False,
     )
     return cast(nn.Module, LlamaForCausalLM(config))
+
+
+def _lora(tiny: bool) -> nn.Module:
+    """A Qwen3 of 0.9 billion parameters in bf16 with LoRA adapters of rank 16 on all products of its blocks."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    width, layers, heads = (32, 4, 4) if tiny else (1536, 20, 16)
+    config = Qwen3Config(
+        vocab_size=_TINY_VOCABULARY if tiny else 151936,
+        hidden_size=width,
+        intermediate_size=4 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 4,
+        head_dim=width // heads if tiny else 128,
+        tie_word_embeddings=True,
+        use_cache=False,
+    )
+    model = Qwen3ForCausalLM(config).bfloat16()
+    return cast(nn.Module, get_peft_model(model, LoraConfig(r=16, target_modules="all-linear", lora_dropout=0.0)))
+
+
+def _in_bf16(length: int) -> Callable[[bool], nn.Module]:
+    return lambda tiny: _llama(tiny, length).bfloat16()
 
 
 def example(name: str) -> Any:
@@ -276,6 +303,27 @@ WORKLOADS: dict[str, Workload] = {
         checkpoint_blocks=_by_transformers,
         amp="bf16",
         samples=2048,
+    ),
+    **{
+        f"llama_1b-{length}": Workload(
+            _in_bf16(length),
+            _tokens(length, 128256),
+            batch=batch,
+            blocks=r"model\.layers\.\d+",
+            checkpoint_blocks=_by_transformers,
+            samples=length,
+            returns="loss",
+        )
+        for length, batch in ((2048, 2), (4096, 2), (16384, 1))
+    },
+    "qwen3_lora": Workload(
+        _lora,
+        _tokens(4096, 151936),
+        batch=2,
+        blocks=r"base_model\.model\.model\.layers\.\d+",
+        checkpoint_blocks=_by_transformers,
+        samples=4096,
+        returns="loss",
     ),
     "resnet50-small": Workload(_RESNET.build, _RESNET.inputs, 8, _RESNET.blocks, _RESNET.checkpoint_blocks),
     "gpt2_medium-small": Workload(
