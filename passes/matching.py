@@ -15,7 +15,7 @@ from torch.fx.node import map_arg
 from memrewrite.observe.effects import Effects
 from memrewrite.passes.spelling import Spelling, operation, tensor
 
-_CONTEXTS = ("_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_enter_inference_mode", "_exit_inference_mode")
+CONTEXTS = ("_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_enter_inference_mode", "_exit_inference_mode")
 
 
 def obstacle(effects: Effects, root: fx.Node, inner: Sequence[fx.Node], x: fx.Node) -> str | None:
@@ -112,7 +112,7 @@ def _detached(effects: Effects, root: fx.Node, inner: Sequence[fx.Node]) -> str 
         if value is not None and result is not None and value.requires_grad != result.requires_grad:
             return f"{node.name} and {root.name} do not take part in the gradient alike."
     for node in _span(effects, root, inner):
-        if operation(node) in _CONTEXTS:
+        if operation(node) in CONTEXTS:
             return f"A no_grad or autocast region begins or ends inside the pattern (at {node.name})."
     return None
 

@@ -20,18 +20,21 @@ import operator
 import re
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from memrewrite.capture.captured import Captured, TensorSpec
+from memrewrite.capture.captured import Captured
 from memrewrite.capture.expressions import Trees, class_of, literal, nested
 from memrewrite.capture.normal import attribute
 from memrewrite.capture.origin import origin
+from memrewrite.codegen.program import program
 from memrewrite.codegen.submodules import Submodules
 from memrewrite.costs.normalizations import in_one_with, runs_again_with
 from memrewrite.plan.marks import NO_MARKS, UNMARKED, Marks, NodeMark
+from memrewrite.records.chain_call import ChainCall
 from memrewrite.records.errors import CaptureError
 from memrewrite.records.function_call import FunctionCall
 from memrewrite.runtime.operations import AROUND_NODES, IN_GRAPHS
@@ -62,7 +65,9 @@ def generate(captured: Captured, prefix: str = "", marks: Marks = NO_MARKS) -> t
     writer = _Writer(captured, prefix, marks)
     writer.graph()
     classes = [f"{name} = {class_of(kind)}\n" for kind, name in writer.classes.items()]
-    text = "\n".join([_HEADER, *classes, *writer.trees.lines(), *writer.functions, _program(captured, prefix, marks)])
+    functions = [*writer.chains.values(), *writer.functions]
+    parts = [_HEADER, *classes, *writer.trees.lines(), *functions, program(captured, prefix, marks)]
+    text = "\n".join(parts)
     compile(text, "<memrewrite>", "exec")
     return text, {name: captured.constants[path] for path, name in writer.constants.items()}
 
@@ -85,7 +90,7 @@ inf, nan = math.inf, math.nan
 _RUNTIME = (*AROUND_NODES, *IN_GRAPHS, "tree_unflatten", "treespec_loads")
 _MODULES_USED = ("aten", "torch", "operator", "math", "builtins", "importlib")
 _GLOBALS = (*_MODULES_USED, "inf", "nan", "getattr", "slice", "complex", *_RUNTIME)
-_OWN = re.compile(r"(segment|region|TREE)_\d")
+_OWN = re.compile(r"(segment|region|TREE|chain)_\w")
 
 
 class _Writer:
@@ -94,6 +99,7 @@ class _Writer:
         self.prefix = prefix
         self.marks = marks
         self.functions: list[str] = []
+        self.chains: dict[str, str] = {}  # their functions by name
         self.trees = Trees(prefix)
         self.classes: dict[type, str] = {}  # what custom Functions are called
         self.constants = {path: CONSTANT.format(i) for i, path in enumerate(captured.constants)}
@@ -174,8 +180,19 @@ class _Writer:
         return {path: self.readers[id(value)] for path, value in values.items() if isinstance(value, nn.Parameter)}
 
     def function(self, name: str, parameters: list[str], lines: list[str]) -> None:
-        body = "\n    ".join(lines)
-        self.functions.append(f"\ndef {name}({', '.join(parameters)}):\n    {body}\n")
+        self.functions.append(_function(name, parameters, lines))
+
+    def chain(self, call: ChainCall) -> str:
+        """Write the function of a chain of nodes that run at once; returns its name."""
+        if call.__name__ not in self.chains:
+            writer = _Writer(replace(self.captured, graph_module=call.chain, constants={}), "", NO_MARKS)
+            graph = call.chain.graph
+            (output,) = graph.find_nodes(op="output")
+            nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
+            lines = [*writer.body(nodes, 0, output.all_input_nodes), f"return {writer.value(output.args[0])}"]
+            parameters = [writer.name(node) for node in graph.find_nodes(op="placeholder")]
+            self.chains[call.__name__] = _function(call.__name__, parameters, lines)
+        return call.__name__
 
     def statement(self, node: fx.Node, recomputed: bool) -> str:
         """One node as an assignment. ``recomputed`` says it stands in a segment: buffers are then updated once."""
@@ -201,6 +218,9 @@ class _Writer:
             return f"{self.submodules.attribute(str(node.target))}({', '.join([*arguments, *keywords])})"
         if node.op == "call_method":
             return f"{arguments[0]}.{node.target}({', '.join([*arguments[1:], *keywords])})"
+        if isinstance(node.target, ChainCall):
+            call: ChainCall = node.target
+            return f"fused({', '.join([self.chain(call), repr(call.trained), repr(call.keeps), *arguments])})"
         name = self.applied(node.target) if isinstance(node.target, FunctionCall) else function_name(node.target)
         if mark.statistics is not None:
             kept = ["recomputing", str(mark.statistics), str(runs_again_with(node, self.marks) is not None)]
@@ -322,6 +342,11 @@ def function_name(target: Any) -> str:
     raise CaptureError(f"The graph calls {target}, which cannot be written as source.")
 
 
+def _function(name: str, parameters: list[str], lines: list[str]) -> str:
+    body = "\n    ".join(lines)
+    return f"\ndef {name}({', '.join(parameters)}):\n    {body}\n"
+
+
 def _body(node: fx.Node, body: Any) -> fx.GraphModule:
     """The graph inside a region; the region may itself stand in another's."""
     owner = node.graph.owning_module
@@ -344,47 +369,3 @@ def _live_ins(nodes: list[fx.Node]) -> list[fx.Node]:
     used = dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n.op != "get_attr")
     inside = set(nodes)
     return [n for n in used if n not in inside]
-
-
-def _program(captured: Captured, prefix: str, marks: Marks) -> str:
-    leaves = [
-        f"({leaf.dtype}, {leaf.device_type!r}, {leaf.shape!r})"
-        if isinstance(leaf, TensorSpec)
-        else f"('constant', {literal(leaf)})"
-        for leaf in captured.inputs.leaves
-    ]
-    trees = Trees(f"{prefix}INPUT_")
-    tree = nested(captured.inputs.tree, ["0"] * captured.inputs.tree.num_leaves, trees)
-    shapes = [leaf.shape for leaf in captured.inputs.leaves if isinstance(leaf, TensorSpec)]
-    sizes = sorted({size for shape in shapes for size in shape if isinstance(size, str)})
-    conditions = " and ".join(f"({condition})" for condition in captured.inputs.conditions)
-    fits = f"\n    fits=lambda {', '.join(sizes)}: {conditions}," if conditions else ""
-    planned = f"\n    planned={dict(marks.holds_for or captured.inputs.example)!r}," if captured.inputs.example else ""
-    ranges = f"\n    ranges={captured.inputs.bounds!r}," if captured.inputs.ranges else ""
-    promise = f"\n    budget={marks.budget},\n    strict={marks.strict}," if marks.budget else ""
-    gradients = f"\n    gradients={captured.gradients!r}," if captured.gradients else ""
-    returns = f"\n    returns={captured.returns!r}," if captured.returns != "all" else ""
-    shared = f"\n    shared={captured.inputs.shared!r}," if captured.inputs.shared else ""
-    constants = "\n".join(trees.lines())
-    reads = "".join(f"\n        {row!r}," for row in captured.reads)
-    look = "".join(f"\n        {each}," for each in captured.looks)
-    same = " and".join(f"\n        {each} == then[{i}]" for i, each in enumerate(captured.looks)) or "True"
-    return f"""
-
-{constants}PROGRAM = Program(
-    names={captured.inputs.parameters!r},
-    tree=tree_structure({tree}),
-    leaves=({"".join(leaf + ", " for leaf in leaves)}),
-    training={captured.training!r},
-    differentiable={captured.differentiable!r},
-    dtype={captured.dtype},
-    autocast={captured.autocast!r},
-    reads=({reads}
-    ),
-    look=lambda self: ({look}
-    ),
-    same=lambda self, then: ({same}
-    ),
-    run={prefix}graph,{fits}{planned}{ranges}{promise}{shared}{gradients}{returns}
-)
-"""

@@ -131,12 +131,21 @@ def batch_of(inputs: Inputs) -> int | None:
     return next((tensor.shape[0] for tensor in inputs.tensors() if tensor.dim() > 0), None)
 
 
-def halved(inputs: Inputs) -> Inputs:
+def halved(rewritten: nn.Module, inputs: Inputs) -> Inputs:
     """The first half of dimension 0 of every tensor that has the batch size there.
 
-    Raises ``MeasurementError`` where there is no half.
+    Of the largest other size that varies, where the program of ``rewritten`` takes no such batch. Raises
+    ``MeasurementError`` where there is no half.
     """
     batch = batch_of(inputs)
+    places = varying(rewritten, inputs)
+    of_batch = [place for place in places if place.dim == 0 and place.size == batch]
+    others = [place for place in places if place.symbol not in {each.symbol for each in of_batch}]
+    longest = max(others, key=lambda place: place.size, default=None)
+    if any(place.size // 2 < place.least for place in of_batch) and longest and longest.size // 2 >= longest.least:
+        torch.cuda.empty_cache()
+        same = [place for place in places if place.symbol == longest.symbol]
+        return cut(inputs, same, {longest.symbol: longest.size // 2})
     if batch is None or batch < 2:
         raise MeasurementError(
             f"The step does not fit in memory even at batch {batch}, so it could not be verified; "
@@ -150,3 +159,11 @@ def halved(inputs: Inputs) -> Inputs:
 
     args, kwargs = tree_map(half, (inputs.args, inputs.kwargs))
     return Inputs(args, kwargs)
+
+
+def cut_down(inputs: Inputs, full: Inputs) -> tuple[str, str, str] | None:
+    """What ``halved`` made smaller: the batch, or the inputs, as they are now and as they were; None if nothing."""
+    now, whole = (", ".join(str(tuple(t.shape)) for t in each.tensors()) for each in (inputs, full))
+    if batch_of(inputs) != batch_of(full):
+        return "batch", str(batch_of(inputs)), str(batch_of(full))
+    return ("inputs of", now, whole) if now != whole else None

@@ -31,7 +31,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from memrewrite.equivalence.compare import NOISE_RUNS, Comparison, TensorVerdict, fingerprints
 from memrewrite.equivalence.reference import FusedRandomnessError, Recorder, double_step
-from memrewrite.equivalence.sizes import batch_of, halved, smaller_inputs
+from memrewrite.equivalence.sizes import batch_of, cut_down, halved, smaller_inputs
 from memrewrite.equivalence.trial import Record, deterministic, take_step, without_outputs
 from memrewrite.measurement.snapshot import State, cuda_devices
 from memrewrite.records.errors import MeasurementError, UsageError
@@ -144,19 +144,21 @@ def verify(
     # A forward that asks whether its inputs need gradients was captured for those of the example.
     of_inputs = all(program.gradients is None for program in programs(rewritten).values())
     case = _Case(original, rewritten, inputs, step.shortest(), steps, seed, devices, of_inputs)
-    state, full = case.keep(), batch_of(inputs)
+    state = case.keep()
     try:
         with deterministic():
             while True:
-                verdict = _attempt(case, state, exact, full)
+                verdict = _attempt(case, state, exact, inputs)
                 if verdict is not None:
                     return _at_smaller_sizes(case, state, exact, verdict) if verdict.equivalent else verdict
-                case = replace(case, inputs=halved(case.inputs), input_gradients=of_inputs, avoid=frozenset())
+                case = replace(
+                    case, inputs=halved(rewritten, case.inputs), input_gradients=of_inputs, avoid=frozenset()
+                )
     finally:
         state.restore()
 
 
-def _attempt(case: _Case, state: State, exact: bool, full: int | None) -> Verdict | None:
+def _attempt(case: _Case, state: State, exact: bool, full: Inputs) -> Verdict | None:
     """The verdict at this batch size; None when memory ran out."""
     while True:
         state.restore()
@@ -193,7 +195,7 @@ def _at_smaller_sizes(case: _Case, state: State, exact: bool, verdict: Verdict) 
         cases = (replace(case, inputs=inputs, steps=1) for inputs in candidates)
         smaller = next((each for each in cases if _why_not_run(each) is None), None)
         try:
-            other = None if smaller is None else _attempt(smaller, state, exact, batch_of(smaller.inputs))
+            other = None if smaller is None else _attempt(smaller, state, exact, smaller.inputs)
         except Exception:  # the original does not run at such a size, or cannot be judged there  # noqa: S112
             continue
         if other is not None and not other.equivalent:
@@ -313,7 +315,7 @@ def _follow(source: nn.Module, target: nn.Module) -> None:
                 other.copy_(tensor)
 
 
-def _verdict(comparison: Comparison, case: _Case, full: int | None) -> Verdict:
+def _verdict(comparison: Comparison, case: _Case, full: Inputs) -> Verdict:
     tensors = comparison.verdicts()
     failed = [t for t in tensors if not t.passed]
     changed = [t for t in tensors if not t.bit_equal]
@@ -327,8 +329,7 @@ def _verdict(comparison: Comparison, case: _Case, full: int | None) -> Verdict:
         text = (
             f"bit-equal: {case.steps} steps, {counts['gradient']} gradients, {counts['buffer']} buffers, random state"
         )
-    batch = batch_of(case.inputs)
-    return Verdict(not failed, not changed, text + _at(batch, full), tensors, batch)
+    return Verdict(not failed, not changed, text + _at(case, full), tensors, batch_of(case.inputs))
 
 
 def _check(kind: str, tensors: list[TensorVerdict]) -> Check:
@@ -355,25 +356,25 @@ def _excess(tensor: TensorVerdict) -> float:
     return tensor.error / tensor.allowed if tensor.allowed > 0 else math.inf
 
 
-def _raised(cause: BaseException | None, case: _Case, full: int | None) -> Verdict:
+def _raised(cause: BaseException | None, case: _Case, full: Inputs) -> Verdict:
     if isinstance(cause, FallbackWarning):
         _explain_small_batch(cause, case, full)
-    batch = batch_of(case.inputs)
-    text = f"not equivalent: the rewritten model raised {type(cause).__name__}: {cause}{_at(batch, full)}"
-    return Verdict(False, False, text, (), batch)
+    text = f"not equivalent: the rewritten model raised {type(cause).__name__}: {cause}{_at(case, full)}"
+    return Verdict(False, False, text, (), batch_of(case.inputs))
 
 
-def _explain_small_batch(cause: BaseException, case: _Case, full: int | None) -> None:
-    batch = batch_of(case.inputs)
-    if batch != full:
+def _explain_small_batch(cause: BaseException, case: _Case, full: Inputs) -> None:
+    if cut := cut_down(case.inputs, full):
+        kind, now, whole = cut
         raise MeasurementError(
-            f"The step does not fit in memory at batch {full} and does not run at batch {batch} ({cause}), so it "
+            f"The step does not fit in memory at {kind} {whole} and does not run at {kind} {now} ({cause}), so it "
             "could not be verified; verify on the CPU or with smaller example inputs."
         ) from cause
 
 
-def _at(batch: int | None, full: int | None) -> str:
-    return f"; verified at batch {batch}, as {full} does not fit in memory" if batch != full else ""
+def _at(case: _Case, full: Inputs) -> str:
+    cut = cut_down(case.inputs, full)
+    return f"; verified at {cut[0]} {cut[1]}, as {cut[2]} does not fit in memory" if cut else ""
 
 
 def _is_half(case: _Case) -> bool:

@@ -98,6 +98,15 @@ class Effects:
         return found
 
     @functools.cached_property
+    def savers(self) -> dict[int, set[fx.Node]]:
+        """The nodes because of which autograd keeps each storage."""
+        found: dict[int, set[fx.Node]] = defaultdict(set)
+        for node, facts in self.of.items():
+            for key in facts.saved:
+                found[key].add(node)
+        return found
+
+    @functools.cached_property
     def written(self) -> frozenset[int]:
         """Every storage that some node writes."""
         return frozenset(key for facts in self.of.values() for key in facts.writes)

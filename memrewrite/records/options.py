@@ -27,6 +27,7 @@ PASSES = (
     "composites",
     "chunked_cross_entropy",
     "linear_cross_entropy",
+    "fused_chains",
     "checkpoint_segments",
     "inplace_activation",
 )

@@ -23,7 +23,8 @@ class Planned:
 
 def rewritten(candidate: Candidate, names: tuple[str, ...] | None, exact: bool) -> Candidate:
     """After functionalization and the pattern rewrites asked for (all when ``names`` is None)."""
-    return candidate.after(registry.patterns(names, exact))
+    for_cuda = candidate.bench.device == "cuda" and not candidate.bench.target.fuses
+    return candidate.after(registry.patterns(names, exact, for_cuda))
 
 
 def rewritten_slower(candidate: Candidate, names: tuple[str, ...] | None) -> Candidate:

@@ -6,6 +6,7 @@ from memrewrite.passes.checkpoint_segments import CheckpointSegments
 from memrewrite.passes.chunked_cross_entropy import ChunkedCrossEntropy
 from memrewrite.passes.composites import Composites
 from memrewrite.passes.functionalize import Functionalize
+from memrewrite.passes.fused_chains import FusedChains
 from memrewrite.passes.inplace_activation import InplaceActivation
 from memrewrite.passes.linear_cross_entropy import LinearCrossEntropy
 from memrewrite.passes.swish import Swish
@@ -18,16 +19,19 @@ PATTERNS: dict[str, Callable[[bool], Pass]] = {
 }
 SLOWER: dict[str, Callable[[], Pass]] = {ChunkedCrossEntropy.name: ChunkedCrossEntropy}
 LOWER: dict[str, Callable[[], Pass]] = {LinearCrossEntropy.name: LinearCrossEntropy}
-NAMES = (*PATTERNS, *SLOWER, *LOWER, CheckpointSegments.name, InplaceActivation.name)
+ON_REQUEST: dict[str, Callable[[], Pass]] = {FusedChains.name: FusedChains}
+NAMES = (*PATTERNS, *SLOWER, *LOWER, *ON_REQUEST, CheckpointSegments.name, InplaceActivation.name)
 
 
-def patterns(names: tuple[str, ...] | None, exact: bool) -> list[Pass]:
-    """What runs before planning: functionalisation, then the pattern rewrites asked for.
+def patterns(names: tuple[str, ...] | None, exact: bool, for_cuda: bool) -> list[Pass]:
+    """What runs before planning: functionalisation, then chains on request, then the pattern rewrites asked for.
 
-    ``exact`` leaves out those that cannot keep the forward bit-equal. Raises ``UsageError`` for an unknown name.
+    Chains are compiled, ``for_cuda`` in a step that is not compiled as a whole. ``exact`` leaves out those that cannot
+    keep the forward bit-equal. Raises ``UsageError`` for an unknown name.
     """
     check_passes(names)
-    wanted = [make(exact) for name, make in PATTERNS.items() if names is None or name in names]
+    wanted = [make() for name, make in ON_REQUEST.items() if for_cuda and name in (names or ())]
+    wanted += [make(exact) for name, make in PATTERNS.items() if names is None or name in names]
     return [Functionalize(), *(p for p in wanted if not exact or p.exact or p.name == Swish.name)]
 
 
@@ -45,7 +49,7 @@ def allowed(names: tuple[str, ...] | None, exact: bool) -> tuple[str, ...] | Non
     """Of the names asked for, None for all, those that may be used where every bit has to stay."""
     if not exact:
         return names
-    return tuple(name for name in (NAMES if names is None else names) if name not in LOWER)
+    return tuple(name for name in (NAMES if names is None else names) if name not in (*LOWER, *ON_REQUEST))
 
 
 def _asked_for(passes: dict[str, Callable[[], Pass]], names: tuple[str, ...] | None) -> list[Pass]:

@@ -52,7 +52,11 @@ class Transients:
 
     def lookup(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Taken:
         """What this call takes; nothing as long as that is not known."""
-        if not isinstance(func, OpOverload) or func.namespace != "aten" or func.__name__.startswith("_foreach"):
+        if (
+            not isinstance(func, OpOverload)
+            or func.namespace not in ("aten", "memrewrite")
+            or func.__name__.startswith("_foreach")
+        ):
             return _NOTHING  # foreach operators work tensor by tensor and would each be a signature of its own
         call = (func, like(args), like(tuple(kwargs.items())))
         try:

@@ -300,7 +300,7 @@ def test_exact_keeps_every_bit_of_the_forward() -> None:
     result = memrewrite.optimize(model, rows(256), budget="min", exact=True)
     assert any(name == "swish" for name, _, _ in result.report.rewrites)
     assert result(rows()).equal(model(rows()))
-    assert registry.patterns(None, True)
+    assert registry.patterns(None, True, False)
     fast = memrewrite.optimize(model, rows(256), budget="min")
     torch.testing.assert_close(fast(rows()), model(rows()))
 

@@ -17,6 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from memrewrite.api import optimize
 from memrewrite.equivalence.compare import Comparison
 from memrewrite.equivalence.reference import Recorder, Replay, double_copy
 from memrewrite.equivalence.verifying import Verdict, verify
@@ -561,3 +562,19 @@ def test_a_dictionary_that_cannot_be_written_needs_no_restoring() -> None:
     vars(net)["config"] = config = Frozen(width=6)
     assert verify(net, net, Inputs((torch.randn(4, 3, 8, 8),), {}), ADAM, exact=True).equivalent
     assert config == {"width": 6}
+
+
+def test_out_of_memory_shortens_what_is_not_the_batch() -> None:
+    """No program takes a batch of one, where its example had more."""
+    model = nn.Sequential(nn.Embedding(10, 4), nn.Sigmoid())
+    inputs = Inputs((torch.arange(2 * 16).reshape(2, 16) % 10,), {})
+    result = optimize(model, inputs.args, verify=False)
+
+    def hungry(module: nn.Module, given: tuple[Tensor]) -> None:
+        if given[0].numel() > 20:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    model.register_forward_pre_hook(hungry)
+    verdict = verify(model, result, inputs, ADAM, exact=False)
+    assert verdict.equivalent
+    assert "; verified at inputs of (2, 8), as (2, 16) does not fit in memory" in verdict.summary

@@ -1,0 +1,50 @@
+"""What a generated program says of itself beside its code: the calls it is right for, and what it promises."""
+
+from memrewrite.capture.captured import Captured, TensorSpec
+from memrewrite.capture.expressions import Trees, literal, nested
+from memrewrite.plan.marks import Marks
+
+
+def program(captured: Captured, prefix: str, marks: Marks) -> str:
+    """The statement that makes the ``Program`` of a captured graph, whose function is there already."""
+    leaves = [
+        f"({leaf.dtype}, {leaf.device_type!r}, {leaf.shape!r})"
+        if isinstance(leaf, TensorSpec)
+        else f"('constant', {literal(leaf)})"
+        for leaf in captured.inputs.leaves
+    ]
+    trees = Trees(f"{prefix}INPUT_")
+    tree = nested(captured.inputs.tree, ["0"] * captured.inputs.tree.num_leaves, trees)
+    shapes = [leaf.shape for leaf in captured.inputs.leaves if isinstance(leaf, TensorSpec)]
+    sizes = sorted({size for shape in shapes for size in shape if isinstance(size, str)})
+    conditions = " and ".join(f"({condition})" for condition in captured.inputs.conditions)
+    fits = f"\n    fits=lambda {', '.join(sizes)}: {conditions}," if conditions else ""
+    planned = f"\n    planned={dict(marks.holds_for or captured.inputs.example)!r}," if captured.inputs.example else ""
+    ranges = f"\n    ranges={captured.inputs.bounds!r}," if captured.inputs.ranges else ""
+    promise = f"\n    budget={marks.budget},\n    strict={marks.strict}," if marks.budget else ""
+    gradients = f"\n    gradients={captured.gradients!r}," if captured.gradients else ""
+    returns = f"\n    returns={captured.returns!r}," if captured.returns != "all" else ""
+    shared = f"\n    shared={captured.inputs.shared!r}," if captured.inputs.shared else ""
+    constants = "\n".join(trees.lines())
+    reads = "".join(f"\n        {row!r}," for row in captured.reads)
+    look = "".join(f"\n        {each}," for each in captured.looks)
+    same = " and".join(f"\n        {each} == then[{i}]" for i, each in enumerate(captured.looks)) or "True"
+    return f"""
+
+{constants}PROGRAM = Program(
+    names={captured.inputs.parameters!r},
+    tree=tree_structure({tree}),
+    leaves=({"".join(leaf + ", " for leaf in leaves)}),
+    training={captured.training!r},
+    differentiable={captured.differentiable!r},
+    dtype={captured.dtype},
+    autocast={captured.autocast!r},
+    reads=({reads}
+    ),
+    look=lambda self: ({look}
+    ),
+    same=lambda self, then: ({same}
+    ),
+    run={prefix}graph,{fits}{planned}{ranges}{promise}{shared}{gradients}{returns}
+)
+"""

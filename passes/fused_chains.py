@@ -1,0 +1,280 @@
+"""Pointwise and row-wise operations between products become one, which keeps what it is given and nothing between.
+
+Before::
+
+    h = torch.ops.aten.to.dtype(x, torch.float32)
+    r = torch.ops.aten.rsqrt.default(torch.ops.aten.mean.dim(torch.ops.aten.pow.Tensor_Scalar(h, 2), [-1], True))
+    return torch.ops.aten.mul.Tensor(self.weight, torch.ops.aten.to.dtype(h * r, torch.bfloat16))
+
+After::
+
+    return fused(chain_5d1e3a90, (0, 1), x, self.weight)
+
+Norms, gates, rotary embeddings, soft caps, whatever they are called: what runs between two products without random
+numbers or writes. On CUDA the chain and its backward are compiled, so that nothing between its ends is written out;
+intermediates then have more digits than the type that they are rounded to otherwise.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property, partial
+from operator import getitem
+from typing import ClassVar
+
+import torch
+from torch import Tensor, fx, nn
+
+from memrewrite.observe.effects import Effects
+from memrewrite.passes.linear_cross_entropy import match
+from memrewrite.passes.matching import CONTEXTS, erase, inherit
+from memrewrite.passes.spelling import operand, operation, tensor
+from memrewrite.records.chain_call import ChainCall
+from memrewrite.rewriting.contract import Findings, Result
+from memrewrite.torch_internals.pytrees import tree_iter
+
+_CASTS = ("to", "float", "double", "half", "bfloat16", "_to_copy", "type")
+_REDUCTIONS = ("mean", "sum", "amax", "amin", "var")
+_VIEWS = ("view", "reshape", "unsqueeze", "squeeze", "transpose", "permute", "slice", "select", "expand")
+_WORTH = 0.75  # of the bytes that the nodes read and write one by one
+
+
+@dataclass(frozen=True)
+class FusedChains:
+    """Every chain that reads and writes clearly less at once, and of which autograd then keeps no more, becomes one."""
+
+    name: ClassVar[str] = "fused_chains"
+    exact: ClassVar[bool] = False
+
+    def __call__(self, graph_module: fx.GraphModule, effects: Effects) -> Result:
+        """Rewrite the chains between products."""
+        findings = Findings()
+        of_losses = {node for loss in filter(None, map(match, effects.order)) for node in loss.inner}
+        groups = (Chain(effects, members) for members in _between_products(effects, of_losses))
+        chains = [chain for group in groups for chain in _parts(group)]
+        accepted = []
+        for chain in (chain for chain in chains if chain.outputs and chain.is_worth_it):
+            if reason := _obstacle(chain):
+                findings.refuse(chain.members[-1], reason)
+            else:
+                accepted.append(chain)
+                findings.apply(chain.members[-1], f"{chain.computing} operations on {_shape(chain)} become one")
+        replaced: dict[fx.Node, fx.Node] = {}
+        for chain in accepted:
+            replaced |= _rewrite(graph_module.graph, chain, replaced)
+        graph_module.graph.lint()
+        graph_module.recompile()
+        return findings.result()
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Nodes that could run at once, in the order they run."""
+
+    effects: Effects
+    members: tuple[fx.Node, ...]
+
+    @cached_property
+    def inputs(self) -> tuple[fx.Node, ...]:
+        """What they read that is not among them."""
+        read = dict.fromkeys(given for node in self.members for given in node.all_input_nodes)
+        return tuple(node for node in read if node not in self.members)
+
+    @cached_property
+    def outputs(self) -> tuple[fx.Node, ...]:
+        """Those that others read."""
+        return tuple(node for node in self.members if any(user not in self.members for user in node.users))
+
+    @cached_property
+    def trained(self) -> tuple[int, ...]:
+        """Which inputs need a gradient."""
+        return tuple(i for i, node in enumerate(self.inputs) if node.meta["val"].requires_grad)
+
+    @cached_property
+    def keeps(self) -> tuple[int, ...]:
+        """Which inputs backward needs: autograd keeps these of them now, or what is made of them."""
+        of = self.effects.of
+        needed = {node for node in self.members if of[node].outputs & self._saved or of[node].saved - of[node].reads}
+        for node in reversed(self.members):
+            if node in needed:
+                needed.update(node.all_input_nodes)
+        return tuple(i for i, node in enumerate(self.inputs) if node in needed or of[node].outputs & self._saved)
+
+    @cached_property
+    def keeps_less(self) -> int:
+        """The bytes of activations that autograd keeps less of."""
+        after = {key for i in self.keeps for key in self.effects.of[self.inputs[i]].outputs}
+        return self._bytes(self._saved) - self._bytes(after)
+
+    @cached_property
+    def _saved(self) -> frozenset[int]:
+        return frozenset(key for node in self.members for key in self.effects.of[node].saved)
+
+    def _bytes(self, keys: Iterable[int]) -> int:
+        """The bytes of those storages that are activations and that nothing else has autograd keep."""
+        members, storages = set(self.members), self.effects.storages
+        own = (key for key in keys if not self.effects.savers[key] - members)
+        return sum(storages[key].bytes for key in own if storages[key].origin in ("node", "input"))
+
+    @property
+    def computing(self) -> int:
+        """How many of them are no views."""
+        return sum(self.effects.of[node].moved > 0 for node in self.members)
+
+    @property
+    def is_worth_it(self) -> bool:
+        """Whether less memory is read and written, and no more is kept."""
+        alone = sum(self.effects.of[node].moved for node in self.members)
+        at_once = sum(node.meta["val"].nbytes for node in (*self.inputs, *self.outputs))
+        return self.computing > 1 and at_once <= _WORTH * alone and self.keeps_less >= 0
+
+    def without(self, nodes: set[fx.Node]) -> "Chain":
+        """The chain of the others."""
+        return Chain(self.effects, tuple(member for member in self.members if member not in nodes))
+
+
+def _between_products(effects: Effects, left: set[fx.Node]) -> list[tuple[fx.Node, ...]]:
+    """The nodes that could run at once: they read each other, and nothing else runs between them.
+
+    Each node has a depth, how many nodes of other kinds lie on the longest way to it: what reads each other at one
+    depth has none between. Nodes that are ``left`` are of other kinds. What no gradient comes to, and nothing that it
+    is made of, lies on no way from one to another.
+    """
+    depth: dict[fx.Node, int] = {}
+    groups: dict[fx.Node, list[fx.Node]] = {}
+    for node in effects.order:
+        before = max((depth[given] for given in node.all_input_nodes), default=0)
+        could = node not in left and _could_be_fused(node, effects)
+        trained = before or any(isinstance(t, Tensor) and t.requires_grad for t in tree_iter(node.meta["val"]))
+        depth[node] = before if could or node.op == "get_attr" or not trained else before + 1
+        if could:
+            group = [node]
+            for given in node.all_input_nodes:
+                if given in groups and depth[given] == depth[node] and groups[given] is not group:
+                    group = [*groups[given], *group]
+                    groups.update(dict.fromkeys(group, group))
+            groups[node] = group
+            groups.update(dict.fromkeys(group, group))
+    position = effects.position
+    distinct = {id(group): group for group in groups.values()}
+    return [tuple(sorted(group, key=position.__getitem__)) for group in distinct.values()]
+
+
+def _could_be_fused(node: fx.Node, effects: Effects) -> bool:
+    """Whether a node computes each number, or each row, of a tensor by itself, and does nothing else."""
+    facts, value = effects.of[node], tensor(node)
+    if value is None or facts.random or facts.writes or facts.flops or facts.opaque or not value.requires_grad:
+        return False
+    given = [tensor(each) for each in node.all_input_nodes]
+    if not given or any(each is None or each.device != value.device for each in given):
+        return False
+    if value.dtype == torch.float64 or value.layout is not torch.strided:
+        return False
+    name, first = operation(node), tensor(operand(node))
+    if name in _CASTS or _is_pointwise(name):
+        return True
+    if name == "cat":
+        return all(each.dim() == value.dim() for each in given if each is not None)
+    if first is None:
+        return False
+    if name in _REDUCTIONS:
+        return value.shape == (*first.shape[:-1], 1) and first.dim() > 1
+    return name in _VIEWS and bool(facts.outputs & facts.reads)
+
+
+def _is_pointwise(name: str) -> bool:
+    packet = getattr(torch.ops.aten, name, None) if name else None
+    return packet is not None and any(
+        torch.Tag.pointwise in getattr(packet, overload).tags for overload in packet.overloads()
+    )
+
+
+def _parts(chain: Chain) -> Iterator[Chain]:
+    """The chain without views at its ends, which cost nothing, and a result must not be a view.
+
+    It is parted where autograd keeps less of what runs first than of what that is made of, such as of a sum.
+    """
+    while needless := next(filter(partial(_needless, chain), chain.members), None):
+        chain = chain.without({needless})
+    first: dict[fx.Node, set[fx.Node]] = {}  # each node with all that it is made of, as long as nothing of it is kept
+    for node in chain.members:
+        given = [each for each in node.all_input_nodes if each in chain.members]
+        if chain.effects.of[node].saved or any(each not in first for each in given):
+            continue
+        first[node] = {node}.union(*(first[each] for each in given))
+        rest = chain.without(first[node])
+        if rest.keeps_less > chain.keeps_less:
+            yield from _parts(chain.without(set(rest.members)))
+            yield from _parts(rest)
+            return
+    yield chain
+
+
+def _needless(chain: Chain, node: fx.Node) -> bool:
+    """Whether a node is a view at one end of the chain; of all its input, at the beginning."""
+    facts = chain.effects.of[node]
+    if not facts.outputs & facts.reads:
+        return False
+    if all(user not in chain.members for user in node.users):
+        return True
+    is_first = all(given not in chain.members for given in node.all_input_nodes)
+    return is_first and node.meta["val"].numel() == operand(node).meta["val"].numel()
+
+
+def _obstacle(chain: Chain) -> str | None:
+    """Why the nodes cannot run at once, None if they can."""
+    effects, position = chain.effects, chain.effects.position
+    for node in chain.outputs:
+        facts, value = effects.of[node], node.meta["val"]
+        if facts.outputs & facts.reads:
+            return f"Its result {node.name} is a view of what it is made of, and is read elsewhere."
+        if not value.requires_grad:
+            return f"Its result {node.name} has no gradient."
+    place = max(position[node] for node in chain.inputs)
+    users = (user for node in chain.outputs for user in node.users if user not in chain.members)
+    if early := next((user for user in users if position[user] <= place), None):
+        return f"{early.name} reads one of its results before all of what it reads is there."
+    first, last = position[chain.members[0]], position[chain.members[-1]]
+    for node in effects.order[first : max(last, place) + 1]:
+        if operation(node) in CONTEXTS:
+            return f"A no_grad or autocast region begins or ends inside of it (at {node.name})."
+    read = {key for node in (*chain.inputs, *chain.members) for key in effects.of[node].outputs}
+    for node in effects.order[first:]:
+        if effects.of[node].writes & read:
+            return f"{node.name} writes a tensor of the chain later."
+    return None
+
+
+def _rewrite(graph: fx.Graph, chain: Chain, replaced: dict[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
+    """Put the one call after all that it reads, and erase the nodes; gives what now stands for which of them.
+
+    ``replaced`` says that of chains before.
+    """
+    given = tuple(replaced.get(node, node) for node in chain.inputs)
+    with graph.inserting_after(max(given)):
+        new = graph.call_function(_call(chain, given), given)
+    results = {chain.outputs[0]: new}
+    if len(chain.outputs) > 1:
+        new.meta = {key: value for key, value in chain.members[-1].meta.items() if key != "val"}
+        with graph.inserting_after(new):
+            results = {node: graph.call_function(getitem, (new, i)) for i, node in enumerate(chain.outputs)}
+    for node, result in results.items():
+        inherit(result, node)
+    erase(reversed(chain.members))
+    return results
+
+
+def _call(chain: Chain, given: tuple[fx.Node, ...]) -> ChainCall:
+    """What computes the chain of what it is given now; named alike for equal chains, so that these compile once."""
+    graph = fx.Graph()
+    copies = {node: graph.placeholder(f"x{i}") for i, node in enumerate(given)}
+    for node in chain.members:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+        copies[node].name, copies[node].meta = f"y{len(copies)}", {}
+    results = tuple(copies[node] for node in chain.outputs)
+    graph.output(results if len(results) > 1 else results[0])
+    return ChainCall(fx.GraphModule(nn.Module(), graph), chain.trained, chain.keeps)
+
+
+def _shape(chain: Chain) -> str:
+    value: Tensor = chain.outputs[-1].meta["val"]
+    return f"{tuple(map(int, value.shape))}"
