@@ -17,7 +17,6 @@ from typing import Any, NoReturn
 import click
 
 from memrewrite.commands import config, flags
-from memrewrite.commands.requests import EstimateRequest, MeasureRequest, OptimizeRequest, ShowRequest, VerifyRequest
 from memrewrite.records.errors import BudgetInfeasibleError, InternalError, MemrewriteError, OutputError, UsageError
 from memrewrite.version import __version__
 
@@ -93,6 +92,8 @@ def main(context: click.Context) -> None:
 @flags.output
 def optimize(**given: Any) -> int:
     """Rewrite the model TARGET so that its step fits a budget; verify, measure and save it."""
+    from memrewrite.commands.requests import OptimizeRequest
+
     request = OptimizeRequest(**given, typed=click.get_current_context().obj)
     from memrewrite.commands import optimize
 
@@ -115,6 +116,8 @@ def measure(**given: Any) -> int:
     time of a step. With --artifact the rewritten model is measured beside the original, with --batch-sizes the peak at
     each of several batch sizes.
     """
+    from memrewrite.commands.requests import MeasureRequest
+
     request = MeasureRequest(**given)
     from memrewrite.commands import measure
 
@@ -134,6 +137,8 @@ def verify(**given: Any) -> int:
     the same bits, or an error against float64 that is no larger than the original's own. The files of the artifact are
     checked against its manifest first.
     """
+    from memrewrite.commands.requests import VerifyRequest
+
     request = VerifyRequest(**given)
     from memrewrite.commands import verify
 
@@ -148,6 +153,8 @@ def show(**given: Any) -> int:
 
     The files are read and checked against the manifest; nothing in them is run or imported.
     """
+    from memrewrite.commands.requests import ShowRequest
+
     request = ShowRequest(**given)
     from memrewrite.commands import show
 
@@ -164,6 +171,8 @@ def estimate(**given: Any) -> int:
 
     No memory of a device is used, and a model made on the meta device takes none at all.
     """
+    from memrewrite.commands.requests import EstimateRequest
+
     request = EstimateRequest(**given)
     from memrewrite.commands import estimate
 

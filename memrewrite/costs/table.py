@@ -15,7 +15,6 @@ from dataclasses import astuple
 from pathlib import Path
 
 import torch
-from filelock import FileLock, Timeout
 
 from memrewrite.costs import Times
 
@@ -54,6 +53,8 @@ class Table:
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Wait for other processes that measure, and know what they measured; meanwhile they wait for this one."""
+        from filelock import FileLock, Timeout
+
         with ExitStack() as stack:
             if self._file is not None:
                 with suppress(OSError, Timeout):  # side by side with them, then

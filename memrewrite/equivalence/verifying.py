@@ -166,7 +166,8 @@ def _attempt(case: _Case, state: State, exact: bool, full: Inputs) -> Verdict | 
         seed_all(case.seed, case.devices)
         try:
             with _without_fused(case.avoid):
-                comparison = _run_freely(case) if exact else _run_forced(case, _against_float64)
+                start = state.restarted()
+                comparison = _run_freely(case, start) if exact else _run_forced(case, start, _against_float64)
             return _verdict(comparison, case, full)
         except torch.OutOfMemoryError:
             return None
@@ -205,14 +206,13 @@ def _at_smaller_sizes(case: _Case, state: State, exact: bool, verdict: Verdict) 
     return replace(verdict, summary=f"{verdict.summary}, also at smaller sizes") if verified else verdict
 
 
-def _run_freely(case: _Case) -> Comparison:
-    """All steps of the original, then all of the rewritten model, each with its own optimizer.
+def _run_freely(case: _Case, start: State) -> Comparison:
+    """All steps of the original from ``start``, then all of the rewritten model, each with its own optimizer.
 
     Where they differ and the original differs from itself too, step by step instead: an optimizer such as Adam turns
     noise in a gradient into a step of full size, after which two runs have nothing in common to compare.
     """
     comparison = Comparison(_is_half(case))
-    start = case.keep()
     optimizer = case.step.make_optimizer(case.original)
     originals = [case.run_original(optimizer) for _ in range(case.steps)]
     start.restore()
@@ -227,29 +227,27 @@ def _run_freely(case: _Case) -> Comparison:
             comparison.add_noise(index, record, case.run_original(optimizer))
         if any(comparison.noise):
             start.restore()
-            return _run_forced(case, _against_itself)
+            return _run_forced(case, start, _against_itself)
     return comparison
 
 
 Judge = Callable[[_Case, Comparison, int, State, Record, Record], None]
 
 
-def _run_forced(case: _Case, judge: Judge) -> Comparison:
-    """Each step of the rewritten model from where the original was; ``judge`` adds a yardstick where they differ."""
+def _run_forced(case: _Case, before: State, judge: Judge) -> Comparison:
+    """Each step of the rewritten model from where the original was, at first ``before``; ``judge`` adds a yardstick."""
     comparison = Comparison(_is_half(case))
     optimizer = case.step.make_optimizer(case.original)
-    before = case.keep()
     for index in range(case.steps):
         record = case.run_original(optimizer)
         record = {key: value for key, value in record.items() if key[0] != "parameter"}
-        after = case.keep()
+        after = case.keep() if index + 1 < case.steps else before  # no step goes on from the last
         before.restore()
         rewritten = case.run_rewritten(None)
         if not comparison.add_step(record, rewritten):
             judge(case, comparison, index, before, record, rewritten)
         after.restore()
-        _follow(case.original, case.rewritten)
-        before = case.keep()
+        before = case.keep() if _follow(case.original, case.rewritten) else after
     return comparison
 
 
@@ -305,14 +303,16 @@ def _why_not_run(case: _Case) -> str | None:
     return None if tensors is not None else reason or "it was captured in the other of train and eval mode"
 
 
-def _follow(source: nn.Module, target: nn.Module) -> None:
-    """Copy parameters and buffers where the two models do not share them."""
+def _follow(source: nn.Module, target: nn.Module) -> bool:
+    """Copy parameters and buffers where the two models do not share them; whether there were any."""
     mine = dict(itertools.chain(target.named_parameters(), target.named_buffers()))
+    theirs = itertools.chain(source.named_parameters(), source.named_buffers())
+    pairs = [(mine[name], tensor) for name, tensor in theirs if name in mine]
+    apart = [(other, tensor) for other, tensor in pairs if other is not tensor and other.shape == tensor.shape]
     with torch.no_grad():
-        for name, tensor in itertools.chain(source.named_parameters(), source.named_buffers()):
-            other = mine.get(name)
-            if other is not None and other is not tensor and other.shape == tensor.shape:
-                other.copy_(tensor)
+        for other, tensor in apart:
+            other.copy_(tensor)
+    return bool(apart)
 
 
 def _verdict(comparison: Comparison, case: _Case, full: Inputs) -> Verdict:

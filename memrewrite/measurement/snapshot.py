@@ -1,5 +1,6 @@
 """Everything that a run may change of some modules, kept bit for bit and put back."""
 
+import copy
 import itertools
 from collections.abc import Iterable
 from typing import Any
@@ -30,7 +31,7 @@ class State:
         for tensor in itertools.chain(*map(tensors_of, modules), inputs):
             if id(tensor) not in self._tensors:
                 self._keep(tensor)
-        self._generators = RandomState(devices)
+        self._devices, self._generators = devices, RandomState(devices)
 
     def _keep(self, tensor: Tensor) -> None:
         grad = tensor.grad if tensor.is_leaf else None
@@ -65,6 +66,16 @@ class State:
         for tensor, *_ in self._tensors.values():
             if tensor.is_leaf:
                 tensor.grad = None
+
+    def restarted(self) -> "State":
+        """The state right after ``restore``, with the gradients and the random state of now; no bytes are copied."""
+        other = copy.copy(self)
+        other._tensors = {
+            key: (tensor, alias, requires_grad, tensor.grad if tensor.is_leaf else None)
+            for key, (tensor, alias, requires_grad, _) in self._tensors.items()
+        }
+        other._generators = RandomState(self._devices)
+        return other
 
 
 def cuda_devices(modules: tuple[nn.Module, ...], inputs: Inputs) -> tuple[torch.device, ...]:

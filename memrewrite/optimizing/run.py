@@ -99,6 +99,7 @@ def run(work: Workload, asked: Request, progress: Progress) -> Outcome:
         progress("verify")
         with blaming(bare.model):  # for whatever shapes alone do not tell
             verdict = prove(candidate, result, asked.seed, asked.exact)
+    progress("report")
     report = report_on(candidate, result, limit, before, candidate.attributed(), verdict, measured)
     with_hooks_of(work.model, result)
     complete_by(report, when_written(result))

@@ -78,10 +78,14 @@ class Search:
         return likely is not None and likely.ms < ms
 
     def _fit(self, budget: int) -> Fitted:
-        """``fit`` with one way to count: the bound is moved by what the simulation shows until a plan fits."""
+        """``fit`` with one way to count; nothing is simulated where ``least`` tells the outcome."""
         self.best = Fitted(Plan(), self.kept, self.kept <= budget)
-        if self.best.fits:
+        if self.best.fits or self.kept <= self.least:  # then no plan takes less
             return self.best
+        return self._explore(budget) if budget < self.least else self._approach(budget)
+
+    def _approach(self, budget: int) -> Fitted:
+        """The bound is moved by what the simulation shows until a plan fits."""
         low = (0, 0)  # (bound, peak) of a plan that fits, 0 while none is known
         high = (self.kept - self.fixed, self.kept)  # of one that does not
         bound = min(budget - self.fixed, high[0])

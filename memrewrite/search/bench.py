@@ -41,6 +41,7 @@ class Bench:
     profile: Profile | None = None
     original: tuple[float, float] | None = None
     _simulated: _Simulated = field(default_factory=dict, compare=False)
+    _reserved: dict[tuple[int, tuple[str, ...]], int] = field(default_factory=dict, compare=False)
     _remembered: dict[object, tuple[object, Any]] = field(default_factory=dict, compare=False)
 
     @property
@@ -130,8 +131,13 @@ class Bench:
         once = measuring.predict(module, self.inputs, step, workspace_bytes=self.workspace, steps=1, blocks=False)
         return once.repeated(usual, self.step.mode)
 
-    def reserved_under(self, module: nn.Module, cap: int) -> int:
-        """What CUDA's allocator reserves in bytes for a module, as ``Candidate.reserved_under`` says."""
+    def reserved_under(self, programs: tuple[str, ...], build: Callable[[], nn.Module], cap: int) -> int:
+        """What CUDA's allocator reserves in bytes for ``programs``, as ``Candidate.reserved_under`` says."""
+        if (cap, programs) not in self._reserved:
+            self._reserved[cap, programs] = self._reserved_by(build(), cap)
+        return self._reserved[cap, programs]
+
+    def _reserved_by(self, module: nn.Module, cap: int) -> int:
         try:
             return simulate(module, self.inputs, self.step, workspace_bytes=self.workspace, cap=cap).reserved
         except DataDependentError:

@@ -239,7 +239,7 @@ class Candidate:
         A process that may reserve no more runs out of memory then. ``cap`` where the step depends on values, and this
         is not known.
         """
-        return self.bench.reserved_under(self.build(), cap)
+        return self.bench.reserved_under(self.programs, self.build, cap)
 
     def costs(self, region: CandidateRegion) -> Costs:
         """What the nodes of a region's graph take."""

@@ -14,15 +14,13 @@ import torch
 import torch.utils.checkpoint as checkpoint_module
 
 from memrewrite.torch_internals.patches import process_wide
-from memrewrite.torch_internals.versions import private_imports, require
-
-with private_imports():
-    from torch.utils._sympy.printers import PythonPrinter
+from memrewrite.torch_internals.versions import private_imports, require, require_module
 
 require(
     "utils.checkpoint._checkpoint_without_reentrant_generator",
     "utils.checkpoint.CheckpointFunction",
 )
+require_module("torch.utils._sympy.printers")  # which imports sympy, in twice the time that all of memrewrite takes
 
 
 @process_wide
@@ -97,6 +95,9 @@ def size_conditions(size: torch.SymInt) -> list[str]:
     ``torch.export`` checks them in a module of its own; a graph written as source needs them as text.
     """
     environment = size.node.shape_env
+    with private_imports():
+        from torch.utils._sympy.printers import PythonPrinter
+
     printer = PythonPrinter()
     guards = [environment.replace(guard.expr) for guard in environment.guards]
     return [printer.doprint(guard) for guard in dict.fromkeys(guards) if guard != True]  # noqa: E712  (a sympy value)

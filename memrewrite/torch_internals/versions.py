@@ -9,6 +9,7 @@ import operator
 import re
 import warnings
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import torch
 
@@ -36,6 +37,16 @@ def require(*names: str) -> None:
             operator.attrgetter(name)(torch)
         except AttributeError as error:
             raise _gone(f"torch.{name}") from error
+
+
+def require_module(name: str) -> None:
+    """Raise ``TorchVersionError`` where this PyTorch lacks a module, which is not imported before it is used."""
+    try:
+        found = find_spec(name)
+    except ModuleNotFoundError:  # not even what it would be in
+        found = None
+    if found is None:
+        raise _gone(name)
 
 
 def warn_if_untested(version: str) -> None:

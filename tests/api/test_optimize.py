@@ -559,7 +559,7 @@ def test_the_same_call_gives_the_same_source(name: str) -> None:
 def test_stages_are_told_in_order() -> None:
     stages: list[str] = []
     memrewrite.optimize(conv_net(), image(8), budget="min", progress=stages.append)
-    assert stages == ["simulate", "capture", "rewrite", "plan", "verify"]
+    assert stages == ["simulate", "capture", "rewrite", "plan", "verify", "report"]
 
 
 def test_keyword_inputs() -> None:

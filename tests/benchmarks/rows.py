@@ -93,6 +93,16 @@ class PlanRow(Row):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReadyRow(Row):
+    """Seconds of ``optimize`` for a ``budget``, in all and by stage; ``peak`` is what it predicts of the result."""
+
+    budget: str
+    seconds: float
+    stages: dict[str, float]
+    peak: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class BatchRow(Row):
     """The largest ``batch`` that a contender trains within ``budget`` bytes, and samples per second at it."""
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from memrewrite.workload.stepspec import StepSpec
-from tests.benchmarks import contenders, guards, hardcap, maxbatch, plantime, predict, rows, without_cuda
+from tests.benchmarks import contenders, guards, hardcap, maxbatch, plantime, predict, ready, rows, without_cuda
 
 CPU = torch.device("cpu")
 _NODES = 150
@@ -110,3 +110,24 @@ def test_what_guards_cost_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: py
     monkeypatch.setattr("sys.argv", ["guards", "--blocks", "2"])
     assert guards.main() == 0
     assert re.search(r"^\d+ modules.*\nguards: [\d.]+ us .*\ncall: [\d.]+ us", capsys.readouterr().out)
+
+
+def test_seconds_are_told_by_stage(tmp_path: Path) -> None:
+    row = ready.run("unet", "min", "cpu", tiny=True)
+    assert row.ok, row.note
+    stages = ["prepare", "simulate", "capture", "rewrite", "plan", "verify", "report"]
+    assert [stage for stage in row.stages if stage != "simulating"] == stages
+    assert row.seconds == pytest.approx(sum(row.stages[stage] for stage in stages))
+    assert 0 < row.stages["simulating"] <= row.stages["plan"]
+    rows.append(tmp_path / "ready.jsonl", row)
+    assert rows.read(tmp_path / "ready.jsonl", rows.ReadyRow) == [row]
+    head, line = ready.table([row]).splitlines()
+    assert len(head) == len(line)
+    assert line.split()[0] == "unet"
+
+
+def test_what_fails_is_a_row_with_its_seconds() -> None:
+    row = ready.run("unet", "much", "cpu", tiny=True)
+    assert not row.ok
+    assert row.note.startswith("UsageError")
+    assert row.seconds == row.stages["prepare"]

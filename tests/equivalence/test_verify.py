@@ -18,9 +18,11 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from memrewrite.api import optimize
+from memrewrite.equivalence import verifying
 from memrewrite.equivalence.compare import Comparison
 from memrewrite.equivalence.reference import Recorder, Replay, double_copy
 from memrewrite.equivalence.verifying import Verdict, verify
+from memrewrite.measurement.snapshot import State
 from memrewrite.records.errors import MeasurementError, UsageError
 from memrewrite.runtime.promise import FallbackWarning
 from memrewrite.workload.step import Inputs, Step
@@ -192,6 +194,22 @@ def test_the_same_arithmetic_is_bit_equal(model: Net, inputs: Inputs, exact: boo
     assert (verdict.equivalent, verdict.exact, verdict.batch) == (True, True, 4)
     assert {t.kind for t in verdict.tensors} >= {"output", "loss", "gradient", "input gradient", "buffer", "layout"}
     assert fingerprint(model, inputs) == before
+
+
+@pytest.mark.parametrize(("exact", "copies"), [(True, 1), (False, 3)], ids=["exact", "changed"])
+def test_parameters_are_copied_at_the_start_and_between_steps_alone(
+    model: Net, inputs: Inputs, exact: bool, copies: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a model of a billion parameters each copy takes seconds."""
+    made = []
+
+    def counted(*args: Any) -> State:
+        made.append(State(*args))
+        return made[-1]
+
+    monkeypatch.setattr(verifying, "State", counted)
+    assert verify(model, rewrite(model), inputs, ADAM, exact=exact).exact
+    assert len(made) == copies
 
 
 CHANGED: dict[str, dict[str, Callable[..., Any]]] = {

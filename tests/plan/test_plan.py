@@ -450,3 +450,18 @@ def test_no_more_hopeful_estimate_is_asked_where_no_plan_could_take_less() -> No
     search = Search(machine.chain, machine(Plan()), 0, machine, least=9000)
     assert search.fit(1).peak == 9000
     assert "hopeful" not in vars(search)
+
+
+@pytest.mark.parametrize("budget", [1, 8999])
+def test_nothing_is_simulated_where_no_plan_could_take_less_than_none(budget: int) -> None:
+    search = Search(layers(40), 9000, 0, lambda candidate: pytest.fail("simulated"), least=9000)
+    assert search.fit(budget) == Fitted(Plan(), 9000, fits=False)
+
+
+def test_below_the_least_that_any_plan_takes_only_the_lowest_is_looked_for() -> None:
+    machine = Machine(layers(40), lambda estimate, segments: max(estimate, 9000))
+    search = Search(machine.chain, machine(Plan()), 0, machine, least=9000)
+    lowest = search.fit(1)
+    looked = len(machine.peaks)
+    assert search.fit(8999) == lowest
+    assert len(machine.peaks) == looked

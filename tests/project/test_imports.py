@@ -128,14 +128,32 @@ def test_there_are_no_circles() -> None:
     [
         "import memrewrite; memrewrite.Budget; memrewrite.UsageError",
         "import memrewrite.cli, memrewrite.commands.requests",
+        "import memrewrite.cli; memrewrite.cli.run(['--help'])",
         "import memrewrite.records.report",
         "import memrewrite.records.options, memrewrite.records.errors",
     ],
-    ids=["memrewrite", "cli", "report", "options"],
+    ids=["memrewrite", "cli", "help", "report", "options"],
 )
 def test_torch_is_not_imported_before_it_is_needed(code: str) -> None:
     check = f"import sys; {code}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check]).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import memrewrite; memrewrite.optimize, memrewrite.verify, memrewrite.measure, memrewrite.watch",
+        "import memrewrite; memrewrite.load, memrewrite.estimate, memrewrite.report_of",
+    ],
+    ids=["optimize", "load"],
+)
+def test_what_takes_long_to_import_is_imported_where_it_is_used(code: str) -> None:
+    """A package that not every run needs, and that PyTorch does not import by itself."""
+    heavy = {"sympy", "mpmath", "networkx", "scipy", "rich", "jinja2", "matplotlib", "filelock", "click"}
+    heavy |= {"torch._dynamo", "torch._inductor", "torch.onnx", "transformers", "lightning"}
+    check = f"import sys, torch; before = {{*sys.modules}}; {code}; print(*{{*sys.modules}} - before & {heavy})"
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
 
 
 def test_every_public_name_is_there() -> None:

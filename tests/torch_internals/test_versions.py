@@ -13,7 +13,14 @@ import torch
 
 from memrewrite.artifact.manifest import TORCH_MINIMUM
 from memrewrite.records.errors import TorchVersionError
-from memrewrite.torch_internals.versions import NEWEST, OLDEST, private_imports, require, warn_if_untested
+from memrewrite.torch_internals.versions import (
+    NEWEST,
+    OLDEST,
+    private_imports,
+    require,
+    require_module,
+    warn_if_untested,
+)
 from tests.conftest import CORE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,6 +78,13 @@ def test_other_errors_of_imports_keep_their_words() -> None:
     with pytest.raises(TorchVersionError, match="has no module 'torch' has no attribute 'gone'"), private_imports():
         raise AttributeError("module 'torch' has no attribute 'gone'")
     require("nn.Module", "ops.aten.add.Tensor._schema")
+
+
+@pytest.mark.parametrize("name", ["torch.gone", "torch.gone.further"])
+def test_a_module_that_is_imported_later_is_missed_at_once(name: str) -> None:
+    with pytest.raises(TorchVersionError, match=f"has no {name},"):
+        require_module(name)
+    require_module("torch.utils._sympy.printers")
 
 
 @pytest.mark.parametrize("version", ["2.16.0", "3.0.1+cu140", "2.100.0a0"])

@@ -1,0 +1,171 @@
+"""Seconds of ``optimize`` by stage: what a user waits for before the first step of a script that starts.
+
+    python -m tests.benchmarks.ready FILE [--only resnet50 gpt2_medium] [--budget 60%] [--tiny]
+
+Every workload of ``pareto``, Llama on texts of 4,096 tokens and a LoRA fine-tune (which needs peft) start in a process
+of their own, on CUDA or in ``--tiny`` form on the CPU, and become a row of ``FILE``; a stopped run resumes there.
+Of the stages, ``simulating`` and ``measuring`` are the parts of planning that look at candidates.
+"""
+
+import argparse
+import functools
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, cast
+from unittest import mock
+
+import torch
+from torch import nn
+
+import memrewrite
+from memrewrite.measurement import measuring
+from memrewrite.workload.step import Inputs
+from tests.benchmarks.models import WORKLOADS, Workload
+from tests.benchmarks.rows import ReadyRow, append, attempt, machine, read
+from tests.zoo.models import declare_operators
+
+_LLAMA = WORKLOADS["llama_1b"]
+_TINY_BATCH, _LONG = 4, 4096
+_PARTS = {"predict": "simulating", "measure": "measuring"}  # of planning, by the function that both are asked of
+
+
+def _long(batch: int, tiny: bool) -> Inputs:
+    """Two texts where there is one, as long as both."""
+    given = _LLAMA.inputs(batch, tiny)
+    if tiny:
+        return given
+    tokens = given.kwargs["input_ids"].repeat(1, _LONG // given.kwargs["input_ids"].shape[1])
+    return Inputs((), {"input_ids": tokens, "labels": tokens})
+
+
+def _lora(tiny: bool) -> nn.Module:
+    """Adapters of rank 16 on all projections of attention, the rest frozen."""
+    from peft import LoraConfig, get_peft_model
+
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    adapted: Any = get_peft_model(cast(Any, _LLAMA.build(tiny)), LoraConfig(r=16, target_modules=targets))
+    return cast(nn.Module, adapted)
+
+
+STARTS: dict[str, Workload] = {
+    **WORKLOADS,
+    "llama_1b-long": replace(_LLAMA, inputs=_long, batch=2),
+    "llama_1b-lora": replace(_LLAMA, build=_lora),
+}
+
+
+class Clock:
+    """Wall-clock seconds by stage, told of each stage as it begins."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._stage, self._since = "prepare", time.perf_counter()
+
+    def __call__(self, stage: str) -> None:
+        """``stage`` begins, and the one before ends."""
+        now = time.perf_counter()
+        self.seconds[self._stage] += now - self._since
+        self._stage, self._since = stage, now
+
+    @contextmanager
+    def looking(self) -> Iterator[None]:
+        """Also add up what looking at candidates takes while the plan is made."""
+
+        def timed(function: Callable[..., Any], part: str) -> Callable[..., Any]:
+            @functools.wraps(function)
+            def run(*args: Any, **kwargs: Any) -> Any:
+                planning, begun = self._stage == "plan", time.perf_counter()
+                try:
+                    return function(*args, **kwargs)
+                finally:
+                    self.seconds[part] += planning * (time.perf_counter() - begun)
+
+            return run
+
+        with ExitStack() as stack:
+            for name, part in _PARTS.items():
+                stack.enter_context(mock.patch.object(measuring, name, timed(getattr(measuring, name), part)))
+            yield
+
+
+def run(name: str, budget: str, device: str, tiny: bool) -> ReadyRow:
+    """Optimize one workload; what fails is a row with the reason, and the seconds until then."""
+    workload, clock = STARTS[name], Clock()
+    batch = _TINY_BATCH if tiny else workload.batch
+    about: dict[str, Any] = {"workload": name, "batch": batch, "amp": workload.amp, "optimizer": workload.optimizer}
+    about |= {"budget": budget, **machine(torch.device(device))}
+
+    def ready() -> ReadyRow:
+        torch.manual_seed(0)
+        with torch.device(device):
+            model, inputs = workload.build(tiny).train(), workload.inputs(batch, tiny)
+        step = workload.step()
+        clock("prepare")
+        clock.seconds.clear()  # of making the model
+        try:
+            with clock.looking():
+                result = memrewrite.optimize(
+                    model,
+                    inputs.args,
+                    example_kwargs=inputs.kwargs,
+                    budget=budget,
+                    optimizer=step.optimizer,
+                    amp=step.amp,
+                    progress=clock,
+                )
+        finally:
+            clock("")  # which ends the last stage
+        return ReadyRow(
+            ok=True, note=result.report.verdict, peak=result.report.predicted_after.peak, **times(), **about
+        )
+
+    def times() -> dict[str, Any]:
+        seconds = {stage: round(took, 3) for stage, took in clock.seconds.items() if stage}
+        return {"stages": seconds, "seconds": sum(s for stage, s in seconds.items() if stage not in _PARTS.values())}
+
+    return attempt(ready, lambda why: ReadyRow(ok=False, note=why, **times(), **about))
+
+
+def table(rows: list[ReadyRow]) -> str:
+    """Seconds, a line for each workload and a column for each stage."""
+    stages = list(dict.fromkeys(stage for row in rows for stage in row.stages))
+    lines = [["", "all", *stages]]
+    for row in rows:
+        figures = (f"{row.stages[stage]:.1f}" if stage in row.stages else "" for stage in stages)
+        lines.append([row.workload, f"{row.seconds:.1f}", *figures])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
+
+
+def _alone(*args: Any) -> ReadyRow:
+    declare_operators()
+    return run(*args)
+
+
+def main() -> int:
+    """Run what the file lacks; see the module docstring."""
+    parser = argparse.ArgumentParser(description="Seconds of optimize by stage, one row per workload.")
+    parser.add_argument("file", type=Path, help="where the rows are kept and resumed from")
+    parser.add_argument("--only", nargs="+", choices=STARTS, default=[*STARTS], help="run these workloads only")
+    parser.add_argument("--budget", default="min", help="as optimize takes it")
+    parser.add_argument("--tiny", action="store_true", help="tiny models of the same families, on the CPU")
+    options = parser.parse_args()
+    done = {(row.workload, row.budget) for row in read(options.file, ReadyRow)}
+    for name in options.only:
+        if (name, options.budget) not in done:
+            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+                job = pool.submit(_alone, name, options.budget, "cpu" if options.tiny else "cuda", options.tiny)
+                append(options.file, job.result())
+    print(table(read(options.file, ReadyRow)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
