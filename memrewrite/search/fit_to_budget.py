@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from math import inf
 
 from memrewrite.plan.refine import Fitted
 from memrewrite.records.errors import UsageError
@@ -132,12 +133,8 @@ def fit_to_budget(candidate: Candidate, limit: Budget, original: int, names: tup
     budget = limit.resolve(original)
     asked = _Asked(candidate.bench, limit, budget or 0, original, names)
     bench, found = candidate.bench, _found(asked, candidate)
-    if not bench.target.fuses and (isinstance(found, Unmet) or limit.minimum):
-        lower = rewritten_lower(candidate, names)
-        if lower.programs == candidate.programs:
-            found = replace(found, candidate=found.candidate.telling(lower))
-        else:
-            found = _lower(asked, found, _found(asked, lower))
+    if not bench.target.fuses:
+        found = _with_lower(asked, candidate, found)
     if isinstance(found, Unmet):
         return found
     if budget is None or bench.target.fuses or bench.device != "cuda":
@@ -154,15 +151,32 @@ def _found(asked: _Asked, candidate: Candidate) -> Fit | Unmet:
     return _above_the_optimizer(asked, candidate) or _corrected(asked, candidate)
 
 
-def _lower(asked: _Asked, first: Fit | Unmet, second: Fit | Unmet) -> Fit | Unmet:
-    """What fits, or the lower of two; the first one where they are alike."""
+def _with_lower(asked: _Asked, candidate: Candidate, found: Fit | Unmet) -> Fit | Unmet:
+    """What was found, or what is with the rewrites for a lower peak, where that is needed or takes less time."""
+    needed = isinstance(found, Unmet) or asked.limit.minimum
+    in_segments = any(region.marks for region in found.candidate.regions)
+    if not needed and (not in_segments or found.candidate.times() is None):
+        return found
+    lower = rewritten_lower(candidate, asked.names)
+    if lower.programs == candidate.programs:
+        return replace(found, candidate=found.candidate.telling(lower)) if needed else found
+    return min(found, _found(asked, lower), key=_bytes(asked) if needed else _time)
+
+
+def _bytes(asked: _Asked) -> Callable[[Fit | Unmet], tuple[bool, int]]:
+    """What fits comes first, then what is lower."""
 
     def rank(found: Fit | Unmet) -> tuple[bool, int]:
         if isinstance(found, Unmet):
             return True, found.lowest
         return False, asked.limit.of(found.measured or found.candidate.simulate())
 
-    return min(first, second, key=rank)
+    return rank
+
+
+def _time(found: Fit | Unmet) -> tuple[bool, float]:
+    """What fits comes first, then what takes fewer ms, as predicted."""
+    return isinstance(found, Unmet), max(found.candidate.times() or (inf,))
 
 
 def _above_the_optimizer(asked: _Asked, candidate: Candidate) -> Unmet | None:
