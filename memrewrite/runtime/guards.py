@@ -2,8 +2,9 @@
 
 A program holds what forward read while it was captured: strides, rates, which children there are, whose forward runs.
 That is noted when a drop-in is built and compared in every call, whole lists at a time by C code, as the benchmark
-``guards`` times it. What lies in dictionaries that nobody wrote to since is as it was. Of parameters and buffers only
-types and shapes matter: a program looks them up when it runs.
+``guards`` times it. What lies in dictionaries that nobody wrote to since is as it was, and where one number tells that
+nobody wrote to any, they are not looked at. Of parameters and buffers only types and shapes matter: a program looks
+them up when it runs.
 """
 
 import functools
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memrewrite.runtime.dict_versions import version_of
+from memrewrite.runtime.dict_versions import moment, version_of
 from memrewrite.runtime.differences import (
     ABSENT,
     another_class,
@@ -51,7 +52,8 @@ class _Row:
 
     ``labels`` names each; ``reason(label, then, now)`` says of a pair that is not one object what has changed, "" if
     nothing has that matters. ``live`` lists the same where ``now`` makes copies. ``watched`` says that all of it lies
-    in dictionaries whose versions are compared, ``identical`` that nothing less than the same objects will do.
+    in dictionaries whose versions are compared, ``timed`` that it lies in such as make another moment when they change,
+    ``identical`` that nothing less than the same objects will do.
     """
 
     now: Callable[[], list[Any]]
@@ -59,6 +61,7 @@ class _Row:
     reason: Callable[[str, Any, Any], str]
     live: Callable[[], list[Any]] | None = None
     watched: bool = False
+    timed: bool = False
     identical: bool = False
     then: list[Any] = field(default_factory=list)
 
@@ -111,9 +114,14 @@ class Guards:
                     self._note_module(holder, owner, base if owner is root else type(owner), names)
                 elif owner is not ABSENT:
                     self._note_object(".".join(str(part) for part in holder if part != ""), owner, names)
-        self._rows = list(self._make_rows())
+        self._rows, self._version, self._loose_then = list(self._make_rows()), 0, b""
+        self._moment: object = None  # of the last call in which all was as it was
+        self._empty: list[dict[str, Any]] = []  # those that were empty then
         self._unwatched = [row for row in self._rows if not row.watched]
-        self._watched, self._version = self._to_watch(), 0
+        self._untimed = [row for row in self._unwatched if not row.timed]
+        children = [d for _, d in self._lists] + [d for _, d, _ in self._children]
+        self._watched = self._to_watch(*self._owners.values(), *(d for _, d, _ in self._plain), *children)
+        self._timed = self._to_watch(*(d for _, d in self._tables))  # dearer to ask for versions than to compare
         self._getters = [operator.itemgetter(*names) for *_, names in self._plain]
         self._holders = [attributes for _, attributes, _ in self._plain]
         self._mutable = [
@@ -169,7 +177,7 @@ class Guards:
         owners, listed, tables = [*map(vars, modules)], [d for _, d in self._lists], [d for _, d in self._tables]
         parents, names = [d for _, d, _ in self._children], [name for *_, name in self._children]
         kinds, members = [kind for kind, _ in self._members], [name for _, name in self._members]
-        hooks = [owner.get(kind, {}) for owner in owners for kind in HOOKS]
+        hooks: list[Any] = []
         get, flat, again = dict.get, itertools.chain.from_iterable, itertools.repeat
         watched = functools.partial(_Row, watched=True)
         child = functools.partial(_Row, watched=all(type(d) is dict for d in [*listed, *parents]))
@@ -177,7 +185,12 @@ class Guards:
         def hooked() -> list[Any]:
             return hooks if any(hooks) else []
 
-        yield _Row(hooked, lambda: (path for path in paths for _ in HOOKS), another_hook)
+        def hooked_anew() -> list[Any]:
+            hooks[:] = flat(map(get, owners, again(kind), again(())) for kind in HOOKS)
+            return hooked()
+
+        yield watched(hooked_anew, lambda: paths * len(HOOKS), another_hook)
+        yield _Row(hooked, lambda: paths * len(HOOKS), another_hook)
         yield _Row(lambda: [*map(type, modules)], lambda: paths, another_class)
         yield watched(lambda: [*map(get, owners, again("forward"))], lambda: paths, another_forward)
         yield watched(lambda: [*map(len, everyone)], lambda: self._owners, self._new_attribute)
@@ -187,33 +200,42 @@ class Guards:
         of_all = [joined(path, table) for path in self._owners for table in TABLES]
         own_tables = operator.itemgetter(*TABLES)
         yield watched(lambda: [*flat(map(own_tables, everyone))], lambda: of_all, another_dictionary, identical=True)
-        yield _Row(
-            lambda: [*map(dict, tables)], lambda: [path for path, _ in self._tables], another_table, lambda: tables
-        )
+        copies, of_tables = lambda: [*map(dict, tables)], [path for path, _ in self._tables]
+        timed = all(type(d) is dict for d in tables)
+        yield _Row(copies, lambda: of_tables, another_table, lambda: tables, timed=timed)
         of_classes = [f"{kind.__name__}.{name}" for kind, name in self._members]
         yield _Row(lambda: [*map(getattr, kinds, members, again(ABSENT))], lambda: of_classes, another_member)
         others = [label for label, _ in self._others]
         yield _Row(lambda: [self._form(value()) for _, value in self._others], lambda: others, another_object)
 
-    def _to_watch(self) -> list[tuple[dict[str, Any]]]:
-        """The dictionaries that watched rows and constants lie in, each once; none where they have no versions.
+    @staticmethod
+    def _to_watch(*dictionaries: dict[str, Any]) -> list[tuple[dict[str, Any]]]:
+        """These, each once, from now on watched; none where they have no versions.
 
         Each as the arguments of ``version_of``, which C code then need not make in every call.
         """
-        of_objects = [attributes for _, attributes, _ in self._plain]
-        children = [d for _, d in self._lists] + [d for _, d, _ in self._children]
-        found = {id(d): d for d in [*self._owners.values(), *of_objects, *children] if type(d) is dict}
-        return [] if version_of is None else [(d,) for d in found.values()]
+        found = [(d,) for d in {id(d): d for d in dictionaries if type(d) is dict}.values()]
+        if version_of is None:
+            return []
+        deque(itertools.starmap(version_of, found), maxlen=0)
+        return found
 
     def hold(self) -> bool:
         """Whether nothing has changed; False also where it takes ``changed`` to tell."""
         try:
-            version = 0 if version_of is None else sum(itertools.starmap(version_of, self._watched))  # each only grows
-            if version and version == self._version:
-                return all(row.holds() for row in self._unwatched) and as_bytes(self._loose()) == self._loose_then
-            held = all(row.holds() for row in self._rows) and as_bytes(self._values()) == self.plain
-            if held:
-                self._version = version
+            now = moment()  # first of all: what is written from here on makes another one in the next call
+            quiet, version = now is self._moment, self._version
+            if not quiet:  # each version only grows
+                version = 0 if version_of is None else sum(itertools.starmap(version_of, self._watched))
+            if version and version == self._version and not any(self._empty):
+                rows = self._untimed if quiet else self._unwatched
+                held = all(row.holds() for row in rows) and as_bytes(self._loose()) == self._loose_then
+            else:
+                held = all(row.holds() for row in self._rows) and as_bytes(self._values()) == self.plain
+                if held:  # to fill an empty one changes no version
+                    self._empty = [table for (table,) in [*self._watched, *self._timed] if not table]
+            if held:  # else the next call, too, has to look at what is not watched
+                self._moment, self._version = now, version
             return held
         except (KeyError, ValueError, TypeError, RuntimeError):  # gone, no longer plain, or other tensors
             return False
@@ -242,7 +264,7 @@ class Guards:
 
     def _settle(self) -> None:
         """Compare with what there is now; ``compared`` has label, dictionary, key and value of each plain value."""
-        self._version = 0
+        self._version, self._moment = 0, None
         for row in self._rows:
             row.then = [] if row.reason is another_hook else row.now()
         self._loose_then = as_bytes(self._loose())

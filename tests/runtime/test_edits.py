@@ -10,6 +10,7 @@ import pickle
 import sys
 import warnings
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,14 +93,14 @@ class Net(nn.Module):
         self.shift = torch.tensor(0.25)
         self.schedule: dict[str, Any] = {"temperature": [1.0, 2.0], "at": 0}
         self.limit = 3
-        self.head = Adapted(width)
+        self.head, self.tail = Adapted(width), nn.ModuleList()
         self.register_buffer("offset", torch.zeros(1))
 
     def forward(self, image: Tensor) -> Tensor:
         x = self.stem(image) * self.table["inner"].slope * self.schedule["temperature"][self.schedule["at"]]
         for block in self.stages:
             x = block(self.body(x))
-        for extra in self.extras:
+        for extra in (*self.extras, *self.tail):
             x = extra(x)
         x = self.scaled(self.activation(x)) + self.shift + self.offset
         if getattr(self, "doubled", False):
@@ -132,6 +133,10 @@ def wider_adapter(model: Any) -> None:
     torch.manual_seed(1)
     model.head.add("second", 8)
     model.head.active.append("second")
+
+
+def doubled(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return output * 2
 
 
 def another_table(model: Any) -> None:
@@ -177,6 +182,7 @@ TOLD: dict[str, tuple[Edit, str]] = {
     "no bias": (lambda m: setattr(m.stem, "bias", None), "stem.bias is nothing, captured as torch.float32 (8,)"),
     "an attribute set past the module": (lambda m: vars(m.stem).update(stride=(2, 2)), "stem.stride is (2, 2)"),
     "a table of modules": (another_table, "body._modules is another dictionary"),
+    "an empty list filled at once": (lambda m: m.tail._modules.update({"0": nn.Tanh()}), "tail.0 is another module"),
     "a wider buffer": (lambda m: m.register_buffer("offset", torch.ones(4, 1, 1, 1)), "offset is torch.float32 (4,"),
 }
 FOLLOWED: dict[str, Edit] = {
@@ -309,6 +315,92 @@ def test_what_forward_sets_itself_is_no_edit() -> None:
     numbers, texts = told(twin, image(4))
     assert texts == []
     assert_same_bits(numbers, step(model, image(4)))
+
+
+def settled(module: nn.Module) -> guards.Guards:
+    """The guards of a drop-in, after calls that changed nothing."""
+    kept = own(module)
+    assert kept is not None
+    assert kept.guards is not None
+    for _ in range(3):
+        assert kept.guards.hold()
+    return kept.guards
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_an_edit_after_many_calls_is_noticed_at_once(name: str, result: Any) -> None:
+    """And stays so: the first look at what has changed must not be taken for the last."""
+    twin = copy.deepcopy(result)
+    found = settled(twin)
+    TOLD[name][0](twin)
+    assert [found.hold() for _ in range(3)] == [False] * 3
+    assert TOLD[name][1] in found.changed()
+
+
+@pytest.mark.parametrize("name", ["a wider buffer", "no bias", "other weights"])
+def test_an_edit_beside_one_that_nobody_reads_is_noticed(name: str, result: Any) -> None:
+    """What is written to counts: tables are looked at whenever anything was, by whatever reads the clock between."""
+    twin, other = copy.deepcopy(result), copy.deepcopy(result)
+    found, beside = settled(twin), settled(other)
+    (TOLD[name][0] if name in TOLD else FOLLOWED[name])(twin)
+    other.stem.stride = (1, 1)
+    assert beside.hold()
+    assert [found.hold() for _ in range(3)] == [False] * 3
+
+
+def test_a_list_emptied_and_filled_at_once(result: Any) -> None:
+    twin = copy.deepcopy(result)
+    found = settled(twin)
+    twin.tail.append(nn.Tanh())
+    del twin.tail._modules["0"]
+    assert found.hold()
+    assert settled(twin) is found
+    twin.tail._modules.update({"0": nn.Tanh()})
+    assert not found.hold()
+
+
+def test_another_table_of_hooks(result: Any) -> None:
+    plain, twin = net(), copy.deepcopy(result)
+    settled(twin)
+    for model in (plain, twin):
+        model.stem._forward_hooks = OrderedDict({1: doubled})
+    numbers, texts = told(twin, image(4))
+    assert "stem has a hook" in texts[0]
+    assert_same_bits(numbers, step(plain, image(4)))
+
+
+def test_a_table_of_hooks_that_is_put_there_empty_and_used_later(result: Any) -> None:
+    twin = copy.deepcopy(result)
+    found = settled(twin)
+    twin.stem._forward_hooks = OrderedDict()
+    assert found.hold()
+    twin.stem.register_forward_hook(doubled)
+    assert not found.hold()
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12) or sys.version_info[:3] == (3, 13, 0), reason="versions without a clock")
+def test_training_asks_for_no_versions(result: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that a plain loop does writes where forward reads."""
+    twin = copy.deepcopy(result)
+    optimizer = torch.optim.AdamW(twin.parameters())
+    asked: list[int] = []
+
+    def version(table: dict[str, Any]) -> int:
+        asked.append(1)
+        assert dict_versions.version_of is not None
+        return dict_versions.version_of(table)
+
+    def one_step() -> None:
+        twin(image(4)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(3):
+        one_step()
+    monkeypatch.setattr(guards, "version_of", version)
+    for _ in range(3):
+        one_step()
+    assert asked == []
 
 
 def frozen(part: Callable[[Any], Any], on: bool = False) -> Edit:
