@@ -15,7 +15,7 @@ from memrewrite.optimizing.run import run
 from memrewrite.records.attached import attach
 from memrewrite.records.errors import UsageError
 from memrewrite.records.loop import TUTORIAL, Loop
-from memrewrite.records.options import Budget, check_seed
+from memrewrite.records.options import Budget, check_seed, pass_names
 from memrewrite.records.outcomes import Measured
 from memrewrite.records.ranges import Ranges
 from memrewrite.records.report import Report
@@ -64,15 +64,15 @@ def optimize(
     ``micro_batches`` such batches are accumulated. ``loop`` names habits of your loop, ``"drop-output,prefetch"`` say
     (``memrewrite.records.loop``). ``device="cuda"`` plans for CUDA where there is none; the result runs on the CPU.
     ``regions`` are patterns of submodule paths (``"layers.*"``) to capture one by one in place of the whole model.
-    ``passes`` names those allowed, ``exact`` keeps the forward bit-equal, ``compiled`` plans for what ``torch.compile``
-    makes of the result, ``verify=False`` skips the proof, ``strict`` raises ``BeyondPlanError`` where it would warn.
-    ``dynamic`` names sizes that vary (``memrewrite.records.ranges``), ``returns="loss"`` drops outputs beside the loss.
+    ``passes`` names those allowed ("all": on request, too), ``exact`` keeps the forward bit-equal, ``compiled`` plans
+    for what ``torch.compile`` makes of it, ``verify=False`` skips the proof, ``strict`` raises ``BeyondPlanError`` for
+    a warning. ``dynamic`` names sizes that vary (``memrewrite.records.ranges``), ``returns="loss"`` drops the others.
 
     The result shares every Parameter and buffer with ``model``, is of its class, has its hooks and carries ``.report``
     (or ask ``memrewrite.report_of``); where nothing is gained it is ``model`` itself. ``progress`` is told each stage.
     Raises ``CaptureError``, ``BudgetInfeasibleError``, ``NotEquivalentError``, ``MeasurementError``, ``UsageError``.
     """
-    names = (passes,) if isinstance(passes, str) else None if passes is None else tuple(passes)
+    names = pass_names(passes)
     asked = Request(budget, reserved, device, regions, names, exact, compiled, verify, strict, seed, dynamic, returns)
     asked.check(model)
     work = workload(model, example_inputs, example_kwargs, optimizer, loss_fn, amp, mode, micro_batches, loop)

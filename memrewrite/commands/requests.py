@@ -11,7 +11,7 @@ from typing import Any, Literal
 from memrewrite.artifact import manifest
 from memrewrite.records.errors import UsageError
 from memrewrite.records.loop import Loop
-from memrewrite.records.options import Budget, check_passes, check_seed, device_bytes
+from memrewrite.records.options import Budget, check_passes, check_seed, device_bytes, pass_names
 from memrewrite.records.ranges import parse_ranges
 from memrewrite.workload.input_text import InputText
 from memrewrite.workload.place import Source
@@ -141,7 +141,7 @@ class OptimizeRequest(ModelRequest):
     @property
     def pass_names(self) -> tuple[str, ...] | None:
         """The passes that were asked for, None for all."""
-        return None if self.passes is None else tuple(self.passes.split(","))
+        return pass_names(None if self.passes is None else self.passes.split(","))
 
 
 @dataclass(frozen=True, kw_only=True)

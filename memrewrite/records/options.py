@@ -1,6 +1,7 @@
 """What the user asked for, parsed once at the edge and handed down frozen."""
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Protocol
@@ -36,11 +37,17 @@ SEEDS = range(-(2**63), 2**64)
 """What PyTorch's generators can be seeded with."""
 
 
+def pass_names(asked: Iterable[str] | str | None) -> tuple[str, ...] | None:
+    """The names of the passes that are asked for, with "all" also what runs on request only; None as ever."""
+    names = (asked,) if isinstance(asked, str) else None if asked is None else tuple(asked)
+    return PASSES if names is not None and "all" in names else names
+
+
 def check_passes(names: "tuple[str, ...] | None") -> None:
     """Raise ``UsageError`` for a name that is no pass."""
     for name in names or ():
         if name not in PASSES:
-            raise UsageError(f"There is no pass {name!r}; the passes are {', '.join(PASSES)}.")
+            raise UsageError(f"There is no pass {name!r}; the passes are {', '.join(PASSES)}, or all.")
 
 
 def check_seed(seed: int) -> None:

@@ -103,6 +103,7 @@ class Guards:
         self._tables: list[tuple[str, dict[str, Any]]] = []  # parameters and buffers
         self._members: dict[tuple[type, str], None] = {}  # what was found on a class
         self._absent: dict[str, list[str]] = {}  # names that a module itself has not, by its path
+        self._missing: list[tuple[str, dict[str, Any], str]] = []  # those that its class has not either, by table
         self._plain: list[tuple[str, dict[str, Any], list[str]]] = []  # attributes by the dictionary they lie in
         self._computed: list[tuple[str, Any, str]] = []  # plain values that an object computes
         self._others: list[tuple[str, Callable[[], Any]]] = []  # functions, tensors, lists of modules
@@ -151,6 +152,8 @@ class Guards:
                 self._members[kind, name] = None
                 if path or name != "forward":  # one put around the drop-in's own, as accelerate does, calls that
                     self._absent.setdefault(path, []).append(name)
+                if getattr(kind, name, ABSENT) is ABSENT:
+                    self._missing += [(joined(path, name), attributes[table], name) for table in TABLES]
         self._note_attributes(path, attributes, own)
 
     def _note_object(self, label: str, owner: Any, names: Iterable[str]) -> None:
@@ -203,6 +206,9 @@ class Guards:
         copies, of_tables = lambda: [*map(dict, tables)], [path for path, _ in self._tables]
         timed = all(type(d) is dict for d in tables)
         yield _Row(copies, lambda: of_tables, another_table, lambda: tables, timed=timed)
+        places, unknown = [d for _, d, _ in self._missing], [name for *_, name in self._missing]
+        new = [label for label, *_ in self._missing]
+        yield _Row(lambda: [*map(operator.contains, places, unknown)], lambda: new, _is_new)
         of_classes = [f"{kind.__name__}.{name}" for kind, name in self._members]
         yield _Row(lambda: [*map(getattr, kinds, members, again(ABSENT))], lambda: of_classes, another_member)
         others = [label for label, _ in self._others]
@@ -376,6 +382,10 @@ def _is_constant(value: Any) -> bool:
 def as_bytes(value: Any) -> bytes:
     """Plain values as bytes, which tell 1 from True and 1.0. Version 2 of the format knows no shared objects."""
     return marshal.dumps(value, 2)
+
+
+def _is_new(label: str, then: Any, now: Any) -> str:
+    return f"{label} is new"
 
 
 def _items(tables: list[tuple[str, dict[str, Any]]]) -> Iterator[str]:

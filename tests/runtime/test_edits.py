@@ -359,6 +359,41 @@ def test_a_list_emptied_and_filled_at_once(result: Any) -> None:
     assert not found.hold()
 
 
+class Gated(nn.Module):
+    """Asks for something that most of its kind have not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = getattr(self, "gate", None)
+        y: Tensor = self.linear(x)
+        y = y * torch.sigmoid(y)
+        return y if gate is None else y * (gate(x) if isinstance(gate, nn.Module) else gate)
+
+
+WIDTH = 4
+ADDED: dict[str, Callable[[Any], None]] = {
+    "child": lambda inner: inner.add_module("gate", nn.Sigmoid()),
+    "buffer": lambda inner: inner.register_buffer("gate", torch.tensor(0.5)),
+    "parameter": lambda inner: inner.register_parameter("gate", nn.Parameter(torch.tensor(0.5))),
+    "attribute": lambda inner: setattr(inner, "gate", 0.5),
+}
+
+
+@pytest.mark.parametrize("add", ADDED.values(), ids=ADDED)
+def test_what_forward_asked_for_and_did_not_find_is_added(add: Callable[[Any], None]) -> None:
+    model, x = nn.Sequential(Gated(), nn.SiLU()), torch.randn(3, WIDTH)
+    result = memrewrite.optimize(model, x, verify=False, budget="min")
+    twin = copy.deepcopy(model)
+    assert own(result) is not None
+    for each in (result, twin):
+        add(each[0])
+    with pytest.warns(FallbackWarning, match="gate is new"):
+        assert torch.equal(result(x), twin(x))
+
+
 def test_another_table_of_hooks(result: Any) -> None:
     plain, twin = net(), copy.deepcopy(result)
     settled(twin)
