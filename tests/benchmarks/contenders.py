@@ -148,6 +148,7 @@ def rewritten(
             verify=verify,
             reserved=reserved,
             returns=returns,
+            passes=None if returns == "all" else "all",
         )
     report = optimized.report
     note = report.verdict if verify else ""

@@ -33,7 +33,7 @@ class Workload:
     ``blocks`` matches the paths of modules that run one after another, each fed by the one before; "" where the model
     is no such chain. ``checkpoint_blocks`` turns on the model's own block checkpointing. ``samples`` is what one unit
     of the batch counts for in a throughput: 1 image or the tokens of a sequence. ``returns`` is "loss" where nobody
-    reads what the model returns beside it, as nobody can under Liger's kernels.
+    reads what the model returns beside it, as nobody can under Liger's kernels; memrewrite then has all passes.
     """
 
     build: Callable[[bool], nn.Module]
@@ -311,6 +311,7 @@ WORKLOADS: dict[str, Workload] = {
             batch=batch,
             blocks=r"model\.layers\.\d+",
             checkpoint_blocks=_by_transformers,
+            optimizer="adamw-fused",
             samples=length,
             returns="loss",
         )
@@ -322,6 +323,7 @@ WORKLOADS: dict[str, Workload] = {
         batch=2,
         blocks=r"base_model\.model\.model\.layers\.\d+",
         checkpoint_blocks=_by_transformers,
+        optimizer="adamw-fused",
         samples=4096,
         returns="loss",
     ),

@@ -1,7 +1,10 @@
 """Operations between products become one wherever that is the same function, keeps no more and moves less."""
 
+import copy
+import pickle
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,13 +12,15 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+import memrewrite
+from memrewrite.artifact.save import save
 from memrewrite.capture import capture
 from memrewrite.codegen.writer import generate
 from memrewrite.observe.effects import observe
 from memrewrite.passes.fused_chains import FusedChains
 from memrewrite.passes.linear_cross_entropy import LinearCrossEntropy
 from memrewrite.records.chain_call import ChainCall
-from memrewrite.runtime.dropin import build, program_from
+from memrewrite.runtime.dropin import build, program_from, programs
 from memrewrite.search import registry
 from memrewrite.workload.step import Inputs
 from tests.passes.helpers import (
@@ -23,8 +28,10 @@ from tests.passes.helpers import (
     WIDTH,
     Around,
     assert_as_good,
+    assert_same_bits,
     example,
     functional,
+    numbers,
     saved_storages,
     targets,
 )
@@ -189,6 +196,58 @@ def test_a_soft_cap_is_left_to_the_loss() -> None:
     assert not result.applied
     after = LinearCrossEntropy(elements=2 * WIDTH)(graph_module, observe(graph_module, [example(20)]))
     assert after.applied
+
+
+class Gated(nn.Module):
+    """A norm and a gate, as language models have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(WIDTH))
+        self.up, self.gate, self.down = nn.Linear(WIDTH, 64), nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        h = self.scale * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+@pytest.fixture(scope="module")
+def planned() -> Any:
+    """A plan for CUDA, which computes chains on the CPU as they are."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(Gated() for _ in range(3))), torch.randn(256, WIDTH)
+    options: dict[str, Any] = {"device": "cuda", "optimizer": "sgd", "budget": "min"}
+    return memrewrite.optimize(model, x, passes="all", **options), x
+
+
+def test_plans_have_it(planned: Any) -> None:
+    result, _ = planned
+    report = result.report
+    assert FusedChains.name in {name for name, _, _ in report.rewrites}
+    assert report.equivalent
+    assert report.predicted_after.peak < report.predicted_before.peak
+    (program,) = programs(result).values()
+    uses = program.source.count("fused(chain_")
+    assert uses == 5  # three gates and two norms: nothing that the first one is given is trained
+    assert program.source.count("def chain_") < uses
+
+
+def test_artifact_and_copies_have_it(planned: Any, tmp_path: Path) -> None:
+    result, x = planned
+    save(result, tmp_path / "out")
+    model = nn.Sequential(*(Gated() for _ in range(3)))
+    model.load_state_dict(result.state_dict())
+    loaded = memrewrite.load(tmp_path / "out", model)
+    for other in (loaded, copy.deepcopy(result), pickle.loads(pickle.dumps(result))):
+        assert_same_bits(numbers(other, x, other), numbers(result, x, result))
+
+
+def test_a_compiled_model_is_fused_as_a_whole(planned: Any) -> None:
+    result, x = planned
+    torch.compiler.reset()
+    compiled: Any = torch.compile(result, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), result(x))
 
 
 def test_is_for_cuda_and_on_request() -> None:

@@ -17,6 +17,7 @@ from memrewrite.passes.linear_cross_entropy import Found, LinearCrossEntropy
 from memrewrite.records.errors import NotEquivalentError
 from memrewrite.runtime.linear_cross_entropy import linear_cross_entropy
 from memrewrite.search import registry
+from memrewrite.search.candidate import Candidate
 from memrewrite.simulate.memory.tracker import Tracker
 from tests.passes.helpers import (
     FRONT_ENDS,
@@ -243,6 +244,22 @@ def test_it_is_for_what_nothing_else_reaches(lowest: int) -> None:
     assert PASS.name not in rewrites(planned(budget=lowest, verify=False).report)
     with pytest.raises(memrewrite.BudgetInfeasibleError):
         planned(budget=lowest // 2, exact=True)
+
+
+@pytest.mark.parametrize(("with_it", "used"), [(5.0, True), (20.0, False)])
+def test_it_is_for_what_takes_longer_without_it(
+    with_it: float, used: bool, lowest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where segments are needed, and times are known."""
+
+    def times(candidate: Candidate) -> tuple[float, float]:
+        results = candidate.results
+        return (with_it if PASS.name in results and results[PASS.name].applied else 10.0), 1.0
+
+    monkeypatch.setattr(Candidate, "times", times)
+    report = planned(budget=lowest, verify=False).report
+    assert (PASS.name in rewrites(report)) == used
+    assert report.predicted_after.peak <= lowest
 
 
 @dataclass(frozen=True)
