@@ -141,11 +141,14 @@ def _between_products(effects: Effects, left: set[fx.Node]) -> list[tuple[fx.Nod
     """
     depth: dict[fx.Node, int] = {}
     groups: dict[fx.Node, list[fx.Node]] = {}
+    trained: set[fx.Node] = set()
     for node in effects.order:
         before = max((depth[given] for given in node.all_input_nodes), default=0)
         could = node not in left and _could_be_fused(node, effects)
-        trained = before or any(isinstance(t, Tensor) and t.requires_grad for t in tree_iter(node.meta["val"]))
-        depth[node] = before if could or node.op == "get_attr" or not trained else before + 1
+        values = (value for value in tree_iter(node.meta["val"]) if isinstance(value, Tensor))
+        if any(given in trained for given in node.all_input_nodes) or any(value.requires_grad for value in values):
+            trained.add(node)
+        depth[node] = before if could or node.op == "get_attr" or node not in trained else before + 1
         if could:
             group = [node]
             for given in node.all_input_nodes:

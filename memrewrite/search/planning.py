@@ -1,6 +1,7 @@
 """Rewrites and plans that are made of candidates, all on fake tensors; none of them is better or worse yet."""
 
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 
 from memrewrite.passes import early_casts
 from memrewrite.plan.refine import Fitted, Search
@@ -23,7 +24,12 @@ class Planned:
 
 def rewritten(candidate: Candidate, names: tuple[str, ...] | None, exact: bool) -> Candidate:
     """After functionalization and the pattern rewrites asked for (all when ``names`` is None)."""
-    for_cuda = candidate.bench.device == "cuda" and not candidate.bench.target.fuses
+    bench = candidate.bench
+    for_cuda = bench.device == "cuda" and not bench.target.fuses
+    if for_cuda and bench.on_cuda and find_spec("triton") is None:  # the language of their kernels
+        for_cuda = False
+        if registry.ON_REQUEST.keys() & set(names or ()):
+            candidate = candidate.noted("No chains are fused: triton, which torch.compile needs, is not installed.")
     return candidate.after(registry.patterns(names, exact, for_cuda))
 
 

@@ -107,6 +107,7 @@ REFUSED: dict[str, Function] = {
     "a view": lambda m, h: h.view(-1).unsqueeze(0).transpose(0, 1),
     "products": lambda m, h: m.linear(h) @ h.t(),
     "another way through a product": lambda m, h: h.exp() * m.linear(h.exp()),
+    "another way without a gradient": lambda m, h: (e := m.betas.exp()) * (e.detach() @ torch.ones(WIDTH, WIDTH)),
     "across rows": lambda m, h: h.sum(0) * h.mean(),
 }
 
