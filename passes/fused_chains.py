@@ -8,7 +8,7 @@ Before::
 
 After::
 
-    return fused(chain_5d1e3a90, (0, 1), x, self.weight)
+    return fused(chain_5d1e3a90b2c4, (0, 1), x, self.weight)
 
 Norms, gates, rotary embeddings, soft caps, whatever they are called: what runs between two products without random
 numbers or writes. On CUDA the chain and its backward are compiled, so that nothing between its ends is written out;

@@ -37,7 +37,7 @@ class ChainCall:
     @cached_property
     def __name__(self) -> str:
         """The same for all that compute the same."""
-        return f"chain_{hashlib.sha256(self.chain.code.encode()).hexdigest()[:8]}"
+        return f"chain_{hashlib.sha256(self.chain.code.encode()).hexdigest()[:12]}"
 
     @property
     def __module__(self) -> str:  # type: ignore[override]
