@@ -65,7 +65,10 @@ def main(context: click.Context) -> None:
 @flags.model
 @flags.budget
 @flags.reserved
-@click.option("--passes", help='Run only these passes, separated by commas; "all": those on request, too.')
+@click.option(
+    "--passes",
+    help='Run only these passes, separated by commas; by default all but those on request, "all" for these too.',
+)
 @click.option("--exact/--no-exact", default=False, help="Allow only rewrites that keep every bit of the outputs.")
 @click.option("--compiled/--no-compiled", default=False, help="Plan for torch.compile of the result; measure that.")
 @click.option("--strict/--no-strict", default=False, help="Let the result refuse calls that may take more.")
