@@ -27,12 +27,11 @@ from torch import Tensor, fx, nn
 from memrewrite.observe.effects import Effects
 from memrewrite.passes.linear_cross_entropy import match
 from memrewrite.passes.matching import CONTEXTS, erase, inherit
-from memrewrite.passes.spelling import operand, operation, tensor
+from memrewrite.passes.spelling import CASTS, operand, operation, tensor
 from memrewrite.records.chain_call import ChainCall
 from memrewrite.rewriting.contract import Findings, Result
 from memrewrite.torch_internals.pytrees import tree_iter
 
-_CASTS = ("to", "float", "double", "half", "bfloat16", "_to_copy", "type")
 _REDUCTIONS = ("mean", "sum", "amax", "amin", "var")
 _VIEWS = ("view", "reshape", "unsqueeze", "squeeze", "transpose", "permute", "slice", "select", "expand")
 _WORTH = 0.75  # of the bytes that the nodes read and write one by one
@@ -155,7 +154,6 @@ def _between_products(effects: Effects, left: set[fx.Node]) -> list[tuple[fx.Nod
                 if given in groups and depth[given] == depth[node] and groups[given] is not group:
                     group = [*groups[given], *group]
                     groups.update(dict.fromkeys(group, group))
-            groups[node] = group
             groups.update(dict.fromkeys(group, group))
     position = effects.position
     distinct = {id(group): group for group in groups.values()}
@@ -173,7 +171,7 @@ def _could_be_fused(node: fx.Node, effects: Effects) -> bool:
     if value.dtype == torch.float64 or value.layout is not torch.strided:
         return False
     name, first = operation(node), tensor(operand(node))
-    if name in _CASTS or _is_pointwise(name):
+    if name in CASTS or _is_pointwise(name):
         return True
     if name == "cat":
         return all(each.dim() == value.dim() for each in given if each is not None)

@@ -24,13 +24,12 @@ from torch import fx
 from memrewrite.observe.effects import Effects
 from memrewrite.passes.chunked_cross_entropy import ARGUMENTS, REDUCTIONS, VIEWS, not_in_rows, rows_of
 from memrewrite.passes.matching import between, erase, inherit, shared
-from memrewrite.passes.spelling import number, operand, operation, options, tensor
+from memrewrite.passes.spelling import CASTS, number, operand, operation, options, tensor
 from memrewrite.rewriting.contract import Findings, Result
 from memrewrite.runtime.linear_cross_entropy import linear_cross_entropy
 
 _RETURNED = "The model returns its logits, which exist then; returns='loss' leaves them out, if nobody reads them."
 _SCALED = ("mul", "div", "add", "sub")
-_CASTS = ("to", "float", "double", "half", "bfloat16", "_to_copy", "type")
 
 
 @dataclass(frozen=True)
@@ -138,7 +137,7 @@ def _step(node: fx.Node) -> tuple[Any, ...] | None:
     name, before, after = operation(node), tensor(operand(node)), tensor(node)
     if before is None or after is None or before.shape != after.shape or before.device != after.device:
         return None
-    if name in _CASTS and after.is_floating_point():
+    if name in CASTS and after.is_floating_point():
         return ("to", after.dtype)
     if name == "tanh" and not options(node):
         return ("tanh",)

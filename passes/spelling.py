@@ -27,6 +27,7 @@ _SAME = {
     "true_divide": "div",
     "truediv": "div",
 }
+CASTS = ("to", "float", "double", "half", "bfloat16", "_to_copy", "type")
 _OPERANDS = ("self", "input", "other", "exponent")
 
 

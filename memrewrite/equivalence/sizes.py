@@ -137,13 +137,13 @@ def halved(rewritten: nn.Module, inputs: Inputs) -> Inputs:
     Of the largest other size that varies, where the program of ``rewritten`` takes no such batch. Raises
     ``MeasurementError`` where there is no half.
     """
+    torch.cuda.empty_cache()
     batch = batch_of(inputs)
     places = varying(rewritten, inputs)
     of_batch = [place for place in places if place.dim == 0 and place.size == batch]
     others = [place for place in places if place.symbol not in {each.symbol for each in of_batch}]
     longest = max(others, key=lambda place: place.size, default=None)
     if any(place.size // 2 < place.least for place in of_batch) and longest and longest.size // 2 >= longest.least:
-        torch.cuda.empty_cache()
         same = [place for place in places if place.symbol == longest.symbol]
         return cut(inputs, same, {longest.symbol: longest.size // 2})
     if batch is None or batch < 2:
@@ -151,7 +151,6 @@ def halved(rewritten: nn.Module, inputs: Inputs) -> Inputs:
             f"The step does not fit in memory even at batch {batch}, so it could not be verified; "
             "verify on the CPU or with smaller example inputs."
         )
-    torch.cuda.empty_cache()
     halves = {id(t): t[: batch // 2] for t in inputs.tensors() if t.dim() > 0 and t.shape[0] == batch}
 
     def half(value: Any) -> Any:

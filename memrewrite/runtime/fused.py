@@ -6,7 +6,7 @@ that read it. Torch only: this file's text is also pasted into generated models.
 
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -52,7 +52,7 @@ class _Fused(torch.autograd.Function):
         wanted = list(ctx.needs_input_grad[2:])
         with in_autocast(given[0], ctx.autocast):
             if torch.is_grad_enabled():  # to be differentiated again
-                found = iter(_chain_slopes_again(_CHAINS[ctx.chain], given, gradients, wanted))
+                found = iter(_chain_slopes(_CHAINS[ctx.chain], given, gradients, wanted))
             else:
                 found = iter(torch.ops.memrewrite.chain_slopes(ctx.chain, given, gradients, wanted))
         return None, None, *(next(found) if need else None for need in wanted)
@@ -68,7 +68,7 @@ def _listed(results: Any) -> list[Tensor]:
 
 
 def _chain_slopes(
-    chain: Chain, given: list[Tensor], gradients: list[Tensor | None], wanted: list[bool]
+    chain: Chain, given: list[Tensor], gradients: Sequence[Tensor | None], wanted: list[bool]
 ) -> list[Tensor]:
     """The gradients of those of ``given`` that are ``wanted``, by those of the results that have one."""
 
@@ -79,15 +79,6 @@ def _chain_slopes(
 
     pull = torch.func.vjp(of_wanted, *(t for t, need in zip(given, wanted, strict=True) if need))[1]
     return list(pull(tuple(gradient for gradient in gradients if gradient is not None)))
-
-
-def _chain_slopes_again(
-    chain: Chain, given: list[Tensor], gradients: tuple[Tensor | None, ...], wanted: list[bool]
-) -> tuple[Tensor, ...]:
-    pairs = [(r, g) for r, g in zip(_listed(chain(*given)), gradients, strict=True) if g is not None]
-    inputs = [t for t, need in zip(given, wanted, strict=True) if need]
-    results, of_results = zip(*pairs, strict=True)
-    return torch.autograd.grad(results, inputs, of_results, create_graph=True)
 
 
 @functools.cache
@@ -105,7 +96,7 @@ def _compiled(name: str) -> Callable[[list[Tensor]], list[Tensor]]:
 def _compiled_slopes(name: str) -> Callable[..., list[Tensor]]:
     chain = _CHAINS[name]
 
-    def run(given: list[Tensor], gradients: list[Tensor | None], wanted: list[bool]) -> list[Tensor]:
+    def run(given: list[Tensor], gradients: Sequence[Tensor | None], wanted: list[bool]) -> list[Tensor]:
         return _chain_slopes(chain, given, gradients, wanted)
 
     return torch.compile(_with_own_code(run, f"{name}_chain_slopes"))
@@ -121,13 +112,13 @@ def _run_chain(name: str, given: list[Tensor]) -> list[Tensor]:
     return _compiled(name)(given) if given[0].is_cuda else _listed(_CHAINS[name](*given))
 
 
-def _run_slopes(name: str, given: list[Tensor], gradients: list[Tensor | None], wanted: list[bool]) -> list[Tensor]:
+def _run_slopes(name: str, given: list[Tensor], gradients: Sequence[Tensor | None], wanted: list[bool]) -> list[Tensor]:
     run = _compiled_slopes(name) if given[0].is_cuda else functools.partial(_chain_slopes, _CHAINS[name])
     return run(given, gradients, wanted)
 
 
 def _chain_slopes_on_fakes(
-    name: str, given: list[Tensor], gradients: list[Tensor | None], wanted: list[bool]
+    name: str, given: list[Tensor], gradients: Sequence[Tensor | None], wanted: list[bool]
 ) -> list[Tensor]:
     return [torch.empty_like(t) for t, need in zip(given, wanted, strict=True) if need]
 

@@ -152,19 +152,24 @@ def _llama(tiny: bool, length: int = 2048) -> nn.Module:
     """The sizes of Llama 3.2 1B: 1.24 billion parameters, embeddings tied."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    width, layers, heads = (32, 4, 4) if tiny else (2048, 16, 32)
-    config = LlamaConfig(
-        vocab_size=_TINY_VOCABULARY if tiny else 128256,
-        hidden_size=width,
-        intermediate_size=4 * width,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads // 4,
-        max_position_embeddings=length,
-        tie_word_embeddings=True,
-        use_cache=False,
-    )
+    config = LlamaConfig(**_decoder(tiny, 2048, 16, 32, 128256), max_position_embeddings=length)
     return cast(nn.Module, LlamaForCausalLM(config))
+
+
+def _decoder(tiny: bool, width: int, layers: int, heads: int, vocabulary: int) -> dict[str, Any]:
+    """The options of a language model with four heads of queries for one of keys, and one matrix for words and head."""
+    if tiny:
+        width, layers, heads, vocabulary = 32, 4, 4, _TINY_VOCABULARY
+    return {
+        "vocab_size": vocabulary,
+        "hidden_size": width,
+        "intermediate_size": 4 * width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads // 4,
+        "tie_word_embeddings": True,
+        "use_cache": False,
+    }
 
 
 def _lora(tiny: bool) -> nn.Module:
@@ -172,18 +177,7 @@ def _lora(tiny: bool) -> nn.Module:
     from peft import LoraConfig, get_peft_model
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    width, layers, heads = (32, 4, 4) if tiny else (1536, 20, 16)
-    config = Qwen3Config(
-        vocab_size=_TINY_VOCABULARY if tiny else 151936,
-        hidden_size=width,
-        intermediate_size=4 * width,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads // 4,
-        head_dim=width // heads if tiny else 128,
-        tie_word_embeddings=True,
-        use_cache=False,
-    )
+    config = Qwen3Config(**_decoder(tiny, 1536, 20, 16, 151936), head_dim=8 if tiny else 128)
     model = Qwen3ForCausalLM(config).bfloat16()
     return cast(nn.Module, get_peft_model(model, LoraConfig(r=16, target_modules="all-linear", lora_dropout=0.0)))
 

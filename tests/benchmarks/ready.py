@@ -2,8 +2,8 @@
 
     python -m tests.benchmarks.ready FILE [--only resnet50 gpt2_medium] [--budget 60%] [--tiny]
 
-Every workload of ``pareto``, Llama on texts of 4,096 tokens and a LoRA fine-tune (which needs peft) start in a process
-of their own, on CUDA or in ``--tiny`` form on the CPU, and become a row of ``FILE``; a stopped run resumes there.
+Every workload of ``pareto`` starts in a process of its own, on CUDA or in ``--tiny`` form on the CPU, and becomes a row
+of ``FILE``; a stopped run resumes there.
 Of the stages, ``simulating`` and ``measuring`` are the parts of planning that look at candidates.
 """
 
@@ -15,50 +15,21 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 from unittest import mock
 
 import torch
-from torch import nn
 
 import memrewrite
 from memrewrite.measurement import measuring
-from memrewrite.workload.step import Inputs
-from tests.benchmarks.models import WORKLOADS, Workload
+from tests.benchmarks.models import WORKLOADS
 from tests.benchmarks.rows import ReadyRow, append, attempt, machine, read
 from tests.zoo.models import declare_operators
 
-_LLAMA = WORKLOADS["llama_1b"]
-_TINY_BATCH, _LONG = 4, 4096
+_TINY_BATCH = 4
 _PARTS = {"predict": "simulating", "measure": "measuring"}  # of planning, by the function that both are asked of
-
-
-def _long(batch: int, tiny: bool) -> Inputs:
-    """Two texts where there is one, as long as both."""
-    given = _LLAMA.inputs(batch, tiny)
-    if tiny:
-        return given
-    tokens = given.kwargs["input_ids"].repeat(1, _LONG // given.kwargs["input_ids"].shape[1])
-    return Inputs((), {"input_ids": tokens, "labels": tokens})
-
-
-def _lora(tiny: bool) -> nn.Module:
-    """Adapters of rank 16 on all projections of attention, the rest frozen."""
-    from peft import LoraConfig, get_peft_model
-
-    targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
-    adapted: Any = get_peft_model(cast(Any, _LLAMA.build(tiny)), LoraConfig(r=16, target_modules=targets))
-    return cast(nn.Module, adapted)
-
-
-STARTS: dict[str, Workload] = {
-    **WORKLOADS,
-    "llama_1b-long": replace(_LLAMA, inputs=_long, batch=2),
-    "llama_1b-lora": replace(_LLAMA, build=_lora),
-}
 
 
 class Clock:
@@ -97,7 +68,7 @@ class Clock:
 
 def run(name: str, budget: str, device: str, tiny: bool) -> ReadyRow:
     """Optimize one workload; what fails is a row with the reason, and the seconds until then."""
-    workload, clock = STARTS[name], Clock()
+    workload, clock = WORKLOADS[name], Clock()
     batch = _TINY_BATCH if tiny else workload.batch
     about: dict[str, Any] = {"workload": name, "batch": batch, "amp": workload.amp, "optimizer": workload.optimizer}
     about |= {"budget": budget, **machine(torch.device(device))}
@@ -153,7 +124,7 @@ def main() -> int:
     """Run what the file lacks; see the module docstring."""
     parser = argparse.ArgumentParser(description="Seconds of optimize by stage, one row per workload.")
     parser.add_argument("file", type=Path, help="where the rows are kept and resumed from")
-    parser.add_argument("--only", nargs="+", choices=STARTS, default=[*STARTS], help="run these workloads only")
+    parser.add_argument("--only", nargs="+", choices=WORKLOADS, default=[*WORKLOADS], help="run these workloads only")
     parser.add_argument("--budget", default="min", help="as optimize takes it")
     parser.add_argument("--tiny", action="store_true", help="tiny models of the same families, on the CPU")
     options = parser.parse_args()
