@@ -7,11 +7,12 @@ Before::
 
 After::
 
-    return linear_cross_entropy(x, self.weight, None, self.labels, None, (), 1, -100, 0.0, 8)
+    return linear_cross_entropy(x, self.weight, None, self.labels, None, (), 1, -100, 0.0, 8, True, False)
 
 Wherever the logits are of no other use: casts, scales and soft caps on the way are made of the same rows, and views and
-slices become those of the input. The product is made once more in backward, and the gradient of the head is added up
-over chunks of rows, so it is done only where the step would not fit otherwise.
+slices become those of the input. Gradients are made in forward, of the same logits. They take what they would take in
+backward, which begins where forward ends; of several losses those of the last, of the others backward makes the logits
+again. The gradient of the head is added up over chunks of rows, so it is done only where that saves memory or time.
 """
 
 from collections.abc import Iterator
@@ -34,20 +35,26 @@ _SCALED = ("mul", "div", "add", "sub")
 
 @dataclass(frozen=True)
 class LinearCrossEntropy:
-    """The head and its loss keep what the head is given, and make about ``elements`` logits at a time."""
+    """The head and its loss make about ``elements`` logits at a time, and those of ``rows`` at least.
+
+    ``fused`` has what is computed of them compiled.
+    """
 
     name: ClassVar[str] = "linear_cross_entropy"
     exact: ClassVar[bool] = False
     elements: int = 2**24  # as in ``chunked_cross_entropy``
+    rows: int = 0
+    fused: bool = False
 
     def __call__(self, graph_module: fx.GraphModule, effects: Effects) -> Result:
         """Rewrite every cross-entropy of class indices whose logits come from a product and go nowhere else."""
         findings = Findings()
-        for found in list(filter(None, map(match, effects.order))):
+        losses = list(filter(None, map(match, effects.order)))
+        for found in losses:
             if reason := self.check(found, effects):
                 findings.refuse(found.root, reason)
             else:
-                self.rewrite(found)
+                self.rewrite(found, early=found is losses[-1] and found.reduction != REDUCTIONS["none"])
                 findings.apply(found.root, "the head and its cross-entropy make some rows of logits at a time")
         graph_module.graph.lint()
         graph_module.recompile()
@@ -65,16 +72,19 @@ class LinearCrossEntropy:
         read = (found.hidden, *(node for node in (found.weight, found.bias) if node is not None))
         return next(filter(None, (between(effects, found.root, found.inner, each) for each in read)), None)
 
-    def rewrite(self, found: "Found") -> None:
-        """Put the one operation in the root's place; views and slices of the logits become those of its input."""
+    def rewrite(self, found: "Found", early: bool) -> None:
+        """Put the one operation in the root's place; views and slices of the logits become those of its input.
+
+        Gradients are made in forward if it is ``early``.
+        """
         graph, hidden = found.root.graph, found.hidden
         classes, width = found.weight.meta["val"].shape
-        rows = rows_of(self.elements, classes)
+        rows = max(rows_of(self.elements, classes), self.rows)
         with graph.inserting_before(found.root):
             for view in filter(_keeps_rows, found.inner[1:]):
                 hidden = _same_view(graph, view, hidden, width)
             steps = tuple(step for step in map(_step, found.inner[1:]) if step)
-            loss = found.reduction, found.ignore_index, found.label_smoothing, rows
+            loss = found.reduction, found.ignore_index, found.label_smoothing, rows, early, early and self.fused
             arguments = (hidden, found.weight, found.bias, found.target, found.class_weight, steps, *loss)
             new = graph.call_function(linear_cross_entropy, arguments)
         inherit(new, found.root)

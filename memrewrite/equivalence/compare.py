@@ -45,6 +45,9 @@ NOISE_FACTOR = 4.0
 _PART = 2**16
 """How many values are compared at once: few enough that float64 copies of them stay in the CPU's caches, which takes
 an eighth of the time."""
+_PART_ON_CUDA = 2**23
+"""The same for values that are brought to CUDA: few enough to find room beside a model."""
+_CPU = torch.device("cpu")
 _FLOATING = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 
 
@@ -91,9 +94,13 @@ class Sums:
 
 @dataclass
 class Comparison:
-    """Everything known about the differences between two models, step by step."""
+    """Everything known about the differences between two models, step by step.
+
+    ``device`` is where values are compared, which lie on the CPU.
+    """
 
     half: bool
+    device: torch.device = _CPU
     keys: dict[Key, None] = field(default_factory=dict)
     differences: list[dict[Key, float]] = field(default_factory=list)
     noise: list[dict[Key, float]] = field(default_factory=list)
@@ -104,7 +111,7 @@ class Comparison:
         """Compare one step; returns whether everything was bit-equal."""
         self.keys |= dict.fromkeys(original)
         self.keys |= dict.fromkeys(rewritten.keys() - original.keys())
-        self.differences.append(differences(original, rewritten))
+        self.differences.append(differences(original, rewritten, self.device))
         self.noise.append({})
         self.sizes.append({})
         return not self.differences[-1]
@@ -114,7 +121,7 @@ class Comparison:
         noise = self.noise[step]
         if not self.sizes[step]:
             self.sizes[step] = {key: _size(value) for key, value in original.items() if isinstance(value, Tensor)}
-        for key, difference in differences(original, again).items():
+        for key, difference in differences(original, again, self.device).items():
             noise[key] = max(noise.get(key, 0.0), difference)
 
     def add_luck(self, step: int, keys: Iterable[Key]) -> None:
@@ -130,7 +137,7 @@ class Comparison:
                 continue
             if _judged(key, value) and value.shape == other.shape == wide.shape:
                 sums = self.sums.setdefault(key, Sums())
-                for mine, theirs, exact in _parts(value, other, wide):
+                for mine, theirs, exact in _parts(self.device, value, other, wide):
                     sums.add(_sums(mine, theirs, exact, self.half))
 
     def verdicts(self) -> tuple[TensorVerdict, ...]:
@@ -180,7 +187,7 @@ def _size(tensor: Tensor) -> float:
     return float(tensor.abs().nan_to_num(0.0, 0.0, 0.0).max())
 
 
-def differences(original: Record, rewritten: Record) -> dict[Key, float]:
+def differences(original: Record, rewritten: Record, device: torch.device) -> dict[Key, float]:
     """How far the values that are not bit-equal differ.
 
     Buffers that only the rewritten model has (constants of its graph) and flags of modules that only one has are no
@@ -194,7 +201,7 @@ def differences(original: Record, rewritten: Record) -> dict[Key, float]:
             continue
         if key not in original or key not in rewritten:
             found[key] = math.inf
-        elif (difference := _difference(original[key], rewritten[key])) is not None:
+        elif (difference := _difference(original[key], rewritten[key], device)) is not None:
             found[key] = difference
     return found
 
@@ -204,7 +211,7 @@ def fingerprints(record: Record) -> dict[Key, bytes]:
     return {key: fingerprint(value) for key, value in record.items() if isinstance(value, Tensor)}
 
 
-def _difference(a: Any, b: Any) -> float | None:
+def _difference(a: Any, b: Any, device: torch.device) -> float | None:
     """None for the same bits, else the largest absolute difference, infinite where it is no number."""
     if not isinstance(a, Tensor) or not isinstance(b, Tensor):
         return None if type(a) is type(b) and _same_object(a, b) else math.inf
@@ -212,7 +219,7 @@ def _difference(a: Any, b: Any) -> float | None:
         return None
     if a.dtype != b.dtype or a.shape != b.shape:
         return math.inf
-    return max(_largest(*parts) for parts in _parts(a, b))
+    return max(_largest(*parts) for parts in _parts(device, a, b))
 
 
 def _largest(a: Tensor, b: Tensor) -> float:
@@ -234,10 +241,12 @@ def _same_object(a: Any, b: Any) -> bool:
     return bool(equal.all() if hasattr(equal, "all") else equal)
 
 
-def _parts(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The values of tensors of one shape side by side, some at a time; complex numbers as pairs."""
+def _parts(device: torch.device, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The values of tensors of one shape side by side, some at a time, on a device; complex numbers as pairs."""
     real = (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor for tensor in tensors)
-    return zip(*(tensor.reshape(-1).split(_PART) for tensor in real), strict=True)
+    size = _PART if device.type == "cpu" else _PART_ON_CUDA
+    for parts in zip(*(tensor.reshape(-1).split(size) for tensor in real), strict=True):
+        yield tuple(part.to(device) for part in parts)
 
 
 def _sums(original: Tensor, rewritten: Tensor, reference: Tensor, half: bool) -> Sums:

@@ -95,6 +95,10 @@ class _Case:
         alone = any(program.returns == "loss" for program in programs(self.rewritten).values())
         return without_outputs if alone else lambda record: record
 
+    def comparison(self) -> Comparison:
+        half = self.step.amp in _HALF or any(p.dtype in _HALF for p in self.original.parameters())
+        return Comparison(half, next(iter(self.devices), torch.device("cpu")))
+
     def keep(self) -> State:
         return State((self.original, self.rewritten), self.devices)
 
@@ -212,7 +216,7 @@ def _run_freely(case: _Case, start: State) -> Comparison:
     Where they differ and the original differs from itself too, step by step instead: an optimizer such as Adam turns
     noise in a gradient into a step of full size, after which two runs have nothing in common to compare.
     """
-    comparison = Comparison(_is_half(case))
+    comparison = case.comparison()
     optimizer = case.step.make_optimizer(case.original)
     originals = [case.run_original(optimizer) for _ in range(case.steps)]
     start.restore()
@@ -236,7 +240,7 @@ Judge = Callable[[_Case, Comparison, int, State, Record, Record], None]
 
 def _run_forced(case: _Case, before: State, judge: Judge) -> Comparison:
     """Each step of the rewritten model from where the original was, at first ``before``; ``judge`` adds a yardstick."""
-    comparison = Comparison(_is_half(case))
+    comparison = case.comparison()
     optimizer = case.step.make_optimizer(case.original)
     for index in range(case.steps):
         record = case.run_original(optimizer)
@@ -375,10 +379,6 @@ def _explain_small_batch(cause: BaseException, case: _Case, full: Inputs) -> Non
 def _at(case: _Case, full: Inputs) -> str:
     cut = cut_down(case.inputs, full)
     return f"; verified at {cut[0]} {cut[1]}, as {cut[2]} does not fit in memory" if cut else ""
-
-
-def _is_half(case: _Case) -> bool:
-    return case.step.amp in _HALF or any(p.dtype in _HALF for p in case.original.parameters())
 
 
 @contextlib.contextmanager

@@ -84,6 +84,6 @@ def _slope(logits: Tensor, target: Tensor, grad: Tensor, options: Any) -> Tensor
 def in_autocast(tensor: Tensor, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
     """Autocast as ``autocast_dtype`` found it."""
     kind = tensor.device.type
-    if not torch.amp.is_autocast_available(kind):
+    if not torch.amp.is_autocast_available(kind) or (dtype is None and not torch.is_autocast_enabled(kind)):
         return contextlib.nullcontext()
     return torch.autocast(kind, dtype, enabled=dtype is not None, cache_enabled=False)

@@ -4,9 +4,10 @@ Autograd keeps what the chain is given, as far as its gradients need that; backw
 that read it. Torch only: this file's text is also pasted into generated models.
 """
 
+import contextlib
 import functools
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +33,13 @@ def fused(chain: Chain, trained: tuple[int, ...], keeps: tuple[int, ...], *given
         keeps = tuple(range(len(given)))
     results = _Fused.apply(chain.__name__, keeps, *given)  # type: ignore[no-untyped-call]
     return results[0] if len(results) == 1 else results
+
+
+def at_once(name: str, chain: Chain, given: list[Tensor]) -> list[Tensor]:
+    """The results of ``chain(*given)``, of which autograd knows nothing; ``name`` says what it computes."""
+    _CHAINS.setdefault(name, chain)
+    results: list[Tensor] = torch.ops.memrewrite.chain(name, given)
+    return results
 
 
 class _Fused(torch.autograd.Function):
@@ -81,40 +89,69 @@ def _chain_slopes(
     return list(pull(tuple(gradient for gradient in gradients if gradient is not None)))
 
 
-@functools.cache
-def _compiled(name: str) -> Callable[[list[Tensor]], list[Tensor]]:
-    """A chain on CUDA; compiled once, whichever model it is called in."""
-    chain = _CHAINS[name]
-
-    def run(given: list[Tensor]) -> list[Tensor]:
-        return _listed(chain(*given))
-
-    return torch.compile(_with_own_code(run, name))
+def _compiles(tensor: Tensor) -> bool:
+    return tensor.is_cuda
 
 
 @functools.cache
-def _compiled_slopes(name: str) -> Callable[..., list[Tensor]]:
+def _compiled(function: Chain, name: str, kinds: tuple[Any, ...]) -> Chain:
+    """``function``, compiled once for each of the ``kinds`` that it is called with, whichever model calls it.
+
+    PyTorch's compiler runs a code as it is once it has compiled it a few times, so that each kind has its own.
+    """
+    code = function.__code__.replace(co_name=f"{name}_{hash(kinds):x}".replace("-", "_"))
+    return torch.compile(types.FunctionType(code, function.__globals__, name, None, function.__closure__))
+
+
+@functools.cache
+def _forward_of(name: str) -> Chain:
     chain = _CHAINS[name]
-
-    def run(given: list[Tensor], gradients: Sequence[Tensor | None], wanted: list[bool]) -> list[Tensor]:
-        return _chain_slopes(chain, given, gradients, wanted)
-
-    return torch.compile(_with_own_code(run, f"{name}_chain_slopes"))
+    return lambda given: _listed(chain(*given))
 
 
-def _with_own_code(function: Any, name: str) -> Any:
-    """The same function, which PyTorch's compiler takes for another: it compiles each code a few times at most."""
-    code = function.__code__.replace(co_name=name)
-    return types.FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
+@functools.cache
+def _slopes_of(name: str) -> Chain:
+    chain = _CHAINS[name]
+    return lambda given, gradients, wanted: _chain_slopes(chain, given, gradients, wanted)
+
+
+def _kinds(tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    return tuple(None if t is None else (t.dtype, t.dim()) for t in tensors)
+
+
+def _plain(tensors: Sequence[Tensor | None]) -> list[Any]:
+    """The same to a compiler, whether they are parameters or need gradients."""
+    return [None if t is None else t.detach() for t in tensors]
+
+
+@contextlib.contextmanager
+def _usual_algorithms() -> Iterator[None]:
+    """Without the setting that asks for deterministic ones: a chain's are, and need not be compiled again for it."""
+    asked = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    if not asked[0]:
+        yield
+        return
+    torch.use_deterministic_algorithms(False)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(asked[0], warn_only=asked[1])
 
 
 def _run_chain(name: str, given: list[Tensor]) -> list[Tensor]:
-    return _compiled(name)(given) if given[0].is_cuda else _listed(_CHAINS[name](*given))
+    run = _forward_of(name)
+    if _compiles(given[0]):
+        run = _compiled(run, name, _kinds(given))
+    with _usual_algorithms():
+        return list(run(_plain(given)))
 
 
 def _run_slopes(name: str, given: list[Tensor], gradients: Sequence[Tensor | None], wanted: list[bool]) -> list[Tensor]:
-    run = _compiled_slopes(name) if given[0].is_cuda else functools.partial(_chain_slopes, _CHAINS[name])
-    return run(given, gradients, wanted)
+    run = _slopes_of(name)
+    if _compiles(given[0]):
+        run = _compiled(run, f"{name}_slopes", (*_kinds(given), *_kinds(gradients), *wanted))
+    with _usual_algorithms():
+        return list(run(_plain(given), _plain(gradients), wanted))
 
 
 def _chain_slopes_on_fakes(

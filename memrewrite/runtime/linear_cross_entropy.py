@@ -1,13 +1,16 @@
 """The product with a head and its cross-entropy, some rows at a time: the logits never exist whole.
 
 Of all that a language model's step keeps, the logits, their logarithms and their gradient are the largest. Here
-autograd keeps what the head is given; backward makes the logits of some rows again, and with them the gradients of
-those rows. So the product is made once more than otherwise, and the gradient of the weight is a sum over chunks, whose
-last bits are others.
+gradients are made beside the loss, of the same rows of logits, and backward only scales them, as Liger's kernel does
+(arXiv 2410.10989). Where they cannot be, autograd keeps what the head is given, and backward makes the logits of some
+rows again. The gradient of the weight is a sum over chunks, whose last bits are others.
 
 This file needs torch only, because its text is also pasted into generated models.
 """
 
+import functools
+import hashlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from memrewrite.runtime.cross_entropy import in_autocast, reduced
+from memrewrite.runtime.fused import at_once
 from memrewrite.runtime.segment import autocast_dtype
 
 
@@ -29,23 +33,84 @@ def linear_cross_entropy(
     ignore_index: int,
     label_smoothing: float,
     rows: int,
+    early: bool = False,
+    fused: bool = False,
 ) -> Tensor:
     """``F.cross_entropy`` of the logits ``F.linear(hidden, weight, bias)``, ``rows`` of them at a time.
 
     ``hidden`` is (N, width), ``weight`` (classes, width), ``target`` (N,); ``steps`` are the methods of the logits that
     lead to what cross-entropy is given, each a name and its arguments: ``(("to", torch.float32), ("div", 30.0))``.
-    ``reduction`` is 0 for none, 1 for the mean, 2 for the sum, as ATen counts.
+    ``reduction`` is 0 for none, 1 for the mean, 2 for the sum, as ATen counts. ``early`` makes gradients in forward,
+    but not in float16, in which they would be nothing until a scaler has scaled them. ``fused`` compiles what is
+    computed of logits then.
     """
     options = steps, ignore_index, label_smoothing
+    given = hidden, weight, bias, target, class_weight
     if torch.compiler.is_compiling():  # compilers fuse what they can
-        losses = _head_losses(hidden, weight, bias, target, class_weight, *options)
-    else:
-        given = hidden, weight, bias, target, class_weight
-        losses = _LinearLosses.apply(*given, options, rows)  # type: ignore[no-untyped-call]
+        return _reduced(_head_losses(*given, *options), target, class_weight, reduction, ignore_index)
+    if early and torch.is_grad_enabled() and not _underflows(hidden):
+        loss: Tensor = _EarlyLoss.apply(*given, options, reduction, rows, fused)  # type: ignore[no-untyped-call]
+        return loss
+    losses = _LinearLosses.apply(*given, options, rows)  # type: ignore[no-untyped-call]
+    return _reduced(losses, target, class_weight, reduction, ignore_index)
+
+
+def _underflows(hidden: Tensor) -> bool:
+    return torch.float16 in (hidden.dtype, autocast_dtype(hidden.device.type))
+
+
+def _reduced(losses: Tensor, target: Tensor, class_weight: Tensor | None, reduction: int, ignore_index: int) -> Tensor:
     if class_weight is None or reduction != 1:
         return reduced(losses, target, reduction, ignore_index)
+    return losses.sum() / _weights(target, class_weight, ignore_index).sum()
+
+
+def _weights(target: Tensor, class_weight: Tensor | None, ignore_index: int) -> Tensor:
+    """How much each row counts, 0 where it is ignored."""
     known = target != ignore_index
-    return losses.sum() / class_weight[target.where(known, 0)].where(known, 0).sum()
+    return known if class_weight is None else class_weight[target.where(known, 0)].where(known, 0)
+
+
+class _EarlyLoss(torch.autograd.Function):
+    """The loss; holds its gradients by the head and what that is given until the first backward gives them away.
+
+    Another backward, through a graph that was retained, computes them again, and one to be differentiated again
+    differentiates the plain form: so what the head is given is kept, too.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        class_weight: Tensor | None,
+        options: Any,
+        reduction: int,
+        rows: int,
+        fused: bool,
+    ) -> Tensor:
+        ctx.save_for_backward(hidden, weight, bias, target, class_weight)
+        ctx.options, ctx.rows, ctx.autocast = options, rows, autocast_dtype(hidden.device.type)
+        ctx.reduction, ctx.fused = reduction, fused
+        losses, ctx.slopes = _early(ctx, (hidden, weight, bias), target, class_weight)
+        return _reduced(losses, target, class_weight, reduction, options[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, target, class_weight = ctx.saved_tensors
+        head = hidden, weight, bias
+        with in_autocast(hidden, ctx.autocast):
+            if torch.is_grad_enabled():  # to be differentiated again
+                losses = _head_losses(*head, target, class_weight, *ctx.options)
+                loss = _reduced(losses, target, class_weight, ctx.reduction, ctx.options[1])
+                slopes = _slopes_again(ctx, loss, grad, head)
+            else:
+                slopes, ctx.slopes = ctx.slopes or _early(ctx, head, target, class_weight)[1], None
+                for slope in (each for each in slopes if each is not None):
+                    slope.mul_(grad)
+        return *slopes, *[None] * 6
 
 
 class _LinearLosses(torch.autograd.Function):
@@ -71,51 +136,116 @@ class _LinearLosses(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, target, class_weight = ctx.saved_tensors
+        head = hidden, weight, bias
+
+        def of_logits(logits: Tensor, some: slice) -> Tensor:
+            logits = logits.detach().requires_grad_()
+            with torch.enable_grad():
+                losses = _logit_losses(logits, target[some], class_weight, *ctx.options)
+            return torch.autograd.grad(losses, logits, grad[some])[0]
+
         with in_autocast(hidden, ctx.autocast):
             if torch.is_grad_enabled():  # to be differentiated again
-                slopes = _head_slopes_again(ctx, grad, (hidden, weight, bias), target, class_weight)
+                slopes = _slopes_again(ctx, _head_losses(*head, target, class_weight, *ctx.options), grad, head)
             else:
-                slopes = _head_slopes(ctx, grad, (hidden, weight, bias), target, class_weight)
-        return *slopes, None, None, None, None
+                slopes = _by_rows(ctx, head, of_logits)
+        return *slopes, *[None] * 4
 
 
 Head = tuple[Tensor, Tensor, Tensor | None]
-HeadSlopes = tuple[Tensor | None, Tensor | None, Tensor | None]
+Slopes = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
-def _head_slopes_again(ctx: Any, grad: Tensor, head: Head, target: Tensor, class_weight: Tensor | None) -> HeadSlopes:
-    losses = _head_losses(*head, target, class_weight, *ctx.options)
+def _slopes_again(ctx: Any, of: Tensor, grad: Tensor, head: Head) -> Slopes:
     wanted = [tensor for tensor, need in zip(head, ctx.needs_input_grad, strict=False) if need and tensor is not None]
-    found = iter(torch.autograd.grad(losses, wanted, grad, create_graph=True))
+    found = iter(torch.autograd.grad(of, wanted, grad, create_graph=True))
     of_hidden, of_weight, of_bias = (next(found) if need else None for need in ctx.needs_input_grad[:3])
     return of_hidden, of_weight, of_bias
 
 
-def _head_slopes(ctx: Any, grad: Tensor, head: Head, target: Tensor, class_weight: Tensor | None) -> HeadSlopes:
-    """The gradients of what the head is given and of its parameters, rows by rows."""
+def _early(ctx: Any, head: Head, target: Tensor, class_weight: Tensor | None) -> tuple[Tensor, Slopes]:
+    """The losses of all rows, and the gradients of what is made of them."""
+    dtype = head[0].dtype if ctx.autocast is None or head[0].dtype == torch.float64 else ctx.autocast
+    of_losses = _logit_losses(head[0].new_empty((0, 1), dtype=dtype), target[:0], None, *ctx.options).dtype
+    share = torch.ones((), dtype=_wide(of_losses), device=target.device)
+    if ctx.reduction == 1:
+        share = share / _weights(target, class_weight, ctx.options[1]).sum()
+    chain = functools.partial(_losses_and_slope, (*ctx.options, of_losses))
+    name = f"cross_entropy_{hashlib.sha256(repr(chain.args).encode()).hexdigest()[:12]}"
+    losses: list[Tensor] = []
+
+    def of_logits(logits: Tensor, some: slice) -> Tensor:
+        given = [logits, target[some], share, *([] if class_weight is None else [class_weight])]
+        loss, slope = at_once(name, chain, given) if ctx.fused else chain(*given)
+        losses.append(loss)
+        return slope
+
+    slopes = _by_rows(ctx, head, of_logits)
+    return torch.cat(losses), slopes
+
+
+def _by_rows(ctx: Any, head: Head, of_logits: Callable[[Tensor, slice], Tensor]) -> Slopes:
+    """The gradients of what the head is given and of its parameters, by those of some rows of logits at a time."""
     hidden, weight, bias = head
     of_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
     of_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
     of_bias = torch.zeros_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
     product, shift = _cast_once(weight, ctx.autocast), _cast_once(bias, ctx.autocast)
-    steps, *others = ctx.options
     start = 0
-    for part, of, slope in zip(*(t.split(ctx.rows) for t in (hidden, target, grad)), strict=True):
-        logits = functional.linear(part, product, shift).detach().requires_grad_()
-        with torch.enable_grad():
-            losses = _logit_losses(logits, of, class_weight, steps, *others)
-        (of_logits,) = torch.autograd.grad(losses, logits, slope)
-        del logits, losses
+    for part in hidden.split(ctx.rows):
+        some = slice(start, start + len(part))
+        slope = of_logits(functional.linear(part, product, shift), some)
         if of_hidden is not None:
-            of_hidden[start : start + len(part)] = of_logits @ product
-        if of_weight is not None and of_weight.dtype == of_logits.dtype == part.dtype:
-            of_weight.addmm_(of_logits.t(), part)
+            of_hidden[some] = slope @ product
+        if of_weight is not None and of_weight.dtype == slope.dtype == part.dtype:
+            of_weight.addmm_(slope.t(), part)
         elif of_weight is not None:
-            of_weight += of_logits.t() @ _cast_once(part, ctx.autocast)
+            of_weight += slope.t() @ _cast_once(part, ctx.autocast)
         if of_bias is not None:
-            of_bias += of_logits.sum(0)
-        start += len(part)
+            of_bias += slope.sum(0)
+        start = some.stop
+        del slope  # before the next logits are made
     return of_hidden, of_weight, of_bias
+
+
+def _losses_and_slope(
+    options: Any, logits: Tensor, target: Tensor, share: Tensor, class_weight: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The losses of some rows, and the gradient of their logits where each loss counts for its ``share``."""
+    steps, ignore_index, smoothing, dtype = options
+    values = [logits]
+    for name, *arguments in steps:
+        values.append(getattr(values[-1], name)(*arguments))
+    logs = torch.log_softmax(values[-1], 1, dtype=_wide(values[-1].dtype))
+    known, classes = target != ignore_index, logits.shape[1]
+    place = target.where(known, 0)[:, None]
+    weight = known.to(logs.dtype) if class_weight is None else class_weight[place[:, 0]].where(known, 0)
+    losses = (smoothing - 1) * weight * logs.gather(1, place)[:, 0]
+    share = share.where(known, 0)
+    chosen = ((1 - smoothing) * weight * share)[:, None]
+    spread = None
+    if smoothing:
+        spread = smoothing / classes * (logs.new_ones(classes) if class_weight is None else class_weight)
+        losses = losses - (logs * spread).sum(1).where(known, 0)
+    slope = logs.exp() * (chosen if spread is None else chosen + (share * spread.sum())[:, None])
+    if spread is not None:
+        slope = slope - share[:, None] * spread
+    if torch.compiler.is_compiling():
+        slope = slope - chosen * (torch.arange(classes, device=logits.device) == place)
+    else:
+        slope.scatter_add_(1, place, -chosen)
+    for (name, *arguments), before, after in zip(steps[::-1], values[-2::-1], values[:0:-1], strict=True):
+        if name == "tanh":
+            slope = slope * (1 - after * after)
+        elif name in ("mul", "div"):
+            slope = getattr(slope, name)(*arguments)
+        slope = slope.to(_wide(before.dtype))
+    return losses.to(dtype), slope.to(logits.dtype)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """In which a half type is computed."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def _head_losses(

@@ -157,10 +157,17 @@ def _with_lower(asked: _Asked, candidate: Candidate, found: Fit | Unmet) -> Fit 
     in_segments = any(region.marks for region in found.candidate.regions)
     if not needed and (not in_segments or found.candidate.times() is None):
         return found
-    lower = rewritten_lower(candidate, asked.names)
-    if lower.programs == candidate.programs:
-        return replace(found, candidate=found.candidate.telling(lower)) if needed else found
-    return min(found, _found(asked, lower), key=_bytes(asked) if needed else _time)
+    tried = candidate
+    for wide in (False,) if asked.limit.minimum else (True, False):
+        lower = rewritten_lower(candidate, asked.names, wide)
+        if lower.programs == candidate.programs:
+            return replace(found, candidate=found.candidate.telling(lower)) if needed else found
+        if lower.programs != tried.programs:
+            found = min(found, _found(asked, lower), key=_bytes(asked) if needed else _time)
+        if isinstance(found, Fit):
+            break
+        tried = lower
+    return found
 
 
 def _bytes(asked: _Asked) -> Callable[[Fit | Unmet], tuple[bool, int]]:

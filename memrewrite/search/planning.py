@@ -12,6 +12,10 @@ from memrewrite.search.bench import Bench
 from memrewrite.search.candidate import Candidate, CandidateRegion
 from memrewrite.targets.allocator import rounded
 
+# Below it, reading and writing the gradient of a head takes longer than multiplying for it: two bytes of each read and
+# written (4 bytes) for 2 x rows operations, where an H100 does 700e12 a second and moves 3.35e12 bytes (NVIDIA's data).
+_WIDE = 512
+
 
 @dataclass(frozen=True)
 class Planned:
@@ -24,13 +28,17 @@ class Planned:
 
 def rewritten(candidate: Candidate, names: tuple[str, ...] | None, exact: bool) -> Candidate:
     """After functionalization and the pattern rewrites asked for (all when ``names`` is None)."""
-    bench = candidate.bench
-    for_cuda = bench.device == "cuda" and not bench.target.fuses
-    if for_cuda and bench.on_cuda and find_spec("triton") is None:  # the language of their kernels
-        for_cuda = False
-        if registry.ON_REQUEST.keys() & set(names or ()):
-            candidate = candidate.noted("No chains are fused: triton, which torch.compile needs, is not installed.")
+    for_cuda = _compiles(candidate.bench)
+    asked = registry.ON_REQUEST.keys() & set(names or ())
+    if asked and not for_cuda and candidate.bench.on_cuda and not candidate.bench.target.fuses:
+        candidate = candidate.noted("No chains are fused: triton, which torch.compile needs, is not installed.")
     return candidate.after(registry.patterns(names, exact, for_cuda))
+
+
+def _compiles(bench: Bench) -> bool:
+    """Whether parts of a step can be compiled for where it is planned for; where there is a GPU, that takes triton."""
+    there = not bench.on_cuda or find_spec("triton") is not None  # the language of their kernels
+    return bench.device == "cuda" and not bench.target.fuses and there
 
 
 def rewritten_slower(candidate: Candidate, names: tuple[str, ...] | None) -> Candidate:
@@ -38,9 +46,12 @@ def rewritten_slower(candidate: Candidate, names: tuple[str, ...] | None) -> Can
     return candidate.after(registry.slower(names))
 
 
-def rewritten_lower(candidate: Candidate, names: tuple[str, ...] | None) -> Candidate:
-    """After the rewrites for a peak that no plan without them reaches."""
-    return candidate.after(registry.lower(names))
+def rewritten_lower(candidate: Candidate, names: tuple[str, ...] | None, wide: bool) -> Candidate:
+    """After the rewrites for a peak that no plan without them reaches.
+
+    ``wide`` has them work on so many rows at a time that a product takes the time of its multiplications.
+    """
+    return candidate.after(registry.lower(names, _WIDE if wide else 0, _compiles(candidate.bench)))
 
 
 def plan(candidate: Candidate, budget: int, spare: int = 0, in_turn: bool = False) -> Planned:

@@ -18,7 +18,9 @@ PATTERNS: dict[str, Callable[[bool], Pass]] = {
     Composites.name: lambda exact: Composites(),
 }
 SLOWER: dict[str, Callable[[], Pass]] = {ChunkedCrossEntropy.name: ChunkedCrossEntropy}
-LOWER: dict[str, Callable[[], Pass]] = {LinearCrossEntropy.name: LinearCrossEntropy}
+LOWER: dict[str, Callable[[int, bool], Pass]] = {
+    LinearCrossEntropy.name: lambda rows, fused: LinearCrossEntropy(rows=rows, fused=fused)
+}
 ON_REQUEST: dict[str, Callable[[], Pass]] = {FusedChains.name: FusedChains}
 NAMES = (*PATTERNS, *SLOWER, *LOWER, *ON_REQUEST, CheckpointSegments.name, InplaceActivation.name)
 
@@ -37,12 +39,17 @@ def patterns(names: tuple[str, ...] | None, exact: bool, for_cuda: bool) -> list
 
 def slower(names: tuple[str, ...] | None) -> list[Pass]:
     """Rewrites that cost time, of those asked for: for a step that would not fit without them."""
-    return _asked_for(SLOWER, names)
+    return [make() for name, make in SLOWER.items() if names is None or name in names]
 
 
-def lower(names: tuple[str, ...] | None) -> list[Pass]:
-    """Rewrites that cost more time, of those asked for: for a step that no plan without them would let fit."""
-    return _asked_for(LOWER, names)
+def lower(names: tuple[str, ...] | None, rows: int, for_cuda: bool) -> list[Pass]:
+    """Rewrites for a step that no plan without them would let fit, of those asked for.
+
+    They work on ``rows`` rows at a time, or as few as make the lowest peak where that is 0; compiled ``for_cuda``, if
+    that was asked for.
+    """
+    fused = for_cuda and FusedChains.name in (names or ())
+    return [make(rows, fused) for name, make in LOWER.items() if names is None or name in names]
 
 
 def allowed(names: tuple[str, ...] | None, exact: bool) -> tuple[str, ...] | None:
@@ -50,7 +57,3 @@ def allowed(names: tuple[str, ...] | None, exact: bool) -> tuple[str, ...] | Non
     if not exact:
         return names
     return tuple(name for name in (NAMES if names is None else names) if name not in (*LOWER, *ON_REQUEST))
-
-
-def _asked_for(passes: dict[str, Callable[[], Pass]], names: tuple[str, ...] | None) -> list[Pass]:
-    return [make() for name, make in passes.items() if names is None or name in names]

@@ -106,7 +106,7 @@ def test_the_loss_and_its_gradients_are_the_same(way: str) -> None:
 
 @ways
 def test_it_lets_the_logits_never_exist(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(registry.LOWER, LinearCrossEntropy.name, lambda: LinearCrossEntropy(elements=2**12))
+    monkeypatch.setitem(registry.LOWER, LinearCrossEntropy.name, lambda *_: LinearCrossEntropy(elements=2**12))
     report = memrewrite.report_of(planned(way, budget="min"))
     assert report.equivalent
     assert {name for name, _, _ in report.rewrites} >= {LinearCrossEntropy.name}
@@ -136,10 +136,10 @@ def test_it_travels(tmp_path: Path) -> None:
 
 def test_a_wrong_rewrite_is_still_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     class Off(LinearCrossEntropy):
-        def rewrite(self, found: Found) -> None:
-            super().rewrite(Found(**{**vars(found), "label_smoothing": 0.01}))
+        def rewrite(self, found: Found, early: bool) -> None:
+            super().rewrite(Found(**{**vars(found), "label_smoothing": 0.01}), early)
 
-    monkeypatch.setitem(registry.LOWER, LinearCrossEntropy.name, lambda: Off(elements=2**12))
+    monkeypatch.setitem(registry.LOWER, LinearCrossEntropy.name, lambda *_: Off(elements=2**12))
     with pytest.raises(memrewrite.NotEquivalentError):
         planned("dict", budget="min")
 
