@@ -158,13 +158,13 @@ def _with_lower(asked: _Asked, candidate: Candidate, found: Fit | Unmet) -> Fit 
     if not needed and (not in_segments or found.candidate.times() is None):
         return found
     tried = candidate
-    for wide in (False,) if asked.limit.minimum else (True, False):
+    for wide in (True, False):
         lower = rewritten_lower(candidate, asked.names, wide)
         if lower.programs == candidate.programs:
             return replace(found, candidate=found.candidate.telling(lower)) if needed else found
         if lower.programs != tried.programs:
             found = min(found, _found(asked, lower), key=_bytes(asked) if needed else _time)
-        if isinstance(found, Fit):
+        if isinstance(found, Fit) and not asked.limit.minimum:
             break
         tried = lower
     return found

@@ -1,14 +1,17 @@
 """Every private seam of PyTorch does what it is used for, on the version at hand."""
 
+import contextlib
 import gc
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
 
+from memrewrite.simulate.memory.tracker import Tracker
 from memrewrite.torch_internals.autograd_nodes import gives_gradient_of_leaf
 from memrewrite.torch_internals.fake_tensors import (
     FAKE_TENSOR_ERRORS,
@@ -163,3 +166,62 @@ def test_trees_come_back() -> None:
     assert tree_leaves(value) == list(tree_iter(value))
     assert tree_map(lambda leaf: leaf, value) == value
     assert isinstance(spec, TreeSpec)
+
+
+class Own(torch.autograd.Function):
+    """Makes the gradient of its input itself, and holds it where it is to be ``kept``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kept: bool) -> Tensor:
+        ctx.kept = kept
+        return x * 2.0
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        result = grad * 2.0
+        ctx.held = result if ctx.kept else None
+        return result, None
+
+
+own: Any = Own.apply
+SUMS: dict[str, Callable[[Tensor], Any]] = {
+    "two formulas": lambda y: y.exp().sum() + y.cos().sum(),
+    "a Function first": lambda y: y.exp().sum() + own(y, False).sum(),
+    "a Function that holds it": lambda y: y.exp().sum() + own(y, True).sum(),
+    "a view first": lambda y: y.exp().sum() + F.linear(torch.ones(2, 2), y).sum(),
+    "a residual": lambda y: (y + y.relu()).exp().sum(),
+    "a view of a residual": lambda y: (y + y.relu()).t().exp().sum(),
+    "an expanded one first": lambda y: y.exp().sum() + y.sum(),
+}
+IN_PLACE = {"two formulas", "a Function first", "a residual"}
+
+
+@pytest.mark.parametrize("name", SUMS)
+@pytest.mark.parametrize("fake", [False, True], ids=["real", "fake"])
+def test_sums_of_gradients_take_what_they_take_without_a_mode(
+    name: str, fake: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    function: Any = SUMS[name]
+
+    def loss() -> Tensor:
+        result: Tensor = function(torch.ones(2, 2, requires_grad=True) * 2.0)
+        return result
+
+    once = loss()
+    with torch.profiler.profile(acc_events=True) as profile:
+        once.backward()
+    (operator,) = (event.name for event in profile.events() if event.name in ("aten::add", "aten::add_"))
+    told: list[bool] = []
+    asked = Tracker._added_to
+
+    def added_to(tracker: Tracker, args: tuple[Any, ...]) -> Any:
+        first = asked(tracker, args)
+        told.append(first is not None)
+        return first
+
+    monkeypatch.setattr(Tracker, "_added_to", added_to)
+    with FakeTensorMode() if fake else contextlib.nullcontext(), Tracker("cpu"):
+        once = loss()
+        told.clear()
+        once.backward()
+    assert (operator == "aten::add_", told) == (name in IN_PLACE, [name in IN_PLACE])

@@ -15,8 +15,10 @@ from memrewrite.simulate.memory.places import Places
 from memrewrite.targets.allocator import Allocator, Block, rounded
 from memrewrite.targets.eager import EAGER, Target
 from memrewrite.targets.transients import Taken, Transients
+from memrewrite.torch_internals.autograd_nodes import backward_number
 from memrewrite.torch_internals.dispatch_modes import Layer
 from memrewrite.torch_internals.fake_tensors import FakeTensor
+from memrewrite.torch_internals.gradient_sums import SUM, in_place, of_one_alone
 
 OPERATOR_WORKSPACE = "operator workspace"
 _DEVICE = torch.ops.prim.device.default  # what half of all calls are: optimizers ask each tensor for its device
@@ -46,10 +48,23 @@ class Life:
 class _Block(weakref.ref[torch.UntypedStorage]):
     """One storage, held weakly: its bytes and category, and between which ticks of the tracker's clock it lived.
 
-    ``events`` are those it saw, as in ``Life``.
+    ``events`` are those it saw, as in ``Life``. ``node`` of autograd's made it, None outside of backward.
     """
 
-    __slots__ = ("born", "category", "died", "events", "func", "given", "key", "label", "module", "nbytes", "size")
+    __slots__ = (
+        "born",
+        "category",
+        "died",
+        "events",
+        "func",
+        "given",
+        "key",
+        "label",
+        "module",
+        "nbytes",
+        "node",
+        "size",
+    )
     key: int
     nbytes: int
     size: int
@@ -59,6 +74,7 @@ class _Block(weakref.ref[torch.UntypedStorage]):
     module: str | None
     label: str
     func: Any
+    node: int | None
     events: tuple[int, int | None]
     given: Block | None  # by the allocator
 
@@ -105,6 +121,7 @@ class Tracker(Layer):
         self._live: dict[int, _Block] = {}
         self._blocks: list[_Block] = []
         self.libraries: list[int] = []  # bytes that cuBLAS asks for, for good, at its next product
+        self._alone = of_one_alone(device_type)
         self._ready: dict[int, deque[Block]] = {}  # what the allocator handed out for the operator that runs, by bytes
 
     def register(self, tensors: Iterable[Tensor], category: str, module: str | None = None) -> None:
@@ -192,6 +209,8 @@ class Tracker(Layer):
             if self.blocks is not None:
                 self.blocks.follow(self.libraries)
             self.libraries = []
+        if func is SUM and (first := self._added_to(args)) is not None:
+            self._hand_on(first)
         if size := self.target.read_as(func, args, result):
             self._see(result, size)
         taken = Taken() if self._transients is None else self._transients.lookup(func, args, dict(kwargs or {}))
@@ -207,6 +226,22 @@ class Tracker(Layer):
             self.modules.append(self._place)
         self._place = self._func = None
         return result
+
+    def _added_to(self, args: tuple[Any, ...]) -> _Block | None:
+        """The storage to which autograd adds a gradient in place when no mode looks at it, None if it does not."""
+        now = backward_number()
+        if now is None:
+            return None
+        first = self._live.get(id(args[0].untyped_storage()))
+        from_before = first is not None and first.node != now
+        return first if from_before and in_place(args, self._alone) else None
+
+    def _hand_on(self, block: _Block) -> None:
+        """A storage ends, and what is made next gets its place."""
+        given, block.given = block.given, None
+        self._died(block)
+        if given is not None:
+            self._ready.setdefault(rounded(block.nbytes), deque()).append(given)
 
     def _set_peak(self, extra: int) -> None:
         self.peak, self._peak_clock, self._peak_extra = self.current + extra, self._clock, extra
@@ -269,6 +304,7 @@ class Tracker(Layer):
             block.size = block.given.size
         block.born, block.died = self._clock, math.inf
         block.module, block.label, block.func = self._place, self._label, self._func
+        block.node = backward_number()
         block.events = len(self.events), None
         self._live[block.key] = block
         self._blocks.append(block)
