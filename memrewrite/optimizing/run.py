@@ -12,14 +12,14 @@ from memrewrite.costs.profile import profile_on
 from memrewrite.measurement.original import blaming, simulate_original
 from memrewrite.optimizing.by_size import when_written
 from memrewrite.optimizing.foresight import Foresight, held
-from memrewrite.optimizing.proof import prove
+from memrewrite.optimizing.proof import Proof, prove
 from memrewrite.optimizing.request import Request
 from memrewrite.records.options import Budget
 from memrewrite.records.outcomes import Measured
 from memrewrite.records.report import Report
 from memrewrite.report.assembly import report_on
 from memrewrite.report.later import complete_by
-from memrewrite.runtime.dropin import own
+from memrewrite.runtime.dropin import own, programs
 from memrewrite.search import registry
 from memrewrite.search.bench import Bench
 from memrewrite.search.candidate import Candidate, CandidateRegion
@@ -43,23 +43,27 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a request: the result, which is the model itself where nothing is gained, and its report."""
+    """What came of a request: the result, which is the model itself where nothing is gained, and its report.
+
+    ``bench`` is where results are simulated; ``captured`` gives the programs that the graphs were before any rewrite,
+    by the path of their region; ``proof`` is None where nothing was verified.
+    """
 
     module: nn.Module
     report: Report
-    candidate: Candidate
-    rewritten: bool
+    bench: Bench
+    captured: Callable[[], dict[str, str]]
+    proof: Proof | None = None
+
+    @property
+    def rewritten(self) -> bool:
+        """Whether the result is another module than the model."""
+        return bool(programs(self.module))
 
     @property
     def original(self) -> Bench:
         """Where the original is simulated."""
-        bench = self.candidate.bench
-        return replace(bench, step=replace(bench.step, target=bench.target.of_original))
-
-    def captured(self) -> dict[str, str]:
-        """The programs that the graphs were before any rewrite, by the path of their region."""
-        regions = (region.region for region in self.candidate.regions)
-        return {region.path: generate(region.captured, region.prefix)[0] for region in regions}
+        return replace(self.bench, step=replace(self.bench.step, target=self.bench.target.of_original))
 
 
 def run(work: Workload, asked: Request, progress: Progress) -> Outcome:
@@ -94,16 +98,22 @@ def run(work: Workload, asked: Request, progress: Progress) -> Outcome:
     result = candidate.build()
     if (kept := own(result)) is not None:
         kept.promise.foresee = Foresight(bench.step, bench.workspace, limit or Budget(), form_of(bench.inputs))
-    verdict = None
+    proof = None
     if asked.verify:
         progress("verify")
         with blaming(bare.model):  # for whatever shapes alone do not tell
-            verdict = prove(candidate, result, asked.seed, asked.exact)
+            proof = prove(candidate, result, asked.seed, asked.exact)
     progress("report")
+    verdict = None if proof is None else proof.verdict
     report = report_on(candidate, result, limit, before, candidate.attributed(), verdict, measured)
     with_hooks_of(work.model, result)
     complete_by(report, when_written(result))
-    return Outcome(result, report, candidate, True)
+    return Outcome(result, report, bench, lambda: _captured(candidate), proof)
+
+
+def _captured(candidate: Candidate) -> dict[str, str]:
+    regions = (region.region for region in candidate.regions)
+    return {region.path: generate(region.captured, region.prefix)[0] for region in regions}
 
 
 def _loss_alone(found: Regions, step: Step) -> Regions:
@@ -155,4 +165,4 @@ def _unchanged(
     """The model as it is, because nothing is gained."""
     model = candidate.bench.model
     report = report_on(candidate, model, limit, before, before, None, measured)
-    return Outcome(work.model, report, candidate, False)
+    return Outcome(work.model, report, candidate.bench, lambda: _captured(candidate))

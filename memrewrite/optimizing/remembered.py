@@ -1,0 +1,178 @@
+"""``optimize`` with a memory: what was planned for the same before is built again, and one step of it is verified.
+
+    first start     capture ... plan ... verify        -> an entry: programs, constants, report, how it was proved
+    second start    look up, build, verify one step    -> the same drop-in and report, with a note that says so
+
+An entry is taken for granted as little as a fresh plan: what forward read at capture is compared by the guards of the
+drop-in, and a step of it with one of the original, by the rule it was proved by. What does not hold is removed and
+planned anew.
+"""
+
+import functools
+import io
+import marshal
+from dataclasses import replace
+from datetime import date
+from typing import Any
+
+import torch
+from torch import nn
+
+from memrewrite.cache.description import Description, IndescribableError
+from memrewrite.cache.environment import environment
+from memrewrite.cache.store import Entry, Store
+from memrewrite.equivalence import verifying
+from memrewrite.optimizing.by_size import when_written
+from memrewrite.optimizing.foresight import Foresight
+from memrewrite.optimizing.request import Request
+from memrewrite.optimizing.run import Outcome, Progress, run
+from memrewrite.records.options import Budget
+from memrewrite.records.report import Report
+from memrewrite.report.later import complete_by
+from memrewrite.report.read import report_from
+from memrewrite.runtime.dropin import build, graft, own, program_from, programs
+from memrewrite.search.bench import Bench
+from memrewrite.search.fit_to_budget import limit_for
+from memrewrite.simulate.fake.batch import form_of
+from memrewrite.workload.hooks import with_hooks_of, without_hooks
+from memrewrite.workload.step import OptimizerFactory, device_of
+from memrewrite.workload.workload import Workload
+
+
+def run_remembering(work: Workload, asked: Request, store: Store | None, progress: Progress) -> Outcome:
+    """Carry out a request, or give what is known to have come of it; raises what ``optimize`` says."""
+    if store is None:
+        return run(work, asked, progress)
+    progress("look up")
+    placed, _ = asked.placed(work)
+    described = _described(placed, asked)
+    if described is None:
+        return run(work, asked, progress)
+    key = described.digest()
+    entry = store.get(key)
+    if entry is not None:
+        outcome = _recalled(entry, placed, asked, progress)
+        if outcome is not None:
+            return outcome
+        store.drop(key)
+    outcome = run(work, asked, progress)
+    if (packed := _packed(outcome, described)) is not None:
+        store.put(key, packed)
+    return outcome
+
+
+def _described(work: Workload, asked: Request) -> Description | None:
+    """All that a plan depends on; None where not all of it can be told."""
+    found, step = Description(), work.step
+    budget = None if asked.budget is None else Budget.parse(asked.budget)
+    device = None if asked.device is None else str(asked.device)
+    regions = None if asked.regions is None else tuple(asked.regions)
+    options = replace(asked, budget=budget, device=device, regions=regions, dynamic=None)
+    settings = step.mode, str(step.amp), type(step.target).__name__, step.micro_batches, str(step.loop)
+    try:
+        found.add("environment", environment(device_of(work.model, work.inputs)))
+        found.add("request", f"{options} {asked.ranges} {settings}")
+        found.add("optimizer", _optimizer(step.optimizer))
+        found.add("model", without_hooks(work.model))
+        found.add("inputs", (work.inputs.args, work.inputs.kwargs), values=False)
+        found.add("loss", step.loss_fn, values=False)
+    except IndescribableError:
+        return None
+    return found
+
+
+def _optimizer(factory: OptimizerFactory | None) -> Any:
+    """The factory, without the learning rate where that is a number to one of PyTorch's optimizers."""
+    if not isinstance(factory, functools.partial) or not str(factory.func.__module__).startswith("torch.optim"):
+        return factory
+    settings = factory.keywords
+    return factory.func, {k: v for k, v in settings.items() if k != "lr" or not isinstance(v, float | int)}
+
+
+def _packed(outcome: Outcome, described: Description) -> Entry | None:
+    """The entry for an outcome; None where its programs hold tensors that the model may write."""
+    parts = {path: own(outcome.module.get_submodule(path)) for path in programs(outcome.module)}
+    constants = {path: {} if part is None else part.constants for path, part in parts.items()}
+    if any(described.holds(tensor) for tensors in constants.values() for tensor in tensors.values()):
+        return None
+    plain = {path: part.guards.plain.hex() for path, part in parts.items() if part is not None and part.guards}
+    if plain.keys() != parts.keys():
+        return None
+    report = outcome.report
+    facts = {
+        "about": {"model": report.model, "device": report.device, "budget": report.budget, "made": str(date.today())},
+        "programs": {path: program.source for path, program in programs(outcome.module).items()},
+        "plain": plain,
+        "captured": outcome.captured() if parts else {},
+        "report": report.to_json(),
+        "workspace": outcome.bench.workspace,
+        "bitwise": None if outcome.proof is None else outcome.proof.bitwise,
+    }
+    tensors = io.BytesIO()
+    torch.save({p: {n: t.detach() for n, t in found.items()} for p, found in constants.items()}, tensors)
+    return Entry(facts, tensors.getvalue())
+
+
+def _recalled(entry: Entry, work: Workload, asked: Request, progress: Progress) -> Outcome | None:
+    """The outcome that an entry stands for; None where anything is not as it has to be."""
+    try:
+        bench, report = _bench(entry, work, asked), report_from(entry.facts["report"])
+        bitwise = entry.facts["bitwise"]
+        result = _built(entry, work, bench, asked)
+        if result is None or (asked.verify and result is not work.model and bitwise is None):
+            return None
+        again = ""
+        if asked.verify and result is not work.model:
+            progress("verify")
+            if not _still_right(result, bench, asked.seed, bitwise):
+                return None
+            again = f"; one step was verified again, {'bit for bit' if bitwise else 'against float64'}"
+        captured = dict(entry.facts["captured"])
+        report = _noted(report, f"The plan comes from the cache, made on {entry.facts['about']['made']}{again}.")
+    except Exception:  # whatever is wrong with it: a plan that is made anew is right, or says what is wrong
+        return None
+    if result is not work.model:
+        with_hooks_of(work.model, result)
+        complete_by(report, when_written(result))
+    return Outcome(result, report, bench, lambda: captured)
+
+
+def _noted(report: Report, note: str) -> Report:
+    return replace(report, notes=(*report.notes, note))
+
+
+def _bench(entry: Entry, work: Workload, asked: Request) -> Bench:
+    """Where results are simulated, without what timed their nodes."""
+    step = asked.rewritten(work.step)
+    return Bench(without_hooks(work.model), work.inputs, step, int(entry.facts["workspace"]))
+
+
+def _built(entry: Entry, work: Workload, bench: Bench, asked: Request) -> nn.Module | None:
+    """The drop-in, or the model where it was returned as it is; None where that is not as it was at capture."""
+    facts, model = entry.facts, bench.model
+    if not facts["programs"]:
+        return work.model
+    constants = torch.load(io.BytesIO(entry.tensors), weights_only=True)
+    plain = {path: marshal.loads(bytes.fromhex(text)) for path, text in facts["plain"].items()}  # noqa: S302  (ours)
+    result = graft(
+        model,
+        {
+            path: build(model.get_submodule(path), program_from(source), constants[path], plain[path])
+            for path, source in facts["programs"].items()
+        },
+    )
+    parts = [own(result.get_submodule(path)) for path in facts["programs"]]
+    if not all(part and part.guards and not (part.broken or part.guards.changed()) for part in parts):
+        return None
+    if (kept := own(result)) is not None:
+        limit = limit_for(asked.budget, asked.reserved, work.step.device_type(model, work.inputs))
+        kept.promise.foresee = Foresight(bench.step, bench.workspace, limit or Budget(), form_of(bench.inputs))
+    return result
+
+
+def _still_right(result: nn.Module, bench: Bench, seed: int, bitwise: bool) -> bool:
+    """Whether a step of it is that of the original, by the rule that the plan was proved by."""
+    verdict = verifying.verify(
+        bench.model, result, bench.inputs, bench.step, exact=bitwise, steps=1, seed=seed, smaller=False
+    )
+    return verdict.equivalent
