@@ -94,6 +94,7 @@ class Description:
             value = self._waiting.popleft()
             for part in _describer(value)(self, value):
                 self._write(part)
+            self._write("")
 
     def digest(self) -> str:
         """64 hexadecimal digits."""
@@ -173,7 +174,11 @@ class Description:
         library = library_of(function)
         yield stamp(library) if library else ""
         yield from code.texts(function.__code__)
-        yield from self._texts(*code.constants(function.__code__))
+        constants = [*code.constants(function.__code__)]
+        yield from self._texts(*constants)
+        if {"environ", "getenv"} & code.attribute_names(function.__code__):
+            words = {each for each in constants if isinstance(each, str)}
+            yield from self._pairs((name, os.environ[name]) for name in sorted(words & os.environ.keys()))
         for name in sorted(code.attribute_names(function.__code__) - self._called):
             self._called.add(name)
             yield from self._pairs((name, value) for value in self._uncalled.pop(name, ()))

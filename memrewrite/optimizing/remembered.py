@@ -63,6 +63,8 @@ def run_remembering(work: Workload, asked: Request, store: Store | None, progres
 
 def _described(work: Workload, asked: Request) -> Description | None:
     """All that a plan depends on; None where not all of it can be told."""
+    if programs(work.model):  # of parts that were optimized before, which have a state of their own
+        return None
     found, step = Description(), work.step
     budget = None if asked.budget is None else Budget.parse(asked.budget)
     device = None if asked.device is None else str(asked.device)
@@ -91,7 +93,8 @@ def _optimizer(factory: OptimizerFactory | None) -> Any:
 
 def _packed(outcome: Outcome, described: Description) -> Entry | None:
     """The entry for an outcome; None where its programs hold tensors that the model may write."""
-    parts = {path: own(outcome.module.get_submodule(path)) for path in programs(outcome.module)}
+    found = programs(outcome.module) if outcome.rewritten else {}
+    parts = {path: own(outcome.module.get_submodule(path)) for path in found}
     constants = {path: {} if part is None else part.constants for path, part in parts.items()}
     if any(described.holds(tensor) for tensors in constants.values() for tensor in tensors.values()):
         return None
@@ -101,15 +104,15 @@ def _packed(outcome: Outcome, described: Description) -> Entry | None:
     report = outcome.report
     facts = {
         "about": {"model": report.model, "device": report.device, "budget": report.budget, "made": str(date.today())},
-        "programs": {path: program.source for path, program in programs(outcome.module).items()},
+        "programs": {path: program.source for path, program in found.items()},
         "plain": plain,
-        "captured": outcome.captured() if parts else {},
+        "captured": outcome.captured() if found else {},
         "report": report.to_json(),
         "workspace": outcome.bench.workspace,
         "bitwise": None if outcome.proof is None else outcome.proof.bitwise,
     }
     tensors = io.BytesIO()
-    torch.save({p: {n: t.detach() for n, t in found.items()} for p, found in constants.items()}, tensors)
+    torch.save({p: {n: t.detach() for n, t in each.items()} for p, each in constants.items()}, tensors)
     return Entry(facts, tensors.getvalue())
 
 
@@ -134,7 +137,7 @@ def _recalled(entry: Entry, work: Workload, asked: Request, progress: Progress) 
     if result is not work.model:
         with_hooks_of(work.model, result)
         complete_by(report, when_written(result))
-    return Outcome(result, report, bench, lambda: captured)
+    return Outcome(result, report, bench, lambda: captured, result is not work.model)
 
 
 def _noted(report: Report, note: str) -> Report:

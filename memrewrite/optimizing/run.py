@@ -19,7 +19,7 @@ from memrewrite.records.outcomes import Measured
 from memrewrite.records.report import Report
 from memrewrite.report.assembly import report_on
 from memrewrite.report.later import complete_by
-from memrewrite.runtime.dropin import own, programs
+from memrewrite.runtime.dropin import own
 from memrewrite.search import registry
 from memrewrite.search.bench import Bench
 from memrewrite.search.candidate import Candidate, CandidateRegion
@@ -53,12 +53,8 @@ class Outcome:
     report: Report
     bench: Bench
     captured: Callable[[], dict[str, str]]
+    rewritten: bool
     proof: Proof | None = None
-
-    @property
-    def rewritten(self) -> bool:
-        """Whether the result is another module than the model."""
-        return bool(programs(self.module))
 
     @property
     def original(self) -> Bench:
@@ -108,7 +104,7 @@ def run(work: Workload, asked: Request, progress: Progress) -> Outcome:
     report = report_on(candidate, result, limit, before, candidate.attributed(), verdict, measured)
     with_hooks_of(work.model, result)
     complete_by(report, when_written(result))
-    return Outcome(result, report, bench, lambda: _captured(candidate), proof)
+    return Outcome(result, report, bench, lambda: _captured(candidate), True, proof)
 
 
 def _captured(candidate: Candidate) -> dict[str, str]:
@@ -165,4 +161,4 @@ def _unchanged(
     """The model as it is, because nothing is gained."""
     model = candidate.bench.model
     report = report_on(candidate, model, limit, before, before, None, measured)
-    return Outcome(work.model, report, candidate.bench, lambda: _captured(candidate))
+    return Outcome(work.model, report, candidate.bench, lambda: _captured(candidate), False)
