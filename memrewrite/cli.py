@@ -38,8 +38,8 @@ class _Group(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except KeyboardInterrupt as error:
-            raise InterruptedRunError("interrupted; nothing half-written is left.") from error
+        except KeyboardInterrupt:  # which tells nothing, with -v either
+            raise InterruptedRunError("interrupted; nothing half-written is left.") from None
 
 
 @click.group(cls=_Group, no_args_is_help=False, context_settings=HELP, epilog=flags.EXIT_CODES)

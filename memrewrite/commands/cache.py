@@ -19,8 +19,10 @@ def run(request: CacheRequest) -> int:
 
 
 def _show(store: Store, verbose: bool) -> Outcome:
-    plans: list[dict[str, Any]] = [{"key": each.key, "bytes": each.bytes, **each.facts} for each in store.listed()]
-    payload = {"folder": str(store.folder), "bytes": sum(each["bytes"] for each in plans), "plans": plans}
+    found = store.listed()
+    plans: list[dict[str, Any]] = [{"key": each.key, "bytes": each.bytes, **each.facts} for each in found]
+    size = sum(each.bytes for each in found)
+    payload = {"folder": str(store.folder), "removed": 0, "bytes": size, "plans": plans}
     return Outcome(payload, lambda console: kept_plans.show(plans, store.folder, console, verbose=verbose))
 
 
@@ -31,4 +33,5 @@ def _clear(store: Store) -> Outcome:
     except OSError as error:
         raise OutputError(f"{error.filename} cannot be removed: {error.strerror}; remove it by hand.") from error
     line = f"Removed {kept_plans.counted(count)}, {format_bytes(size)}, from {store.folder}"
-    return Outcome({"folder": str(store.folder), "removed": count}, lambda console: say(console, line))
+    payload = {"folder": str(store.folder), "removed": count, "bytes": 0, "plans": []}
+    return Outcome(payload, lambda console: say(console, line))

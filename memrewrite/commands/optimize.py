@@ -86,7 +86,7 @@ def _optimize(job: Job, budget: Budget | None, stage: Stages) -> Outcome:
     )
     asked.check(job.module)
     work = Workload(job.module, job.inputs, job.step)
-    outcome = run_remembering(work, asked, store_in(request.plans), stage)
+    outcome = run_remembering(work, asked, store_in(request.plans), stage, lambda peak: _offered(peak, stage))
     optimized = outcome.module
     report: Report = replace(outcome.report, model=job.name, command_line=request.typed)
     if request.advise and report.budget is not None:
@@ -111,6 +111,11 @@ def _optimize(job: Job, budget: Budget | None, stage: Stages) -> Outcome:
         tables.show(report, console, verbose=request.verbose, written=written, fits=fits)
 
     return Outcome(payload, show, EXIT_OVER_BUDGET if tables.over_budget(report) else 0)
+
+
+def _offered(peak: int, stage: Stages) -> bool:
+    """Whether the user who interrupted planning takes the best plan so far."""
+    return stage.confirmed(f"Interrupted. A plan that peaks at {format_bytes(peak)} was found; verify and use it?")
 
 
 def _options(job: Job, report: Report, budget: int) -> tuple[Option, ...]:

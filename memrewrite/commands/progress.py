@@ -1,5 +1,6 @@
 """Progress on stderr: the stage that runs and the time it takes; nothing where nobody watches."""
 
+import sys
 import time
 from types import TracebackType
 from typing import Self
@@ -34,6 +35,15 @@ class Stages:
     ) -> None:
         self._end()
         self._progress.stop()
+
+    def confirmed(self, question: str) -> bool:
+        """The answer to a question, no where nobody is there to give one. Raises ``click.Abort`` for Ctrl-C."""
+        if not (sys.stdin.isatty() and sys.stderr.isatty()):
+            return False
+        self._progress.stop()
+        answer = click.confirm(question, err=True)
+        self._progress.start()
+        return answer
 
     def __call__(self, stage: str) -> None:
         """``stage`` begins; the one before has ended."""

@@ -25,7 +25,7 @@ from memrewrite.equivalence import verifying
 from memrewrite.optimizing.by_size import when_written
 from memrewrite.optimizing.foresight import Foresight
 from memrewrite.optimizing.request import Request
-from memrewrite.optimizing.run import Outcome, Progress, run
+from memrewrite.optimizing.run import INTERRUPTED, Outcome, Progress, declined, run
 from memrewrite.records.options import Budget
 from memrewrite.records.report import Report
 from memrewrite.report.later import complete_by
@@ -33,21 +33,24 @@ from memrewrite.report.read import report_from
 from memrewrite.runtime.dropin import build, graft, own, program_from, programs
 from memrewrite.search.bench import Bench
 from memrewrite.search.fit_to_budget import limit_for
+from memrewrite.search.so_far import Offer
 from memrewrite.simulate.fake.batch import form_of
 from memrewrite.workload.hooks import with_hooks_of, without_hooks
 from memrewrite.workload.step import OptimizerFactory, device_of
 from memrewrite.workload.workload import Workload
 
 
-def run_remembering(work: Workload, asked: Request, store: Store | None, progress: Progress) -> Outcome:
-    """Carry out a request, or give what is known to have come of it; raises what ``optimize`` says."""
+def run_remembering(
+    work: Workload, asked: Request, store: Store | None, progress: Progress, offer: Offer = declined
+) -> Outcome:
+    """Carry out a request as ``run`` does, or give what is known to have come of it; raises what ``optimize`` says."""
     if store is None:
-        return run(work, asked, progress)
+        return run(work, asked, progress, offer)
     progress("look up")
     placed, _ = asked.placed(work)
     described = _described(placed, asked)
     if described is None:
-        return run(work, asked, progress)
+        return run(work, asked, progress, offer)
     key = described.digest()
     entry = store.get(key)
     if entry is not None:
@@ -55,7 +58,7 @@ def run_remembering(work: Workload, asked: Request, store: Store | None, progres
         if outcome is not None:
             return outcome
         store.drop(key)
-    outcome = run(work, asked, progress)
+    outcome = run(work, asked, progress, offer)
     if (packed := _packed(outcome, described)) is not None:
         store.put(key, packed)
     return outcome
@@ -92,7 +95,9 @@ def _optimizer(factory: OptimizerFactory | None) -> Any:
 
 
 def _packed(outcome: Outcome, described: Description) -> Entry | None:
-    """The entry for an outcome; None where its programs hold tensors that the model may write."""
+    """The entry for an outcome; None for a plan that was cut short, or that holds tensors which the model may write."""
+    if INTERRUPTED in outcome.report.notes:
+        return None
     found = programs(outcome.module) if outcome.rewritten else {}
     parts = {path: own(outcome.module.get_submodule(path)) for path in found}
     constants = {path: {} if part is None else part.constants for path, part in parts.items()}

@@ -28,6 +28,7 @@ from memrewrite.search.graphs import ObservedGraph
 from memrewrite.search.inplace import marked_inplace
 from memrewrite.search.planning import rewritten
 from memrewrite.search.regions import Regions, find
+from memrewrite.search.so_far import Offer, best_so_far
 from memrewrite.simulate import Timeline
 from memrewrite.simulate.fake.batch import form_of
 from memrewrite.workload.hooks import with_hooks_of, without_hooks
@@ -38,7 +39,13 @@ from memrewrite.workload.workload import Workload
 _SOONER = "Nothing had to be rewritten: written out as a program, the model lets go of values sooner."
 _NOT_LOSS_ALONE = "returns='loss' has no effect but on the training step of a model that is captured whole."
 _NOT_STRICT = "strict has no effect: the model fits as it is, is returned as it is, and takes any call."
+INTERRUPTED = "Planning was interrupted; this is the best plan of those that were tried until then."
 Progress = Callable[[str], None]
+
+
+def declined(peak: int) -> bool:
+    """The answer of nobody to an ``Offer``."""
+    return False
 
 
 @dataclass(frozen=True)
@@ -62,8 +69,12 @@ class Outcome:
         return replace(self.bench, step=replace(self.bench.step, target=self.bench.target.of_original))
 
 
-def run(work: Workload, asked: Request, progress: Progress) -> Outcome:
-    """Carry out a request; raises what ``optimize`` says."""
+def run(work: Workload, asked: Request, progress: Progress, offer: Offer = declined) -> Outcome:
+    """Carry out a request; raises what ``optimize`` says.
+
+    Where planning is interrupted, ``offer`` is asked whether the best plan so far, if there is one, will do: that is
+    then verified like any other.
+    """
     work, ranges = asked.placed(work)
     bare = replace(work, model=without_hooks(work.model))
     limit = limit_for(asked.budget, asked.reserved, work.step.device_type(bare.model, work.inputs))
@@ -78,7 +89,7 @@ def run(work: Workload, asked: Request, progress: Progress) -> Outcome:
     bench = Bench(bare.model, work.inputs, asked.rewritten(step), workspace, profile_on(device))
     candidate = _first(bench, found, progress)
     progress("rewrite")
-    candidate, measured = _rewritten(candidate, limit, before, asked.names, asked.exact, progress)
+    candidate, measured = _rewritten(candidate, limit, before, asked, progress, offer)
     after = candidate.simulate()
     bound = 0 if limit is None else limit.resolve(limit.of(before)) or 0
     if not candidate.modified:
@@ -126,17 +137,24 @@ def _rewritten(
     candidate: Candidate,
     limit: Budget | None,
     before: Timeline,
-    names: tuple[str, ...] | None,
-    exact: bool,
+    asked: Request,
     progress: Progress,
+    offer: Offer,
 ) -> tuple[Candidate, Measured | None]:
     """The candidate within its limit, and what was measured of it; raises ``BudgetInfeasibleError``."""
-    candidate, names = rewritten(candidate, names, exact), registry.allowed(names, exact)
+    candidate = rewritten(candidate, asked.names, asked.exact)
+    names = registry.allowed(asked.names, asked.exact)
     if limit is None:
         return marked_inplace(candidate, names), None
     progress("plan")
     original = limit.of(before)
-    found = fit_to_budget(candidate, limit, original, names)
+    try:
+        found = fit_to_budget(candidate, limit, original, names)
+    except KeyboardInterrupt:
+        best = best_so_far(candidate, limit, original, names, offer)
+        if best is None:
+            raise
+        return best.candidate.noted(INTERRUPTED), best.measured
     if isinstance(found, Unmet):
         raise infeasible(found.candidate, limit, limit.resolve(original) or 0, found.lowest)
     return found.candidate, found.measured

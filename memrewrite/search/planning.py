@@ -8,7 +8,7 @@ from memrewrite.plan.refine import Fitted, Search
 from memrewrite.plan.segments import Chain, Plan
 from memrewrite.plan_facts.chain import chain, join
 from memrewrite.search import registry
-from memrewrite.search.bench import Bench
+from memrewrite.search.bench import Bench, Tried
 from memrewrite.search.candidate import Candidate, CandidateRegion
 from memrewrite.targets.allocator import rounded
 
@@ -84,6 +84,11 @@ def _search(bare: Candidate, exact: bool, spare: int, in_turn: bool) -> Search:
     def peak(candidate: Candidate) -> int:
         return candidate.peak(spare) if exact else candidate.rehearse(usual, spare)
 
+    def peak_of(plan: Plan) -> int:
+        planned = bare.with_segments(plan, in_turn)
+        bench.tried.append(Tried(plan, planned, peak(planned)))
+        return bench.tried[-1].peak
+
     chains = join([_chain(region, bench) for region in bare.regions])
     waiting = bench.step.gradients_wait
     gradients = sum(rounded(p.nbytes) for p in bench.model.parameters() if p.requires_grad)
@@ -93,7 +98,7 @@ def _search(bare: Candidate, exact: bool, spare: int, in_turn: bool) -> Search:
     if len(bare.regions) > 1 or bare.regions[0].region.path:  # whose levels do not show the model's output
         chains = replace(chains, work=chains.work + usual.held, pending=chains.pending + usual.held)
     least = usual.peak_of_optimizer
-    return Search(chains, peak(bare), fixed, lambda plan: peak(bare.with_segments(plan, in_turn)), least)
+    return Search(chains, peak(bare), fixed, peak_of, least)
 
 
 def _chain(region: CandidateRegion, bench: Bench) -> Chain:
