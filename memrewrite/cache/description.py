@@ -273,6 +273,12 @@ _KINDS: tuple[tuple[Any, Describer], ...] = (
 )
 
 
+def replaced_in_torch() -> dict[str, Any]:
+    """The functions that were put in the place of PyTorch's own, wherever models look for those."""
+    places = (torch, torch.nn.functional, torch.Tensor, torch.nn.init)
+    return {f"{_name(p)}.{name}": value for p in places for name, value in vars(p).items() if _is_code(value)}
+
+
 def _describer(value: Any) -> Describer:
     if is_container(value):
         return Description.container

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memrewrite.cache.description import Description, IndescribableError
+from memrewrite.cache.description import Description, IndescribableError, replaced_in_torch
 from memrewrite.cache.environment import environment
 from memrewrite.cache.store import Entry, Store
 from memrewrite.equivalence import verifying
@@ -48,9 +48,10 @@ def run_remembering(
         return run(work, asked, progress, offer)
     progress("look up")
     placed, _ = asked.placed(work)
-    described = _described(placed, asked)
-    if described is None:
-        return run(work, asked, progress, offer)
+    try:
+        described = _described(placed, asked)
+    except IndescribableError as error:
+        return _not_kept(run(work, asked, progress, offer), str(error))
     key = described.digest()
     entry = store.get(key)
     if entry is not None:
@@ -59,30 +60,45 @@ def run_remembering(
             return outcome
         store.drop(key)
     outcome = run(work, asked, progress, offer)
-    if (packed := _packed(outcome, described)) is not None:
-        store.put(key, packed)
+    if INTERRUPTED in outcome.report.notes:
+        return outcome
+    try:
+        store.put(key, _packed(outcome, described))
+    except IndescribableError as error:
+        return _not_kept(outcome, str(error))
     return outcome
 
 
-def _described(work: Workload, asked: Request) -> Description | None:
-    """All that a plan depends on; None where not all of it can be told."""
-    if programs(work.model):  # of parts that were optimized before, which have a state of their own
-        return None
+def _not_kept(outcome: Outcome, why: str) -> Outcome:
+    """The outcome, whose report says that the next start plans again."""
+    return replace(outcome, report=_noted(outcome, f"The plan is not kept for the next start: {why}."))
+
+
+def _noted(outcome: Outcome, note: str) -> Report:
+    """The report with one more note; what is found out as it is written stays promised."""
+    report = replace(outcome.report, notes=(*outcome.report.notes, note))
+    if outcome.rewritten:
+        complete_by(report, when_written(outcome.module))
+    return report
+
+
+def _described(work: Workload, asked: Request) -> Description:
+    """All that a plan depends on; raises ``IndescribableError`` where not all of it can be told."""
+    if programs(work.model):
+        raise IndescribableError("a part of the model was optimized before")
     found, step = Description(), work.step
     budget = None if asked.budget is None else Budget.parse(asked.budget)
     device = None if asked.device is None else str(asked.device)
     regions = None if asked.regions is None else tuple(asked.regions)
     options = replace(asked, budget=budget, device=device, regions=regions, dynamic=None)
     settings = step.mode, str(step.amp), type(step.target).__name__, step.micro_batches, str(step.loop)
-    try:
-        found.add("environment", environment(device_of(work.model, work.inputs)))
-        found.add("request", f"{options} {asked.ranges} {settings}")
-        found.add("optimizer", _optimizer(step.optimizer))
-        found.add("model", without_hooks(work.model))
-        found.add("inputs", (work.inputs.args, work.inputs.kwargs), values=False)
-        found.add("loss", step.loss_fn, values=False)
-    except IndescribableError:
-        return None
+    found.add("environment", environment(device_of(work.model, work.inputs)))
+    found.add("replaced", replaced_in_torch())
+    found.add("request", f"{options} {asked.ranges} {settings}")
+    found.add("optimizer", _optimizer(step.optimizer))
+    found.add("model", without_hooks(work.model))
+    found.add("inputs", (work.inputs.args, work.inputs.kwargs), values=False)
+    found.add("loss", step.loss_fn, values=False)
     return found
 
 
@@ -94,18 +110,16 @@ def _optimizer(factory: OptimizerFactory | None) -> Any:
     return factory.func, {k: v for k, v in settings.items() if k != "lr" or not isinstance(v, float | int)}
 
 
-def _packed(outcome: Outcome, described: Description) -> Entry | None:
-    """The entry for an outcome; None for a plan that was cut short, or that holds tensors which the model may write."""
-    if INTERRUPTED in outcome.report.notes:
-        return None
+def _packed(outcome: Outcome, described: Description) -> Entry:
+    """The entry for an outcome; raises ``IndescribableError`` where its programs hold more than can be written."""
     found = programs(outcome.module) if outcome.rewritten else {}
     parts = {path: own(outcome.module.get_submodule(path)) for path in found}
     constants = {path: {} if part is None else part.constants for path, part in parts.items()}
     if any(described.holds(tensor) for tensors in constants.values() for tensor in tensors.values()):
-        return None
+        raise IndescribableError("its program holds a tensor that the model has outside of its buffers")
     plain = {path: part.guards.plain.hex() for path, part in parts.items() if part is not None and part.guards}
     if plain.keys() != parts.keys():
-        return None
+        raise IndescribableError("the model changed while it was planned")
     report = outcome.report
     facts = {
         "about": {"model": report.model, "device": report.device, "budget": report.budget, "made": str(date.today())},
@@ -135,18 +149,13 @@ def _recalled(entry: Entry, work: Workload, asked: Request, progress: Progress) 
             if not _still_right(result, bench, asked.seed, bitwise):
                 return None
             again = f"; one step was verified again, {'bit for bit' if bitwise else 'against float64'}"
-        captured = dict(entry.facts["captured"])
-        report = _noted(report, f"The plan comes from the cache, made on {entry.facts['about']['made']}{again}.")
+        captured, made = dict(entry.facts["captured"]), str(entry.facts["about"]["made"])
     except Exception:  # whatever is wrong with it: a plan that is made anew is right, or says what is wrong
         return None
     if result is not work.model:
         with_hooks_of(work.model, result)
-        complete_by(report, when_written(result))
-    return Outcome(result, report, bench, lambda: captured, result is not work.model)
-
-
-def _noted(report: Report, note: str) -> Report:
-    return replace(report, notes=(*report.notes, note))
+    outcome = Outcome(result, report, bench, lambda: captured, result is not work.model)
+    return replace(outcome, report=_noted(outcome, f"The plan comes from the cache, made on {made}{again}."))
 
 
 def _bench(entry: Entry, work: Workload, asked: Request) -> Bench:
