@@ -213,11 +213,11 @@ class Description:
         yield stamp(library) if library else ""
         yield from self._texts(type(kind), *kind.__bases__)
         for name, value in sorted(vars(kind).items()):
-            if library and isinstance(value, _METHODS):
-                if name not in self._called:
-                    self._uncalled[name].append(value)
-                    continue
-            elif name == "_abc_impl" or (name.startswith("__") and not isinstance(value, _METHODS)):
+            special = name.startswith("__") and name not in _CALLED
+            if name == "_abc_impl" or (special and (library or not isinstance(value, _METHODS))):
+                continue
+            if library and isinstance(value, _METHODS) and name not in self._called:
+                self._uncalled[name].append(value)
                 continue
             yield name
             yield self._known_to(library)(value)

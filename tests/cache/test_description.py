@@ -216,13 +216,21 @@ def test_of_an_installed_package_its_files_count_and_what_was_replaced(
     (package / "__init__.py").write_text("from .layers import Layer\n")
     (package / "more.py").write_text("")
     (package / "layers.py").write_text(
-        "from torch import nn\ndef half(x):\n    return x / 2\nclass Layer(nn.Module):\n"
+        "from torch import nn\nSESSION = 'a'\ndef half(x):\n    return x / 2\nclass Layer(nn.Module):\n"
+        "    def __init__(self):\n        super().__init__()\n        self.word = len(SESSION)\n"
         "    def forward(self, x):\n        return half(x)\n    def save(self):\n        pass\n"
     )
     monkeypatch.syspath_prepend(str(package.parent))
     layers: Any = __import__("some_layers.layers").layers
     from memrewrite.cache import libraries
 
+    class Mine(layers.Layer):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+
+    before = described(Mine())
+    monkeypatch.setattr(layers, "SESSION", "b")  # another in each process, and for those who make layers alone
+    assert described(Mine()) == before
     before = described(layers.Layer())
     monkeypatch.setattr(layers, "half", lambda x: x)
     assert described(layers.Layer()) != before
