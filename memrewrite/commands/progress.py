@@ -55,7 +55,7 @@ class Stages:
         if self._task is not None:
             self._progress.remove_task(self._task)
             self._task = None
-        if self._running is not None and self._verbose:
-            stage, since = self._running
+        running, self._running = self._running, None  # first, as an interrupt may come while it is told
+        if running is not None and self._verbose:
+            stage, since = running
             click.echo(f"{stage}: {time.monotonic() - since:.1f} s", err=True)
-        self._running = None

@@ -224,7 +224,7 @@ def test_of_an_installed_package_its_files_count_and_what_was_replaced(
     layers: Any = __import__("some_layers.layers").layers
     from memrewrite.cache import libraries
 
-    class Mine(layers.Layer):  # type: ignore[misc, name-defined]
+    class Mine(layers.Layer):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
 
