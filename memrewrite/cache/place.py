@@ -6,7 +6,7 @@ from pathlib import Path
 from memrewrite.records.errors import UsageError
 
 VARIABLE = "MEMREWRITE_CACHE"
-OFF = ("off", "0")
+OFF, USUAL = ("off", "0"), ("", "on", "1")
 
 Asked = str | os.PathLike[str] | bool | None
 """A folder, False for none, None or True for what the environment says, else the user's folder for caches."""
@@ -23,7 +23,7 @@ def folder(asked: Asked = None) -> Path | None:
         said = os.environ.get(VARIABLE, "")
         if said.lower() in OFF:
             return None
-        return _checked(Path(said), VARIABLE) if said else _usual()
+        return _usual() if said.lower() in USUAL else _checked(Path(said), VARIABLE)
     if not isinstance(asked, str | os.PathLike) or not os.fspath(asked):
         raise UsageError(f"The cache {asked!r} is no folder; give its path, False for none, or None for the usual one.")
     return _checked(Path(asked), "The cache")

@@ -22,6 +22,7 @@ from memrewrite.cache.description import Description, IndescribableError, replac
 from memrewrite.cache.environment import environment
 from memrewrite.cache.store import Entry, Store
 from memrewrite.equivalence import verifying
+from memrewrite.equivalence.verifying import Verdict
 from memrewrite.optimizing.by_size import when_written
 from memrewrite.optimizing.foresight import Foresight
 from memrewrite.optimizing.request import Request
@@ -146,9 +147,11 @@ def _recalled(entry: Entry, work: Workload, asked: Request, progress: Progress) 
         again = ""
         if asked.verify and result is not work.model:
             progress("verify")
-            if not _still_right(result, bench, asked.seed, bitwise):
+            verdict = _one_step(result, bench, asked.seed, bitwise)
+            if not verdict.equivalent:
                 return None
-            again = f"; one step was verified again, {'bit for bit' if bitwise else 'against float64'}"
+            how = "bit for bit" if verdict.exact else "by the original's own noise" if bitwise else "against float64"
+            again = f"; one step was verified again, {how}"
         captured, made = dict(entry.facts["captured"]), str(entry.facts["about"]["made"])
     except Exception:  # whatever is wrong with it: a plan that is made anew is right, or says what is wrong
         return None
@@ -187,9 +190,8 @@ def _built(entry: Entry, work: Workload, bench: Bench, asked: Request) -> nn.Mod
     return result
 
 
-def _still_right(result: nn.Module, bench: Bench, seed: int, bitwise: bool) -> bool:
+def _one_step(result: nn.Module, bench: Bench, seed: int, bitwise: bool) -> Verdict:
     """Whether a step of it is that of the original, by the rule that the plan was proved by."""
-    verdict = verifying.verify(
+    return verifying.verify(
         bench.model, result, bench.inputs, bench.step, exact=bitwise, steps=1, seed=seed, smaller=False
     )
-    return verdict.equivalent

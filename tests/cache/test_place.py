@@ -10,8 +10,12 @@ from memrewrite.cache.place import VARIABLE, folder
 from memrewrite.records.errors import UsageError
 
 
-def test_the_usual_place_is_the_systems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(VARIABLE)
+@pytest.mark.parametrize("word", [None, "", "on", "1"])
+def test_the_usual_place_is_the_systems(word: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if word is None:
+        monkeypatch.delenv(VARIABLE)
+    else:
+        monkeypatch.setenv(VARIABLE, word)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     found = folder()
     assert found is not None
