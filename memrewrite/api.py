@@ -7,11 +7,13 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
+from memrewrite.cache.place import Asked
+from memrewrite.cache.store import store_in
 from memrewrite.equivalence import verifying
 from memrewrite.equivalence.verifying import Verdict
 from memrewrite.measurement import measuring
+from memrewrite.optimizing.remembered import run_remembering
 from memrewrite.optimizing.request import Request
-from memrewrite.optimizing.run import run
 from memrewrite.records.attached import attach
 from memrewrite.records.errors import UsageError
 from memrewrite.records.loop import TUTORIAL, Loop
@@ -53,6 +55,7 @@ def optimize(
     dynamic: Ranges | None = None,
     returns: Literal["all", "loss"] = "all",
     progress: Callable[[str], None] = lambda stage: None,
+    cache: Asked = None,
 ) -> "OptimizedModule":
     """A drop-in for ``model`` whose training step peaks within ``budget`` bytes, proved equivalent to it.
 
@@ -65,20 +68,19 @@ def optimize(
     (``memrewrite.records.loop``). ``device="cuda"`` plans for CUDA where there is none; the result runs on the CPU.
     ``regions`` are patterns of submodule paths (``"layers.*"``) to capture one by one in place of the whole model.
     ``passes`` names those allowed ("all": on request, too), ``exact`` keeps the forward bit-equal, ``compiled`` plans
-    for what ``torch.compile`` makes of it, ``verify=False`` skips the proof, ``strict`` raises ``BeyondPlanError`` for
-    a warning. ``dynamic`` names sizes that vary (``memrewrite.records.ranges``), ``returns="loss"`` drops the others.
+    for ``torch.compile``, ``verify=False`` skips the proof, ``strict`` raises ``BeyondPlanError`` for a warning.
+    ``dynamic`` names sizes that vary (``memrewrite.records.ranges``), ``returns="loss"`` drops the others. ``cache`` is
+    the folder of plans (None: the usual one, or that of ``MEMREWRITE_CACHE``; False: none).
 
-    The result shares every Parameter and buffer with ``model``, is of its class, has its hooks and carries ``.report``
-    (or ask ``memrewrite.report_of``); where nothing is gained it is ``model`` itself. ``progress`` is told each stage.
-    Raises ``CaptureError``, ``BudgetInfeasibleError``, ``NotEquivalentError``, ``MeasurementError``, ``UsageError``.
+    The result shares every Parameter and buffer with ``model``, is of its class, has its hooks and carries ``.report``;
+    where nothing is gained it is ``model``. ``progress`` is told each stage. Raises every kind of ``MemrewriteError``.
     """
     names = pass_names(passes)
     asked = Request(budget, reserved, device, regions, names, exact, compiled, verify, strict, seed, dynamic, returns)
     asked.check(model)
     work = workload(model, example_inputs, example_kwargs, optimizer, loss_fn, amp, mode, micro_batches, loop)
-    outcome = run(work, asked, progress)
-    attach(outcome.module, outcome.report)
-    return cast(OptimizedModule, outcome.module)
+    outcome = run_remembering(work, asked, store_in(cache), progress)
+    return cast(OptimizedModule, attach(outcome.module, outcome.report))
 
 
 def measure(

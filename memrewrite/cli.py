@@ -38,8 +38,8 @@ class _Group(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except KeyboardInterrupt as error:
-            raise InterruptedRunError("interrupted; nothing half-written is left.") from error
+        except KeyboardInterrupt:  # which tells nothing, with -v either
+            raise InterruptedRunError("interrupted; nothing half-written is left.") from None
 
 
 @click.group(cls=_Group, no_args_is_help=False, context_settings=HELP, epilog=flags.EXIT_CODES)
@@ -92,6 +92,8 @@ def main(context: click.Context) -> None:
 @click.option("--snapshot", type=flags.PATH, help="Write every allocation to this file, for pytorch.org/memory_viz.")
 @click.option("--advise", is_flag=True, help="List what else would fit the budget, each option simulated.")
 @click.option("--diff", is_flag=True, help="Print what changed in the code of the graph, module by module.")
+@flags.cache
+@click.option("--no-cache", is_flag=True, help="Plan anew, and keep no plan.")
 @flags.output
 def optimize(**given: Any) -> int:
     """Rewrite the model TARGET so that its step fits a budget; verify, measure and save it."""
@@ -162,6 +164,23 @@ def show(**given: Any) -> int:
     from memrewrite.commands import show
 
     return show.run(request)
+
+
+@main.command(short_help="Show what plans are kept, and remove them.")
+@flags.cache
+@click.option("--clear", is_flag=True, help="Remove all of them.")
+@flags.output
+def cache(**given: Any) -> int:
+    """Show the plans that optimize keeps for the next time the same is asked, the newest first, and where they lie.
+
+    MEMREWRITE_CACHE names another folder for them, or is off.
+    """
+    from memrewrite.commands.requests import CacheRequest
+
+    request = CacheRequest(**given)
+    from memrewrite.commands import cache
+
+    return cache.run(request)
 
 
 @main.command(short_help="Predict what a step takes, before it is run.")

@@ -1,6 +1,7 @@
 """Options of the test run."""
 
 import gc
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,6 +27,7 @@ CORE = (
 )
 """Where a new PyTorch shows: what has to pass on every supported one, ``pytest -m core``."""
 GOLDEN = Path(__file__).with_name("golden")
+os.environ["MEMREWRITE_CACHE"] = "off"  # for every test and its children: plans are to be made, not found
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

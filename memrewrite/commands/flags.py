@@ -37,6 +37,7 @@ CONFIGURABLE: dict[str, type] = {
     "verify": bool,
     "measure": bool,
     "timeout": float,
+    "cache": str,
 }
 TARGET = """TARGET is path/model.py[:attr] or package.module:attr. Its code runs with your rights.
 
@@ -95,6 +96,7 @@ dynamic = click.option(
     metavar="NAME:DIM=MIN..MAX",
     help="Plan for sizes of this input from MIN to MAX, as in x:2=64..256. Repeatable.",
 )
+cache = click.option("--cache", type=PATH, metavar="DIR", help="Keep plans in this folder, for the next time.")
 timeout = click.option(
     "--timeout",
     type=click.FloatRange(min=0, min_open=True),

@@ -11,6 +11,7 @@ from torch import nn
 from memrewrite import advice
 from memrewrite.artifact.recheck import verify_in_child
 from memrewrite.artifact.save import save
+from memrewrite.cache.store import store_in
 from memrewrite.commands import job as jobs
 from memrewrite.commands.answer import Outcome, say
 from memrewrite.commands.progress import Stages
@@ -19,6 +20,7 @@ from memrewrite.measurement.measuring import Loader, measure_in_child
 from memrewrite.measurement.original import simulate_original
 from memrewrite.optimizing import run as optimizing
 from memrewrite.optimizing.by_size import by_size
+from memrewrite.optimizing.remembered import run_remembering
 from memrewrite.optimizing.request import Request
 from memrewrite.records.errors import DoesNotFitError, UsageError
 from memrewrite.records.options import Budget, format_bytes
@@ -83,7 +85,8 @@ def _optimize(job: Job, budget: Budget | None, stage: Stages) -> Outcome:
         dynamic=request.dynamic,
     )
     asked.check(job.module)
-    outcome = optimizing.run(Workload(job.module, job.inputs, job.step), asked, stage)
+    work = Workload(job.module, job.inputs, job.step)
+    outcome = run_remembering(work, asked, store_in(request.plans), stage, lambda peak: _offered(peak, stage))
     optimized = outcome.module
     report: Report = replace(outcome.report, model=job.name, command_line=request.typed)
     if request.advise and report.budget is not None:
@@ -110,6 +113,11 @@ def _optimize(job: Job, budget: Budget | None, stage: Stages) -> Outcome:
     return Outcome(payload, show, EXIT_OVER_BUDGET if tables.over_budget(report) else 0)
 
 
+def _offered(peak: int, stage: Stages) -> bool:
+    """Whether the user who interrupted planning takes the best plan so far."""
+    return stage.confirmed(f"Interrupted. A plan that peaks at {format_bytes(peak)} was found; verify and use it?")
+
+
 def _options(job: Job, report: Report, budget: int) -> tuple[Option, ...]:
     """What else would fit the budget, were the model left as it is."""
     step = job.step
@@ -122,7 +130,7 @@ def _options(job: Job, report: Report, budget: int) -> tuple[Option, ...]:
 
 def _timelines(outcome: optimizing.Outcome) -> list[Timeline]:
     """Of the rewritten model and of the original, by submodule; of one where nothing was rewritten."""
-    rewritten, original = outcome.candidate.bench, outcome.original
+    rewritten, original = outcome.bench, outcome.original
     before = original.predict(original.model, attribute=True)
     return [before] if not outcome.rewritten else [rewritten.predict(outcome.module, attribute=True), before]
 

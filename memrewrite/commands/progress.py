@@ -1,5 +1,6 @@
 """Progress on stderr: the stage that runs and the time it takes; nothing where nobody watches."""
 
+import sys
 import time
 from types import TracebackType
 from typing import Self
@@ -35,6 +36,15 @@ class Stages:
         self._end()
         self._progress.stop()
 
+    def confirmed(self, question: str) -> bool:
+        """The answer to a question, no where nobody is there to give one. Raises ``click.Abort`` for Ctrl-C."""
+        if not (sys.stdin.isatty() and sys.stderr.isatty()):
+            return False
+        self._progress.stop()
+        answer = click.confirm(question, err=True)
+        self._progress.start()
+        return answer
+
     def __call__(self, stage: str) -> None:
         """``stage`` begins; the one before has ended."""
         self._end()
@@ -45,7 +55,7 @@ class Stages:
         if self._task is not None:
             self._progress.remove_task(self._task)
             self._task = None
-        if self._running is not None and self._verbose:
-            stage, since = self._running
+        running, self._running = self._running, None  # first, as an interrupt may come while it is told
+        if running is not None and self._verbose:
+            stage, since = running
             click.echo(f"{stage}: {time.monotonic() - since:.1f} s", err=True)
-        self._running = None

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from memrewrite.artifact import manifest
+from memrewrite.cache.place import VARIABLE, Asked, folder
 from memrewrite.records.errors import UsageError
 from memrewrite.records.loop import Loop
 from memrewrite.records.options import Budget, check_passes, check_seed, device_bytes, pass_names
@@ -106,9 +107,12 @@ class OptimizeRequest(ModelRequest):
     png: Path | None
     snapshot: Path | None
     advise: bool
+    cache: Path | None
+    no_cache: bool
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        folder(self.plans)
         budget = None if self.budget is None else Budget.parse(self.budget)
         check_passes(self.pass_names)
         parse_ranges(self.dynamic)
@@ -137,6 +141,11 @@ class OptimizeRequest(ModelRequest):
     def ranges(self) -> tuple[str, ...]:
         """Those of ``--dynamic``."""
         return self.dynamic
+
+    @property
+    def plans(self) -> Asked:
+        """Where plans are kept."""
+        return False if self.no_cache else self.cache
 
     @property
     def pass_names(self) -> tuple[str, ...] | None:
@@ -192,6 +201,19 @@ class ShowRequest(Request):
     def __post_init__(self) -> None:
         super().__post_init__()
         manifest.find(self.artifact)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheRequest(Request):
+    """``memrewrite cache``."""
+
+    cache: Path | None
+    clear: bool
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if folder(self.cache) is None:
+            raise UsageError(f"Plans are not kept, as {VARIABLE} says; name a folder with --cache.")
 
 
 @dataclass(frozen=True, kw_only=True)

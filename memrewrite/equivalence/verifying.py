@@ -41,8 +41,6 @@ from memrewrite.runtime.promise import FallbackWarning
 from memrewrite.state.random_state import seed_all
 from memrewrite.workload.step import Inputs, Step, autocast, device_type
 
-__all__ = ["TensorVerdict", "Verdict", "verify"]
-
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -132,11 +130,12 @@ def verify(
     exact: bool,
     steps: int = 3,
     seed: int = 0,
+    smaller: bool = True,
 ) -> Verdict:
     """Compare ``rewritten`` with ``original`` over ``steps`` training steps; inequality is a verdict, not an error.
 
     Where the step does not fit in device memory it is verified at half the batch, a quarter, and so on. Where sizes of
-    the inputs may vary, a step at the smallest and one in between are compared, too, if the original takes such sizes.
+    the inputs may vary, with ``smaller`` steps at the smallest and in between, too, if the original takes such sizes.
     Afterwards parameters, buffers, gradients, random state and flags are bit for bit as before, also after an error.
     Raises ``MeasurementError`` if nothing could be verified, ``UsageError`` for fewer than one step or under
     saved-tensor hooks, and whatever the original itself raises.
@@ -154,7 +153,7 @@ def verify(
             while True:
                 verdict = _attempt(case, state, exact, inputs)
                 if verdict is not None:
-                    return _at_smaller_sizes(case, state, exact, verdict) if verdict.equivalent else verdict
+                    return _at_smaller_sizes(case, state, exact, verdict) if smaller and verdict.equivalent else verdict
                 case = replace(
                     case, inputs=halved(rewritten, case.inputs), input_gradients=of_inputs, avoid=frozenset()
                 )

@@ -1,5 +1,7 @@
 """The proof of a rewritten model: against the original, and against itself without segments."""
 
+from dataclasses import dataclass
+
 from torch import nn
 
 from memrewrite.equivalence import verifying
@@ -9,7 +11,15 @@ from memrewrite.search import registry
 from memrewrite.search.candidate import Candidate
 
 
-def prove(candidate: Candidate, result: nn.Module, seed: int, exact: bool) -> Verdict:
+@dataclass(frozen=True)
+class Proof:
+    """The verdict on a result, and whether it was to have the bits of the original; else float64 was the measure."""
+
+    verdict: Verdict
+    bitwise: bool
+
+
+def prove(candidate: Candidate, result: nn.Module, seed: int, exact: bool) -> Proof:
     """Verify against the original; where arithmetic changed, also bit for bit against the program without segments.
 
     That a rewrite computes in pieces what the device computes at once shows in the bits: if not all are the same, it
@@ -38,4 +48,4 @@ def prove(candidate: Candidate, result: nn.Module, seed: int, exact: bool) -> Ve
             " exact=True leaves out the rewrites that change the arithmetic." if candidate.arithmetic_changed else ""
         )
         raise NotEquivalentError(f"The rewritten model is not equivalent ({done}): {verdict.summary}.{notes}{advice}")
-    return verdict
+    return Proof(verdict, not changed)

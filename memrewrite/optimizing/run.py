@@ -12,7 +12,7 @@ from memrewrite.costs.profile import profile_on
 from memrewrite.measurement.original import blaming, simulate_original
 from memrewrite.optimizing.by_size import when_written
 from memrewrite.optimizing.foresight import Foresight, held
-from memrewrite.optimizing.proof import prove
+from memrewrite.optimizing.proof import Proof, prove
 from memrewrite.optimizing.request import Request
 from memrewrite.records.options import Budget
 from memrewrite.records.outcomes import Measured
@@ -28,6 +28,7 @@ from memrewrite.search.graphs import ObservedGraph
 from memrewrite.search.inplace import marked_inplace
 from memrewrite.search.planning import rewritten
 from memrewrite.search.regions import Regions, find
+from memrewrite.search.so_far import Offer, best_so_far
 from memrewrite.simulate import Timeline
 from memrewrite.simulate.fake.batch import form_of
 from memrewrite.workload.hooks import with_hooks_of, without_hooks
@@ -38,32 +39,42 @@ from memrewrite.workload.workload import Workload
 _SOONER = "Nothing had to be rewritten: written out as a program, the model lets go of values sooner."
 _NOT_LOSS_ALONE = "returns='loss' has no effect but on the training step of a model that is captured whole."
 _NOT_STRICT = "strict has no effect: the model fits as it is, is returned as it is, and takes any call."
+INTERRUPTED = "Planning was interrupted; this is the best plan of those that were tried until then."
 Progress = Callable[[str], None]
+
+
+def declined(peak: int) -> bool:
+    """The answer of nobody to an ``Offer``."""
+    return False
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a request: the result, which is the model itself where nothing is gained, and its report."""
+    """What came of a request: the result, which is the model itself where nothing is gained, and its report.
+
+    ``bench`` is where results are simulated; ``captured`` gives the programs that the graphs were before any rewrite,
+    by the path of their region; ``proof`` is None where nothing was verified.
+    """
 
     module: nn.Module
     report: Report
-    candidate: Candidate
+    bench: Bench
+    captured: Callable[[], dict[str, str]]
     rewritten: bool
+    proof: Proof | None = None
 
     @property
     def original(self) -> Bench:
         """Where the original is simulated."""
-        bench = self.candidate.bench
-        return replace(bench, step=replace(bench.step, target=bench.target.of_original))
-
-    def captured(self) -> dict[str, str]:
-        """The programs that the graphs were before any rewrite, by the path of their region."""
-        regions = (region.region for region in self.candidate.regions)
-        return {region.path: generate(region.captured, region.prefix)[0] for region in regions}
+        return replace(self.bench, step=replace(self.bench.step, target=self.bench.target.of_original))
 
 
-def run(work: Workload, asked: Request, progress: Progress) -> Outcome:
-    """Carry out a request; raises what ``optimize`` says."""
+def run(work: Workload, asked: Request, progress: Progress, offer: Offer = declined) -> Outcome:
+    """Carry out a request; raises what ``optimize`` says.
+
+    Where planning is interrupted, ``offer`` is asked whether the best plan so far, if there is one, will do: that is
+    then verified like any other.
+    """
     work, ranges = asked.placed(work)
     bare = replace(work, model=without_hooks(work.model))
     limit = limit_for(asked.budget, asked.reserved, work.step.device_type(bare.model, work.inputs))
@@ -78,7 +89,7 @@ def run(work: Workload, asked: Request, progress: Progress) -> Outcome:
     bench = Bench(bare.model, work.inputs, asked.rewritten(step), workspace, profile_on(device))
     candidate = _first(bench, found, progress)
     progress("rewrite")
-    candidate, measured = _rewritten(candidate, limit, before, asked.names, asked.exact, progress)
+    candidate, measured = _rewritten(candidate, limit, before, asked, progress, offer)
     after = candidate.simulate()
     bound = 0 if limit is None else limit.resolve(limit.of(before)) or 0
     if not candidate.modified:
@@ -94,16 +105,22 @@ def run(work: Workload, asked: Request, progress: Progress) -> Outcome:
     result = candidate.build()
     if (kept := own(result)) is not None:
         kept.promise.foresee = Foresight(bench.step, bench.workspace, limit or Budget(), form_of(bench.inputs))
-    verdict = None
+    proof = None
     if asked.verify:
         progress("verify")
         with blaming(bare.model):  # for whatever shapes alone do not tell
-            verdict = prove(candidate, result, asked.seed, asked.exact)
+            proof = prove(candidate, result, asked.seed, asked.exact)
     progress("report")
+    verdict = None if proof is None else proof.verdict
     report = report_on(candidate, result, limit, before, candidate.attributed(), verdict, measured)
     with_hooks_of(work.model, result)
     complete_by(report, when_written(result))
-    return Outcome(result, report, candidate, True)
+    return Outcome(result, report, bench, lambda: _captured(candidate), True, proof)
+
+
+def _captured(candidate: Candidate) -> dict[str, str]:
+    regions = (region.region for region in candidate.regions)
+    return {region.path: generate(region.captured, region.prefix)[0] for region in regions}
 
 
 def _loss_alone(found: Regions, step: Step) -> Regions:
@@ -120,17 +137,24 @@ def _rewritten(
     candidate: Candidate,
     limit: Budget | None,
     before: Timeline,
-    names: tuple[str, ...] | None,
-    exact: bool,
+    asked: Request,
     progress: Progress,
+    offer: Offer,
 ) -> tuple[Candidate, Measured | None]:
     """The candidate within its limit, and what was measured of it; raises ``BudgetInfeasibleError``."""
-    candidate, names = rewritten(candidate, names, exact), registry.allowed(names, exact)
+    candidate = rewritten(candidate, asked.names, asked.exact)
+    names = registry.allowed(asked.names, asked.exact)
     if limit is None:
         return marked_inplace(candidate, names), None
     progress("plan")
     original = limit.of(before)
-    found = fit_to_budget(candidate, limit, original, names)
+    try:
+        found = fit_to_budget(candidate, limit, original, names)
+    except KeyboardInterrupt:
+        best = best_so_far(candidate, limit, original, names, offer)
+        if best is None:
+            raise
+        return best.candidate.noted(INTERRUPTED), best.measured
     if isinstance(found, Unmet):
         raise infeasible(found.candidate, limit, limit.resolve(original) or 0, found.lowest)
     return found.candidate, found.measured
@@ -155,4 +179,4 @@ def _unchanged(
     """The model as it is, because nothing is gained."""
     model = candidate.bench.model
     report = report_on(candidate, model, limit, before, before, None, measured)
-    return Outcome(work.model, report, candidate, False)
+    return Outcome(work.model, report, candidate.bench, lambda: _captured(candidate), False)

@@ -11,20 +11,21 @@ from memrewrite.runtime.dropin import own
 _KEY = "_memrewrite_report"
 
 
-def attach(module: nn.Module, report: Report) -> None:
+def attach(module: nn.Module, report: Report) -> nn.Module:
     """Let ``report_of(module)`` be ``report``, and ``module.report`` unless the model has an attribute of that name.
 
-    A drop-in keeps it outside of its attributes.
+    A drop-in keeps it outside of its attributes. Returns the module.
     """
     tensors_and_modules = (vars(module)[kind] for kind in ("_parameters", "_buffers", "_modules"))
     theirs = getattr_static(module, "report", report)
     free = isinstance(theirs, Report) and not any("report" in named for named in tensors_and_modules)
     if (kept := own(module)) is not None:
         kept.carry(report, shown=free)
-        return
+        return module
     vars(module)[_KEY] = report
     if free:
         vars(module)["report"] = report
+    return module
 
 
 def report_of(module: nn.Module) -> Report:

@@ -14,6 +14,7 @@ from memrewrite.costs.work import of_loss, of_optimizer
 from memrewrite.measurement import measuring
 from memrewrite.observe.effects import Effects
 from memrewrite.plan.marks import Marks
+from memrewrite.plan.segments import Plan
 from memrewrite.records.errors import DataDependentError
 from memrewrite.records.outcomes import Measured
 from memrewrite.simulate import Timeline, simulate
@@ -27,11 +28,20 @@ _Simulated = dict[tuple[bool, tuple[str, ...]], Timeline]  # by what was simulat
 
 
 @dataclass(frozen=True)
+class Tried:
+    """A plan that was simulated, what makes the candidate that has it, and its peak in bytes."""
+
+    plan: Plan
+    make: Callable[[], Any]
+    peak: int
+
+
+@dataclass(frozen=True)
 class Bench:
     """A model, its inputs and the step that it is to take within a budget.
 
     ``workspace`` are the bytes that libraries hold throughout; ``profile`` times nodes on their device, ``original``
-    are the predicted ``times`` of a step of the model as it is.
+    are the predicted ``times`` of a step of the model as it is; ``tried`` are the plans that were looked at.
     """
 
     model: nn.Module
@@ -40,6 +50,7 @@ class Bench:
     workspace: int
     profile: Profile | None = None
     original: tuple[float, float] | None = None
+    tried: list[Tried] = field(default_factory=list, compare=False)
     _simulated: _Simulated = field(default_factory=dict, compare=False)
     _reserved: dict[tuple[int, tuple[str, ...]], int] = field(default_factory=dict, compare=False)
     _remembered: dict[object, tuple[object, Any]] = field(default_factory=dict, compare=False)

@@ -1,5 +1,6 @@
 """Rewrites and plans that are made of candidates, all on fake tensors; none of them is better or worse yet."""
 
+import functools
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
@@ -8,7 +9,7 @@ from memrewrite.plan.refine import Fitted, Search
 from memrewrite.plan.segments import Chain, Plan
 from memrewrite.plan_facts.chain import chain, join
 from memrewrite.search import registry
-from memrewrite.search.bench import Bench
+from memrewrite.search.bench import Bench, Tried
 from memrewrite.search.candidate import Candidate, CandidateRegion
 from memrewrite.targets.allocator import rounded
 
@@ -95,6 +96,12 @@ def _search(bare: Candidate, exact: bool, spare: int, in_turn: bool) -> Search:
     def peak(candidate: Candidate) -> int:
         return candidate.peak(spare) if exact else candidate.rehearse(usual, spare)
 
+    def peak_of(plan: Plan) -> int:
+        make = functools.partial(bare.with_segments, plan, in_turn)
+        found = peak(make())
+        bench.tried.append(Tried(plan, make, found))
+        return found
+
     chains = join([_chain(region, bench) for region in bare.regions])
     waiting = bench.step.gradients_wait
     gradients = sum(rounded(p.nbytes) for p in bench.model.parameters() if p.requires_grad)
@@ -104,7 +111,7 @@ def _search(bare: Candidate, exact: bool, spare: int, in_turn: bool) -> Search:
     if len(bare.regions) > 1 or bare.regions[0].region.path:  # whose levels do not show the model's output
         chains = replace(chains, work=chains.work + usual.held, pending=chains.pending + usual.held)
     least = usual.peak_of_optimizer
-    return Search(chains, peak(bare), fixed, lambda plan: peak(bare.with_segments(plan, in_turn)), least)
+    return Search(chains, peak(bare), fixed, peak_of, least)
 
 
 def _chain(region: CandidateRegion, bench: Bench) -> Chain:

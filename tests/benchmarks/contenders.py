@@ -149,6 +149,7 @@ def rewritten(
             reserved=reserved,
             returns=returns,
             passes=None if returns == "all" else "all",
+            cache=False,
         )
     report = optimized.report
     note = report.verdict if verify else ""

@@ -136,7 +136,7 @@ def run(name: str, loop: str, device: torch.device, tiny: bool) -> LoopRow:
     about: dict[str, Any] = {"workload": name, "batch": len(case.x), "amp": "off", "optimizer": "adamw", "loop": loop}
     about |= rows.machine(device)
     loss_fn = partial(_loss, case.criterion, case.y)
-    optimize = partial(memrewrite.optimize, case.module, case.x, loss_fn=loss_fn, loop=loop, verify=False)
+    optimize = partial(memrewrite.optimize, case.module, case.x, loss_fn=loss_fn, loop=loop, verify=False, cache=False)
     before = memrewrite.estimate(case.module, case.x, loss_fn=loss_fn, loop=loop).peak
     fixed = sum(before.categories.get(category, 0) for category in _FIXED)
     budget = fixed + (before.bytes - fixed) // 2

@@ -32,7 +32,7 @@ def planned(workload: Workload, tiny: bool, way: dict[str, Any]) -> dict[str, An
     """What ``optimize`` makes of a workload, asked in this way."""
     torch.manual_seed(0)
     model, inputs, step = workload.build(tiny), workload.inputs(2 if tiny else workload.batch, tiny), workload.step()
-    asked = {"optimizer": workload.optimizer, "amp": step.amp, "device": "cuda", "verify": False, **way}
+    asked = {"optimizer": workload.optimizer, "amp": step.amp, "device": "cuda", "verify": False, "cache": False, **way}
     try:
         result = optimize(model, inputs.args, example_kwargs=inputs.kwargs, **asked)
     except BudgetInfeasibleError as error:

@@ -210,6 +210,7 @@ def _optimized(case: Case, module: nn.Module, inputs: Inputs, step: Step) -> tup
         amp=step.amp,
         micro_batches=step.micro_batches,
         verify=False,
+        cache=False,
     )
     return optimized, optimized.report.predicted_after, f"{len(optimized.report.segments)} segments"
 

@@ -90,6 +90,7 @@ def run(name: str, budget: str, device: str, tiny: bool) -> ReadyRow:
                     optimizer=step.optimizer,
                     amp=step.amp,
                     progress=clock,
+                    cache=False,
                 )
         finally:
             clock("")  # which ends the last stage

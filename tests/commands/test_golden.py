@@ -7,6 +7,7 @@ import io
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -15,7 +16,7 @@ from rich.console import Console
 from memrewrite import cli
 from memrewrite.records.errors import DoesNotFitError, OtherInputsError
 from memrewrite.records.outcomes import Check, Measured
-from memrewrite.report import contents, measured, proof, tables
+from memrewrite.report import contents, kept_plans, measured, proof, tables
 from memrewrite.report.contents import Contents
 from memrewrite.report.measured import Failure, Pair
 from memrewrite.workload.step import PHASES
@@ -67,6 +68,11 @@ CONTENTS = Contents(
     "out", MANIFEST, FULL, {"memrewrite_model.py": 39922, "report.json": 5801}, "memrewrite_model.py", 881
 )
 
+PLANS: list[dict[str, Any]] = [
+    {"key": "7d" * 32, "bytes": 18798, "model": "Net", "device": "cpu", "budget": None, "made": "2026-11-25"},
+    {"key": "e4" * 32, "bytes": 2_345_678, "model": "Odd[b]", "device": "cuda", "budget": 8 * GB, "made": "2026-11-24"},
+]
+
 Show = Callable[[Console], None]
 TABLES: dict[str, Show] = {
     "report": lambda c: tables.show(FULL, c),
@@ -89,6 +95,8 @@ TABLES: dict[str, Show] = {
     "verify-verbose": lambda c: proof.show(
         "out against net.py: train step on cpu", CHECKS[::3], "equivalent: worst output", DIGESTS, c, verbose=True
     ),
+    "cache": lambda c: kept_plans.show(PLANS, Path("plans"), c),
+    "cache-empty": lambda c: kept_plans.show([], Path("plans"), c),
     "show": lambda c: contents.show(CONTENTS, c),
 }
 

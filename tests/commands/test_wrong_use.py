@@ -130,7 +130,7 @@ def test_the_unexpected_is_one_line_and_v_shows_the_rest(
 
 
 def test_out_of_memory_is_5(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    from memrewrite.optimizing import run as optimizing
+    from memrewrite.optimizing import remembered as optimizing
 
     def fail(*args: object, **kwargs: object) -> None:
         raise MemoryError("no more")
@@ -141,7 +141,7 @@ def test_out_of_memory_is_5(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
 
 
 def test_an_interrupt_in_the_middle_is_130(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    from memrewrite.optimizing import run as optimizing
+    from memrewrite.optimizing import remembered as optimizing
 
     def interrupt(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt

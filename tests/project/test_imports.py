@@ -21,6 +21,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("artifact", "estimates"),
     ("api",),
     ("optimizing",),
+    ("cache",),
     ("report",),
     ("advice", "equivalence"),
     ("search",),
@@ -149,7 +150,18 @@ def test_torch_is_not_imported_before_it_is_needed(code: str) -> None:
 )
 def test_what_takes_long_to_import_is_imported_where_it_is_used(code: str) -> None:
     """A package that not every run needs, and that PyTorch does not import by itself."""
-    heavy = {"sympy", "mpmath", "networkx", "scipy", "rich", "jinja2", "matplotlib", "filelock", "click"}
+    heavy = {
+        "sympy",
+        "mpmath",
+        "networkx",
+        "scipy",
+        "rich",
+        "jinja2",
+        "matplotlib",
+        "filelock",
+        "click",
+        "platformdirs",
+    }
     heavy |= {"torch._dynamo", "torch._inductor", "torch.onnx", "transformers", "lightning"}
     check = f"import sys, torch; before = {{*sys.modules}}; {code}; print(*{{*sys.modules}} - before & {heavy})"
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)

@@ -111,9 +111,11 @@ def test_the_command_line_answers_by_the_schema(
 
 def test_the_other_commands_answer_by_the_schema(net: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Those that need no other process; what ``measure`` and ``verify`` answer is looked at where they run."""
-    assert cli.run(["optimize", net, "--no-measure", "--no-verify", "-q", "-o", "out"]) == 0
+    assert cli.run(["optimize", net, "--no-measure", "--no-verify", "-q", "-o", "out", "--cache", "plans"]) == 0
     capsys.readouterr()
     commands = {
+        ("cache", "--cache", "plans"): 0,
+        ("cache", "--cache", "plans", "--clear"): 0,
         ("show", "out"): 0,
         ("estimate", net, "--device-memory", "1MB"): 0,
         ("estimate", net, "--device-memory", "10KB"): 1,

@@ -108,6 +108,7 @@ def _fill(row: Row, entry: Entry) -> None:
             budget=row.budget,
             optimizer=entry.optimizer,
             amp=step.amp,
+            cache=False,
         )
     row.seconds = time.perf_counter() - started
     report = memrewrite.report_of(result)
