@@ -18,6 +18,7 @@ from memrewrite.measurement.original import simulate_original
 from memrewrite.records.errors import CaptureError, UsageError
 from memrewrite.records.estimate import Difference, Estimate, Largest, ModuleShare, Peak, Textbook
 from memrewrite.records.loop import TUTORIAL, Loop
+from memrewrite.records.mesh import Mesh
 from memrewrite.records.options import Budget, device_bytes
 from memrewrite.records.outcomes import Option
 from memrewrite.simulate import Timeline, habits
@@ -26,7 +27,7 @@ from memrewrite.targets.cuda_from_cpu import CUDA_FROM_CPU, STATED_ERROR
 from memrewrite.targets.eager import EAGER, Target
 from memrewrite.targets.workspaces import library_bytes
 from memrewrite.workload.hooks import without_hooks
-from memrewrite.workload.sharding import refuse_sharded
+from memrewrite.workload.sharding import refuse_sharded, unwrapped
 from memrewrite.workload.step import Inputs, Step, evaluating
 from memrewrite.workload.workload import Optimizer, workload
 
@@ -47,6 +48,7 @@ def estimate(
     mode: Literal["train", "inference"] | None = None,
     micro_batches: int = 1,
     loop: str | Loop = TUTORIAL,
+    mesh: str | Mesh | None = None,
     device: str | torch.device | None = None,
     device_memory: str | int | Budget | None = None,
     progress: Callable[[str], None] = lambda stage: None,
@@ -62,7 +64,8 @@ def estimate(
     Raises ``CaptureError`` where the model fails on the inputs, ``DataDependentError`` where such a step is for CUDA,
     ``UsageError``, and what ``measure.predict`` raises.
     """
-    work = workload(model, example_inputs, example_kwargs, optimizer, loss_fn, amp, mode, micro_batches, loop)
+    model, of_mesh = unwrapped(model, mesh)
+    work = workload(model, example_inputs, example_kwargs, optimizer, loss_fn, amp, mode, micro_batches, loop, of_mesh)
     wanted, target = _planned_for(model, work.inputs, device)
     refuse_sharded(model)
     memory = None if device_memory is None else device_bytes(device_memory)
@@ -105,6 +108,7 @@ def _found(model: nn.Module, look: "_Look", inference: "_Look", wanted: str) -> 
         textbook=rule,
         differences=textbook.differences(rule, timeline, counted, step.mode == "train"),
         loop=str(step.loop),
+        mesh=None if step.mesh is None else str(step.mesh),
         habits=habits.costs(step, timeline, lambda s: kept.peak if s == alone.step else look.of(s).timeline().peak),
         notes=() if wanted == "cpu" else (f"{without}{_UNKNOWN}",),
     )
@@ -155,7 +159,7 @@ class _Look:
 
     def inference(self, device: str) -> "_Look":
         """The same in eval mode under ``no_grad``."""
-        step = replace(self.step, mode="inference", optimizer=None, loss_fn=None)
+        step = replace(self.step, mode="inference", optimizer=None, loss_fn=None, mesh=None)
         return replace(self, step=step, workspace=library_bytes("inference") if device == "cuda" else 0)
 
 

@@ -61,6 +61,8 @@ class Request:
 
     def placed(self, work: Workload) -> tuple[Workload, tuple[Range, ...]]:
         """The workload on the device that it is planned for, at the largest sizes, and all ranges of sizes."""
+        if self.compiled and work.step.mesh is not None:
+            raise UsageError("What torch.compile makes of a model in a mesh is not known; leave out compiled or mesh.")
         target = _target(self.device, device_of(work.model, work.inputs))
         inputs, ranges = enlarged(work.model, work.inputs, self.ranges)
         return replace(work, inputs=inputs, step=replace(work.step, target=target)), ranges

@@ -141,7 +141,8 @@ def _first(bench: Bench, found: Regions, progress: Progress) -> Candidate:
     regions = tuple(
         CandidateRegion(ObservedGraph(region, bench.step, region.captured.graph_module)) for region in found.found
     )
-    notes = (*found.notes, *(bucket_notes(bench.model) if bench.step.mode == "train" else ()))
+    alone = bench.step.mode == "train" and bench.step.mesh is None
+    notes = (*found.notes, *(bucket_notes(bench.model) if alone else ()))
     candidate = Candidate(bench, regions, notes, found.left)
     if bench.profile is None:
         return candidate

@@ -11,7 +11,14 @@ from memrewrite.runtime.dropin import own
 _KEY = "_memrewrite_report"
 
 
-def attach(module: nn.Module, report: Report) -> None:
+def attach(report: Report, *modules: nn.Module) -> nn.Module:
+    """Let ``report`` be the report of each of ``modules``; returns the last one."""
+    for module in modules:
+        _attach(module, report)
+    return modules[-1]
+
+
+def _attach(module: nn.Module, report: Report) -> None:
     """Let ``report_of(module)`` be ``report``, and ``module.report`` unless the model has an attribute of that name.
 
     A drop-in keeps it outside of its attributes.

@@ -35,9 +35,10 @@ __all__ = ["Life", "Timeline", "run_tracked", "simulate", "with_workspaces"]
 PARAMETERS, BUFFERS, INPUTS = "parameters", "buffers", "inputs"
 GRADIENTS, STATE = "gradients", "optimizer state"
 AVERAGE = "average of the weights"
+COMMUNICATION = "communication buffers"
 ACTIVATIONS, TEMPORARIES = "activations", "temporaries"
 WORKSPACES = "library workspaces"
-_PERSISTENT = (PARAMETERS, BUFFERS, INPUTS, GRADIENTS, STATE, AVERAGE)
+_PERSISTENT = (PARAMETERS, BUFFERS, INPUTS, GRADIENTS, STATE, AVERAGE, COMMUNICATION)
 _SMALLER = (0.75, 0.5)  # of a batch
 _BORN_AS: dict[Phase, str] = {
     "data": ACTIVATIONS,
@@ -58,8 +59,8 @@ class Timeline:
     (they sum to it). ``events`` are (bytes in use, ``step 2 backward: operator``) after each operator that changed
     them, ``peak_event`` the number of the one at which ``peak`` was reached. ``floor`` is what no plan can lower:
     parameters, buffers, inputs with the targets that the loss function holds, gradients, optimizer state, an average of
-    the weights and library workspaces. ``held`` is what is freed when the loop lets go of the last step's output and
-    loss. ``multiplied`` says whether there was anything for cuBLAS to do.
+    the weights, DDP's buckets and library workspaces. ``held`` is what is freed when the loop lets go of the last
+    step's output and loss. ``multiplied`` says whether there was anything for cuBLAS to do.
 
     Where submodules were followed, ``lives`` has every storage and ``modules`` for each event the path of the submodule
     whose operator it is: in backward, the one whose forward is undone; "" for the module itself, None outside of it.
@@ -242,7 +243,7 @@ def run_tracked(
     tracker = Tracker(device_type(module, inputs), transients, places, step.target, allocator)
     targets = step.targets(module, inputs) if targets is None else targets
     _register(tracker, module, inputs, targets)
-    loop = step.shortest().begin(module, inputs, step.make_optimizer(module), targets)
+    loop = step.shortest().begin(module, inputs, step.make_optimizer(module), targets, _communicated(tracker, module))
     tracker.register(loop.batches, INPUTS)
     tracker.register([] if loop.average is None else loop.average.tensors, AVERAGE)
     recorder = _Recorder(tracker, loop, library_requests(libraries, step.mode))
@@ -279,6 +280,16 @@ def _register(tracker: Tracker, module: nn.Module, inputs: Inputs, targets: Targ
     for name, parameter in module.named_parameters():
         tracker.register([parameter], PARAMETERS, _owner(name))
     tracker.register(inputs.tensors(), INPUTS)
+
+
+def _communicated(tracker: Tracker, module: nn.Module) -> Callable[[list[Tensor]], None]:
+    """Lets what is sent to other processes count as such; a buffer that is sent as it is stays one."""
+    own = {id(buffer.untyped_storage()) for buffer in module.buffers()}
+
+    def sent(tensors: list[Tensor]) -> None:
+        tracker.register([each for each in tensors if id(each.untyped_storage()) not in own], COMMUNICATION)
+
+    return sent
 
 
 def _take_other(loop: Running, other: Inputs, tracker: Tracker, allocator: Allocator | None, usual: Inputs) -> None:
