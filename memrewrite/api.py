@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from memrewrite.equivalence import verifying
 from memrewrite.equivalence.verifying import Verdict
 from memrewrite.measurement import measuring
+from memrewrite.optimizing.ranks import planned
 from memrewrite.optimizing.request import Request
-from memrewrite.optimizing.run import run
 from memrewrite.records.attached import attach
 from memrewrite.records.errors import UsageError
 from memrewrite.records.loop import TUTORIAL, Loop
@@ -79,8 +79,8 @@ def optimize(
     asked = Request(budget, reserved, device, regions, names, exact, compiled, verify, strict, seed, dynamic, returns)
     asked.check(inner)
     work = workload(inner, example_inputs, example_kwargs, optimizer, loss_fn, amp, mode, micro_batches, loop, of_mesh)
-    outcome = run(work, asked, progress)
-    return cast(OptimizedModule, attach(outcome.report, outcome.module, wrapped_like(model, outcome.module)))
+    result, report = planned(work, asked, progress)
+    return cast(OptimizedModule, attach(report, result, wrapped_like(model, result)))
 
 
 def measure(

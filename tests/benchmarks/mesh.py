@@ -224,7 +224,7 @@ def main() -> int:
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         arguments = (asked.processes, str(Path(folder) / "store"), asked)
-        torch.multiprocessing.spawn(rank_main, arguments, nprocs=asked.processes)  # type: ignore[attr-defined]
+        torch.multiprocessing.spawn(rank_main, arguments, nprocs=asked.processes)  # type: ignore[attr-defined,no-untyped-call]
     return 0
 
 

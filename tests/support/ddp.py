@@ -68,9 +68,26 @@ class Net(nn.Module):
         return logits
 
 
-def everything() -> dict[str, Outcome]:
-    """Every setting of a model that is optimized before DDP wraps it, and one that is optimized after."""
-    return {name: before_wrapping(name) for name in SETTINGS} | {WRAPPED: after_wrapping()}
+def everything() -> tuple[dict[str, Outcome], list[str]]:
+    """Every setting of a model that is optimized before DDP wraps it, and one that is optimized after; and errors."""
+    outcomes = {name: before_wrapping(name) for name in SETTINGS} | {WRAPPED: after_wrapping()}
+    return outcomes, [failing(budget=1000), failing(loss_fn=broken_in_the_first)]
+
+
+def failing(**asked: Any) -> str:
+    """What a call that cannot succeed raises."""
+    try:
+        memrewrite.optimize(Net(False), images(), mesh="ddp=2", **asked)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def broken_in_the_first(output: Tensor) -> Tensor:
+    """A loss that only one process cannot compute."""
+    if dist.get_rank() == 0:
+        raise ZeroDivisionError("no loss here")
+    return output.mean()
 
 
 def before_wrapping(name: str) -> Outcome:
