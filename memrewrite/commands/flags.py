@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from memrewrite.records.loop import HABITS, TUTORIAL
-from memrewrite.records.mesh import FLAGS
+from memrewrite.records.mesh import Ddp, Fsdp
 from memrewrite.workload.stepspec import AMP, MODES, OPTIMIZERS
 
 Function = Callable[..., Any]
@@ -134,7 +134,8 @@ model = group(
     click.option(
         "--mesh",
         metavar="MESH",
-        help=f"Take the step of one of several processes: ddp=8, or ddp=8,FLAG with {', '.join(FLAGS)}.",
+        help="Take the step of one of several processes: ddp=8, or fsdp=8 to estimate. Arguments come after a comma: "
+        f"{', '.join(Ddp.words)}; {', '.join(Fsdp.words)}.",
     ),
     click.option(
         "--optimizer",

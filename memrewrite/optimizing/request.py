@@ -11,6 +11,7 @@ from torch import nn
 
 from memrewrite.capture.at_sight import refuse_weight_hooks
 from memrewrite.records.errors import UsageError
+from memrewrite.records.mesh import Fsdp
 from memrewrite.records.options import Budget, check_passes, check_seed
 from memrewrite.records.ranges import Range, Ranges, parse_ranges
 from memrewrite.targets.compiled import CompiledTarget
@@ -61,6 +62,10 @@ class Request:
 
     def placed(self, work: Workload) -> tuple[Workload, tuple[Range, ...]]:
         """The workload on the device that it is planned for, at the largest sizes, and all ranges of sizes."""
+        if isinstance(work.step.mesh, Fsdp):
+            raise UsageError(
+                "Models that fully_shard will shard cannot be optimized yet; their step can be predicted, by estimate."
+            )
         if self.compiled and work.step.mesh is not None:
             raise UsageError("What torch.compile makes of a model in a mesh is not known; leave out compiled or mesh.")
         target = _target(self.device, device_of(work.model, work.inputs))

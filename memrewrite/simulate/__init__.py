@@ -6,7 +6,7 @@ from birth to death. ``run_tracked`` does the same on real tensors, which is how
 
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Literal
@@ -15,18 +15,20 @@ import torch
 from torch import Tensor, nn
 
 from memrewrite.records.errors import DataDependentError, UsageError
+from memrewrite.records.mesh import Fsdp
 from memrewrite.runtime.promise import FallbackWarning
 from memrewrite.runtime.room import room_simulated
 from memrewrite.simulate.fake.batch import part_of
 from memrewrite.simulate.fake.fakes import fakes_of, on_fakes, tensors_of
 from memrewrite.simulate.fake.true_results import TrueResults
 from memrewrite.simulate.memory.places import Places
-from memrewrite.simulate.memory.tracker import OPERATOR_WORKSPACE, Life, Tracker
+from memrewrite.simulate.memory.tracker import COMMUNICATION, OPERATOR_WORKSPACE, Life, Tracker
 from memrewrite.state.random_state import preserved_rng
 from memrewrite.targets.allocator import Allocator, allocator_on
 from memrewrite.targets.transients import Transients
 from memrewrite.targets.workspaces import library_requests
 from memrewrite.torch_internals.fake_tensors import FAKE_TENSOR_ERRORS
+from memrewrite.torch_internals.fsdp import seen_by, without_peers
 from memrewrite.torch_internals.pytrees import tree_leaves
 from memrewrite.workload.step import PHASES, Inputs, Phase, Running, Step, Targets, device_type
 
@@ -35,7 +37,6 @@ __all__ = ["Life", "Timeline", "run_tracked", "simulate", "with_workspaces"]
 PARAMETERS, BUFFERS, INPUTS = "parameters", "buffers", "inputs"
 GRADIENTS, STATE = "gradients", "optimizer state"
 AVERAGE = "average of the weights"
-COMMUNICATION = "communication buffers"
 ACTIVATIONS, TEMPORARIES = "activations", "temporaries"
 WORKSPACES = "library workspaces"
 _PERSISTENT = (PARAMETERS, BUFFERS, INPUTS, GRADIENTS, STATE, AVERAGE, COMMUNICATION)
@@ -205,11 +206,13 @@ def _on_fakes(
     try:
         with (
             step.target.optimizer_kernels(),
+            _sharding(step, device_type(module, inputs)) as shard,
             on_fakes(module, inputs, step.target, these=True) as (twin, fakes),
             TrueResults(),
             room_simulated(lambda wanted: None if allocator is None else allocator.make_room(wanted)),
         ):
             given = [*fakes.tensors(), *twin.parameters()]
+            shard(twin)
             seen = Targets(fakes_of(targets.of_batch, given), fakes_of(targets.fixed, given))
             others = [part_of(fakes, share) for share in _SMALLER] if smaller else []
             return run_tracked(twin, fakes, step, transients, steps, attribute, allocator, libraries, seen, others)
@@ -219,6 +222,13 @@ def _on_fakes(
             f"The step of {type(module).__name__} cannot be simulated, because its course depends on values "
             f"or on an operator without shape rules ({reason}); measure it instead."
         ) from error
+
+
+def _sharding(step: Step, device: str) -> AbstractContextManager[Callable[[nn.Module], None]]:
+    """Gives what shards a fake twin as the step's mesh does, in place."""
+    if not isinstance(step.mesh, Fsdp):
+        return nullcontext(lambda twin: None)
+    return without_peers(step.mesh, "cpu" if device == "meta" else device)
 
 
 def run_tracked(
@@ -247,7 +257,8 @@ def run_tracked(
     tracker.register(loop.batches, INPUTS)
     tracker.register([] if loop.average is None else loop.average.tensors, AVERAGE)
     recorder = _Recorder(tracker, loop, library_requests(libraries, step.mode))
-    with places.followed() if places else nullcontext(), step.target.around(module):
+    sharded = seen_by(tracker) if isinstance(step.mesh, Fsdp) else nullcontext()
+    with places.followed() if places else nullcontext(), step.target.around(module), sharded:
         peaks = [recorder.take(number) for number in range(1, steps + 1)]
     categories, held, events = tracker.categories(), tracker.current, tracker.events[:]
     for other in (*others, inputs) if others else ():

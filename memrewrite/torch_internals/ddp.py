@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from memrewrite.records.errors import UsageError
-from memrewrite.records.mesh import Mesh
+from memrewrite.records.mesh import Ddp
 from memrewrite.torch_internals.dispatch_modes import Layer
 from memrewrite.torch_internals.fake_tensors import FakeTensor, in_place_of_modes
 from memrewrite.torch_internals.versions import private_imports
@@ -37,8 +37,8 @@ class Replica:
     Raises ``UsageError`` for a communication hook whose state is of an unknown kind.
     """
 
-    def __init__(self, module: nn.Module, mesh: Mesh, on_collective: Listener) -> None:
-        self._group = group = _Alone(mesh.ddp, on_collective)
+    def __init__(self, module: nn.Module, mesh: Ddp, on_collective: Listener) -> None:
+        self._group = group = _Alone(mesh.size, on_collective)
         fake = any(isinstance(parameter, FakeTensor) for parameter in module.parameters())
         self._with_data = _WithData() if fake else None
         self._reads_used = fake and (mesh.static_graph or mesh.find_unused_parameters)

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from memrewrite.records.errors import UsageError
-from memrewrite.records.mesh import Mesh
+from memrewrite.records.mesh import Ddp, Mesh
 from memrewrite.records.options import format_bytes
 
 M = TypeVar("M", bound=nn.Module)
@@ -48,7 +48,7 @@ def unwrapped(model: nn.Module, mesh: str | Mesh | None) -> tuple[nn.Module, Mes
             "wrap the result."
         )
     hooks = model._comm_hooks
-    return model.module, Mesh(
+    return model.module, Ddp(
         model.process_group.size(),
         None if model.bucket_bytes_cap_default else model.bucket_bytes_cap / 2**20,
         model.gradient_as_bucket_view,

@@ -21,7 +21,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from memrewrite.records.errors import UsageError
 from memrewrite.records.loop import TUTORIAL_LOOP, Loop
-from memrewrite.records.mesh import Mesh
+from memrewrite.records.mesh import Ddp, Mesh
 from memrewrite.targets.eager import EAGER, Target
 from memrewrite.torch_internals.pytrees import tree_leaves
 from memrewrite.torch_internals.scaler import Scaler
@@ -86,7 +86,7 @@ class Step:
     @property
     def gradients_wait(self) -> bool:
         """Whether, in the pass that takes most, gradients of earlier ones are there all the time."""
-        in_buckets = self.mesh is not None and self.mesh.gradient_as_bucket_view
+        in_buckets = isinstance(self.mesh, Ddp) and self.mesh.gradient_as_bucket_view
         return self.micro_batches > 1 or self.loop.zero_grad == "in place" or in_buckets
 
     def device_type(self, module: nn.Module, inputs: Inputs) -> str:
@@ -231,7 +231,7 @@ class Running:
 
     def _in_mesh(self, last: bool) -> contextlib.AbstractContextManager[None]:
         """Around a pass; DDP makes its buckets before the first one."""
-        if self.step.mesh is None:
+        if not isinstance(self.step.mesh, Ddp):
             return contextlib.nullcontext()
         if self._replica is None:
             from memrewrite.torch_internals.ddp import Replica  # a second, for those who need it

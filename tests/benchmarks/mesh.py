@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from memrewrite.measurement.measuring import predict
 from memrewrite.records.errors import BudgetInfeasibleError
-from memrewrite.records.mesh import Mesh
+from memrewrite.records.mesh import Ddp
 from memrewrite.runtime.dropin import programs
 from memrewrite.simulate import Timeline
 from memrewrite.targets.workspaces import measured as workspace_bytes
@@ -79,14 +79,14 @@ class Bench:
     def __init__(self, name: str, device: torch.device, tiny: bool) -> None:
         self.name, self.workload, self.device, self.tiny = name, CASES[name], device, tiny
         self.batch = 2 if tiny else self.workload.batch
-        self.mesh = Mesh(dist.get_world_size())
+        self.mesh = Ddp(dist.get_world_size())
         self.step: Step = replace(self.workload.step(), mesh=self.mesh)
         self.peaks: dict[str, int] = {}
         self.floor = 0
 
     def run(self, contender: str) -> Row:
         """The row of a contender; what one process raises is every process's note."""
-        row = Row(self.name, contender, self.batch, self.mesh.ddp, str(self.mesh))
+        row = Row(self.name, contender, self.batch, self.mesh.size, str(self.mesh))
         clear(self.device)
         others = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
         start = time.perf_counter()

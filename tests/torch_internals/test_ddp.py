@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from memrewrite.measurement.measuring import preserved_state
-from memrewrite.records.mesh import Mesh
+from memrewrite.records.mesh import Ddp, Mesh
 from memrewrite.simulate import Timeline, run_tracked, simulate
 from memrewrite.torch_internals.ddp import Replica
 from memrewrite.torch_internals.fake_tensors import FakeTensorMode
@@ -50,7 +50,7 @@ def test_simulated_is_what_real_tensors_take(text: str, micro_batches: int) -> N
     assert 0 <= real.peak - predicted.peak <= USED
     assert _sizes(predicted) == pytest.approx(_sizes(real), abs=USED)
     weights = sum(p.nbytes for p in module.parameters())
-    in_view = step.mesh is not None and step.mesh.gradient_as_bucket_view
+    in_view = isinstance(step.mesh, Ddp) and step.mesh.gradient_as_bucket_view
     assert predicted.categories.get("communication buffers", 0) >= (0 if in_view else weights)
 
 
@@ -68,7 +68,7 @@ def test_buckets_are_those_of_ddps_own_assignment(cap: float | None, fake: bool)
     if fake:
         with mode:
             module, x = net(), torch.ones(8, 64)
-    mesh = Mesh(2, cap, buffers=False)
+    mesh = Ddp(2, cap, buffers=False)
     with mode if fake else torch.enable_grad():
         replica = Replica(module, mesh, lambda tensors: seen.extend(t.nbytes for t in tensors if t.is_floating_point()))
     ready: list[Tensor] = [*reversed([*module.parameters()])]
@@ -85,7 +85,7 @@ def test_buckets_are_those_of_ddps_own_assignment(cap: float | None, fake: bool)
 def test_micro_batches_but_the_last_send_nothing() -> None:
     sent: list[list[Tensor]] = []
     module = net()
-    replica = Replica(module, Mesh(2, buffers=False), sent.append)
+    replica = Replica(module, Ddp(2, buffers=False), sent.append)
     with replica.around(last=False):
         replica(X).sum().backward()
     assert sent == []
@@ -96,7 +96,7 @@ def test_micro_batches_but_the_last_send_nothing() -> None:
 
 def test_nothing_is_left_of_it() -> None:
     module = net()
-    replica = Replica(module, Mesh(2), lambda tensors: None)
+    replica = Replica(module, Ddp(2), lambda tensors: None)
     gone = weakref.ref(replica._ddp)
     with replica.around(last=True):
         replica(X).sum().backward()
