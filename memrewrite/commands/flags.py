@@ -134,7 +134,7 @@ model = group(
     click.option(
         "--mesh",
         metavar="MESH",
-        help="Take the step of one of several processes: ddp=8, or fsdp=8 to estimate. Arguments come after a comma: "
+        help="Take the step of one of several processes: ddp=8 or fsdp=8. Arguments come after a comma: "
         f"{', '.join(Ddp.words)}; {', '.join(Fsdp.words)}.",
     ),
     click.option(

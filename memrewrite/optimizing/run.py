@@ -72,7 +72,7 @@ def run(work: Workload, asked: Request, progress: Progress) -> Outcome:
     workspace = step.target.workspace_bytes(device, step.amp, step.mode)
     before = simulate_original(bare.model, work.inputs, step, workspace, attribute=True)
     progress("capture")
-    found = find(bare.model, work.inputs, step, asked.regions, ranges)
+    found = find(bare.model, work.inputs, step, asked.regions_in(bare), ranges)
     if asked.returns == "loss":
         found = _loss_alone(found, step)
     bench = Bench(bare.model, work.inputs, asked.rewritten(step), workspace, profile_on(device))

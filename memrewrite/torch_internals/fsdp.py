@@ -84,7 +84,8 @@ def _blocks(module: nn.Module) -> list[nn.Module]:
     found = []
     for child in module.children():
         members = list(child.children())
-        alike = len({type(member) for member in members}) == 1 and len(members) > 1
+        kinds = {(type(member).__module__, type(member).__name__) for member in members}  # a drop-in's are its own
+        alike = len(kinds) == 1 and len(members) > 1
         found += members if isinstance(child, nn.ModuleList | nn.Sequential) and alike else _blocks(child)
     return found
 

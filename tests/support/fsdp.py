@@ -1,5 +1,8 @@
 """What two processes take under FSDP2 in ``tests/torch_internals/test_fsdp.py``, the storages of each counted."""
 
+import pickle
+import warnings
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -7,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from memrewrite.runtime.promise import FallbackWarning
 from memrewrite.simulate.memory.tracker import Tracker
 from memrewrite.torch_internals.fsdp import seen_by
 
@@ -39,29 +43,48 @@ class Net(nn.Module):
         return result
 
 
-def peaks() -> dict[str, int]:
-    """The peak in bytes of a later step of PyTorch's tutorial loop, by mesh."""
-    return {name: peak(name) for name in MESHES}
+@dataclass(frozen=True)
+class Trained:
+    """What came of some steps: the peak in bytes of the later ones, and all numbers by name."""
+
+    peak: int
+    numbers: dict[str, Tensor]
+    said: list[str]
 
 
-def peak(name: str) -> int:
-    """That of one mesh."""
-    model, mesh, given = Net(), init_device_mesh("cpu", (2,)), MESHES[name]
+def trainings(pickled: bytes) -> bytes:
+    """The model as it is, and what was made of it, by mesh; plain pickles, as queues share tensors by open files."""
+    models: dict[str, nn.Module] = pickle.loads(pickled)
+    return pickle.dumps({name: (train(Net(), name), train(model, name)) for name, model in models.items()})
+
+
+def train(model: Any, name: str) -> Trained:
+    """Steps of PyTorch's tutorial loop with the model sharded for one mesh."""
+    mesh, given = init_device_mesh("cpu", (2,)), MESHES[name]
     for unit in model.layers if "units" not in name else [model.layers[1]]:
         fully_shard(unit, mesh=mesh, **given)
     fully_shard(model, mesh=mesh, **given)
     optimizer, tracker, x = torch.optim.AdamW(model.parameters()), Tracker("cpu"), X.clone()
     tracker.register([*model.parameters()], "parameters")
     tracker.register([x], "inputs")
-    found = []
-    with seen_by(tracker):
-        for _ in range(5):
+    peaks: list[int] = []
+    numbers: dict[str, Tensor] = {}
+    with seen_by(tracker), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", FallbackWarning)
+        for number in range(5):
             tracker.reset_peak()
             with tracker:
                 output = model(x)
                 loss = output.float().mean()
                 loss.backward()
+            grads = {name: parameter.grad for name, parameter in model.named_parameters()}
+            numbers |= {f"gradient {name}": grad.to_local().clone() for name, grad in grads.items()}
+            del grads
+            with tracker:
                 optimizer.step()
                 optimizer.zero_grad()
-            found.append(tracker.peak)
-    return min(found[1:])  # gloo's threads may let go of a buffer later than that
+            peaks.append(tracker.peak)
+            numbers[f"loss {number}"] = loss.detach().clone()
+    numbers |= {name: parameter.to_local().detach().clone() for name, parameter in model.named_parameters()}
+    told = [str(each.message) for each in said if issubclass(each.category, FallbackWarning)]
+    return Trained(min(peaks[1:]), numbers, told)  # gloo's threads may let go of a buffer later than that

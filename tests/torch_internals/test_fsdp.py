@@ -1,4 +1,7 @@
-"""FSDP2 on fake tensors takes what it takes in two processes over gloo."""
+"""FSDP2 on fake tensors takes what it takes in two processes over gloo, and rewritten units train as they did."""
+
+import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -13,22 +16,47 @@ from memrewrite.simulate import simulate
 from memrewrite.torch_internals.fsdp import units
 from memrewrite.workload.step import Inputs, Step
 from tests.support import fsdp
+from tests.support.fsdp import Trained
 from tests.support.processes import together
+
+WHOLE = ["fsdp=2", "fsdp=2,no-reshard"]  # every layer is a unit, and runs in the type it was captured in
+Found = tuple[dict[str, Any], list[dict[str, tuple[Trained, Trained]]]]
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, int]]:
-    """The peaks in each of two processes."""
-    return together(fsdp.peaks, tmp_path_factory.mktemp("fsdp"))
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """What was made of the model, by mesh, and the trainings in each of two processes."""
+    asked: dict[str, Any] = {"budget": "85%", "passes": ["checkpoint_segments"], "verify": False}
+    optimized = {name: memrewrite.optimize(fsdp.Net(), fsdp.X, mesh=name, **asked) for name in WHOLE}
+    models = {name: optimized.get(name, fsdp.Net()) for name in fsdp.MESHES}
+    answers = together(fsdp.trainings, tmp_path_factory.mktemp("fsdp"), pickle.dumps(models))
+    return optimized, [pickle.loads(answer) for answer in answers]
 
 
 @pytest.mark.parametrize("name", fsdp.MESHES)
-def test_simulated_is_what_two_processes_take(measured: list[dict[str, int]], name: str) -> None:
-    step = Step(optimizer=torch.optim.AdamW, mesh=Mesh.parse(name))
-    predicted = simulate(fsdp.Net(), Inputs((fsdp.X,), {}), step)
-    assert predicted.peak == measured[0][name]
-    assert not dist.is_initialized()
+def test_what_is_simulated_is_what_two_processes_take(found: Found, name: str) -> None:
+    predicted = simulate(fsdp.Net(), Inputs((fsdp.X,), {}), Step(optimizer=torch.optim.AdamW, mesh=Mesh.parse(name)))
+    assert found[1][0][name][0].peak == predicted.peak
     assert {"communication buffers", "gathered parameters"} <= {*predicted.categories}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_budget_holds_in_two_processes(found: Found, name: str) -> None:
+    optimized, ranks = found
+    report = optimized[name].report
+    original, rewritten = ranks[0][name]
+    assert original.peak == report.predicted_before.peak
+    assert rewritten.peak == report.predicted_after.peak <= report.budget < original.peak
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("name", WHOLE)
+def test_sharded_units_train_as_they_did(found: Found, name: str, rank: int) -> None:
+    original, rewritten = found[1][rank][name]
+    assert original.numbers.keys() == rewritten.numbers.keys()
+    assert [key for key, value in original.numbers.items() if not torch.equal(value, rewritten.numbers[key])] == []
+    assert rewritten.said == []
 
 
 def test_a_second_simulation_finds_what_the_first_one_found() -> None:
@@ -56,8 +84,10 @@ def test_units_are_the_members_of_lists() -> None:
 
 
 def test_what_is_not_sharded_yet_is_refused() -> None:
-    with pytest.raises(UsageError, match="cannot be optimized yet; their step can be predicted, by estimate"):
-        memrewrite.optimize(fsdp.Net(), fsdp.X, budget="min", mesh="fsdp=2")
+    with pytest.raises(UsageError, match=r"^No part of the model is a unit of fsdp=2; name them, units=model"):
+        memrewrite.optimize(nn.Linear(16, 4), fsdp.X, budget="min", mesh="fsdp=2")
+    with pytest.raises(UsageError, match=r"^Units whose parameters are bf16 once they are gathered"):
+        memrewrite.optimize(fsdp.Net(), fsdp.X, budget="min", mesh="fsdp=2,param-dtype=bf16")
     with pytest.raises(UsageError, match=r"^A mesh of fsdp=2 cannot be measured in one process"):
         memrewrite.measure(fsdp.Net(), fsdp.X, mesh="fsdp=2")
 
