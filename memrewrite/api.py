@@ -12,16 +12,18 @@ from memrewrite.cache.store import store_in
 from memrewrite.equivalence import verifying
 from memrewrite.equivalence.verifying import Verdict
 from memrewrite.measurement import measuring
-from memrewrite.optimizing.remembered import run_remembering
+from memrewrite.optimizing.ranks import planned
 from memrewrite.optimizing.request import Request
 from memrewrite.records.attached import attach
 from memrewrite.records.errors import UsageError
 from memrewrite.records.loop import TUTORIAL, Loop
+from memrewrite.records.mesh import Mesh
 from memrewrite.records.options import Budget, check_seed, pass_names
 from memrewrite.records.outcomes import Measured
 from memrewrite.records.ranges import Ranges
 from memrewrite.records.report import Report
 from memrewrite.targets.compiled import CompiledTarget
+from memrewrite.workload.sharding import unwrapped, wrapped_like
 from memrewrite.workload.workload import Optimizer, workload
 
 
@@ -44,6 +46,7 @@ def optimize(
     mode: Literal["train", "inference"] | None = None,
     micro_batches: int = 1,
     loop: str | Loop = TUTORIAL,
+    mesh: str | Mesh | None = None,
     device: str | torch.device | None = None,
     regions: Sequence[str] | None = None,
     passes: Iterable[str] | None = None,
@@ -60,27 +63,27 @@ def optimize(
     """A drop-in for ``model`` whose training step peaks within ``budget`` bytes, proved equivalent to it.
 
     ``example_inputs`` is a tensor or a tuple; ``budget`` is text such as ``"8GB"``, ``"60%"`` or ``"min"``, an int of
-    bytes or a ``Budget``, for all that a steady step holds, library workspaces included; with ``reserved``, for what
-    CUDA's caching allocator holds. ``optimizer`` is ``"none"``, ``"sgd"``, ``"sgd-momentum"``, ``"adam"``, ``"adamw"``,
-    either with ``-fused``, an optimizer to copy, a factory, or None; ``loss_fn(output)`` gives a scalar, and what it
-    holds counts as targets; ``amp`` is ``"bf16"`` or ``"fp16"``; ``mode`` is by default the model's; gradients of
-    ``micro_batches`` such batches are accumulated. ``loop`` names habits of your loop, ``"drop-output,prefetch"`` say
-    (``memrewrite.records.loop``). ``device="cuda"`` plans for CUDA where there is none; the result runs on the CPU.
-    ``regions`` are patterns of submodule paths (``"layers.*"``) to capture one by one in place of the whole model.
-    ``passes`` names those allowed ("all": on request, too), ``exact`` keeps the forward bit-equal, ``compiled`` plans
-    for ``torch.compile``, ``verify=False`` skips the proof, ``strict`` raises ``BeyondPlanError`` for a warning.
-    ``dynamic`` names sizes that vary (``memrewrite.records.ranges``), ``returns="loss"`` drops the others. ``cache`` is
-    the folder of plans (None: the usual one, or that of ``MEMREWRITE_CACHE``; False: none).
+    bytes or a ``Budget``, for all that a steady step holds; with ``reserved``, for what CUDA's caching allocator holds.
+    ``optimizer`` is ``"none"``, ``"sgd"``, ``"sgd-momentum"``, ``"adam"``, ``"adamw"``, either with ``-fused``, one to
+    copy, a factory, or None; ``loss_fn(output)`` gives a scalar, and what it holds counts as targets; ``amp`` is
+    ``"bf16"`` or ``"fp16"``; gradients of ``micro_batches`` are accumulated. ``loop`` names habits of yours,
+    ``mesh="ddp=8"`` bounds each of so many processes, as does a model in ``DistributedDataParallel``, which comes back
+    in it. ``device="cuda"`` plans for CUDA where there is none. ``regions`` are patterns of paths (``"layers.*"``) to
+    capture one by one. ``passes`` names those allowed ("all": on request, too), ``exact`` keeps the forward bit-equal,
+    ``verify=False`` skips the proof, ``strict`` raises ``BeyondPlanError`` for a warning. ``dynamic`` names sizes that
+    vary (as ``memrewrite.records`` says), ``returns="loss"`` drops others, ``compiled`` is for ``torch.compile``.
+    ``cache`` is the folder of plans (None: the usual one, or that of ``MEMREWRITE_CACHE``; False: none).
 
-    The result shares every Parameter and buffer with ``model``, is of its class, has its hooks and carries ``.report``;
-    where nothing is gained it is ``model``. ``progress`` is told each stage. Raises every kind of ``MemrewriteError``.
+    The result shares every Parameter and buffer with ``model``, is of its class, has its hooks and carries ``.report``,
+    or is ``model``, where nothing is gained. ``progress`` is told each stage. Raises every kind of ``MemrewriteError``.
     """
+    inner, of_mesh = unwrapped(model, mesh)
     names = pass_names(passes)
     asked = Request(budget, reserved, device, regions, names, exact, compiled, verify, strict, seed, dynamic, returns)
-    asked.check(model)
-    work = workload(model, example_inputs, example_kwargs, optimizer, loss_fn, amp, mode, micro_batches, loop)
-    outcome = run_remembering(work, asked, store_in(cache), progress)
-    return cast(OptimizedModule, attach(outcome.module, outcome.report))
+    asked.check(inner)
+    work = workload(inner, example_inputs, example_kwargs, optimizer, loss_fn, amp, mode, micro_batches, loop, of_mesh)
+    result, report = planned(work, asked, store_in(cache), progress)
+    return cast(OptimizedModule, attach(report, result, wrapped_like(model, result)))
 
 
 def measure(
@@ -94,6 +97,7 @@ def measure(
     mode: Literal["train", "inference"] | None = None,
     micro_batches: int = 1,
     loop: str | Loop = TUTORIAL,
+    mesh: str | Mesh | None = None,
     steps: int = 10,
     compiled: bool = False,
 ) -> Measured:
@@ -103,13 +107,15 @@ def measure(
     the bytes and ``steps`` more for the time; afterwards everything is as it was. On the CPU every storage is tracked,
     on CUDA the allocator's own counters are read: there, what ran before in the process may have fragmented memory,
     which ``memrewrite measure`` avoids by a fresh process for each model. ``compiled=True`` measures what
-    ``torch.compile`` makes of the model, which takes CUDA.
+    ``torch.compile`` makes of the model, which takes CUDA. In a ``mesh`` this process alone is measured: nothing is
+    sent, and no time passes for that.
     Raises ``MeasurementError`` when memory runs out or compiling fails, ``UsageError`` for arguments that cannot be
     meant.
     """
-    work = workload(model, example_inputs, example_kwargs, optimizer, loss_fn, amp, mode, micro_batches, loop)
+    inner, of_mesh = unwrapped(model, mesh)
+    work = workload(inner, example_inputs, example_kwargs, optimizer, loss_fn, amp, mode, micro_batches, loop, of_mesh)
     step = replace(work.step, target=CompiledTarget()) if compiled else work.step
-    return measuring.measure(model, work.inputs, step, steps=steps)
+    return measuring.measure(inner, work.inputs, step, steps=steps)
 
 
 def verify(

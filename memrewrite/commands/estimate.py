@@ -32,6 +32,7 @@ def _estimate(job: Job, stage: Stages) -> Outcome:
         mode=request.mode,
         micro_batches=request.micro_batches,
         loop=job.step.loop,
+        mesh=job.step.mesh,
         device=job.planned_for,
         device_memory=request.device_memory,
         progress=stage,

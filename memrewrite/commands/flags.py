@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from memrewrite.records.loop import HABITS, TUTORIAL
+from memrewrite.records.mesh import Ddp, Fsdp
 from memrewrite.workload.stepspec import AMP, MODES, OPTIMIZERS
 
 Function = Callable[..., Any]
@@ -21,6 +22,7 @@ CONFIGURABLE: dict[str, type] = {
     "batch_size": int,
     "micro_batches": int,
     "loop": str,
+    "mesh": str,
     "optimizer": str,
     "loss": str,
     "amp": str,
@@ -130,6 +132,12 @@ model = group(
         default=TUTORIAL,
         metavar="HABITS",
         help=f"Say what your loop does otherwise, separated by commas: {', '.join(HABITS)}.",
+    ),
+    click.option(
+        "--mesh",
+        metavar="MESH",
+        help="Take the step of one of several processes: ddp=8 or fsdp=8. Arguments come after a comma: "
+        f"{', '.join(Ddp.words)}; {', '.join(Fsdp.words)}.",
     ),
     click.option(
         "--optimizer",

@@ -12,6 +12,7 @@ from memrewrite.artifact import manifest
 from memrewrite.cache.place import VARIABLE, Asked, folder
 from memrewrite.records.errors import UsageError
 from memrewrite.records.loop import Loop
+from memrewrite.records.mesh import Mesh
 from memrewrite.records.options import Budget, check_passes, check_seed, device_bytes, pass_names
 from memrewrite.records.ranges import parse_ranges
 from memrewrite.workload.input_text import InputText
@@ -55,6 +56,7 @@ class ModelRequest(Request):
     batch_size: int | None
     micro_batches: int
     loop: str
+    mesh: str | None
     optimizer: str
     loss: str | None
     amp: Literal["off", "bf16", "fp16"]
@@ -68,6 +70,8 @@ class ModelRequest(Request):
         for text in self.input:
             InputText.parse(text)
         Loop.parse(self.loop)
+        if self.mesh is not None:
+            Mesh.parse(self.mesh)
         self.step.check()
         if not _DEVICE.fullmatch(self.device):
             raise UsageError(f"Device {self.device!r} is not supported; give auto, cpu or cuda:0.")
@@ -81,7 +85,7 @@ class ModelRequest(Request):
     @property
     def step(self) -> StepSpec:
         """The step that was asked for."""
-        return StepSpec(self.mode, self.optimizer, self.loss, self.amp, self.micro_batches, self.loop)
+        return StepSpec(self.mode, self.optimizer, self.loss, self.amp, self.micro_batches, self.loop, self.mesh)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -70,7 +70,7 @@ def take_step(
                 _keep_gradients(record, module, leaves)
 
         alone = dataclasses.replace(step.loop, ahead=0, average=False)  # what lies beside the step computes nothing
-        observed = dataclasses.replace(step, loss_fn=observed_loss, loop=alone)
+        observed = dataclasses.replace(step, loss_fn=observed_loss, loop=alone, mesh=None)
         loop = observed.begin(module, private, optimizer, Targets())
         record["loss", "loss"] = _to_cpu(loop.take(on_phase))
     _keep_state(record, module, devices, parameters=optimizer is not None)

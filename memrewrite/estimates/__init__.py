@@ -3,7 +3,8 @@
 Nothing is allocated on a device, also where there is one: a step for CUDA is simulated for it on the CPU.
 """
 
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -18,7 +19,8 @@ from memrewrite.measurement.original import simulate_original
 from memrewrite.records.errors import CaptureError, UsageError
 from memrewrite.records.estimate import Difference, Estimate, Largest, ModuleShare, Peak, Textbook
 from memrewrite.records.loop import TUTORIAL, Loop
-from memrewrite.records.options import Budget, device_bytes
+from memrewrite.records.mesh import Fsdp, Mesh
+from memrewrite.records.options import Budget, device_bytes, format_bytes
 from memrewrite.records.outcomes import Option
 from memrewrite.simulate import Timeline, habits
 from memrewrite.simulate.fake.batch import at_batch
@@ -26,12 +28,13 @@ from memrewrite.targets.cuda_from_cpu import CUDA_FROM_CPU, STATED_ERROR
 from memrewrite.targets.eager import EAGER, Target
 from memrewrite.targets.workspaces import library_bytes
 from memrewrite.workload.hooks import without_hooks
-from memrewrite.workload.sharding import refuse_sharded
+from memrewrite.workload.sharding import refuse_sharded, unwrapped
 from memrewrite.workload.step import Inputs, Step, evaluating
 from memrewrite.workload.workload import Optimizer, workload
 
 __all__ = ["Difference", "Estimate", "Largest", "ModuleShare", "Peak", "Textbook", "estimate"]
 
+_MOST = 13  # powers of two that a mesh may be of
 _AS_CUDA = f"The figures are predicted for CUDA without using it; {STATED_ERROR}. "
 _UNKNOWN = "What operators take while they run, such as convolution workspaces, is not in the figures."
 
@@ -47,6 +50,7 @@ def estimate(
     mode: Literal["train", "inference"] | None = None,
     micro_batches: int = 1,
     loop: str | Loop = TUTORIAL,
+    mesh: str | Mesh | None = None,
     device: str | torch.device | None = None,
     device_memory: str | int | Budget | None = None,
     progress: Callable[[str], None] = lambda stage: None,
@@ -62,7 +66,8 @@ def estimate(
     Raises ``CaptureError`` where the model fails on the inputs, ``DataDependentError`` where such a step is for CUDA,
     ``UsageError``, and what ``measure.predict`` raises.
     """
-    work = workload(model, example_inputs, example_kwargs, optimizer, loss_fn, amp, mode, micro_batches, loop)
+    model, of_mesh = unwrapped(model, mesh)
+    work = workload(model, example_inputs, example_kwargs, optimizer, loss_fn, amp, mode, micro_batches, loop, of_mesh)
     wanted, target = _planned_for(model, work.inputs, device)
     refuse_sharded(model)
     memory = None if device_memory is None else device_bytes(device_memory)
@@ -92,7 +97,8 @@ def _found(model: nn.Module, look: "_Look", inference: "_Look", wanted: str) -> 
     more = alone.at(2 * batch).attempt(attribute=True) if batch else None
     counted = textbook.count(look.model, look.inputs, step)
     rule = textbook.rule(look.model, look.inputs, step, batch, counted)
-    evaluated = timeline if inference is look else inference.attempt()
+    sharded = isinstance(step.mesh, Fsdp)  # as is inference then, in a way of its own
+    evaluated = timeline if inference is look else None if sharded else inference.attempt()
     without = _AS_CUDA if step.target is CUDA_FROM_CPU else ""
     return Estimate(
         model=type(model).__name__,
@@ -105,6 +111,7 @@ def _found(model: nn.Module, look: "_Look", inference: "_Look", wanted: str) -> 
         textbook=rule,
         differences=textbook.differences(rule, timeline, counted, step.mode == "train"),
         loop=str(step.loop),
+        mesh=None if step.mesh is None else str(step.mesh),
         habits=habits.costs(step, timeline, lambda s: kept.peak if s == alone.step else look.of(s).timeline().peak),
         notes=() if wanted == "cpu" else (f"{without}{_UNKNOWN}",),
     )
@@ -155,7 +162,7 @@ class _Look:
 
     def inference(self, device: str) -> "_Look":
         """The same in eval mode under ``no_grad``."""
-        step = replace(self.step, mode="inference", optimizer=None, loss_fn=None)
+        step = replace(self.step, mode="inference", optimizer=None, loss_fn=None, mesh=None)
         return replace(self, step=step, workspace=library_bytes("inference") if device == "cuda" else 0)
 
 
@@ -165,7 +172,7 @@ def _fitted(found: Estimate, look: _Look, inference: _Look, memory: int, progres
     batch = found.batch_size or 0
     progress("largest batch")
     sizes = [_largest(look, memory, batch, found.peak.bytes)]
-    if inference is not look:
+    if inference is not look and not isinstance(look.step.mesh, Fsdp):
         sizes.append(_largest(inference, memory, batch, found.inference_peak))
     others: tuple[Option, ...] = ()
     if not fits:
@@ -173,7 +180,28 @@ def _fitted(found: Estimate, look: _Look, inference: _Look, memory: int, progres
         workspaces: dict[str, int] = {each.step.mode: each.workspace for each in (inference, look)}
         variants = advice.Variants(look.model, look.inputs, look.step, workspaces, probe=False)
         others = advice.options(variants, memory, found.peak.bytes)
-    return replace(found, device_memory=memory, fits=fits, largest=tuple(sizes), options=others)
+    notes = (*found.notes, *_smallest_mesh(look, memory, progress))
+    return replace(found, device_memory=memory, fits=fits, largest=tuple(sizes), options=others, notes=notes)
+
+
+def _smallest_mesh(look: _Look, memory: int, progress: Callable[[str], None]) -> Iterator[str]:
+    """How many processes are enough, where parameters are spread over them: more have less each."""
+    mesh = look.step.mesh
+    if not isinstance(mesh, Fsdp):
+        return
+    progress("smallest mesh")
+
+    def peak(exponent: int) -> int:
+        return look.of(replace(look.step, mesh=replace(mesh, size=2**exponent))).timeline().peak
+
+    enough = bisect_left(range(_MOST), True, key=lambda exponent: peak(exponent) <= memory)
+    if enough == _MOST:
+        yield f"No mesh of up to fsdp={2 ** (_MOST - 1)} fits {format_bytes(memory)} on each device."
+    else:
+        yield (
+            f"The smallest mesh of a power of two that fits is fsdp={2**enough}, with {format_bytes(peak(enough))} on "
+            "each device."
+        )
 
 
 def _largest(look: _Look, memory: int, batch: int, once: int | None) -> Largest:

@@ -123,5 +123,5 @@ def planned_for(result: nn.Module, inputs: Inputs, name: str, why: str) -> None:
         return
     report = report_of(result)
     report = replace(report, notes=(*report.notes, f"Planned for {name} of {tuple(tokens.shape)}, {why}."))
-    attach(result, report)
+    attach(report, result)
     complete_by(report, when_written(result))

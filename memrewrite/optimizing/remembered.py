@@ -45,7 +45,7 @@ def run_remembering(
     work: Workload, asked: Request, store: Store | None, progress: Progress, offer: Offer = declined
 ) -> Outcome:
     """Carry out a request as ``run`` does, or give what is known to have come of it; raises what ``optimize`` says."""
-    if store is None:
+    if store is None or work.step.mesh is not None:  # whose hooks and groups have no description
         return run(work, asked, progress, offer)
     progress("look up")
     placed, _ = asked.placed(work)

@@ -11,11 +11,13 @@ from torch import nn
 
 from memrewrite.capture.at_sight import refuse_weight_hooks
 from memrewrite.records.errors import UsageError
+from memrewrite.records.mesh import Fsdp
 from memrewrite.records.options import Budget, check_passes, check_seed
 from memrewrite.records.ranges import Range, Ranges, parse_ranges
 from memrewrite.targets.compiled import CompiledTarget
 from memrewrite.targets.cuda_from_cpu import CUDA_FROM_CPU
 from memrewrite.targets.eager import EAGER, Target
+from memrewrite.torch_internals.fsdp import units
 from memrewrite.workload.ranges import enlarged
 from memrewrite.workload.sharding import refuse_sharded
 from memrewrite.workload.step import Step, device_of
@@ -61,9 +63,27 @@ class Request:
 
     def placed(self, work: Workload) -> tuple[Workload, tuple[Range, ...]]:
         """The workload on the device that it is planned for, at the largest sizes, and all ranges of sizes."""
+        if self.compiled and work.step.mesh is not None:
+            raise UsageError("What torch.compile makes of a model in a mesh is not known; leave out compiled or mesh.")
         target = _target(self.device, device_of(work.model, work.inputs))
         inputs, ranges = enlarged(work.model, work.inputs, self.ranges)
         return replace(work, inputs=inputs, step=replace(work.step, target=target)), ranges
+
+    def regions_in(self, work: Workload) -> Sequence[str] | None:
+        """The parts to capture one by one: those asked for, else the units that will be sharded, whose hooks stay."""
+        if self.regions is not None or not isinstance(work.step.mesh, Fsdp):
+            return self.regions
+        mesh = work.step.mesh
+        if mesh.param_dtype is not None:  # units are captured in the type that they have now
+            raise UsageError(
+                f"Units whose parameters are {mesh.param_dtype} once they are gathered cannot be optimized yet; leave "
+                "out param-dtype (autocast has products in that type, too), or estimate the step as it is."
+            )
+        chosen = {id(unit) for unit in units(work.model, mesh)}
+        found = [path for path, part in work.model.named_modules() if id(part) in chosen]
+        if not found:
+            raise UsageError(f"No part of the model is a unit of {mesh}; name them, units=model.layers.* say.")
+        return found
 
     def rewritten(self, step: Step) -> Step:
         """The step of what the model is rewritten into."""

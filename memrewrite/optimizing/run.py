@@ -83,7 +83,7 @@ def run(work: Workload, asked: Request, progress: Progress, offer: Offer = decli
     workspace = step.target.workspace_bytes(device, step.amp, step.mode)
     before = simulate_original(bare.model, work.inputs, step, workspace, attribute=True)
     progress("capture")
-    found = find(bare.model, work.inputs, step, asked.regions, ranges)
+    found = find(bare.model, work.inputs, step, asked.regions_in(bare), ranges)
     if asked.returns == "loss":
         found = _loss_alone(found, step)
     bench = Bench(bare.model, work.inputs, asked.rewritten(step), workspace, profile_on(device))
@@ -165,7 +165,8 @@ def _first(bench: Bench, found: Regions, progress: Progress) -> Candidate:
     regions = tuple(
         CandidateRegion(ObservedGraph(region, bench.step, region.captured.graph_module)) for region in found.found
     )
-    notes = (*found.notes, *(bucket_notes(bench.model) if bench.step.mode == "train" else ()))
+    alone = bench.step.mode == "train" and bench.step.mesh is None
+    notes = (*found.notes, *(bucket_notes(bench.model) if alone else ()))
     candidate = Candidate(bench, regions, notes, found.left)
     if bench.profile is None:
         return candidate

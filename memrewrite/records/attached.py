@@ -11,21 +11,27 @@ from memrewrite.runtime.dropin import own
 _KEY = "_memrewrite_report"
 
 
-def attach(module: nn.Module, report: Report) -> nn.Module:
+def attach(report: Report, *modules: nn.Module) -> nn.Module:
+    """Let ``report`` be the report of each of ``modules``; returns the last one."""
+    for module in modules:
+        _attach(module, report)
+    return modules[-1]
+
+
+def _attach(module: nn.Module, report: Report) -> None:
     """Let ``report_of(module)`` be ``report``, and ``module.report`` unless the model has an attribute of that name.
 
-    A drop-in keeps it outside of its attributes. Returns the module.
+    A drop-in keeps it outside of its attributes.
     """
     tensors_and_modules = (vars(module)[kind] for kind in ("_parameters", "_buffers", "_modules"))
     theirs = getattr_static(module, "report", report)
     free = isinstance(theirs, Report) and not any("report" in named for named in tensors_and_modules)
     if (kept := own(module)) is not None:
         kept.carry(report, shown=free)
-        return module
+        return
     vars(module)[_KEY] = report
     if free:
         vars(module)["report"] = report
-    return module
 
 
 def report_of(module: nn.Module) -> Report:

@@ -77,6 +77,9 @@ class BudgetInfeasibleError(MemrewriteError):
         self.advice = advice
         self.options = options
 
+    def __reduce__(self) -> tuple[type["BudgetInfeasibleError"], tuple[object, ...]]:
+        return type(self), (self.summary, self.lowest, self.advice, self.options)
+
 
 class InternalError(MemrewriteError):
     """A promise between two parts of memrewrite is broken; please report it."""

@@ -110,7 +110,7 @@ class Estimate:
     ``inference_peak`` is that of a forward under ``no_grad`` in eval mode with the same inputs. ``differences`` lead
     from ``textbook`` to ``peak``. ``fits``, ``largest`` (in training and in inference) and ``options`` (what would fit
     where it does not) are about ``device_memory`` and empty without one. ``habits`` is what the ``loop`` keeps alive
-    and need not.
+    and need not. In a ``mesh`` it is the step of one of its processes.
     """
 
     model: str
@@ -128,6 +128,7 @@ class Estimate:
     options: tuple[Option, ...] = ()
     notes: tuple[str, ...] = ()
     loop: str = TUTORIAL
+    mesh: str | None = None
     habits: tuple[HabitCost, ...] = ()
 
     def to_json(self) -> dict[str, Any]:

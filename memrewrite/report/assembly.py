@@ -75,6 +75,7 @@ def _config(candidate: Candidate, limit: Budget | None) -> dict[str, Any]:
         "amp": None if bench.step.amp is None else str(bench.step.amp),
         "micro_batches": bench.step.micro_batches,
         "loop": str(bench.step.loop),
+        "mesh": None if bench.step.mesh is None else str(bench.step.mesh),
         "input_bytes": bench.inputs.bytes,
         "compiled": bench.target.compiles,
         "front_end": ", ".join(dict.fromkeys(region.region.captured.front_end for region in candidate.regions)),

@@ -27,7 +27,8 @@ def show(estimate: Estimate, console: Console, *, depth: int | None = None) -> N
 
 def _parts(estimate: Estimate, depth: int | None) -> Iterator[RenderableType]:
     batch = f", batch {estimate.batch_size}" if estimate.batch_size else ""
-    yield Text(plain(f"{estimate.model}: {estimate.mode} step on {estimate.device}{batch}"), style="bold")
+    mesh = f", each process of {estimate.mesh}" if estimate.mesh else ""
+    yield Text(plain(f"{estimate.model}: {estimate.mode} step on {estimate.device}{batch}{mesh}"), style="bold")
     yield Text(plain(f"Predicted peak: {format_bytes(estimate.peak.bytes)}, {_place(estimate)}"))
     yield _categories(estimate)
     yield from habit_costs(estimate.habits, estimate.loop)

@@ -32,7 +32,7 @@ KINDS = (  # from the bottom up
         "#2f5f95",
     ),
     Kind("state", "optimizer state", ("optimizer state",), "#3f77b0", "#5a94cf"),
-    Kind("gradients", "gradients", ("gradients",), "#86b3dc", "#9cc4ea"),
+    Kind("gradients", "gradients", ("gradients", "communication buffers"), "#86b3dc", "#9cc4ea"),
     Kind("inputs", "inputs", ("inputs",), "#cfdfee", "#d9e6f3"),
     Kind("activations", "activations", ("activations",), "#f0962e", "#f2a144"),
     Kind("temporaries", "temporaries", ("temporaries",), "#b4450f", "#cd5c1f"),

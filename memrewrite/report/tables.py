@@ -42,7 +42,8 @@ def over_budget(report: Report) -> bool:
 def _parts(report: Report, verbose: bool, written: Path | None, fits: bool) -> Iterator[RenderableType]:
     kind = " reserved" * report.reserved
     budget = "no budget" if report.budget is None else f"budget {format_bytes(report.budget)}{kind}"
-    yield Text(plain(f"{report.model}: {report.mode} step on {report.device}, {budget}"), style="bold")
+    mesh = f", each process of {report.config['mesh']}" if report.config.get("mesh") else ""
+    yield Text(plain(f"{report.model}: {report.mode} step on {report.device}, {budget}{mesh}"), style="bold")
     yield _peaks(report, fits)
     yield from habit_costs(report.habits, str(report.config.get("loop")))
     if sizes := report.config.get("dynamic"):

@@ -16,6 +16,7 @@ from memrewrite.observe.effects import Effects
 from memrewrite.plan.marks import Marks
 from memrewrite.plan.segments import Plan
 from memrewrite.records.errors import DataDependentError
+from memrewrite.records.mesh import Fsdp
 from memrewrite.records.outcomes import Measured
 from memrewrite.simulate import Timeline, simulate
 from memrewrite.state.random_state import preserved_rng
@@ -68,7 +69,8 @@ class Bench:
     @property
     def on_cuda(self) -> bool:
         """Whether there is a device to measure on."""
-        return device_type(self.model, self.inputs) == "cuda"
+        here = device_type(self.model, self.inputs) == "cuda"
+        return here and not isinstance(self.step.mesh, Fsdp)  # which takes all of its devices
 
     @property
     def statistics(self) -> bool:

@@ -8,6 +8,7 @@ from memrewrite.passes import early_casts
 from memrewrite.plan.refine import Fitted, Search
 from memrewrite.plan.segments import Chain, Plan
 from memrewrite.plan_facts.chain import chain, join
+from memrewrite.records.mesh import Fsdp
 from memrewrite.search import registry
 from memrewrite.search.bench import Bench, Tried
 from memrewrite.search.candidate import Candidate, CandidateRegion
@@ -104,7 +105,8 @@ def _search(bare: Candidate, exact: bool, spare: int, in_turn: bool) -> Search:
 
     chains = join([_chain(region, bench) for region in bare.regions])
     waiting = bench.step.gradients_wait
-    gradients = sum(rounded(p.nbytes) for p in bench.model.parameters() if p.requires_grad)
+    parts = bench.step.mesh.size if isinstance(bench.step.mesh, Fsdp) else 1
+    gradients = sum(rounded(p.nbytes // parts) for p in bench.model.parameters() if p.requires_grad)
     fixed = usual.floor - (0 if waiting else gradients)  # which come as backward goes
     kept = gradients if bench.step.loop.zero_grad == "before backward" and not waiting else 0
     chains = replace(chains, left=usual.held + kept)

@@ -6,7 +6,7 @@ from birth to death. ``run_tracked`` does the same on real tensors, which is how
 
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Literal
@@ -15,18 +15,20 @@ import torch
 from torch import Tensor, nn
 
 from memrewrite.records.errors import DataDependentError, UsageError
+from memrewrite.records.mesh import Fsdp
 from memrewrite.runtime.promise import FallbackWarning
 from memrewrite.runtime.room import room_simulated
 from memrewrite.simulate.fake.batch import part_of
 from memrewrite.simulate.fake.fakes import fakes_of, on_fakes, tensors_of
 from memrewrite.simulate.fake.true_results import TrueResults
 from memrewrite.simulate.memory.places import Places
-from memrewrite.simulate.memory.tracker import OPERATOR_WORKSPACE, Life, Tracker
+from memrewrite.simulate.memory.tracker import COMMUNICATION, OPERATOR_WORKSPACE, Life, Tracker
 from memrewrite.state.random_state import preserved_rng
 from memrewrite.targets.allocator import Allocator, allocator_on
 from memrewrite.targets.transients import Transients
 from memrewrite.targets.workspaces import library_requests
 from memrewrite.torch_internals.fake_tensors import FAKE_TENSOR_ERRORS
+from memrewrite.torch_internals.fsdp import seen_by, without_peers
 from memrewrite.torch_internals.pytrees import tree_leaves
 from memrewrite.workload.step import PHASES, Inputs, Phase, Running, Step, Targets, device_type
 
@@ -37,7 +39,7 @@ GRADIENTS, STATE = "gradients", "optimizer state"
 AVERAGE = "average of the weights"
 ACTIVATIONS, TEMPORARIES = "activations", "temporaries"
 WORKSPACES = "library workspaces"
-_PERSISTENT = (PARAMETERS, BUFFERS, INPUTS, GRADIENTS, STATE, AVERAGE)
+_PERSISTENT = (PARAMETERS, BUFFERS, INPUTS, GRADIENTS, STATE, AVERAGE, COMMUNICATION)
 _SMALLER = (0.75, 0.5)  # of a batch
 _BORN_AS: dict[Phase, str] = {
     "data": ACTIVATIONS,
@@ -58,8 +60,8 @@ class Timeline:
     (they sum to it). ``events`` are (bytes in use, ``step 2 backward: operator``) after each operator that changed
     them, ``peak_event`` the number of the one at which ``peak`` was reached. ``floor`` is what no plan can lower:
     parameters, buffers, inputs with the targets that the loss function holds, gradients, optimizer state, an average of
-    the weights and library workspaces. ``held`` is what is freed when the loop lets go of the last step's output and
-    loss. ``multiplied`` says whether there was anything for cuBLAS to do.
+    the weights, DDP's buckets and library workspaces. ``held`` is what is freed when the loop lets go of the last
+    step's output and loss. ``multiplied`` says whether there was anything for cuBLAS to do.
 
     Where submodules were followed, ``lives`` has every storage and ``modules`` for each event the path of the submodule
     whose operator it is: in backward, the one whose forward is undone; "" for the module itself, None outside of it.
@@ -204,11 +206,13 @@ def _on_fakes(
     try:
         with (
             step.target.optimizer_kernels(),
+            _sharding(step, device_type(module, inputs)) as shard,
             on_fakes(module, inputs, step.target, these=True) as (twin, fakes),
             TrueResults(),
             room_simulated(lambda wanted: None if allocator is None else allocator.make_room(wanted)),
         ):
             given = [*fakes.tensors(), *twin.parameters()]
+            shard(twin)
             seen = Targets(fakes_of(targets.of_batch, given), fakes_of(targets.fixed, given))
             others = [part_of(fakes, share) for share in _SMALLER] if smaller else []
             return run_tracked(twin, fakes, step, transients, steps, attribute, allocator, libraries, seen, others)
@@ -218,6 +222,13 @@ def _on_fakes(
             f"The step of {type(module).__name__} cannot be simulated, because its course depends on values "
             f"or on an operator without shape rules ({reason}); measure it instead."
         ) from error
+
+
+def _sharding(step: Step, device: str) -> AbstractContextManager[Callable[[nn.Module], None]]:
+    """Gives what shards a fake twin as the step's mesh does, in place."""
+    if not isinstance(step.mesh, Fsdp):
+        return nullcontext(lambda twin: None)
+    return without_peers(step.mesh, "cpu" if device == "meta" else device)
 
 
 def run_tracked(
@@ -242,11 +253,12 @@ def run_tracked(
     tracker = Tracker(device_type(module, inputs), transients, places, step.target, allocator)
     targets = step.targets(module, inputs) if targets is None else targets
     _register(tracker, module, inputs, targets)
-    loop = step.shortest().begin(module, inputs, step.make_optimizer(module), targets)
+    loop = step.shortest().begin(module, inputs, step.make_optimizer(module), targets, _communicated(tracker, module))
     tracker.register(loop.batches, INPUTS)
     tracker.register([] if loop.average is None else loop.average.tensors, AVERAGE)
     recorder = _Recorder(tracker, loop, library_requests(libraries, step.mode))
-    with places.followed() if places else nullcontext(), step.target.around(module):
+    sharded = seen_by(tracker) if isinstance(step.mesh, Fsdp) else nullcontext()
+    with places.followed() if places else nullcontext(), step.target.around(module), sharded:
         peaks = [recorder.take(number) for number in range(1, steps + 1)]
     categories, held, events = tracker.categories(), tracker.current, tracker.events[:]
     for other in (*others, inputs) if others else ():
@@ -279,6 +291,16 @@ def _register(tracker: Tracker, module: nn.Module, inputs: Inputs, targets: Targ
     for name, parameter in module.named_parameters():
         tracker.register([parameter], PARAMETERS, _owner(name))
     tracker.register(inputs.tensors(), INPUTS)
+
+
+def _communicated(tracker: Tracker, module: nn.Module) -> Callable[[list[Tensor]], None]:
+    """Lets what is sent to other processes count as such; a buffer that is sent as it is stays one."""
+    own = {id(buffer.untyped_storage()) for buffer in module.buffers()}
+
+    def sent(tensors: list[Tensor]) -> None:
+        tracker.register([each for each in tensors if id(each.untyped_storage()) not in own], COMMUNICATION)
+
+    return sent
 
 
 def _take_other(loop: Running, other: Inputs, tracker: Tracker, allocator: Allocator | None, usual: Inputs) -> None:

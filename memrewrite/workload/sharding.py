@@ -1,26 +1,78 @@
-"""Models that are spread over several processes: those are refused in a sentence, and what DDP will add is told.
-
-A budget is that of one device whose model is whole. What wraps or shards a model has hooks and buffers of its own.
-"""
+"""Models that are spread over several processes: what DDP wraps is taken out and wrapped again, others are refused."""
 
 import sys
+from typing import TypeVar
 
 import torch.distributed
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from memrewrite.records.errors import UsageError
+from memrewrite.records.mesh import Ddp, Mesh
 from memrewrite.records.options import format_bytes
 
+M = TypeVar("M", bound=nn.Module)
 _FSDP, _TENSOR = "torch.distributed.fsdp", "torch.distributed.tensor"  # not imported for a model that has none of it
 _BUCKETS = (
-    "If the result is wrapped in DistributedDataParallel, its buckets take up to {size} more than is predicted, a copy "
-    "of every gradient; with gradient_as_bucket_view=True they are the gradients, which are then never freed."
+    'If the result is wrapped in DistributedDataParallel, give mesh="ddp={size}": its buckets take up to {bytes} more '
+    "than is predicted, a copy of every gradient."
 )
+_UNSUPPORTED = "which is not supported yet: a budget is that of one device; leave such a model as it is, or plan before"
+# Arguments of DistributedDataParallel that change what it takes, and that a mesh cannot say, by attribute.
+_UNKNOWN = {
+    "mixed_precision": "mixed_precision",
+    "batched_grad_copy": "batched_grad_copy",
+    "_delay_all_reduce_params": "delay_all_reduce_named_params",
+    "bucket_bytes_cap_list": "bucket_cap_mb_list",
+}
+
+
+def unwrapped(model: nn.Module, mesh: str | Mesh | None) -> tuple[nn.Module, Mesh | None]:
+    """The model that DDP wraps, with the mesh that the wrapper means; any other model with the mesh that is given.
+
+    Raises ``UsageError`` for a mesh beside a wrapped model, and for a wrapper of which it is not known what it takes.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        return model, None if mesh is None else Mesh.parse(mesh)
+    if mesh is not None:
+        raise UsageError("The model is wrapped in DistributedDataParallel, which says its mesh; leave out mesh.")
+    if not model.training:
+        raise UsageError("DistributedDataParallel is for training; for inference optimize the model inside (.module).")
+    for attribute, argument in _UNKNOWN.items():
+        if getattr(model, attribute, None):
+            raise UsageError(f"What DistributedDataParallel takes with {argument} is not known; wrap without it.")
+    if model.static_graph:
+        raise UsageError(
+            "The model is wrapped in DistributedDataParallel with static_graph, whose first step must be the loop's "
+            f'own; optimize the model inside (.module) with mesh="ddp={model.process_group.size()},static-graph", then '
+            "wrap the result."
+        )
+    hooks = model._comm_hooks
+    return model.module, Ddp(
+        model.process_group.size(),
+        None if model.bucket_bytes_cap_default else model.bucket_bytes_cap / 2**20,
+        model.gradient_as_bucket_view,
+        False,
+        model.find_unused_parameters,
+        model.broadcast_buffers,
+        (hooks[0][1], hooks[0][0]) if hooks else None,
+    )
+
+
+def wrapped_like(model: M, result: nn.Module) -> M | nn.Module:
+    """``result``, wrapped as ``model`` wraps what it was made of: by the same reducer, of the same parameters."""
+    if not isinstance(model, DistributedDataParallel):
+        return result
+    if result is model.module:
+        return model
+    wrapper: M = object.__new__(type(model))
+    vars(wrapper).update(vars(model))
+    vars(wrapper)["_modules"] = {"module": result}
+    return wrapper
 
 
 def refuse_sharded(model: nn.Module) -> None:
-    """Raise ``UsageError`` for a model that FSDP or DTensor shards, or that is wrapped to run on several devices."""
+    """Raise ``UsageError`` for a model that FSDP or DTensor shards, or parts of which run on several devices."""
     for path, module in model.named_modules():
         where = f"{path} ({type(module).__name__})" if path else type(module).__name__
         if isinstance(module, DistributedDataParallel | DataParallel):
@@ -38,16 +90,13 @@ def refuse_sharded(model: nn.Module) -> None:
             raise UsageError(f"{name} is a DTensor, {_UNSUPPORTED} distributing it.")
 
 
-_UNSUPPORTED = "which is not supported yet: a budget is that of one device; leave such a model as it is, or plan before"
-
-
 def bucket_notes(model: nn.Module) -> tuple[str, ...]:
-    """What DDP's buckets would add to the step, where several processes train; nothing to say elsewhere."""
+    """What DDP's buckets would add to a step without a mesh, where several processes train; nothing elsewhere."""
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
         return ()
     size = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
-    return (_BUCKETS.format(size=format_bytes(size)),) if size else ()
+    return (_BUCKETS.format(bytes=format_bytes(size), size=distributed.get_world_size()),) if size else ()
 
 
 def _is_a(value: object, module: str, name: str) -> bool:

@@ -13,7 +13,7 @@ import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +21,16 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from memrewrite.records.errors import UsageError
 from memrewrite.records.loop import TUTORIAL_LOOP, Loop
+from memrewrite.records.mesh import Ddp, Mesh
 from memrewrite.targets.eager import EAGER, Target
 from memrewrite.torch_internals.pytrees import tree_leaves
 from memrewrite.torch_internals.scaler import Scaler
 from memrewrite.workload.held import held_by
 
+if TYPE_CHECKING:
+    from memrewrite.torch_internals.ddp import Replica
+
+Listener = Callable[[list[Tensor]], None]
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 Phase = Literal["data", "forward", "loss", "backward", "step"]
 PHASES: tuple[Phase, ...] = ("data", "forward", "loss", "backward", "step")
@@ -62,7 +67,7 @@ class Step:
 
     ``target`` is where it runs, and says what that changes. Gradients of ``micro_batches`` forward and backward passes
     add up before the optimizer's step, each pass over the same inputs. ``loop`` says what stays alive from one step to
-    the next.
+    the next, ``mesh`` which processes train together, None where this one trains alone.
     """
 
     mode: Literal["train", "inference"] = "train"
@@ -72,6 +77,7 @@ class Step:
     target: Target = EAGER
     micro_batches: int = 1
     loop: Loop = TUTORIAL_LOOP
+    mesh: Mesh | None = None
 
     def shortest(self) -> "Step":
         """The shortest step that takes as much memory: third and later micro-batches find what the second found."""
@@ -80,7 +86,8 @@ class Step:
     @property
     def gradients_wait(self) -> bool:
         """Whether, in the pass that takes most, gradients of earlier ones are there all the time."""
-        return self.micro_batches > 1 or self.loop.zero_grad == "in place"
+        in_buckets = isinstance(self.mesh, Ddp) and self.mesh.gradient_as_bucket_view
+        return self.micro_batches > 1 or self.loop.zero_grad == "in place" or in_buckets
 
     def device_type(self, module: nn.Module, inputs: Inputs) -> str:
         """``"cuda"`` or ``"cpu"``: what the step is planned for."""
@@ -99,9 +106,11 @@ class Step:
         inputs: Inputs,
         optimizer: torch.optim.Optimizer | None,
         targets: "Targets | None" = None,
+        on_collective: Listener = lambda tensors: None,
     ) -> "Running":
         """The step's loop, of which no step has been taken yet; ``targets`` are by default ``self.targets``."""
-        return Running(self, module, inputs, optimizer, self.targets(module, inputs) if targets is None else targets)
+        targets = self.targets(module, inputs) if targets is None else targets
+        return Running(self, module, inputs, optimizer, targets, on_collective)
 
     def run(
         self,
@@ -149,7 +158,7 @@ class Running:
     """A loop under way: takes one step after another and holds between them what such a loop holds.
 
     ``batches`` are the tensors of the batches loaded ahead, ``average`` the averaged weights and ``scaler`` the
-    gradient scaler, None where the loop has none.
+    gradient scaler, None where the loop has none. In a mesh ``on_collective`` is told the tensors of each collective.
     """
 
     def __init__(
@@ -159,6 +168,7 @@ class Running:
         inputs: Inputs,
         optimizer: torch.optim.Optimizer | None,
         targets: Targets,
+        on_collective: Listener,
     ) -> None:
         self.step, self.module, self.inputs, self.optimizer, self.targets = step, module, inputs, optimizer, targets
         train = step.mode == "train"
@@ -166,6 +176,7 @@ class Running:
         self.batches = [torch.empty_like(t) for _ in range(step.loop.ahead) for t in batch]
         self.average = Average(module) if step.loop.average and train else None
         self.scaler = Scaler(device_type(module, inputs)) if step.loop.scaler and train else None
+        self._on_collective, self._replica = on_collective, cast("Replica | None", None)
         self._output: Any = None
         self._loss: Tensor | None = None
 
@@ -181,8 +192,10 @@ class Running:
             return None
         more = self.step.micro_batches - 1
         for number in range(more):
-            self._pass(number == 0, lambda phase: None)
-        value = self._pass(more == 0, on_phase)
+            with self._in_mesh(last=False):
+                self._pass(number == 0, lambda phase: None)
+        with self._in_mesh(last=True):
+            value = self._pass(more == 0, on_phase)
         self._update()
         on_phase("step")
         if self.step.loop.zero_grad != "before backward":
@@ -211,10 +224,20 @@ class Running:
         return loss.detach()
 
     def _forward(self, on_phase: Callable[[Phase], None]) -> Any:
-        output = self.module(*self.inputs.args, **self.inputs.kwargs)
+        output = (self._replica or self.module)(*self.inputs.args, **self.inputs.kwargs)
         self._output = output if self.step.loop.keeps_output else None  # from here on the last step's is gone
         on_phase("forward")
         return output
+
+    def _in_mesh(self, last: bool) -> contextlib.AbstractContextManager[None]:
+        """Around a pass; DDP makes its buckets before the first one."""
+        if not isinstance(self.step.mesh, Ddp):
+            return contextlib.nullcontext()
+        if self._replica is None:
+            from memrewrite.torch_internals.ddp import Replica  # a second, for those who need it
+
+            self._replica = Replica(self.module, self.step.mesh, self._on_collective)
+        return self._replica.around(last)
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         return autocast(self.step.amp, device_type(self.module, self.inputs))

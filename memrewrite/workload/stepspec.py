@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from memrewrite.records.errors import UsageError
 from memrewrite.records.loop import TUTORIAL, Loop
+from memrewrite.records.mesh import Mesh
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +32,7 @@ class StepSpec:
 
     ``optimizer`` is one of ``OPTIMIZERS`` or ``module:factory`` (called with the parameters), ``loss`` is ``module:fn``
     (called with the model's output) or None for the default loss, ``amp`` one of ``AMP``; ``micro_batches`` is that of
-    ``Step``, ``loop`` what ``Loop.parse`` reads.
+    ``Step``, ``loop`` what ``Loop.parse`` reads, ``mesh`` what ``Mesh.parse`` does, which means nothing in inference.
     """
 
     mode: Literal["train", "inference"] = "train"
@@ -40,6 +41,7 @@ class StepSpec:
     amp: str = "off"
     micro_batches: int = 1
     loop: str = TUTORIAL
+    mesh: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for ``json.dumps``."""
@@ -66,7 +68,9 @@ class StepSpec:
         self.check()
         loss = None if self.loss is None else named(self.loss, "loss")
         optimizer, amp = optimizer_factory(self.optimizer), amp_dtype(self.amp)
-        return Step(self.mode, optimizer, loss, amp, micro_batches=self.micro_batches, loop=Loop.parse(self.loop))
+        mesh = None if self.mesh is None or self.mode == "inference" else Mesh.parse(self.mesh)
+        loop = Loop.parse(self.loop)
+        return Step(self.mode, optimizer, loss, amp, micro_batches=self.micro_batches, loop=loop, mesh=mesh)
 
 
 def optimizer_factory(name: str) -> "OptimizerFactory | None":

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from memrewrite.records.errors import UsageError
 from memrewrite.records.loop import TUTORIAL, Loop
+from memrewrite.records.mesh import Mesh
 from memrewrite.workload.step import Inputs, Step, optimizers_like
 from memrewrite.workload.stepspec import amp_dtype, optimizer_factory
 
@@ -36,13 +37,14 @@ def workload(
     mode: Mode,
     micro_batches: int = 1,
     loop: str | Loop = TUTORIAL,
+    mesh: Mesh | None = None,
 ) -> Workload:
     """The workload that the arguments of ``optimize`` and the like mean.
 
     Raises ``UsageError`` for names and numbers that mean nothing, and for a mode the model is not in.
     """
     args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
-    step = make_step(model, optimizer, loss_fn, amp, mode, micro_batches, loop)
+    step = make_step(model, optimizer, loss_fn, amp, mode, micro_batches, loop, mesh)
     return Workload(model, Inputs(args, example_kwargs or {}), step)
 
 
@@ -54,6 +56,7 @@ def make_step(
     mode: Mode,
     micro_batches: int = 1,
     loop: str | Loop = TUTORIAL,
+    mesh: Mesh | None = None,
 ) -> Step:
     """The step of a ``workload``."""
     if micro_batches < 1:
@@ -68,4 +71,5 @@ def make_step(
     else:
         factory = optimizers_like(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else optimizer
     kind = amp_dtype(amp) if isinstance(amp, str) else amp
-    return Step(now, factory, loss_fn, kind, micro_batches=micro_batches, loop=Loop.parse(loop))
+    mesh = None if now == "inference" else mesh  # where nothing is sent
+    return Step(now, factory, loss_fn, kind, micro_batches=micro_batches, loop=Loop.parse(loop), mesh=mesh)

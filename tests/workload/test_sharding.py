@@ -1,5 +1,6 @@
-"""Models spread over several processes are refused in a sentence; what DDP's buckets would add is told."""
+"""Models spread over several processes: what DDP wraps comes back in it, others are refused in a sentence."""
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -60,6 +61,15 @@ def wrapped_inside(net: Net) -> nn.Module:
     return nn.Sequential(DistributedDataParallel(net))
 
 
+def with_a_hook_of_its_own(net: Net) -> nn.Module:
+    def hook(state: Counter[str], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
+        raise AssertionError("nothing is sent")
+
+    wrapped = DistributedDataParallel(net)
+    wrapped.register_comm_hook(Counter(), hook)
+    return wrapped
+
+
 CASES: dict[str, tuple[Any, str]] = {
     "fsdp2": (sharded, r"FSDPNet was sharded by fully_shard \(FSDP2\), which is not supported yet"),
     "fsdp2 inside": (sharded_inside, r"second \(FSDPLinear\) was sharded by fully_shard \(FSDP2\), which is not"),
@@ -68,7 +78,15 @@ CASES: dict[str, tuple[Any, str]] = {
         r"FullyShardedDataParallel is a FullyShardedDataParallel \(FSDP1\), which is not supported yet",
     ),
     "dtensor": (distributed, r"first\.weight is a DTensor, which is not supported yet"),
-    "ddp": (DistributedDataParallel, r"optimize the model inside \(\.module\) and wrap the result"),
+    "ddp, static": (
+        lambda net: DistributedDataParallel(net, static_graph=True),
+        r"whose first step must be the loop's",
+    ),
+    "ddp, evaluating": (lambda net: DistributedDataParallel(net).eval(), r"^DistributedDataParallel is for training"),
+    "ddp, own hook": (
+        with_a_hook_of_its_own,
+        r"hook has a Counter as its state, and what such a hook takes is not known",
+    ),
     "ddp inside": (wrapped_inside, r"^0 \(DistributedDataParallel\) is a wrapper .* the model inside \(\.0\.module\)"),
 }
 
@@ -113,7 +131,8 @@ def test_what_the_buckets_take_is_told() -> None:
     model.first.bias.requires_grad_(False)
     size = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     (note,) = bucket_notes(model)
-    assert f"its buckets take up to {size} B more than is predicted" in note
+    assert f'give mesh="ddp=2": its buckets take up to {size} B more than is predicted' in note
+    assert memrewrite.optimize(model, X, budget="min", mesh="ddp=2").report.notes == ()
     optimized = memrewrite.optimize(model, X, budget="min")
     assert note in optimized.report.notes
     inference = memrewrite.optimize(model.eval(), X, mode="inference", budget="min")
@@ -123,3 +142,30 @@ def test_what_the_buckets_take_is_told() -> None:
 def test_one_process_has_no_buckets() -> None:
     assert bucket_notes(Net(8)) == ()
     assert bucket_notes(Net(8).requires_grad_(False)) == ()
+
+
+@pytest.mark.usefixtures("two_processes")
+def test_what_ddp_wraps_comes_back_in_it() -> None:
+    wrapped = DistributedDataParallel(Net(8), bucket_cap_mb=1, gradient_as_bucket_view=True)
+    optimized = memrewrite.optimize(wrapped, X, budget="min", passes=["checkpoint_segments"])
+    assert isinstance(optimized, DistributedDataParallel)
+    assert isinstance(optimized.module, Net)
+    assert optimized.reducer is wrapped.reducer
+    assert optimized.report.config["mesh"] == "ddp=2,bucket-cap-mb=1,gradient-as-bucket-view"
+    assert memrewrite.report_of(optimized) is optimized.report
+    assert [*optimized.state_dict()] == [*wrapped.state_dict()]
+    with pytest.raises(UsageError, match=r"which says its mesh; leave out mesh\.$"):
+        memrewrite.optimize(wrapped, X, budget="min", mesh="ddp=2")
+
+
+@pytest.mark.usefixtures("two_processes")
+def test_where_nothing_is_gained_the_wrapper_is_given_back() -> None:
+    wrapped = DistributedDataParallel(Net(8))
+    result: Any = memrewrite.optimize(wrapped, X, budget="1GB", passes=["checkpoint_segments"])
+    assert result is wrapped
+    assert memrewrite.report_of(wrapped).budget == 10**9
+
+
+def test_a_compiled_mesh_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"^What torch.compile makes of a model in a mesh is not known"):
+        memrewrite.optimize(Net(8), X, budget="min", compiled=True, mesh="ddp=2")

@@ -1,10 +1,11 @@
 """Counts the bytes of tensor storages from birth to death, on real tensors and on fake ones alike."""
 
+import contextlib
 import itertools
 import math
 import weakref
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +19,14 @@ from memrewrite.targets.transients import Taken, Transients
 from memrewrite.torch_internals.autograd_nodes import backward_number
 from memrewrite.torch_internals.dispatch_modes import Layer
 from memrewrite.torch_internals.fake_tensors import FakeTensor
+from memrewrite.torch_internals.fsdp import is_spread, local_part
 from memrewrite.torch_internals.gradient_sums import SUM, in_place, of_one_alone
+from memrewrite.torch_internals.pytrees import tree_iter
 
 OPERATOR_WORKSPACE = "operator workspace"
+COMMUNICATION, GATHERED = "communication buffers", "gathered parameters"
 _DEVICE = torch.ops.prim.device.default  # what half of all calls are: optimizers ask each tensor for its device
+_COLLECTIVES = {"c10d", "fsdp", "_c10d_functional"}  # the libraries of operators that communicate
 # What cuBLAS computes, by name; convolutions are cuDNN's, attention and norms PyTorch's own.
 _BLAS = {"mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot", "linear", "_addmm_activation"}
 _BLAS |= {"_scaled_mm", "_grouped_mm", "_int_mm", "_scaled_grouped_mm"}
@@ -115,6 +120,7 @@ class Tracker(Layer):
         self._labels: dict[Any, str] = {}
         self._category = ""
         self._clock = 0
+        self._away = False
         self._transients = transients
         self._peak_clock = 0
         self._peak_extra = 0
@@ -199,6 +205,10 @@ class Tracker(Layer):
     ) -> Any:
         if func is _DEVICE and type(args[0]) is FakeTensor:
             return args[0].device
+        if any(map(is_spread, types)):
+            return NotImplemented  # its own rules come first, and lead here again with local parts
+        if self._away:
+            return self.below(func, types, args, kwargs or {})
         clock = self._clock
         if self._places is not None:
             self._place = self._places.now()
@@ -211,6 +221,8 @@ class Tracker(Layer):
             self.libraries = []
         if func is SUM and (first := self._added_to(args)) is not None:
             self._hand_on(first)
+        if getattr(func, "namespace", "") in _COLLECTIVES:
+            self._communicated(func, args, kwargs or {})
         if size := self.target.read_as(func, args, result):
             self._see(result, size)
         taken = Taken() if self._transients is None else self._transients.lookup(func, args, dict(kwargs or {}))
@@ -242,6 +254,32 @@ class Tracker(Layer):
         self._died(block)
         if given is not None:
             self._ready.setdefault(rounded(block.nbytes), deque()).append(given)
+
+    @contextlib.contextmanager
+    def looking_away(self) -> Iterator[None]:
+        """Count nothing of what operators make meanwhile."""
+        self._away = True
+        try:
+            yield
+        finally:
+            self._away = False
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage anew that was resized past the dispatcher."""
+        known = self._live.get(id(storage))
+        if known is not None and known.nbytes != storage.nbytes():
+            self._died(known)
+            self._born(storage, storage.nbytes(), known.category)
+
+    def _communicated(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Name what a collective, or an operator of FSDP's beside one, is given and was born in this phase."""
+        whole = "out" in kwargs and func.__name__.startswith("split_with_sizes_copy")  # what was gathered, by parameter
+        for tensor in tree_iter((args, kwargs)):
+            block = self._live.get(id(tensor.untyped_storage())) if isinstance(tensor, Tensor) else None
+            if block is not None and block.category == self._category:
+                block.category = COMMUNICATION
+        for tensor in kwargs["out"] if whole else ():
+            self.register([tensor], GATHERED)
 
     def _set_peak(self, extra: int) -> None:
         self.peak, self._peak_clock, self._peak_extra = self.current + extra, self._clock, extra
@@ -326,6 +364,7 @@ class Tracker(Layer):
 
 def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
     """The tensors that hold the storages of ``tensor``: itself, or the parts of a sparse one."""
+    tensor = local_part(tensor)
     if tensor.layout is torch.strided:
         return (tensor,)
     if tensor.layout is torch.sparse_coo:

@@ -1,0 +1,143 @@
+"""Processes that train together plan once: the first one does, and the others run the programs that it sends.
+
+Each would measure other times on its own device and make another plan of them, and all at once would share the
+processors of their host meanwhile. Where one of them fails, all raise.
+"""
+
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from memrewrite.cache.store import Store
+from memrewrite.optimizing.by_size import when_written
+from memrewrite.optimizing.foresight import Foresight
+from memrewrite.optimizing.remembered import run_remembering
+from memrewrite.optimizing.request import Request
+from memrewrite.optimizing.run import Outcome, Progress, run
+from memrewrite.records.errors import MeasurementError, MemrewriteError
+from memrewrite.records.options import Budget
+from memrewrite.records.report import Report
+from memrewrite.report.later import complete_by
+from memrewrite.runtime.dropin import build, graft, own, program_from, programs
+from memrewrite.simulate.fake.batch import form_of
+from memrewrite.workload.hooks import with_hooks_of, without_hooks
+from memrewrite.workload.step import device_of
+from memrewrite.workload.workload import Workload
+
+_PATIENCE = timedelta(hours=6)  # with a process that plans
+
+
+@dataclass(frozen=True)
+class _Program:
+    """The program of a part, and its constants: each on the CPU, and whether it belongs where the parameters are."""
+
+    source: str
+    constants: dict[str, tuple[Tensor, bool]]
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What the first process sends: ``programs`` by the path of their part, none for the model itself; or an error."""
+
+    report: Report | None = None
+    programs: dict[str, _Program] = field(default_factory=dict)
+    workspace: int = 0
+    limit: Budget | None = None
+    error: MemrewriteError | None = None
+
+
+def planned(work: Workload, asked: Request, store: Store | None, progress: Progress) -> tuple[nn.Module, Report]:
+    """What ``run_remembering`` gives; where the processes of a mesh call this together, what it gives the first one.
+
+    Raises what that raises, in all of them.
+    """
+    if not _are_here(work):
+        outcome = run_remembering(work, asked, store, progress)
+        return outcome.module, outcome.report
+    group = dist.new_group(backend="gloo", timeout=_PATIENCE)
+    try:
+        return _first(work, asked, progress, group) if dist.get_rank() == 0 else _other(work, asked, progress, group)
+    finally:
+        dist.destroy_process_group(group)
+
+
+def _are_here(work: Workload) -> bool:
+    """Whether the processes of the mesh are those of this run, which call this together."""
+    if work.step.mesh is None or not (dist.is_available() and dist.is_initialized()):
+        return False
+    size = dist.get_world_size()
+    return 1 < size == work.step.mesh.size and dist.get_backend() != "fake"  # where the others are not there
+
+
+def _first(work: Workload, asked: Request, progress: Progress, group: Any) -> tuple[nn.Module, Report]:
+    try:
+        outcome = run(work, asked, progress)
+        plan = _sent(outcome)
+    except Exception as error:
+        reason = next(iter(str(error).splitlines()), "")
+        told = MeasurementError(f"The first process failed while it planned for all: {type(error).__name__}: {reason}")
+        dist.broadcast_object_list([_Plan(error=error if isinstance(error, MemrewriteError) else told)], 0, group)
+        raise
+    dist.broadcast_object_list([plan], 0, group)
+    _all_went_well("", group)
+    return outcome.module, outcome.report
+
+
+def _sent(outcome: Outcome) -> _Plan:
+    kept, workspace = own(outcome.module), outcome.bench.workspace
+    foresee = None if kept is None else kept.promise.foresee
+    limit = foresee.limit if isinstance(foresee, Foresight) else None
+    return _Plan(outcome.report, _programs_of(outcome.module) if outcome.rewritten else {}, workspace, limit)
+
+
+def _other(work: Workload, asked: Request, progress: Progress, group: Any) -> tuple[nn.Module, Report]:
+    progress("wait for the first process")
+    received: list[Any] = [None]
+    dist.broadcast_object_list(received, 0, group)
+    plan: _Plan = received[0]
+    if plan.error is not None or plan.report is None:
+        raise plan.error or MeasurementError("The first process sent no plan.")
+    try:
+        result = _applied(plan, plan.report, work, asked) if plan.programs else work.model
+    except Exception as error:
+        _all_went_well(f"{type(error).__name__}: {error}", group)
+        raise
+    _all_went_well("", group)
+    return result, plan.report
+
+
+def _programs_of(result: nn.Module) -> dict[str, _Program]:
+    place = next((parameter.device for parameter in result.parameters()), None)
+    parts = {path: (program, own(result.get_submodule(path))) for path, program in programs(result).items()}
+    constants = {path: {} if part is None else part.constants for path, (_, part) in parts.items()}
+    sent = {path: {n: (t.detach().cpu(), t.device == place) for n, t in c.items()} for path, c in constants.items()}
+    return {path: _Program(program.source, sent[path]) for path, (program, _) in parts.items()}
+
+
+def _applied(plan: _Plan, report: Report, work: Workload, asked: Request) -> nn.Module:
+    """The drop-in that the first process has, for the model of this one."""
+    bare, (placed, _) = without_hooks(work.model), asked.placed(work)
+    place = device_of(bare, placed.inputs)
+    parts = {}
+    for path, sent in plan.programs.items():
+        constants = {name: t.to(place) if moves else t for name, (t, moves) in sent.constants.items()}
+        parts[path] = build(bare.get_submodule(path), program_from(sent.source), constants)
+    result = graft(bare, parts)
+    if (kept := own(result)) is not None:
+        step, limit = asked.rewritten(placed.step), plan.limit or Budget()
+        kept.promise.foresee = Foresight(step, plan.workspace, limit, form_of(placed.inputs))
+    with_hooks_of(work.model, result)
+    complete_by(report, when_written(result))
+    return result
+
+
+def _all_went_well(reason: str, group: Any) -> None:
+    """Raise ``MeasurementError`` in every process where one says what went wrong."""
+    reasons: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(reasons, reason, group)
+    for rank, each in enumerate(reasons):
+        if each and not reason:
+            raise MeasurementError(f"Process {rank} cannot run the plan that all were to run: {each}")

@@ -1,0 +1,141 @@
+"""The mesh a step runs on: how many processes train together, and what PyTorch's engine for that is told.
+
+A mesh is written as text, ``ddp=8,gradient-as-bucket-view`` or ``fsdp=64,param-dtype=bf16``: a number of processes, and
+the arguments of ``DistributedDataParallel`` or ``fully_shard`` by their own names. ``Ddp`` and ``Fsdp`` have them all.
+"""
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+
+from memrewrite.records.errors import UsageError
+
+_SIZE = re.compile(r"(ddp|fsdp)=([1-9]\d{0,5})")
+_CAP = re.compile(r"bucket-cap-mb=(\d{1,6}(?:\.\d+)?)")
+_DTYPE = re.compile(r"(param|reduce)-dtype=(bf16|fp16|fp32)")
+_UNITS = re.compile(r"units=([\w.*]+)")
+_OTHERS = re.compile(r"(ddp|fsdp|tp|hsdp|pp|cp|ep)(=.*)?")
+
+
+@dataclass(frozen=True)
+class Mesh(ABC):
+    """``size`` processes, of which each is one device's; ``str`` writes what ``parse`` reads."""
+
+    size: int
+    kind: ClassVar[str] = ""
+
+    @classmethod
+    def parse(cls, value: "str | Mesh") -> "Mesh":
+        """Read a mesh; raises ``UsageError`` for one that means nothing or is not supported."""
+        if isinstance(value, Mesh):
+            return value
+        first, *others = str(value).replace(" ", "").split(",")
+        match = _SIZE.fullmatch(first)
+        if match is None:
+            if _OTHERS.fullmatch(first):
+                raise UsageError(f"The mesh {value!r} is not supported; ddp=8 and fsdp=8 are.")
+            raise UsageError(f"The mesh {value!r} is unknown; write e.g. ddp=8 or fsdp=8,param-dtype=bf16.")
+        kinds: dict[str, type[Ddp | Fsdp]] = {"ddp": Ddp, "fsdp": Fsdp}
+        found = kinds[match[1]](int(match[2]))
+        for word in others:
+            if _OTHERS.fullmatch(word):
+                raise UsageError(f"A mesh of {found.kind} and {word!r} is not supported yet; give one of them.")
+            found = found.told(word)
+        return found
+
+    @abstractmethod
+    def told(self, word: str) -> Self:
+        """The mesh with one more argument; raises ``UsageError`` for one that it does not have."""
+
+    @abstractmethod
+    def _words(self) -> list[str]:
+        """Its arguments as text, "" for one that is not given."""
+
+    def __str__(self) -> str:
+        return ",".join([f"{self.kind}={self.size}", *filter(None, self._words())])
+
+
+@dataclass(frozen=True)
+class Ddp(Mesh):
+    """Processes that train a copy of the model each; the rest are arguments of ``DistributedDataParallel``.
+
+    ``bucket_cap_mb`` is in MiB, None for PyTorch's default. ``hook`` is a communication hook with its state, as
+    ``register_comm_hook`` takes them, None for the default; text cannot say it.
+    """
+
+    bucket_cap_mb: float | None = None
+    gradient_as_bucket_view: bool = False
+    static_graph: bool = False
+    find_unused_parameters: bool = False
+    buffers: bool = True
+    hook: tuple[Any, Callable[..., Any]] | None = None
+    kind: ClassVar[str] = "ddp"
+    words: ClassVar[tuple[str, ...]] = (
+        "bucket-cap-mb=MIB",
+        "gradient-as-bucket-view",
+        "static-graph",
+        "find-unused-parameters",
+        "no-buffers",
+    )
+
+    def told(self, word: str) -> Self:
+        """As in ``Mesh``; ``no-buffers`` is ``broadcast_buffers=False``."""
+        if match := _CAP.fullmatch(word):
+            return replace(self, bucket_cap_mb=float(match[1]))
+        if word == "no-buffers":
+            return replace(self, buffers=False)
+        if word not in self.words:
+            raise _unknown(word, self.words)
+        given: dict[str, Any] = {word.replace("-", "_"): True}
+        return replace(self, **given)
+
+    def _words(self) -> list[str]:
+        return [
+            "" if self.bucket_cap_mb is None else f"bucket-cap-mb={self.bucket_cap_mb:g}",
+            "gradient-as-bucket-view" if self.gradient_as_bucket_view else "",
+            "static-graph" if self.static_graph else "",
+            "find-unused-parameters" if self.find_unused_parameters else "",
+            "" if self.buffers else "no-buffers",
+        ]
+
+
+@dataclass(frozen=True)
+class Fsdp(Mesh):
+    """Processes that have a part of each parameter; the rest are arguments of ``fully_shard`` (FSDP2).
+
+    ``param_dtype`` and ``reduce_dtype`` (``bf16``, ``fp16``, ``fp32`` or None) are its mixed precision, ``reshard``
+    whether parameters are freed after forward. ``units`` is a pattern of the paths of the modules that are sharded one
+    by one before the model is (``model.layers.*``), "" for the members of lists of modules of one class.
+    """
+
+    param_dtype: str | None = None
+    reduce_dtype: str | None = None
+    reshard: bool = True
+    units: str = ""
+    kind: ClassVar[str] = "fsdp"
+    words: ClassVar[tuple[str, ...]] = ("param-dtype=bf16", "reduce-dtype=fp32", "no-reshard", "units=PATTERN")
+
+    def told(self, word: str) -> Self:
+        """As in ``Mesh``; ``no-reshard`` is ``reshard_after_forward=False``."""
+        if match := _DTYPE.fullmatch(word):
+            given: dict[str, Any] = {f"{match[1]}_dtype": match[2]}
+            return replace(self, **given)
+        if match := _UNITS.fullmatch(word):
+            return replace(self, units=match[1])
+        if word != "no-reshard":
+            raise _unknown(word, self.words)
+        return replace(self, reshard=False)
+
+    def _words(self) -> list[str]:
+        return [
+            "" if self.param_dtype is None else f"param-dtype={self.param_dtype}",
+            "" if self.reduce_dtype is None else f"reduce-dtype={self.reduce_dtype}",
+            "" if self.reshard else "no-reshard",
+            f"units={self.units}" if self.units else "",
+        ]
+
+
+def _unknown(word: str, known: tuple[str, ...]) -> UsageError:
+    return UsageError(f"{word!r} is unknown in this mesh; known are {', '.join(known)}.")

@@ -1,0 +1,140 @@
+"""FSDP2's ``fully_shard`` on fake tensors, in a process group of any size without peers. Read in PyTorch 2.11 to 2.15.
+
+The group is that of ``torch.testing._internal.distributed.fake_pg``, which PyTorch's own estimators are tested with:
+a ``DeviceMesh`` asks for a registered group, and there is no public one that needs no peers. What is gathered and
+reduced is observed as the hooks of the units run; storages that they free and fill again are resized past the
+dispatcher, which is why these are told of one by one.
+"""
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from memrewrite.records.errors import UsageError
+from memrewrite.records.mesh import Fsdp
+from memrewrite.torch_internals.patches import process_wide
+from memrewrite.torch_internals.versions import require_module
+
+_FAKE = "torch.testing._internal.distributed.fake_pg"
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, None: None}
+
+
+@contextlib.contextmanager
+def without_peers(mesh: Fsdp, device_type: str) -> Iterator[Callable[[nn.Module], None]]:
+    """Gives what shards a module among the processes of ``mesh``, of which this is the first and no other is there.
+
+    Raises ``UsageError`` where this process is in a process group already: there can be no other mesh beside it.
+    """
+    if dist.is_initialized():
+        raise UsageError(
+            f"A mesh of {mesh} is predicted in a process group of its own, and this process is in one; call estimate "
+            "before init_process_group."
+        )
+    require_module(_FAKE)
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=mesh.size)
+    try:
+        devices = init_device_mesh(device_type, (mesh.size,))
+        yield lambda module: _shard(module, mesh, devices)
+    finally:
+        dist.destroy_process_group()
+
+
+def _shard(module: nn.Module, mesh: Fsdp, devices: Any) -> None:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+    policy = MixedPrecisionPolicy(_DTYPES[mesh.param_dtype], _DTYPES[mesh.reduce_dtype])
+    given: dict[str, Any] = {"mesh": devices, "mp_policy": policy}
+    with mock.patch.object(_fsdp_param, "_chunk_with_empty", _first_chunk):
+        for unit in units(module, mesh):
+            fully_shard(unit, reshard_after_forward=mesh.reshard, **given)
+        fully_shard(module, reshard_after_forward=None if mesh.reshard else False, **given)
+
+
+def _first_chunk(tensor: Tensor, chunks: int, dim: int) -> list[Tensor]:
+    """The chunk of the first of so many processes; a tensor for each of a thousand would take a minute to make."""
+    return [tensor.narrow(dim, 0, -(-tensor.shape[dim] // chunks))]
+
+
+def units(module: nn.Module, mesh: Fsdp) -> list[nn.Module]:
+    """The modules that are sharded one by one; raises ``UsageError`` where the pattern fits none.
+
+    A ``*`` in the pattern is a part of a path without dots.
+    """
+    if not mesh.units:
+        return _blocks(module)
+    fits = re.compile(re.escape(mesh.units).replace(r"\*", r"[^.]*")).fullmatch
+    found = [part for path, part in module.named_modules() if path and fits(path)]
+    if not found:
+        raise UsageError(f"No module has a path like {mesh.units!r}, the units of the mesh.")
+    return found
+
+
+def _blocks(module: nn.Module) -> list[nn.Module]:
+    """The members of the outermost lists of two modules or more of one class, as the layers of a transformer are."""
+    found = []
+    for child in module.children():
+        members = list(child.children())
+        kinds = {(type(member).__module__, type(member).__name__) for member in members}  # a drop-in's are its own
+        alike = len(kinds) == 1 and len(members) > 1
+        found += members if isinstance(child, nn.ModuleList | nn.Sequential) and alike else _blocks(child)
+    return found
+
+
+def is_spread(kind: type) -> bool:
+    """Whether this is the type of tensors that are spread over a mesh, whose operators run on their local parts."""
+    return kind.__name__ == "DTensor" and kind.__module__.startswith("torch.distributed.tensor")
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this process has of a tensor that is spread over a mesh; any other tensor itself."""
+    local: Tensor = getattr(tensor, "_local_tensor", tensor) if is_spread(type(tensor)) else tensor
+    return local
+
+
+class Observer(Protocol):
+    """What counts storages."""
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Take notice of a storage that was resized past the dispatcher."""
+
+    def looking_away(self) -> contextlib.AbstractContextManager[None]:
+        """Count nothing meanwhile."""
+
+
+@process_wide
+@contextlib.contextmanager
+def seen_by(observer: Observer) -> Iterator[None]:
+    """Let ``observer`` see what sharded modules do past the dispatcher, and not what they only think of.
+
+    Units resize the storages of what they gather. And tensors that are spread find the shape of a result by the same
+    operator on fake tensors of the whole size, which are none of the step's.
+    """
+    resize: Any = torch.UntypedStorage.resize_
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    shape: Any = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def resized(storage: torch.UntypedStorage, size: int) -> Any:
+        result = resize(storage, size)
+        observer.resized(storage)
+        return result
+
+    def shaped(propagator: Any, *args: Any) -> Any:
+        with observer.looking_away():
+            return shape(propagator, *args)
+
+    with (
+        mock.patch.object(torch.UntypedStorage, "resize_", resized),
+        mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", shaped),
+    ):
+        yield

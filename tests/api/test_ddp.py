@@ -1,0 +1,38 @@
+"""Under DDP, in two processes: the same training bit for bit, within the budget that was met with its buckets."""
+
+import pytest
+
+from tests.support import ddp
+from tests.support.ddp import Outcome
+from tests.support.processes import together
+
+Found = list[tuple[dict[str, Outcome], list[str]]]
+USED = 512  # bytes; on the CPU the reducer's table of used parameters is made of memory that simulation does not count
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """What each of two processes found."""
+    return together(ddp.everything, tmp_path_factory.mktemp("ddp"))
+
+
+@pytest.mark.parametrize("name", [*ddp.SETTINGS, ddp.WRAPPED])
+def test_training_is_the_same_and_within_the_budget(ranks: Found, name: str) -> None:
+    one, other = (outcomes[name] for outcomes, _ in ranks)
+    for found in (one, other):
+        assert found.differs == []
+        assert found.peak_before <= found.predicted_before + USED
+        assert found.peak <= found.predicted + USED
+        if name != ddp.WRAPPED:  # whose hook may be done with what it sends sooner than is predicted
+            assert found.peak_before >= found.predicted_before
+            assert found.peak >= found.predicted
+        assert found.peak <= found.budget < found.predicted_before
+    assert one.programs == other.programs != []
+
+
+def test_what_one_process_cannot_do_ends_all(ranks: Found) -> None:
+    (_, first), (_, other) = ranks
+    assert first == other
+    infeasible, broken = first
+    assert infeasible.startswith("BudgetInfeasibleError: No plan fits 1000 B: the lowest reachable peak is")
+    assert broken.startswith("CaptureError: Net fails on the example inputs with ZeroDivisionError: no loss here")

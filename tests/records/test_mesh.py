@@ -1,0 +1,42 @@
+"""A mesh as text."""
+
+import re
+
+import pytest
+
+from memrewrite.records.errors import UsageError
+from memrewrite.records.mesh import Ddp, Fsdp, Mesh
+
+EVERY = {
+    Ddp: "ddp=8,bucket-cap-mb=0.5,gradient-as-bucket-view,static-graph,find-unused-parameters,no-buffers",
+    Fsdp: "fsdp=64,param-dtype=bf16,reduce-dtype=fp32,no-reshard,units=model.layers.*",
+}
+REFUSED = {
+    "": "is unknown; write e.g. ddp=8",
+    "8": "is unknown; write e.g. ddp=8",
+    "ddp": "'ddp' is not supported; ddp=8 and fsdp=8 are",
+    "ddp=0": "'ddp=0' is not supported; ddp=8 and fsdp=8 are",
+    "tp=8": "'tp=8' is not supported; ddp=8 and fsdp=8 are",
+    "fsdp=64,tp=8": "A mesh of fsdp and 'tp=8' is not supported yet; give one of them",
+    "ddp=2,fsdp=8": "A mesh of ddp and 'fsdp=8' is not supported yet; give one of them",
+    "ddp=2,buckets": "'buckets' is unknown in this mesh; known are bucket-cap-mb=MIB, gradient-as-bucket-view,",
+    "fsdp=2,static-graph": "'static-graph' is unknown in this mesh; known are param-dtype=bf16,",
+}
+
+
+@pytest.mark.parametrize("text", ["ddp=1", "ddp=8", "ddp=2,gradient-as-bucket-view", "fsdp=2", *EVERY.values()])
+def test_a_mesh_is_written_as_it_is_read(text: str) -> None:
+    assert str(Mesh.parse(text)) == text
+    assert Mesh.parse(Mesh.parse(text)) == Mesh.parse(text)
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_every_argument_is_told(kind: type[Ddp | Fsdp]) -> None:
+    names = [word.partition("=")[0] for word in EVERY[kind].split(",")[1:]]
+    assert names == [word.partition("=")[0] for word in kind.words]
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_what_is_no_mesh_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(REFUSED[text])):
+        Mesh.parse(text)

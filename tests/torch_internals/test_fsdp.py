@@ -1,0 +1,114 @@
+"""FSDP2 on fake tensors takes what it takes in two processes over gloo, and rewritten units train as they did."""
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import memrewrite
+from memrewrite.records.errors import UsageError
+from memrewrite.records.mesh import Fsdp, Mesh
+from memrewrite.simulate import simulate
+from memrewrite.torch_internals.fsdp import units
+from memrewrite.workload.step import Inputs, Step
+from tests.support import fsdp
+from tests.support.fsdp import Trained
+from tests.support.processes import together
+
+WHOLE = ["fsdp=2", "fsdp=2,no-reshard"]  # every layer is a unit, and runs in the type it was captured in
+Found = tuple[dict[str, Any], list[dict[str, tuple[Trained, Trained]]]]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """What was made of the model, by mesh, and the trainings in each of two processes."""
+    asked: dict[str, Any] = {"budget": "85%", "passes": ["checkpoint_segments"], "verify": False}
+    optimized = {name: memrewrite.optimize(fsdp.Net(), fsdp.X, mesh=name, **asked) for name in WHOLE}
+    models = {name: optimized.get(name, fsdp.Net()) for name in fsdp.MESHES}
+    answers = together(fsdp.trainings, tmp_path_factory.mktemp("fsdp"), pickle.dumps(models))
+    return optimized, [pickle.loads(answer) for answer in answers]
+
+
+@pytest.mark.parametrize("name", fsdp.MESHES)
+def test_what_is_simulated_is_what_two_processes_take(found: Found, name: str) -> None:
+    predicted = simulate(fsdp.Net(), Inputs((fsdp.X,), {}), Step(optimizer=torch.optim.AdamW, mesh=Mesh.parse(name)))
+    assert found[1][0][name][0].peak == predicted.peak
+    assert {"communication buffers", "gathered parameters"} <= {*predicted.categories}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_budget_holds_in_two_processes(found: Found, name: str) -> None:
+    optimized, ranks = found
+    report = optimized[name].report
+    original, rewritten = ranks[0][name]
+    assert original.peak == report.predicted_before.peak
+    assert rewritten.peak == report.predicted_after.peak <= report.budget < original.peak
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("name", WHOLE)
+def test_sharded_units_train_as_they_did(found: Found, name: str, rank: int) -> None:
+    original, rewritten = found[1][rank][name]
+    assert original.numbers.keys() == rewritten.numbers.keys()
+    assert [key for key, value in original.numbers.items() if not torch.equal(value, rewritten.numbers[key])] == []
+    assert rewritten.said == []
+
+
+def test_a_second_simulation_finds_what_the_first_one_found() -> None:
+    step = Step(optimizer=torch.optim.AdamW, mesh=Fsdp(7, param_dtype="bf16"))
+    first, second = (simulate(fsdp.Net(), Inputs((fsdp.X,), {}), step) for _ in range(2))
+    assert first.events == second.events
+
+
+class Blocks(nn.Module):
+    """Lists of layers in a part of the model, and a list of which no two are alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = fsdp.Net()
+        self.head = nn.Sequential(nn.Linear(33, 8), nn.ReLU())
+
+
+def test_units_are_the_members_of_lists() -> None:
+    blocks = Blocks()
+    assert units(blocks, Fsdp(2)) == [*blocks.model.layers]
+    assert units(blocks, Fsdp(2, units="model.layers.*")) == [*blocks.model.layers]
+    assert units(blocks, Fsdp(2, units="head.0")) == [blocks.head[0]]
+    with pytest.raises(UsageError, match=r"^No module has a path like 'layers\.\*', the units of the mesh\.$"):
+        units(blocks, Fsdp(2, units="layers.*"))
+
+
+def test_what_is_not_sharded_yet_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"^No part of the model is a unit of fsdp=2; name them, units=model"):
+        memrewrite.optimize(nn.Linear(16, 4), fsdp.X, budget="min", mesh="fsdp=2")
+    with pytest.raises(UsageError, match=r"^Units whose parameters are bf16 once they are gathered"):
+        memrewrite.optimize(fsdp.Net(), fsdp.X, budget="min", mesh="fsdp=2,param-dtype=bf16")
+    with pytest.raises(UsageError, match=r"^A mesh of fsdp=2 cannot be measured in one process"):
+        memrewrite.measure(fsdp.Net(), fsdp.X, mesh="fsdp=2")
+
+
+def test_an_estimate_of_a_model_that_is_not_there_says_which_mesh_is_large_enough() -> None:
+    with torch.device("meta"):
+        model = fsdp.Net()
+    found = memrewrite.estimate(model, fsdp.X, mesh="fsdp=64", device_memory="3.8MB")
+    assert found.mesh == "fsdp=64"
+    assert found.fits
+    assert found.inference_peak is None
+    assert found.peak.categories["parameters"] < sum(p.nbytes for p in model.parameters()) / 32  # some in granules
+    (note,) = found.notes
+    assert note == "The smallest mesh of a power of two that fits is fsdp=8, with 3.8 MB (3.6 MiB) on each device."
+    assert not dist.is_initialized()
+
+
+def test_an_estimate_beside_a_process_group_is_refused() -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        with pytest.raises(UsageError, match="and this process is in one; call estimate before init_process_group"):
+            memrewrite.estimate(fsdp.Net(), fsdp.X, mesh="fsdp=2")
+    finally:
+        dist.destroy_process_group()
