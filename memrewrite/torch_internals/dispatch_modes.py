@@ -12,6 +12,7 @@ from typing import Any, Self, cast
 import torch
 from torch import Tensor
 
+from memrewrite.torch_internals.pytrees import tree_iter
 from memrewrite.torch_internals.versions import private_imports, require
 
 with private_imports():
@@ -90,6 +91,8 @@ class Recall(Layer):
         if func is _DEVICE and type(args[0]) is FakeTensor:
             return args[0].device
         call: list[Any] = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
+        if func.namespace not in _BELOW_AUTOCAST:  # which may ask what autocast casts to
+            call += [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
         if func in _UNKEPT or not (self._describe(args, call) and (not kwargs or self._describe(kwargs.items(), call))):
             return func(*args, **kwargs)
         known = tuple(call)
@@ -135,7 +138,11 @@ class Recall(Layer):
         if func in _VIEWS:
             _RESULTS[known] = _views(result, args[0])
         elif isinstance(result, list):  # of which the mode keeps nothing
-            _UNKEPT.add(func)
+            made = None if func._schema.is_mutable else _new(result, args)
+            if made is None:
+                _UNKEPT.add(func)
+            else:
+                _RESULTS[known] = made
         else:
             _RESULTS[known] = _results(kept) if isinstance(kept, _DispatchCacheValidEntry) else None
         return result
@@ -183,7 +190,8 @@ class _Results:
 
 
 _RESULTS: dict[tuple[Any, ...], _Results | None] = {}  # None for calls that are to be left to the mode
-_UNKEPT: set[Any] = set()  # operators that the mode keeps nothing of
+_UNKEPT: set[Any] = set()  # operators that nothing is kept of
+_BELOW_AUTOCAST = {"aten", "prims", "prim"}
 
 # What these give are views of their first argument, of which the mode keeps nothing either.
 _VIEWS = {torch.ops.aten._unsafe_view.default, torch.ops.aten.split.Tensor, torch.ops.aten.split_with_sizes.default}
@@ -203,6 +211,20 @@ def _results(kept: _DispatchCacheValidEntry) -> _Results | None:
         else:
             found.append(_Result(made.dtype, made.shape, made.stride, made.device, made.storage_offset, info.view_idx))
     return _Results(tuple if kept.is_output_tuple else None, tuple(found))
+
+
+def _new(result: list[Any], args: tuple[Any, ...]) -> _Results | None:
+    """Tensors that fill a storage of their own each; None where one does not."""
+    storages = {id(each.untyped_storage()) for each in tree_iter(args) if isinstance(each, Tensor)}
+    for tensor in result:
+        if type(tensor) is not FakeTensor or tensor.requires_grad or tensor.layout is not torch.strided:
+            return None
+        storage = tensor.untyped_storage()
+        whole = tensor.storage_offset() == 0 and storage.nbytes() == tensor.numel() * tensor.element_size()
+        if not whole or id(storage) in storages or tensor.dtype.is_complex:
+            return None
+        storages.add(id(storage))
+    return _Results(list, tuple(_Result(t.dtype, tuple(t.shape), t.stride(), t.fake_device, 0, None) for t in result))
 
 
 def _views(result: Any, source: Tensor) -> _Results | None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from memrewrite.runtime.fused import at_once
 from memrewrite.torch_internals.dispatch_modes import Layer, Recall
 from memrewrite.torch_internals.fake_tensors import FakeTensor, FakeTensorMode, TorchDispatchMode
 
@@ -81,6 +82,13 @@ def test_compiled_code_inside_is_run_as_it_is() -> None:
     assert seen == ["high zeros", "high exp", "high add"]
 
 
+def several(x: Tensor) -> Any:
+    """Of an operator that is not PyTorch's, whose results autocast changes."""
+    results = at_once("several", lambda y: ((y.mean(-1) / 3).to(torch.float64), y.bfloat16().pow(2)), [x])
+    with torch.autocast("cpu", torch.bfloat16):
+        return [*results, *at_once("several", lambda *_: None, [x])]
+
+
 def norm(x: Tensor) -> Any:
     return torch.ops.aten.native_batch_norm(x, torch.ones(3), torch.zeros(3), None, None, True, 0.1, 1e-5)
 
@@ -98,6 +106,9 @@ CALLS: dict[str, Callable[[Tensor], Any]] = {
     "in place": lambda x: x.mul_(2),
     "three results": norm,
     "list": lambda x: x.split(1),
+    "new list": lambda x: torch._foreach_add([x, x.transpose(0, 1)], 2.0),
+    "its own in a list": lambda x: torch._foreach_add([x.clone()], 2.0)[0].split(4),
+    "other operator": several,
     "other list": lambda x: [*x.unbind(1), *x.transpose(0, 1).split([1, 2])],
     "product": lambda x: x @ x[0].t(),
     "factory": lambda x: torch.zeros(3, dtype=torch.float16),
@@ -144,8 +155,10 @@ def test_recalled_is_without_the_mode(monkeypatch: pytest.MonkeyPatch) -> None:
         x = mode.from_tensor(torch.ones(5, 7))
         for _ in range(2):  # the first time it is learned
             norm(x[None].transpose(1, 2)[:, :3])
+            several(x)
         monkeypatch.setattr(mode, "dispatch", lambda func, *rest: asked.append(func))
         result = norm(x[None].transpose(1, 2)[:, :3])
+        several(x)
     assert asked == []
     assert [type(each) for each in result] == [FakeTensor] * 3
 
