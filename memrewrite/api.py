@@ -67,12 +67,12 @@ def optimize(
     ``optimizer`` is ``"none"``, ``"sgd"``, ``"sgd-momentum"``, ``"adam"``, ``"adamw"``, either with ``-fused``, one to
     copy, a factory, or None; ``loss_fn(output)`` gives a scalar, and what it holds counts as targets; ``amp`` is
     ``"bf16"`` or ``"fp16"``; gradients of ``micro_batches`` are accumulated. ``loop`` names habits of yours,
-    ``mesh="ddp=8"`` bounds each of so many processes, as does a model in ``DistributedDataParallel``, which comes back
-    in it. ``device="cuda"`` plans for CUDA where there is none. ``regions`` are patterns of paths (``"layers.*"``) to
-    capture one by one. ``passes`` names those allowed ("all": on request, too), ``exact`` keeps the forward bit-equal,
-    ``verify=False`` skips the proof, ``strict`` raises ``BeyondPlanError`` for a warning. ``dynamic`` names sizes that
-    vary (as ``memrewrite.records`` says), ``returns="loss"`` drops others, ``compiled`` is for ``torch.compile``.
-    ``cache`` is the folder of plans (None: the usual one, or that of ``MEMREWRITE_CACHE``; False: none).
+    ``mesh="ddp=8"`` bounds each of so many processes, as a model in DDP does, which comes back in it. ``device="cuda"``
+    plans for CUDA where there is none. ``regions`` are patterns of paths (``"layers.*"``) to capture one by one.
+    ``passes`` names those allowed ("all": on request, too), ``exact`` keeps the forward bit-equal, ``verify=False``
+    skips the proof, ``strict`` raises for a warning. ``dynamic`` names sizes that vary (``memrewrite.records.ranges``),
+    ``returns="loss"`` drops others, ``compiled`` is for ``torch.compile``, ``cache`` the folder of plans (None: that of
+    ``MEMREWRITE_CACHE``, or the usual one; False: none).
 
     The result shares every Parameter and buffer with ``model``, is of its class, has its hooks and carries ``.report``,
     or is ``model``, where nothing is gained. ``progress`` is told each stage. Raises every kind of ``MemrewriteError``.

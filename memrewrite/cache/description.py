@@ -34,6 +34,7 @@ from memrewrite.cache.libraries import is_foreign, library_of, module_of, stamp
 from memrewrite.runtime.guards import TABLES
 from memrewrite.state.bits import fingerprint
 from memrewrite.state.containers import contents, is_container
+from memrewrite.torch_internals.operators import OpOverload, OpOverloadPacket
 
 _MOST = 200_000  # objects, some seconds: a model that leads to a data set, say, is not worth describing
 _SIMPLE = (bool, int, float, complex, str, bytes, type(None), type(...), type(NotImplemented))
@@ -61,7 +62,7 @@ _CALLED = (
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _OF_ONE_MODULE = frozenset({*TABLES, "training", "_non_persistent_buffers_set"})
 _HASH = re.compile("hash")  # of text, say, which is another number in every process
-_OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+_OPERATORS = (OpOverload, OpOverloadPacket)
 
 
 class IndescribableError(Exception):

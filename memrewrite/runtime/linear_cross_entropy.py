@@ -47,19 +47,19 @@ def linear_cross_entropy(
     options = steps, ignore_index, label_smoothing
     given = hidden, weight, bias, target, class_weight
     if torch.compiler.is_compiling():  # compilers fuse what they can
-        return _reduced(_head_losses(*given, *options), target, class_weight, reduction, ignore_index)
+        return _loss_of(_head_losses(*given, *options), target, class_weight, reduction, ignore_index)
     if early and torch.is_grad_enabled() and not _underflows(hidden):
         loss: Tensor = _EarlyLoss.apply(*given, options, reduction, rows, fused)  # type: ignore[no-untyped-call]
         return loss
     losses = _LinearLosses.apply(*given, options, rows)  # type: ignore[no-untyped-call]
-    return _reduced(losses, target, class_weight, reduction, ignore_index)
+    return _loss_of(losses, target, class_weight, reduction, ignore_index)
 
 
 def _underflows(hidden: Tensor) -> bool:
     return torch.float16 in (hidden.dtype, autocast_dtype(hidden.device.type))
 
 
-def _reduced(losses: Tensor, target: Tensor, class_weight: Tensor | None, reduction: int, ignore_index: int) -> Tensor:
+def _loss_of(losses: Tensor, target: Tensor, class_weight: Tensor | None, reduction: int, ignore_index: int) -> Tensor:
     if class_weight is None or reduction != 1:
         return reduced(losses, target, reduction, ignore_index)
     return losses.sum() / _weights(target, class_weight, ignore_index).sum()
@@ -95,7 +95,7 @@ class _EarlyLoss(torch.autograd.Function):
         ctx.options, ctx.rows, ctx.autocast = options, rows, autocast_dtype(hidden.device.type)
         ctx.reduction, ctx.fused = reduction, fused
         losses, ctx.slopes = _early(ctx, (hidden, weight, bias), target, class_weight)
-        return _reduced(losses, target, class_weight, reduction, options[1])
+        return _loss_of(losses, target, class_weight, reduction, options[1])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -104,7 +104,7 @@ class _EarlyLoss(torch.autograd.Function):
         with in_autocast(hidden, ctx.autocast):
             if torch.is_grad_enabled():  # to be differentiated again
                 losses = _head_losses(*head, target, class_weight, *ctx.options)
-                loss = _reduced(losses, target, class_weight, ctx.reduction, ctx.options[1])
+                loss = _loss_of(losses, target, class_weight, ctx.reduction, ctx.options[1])
                 slopes = _slopes_again(ctx, loss, grad, head)
             else:
                 slopes, ctx.slopes = ctx.slopes or _early(ctx, head, target, class_weight)[1], None
@@ -153,17 +153,17 @@ class _LinearLosses(torch.autograd.Function):
 
 
 Head = tuple[Tensor, Tensor, Tensor | None]
-Slopes = tuple[Tensor | None, Tensor | None, Tensor | None]
+HeadSlopes = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
-def _slopes_again(ctx: Any, of: Tensor, grad: Tensor, head: Head) -> Slopes:
+def _slopes_again(ctx: Any, of: Tensor, grad: Tensor, head: Head) -> HeadSlopes:
     wanted = [tensor for tensor, need in zip(head, ctx.needs_input_grad, strict=False) if need and tensor is not None]
     found = iter(torch.autograd.grad(of, wanted, grad, create_graph=True))
     of_hidden, of_weight, of_bias = (next(found) if need else None for need in ctx.needs_input_grad[:3])
     return of_hidden, of_weight, of_bias
 
 
-def _early(ctx: Any, head: Head, target: Tensor, class_weight: Tensor | None) -> tuple[Tensor, Slopes]:
+def _early(ctx: Any, head: Head, target: Tensor, class_weight: Tensor | None) -> tuple[Tensor, HeadSlopes]:
     """The losses of all rows, and the gradients of what is made of them."""
     dtype = head[0].dtype if ctx.autocast is None or head[0].dtype == torch.float64 else ctx.autocast
     of_losses = _logit_losses(head[0].new_empty((0, 1), dtype=dtype), target[:0], None, *ctx.options).dtype
@@ -184,7 +184,7 @@ def _early(ctx: Any, head: Head, target: Tensor, class_weight: Tensor | None) ->
     return torch.cat(losses), slopes
 
 
-def _by_rows(ctx: Any, head: Head, of_logits: Callable[[Tensor, slice], Tensor]) -> Slopes:
+def _by_rows(ctx: Any, head: Head, of_logits: Callable[[Tensor, slice], Tensor]) -> HeadSlopes:
     """The gradients of what the head is given and of its parameters, by those of some rows of logits at a time."""
     hidden, weight, bias = head
     of_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None

@@ -11,13 +11,14 @@ import torch
 from memrewrite.torch_internals.versions import private_imports, require
 
 with private_imports():
-    from torch._ops import OpOverload
+    from torch._ops import OpOverload, OpOverloadPacket
 
 require("ops.aten.relu.default._schema.arguments", "_C._set_grad_enabled")
 
 __all__ = [
     "C_FUNCTIONS",
     "OpOverload",
+    "OpOverloadPacket",
     "argument_names",
     "is_mutable",
     "named_arguments",
