@@ -71,7 +71,7 @@ def optimize(
     plans for CUDA where there is none. ``regions`` are patterns of paths (``"layers.*"``) to capture one by one.
     ``passes`` names those allowed ("all": on request, too), ``exact`` keeps the forward bit-equal, ``verify=False``
     skips the proof, ``strict`` raises for a warning. ``dynamic`` names sizes that vary (``memrewrite.records.ranges``),
-    ``returns="loss"`` drops others, ``compiled`` is for ``torch.compile``, ``cache`` the folder of plans, False for none.
+    ``returns="loss"`` drops others, ``compiled`` is for ``torch.compile``, ``cache`` a folder for plans (False: none).
 
     The result shares every Parameter and buffer with ``model``, is of its class, has its hooks and carries ``.report``,
     or is ``model``, where nothing is gained. ``progress`` is told each stage. Raises every kind of ``MemrewriteError``.
