@@ -3,9 +3,12 @@
 import warnings
 from dataclasses import dataclass
 
+from torch import nn
+
 from memrewrite.equivalence.sizes import sizes_of, smaller_inputs
 from memrewrite.process.thread import apart
 from memrewrite.records.options import Budget, short_bytes
+from memrewrite.runtime.dropin import own
 from memrewrite.runtime.promise import Call, FallbackWarning
 from memrewrite.search.candidate import Candidate
 from memrewrite.simulate import simulate
@@ -42,6 +45,12 @@ class Foresight:
                 return None
         fell_back = any(issubclass(each.category, FallbackWarning) for each in told)
         return self.limit.of(found) if fell_back == original else None
+
+
+def foresee_in(result: nn.Module, step: Step, workspace: int, limit: Budget | None, inputs: Inputs) -> None:
+    """Let a drop-in tell what a call beyond its plan, made for ``inputs``, will take; any other module has no plan."""
+    if (kept := own(result)) is not None:
+        kept.promise.foresee = Foresight(step, workspace, limit or Budget(), form_of(inputs))
 
 
 def held(candidate: Candidate, limit: Budget) -> Candidate:

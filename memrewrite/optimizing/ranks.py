@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from memrewrite.cache.store import Store
 from memrewrite.optimizing.by_size import when_written
-from memrewrite.optimizing.foresight import Foresight
+from memrewrite.optimizing.foresight import Foresight, foresee_in
 from memrewrite.optimizing.remembered import run_remembering
 from memrewrite.optimizing.request import Request
 from memrewrite.optimizing.run import Outcome, Progress, run
@@ -22,7 +22,6 @@ from memrewrite.records.options import Budget
 from memrewrite.records.report import Report
 from memrewrite.report.later import complete_by
 from memrewrite.runtime.dropin import build, graft, own, program_from, programs
-from memrewrite.simulate.fake.batch import form_of
 from memrewrite.workload.hooks import with_hooks_of, without_hooks
 from memrewrite.workload.step import device_of
 from memrewrite.workload.workload import Workload
@@ -126,9 +125,7 @@ def _applied(plan: _Plan, report: Report, work: Workload, asked: Request) -> nn.
         constants = {name: t.to(place) if moves else t for name, (t, moves) in sent.constants.items()}
         parts[path] = build(bare.get_submodule(path), program_from(sent.source), constants)
     result = graft(bare, parts)
-    if (kept := own(result)) is not None:
-        step, limit = asked.rewritten(placed.step), plan.limit or Budget()
-        kept.promise.foresee = Foresight(step, plan.workspace, limit, form_of(placed.inputs))
+    foresee_in(result, asked.rewritten(placed.step), plan.workspace, plan.limit, placed.inputs)
     with_hooks_of(work.model, result)
     complete_by(report, when_written(result))
     return result

@@ -24,7 +24,7 @@ from memrewrite.cache.store import Entry, Store
 from memrewrite.equivalence import verifying
 from memrewrite.equivalence.verifying import Verdict
 from memrewrite.optimizing.by_size import when_written
-from memrewrite.optimizing.foresight import Foresight
+from memrewrite.optimizing.foresight import foresee_in
 from memrewrite.optimizing.request import Request
 from memrewrite.optimizing.run import INTERRUPTED, Outcome, Progress, declined, run
 from memrewrite.records.options import Budget
@@ -35,7 +35,6 @@ from memrewrite.runtime.dropin import build, graft, own, program_from, programs
 from memrewrite.search.bench import Bench
 from memrewrite.search.fit_to_budget import limit_for
 from memrewrite.search.so_far import Offer
-from memrewrite.simulate.fake.batch import form_of
 from memrewrite.workload.hooks import with_hooks_of, without_hooks
 from memrewrite.workload.step import OptimizerFactory, device_of
 from memrewrite.workload.workload import Workload
@@ -184,9 +183,8 @@ def _built(entry: Entry, work: Workload, bench: Bench, asked: Request) -> nn.Mod
     parts = [own(result.get_submodule(path)) for path in facts["programs"]]
     if not all(part and part.guards and not (part.broken or part.guards.changed()) for part in parts):
         return None
-    if (kept := own(result)) is not None:
-        limit = limit_for(asked.budget, asked.reserved, work.step.device_type(model, work.inputs))
-        kept.promise.foresee = Foresight(bench.step, bench.workspace, limit or Budget(), form_of(bench.inputs))
+    limit = limit_for(asked.budget, asked.reserved, work.step.device_type(model, work.inputs))
+    foresee_in(result, bench.step, bench.workspace, limit, bench.inputs)
     return result
 
 

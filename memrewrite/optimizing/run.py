@@ -11,7 +11,7 @@ from memrewrite.codegen.writer import generate
 from memrewrite.costs.profile import profile_on
 from memrewrite.measurement.original import blaming, simulate_original
 from memrewrite.optimizing.by_size import when_written
-from memrewrite.optimizing.foresight import Foresight, held
+from memrewrite.optimizing.foresight import foresee_in, held
 from memrewrite.optimizing.proof import Proof, prove
 from memrewrite.optimizing.request import Request
 from memrewrite.records.options import Budget
@@ -19,7 +19,6 @@ from memrewrite.records.outcomes import Measured
 from memrewrite.records.report import Report
 from memrewrite.report.assembly import report_on
 from memrewrite.report.later import complete_by
-from memrewrite.runtime.dropin import own
 from memrewrite.search import registry
 from memrewrite.search.bench import Bench
 from memrewrite.search.candidate import Candidate, CandidateRegion
@@ -30,7 +29,6 @@ from memrewrite.search.planning import rewritten
 from memrewrite.search.regions import Regions, find
 from memrewrite.search.so_far import Offer, best_so_far
 from memrewrite.simulate import Timeline
-from memrewrite.simulate.fake.batch import form_of
 from memrewrite.workload.hooks import with_hooks_of, without_hooks
 from memrewrite.workload.sharding import bucket_notes
 from memrewrite.workload.step import Step, default_loss, device_of
@@ -103,8 +101,7 @@ def run(work: Workload, asked: Request, progress: Progress, offer: Offer = decli
     if limit is not None:
         candidate = held(candidate.promising(bound or limit.of(after), asked.strict), limit)
     result = candidate.build()
-    if (kept := own(result)) is not None:
-        kept.promise.foresee = Foresight(bench.step, bench.workspace, limit or Budget(), form_of(bench.inputs))
+    foresee_in(result, bench.step, bench.workspace, limit, bench.inputs)
     proof = None
     if asked.verify:
         progress("verify")
