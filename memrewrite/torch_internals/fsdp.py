@@ -1,9 +1,7 @@
 """FSDP2's ``fully_shard`` on fake tensors, in a process group of any size without peers. Read in PyTorch 2.11 to 2.15.
 
-The group is that of ``torch.testing._internal.distributed.fake_pg``, which PyTorch's own estimators are tested with:
-a ``DeviceMesh`` asks for a registered group, and there is no public one that needs no peers. What is gathered and
-reduced is observed as the hooks of the units run; storages that they free and fill again are resized past the
-dispatcher, which is why these are told of one by one.
+What is gathered and reduced is observed as the hooks of the units run; storages that they free and fill again are
+resized past the dispatcher, which is why these are told of one by one.
 """
 
 import contextlib
@@ -13,39 +11,24 @@ from typing import Any, Protocol
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from memrewrite.records.errors import UsageError
 from memrewrite.records.mesh import Fsdp
+from memrewrite.torch_internals.groups import alone_among
 from memrewrite.torch_internals.patches import process_wide
-from memrewrite.torch_internals.versions import require_module
 
-_FAKE = "torch.testing._internal.distributed.fake_pg"
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, None: None}
 
 
 @contextlib.contextmanager
 def without_peers(mesh: Fsdp, device_type: str) -> Iterator[Callable[[nn.Module], None]]:
-    """Gives what shards a module among the processes of ``mesh``, of which this is the first and no other is there.
-
-    Raises ``UsageError`` where this process is in a process group already: there can be no other mesh beside it.
-    """
-    if dist.is_initialized():
-        raise UsageError(
-            f"A mesh of {mesh} is predicted in a process group of its own, and this process is in one; call estimate "
-            "before init_process_group."
-        )
-    require_module(_FAKE)
+    """Gives what shards a module among the processes of ``mesh``, of which this is the first and no other is there."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=mesh.size)
-    try:
+    with alone_among(mesh.size):
         devices = init_device_mesh(device_type, (mesh.size,))
         yield lambda module: _shard(module, mesh, devices)
-    finally:
-        dist.destroy_process_group()
 
 
 def _shard(module: nn.Module, mesh: Fsdp, devices: Any) -> None:

@@ -1,4 +1,4 @@
-"""Peak and step time of each GPU under DDP: eager, block checkpointing, and ours at budgets that count the buckets.
+"""Peak and step time of each GPU under DDP and FSDP2: eager, block checkpointing, and ours at the budgets of a GPU.
 
     python -m tests.benchmarks.mesh FILE.json [--only resnet50 vit_large] [--processes 2] [--deadline-s 280] [--tiny]
 
@@ -23,20 +23,22 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from memrewrite.measurement.measuring import predict
 from memrewrite.records.errors import BudgetInfeasibleError
-from memrewrite.records.mesh import Ddp
+from memrewrite.records.mesh import Ddp, Fsdp
 from memrewrite.runtime.dropin import programs
 from memrewrite.simulate import Timeline
 from memrewrite.targets.workspaces import measured as workspace_bytes
+from memrewrite.torch_internals.fsdp import units
 from memrewrite.workload.step import Inputs, Step
-from tests.benchmarks.models import WORKLOADS, Workload
+from tests.benchmarks.models import WORKLOADS, Workload, decoder, llama, tokens
 from tests.benchmarks.rows import machine
 from tests.benchmarks.trial import Trial, clear
 
-CONTENDERS = ("eager", "block", "ours block", "ours 50%")
+CONTENDERS = ("eager", "block", "ours block", "ours 50%", "ours min")
 _STEPS = 8
 
 
@@ -65,11 +67,17 @@ def _vit_large(tiny: bool) -> nn.Module:
     return cast(nn.Module, timm.create_model("vit_large_patch16_224", pretrained=False, **small))
 
 
+def _llama_670m(tiny: bool) -> nn.Module:
+    return llama(decoder(tiny, 2048, 10, 32, 32000))
+
+
 CASES: dict[str, Workload] = {
     "resnet50": replace(WORKLOADS["resnet50"], batch=96),
     "vit_large": replace(WORKLOADS["vit_base"], build=_vit_large, batch=64),
     "llama_1b": replace(WORKLOADS["llama_1b"], batch=2),
+    "llama_670m-fsdp": replace(WORKLOADS["llama_1b"], build=_llama_670m, inputs=tokens(2048, 32000), batch=4),
     "unet": replace(WORKLOADS["unet"], batch=4),  # on request: it needs no library
+    "unet-fsdp": replace(WORKLOADS["unet"], batch=4),
 }
 
 
@@ -79,7 +87,7 @@ class Bench:
     def __init__(self, name: str, device: torch.device, tiny: bool) -> None:
         self.name, self.workload, self.device, self.tiny = name, CASES[name], device, tiny
         self.batch = 2 if tiny else self.workload.batch
-        self.mesh = Ddp(dist.get_world_size())
+        self.mesh: Ddp | Fsdp = (Fsdp if name.endswith("-fsdp") else Ddp)(dist.get_world_size())
         self.step: Step = replace(self.workload.step(), mesh=self.mesh)
         self.peaks: dict[str, int] = {}
         self.floor = 0
@@ -97,7 +105,7 @@ class Bench:
             inputs = self.workload.inputs(self.batch, self.tiny)
         budget = self._budget(contender)
         ready = together(lambda: self._ready(contender, model, inputs, budget))
-        row = replace(row, budget=budget)
+        row = replace(row, budget=budget if isinstance(budget, int) else None)
         if isinstance(ready, str):
             return replace(row, note=ready)
         module, predicted = ready
@@ -111,14 +119,18 @@ class Bench:
         self.peaks[contender] = max(gathered(peak))
         return replace(row, measured=self.peaks[contender], step_ms=max(gathered(ms)))
 
-    def _budget(self, contender: str) -> int | None:
+    def _budget(self, contender: str) -> int | str | None:
+        if contender == "ours min":
+            return "min"
         if contender == "ours block":
             return self.peaks.get("block")
         if contender == "ours 50%" and "eager" in self.peaks:
             return (max(gathered(self.floor)) + self.peaks["eager"]) // 2
         return None
 
-    def _ready(self, contender: str, model: nn.Module, inputs: Inputs, budget: int | None) -> tuple[nn.Module, int]:
+    def _ready(
+        self, contender: str, model: nn.Module, inputs: Inputs, budget: int | str | None
+    ) -> tuple[nn.Module, int]:
         """The module to wrap, and the peak that is predicted of a process."""
         if contender.startswith("ours"):
             if budget is None:
@@ -134,7 +146,7 @@ class Bench:
         workspace = workspace_bytes(self.device, self.step.amp, self.step.mode)
         return predict(model, inputs, self.step, workspace_bytes=workspace)
 
-    def _optimized(self, model: nn.Module, inputs: Inputs, budget: int) -> tuple[nn.Module, int]:
+    def _optimized(self, model: nn.Module, inputs: Inputs, budget: int | str) -> tuple[nn.Module, int]:
         import memrewrite
 
         step = self.step
@@ -144,12 +156,19 @@ class Bench:
 
     def _trained(self, module: nn.Module, inputs: Inputs, others: int) -> tuple[int, float]:
         """The measured peak in bytes and the ms of a step, under the real thing."""
-        wrapped = DistributedDataParallel(module)
-        trial = Trial(wrapped, inputs, replace(self.step, mesh=None), others)
+        step = replace(self.step, mesh=None) if isinstance(self.mesh, Ddp) else self.step
+        trial = Trial(self._wrapped(module), inputs, step, others)
         trial.warm_up()
         dist.barrier()
         figures = trial.figures(_STEPS)
         return figures["peak"], figures["step_ms"]
+
+    def _wrapped(self, module: nn.Module) -> nn.Module:
+        if isinstance(self.mesh, Ddp):
+            return DistributedDataParallel(module)
+        for unit in [*units(module, self.mesh), module]:
+            fully_shard(unit)
+        return module
 
 
 def gathered(value: Any) -> list[Any]:

@@ -126,7 +126,9 @@ def _images(size: int = _IMAGE) -> Callable[[int, bool], Inputs]:
     return inputs
 
 
-def _tokens(length: int, vocabulary: int) -> Callable[[int, bool], Inputs]:
+def tokens(length: int, vocabulary: int) -> Callable[[int, bool], Inputs]:
+    """Makes texts of ``length`` tokens that are to be continued."""
+
     def inputs(batch: int, tiny: bool) -> Inputs:
         tokens = torch.randint(_TINY_VOCABULARY if tiny else vocabulary, (batch, 16 if tiny else length))
         return Inputs((), {"input_ids": tokens, "labels": tokens})
@@ -150,13 +152,17 @@ def _gpt2(tiny: bool) -> nn.Module:
 
 def _llama(tiny: bool, length: int = 2048) -> nn.Module:
     """The sizes of Llama 3.2 1B: 1.24 billion parameters, embeddings tied."""
+    return llama(decoder(tiny, 2048, 16, 32, 128256), length)
+
+
+def llama(sizes: dict[str, Any], length: int = 2048) -> nn.Module:
+    """A Llama for texts of ``length`` tokens."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(**_decoder(tiny, 2048, 16, 32, 128256), max_position_embeddings=length)
-    return cast(nn.Module, LlamaForCausalLM(config))
+    return cast(nn.Module, LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=length)))
 
 
-def _decoder(tiny: bool, width: int, layers: int, heads: int, vocabulary: int) -> dict[str, Any]:
+def decoder(tiny: bool, width: int, layers: int, heads: int, vocabulary: int) -> dict[str, Any]:
     """The options of a language model with four heads of queries for one of keys, and one matrix for words and head."""
     if tiny:
         width, layers, heads, vocabulary = 32, 4, 4, _TINY_VOCABULARY
@@ -177,7 +183,7 @@ def _lora(tiny: bool) -> nn.Module:
     from peft import LoraConfig, get_peft_model
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    config = Qwen3Config(**_decoder(tiny, 1536, 20, 16, 151936), head_dim=8 if tiny else 128)
+    config = Qwen3Config(**decoder(tiny, 1536, 20, 16, 151936), head_dim=8 if tiny else 128)
     model = Qwen3ForCausalLM(config).bfloat16()
     return cast(nn.Module, get_peft_model(model, LoraConfig(r=16, target_modules="all-linear", lora_dropout=0.0)))
 
@@ -233,7 +239,7 @@ _RESNET = Workload(
 )
 _GPT2 = Workload(
     _gpt2,
-    _tokens(1024, 50257),
+    tokens(1024, 50257),
     batch=8,
     blocks=r"transformer\.h\.\d+",
     checkpoint_blocks=_by_transformers,
@@ -291,7 +297,7 @@ WORKLOADS: dict[str, Workload] = {
     "gpt2_medium": _GPT2,
     "llama_1b": Workload(
         _llama,
-        _tokens(2048, 128256),
+        tokens(2048, 128256),
         batch=4,
         blocks=r"model\.layers\.\d+",
         checkpoint_blocks=_by_transformers,
@@ -301,7 +307,7 @@ WORKLOADS: dict[str, Workload] = {
     **{
         f"llama_1b-{length}": Workload(
             _in_bf16(length),
-            _tokens(length, 128256),
+            tokens(length, 128256),
             batch=batch,
             blocks=r"model\.layers\.\d+",
             checkpoint_blocks=_by_transformers,
@@ -313,7 +319,7 @@ WORKLOADS: dict[str, Workload] = {
     },
     "qwen3_lora": Workload(
         _lora,
-        _tokens(4096, 151936),
+        tokens(4096, 151936),
         batch=2,
         blocks=r"base_model\.model\.model\.layers\.\d+",
         checkpoint_blocks=_by_transformers,

@@ -11,9 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from memrewrite.measurement.measuring import measure
+from memrewrite.records.mesh import Fsdp
+from memrewrite.simulate import run_tracked
 from memrewrite.simulate.fake.fakes import tensors_of
 from memrewrite.targets.allocator import rounded
 from memrewrite.torch_internals.cuda import clear_cublas_workspaces
+from memrewrite.torch_internals.fsdp import local_part
 from memrewrite.workload.step import Inputs, Step
 
 WARM_UP = 3
@@ -51,7 +54,7 @@ class Trial:
             reserved = torch.cuda.max_memory_reserved(self.device)
         else:
             times = self._on_cpu(steps)
-            peak = reserved = measure(self.module, self.inputs, self.step, steps=1).peak
+            peak = reserved = self._peak_on_cpu()
         quarters = statistics.quantiles(times, n=4, method="inclusive")
         return {
             "peak": peak,
@@ -62,6 +65,11 @@ class Trial:
             "steps": steps,
         }
 
+    def _peak_on_cpu(self) -> int:
+        if isinstance(self.step.mesh, Fsdp):  # whose state is not put back
+            return run_tracked(self.module, self.inputs, self.step).peak
+        return measure(self.module, self.inputs, self.step, steps=1).peak
+
     def fixed(self) -> int:
         """Bytes of parameters, buffers, gradients, optimizer state, inputs and what is beside, in granules."""
         state = [] if self.optimizer is None else list(self.optimizer.state.values())
@@ -69,8 +77,9 @@ class Trial:
         gradients = [p for p in self.module.parameters() if p.requires_grad]
         kept += [*self.loop.targets.all, *self.loop.batches]
         kept += [] if self.loop.average is None else self.loop.average.tensors
-        owned = {id(t.untyped_storage()): t for t in [*tensors_of(self.module), *self.inputs.tensors(), *kept]}
-        counted = [t for t in [*owned.values(), *gradients] if t.device == self.device]
+        here = [local_part(t) for t in [*tensors_of(self.module), *self.inputs.tensors(), *kept]]
+        owned = {id(t.untyped_storage()): t for t in here}
+        counted = [t for t in [*owned.values(), *map(local_part, gradients)] if t.device == self.device]
         return sum(rounded(t.untyped_storage().nbytes()) for t in counted)
 
     def _on_cuda(self, steps: int) -> list[float]:

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import memrewrite
@@ -105,10 +106,13 @@ def test_an_estimate_of_a_model_that_is_not_there_says_which_mesh_is_large_enoug
     assert not dist.is_initialized()
 
 
-def test_an_estimate_beside_a_process_group_is_refused() -> None:
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+def test_an_estimate_leaves_the_process_group_alone() -> None:
+    alone = memrewrite.estimate(fsdp.Net(), fsdp.X, mesh="fsdp=8")
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
     try:
-        with pytest.raises(UsageError, match="and this process is in one; call estimate before init_process_group"):
-            memrewrite.estimate(fsdp.Net(), fsdp.X, mesh="fsdp=2")
+        group = init_device_mesh("cpu", (2,)).get_group()
+        assert memrewrite.estimate(fsdp.Net(), fsdp.X, mesh="fsdp=8").peak == alone.peak
+        assert (dist.get_rank(), dist.get_world_size(), dist.get_process_group_ranks(group)) == (1, 2, [0, 1])
+        dist.all_reduce(torch.ones(2), group=dist.new_group())
     finally:
         dist.destroy_process_group()

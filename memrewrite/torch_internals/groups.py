@@ -1,0 +1,49 @@
+"""A process group of any size without peers, beside the one that this process may be in. Read in PyTorch 2.11 to 2.15.
+
+It is that of ``torch.testing._internal.distributed.fake_pg``, which PyTorch's own estimators are tested with: a
+``DeviceMesh`` asks for registered groups, of which there is no public kind that needs no peers. What is registered is a
+handful of tables of ``torch.distributed.distributed_c10d``, and a table of names in C++ where no name may be there
+twice. The tables are set aside meanwhile and names are given that the other groups cannot have; nothing is sent to
+peers, who need not take part.
+"""
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+
+from memrewrite.torch_internals.patches import process_wide
+from memrewrite.torch_internals.versions import require_module
+
+_FAKE = "torch.testing._internal.distributed.fake_pg"
+_TABLES = ("_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config", "_tags_to_pg", "_pg_to_tag")
+_FIRST_NAME = 1_000_000  # names of groups are numbers, counted up
+
+
+@process_wide
+@contextlib.contextmanager
+def alone_among(size: int) -> Iterator[None]:
+    """Be the first of ``size`` processes of which no other is there; afterwards all groups are as they were."""
+    require_module(_FAKE)
+    from torch.distributed import distributed_c10d as c10d
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    internals: Any = c10d
+    tables: dict[str, Any] = {name: {} for name in _TABLES}
+    world, backend, method = internals._world.default_pg, internals._backend, internals._default_pg_init_method
+    with (
+        mock.patch.multiple(internals, **tables, _group_count=_FIRST_NAME),
+        mock.patch.object(sys, "excepthook", sys.excepthook),  # which is replaced by one that names the rank
+    ):
+        internals._update_default_pg(None)
+        try:
+            dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+            yield
+        finally:
+            for name in [*internals._pg_names.values()]:
+                internals._unregister_process_group(name)
+            internals._update_default_pg(world)
+            internals._backend, internals._default_pg_init_method = backend, method
