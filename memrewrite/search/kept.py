@@ -25,6 +25,22 @@ def hooked(model: nn.Module) -> dict[str, str]:
     return {path: why for path, module in leaves if (why := _of_hooks(path, module))}
 
 
+def hooked_around(model: nn.Module, regions: Collection[str]) -> dict[str, str]:
+    """The outermost submodules that have hooks, and that they do, to stay calls in one graph of the whole model.
+
+    None where they have more inside than no one of ``regions`` has: these are better then, between the hooks.
+    """
+    found: dict[str, str] = {}
+    for path, module in model.named_modules():
+        if path and not any(_is_below(path, above) for above in found) and (why := _of_hooks(path, module)):
+            found[path] = why
+    leaves = [path for path, module in model.named_modules() if _is_leaf(module)]
+    inside, planned = (
+        sum(any(_is_below(leaf, above) for above in paths) for leaf in leaves) for paths in (found, regions)
+    )
+    return found if inside <= len(leaves) - planned else {}
+
+
 def _of_hooks(path: str, module: nn.Module) -> str:
     try:
         refuse_weight_hooks(module, path)

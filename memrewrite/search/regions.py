@@ -31,7 +31,7 @@ from memrewrite.records.ranges import Range
 from memrewrite.records.tensor_like import TensorLike
 from memrewrite.rewriting.invariants import writes_what_is_kept
 from memrewrite.runtime.dropin import build, program_from
-from memrewrite.search.kept import hooked, innermost, once_of_a_class, told
+from memrewrite.search.kept import hooked, hooked_around, innermost, once_of_a_class, told
 from memrewrite.search.repeats import note_what_repeats
 from memrewrite.simulate.fake.fakes import on_fakes, tensors_of
 from memrewrite.state.random_state import preserved_rng
@@ -104,6 +104,9 @@ def find(
         with suppress(CaptureError):
             if more and more.keys() != tried.keys():
                 return _whole(model, inputs, step, {**odd, **more}, ranges)
+        if around := hooked_around(model, found):
+            with suppress(CaptureError):
+                return _whole(model, inputs, step, {**odd, **around}, ranges)
         if ranges or not regions.found:
             raise
         return regions

@@ -151,3 +151,31 @@ def test_a_hook_on_a_layer_keeps_firing_in_one_plan_for_all_else() -> None:
     seen[0].clear()
     assert_same(three_steps(result), three_steps(nets[1]))
     assert seen[0] == seen[1] != []
+
+
+class Shared(nn.Module):
+    """Runs one stage before and after a block that has a hook and its own checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stage, self.odd = Stage(), Odd(lambda odd, x: checkpoint(odd.inner[0], x, use_reentrant=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.stage(self.odd(self.stage(x)).tanh())
+        return result
+
+
+def test_a_block_with_a_hook_stays_a_call_where_what_is_around_it_can_be_no_regions() -> None:
+    torch.manual_seed(0)
+    plain = Shared().train()
+    seen: tuple[list[Any], list[Any]] = ([], [])
+    nets = [copy.deepcopy(plain) for _ in seen]
+    for net, each in zip(nets, seen, strict=True):
+        net.odd.register_full_backward_hook(lambda module, before, after, each=each: each.append(after[0].sum().item()))
+    result = memrewrite.optimize(nets[0], torch.randn(8, 8, 12, 12), budget="75%", verify=False)
+    assert list(programs(result)) == [""]
+    assert result.report.segments
+    assert "odd (Odd) stays a call that the model makes: it has backward hooks." in result.report.notes
+    seen[0].clear()
+    assert_same(three_steps(result), three_steps(nets[1]))
+    assert seen[0] == seen[1] != []
