@@ -11,9 +11,10 @@ import functools
 import itertools
 import marshal
 import operator
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +23,6 @@ from torch import Tensor, nn
 from memrewrite.runtime.dict_versions import moment, version_of
 from memrewrite.runtime.differences import (
     ABSENT,
-    another_class,
     another_dictionary,
     another_forward,
     another_hook,
@@ -34,6 +34,7 @@ from memrewrite.runtime.differences import (
     joined,
     kind_of,
 )
+from memrewrite.runtime.rows import Row, bodies
 
 Holder = str | tuple[Any, ...]
 """The path of a submodule; or that, and the attributes and keys that lead from there to an object it holds."""
@@ -44,39 +45,6 @@ TABLES = ("_modules", "_parameters", "_buffers")
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 _NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format)  # equal wherever they come from
-
-
-@dataclass
-class _Row:
-    """Things of one kind: what ``now`` lists is compared with what it listed ``then``, first of all by identity.
-
-    ``labels`` names each; ``reason(label, then, now)`` says of a pair that is not one object what has changed, "" if
-    nothing has that matters. ``live`` lists the same where ``now`` makes copies. ``watched`` says that all of it lies
-    in dictionaries whose versions are compared, ``timed`` that it lies in such as make another moment when they change,
-    ``identical`` that nothing less than the same objects will do.
-    """
-
-    now: Callable[[], list[Any]]
-    labels: Callable[[], Iterable[str]]
-    reason: Callable[[str, Any, Any], str]
-    live: Callable[[], list[Any]] | None = None
-    watched: bool = False
-    timed: bool = False
-    identical: bool = False
-    then: list[Any] = field(default_factory=list)
-
-    def holds(self) -> bool:
-        """Whether nothing has changed, as far as one comparison tells."""
-        now = (self.live or self.now)()
-        return all(map(operator.is_, now, self.then)) if self.identical else now == self.then
-
-    def changes(self) -> Iterator[str]:
-        """What has changed, a phrase each."""
-        pairs = itertools.zip_longest(self.then, self.now(), fillvalue=ABSENT)
-        labels = itertools.chain(self.labels(), itertools.repeat("a part of it"))
-        for label, (then, now) in zip(labels, pairs, strict=False):
-            if then is not now and (reason := self.reason(label, then, now)):
-                yield reason
 
 
 class Guards:
@@ -98,6 +66,8 @@ class Guards:
         self._baked = {id(tensor) for tensor in constants}
         self._owners: dict[str, dict[str, Any]] = {}  # attributes of the modules that forward reads of
         self._called: dict[str, nn.Module] = {}  # those modules; not the root, whose end this must not put off
+        self._root = weakref.ref(root)
+        self._objects: list[tuple[str, Any]] = []  # what else it reads attributes of
         self._lists: list[tuple[str, dict[str, Any]]] = []  # all children of a module
         self._children: list[tuple[str, dict[str, Any], str]] = []
         self._tables: list[tuple[str, dict[str, Any]]] = []  # parameters and buffers
@@ -158,6 +128,8 @@ class Guards:
 
     def _note_object(self, label: str, owner: Any, names: Iterable[str]) -> None:
         attributes = getattr(owner, "__dict__", {})
+        if owner is not self._root():
+            self._objects.append((label, owner))
         self._note_attributes(label, attributes, attributes if "__dict__" in names else names)
         for name in names:
             if name in attributes or name == "__dict__":
@@ -175,15 +147,15 @@ class Guards:
             self._plain.append((label, attributes, plain))
         self._others += [(joined(label, n), _Getter(attributes, n)) for n in there if n not in plain]
 
-    def _make_rows(self) -> Iterator[_Row]:
+    def _make_rows(self) -> Iterator[Row]:
         paths, modules, everyone = list(self._called), list(self._called.values()), list(self._owners.values())
         owners, listed, tables = [*map(vars, modules)], [d for _, d in self._lists], [d for _, d in self._tables]
         parents, names = [d for _, d, _ in self._children], [name for *_, name in self._children]
         kinds, members = [kind for kind, _ in self._members], [name for _, name in self._members]
         hooks: list[Any] = []
         get, flat, again = dict.get, itertools.chain.from_iterable, itertools.repeat
-        watched = functools.partial(_Row, watched=True)
-        child = functools.partial(_Row, watched=all(type(d) is dict for d in [*listed, *parents]))
+        watched = functools.partial(Row, watched=True)
+        child = functools.partial(Row, watched=all(type(d) is dict for d in [*listed, *parents]))
 
         def hooked() -> list[Any]:
             return hooks if any(hooks) else []
@@ -193,8 +165,9 @@ class Guards:
             return hooked()
 
         yield watched(hooked_anew, lambda: paths * len(HOOKS), another_hook)
-        yield _Row(hooked, lambda: paths * len(HOOKS), another_hook)
-        yield _Row(lambda: [*map(type, modules)], lambda: paths, another_class)
+        yield Row(hooked, lambda: paths * len(HOOKS), another_hook)
+        yield from bodies([*self._called.items(), *self._objects])
+        yield Row(lambda: [vars(self._root())], lambda: ["__dict__"], another_dictionary, identical=True)
         yield watched(lambda: [*map(get, owners, again("forward"))], lambda: paths, another_forward)
         yield watched(lambda: [*map(len, everyone)], lambda: self._owners, self._new_attribute)
         children = [path for path, *_ in self._children]
@@ -205,14 +178,14 @@ class Guards:
         yield watched(lambda: [*flat(map(own_tables, everyone))], lambda: of_all, another_dictionary, identical=True)
         copies, of_tables = lambda: [*map(dict, tables)], [path for path, _ in self._tables]
         timed = all(type(d) is dict for d in tables)
-        yield _Row(copies, lambda: of_tables, another_table, lambda: tables, timed=timed)
+        yield Row(copies, lambda: of_tables, another_table, lambda: tables, timed=timed)
         places, unknown = [d for _, d, _ in self._missing], [name for *_, name in self._missing]
         new = [label for label, *_ in self._missing]
-        yield _Row(lambda: [*map(operator.contains, places, unknown)], lambda: new, _is_new)
+        yield Row(lambda: [*map(operator.contains, places, unknown)], lambda: new, _is_new)
         of_classes = [f"{kind.__name__}.{name}" for kind, name in self._members]
-        yield _Row(lambda: [*map(getattr, kinds, members, again(ABSENT))], lambda: of_classes, another_member)
+        yield Row(lambda: [*map(getattr, kinds, members, again(ABSENT))], lambda: of_classes, another_member)
         others = [label for label, _ in self._others]
-        yield _Row(lambda: [self._form(value()) for _, value in self._others], lambda: others, another_object)
+        yield Row(lambda: [self._form(value()) for _, value in self._others], lambda: others, another_object)
 
     @staticmethod
     def _to_watch(*dictionaries: dict[str, Any]) -> list[tuple[dict[str, Any]]]:
