@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memrewrite.runtime.dict_versions import moment, version_of
+from memrewrite.runtime.dict_versions import TICKS, moment, version_of
 from memrewrite.runtime.differences import (
     ABSENT,
     another_dictionary,
@@ -91,8 +91,10 @@ class Guards:
         self._unwatched = [row for row in self._rows if not row.watched]
         self._untimed = [row for row in self._unwatched if not row.timed]
         children = [d for _, d in self._lists] + [d for _, d, _ in self._children]
-        self._watched = self._to_watch(*self._owners.values(), *(d for _, d, _ in self._plain), *children)
-        self._timed = self._to_watch(*(d for _, d in self._tables))  # dearer to ask for versions than to compare
+        tables = [d for _, d in self._tables]  # where there are moments, dearer to ask for versions than to compare
+        asked = [] if TICKS else tables
+        self._watched = _to_watch(*self._owners.values(), *(d for _, d, _ in self._plain), *children, *asked)
+        self._timed = _to_watch(*tables) if TICKS else []
         self._getters = [operator.itemgetter(*names) for *_, names in self._plain]
         self._holders = [attributes for _, attributes, _ in self._plain]
         self._mutable = [
@@ -178,7 +180,7 @@ class Guards:
         yield watched(lambda: [*flat(map(own_tables, everyone))], lambda: of_all, another_dictionary, identical=True)
         copies, of_tables = lambda: [*map(dict, tables)], [path for path, _ in self._tables]
         timed = all(type(d) is dict for d in tables)
-        yield Row(copies, lambda: of_tables, another_table, lambda: tables, timed=timed)
+        yield Row(copies, lambda: of_tables, another_table, lambda: tables, timed and not TICKS, timed)
         places, unknown = [d for _, d, _ in self._missing], [name for *_, name in self._missing]
         new = [label for label, *_ in self._missing]
         yield Row(lambda: [*map(operator.contains, places, unknown)], lambda: new, _is_new)
@@ -187,32 +189,20 @@ class Guards:
         others = [label for label, _ in self._others]
         yield Row(lambda: [self._form(value()) for _, value in self._others], lambda: others, another_object)
 
-    @staticmethod
-    def _to_watch(*dictionaries: dict[str, Any]) -> list[tuple[dict[str, Any]]]:
-        """These, each once, from now on watched; none where they have no versions.
-
-        Each as the arguments of ``version_of``, which C code then need not make in every call.
-        """
-        found = [(d,) for d in {id(d): d for d in dictionaries if type(d) is dict}.values()]
-        if version_of is None:
-            return []
-        deque(itertools.starmap(version_of, found), maxlen=0)
-        return found
-
     def hold(self) -> bool:
         """Whether nothing has changed; False also where it takes ``changed`` to tell."""
         try:
             now = moment()  # first of all: what is written from here on makes another one in the next call
             quiet, version = now is self._moment, self._version
             if not quiet:  # each version only grows
-                version = 0 if version_of is None else sum(itertools.starmap(version_of, self._watched))
+                version = 0 if version_of is None else sum(map(version_of, self._watched))
             if version and version == self._version and not any(self._empty):
                 rows = self._untimed if quiet else self._unwatched
                 held = all(row.holds() for row in rows) and as_bytes(self._loose()) == self._loose_then
             else:
                 held = all(row.holds() for row in self._rows) and as_bytes(self._values()) == self.plain
                 if held:  # to fill an empty one changes no version
-                    self._empty = [table for (table,) in [*self._watched, *self._timed] if not table]
+                    self._empty = [table for table in [*self._watched, *self._timed] if not table]
             if held:  # else the next call, too, has to look at what is not watched
                 self._moment, self._version = now, version
             return held
@@ -321,6 +311,15 @@ class _Same:
 
     def __hash__(self) -> int:
         return id(self.value)
+
+
+def _to_watch(*dictionaries: dict[str, Any]) -> list[dict[str, Any]]:
+    """These, each once, from now on watched; none where they have no versions."""
+    found = [*{id(d): d for d in dictionaries if type(d) is dict}.values()]
+    if version_of is None:
+        return []
+    deque(map(version_of, found), maxlen=0)
+    return found
 
 
 def _at(modules: dict[str, nn.Module], holder: Holder) -> Any:

@@ -53,25 +53,36 @@ def bodies(owners: list[tuple[str, Any]]) -> Iterator[Row]:
     others = [(label, owner) for label, owner in owners if not _of_two(owner)]
     at_once, found = tuple(owner for _, owner in plain), list[Any]()
 
-    def classes() -> list[Any]:
-        found[:] = gc.get_referents(*at_once)
-        return found[1::2]
+    def parts() -> list[Any]:
+        nonlocal found
+        found = gc.get_referents(*at_once)
+        return found
 
-    yield _types(plain, classes)
-    yield _dictionaries(plain, lambda: found[::2])  # of the row before
+    each = [_dictionaries(plain), _types(plain)]
+    flat = itertools.chain.from_iterable
+
+    def labels() -> Iterable[str]:
+        return flat(zip(*(row.labels() for row in each), strict=True))
+
+    yield Row(lambda: [*flat(zip(*(row.now() for row in each), strict=True))], labels, _another_part, parts)
+    yield _dictionaries(plain, lambda: found[::2])  # of the row before, to which equal ones are the same
     yield _types(others)
     yield _dictionaries([(label, owner) for label, owner in others if _has_one(owner)])
 
 
-def _types(owners: list[tuple[str, Any]], live: Callable[[], list[Any]] | None = None) -> Row:
+def _types(owners: list[tuple[str, Any]]) -> Row:
     labels, each = [label for label, _ in owners], [owner for _, owner in owners]
-    return Row(lambda: [*map(type, each)], lambda: labels, another_class, live)
+    return Row(lambda: [*map(type, each)], lambda: labels, another_class)
 
 
 def _dictionaries(owners: list[tuple[str, Any]], live: Callable[[], list[Any]] | None = None) -> Row:
     labels, each = [joined(label, "__dict__") for label, _ in owners], [owner for _, owner in owners]
     get = operator.attrgetter("__dict__")
     return Row(lambda: [*map(get, each)], lambda: labels, another_dictionary, live, identical=True)
+
+
+def _another_part(label: str, then: Any, now: Any) -> str:
+    return (another_class if isinstance(then, type) else another_dictionary)(label, then, now)
 
 
 def _has_one(owner: Any) -> bool:
