@@ -80,7 +80,7 @@ def test_the_first_process_answers_for_both(tmp_path: Path) -> None:
     ("options", "broken", "code", "sentence"),
     [
         (["--mesh", "ddp=2"], "1", 2, "no weights here"),
-        (["--mesh", "ddp=2", "--budget", "1KB"], "", 6, "No plan fits 1.00 KB"),
+        (["--mesh", "ddp=2", "--budget", "1KB"], "", 6, "No plan fits 1000 B"),
         (["--mesh", "ddp=2", "--png", "out.png", "-o", "."], "", 2, "exists"),
     ],
     ids=["one process alone", "budget", "place"],
