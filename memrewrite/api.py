@@ -81,8 +81,8 @@ def optimize(
     asked = Request(budget, reserved, device, regions, names, exact, compiled, verify, strict, seed, dynamic, returns)
     asked.check(inner)
     work = workload(inner, example_inputs, example_kwargs, optimizer, loss_fn, amp, mode, micro_batches, loop, of_mesh)
-    result, report = planned(work, asked, store_in(cache), progress)
-    return cast(OptimizedModule, attach(report, result, wrapped_like(model, result)))
+    found = planned(work, asked, store_in(cache), progress)
+    return cast(OptimizedModule, attach(found.report, found.module, wrapped_like(model, found.module)))
 
 
 def measure(

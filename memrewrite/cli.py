@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import click
 
-from memrewrite.commands import config, flags
+from memrewrite.commands import config, flags, launched
 from memrewrite.records.errors import BudgetInfeasibleError, InternalError, MemrewriteError, OutputError, UsageError
 from memrewrite.version import __version__
 
@@ -204,6 +204,8 @@ def estimate(**given: Any) -> int:
 def run(arguments: Sequence[str]) -> int:
     """Run one command line and give its exit code; errors become one sentence on stderr."""
     verbose = any(text in ("-v", "--verbose") for text in arguments)
+    together = arguments[:1] == ["optimize"] and any(text.partition("=")[0] == "--mesh" for text in arguments)
+    heard = launched.is_first() or not together
     try:
         typed = shlex.join(["memrewrite", *arguments])
         code = main.main(list(arguments), prog_name="memrewrite", standalone_mode=False, obj=typed)
@@ -211,19 +213,19 @@ def run(arguments: Sequence[str]) -> int:
     except click.ClickException as error:
         context = getattr(error, "ctx", None)
         where = context.command_path if context else "memrewrite"
-        return _fail(UsageError(f"{error.format_message()} See {where} --help."), verbose)
+        return _fail(UsageError(f"{error.format_message()} See {where} --help."), verbose, heard)
     except click.Abort:
-        return _fail(InterruptedRunError("interrupted."), verbose)
+        return _fail(InterruptedRunError("interrupted."), verbose, heard)
     except MemrewriteError as error:
-        return _fail(error, verbose)
+        return _fail(error, verbose, heard)
     except Exception as error:
         if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None:  # the text of --help
-            return _fail(OutputError(f"Standard output cannot be written: {error.strerror}."), verbose)
+            return _fail(OutputError(f"Standard output cannot be written: {error.strerror}."), verbose, heard)
         kind = type(error).__name__
         text = f"internal error, {kind}: {str(error).strip().partition(chr(10))[0]}"
         wrapped = InternalError(f"{text} (run again with -v for the traceback)")
         wrapped.__cause__ = error
-        return _fail(wrapped, verbose)
+        return _fail(wrapped, verbose, heard)
 
 
 def entry_point() -> NoReturn:
@@ -248,9 +250,11 @@ def _flushed(code: int) -> int:
     return code
 
 
-def _fail(error: MemrewriteError, verbose: bool) -> int:
+def _fail(error: MemrewriteError, verbose: bool, heard: bool = True) -> int:
+    """The exit code of an error, which is told unless another process tells it."""
     with contextlib.suppress(OSError):  # nobody is left to be told
-        _tell(error, verbose)
+        if heard:
+            _tell(error, verbose)
     return error.exit_code
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from types import ModuleType
 
 from memrewrite.artifact.manifest import CONSTANTS
-from memrewrite.runtime import dict_versions, differences, dropin, guards, likeness, operations, promise
+from memrewrite.runtime import dict_versions, differences, dropin, guards, likeness, operations, promise, rows
 from memrewrite.runtime.likeness import Likeness
 from memrewrite.version import __version__
 
@@ -20,6 +20,7 @@ _RUNTIME: tuple[ModuleType, ...] = (
     operations,
     dict_versions,
     differences,
+    rows,
     guards,
     promise,
     dropin,

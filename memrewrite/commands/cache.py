@@ -27,9 +27,8 @@ def _show(store: Store, verbose: bool) -> Outcome:
 
 
 def _clear(store: Store) -> Outcome:
-    size = sum(each.bytes for each in store.listed())
     try:
-        count = store.clear()
+        count, size = store.clear()
     except OSError as error:
         raise OutputError(f"{error.filename} cannot be removed: {error.strerror}; remove it by hand.") from error
     line = f"Removed {kept_plans.counted(count)}, {format_bytes(size)}, from {store.folder}"

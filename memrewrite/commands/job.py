@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import nn
 
+from memrewrite.commands import launched
 from memrewrite.commands.answer import Outcome, respond
 from memrewrite.commands.progress import Stages
 from memrewrite.commands.requests import MeasureRequest, ModelRequest, OptimizeRequest
@@ -109,7 +110,7 @@ def device_named(name: str) -> torch.device:
     A first CUDA device is one to plan for, where there is no CUDA.
     """
     if name == "auto":
-        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+        return torch.device("cuda", launched.place()) if torch.cuda.is_available() else torch.device("cpu")
     try:
         device = torch.device(name)
     except RuntimeError as error:

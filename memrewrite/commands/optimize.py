@@ -1,6 +1,7 @@
 """``memrewrite optimize``: optimize, measure, save, report; with ``--check``, only predict."""
 
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -13,14 +14,16 @@ from memrewrite.artifact.recheck import verify_in_child
 from memrewrite.artifact.save import save
 from memrewrite.cache.store import store_in
 from memrewrite.commands import job as jobs
+from memrewrite.commands import together
 from memrewrite.commands.answer import Outcome, say
+from memrewrite.commands.launched import is_first, processes
 from memrewrite.commands.progress import Stages
 from memrewrite.commands.requests import OptimizeRequest
 from memrewrite.measurement.measuring import Loader, measure_in_child
 from memrewrite.measurement.original import simulate_original
 from memrewrite.optimizing import run as optimizing
 from memrewrite.optimizing.by_size import by_size
-from memrewrite.optimizing.remembered import run_remembering
+from memrewrite.optimizing.ranks import planned
 from memrewrite.optimizing.request import Request
 from memrewrite.records.errors import DoesNotFitError, UsageError
 from memrewrite.records.options import Budget, format_bytes
@@ -36,6 +39,7 @@ from memrewrite.simulate import Timeline
 from memrewrite.workload.workload import Workload
 
 EXIT_OVER_BUDGET = 1
+_NOTHING = Outcome({}, lambda console: None)  # of a process that another one answers for
 Job = jobs.Job[OptimizeRequest]
 
 
@@ -45,11 +49,17 @@ def run(request: OptimizeRequest) -> int:
     if request.png is not None:
         png.require()
     work = _check if request.check else _optimize
-    return jobs.run(request, lambda job, stage: work(job, budget, stage))
+    if request.mesh is None or processes() == 1:
+        return jobs.run(request, lambda job, stage: work(job, budget, stage, lambda: None))
+    asked = together.silent(request)
+    return together.run(request.mesh, lambda ready: jobs.run(asked, lambda job, stage: work(job, budget, stage, ready)))
 
 
-def _check(job: Job, budget: Budget | None, stage: Stages) -> Outcome:
+def _check(job: Job, budget: Budget | None, stage: Stages, ready: Callable[[], None]) -> Outcome:
     """Whether the original fits the budget as predicted; nothing is changed or written."""
+    ready()
+    if not is_first():
+        return _NOTHING
     limit = limit_for(budget, False, job.step.device_type(job.module, job.inputs))
     stage("simulate")
     workspace = job.step.target.workspace_bytes(job.device, job.step.amp, job.step.mode)
@@ -70,7 +80,7 @@ def _check(job: Job, budget: Budget | None, stage: Stages) -> Outcome:
     return Outcome(payload, lambda console: say(console, line), 0 if fits else EXIT_OVER_BUDGET)
 
 
-def _optimize(job: Job, budget: Budget | None, stage: Stages) -> Outcome:
+def _optimize(job: Job, budget: Budget | None, stage: Stages, ready: Callable[[], None]) -> Outcome:
     request = job.request
     asked = Request(
         budget,
@@ -86,8 +96,14 @@ def _optimize(job: Job, budget: Budget | None, stage: Stages) -> Outcome:
     )
     asked.check(job.module)
     work = Workload(job.module, job.inputs, job.step)
-    outcome = run_remembering(work, asked, store_in(request.plans), stage, lambda peak: _offered(peak, stage))
-    optimized = outcome.module
+    ready()
+    outcome = planned(work, asked, store_in(request.plans), stage, lambda peak: _offered(peak, stage)).outcome
+    return _NOTHING if outcome is None else _told(job, outcome, stage)
+
+
+def _told(job: Job, outcome: optimizing.Outcome, stage: Stages) -> Outcome:
+    """Measure, save and report what came of the request, as it asks."""
+    request, optimized = job.request, outcome.module
     report: Report = replace(outcome.report, model=job.name, command_line=request.typed)
     if request.advise and report.budget is not None:
         stage("advise")

@@ -16,12 +16,13 @@ from memrewrite.optimizing.by_size import when_written
 from memrewrite.optimizing.foresight import Foresight, foresee_in
 from memrewrite.optimizing.remembered import run_remembering
 from memrewrite.optimizing.request import Request
-from memrewrite.optimizing.run import Outcome, Progress, run
+from memrewrite.optimizing.run import Outcome, Progress, declined, run
 from memrewrite.records.errors import MeasurementError, MemrewriteError
 from memrewrite.records.options import Budget
 from memrewrite.records.report import Report
 from memrewrite.report.later import complete_by
 from memrewrite.runtime.dropin import build, graft, own, program_from, programs
+from memrewrite.search.so_far import Offer
 from memrewrite.workload.hooks import with_hooks_of, without_hooks
 from memrewrite.workload.step import device_of
 from memrewrite.workload.workload import Workload
@@ -48,14 +49,25 @@ class _Plan:
     error: MemrewriteError | None = None
 
 
-def planned(work: Workload, asked: Request, store: Store | None, progress: Progress) -> tuple[nn.Module, Report]:
+@dataclass(frozen=True)
+class Planned:
+    """A model and the report on it; ``outcome`` has all that led there, None where another process planned."""
+
+    module: nn.Module
+    report: Report
+    outcome: Outcome | None = None
+
+
+def planned(
+    work: Workload, asked: Request, store: Store | None, progress: Progress, offer: Offer = declined
+) -> Planned:
     """What ``run_remembering`` gives; where the processes of a mesh call this together, what it gives the first one.
 
     Raises what that raises, in all of them.
     """
     if not _are_here(work):
-        outcome = run_remembering(work, asked, store, progress)
-        return outcome.module, outcome.report
+        outcome = run_remembering(work, asked, store, progress, offer)
+        return Planned(outcome.module, outcome.report, outcome)
     group = dist.new_group(backend="gloo", timeout=_PATIENCE)
     try:
         return _first(work, asked, progress, group) if dist.get_rank() == 0 else _other(work, asked, progress, group)
@@ -71,7 +83,7 @@ def _are_here(work: Workload) -> bool:
     return 1 < size == work.step.mesh.size and dist.get_backend() != "fake"  # where the others are not there
 
 
-def _first(work: Workload, asked: Request, progress: Progress, group: Any) -> tuple[nn.Module, Report]:
+def _first(work: Workload, asked: Request, progress: Progress, group: Any) -> Planned:
     try:
         outcome = run(work, asked, progress)
         plan = _sent(outcome)
@@ -82,7 +94,7 @@ def _first(work: Workload, asked: Request, progress: Progress, group: Any) -> tu
         raise
     dist.broadcast_object_list([plan], 0, group)
     _all_went_well("", group)
-    return outcome.module, outcome.report
+    return Planned(outcome.module, outcome.report, outcome)
 
 
 def _sent(outcome: Outcome) -> _Plan:
@@ -92,7 +104,7 @@ def _sent(outcome: Outcome) -> _Plan:
     return _Plan(outcome.report, _programs_of(outcome.module) if outcome.rewritten else {}, workspace, limit)
 
 
-def _other(work: Workload, asked: Request, progress: Progress, group: Any) -> tuple[nn.Module, Report]:
+def _other(work: Workload, asked: Request, progress: Progress, group: Any) -> Planned:
     progress("wait for the first process")
     received: list[Any] = [None]
     dist.broadcast_object_list(received, 0, group)
@@ -105,7 +117,7 @@ def _other(work: Workload, asked: Request, progress: Progress, group: Any) -> tu
         _all_went_well(f"{type(error).__name__}: {error}", group)
         raise
     _all_went_well("", group)
-    return result, plan.report
+    return Planned(result, plan.report)
 
 
 def _programs_of(result: nn.Module) -> dict[str, _Program]:

@@ -88,5 +88,5 @@ def _counts(version: Version) -> bool:
 _found: Version | None = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "dict_version", None)
 version_of = _found if _found is not None and _notices(_found) else None
 # Until Python 3.11 all dictionaries of the process take of these numbers, and no two calls have any in a row.
-_ticks = version_of is not None and sys.version_info >= (3, 12) and _counts(version_of)
-moment: Callable[[], object] = Clock(version_of) if version_of is not None and _ticks else object
+TICKS = version_of is not None and sys.version_info >= (3, 12) and _counts(version_of)
+moment: Callable[[], object] = Clock(version_of) if version_of is not None and TICKS else object

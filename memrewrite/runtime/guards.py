@@ -11,18 +11,18 @@ import functools
 import itertools
 import marshal
 import operator
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from memrewrite.runtime.dict_versions import moment, version_of
+from memrewrite.runtime.dict_versions import TICKS, moment, version_of
 from memrewrite.runtime.differences import (
     ABSENT,
-    another_class,
     another_dictionary,
     another_forward,
     another_hook,
@@ -34,6 +34,7 @@ from memrewrite.runtime.differences import (
     joined,
     kind_of,
 )
+from memrewrite.runtime.rows import Row, bodies
 
 Holder = str | tuple[Any, ...]
 """The path of a submodule; or that, and the attributes and keys that lead from there to an object it holds."""
@@ -44,39 +45,6 @@ TABLES = ("_modules", "_parameters", "_buffers")
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 _NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format)  # equal wherever they come from
-
-
-@dataclass
-class _Row:
-    """Things of one kind: what ``now`` lists is compared with what it listed ``then``, first of all by identity.
-
-    ``labels`` names each; ``reason(label, then, now)`` says of a pair that is not one object what has changed, "" if
-    nothing has that matters. ``live`` lists the same where ``now`` makes copies. ``watched`` says that all of it lies
-    in dictionaries whose versions are compared, ``timed`` that it lies in such as make another moment when they change,
-    ``identical`` that nothing less than the same objects will do.
-    """
-
-    now: Callable[[], list[Any]]
-    labels: Callable[[], Iterable[str]]
-    reason: Callable[[str, Any, Any], str]
-    live: Callable[[], list[Any]] | None = None
-    watched: bool = False
-    timed: bool = False
-    identical: bool = False
-    then: list[Any] = field(default_factory=list)
-
-    def holds(self) -> bool:
-        """Whether nothing has changed, as far as one comparison tells."""
-        now = (self.live or self.now)()
-        return all(map(operator.is_, now, self.then)) if self.identical else now == self.then
-
-    def changes(self) -> Iterator[str]:
-        """What has changed, a phrase each."""
-        pairs = itertools.zip_longest(self.then, self.now(), fillvalue=ABSENT)
-        labels = itertools.chain(self.labels(), itertools.repeat("a part of it"))
-        for label, (then, now) in zip(labels, pairs, strict=False):
-            if then is not now and (reason := self.reason(label, then, now)):
-                yield reason
 
 
 class Guards:
@@ -98,6 +66,8 @@ class Guards:
         self._baked = {id(tensor) for tensor in constants}
         self._owners: dict[str, dict[str, Any]] = {}  # attributes of the modules that forward reads of
         self._called: dict[str, nn.Module] = {}  # those modules; not the root, whose end this must not put off
+        self._root = weakref.ref(root)
+        self._objects: list[tuple[str, Any]] = []  # what else it reads attributes of
         self._lists: list[tuple[str, dict[str, Any]]] = []  # all children of a module
         self._children: list[tuple[str, dict[str, Any], str]] = []
         self._tables: list[tuple[str, dict[str, Any]]] = []  # parameters and buffers
@@ -121,8 +91,10 @@ class Guards:
         self._unwatched = [row for row in self._rows if not row.watched]
         self._untimed = [row for row in self._unwatched if not row.timed]
         children = [d for _, d in self._lists] + [d for _, d, _ in self._children]
-        self._watched = self._to_watch(*self._owners.values(), *(d for _, d, _ in self._plain), *children)
-        self._timed = self._to_watch(*(d for _, d in self._tables))  # dearer to ask for versions than to compare
+        tables = [d for _, d in self._tables]  # where there are moments, dearer to ask for versions than to compare
+        asked = [] if TICKS else tables
+        self._watched = _to_watch(*self._owners.values(), *(d for _, d, _ in self._plain), *children, *asked)
+        self._timed = _to_watch(*tables) if TICKS else []
         self._getters = [operator.itemgetter(*names) for *_, names in self._plain]
         self._holders = [attributes for _, attributes, _ in self._plain]
         self._mutable = [
@@ -158,6 +130,8 @@ class Guards:
 
     def _note_object(self, label: str, owner: Any, names: Iterable[str]) -> None:
         attributes = getattr(owner, "__dict__", {})
+        if owner is not self._root():
+            self._objects.append((label, owner))
         self._note_attributes(label, attributes, attributes if "__dict__" in names else names)
         for name in names:
             if name in attributes or name == "__dict__":
@@ -175,15 +149,15 @@ class Guards:
             self._plain.append((label, attributes, plain))
         self._others += [(joined(label, n), _Getter(attributes, n)) for n in there if n not in plain]
 
-    def _make_rows(self) -> Iterator[_Row]:
+    def _make_rows(self) -> Iterator[Row]:
         paths, modules, everyone = list(self._called), list(self._called.values()), list(self._owners.values())
         owners, listed, tables = [*map(vars, modules)], [d for _, d in self._lists], [d for _, d in self._tables]
         parents, names = [d for _, d, _ in self._children], [name for *_, name in self._children]
         kinds, members = [kind for kind, _ in self._members], [name for _, name in self._members]
         hooks: list[Any] = []
         get, flat, again = dict.get, itertools.chain.from_iterable, itertools.repeat
-        watched = functools.partial(_Row, watched=True)
-        child = functools.partial(_Row, watched=all(type(d) is dict for d in [*listed, *parents]))
+        watched = functools.partial(Row, watched=True)
+        child = functools.partial(Row, watched=all(type(d) is dict for d in [*listed, *parents]))
 
         def hooked() -> list[Any]:
             return hooks if any(hooks) else []
@@ -193,8 +167,9 @@ class Guards:
             return hooked()
 
         yield watched(hooked_anew, lambda: paths * len(HOOKS), another_hook)
-        yield _Row(hooked, lambda: paths * len(HOOKS), another_hook)
-        yield _Row(lambda: [*map(type, modules)], lambda: paths, another_class)
+        yield Row(hooked, lambda: paths * len(HOOKS), another_hook)
+        yield from bodies([*self._called.items(), *self._objects])
+        yield Row(lambda: [vars(self._root())], lambda: ["__dict__"], another_dictionary, identical=True)
         yield watched(lambda: [*map(get, owners, again("forward"))], lambda: paths, another_forward)
         yield watched(lambda: [*map(len, everyone)], lambda: self._owners, self._new_attribute)
         children = [path for path, *_ in self._children]
@@ -205,26 +180,14 @@ class Guards:
         yield watched(lambda: [*flat(map(own_tables, everyone))], lambda: of_all, another_dictionary, identical=True)
         copies, of_tables = lambda: [*map(dict, tables)], [path for path, _ in self._tables]
         timed = all(type(d) is dict for d in tables)
-        yield _Row(copies, lambda: of_tables, another_table, lambda: tables, timed=timed)
+        yield Row(copies, lambda: of_tables, another_table, lambda: tables, timed and not TICKS, timed)
         places, unknown = [d for _, d, _ in self._missing], [name for *_, name in self._missing]
         new = [label for label, *_ in self._missing]
-        yield _Row(lambda: [*map(operator.contains, places, unknown)], lambda: new, _is_new)
+        yield Row(lambda: [*map(operator.contains, places, unknown)], lambda: new, _is_new)
         of_classes = [f"{kind.__name__}.{name}" for kind, name in self._members]
-        yield _Row(lambda: [*map(getattr, kinds, members, again(ABSENT))], lambda: of_classes, another_member)
+        yield Row(lambda: [*map(getattr, kinds, members, again(ABSENT))], lambda: of_classes, another_member)
         others = [label for label, _ in self._others]
-        yield _Row(lambda: [self._form(value()) for _, value in self._others], lambda: others, another_object)
-
-    @staticmethod
-    def _to_watch(*dictionaries: dict[str, Any]) -> list[tuple[dict[str, Any]]]:
-        """These, each once, from now on watched; none where they have no versions.
-
-        Each as the arguments of ``version_of``, which C code then need not make in every call.
-        """
-        found = [(d,) for d in {id(d): d for d in dictionaries if type(d) is dict}.values()]
-        if version_of is None:
-            return []
-        deque(itertools.starmap(version_of, found), maxlen=0)
-        return found
+        yield Row(lambda: [self._form(value()) for _, value in self._others], lambda: others, another_object)
 
     def hold(self) -> bool:
         """Whether nothing has changed; False also where it takes ``changed`` to tell."""
@@ -232,14 +195,14 @@ class Guards:
             now = moment()  # first of all: what is written from here on makes another one in the next call
             quiet, version = now is self._moment, self._version
             if not quiet:  # each version only grows
-                version = 0 if version_of is None else sum(itertools.starmap(version_of, self._watched))
+                version = 0 if version_of is None else sum(map(version_of, self._watched))
             if version and version == self._version and not any(self._empty):
                 rows = self._untimed if quiet else self._unwatched
                 held = all(row.holds() for row in rows) and as_bytes(self._loose()) == self._loose_then
             else:
                 held = all(row.holds() for row in self._rows) and as_bytes(self._values()) == self.plain
                 if held:  # to fill an empty one changes no version
-                    self._empty = [table for (table,) in [*self._watched, *self._timed] if not table]
+                    self._empty = [table for table in [*self._watched, *self._timed] if not table]
             if held:  # else the next call, too, has to look at what is not watched
                 self._moment, self._version = now, version
             return held
@@ -348,6 +311,15 @@ class _Same:
 
     def __hash__(self) -> int:
         return id(self.value)
+
+
+def _to_watch(*dictionaries: dict[str, Any]) -> list[dict[str, Any]]:
+    """These, each once, from now on watched; none where they have no versions."""
+    found = [*{id(d): d for d in dictionaries if type(d) is dict}.values()]
+    if version_of is None:
+        return []
+    deque(map(version_of, found), maxlen=0)
+    return found
 
 
 def _at(modules: dict[str, nn.Module], holder: Holder) -> Any:

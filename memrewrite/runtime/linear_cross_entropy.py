@@ -219,7 +219,7 @@ def _losses_and_slope(
     logs = torch.log_softmax(values[-1], 1, dtype=_wide(values[-1].dtype))
     known, classes = target != ignore_index, logits.shape[1]
     place = target.where(known, 0)[:, None]
-    weight = known.to(logs.dtype) if class_weight is None else class_weight[place[:, 0]].where(known, 0)
+    weight = _weights(target, class_weight, ignore_index).to(logs.dtype)
     losses = (smoothing - 1) * weight * logs.gather(1, place)[:, 0]
     share = share.where(known, 0)
     chosen = ((1 - smoothing) * weight * share)[:, None]

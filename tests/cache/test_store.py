@@ -84,15 +84,19 @@ def test_what_is_too_large_is_not_kept(tmp_path: Path, monkeypatch: pytest.Monke
     assert os.listdir(tmp_path) == []
 
 
-def test_clearing_removes_plans_and_drafts_and_nothing_else(tmp_path: Path) -> None:
+def test_clearing_removes_plans_and_drafts_unread_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = Store(tmp_path)
     for name in ("one", "two"):
         store.put(name, ENTRY)
     (tmp_path / ".three.plan.4711").write_bytes(b"half")
     (tmp_path / "notes.txt").touch()
-    assert store.clear() == 2
+    monkeypatch.setattr(Path, "read_bytes", None)
+    size = sum(file.stat().st_size for file in tmp_path.iterdir())
+    assert store.clear() == (2, size)
     assert os.listdir(tmp_path) == ["notes.txt"]
-    assert store.clear() == 0
+    assert store.clear() == (0, 0)
 
 
 _WRITER = """

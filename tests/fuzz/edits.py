@@ -97,6 +97,13 @@ def _frozen(module: nn.Module, k: int) -> None:
             parameter.requires_grad_(not parameter.requires_grad)
 
 
+def _dictionary(module: nn.Module, k: int) -> None:
+    """Another dictionary of attributes, in which every other time a number is another one."""
+    object.__setattr__(module, "__dict__", dict(vars(module)))
+    if k % 2:
+        _number(module, k // 2)
+
+
 _WRITTEN = "has been modified by an inplace operation"
 EDITS: dict[str, Edit] = {
     "number": _number,
@@ -109,6 +116,7 @@ EDITS: dict[str, Edit] = {
     "tensor": _tensor,
     "none": _none,
     "frozen": _frozen,
+    "dictionary": _dictionary,
     "mode": lambda module, k: vars(module).update(training=not module.training),
     "unread": lambda module, k: vars(module).update(unread=k),
 }

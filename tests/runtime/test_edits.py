@@ -5,6 +5,7 @@ one warning that names the change, or the change is followed without a word.
 """
 
 import copy
+import functools
 import gc
 import pickle
 import sys
@@ -42,6 +43,12 @@ class Settings:
     @property
     def power(self) -> int:
         return 2 if self.slope < 1 else 3
+
+
+class Steeper(Settings):
+    @property
+    def power(self) -> int:
+        return 4
 
 
 class Adapted(nn.Module):
@@ -184,6 +191,22 @@ TOLD: dict[str, tuple[Edit, str]] = {
     "a table of modules": (another_table, "body._modules is another dictionary"),
     "an empty list filled at once": (lambda m: m.tail._modules.update({"0": nn.Tanh()}), "tail.0 is another module"),
     "a wider buffer": (lambda m: m.register_buffer("offset", torch.ones(4, 1, 1, 1)), "offset is torch.float32 (4,"),
+    "all attributes of a child": (
+        lambda m: setattr(m.stem, "__dict__", {**vars(m.stem), "stride": (2, 2)}),
+        "stem.__dict__ is another dictionary than at capture",
+    ),
+    "all attributes of the model": (
+        lambda m: object.__setattr__(m, "__dict__", {**vars(m), "limit": 2}),
+        "__dict__ is another dictionary than at capture",
+    ),
+    "all attributes of an object": (
+        lambda m: setattr(m.config, "__dict__", {"slope": 0.125}),
+        "config.__dict__ is another dictionary than at capture",
+    ),
+    "class of an object": (
+        lambda m: setattr(m.config, "__class__", Steeper),
+        "config is a Steeper, captured as a Settings",
+    ),
 }
 FOLLOWED: dict[str, Edit] = {
     "the same rate again": lambda m: setattr(m.body[0].norm, "eps", float("1e-5")),
@@ -402,6 +425,17 @@ def test_another_table_of_hooks(result: Any) -> None:
     numbers, texts = told(twin, image(4))
     assert "stem has a hook" in texts[0]
     assert_same_bits(numbers, step(plain, image(4)))
+
+
+@pytest.mark.parametrize("part", ["", "stem", "config", "body.0.act"])
+def test_equal_attributes_in_another_dictionary(part: str, result: Any) -> None:
+    """Which nobody watches: what is written there later would go unseen."""
+    twin = copy.deepcopy(result)
+    found = settled(twin)
+    owner = functools.reduce(getattr, filter(None, part.split(".")), twin)
+    object.__setattr__(owner, "__dict__", dict(vars(owner)))
+    assert [found.hold() for _ in range(3)] == [False] * 3
+    assert found.changed() == f"{part}.__dict__ is another dictionary than at capture".removeprefix(".")
 
 
 def test_a_table_of_hooks_that_is_put_there_empty_and_used_later(result: Any) -> None:

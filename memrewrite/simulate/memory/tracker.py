@@ -7,9 +7,10 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
+import torch.distributed
 from torch import Tensor
 
 from memrewrite.simulate.memory.places import Places
@@ -105,6 +106,7 @@ class Tracker(Layer):
     ) -> None:
         super().__init__()
         self.target = target
+        self._together = True  # whether operators may communicate, and tensors be spread over a mesh
         self.blocks = blocks
         self.device_type = device_type
         self.current = 0
@@ -129,6 +131,10 @@ class Tracker(Layer):
         self.libraries: list[int] = []  # bytes that cuBLAS asks for, for good, at its next product
         self._alone = of_one_alone(device_type)
         self._ready: dict[int, deque[Block]] = {}  # what the allocator handed out for the operator that runs, by bytes
+
+    def __enter__(self) -> Self:
+        self._together = torch.distributed.is_available() and torch.distributed.is_initialized()
+        return super().__enter__()
 
     def register(self, tensors: Iterable[Tensor], category: str, module: str | None = None) -> None:
         """Count the storages of ``tensors`` as ``category``, also those that were counted as something else.
@@ -205,7 +211,7 @@ class Tracker(Layer):
     ) -> Any:
         if func is _DEVICE and type(args[0]) is FakeTensor:
             return args[0].device
-        if any(map(is_spread, types)):
+        if self._together and any(map(is_spread, types)):
             return NotImplemented  # its own rules come first, and lead here again with local parts
         if self._away:
             return self.below(func, types, args, kwargs or {})
@@ -221,7 +227,7 @@ class Tracker(Layer):
             self.libraries = []
         if func is SUM and (first := self._added_to(args)) is not None:
             self._hand_on(first)
-        if getattr(func, "namespace", "") in _COLLECTIVES:
+        if self._together and getattr(func, "namespace", "") in _COLLECTIVES:
             self._communicated(func, args, kwargs or {})
         if size := self.target.read_as(func, args, result):
             self._see(result, size)

@@ -1,0 +1,88 @@
+"""One command in several processes, as torchrun starts them: the first answers, and all end as it does.
+
+Each says when it has loaded the model and when it is done, so that none waits for another that is gone, and an error of
+one is the first one's to tell.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from memrewrite.commands.launched import is_first, processes
+from memrewrite.records.errors import InternalError, MemrewriteError, UsageError
+from memrewrite.records.mesh import Ddp, Mesh
+
+_PATIENCE = timedelta(hours=6)  # with the first process, which measures and saves what it planned
+
+
+class _AgreedError(Exception):
+    """Every process knows of the error that caused this."""
+
+
+def run(mesh: str, work: Callable[[Callable[[], None]], int]) -> int:
+    """The exit code of ``work`` in the first process, which each calls once; raises what any of them raises.
+
+    ``work`` is given what it calls once the model is loaded, and nothing but a plan is left to be made together.
+    """
+    asked, count = Mesh.parse(mesh), processes()
+    if not isinstance(asked, Ddp) or asked.size != count:
+        raise UsageError(
+            f"A launcher started {count} processes, and the mesh is {asked}; give --mesh ddp={count}, or start one "
+            "process."
+        )
+    loaded = False
+
+    def ready() -> None:
+        nonlocal loaded
+        loaded = True
+        _agree(None, 0)
+
+    with _group():
+        code, error = 0, None
+        try:
+            code = work(ready)
+        except _AgreedError as known:
+            raise known.__cause__ or known from None
+        except Exception as found:
+            error = found
+        try:
+            return _agree(error, code)
+        except _AgreedError as known:
+            raise known.__cause__ or known from None
+
+
+@contextlib.contextmanager
+def _group() -> Iterator[None]:
+    """The processes can talk to each other; a target that makes a group of its own finds this one."""
+    dist.init_process_group("gloo", timeout=_PATIENCE)
+    try:
+        yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _agree(error: Exception | None, code: int) -> int:
+    """The exit code of the first process; raises an error for the first that has one, of this process its own."""
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, (_sendable(error), code))
+    for each, _ in told:
+        if each is not None:
+            raise _AgreedError from error or each
+    return int(told[0][1])
+
+
+def _sendable(error: Exception | None) -> MemrewriteError | None:
+    if error is None or isinstance(error, MemrewriteError):
+        return error
+    return InternalError(f"internal error in another process, {type(error).__name__}: {error}".splitlines()[0])
+
+
+def silent(request: Any) -> Any:
+    """The request of a process that does not answer: it writes and prints nothing."""
+    nothing = dict.fromkeys(("output", "report", "png", "snapshot", "json"))
+    return request if is_first() else replace(request, **nothing, quiet=True, verbose=False)

@@ -1,0 +1,108 @@
+"""``memrewrite optimize --mesh`` in two processes, as torchrun starts them: one answer, and one end."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from memrewrite import cli
+
+DEADLINE_S = 120
+NET = """
+import os
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            y = layer(x)
+            x = y * torch.sigmoid(y)
+        return x
+
+def get_model():
+    if os.environ["RANK"] == os.environ.get("BROKEN"):
+        raise ValueError("no weights here")
+    return Net()
+
+def get_inputs(batch_size=256):
+    return torch.randn(batch_size, 16)
+"""
+QUICK = ["--budget", "min", "--passes", "swish", "--no-verify", "--no-measure", "--device", "cpu"]
+
+
+def launched(folder: Path, *options: str, broken: str = "") -> tuple[list[int], list[str], list[str]]:
+    """The exit codes of two processes that run the command together, what each printed, and what each told."""
+    (folder / "net.py").write_text(NET)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    together = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, "-m", "memrewrite", "optimize", "net.py", *QUICK, *options]
+    processes = [
+        subprocess.Popen(
+            command,
+            env={**os.environ, **together, "RANK": str(rank), "LOCAL_RANK": str(rank), "BROKEN": broken},
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [process.communicate(timeout=DEADLINE_S) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [process.returncode for process in processes], *map(list, zip(*said, strict=True))  # type: ignore[return-value]
+
+
+def test_the_first_process_answers_for_both(tmp_path: Path) -> None:
+    codes, out, told = launched(tmp_path, "--mesh", "ddp=2", "-o", "out", "--json", "-", "--verbose")
+    assert codes == [0, 0], told
+    assert out[1] == told[1] == ""
+    assert json.loads(out[0])["written"] == "out"
+    assert (tmp_path / "out" / "memrewrite_model.py").is_file()
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+    assert "plan" in told[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "broken", "code", "sentence"),
+    [
+        (["--mesh", "ddp=2"], "1", 2, "no weights here"),
+        (["--mesh", "ddp=2", "--budget", "1KB"], "", 6, "No plan fits 1000 B"),
+        (["--mesh", "ddp=2", "--png", "out.png", "-o", "."], "", 2, "exists"),
+    ],
+    ids=["one process alone", "budget", "place"],
+)
+def test_an_error_ends_both_and_is_told_once(
+    options: list[str], broken: str, code: int, sentence: str, tmp_path: Path
+) -> None:
+    codes, out, told = launched(tmp_path, *options, broken=broken)
+    assert codes == [code, code], told
+    assert out == ["", ""]
+    assert told[1] == ""
+    assert told[0].startswith("memrewrite: ")
+    assert sentence in told[0]
+
+
+@pytest.mark.parametrize("mesh", ["ddp=8", "fsdp=2"])
+def test_a_mesh_of_other_processes(
+    mesh: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("net.py").write_text(NET)
+    for name, value in {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    assert cli.run(["optimize", "net.py", *QUICK, "--mesh", mesh]) == 2
+    assert f"A launcher started 2 processes, and the mesh is {mesh}" in capsys.readouterr().err
