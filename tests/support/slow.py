@@ -49,7 +49,7 @@ SLOW: dict[str, tuple[str, ...]] = {
     ),
     "workload/test_loop.py::test_the_report_says_what_each_habit_costs": ("tutorial",),
     "measurement/test_watch.py::test_it_is_silent_where_the_loop_is_the_one_that_was_promised": ("tutorial", "ema"),
-    "search/test_candidate.py::test_one_pass_tells_the_peak_of_every_loop": ("tied-*", "residual-zero-before-backward-1"),
+    "search/test_candidate.py::test_one_pass_tells_the_peak_of_every_loop": ("tied-*", "residual-ema-1"),
     "benchmarks/test_loops.py::test_the_real_peak_is_the_predicted_one": ("unet-tutorial",),
     "capture/test_kept_calls.py::test_hooks_fire_as_they_did": (
         "ReLU-*",
