@@ -13,11 +13,19 @@ SLOW: dict[str, tuple[str, ...]] = {
     "plan/test_milp.py::test_there_is_a_plan_just_where_there_can_be_one": CHAINS,
     "plan/test_milp.py::test_the_graphs_are_many_and_unlike": (),
     "plan/test_milp.py::test_the_worst_and_the_median_of_all_graphs": (),
+    # The first of the random models that are the same every time.
+    "fuzz/test_fuzz.py::test_the_same_random_models_every_time": ("10",),
+    "fuzz/test_fuzz.py::test_the_same_edits_every_time": ("10",),
+    "api/test_optimize.py::test_random_nets_at_random_budgets": ("5",),
     # The same search from other budgets.
     "plan/test_plan.py::test_fit_tells_the_truth_and_finds_what_it_saw": ("*-0.02", "*-0.35", "*-0.7", "*-0.99"),
     "plan/test_plan.py::test_a_peak_that_only_one_plan_has_is_told_only_if_it_is_found_again": ("12000",),
     "api/test_optimize.py::test_any_budget_between_lowest_and_original_is_kept_and_proved": ("conv-0", "residual-0.5"),
     "api/test_optimize.py::test_the_lowest_peak_told_when_nothing_fits_can_be_asked_for": ("byte", "a fifth"),
+    "api/test_optimize.py::test_compiled_passes_that_take_more_are_planned_below_the_optimizer": (
+        "min-within reach",
+        "a budget-out of reach",
+    ),
     "search/test_reserved.py::test_a_process_that_reserves_more_than_simulated_gets_less_in_one_piece": ("2097152",),
     "search/test_reserved.py::test_where_fragmentation_leaves_no_room_the_report_says_so": (),
     "runtime/test_compiled.py::test_what_is_kept_does_not_run_again_and_nothing_else_is_held": (
@@ -28,7 +36,10 @@ SLOW: dict[str, tuple[str, ...]] = {
         "ResidualNet-images-80%",
         "TinyTransformer-tokens-80%",
     ),
-    # The same in another precision, or compiled.
+    # The same in another precision, in another model, or compiled.
+    "api/test_optimize.py::test_the_same_call_gives_the_same_source": ("conv", "swish"),
+    "workload/test_loop.py::test_a_plan_for_a_loop_that_keeps_less_is_over_its_budget": ("language model",),
+    "capture/test_lengths.py::test_any_length_runs_in_one_plan_and_within_its_peak": ("bf16",),
     "passes/test_early_casts.py::test_the_lowest_peak_is_lower": ("eager",),
     "passes/test_linear_cross_entropy.py::test_a_budget_that_only_it_meets": ("bf16",),
     "report/test_by_size.py::test_the_figures_are_what_steps_of_those_sizes_take": ("None",),
@@ -85,6 +96,9 @@ SLOW: dict[str, tuple[str, ...]] = {
         "a function",
         "a table of modules",
     ),
+    # The whole command line once more, with children that measure; what is particular is tested without them, too.
+    "capture/test_ranges.py::test_the_command_plans_saves_and_measures_at_the_largest": (),
+    "workload/test_micro_batches.py::test_the_command_line_accumulates": (),
     # Examples and benchmarks, which are no part of what is installed.
     "project/test_examples.py::test_small_model_is_optimized": ("unet", "gpt2", "seed_mlp"),
     "integrations/test_integrations.py::test_example_trains_alike_in_less": (
