@@ -56,8 +56,9 @@ class ChunkedCrossEntropy:
             else:
                 self.rewrite(found)
                 findings.apply(found.root, "cross-entropy keeps the logits alone and makes the rest in chunks of rows")
-        graph_module.graph.lint()
-        graph_module.recompile()
+        if findings.applied:
+            graph_module.graph.lint()
+            graph_module.recompile()
         return findings.result()
 
     def check(self, found: "Found", effects: Effects) -> str | None:

@@ -50,8 +50,9 @@ class Functionalize:
                 continue
             rewrite(node, spelling, effects)
             findings.apply(node, f"{node.name} writes a new tensor instead of its input")
-        graph_module.graph.lint()
-        graph_module.recompile()
+        if findings.applied:
+            graph_module.graph.lint()
+            graph_module.recompile()
         return findings.result()
 
 

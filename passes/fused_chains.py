@@ -60,8 +60,9 @@ class FusedChains:
         replaced: dict[fx.Node, fx.Node] = {}
         for chain in accepted:
             replaced |= _rewrite(graph_module.graph, chain, replaced)
-        graph_module.graph.lint()
-        graph_module.recompile()
+        if findings.applied:
+            graph_module.graph.lint()
+            graph_module.recompile()
         return findings.result()
 
 

@@ -60,8 +60,9 @@ class InplaceActivation:
             if kept_by(node, spelling).result:
                 keeping.add(node)
             findings.apply(node, f"{operation(node).rstrip('_')} writes over its input")
-        graph_module.graph.lint()
-        graph_module.recompile()
+        if findings.applied:
+            graph_module.graph.lint()
+            graph_module.recompile()
         return findings.result()
 
 

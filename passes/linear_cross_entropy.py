@@ -56,8 +56,9 @@ class LinearCrossEntropy:
             else:
                 self.rewrite(found, early=found is losses[-1] and found.reduction != REDUCTIONS["none"])
                 findings.apply(found.root, "the head and its cross-entropy make some rows of logits at a time")
-        graph_module.graph.lint()
-        graph_module.recompile()
+        if findings.applied:
+            graph_module.graph.lint()
+            graph_module.recompile()
         return findings.result()
 
     def check(self, found: "Found", effects: Effects) -> str | None:

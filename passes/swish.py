@@ -50,8 +50,9 @@ class Swish:
                 findings.apply(found.root, f"x * sigmoid({'x' if found.scaled is None else 'beta * x'}) saves x alone")
         for found in reversed(accepted):  # so that no match reads a root that is gone already
             rewrite(found, self.exact_forward)
-        graph_module.graph.lint()
-        graph_module.recompile()
+        if findings.applied:
+            graph_module.graph.lint()
+            graph_module.recompile()
         return findings.result()
 
 

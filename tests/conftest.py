@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.slow import is_slow
+
 ROOT = Path(__file__).parent
 CORE = (
     "passes/",
@@ -37,9 +39,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what belongs to ``CORE``."""
+    """Mark what is slow (``tests/support/slow.py``), and what else belongs to ``CORE``."""
     for item in items:
-        if item.path.is_relative_to(ROOT) and item.path.relative_to(ROOT).as_posix().startswith(CORE):
+        if not item.path.is_relative_to(ROOT) or any(map(item.get_closest_marker, ("zoo", "fuzz"))):
+            continue
+        file = item.path.relative_to(ROOT).as_posix()
+        if is_slow(f"{file}::{item.name}"):
+            item.add_marker(pytest.mark.slow)
+        elif file.startswith(CORE):
             item.add_marker(pytest.mark.core)
 
 

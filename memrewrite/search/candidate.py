@@ -51,7 +51,7 @@ class CandidateRegion:
         """The region after a pass, which sees what ``look`` sees and is held to what it says about itself."""
         graph_module, effects = self.graph.copied()
         seen = effects if look is None else look(graph_module, effects)
-        healthy = health(seen)
+        healthy = None if look is None else health(seen)  # of the graph itself it is known afterwards, too
         result = graph_pass(graph_module, seen)
         graph_module.graph.lint()
         graph_module.recompile()
@@ -59,10 +59,12 @@ class CandidateRegion:
         if changed != result.modified:
             raise InternalError(f"The pass {graph_pass.name} says modified={result.modified}; its code says {changed}.")
         if not changed:
+            if look is None:
+                self.graph.left_alone(graph_module, effects)
             return self.having(graph_pass.name, result)
         graph = replace(self.graph, graph_module=graph_module)
         after = graph.effects if look is None else look(*graph.copied())
-        if wrongs := broken(healthy, health(after)):
+        if wrongs := broken(healthy or self.graph.health, graph.health if look is None else health(after)):
             raise InternalError(f"The pass {graph_pass.name} broke the graph: {' '.join(wrongs)}")
         result = replace(result, freed=seen.kept - after.kept)
         changed_arithmetic = self.arithmetic_changed or not graph_pass.exact

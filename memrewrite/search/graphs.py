@@ -1,7 +1,7 @@
 """A graph as some passes have left it, with what is observed of it. It is never changed: passes get a copy."""
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch import Tensor, fx
 from memrewrite.observe.effects import Effects, observe
 from memrewrite.observe.watermarks import Watermarks, watermarks
 from memrewrite.plan_facts.chain import compute_nodes_of
+from memrewrite.rewriting.invariants import Health, health
 from memrewrite.search.regions import Region
 from memrewrite.torch_internals.pytrees import tree_unflatten
 from memrewrite.workload.step import Step, default_loss
@@ -22,6 +23,7 @@ class ObservedGraph:
     region: Region
     step: Step
     graph_module: fx.GraphModule
+    _copies: list[tuple[fx.GraphModule, Effects]] = field(default_factory=list, init=False)  # that are as it is
 
     @cached_property
     def code(self) -> str:
@@ -47,10 +49,21 @@ class ObservedGraph:
 
     def copied(self) -> tuple[fx.GraphModule, Effects]:
         """The graph once more, which may be changed, and its effects."""
+        if self._copies:
+            return self._copies.pop()
         effects = self.effects  # observed before, as values are copied with their nodes
         graph = copy.deepcopy(self.graph_module.graph)
         copied = fx.GraphModule(self.graph_module, graph, class_name=type(self.graph_module).__name__)
         return copied, effects.of_copy(graph)
+
+    def left_alone(self, graph_module: fx.GraphModule, effects: Effects) -> None:
+        """Take back a copy that nobody has changed: it is the next one."""
+        self._copies.append((graph_module, effects))
+
+    @cached_property
+    def health(self) -> Health:
+        """How its values look, and what is wrong with it."""
+        return health(self.effects)
 
     def _loss_of(self, leaves: Any) -> Tensor:
         """The loss of what the graph returns, if that is all the model returns."""

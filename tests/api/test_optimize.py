@@ -627,9 +627,14 @@ SPELLINGS: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
 WORDS = ["conv", "norm", "dropout", "concat", "frozen", "linear", *SPELLINGS]
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
-@given(st.lists(st.sampled_from(WORDS), min_size=2, max_size=7), st.integers(60, 100), st.booleans())
-def test_random_nets_at_random_budgets(words: list[str], percent: int, exact: bool) -> None:
+@pytest.mark.parametrize("examples", [5, 15])
+def test_random_nets_at_random_budgets(examples: int) -> None:
+    nets = st.lists(st.sampled_from(WORDS), min_size=2, max_size=7)
+    some = settings(max_examples=examples, deadline=None, derandomize=True)
+    some(given(nets, st.integers(60, 100), st.booleans())(within_a_random_budget))()
+
+
+def within_a_random_budget(words: list[str], percent: int, exact: bool) -> None:
     model, x = seeded(lambda: RandomNet(words)), torch.randn(3, 4, 6, 6, generator=torch.Generator().manual_seed(0))
     before = state(model)
     try:

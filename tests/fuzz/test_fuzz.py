@@ -13,16 +13,17 @@ from tests.fuzz.strategies import Recipe, asks, make, recipes
 
 ANY_TIME = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
+SAME = settings(ANY_TIME, derandomize=True, database=None, phases=[Phase.generate])  # -m fuzz shrinks
+
 
 def try_one(recipe: Recipe, ask: Ask) -> None:
     model, inputs = make(recipe)
     check(model, inputs, ask, model.in_half, model.varies)
 
 
-@settings(ANY_TIME, max_examples=30, derandomize=True, database=None, phases=[Phase.generate])  # -m fuzz shrinks
-@given(recipes(longest=9), asks())
-def test_the_same_random_models_every_time(recipe: Recipe, ask: Ask) -> None:
-    try_one(recipe, ask)
+@pytest.mark.parametrize("examples", [10, 30])
+def test_the_same_random_models_every_time(examples: int) -> None:
+    settings(SAME, max_examples=examples)(given(recipes(longest=9), asks())(try_one))()
 
 
 @pytest.mark.fuzz
@@ -41,10 +42,9 @@ def edit_one(recipe: Recipe, edits: list[Change], copied: str) -> None:
 COPIED = st.sampled_from(["no", "before", "after"])
 
 
-@settings(ANY_TIME, max_examples=30, derandomize=True, database=None, phases=[Phase.generate])
-@given(recipes(longest=9), changes(), COPIED)
-def test_the_same_edits_every_time(recipe: Recipe, edits: list[Change], copied: str) -> None:
-    edit_one(recipe, edits, copied)
+@pytest.mark.parametrize("examples", [10, 30])
+def test_the_same_edits_every_time(examples: int) -> None:
+    settings(SAME, max_examples=examples)(given(recipes(longest=9), changes(), COPIED)(edit_one))()
 
 
 @pytest.mark.fuzz

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from memrewrite.capture import capture
+from memrewrite.capture import Captured, capture
 from memrewrite.passes.functionalize import Functionalize
 from memrewrite.plan.marks import Marks
 from memrewrite.plan.segments import Bytes, Plan
@@ -88,15 +88,18 @@ def segmented(
     keeping: bool = False,
     statistics: bool = False,
     compiled: bool = False,
+    captured: Captured | None = None,
 ) -> Segmented:
     """``model`` with segments of up to ``size`` nodes wherever they may be, of several sizes one inside the other.
+
+    It is captured as a whole here, unless it is ``captured``.
 
     ``keeping`` keeps in them what can be kept, for ``torch.compile`` where ``compiled``. ``statistics`` keeps those of
     batch normalizations, as on CUDA, and puts activations in place.
     """
     inputs = Inputs(args, kwargs or {})
     step = Step("train", None, None, amp, target=CompiledTarget() if compiled else EAGER)
-    region = Region("", model, capture(model, inputs), lambda: inputs)
+    region = Region("", model, captured or capture(model, inputs), lambda: inputs)
     first = CandidateRegion(ObservedGraph(region, step, region.captured.graph_module)).after(Functionalize())
     nodes, effects = first.graph.nodes, first.effects
     ends = barrier(effects, nodes)

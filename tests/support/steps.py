@@ -4,11 +4,15 @@ import copy
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 import memrewrite
+from memrewrite.capture import Captured, capture
+from memrewrite.search import regions
+from memrewrite.simulate.fake.fakes import tensors_of
 from memrewrite.torch_internals.pytrees import tree_leaves, tree_map
 from memrewrite.workload.step import Inputs
 from tests.support.dropins import segmented
@@ -70,11 +74,21 @@ def assert_right(
 
     Each time from the same state: once for each of ``leaves``, whether inputs get gradients too. Returns both.
     """
-    originals = [copy.deepcopy(model) for _ in range(2)]
-    first = inputs(0)
+    original, first = copy.deepcopy(model), inputs(0)
     wished = {"budget": "min", "verify": False, **options}
-    optimized = memrewrite.optimize(originals[0], first.args, example_kwargs=first.kwargs, **wished)
-    covered = segmented(originals[1], *first.args, size=100, kwargs=first.kwargs).module
+    captured: list[Captured] = []
+
+    def kept(*given: Any, **how: Any) -> Captured:
+        captured.append(capture(*given, **how))
+        return captured[-1]
+
+    with mock.patch.object(regions, "capture", kept):  # which takes longest, and is the same for both
+        optimized = memrewrite.optimize(original, first.args, example_kwargs=first.kwargs, **wished)
+    values = {id(tensor) for tensor in itertools.chain(original.parameters(), original.buffers())}
+    if len(captured) == 1 and all(id(tensor) in values for tensor in tensors_of(original)):  # each is put back below
+        covered = segmented(original, *first.args, size=100, kwargs=first.kwargs, captured=captured[0]).module
+    else:
+        covered = segmented(copy.deepcopy(model), *first.args, size=100, kwargs=first.kwargs).module
     for wanted in leaves:
         expected = taken(copy.deepcopy(model), inputs, wanted)
         for ours in (optimized, covered):

@@ -29,6 +29,7 @@ from memrewrite.torch_internals.fake_tensors import (
     FakeTensor,
     FakeTensorMode,
     NoDataError,
+    fake_of,
     real_rules_on_fake_tensors,
 )
 from memrewrite.torch_internals.pytrees import tree_map
@@ -121,7 +122,7 @@ def tensors_of(module: nn.Module) -> list[Tensor]:
 def _fake(tensor: Tensor, mode: FakeTensorMode, device: torch.device = _CPU) -> Tensor:
     # Detached, because the conversion would also copy .grad and the history of a non-leaf.
     plain = tensor.detach()
-    fake = FakeTensor(mode, plain, device) if plain.is_meta else mode.from_tensor(plain)
+    fake = FakeTensor(mode, plain, device) if plain.is_meta else fake_of(plain, mode)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(fake, requires_grad=tensor.requires_grad)
     return fake.requires_grad_(tensor.requires_grad)

@@ -1,0 +1,124 @@
+"""What the default run leaves to ``pytest -m slow``: more cases of what its own cases prove, and the benchmarks' code.
+
+Each test with the ids of its slow cases, as patterns; a new case is not slow unless it is named here.
+"""
+
+from fnmatch import fnmatchcase
+
+CHAINS = tuple(f"{ten}{last}" for ten in ("", *"12345") for last in "12346789")  # of the 60 random chains, by seed
+SLOW: dict[str, tuple[str, ...]] = {
+    # As many random chains as it takes to speak of the worst and the median; a fifth of them shows what breaks.
+    "plan/test_milp.py::test_within_one_percent_of_the_optimum": CHAINS,
+    "plan/test_milp.py::test_segments_in_segments_cost_no_more": CHAINS,
+    "plan/test_milp.py::test_there_is_a_plan_just_where_there_can_be_one": CHAINS,
+    "plan/test_milp.py::test_the_graphs_are_many_and_unlike": ("*",),
+    "plan/test_milp.py::test_the_worst_and_the_median_of_all_graphs": ("*",),
+    # All of the random models that are the same every time; the first of them are in the default run.
+    "fuzz/test_fuzz.py::test_the_same_random_models_every_time": ("30",),
+    "fuzz/test_fuzz.py::test_the_same_edits_every_time": ("30",),
+    "api/test_optimize.py::test_random_nets_at_random_budgets": ("15",),
+    # The same search from other budgets.
+    "plan/test_plan.py::test_fit_tells_the_truth_and_finds_what_it_saw": ("*-0.2", "*-0.5", "*-0.9", "*-1.[05]"),
+    "plan/test_plan.py::test_a_peak_that_only_one_plan_has_is_told_only_if_it_is_found_again": ("9000", "14000"),
+    "api/test_optimize.py::test_any_budget_between_lowest_and_original_is_kept_and_proved": (
+        "conv-0.5",
+        "swish-0",
+        "residual-0",
+    ),
+    "api/test_optimize.py::test_the_lowest_peak_told_when_nothing_fits_can_be_asked_for": ("parameters",),
+    "api/test_optimize.py::test_compiled_passes_that_take_more_are_planned_below_the_optimizer": (
+        "min-out of reach",
+        "a budget-within reach",
+    ),
+    "search/test_reserved.py::test_a_process_that_reserves_more_than_simulated_gets_less_in_one_piece": ("20971520",),
+    "search/test_reserved.py::test_where_fragmentation_leaves_no_room_the_report_says_so": ("*",),
+    "runtime/test_compiled.py::test_what_is_kept_does_not_run_again_and_nothing_else_is_held": ("60%-*", "75%-*"),
+    "workload/test_micro_batches.py::test_budgets_hold_where_gradients_wait": (
+        "SwishNet-rows-80%",
+        "ResidualNet-images-min",
+        "TinyTransformer-tokens-min",
+    ),
+    # The same in another precision, in another model, or compiled.
+    "api/test_optimize.py::test_the_same_call_gives_the_same_source": ("transformer",),
+    "workload/test_loop.py::test_a_plan_for_a_loop_that_keeps_less_is_over_its_budget": ("unet",),
+    "workload/test_loop.py::test_a_plan_is_within_its_budget_in_the_loop_it_is_for": (
+        "tutorial-language model",
+        "tutorial-cnn",
+    ),
+    "capture/test_lengths.py::test_any_length_runs_in_one_plan_and_within_its_peak": ("None",),
+    "passes/test_early_casts.py::test_the_lowest_peak_is_lower": ("compiled",),
+    "passes/test_linear_cross_entropy.py::test_a_budget_that_only_it_meets": ("float32", "batches"),
+    "report/test_by_size.py::test_the_figures_are_what_steps_of_those_sizes_take": ("bf16",),
+    "simulate/test_constant_values.py::test_optimized_is_equivalent": (
+        "nothing given-bf16",
+        "a mask given-float32",
+        "positions given-bf16",
+    ),
+    # The same through another spelling: of an output, of a function, of a length.
+    "capture/test_returned.py::test_it_lets_the_logits_never_exist": ("dict", "named"),
+    "capture/test_opaque.py::test_the_promised_peak_is_the_real_one": ("Sign", "Numpy", "Branch", "Kernel"),
+    "equivalence/test_sizes.py::test_what_is_wrong_at_a_smaller_size_alone_is_not_equivalent": ("4-8",),
+    # Every loop is simulated, by one pass too, and has a plan; together they are only combined.
+    "workload/test_loop.py::test_the_report_says_what_each_habit_costs": ("zero-before-backward,prefetch,scaler,ema",),
+    "measurement/test_watch.py::test_it_is_silent_where_the_loop_is_the_one_that_was_promised": (
+        "drop-output",
+        "zero-before-backward",
+        "prefetch",
+    ),
+    "search/test_candidate.py::test_one_pass_tells_the_peak_of_every_loop": ("residual-*",),
+    "benchmarks/test_loops.py::test_the_real_peak_is_the_predicted_one": ("language model-prefetch",),
+    # Every hook is tried on a ReLU, and every other layer with a hook forward and one backward.
+    "capture/test_kept_calls.py::test_hooks_fire_as_they_did": (
+        "Tanh-forward*",
+        "Tanh-before backward",
+        "Tanh-backward",
+        "<lambda>0-forward",
+        "<lambda>0-forward that *",
+        "<lambda>0-before, *",
+        "<lambda>0-backward*",
+        "<lambda>1-forward*",
+        "<lambda>1-backward that *",
+        "<lambda>1-before backward",
+    ),
+    # Hazards that are regions, and edits that compiled code guards, for the same reason as others.
+    "capture/test_hazards_regions.py::test_the_odd_submodule_stays_opaque": (
+        "layer_drop",
+        "buffer_reassigned",
+        "seeded",
+        "gradients",
+    ),
+    "runtime/test_edits.py::test_compiled_code_is_guarded_too": (
+        "a layer appended to a list",
+        "a layer inserted",
+        "a layer removed",
+        "another activation",
+        "another configuration",
+        "an object in a dictionary",
+        "an item of a list",
+        "padding",
+        "dilation",
+        "active adapter",
+        "scale of an adapter",
+        "a method of the model",
+        "an attribute set past the module",
+        "another type of number",
+    ),
+    # The whole command line once more, with children that measure; what is particular is tested without them, too.
+    "capture/test_ranges.py::test_the_command_plans_saves_and_measures_at_the_largest": ("*",),
+    "workload/test_micro_batches.py::test_the_command_line_accumulates": ("*",),
+    # Examples and benchmarks, which are no part of what is installed.
+    "project/test_examples.py::test_small_model_is_optimized": ("efficientnet", "resnet50"),
+    "integrations/test_integrations.py::test_example_trains_alike_in_less": ("plain",),
+    "benchmarks/test_pareto.py::test_rows_of_a_workload": ("*",),
+    "benchmarks/test_pareto.py::test_what_will_be_compiled_is_planned_for_it": ("ours min-False",),
+    "benchmarks/test_benchmarks.py::test_predictions_are_right_on_the_cpu": ("unet b4 off sgd-momentum ours 80%",),
+    "benchmarks/test_benchmarks.py::test_under_a_cap_the_plan_is_trained_in_another_process": ("*",),
+    "benchmarks/test_benchmarks.py::test_stacks_are_about_as_large_as_asked_for": ("*",),
+    "benchmarks/test_benchmarks.py::test_largest_batch_of_a_workload": ("*",),
+}
+
+
+def is_slow(test: str) -> bool:
+    """Whether the default run leaves out a test, named from ``tests/`` on as pytest names it: ``file::test[id]``."""
+    name, _, case = test.partition("[")
+    return any(fnmatchcase(case.removesuffix("]"), pattern) for pattern in SLOW.get(name, ()))
