@@ -107,13 +107,15 @@ class _Labels:
 
     def add(self, moves: _Moves) -> int:
         """Add the labels of the next position, less those that another one makes needless; returns how many."""
-        slot = np.minimum(moves.held // self._width[moves.lane], self._slots - 1)
-        cheapest = np.full((len(self._levels), self._slots + 1), np.inf)
-        np.minimum.at(cheapest, (moves.lane, slot + 1), moves.ms)
-        order = np.flatnonzero(moves.ms < np.minimum.accumulate(cheapest, axis=1)[moves.lane, slot])
+        slot = moves.lane * self._slots + np.minimum(moves.held // self._width[moves.lane], self._slots - 1)
+        cheapest = np.full(len(self._levels) * self._slots, np.inf)
+        np.minimum.at(cheapest, slot, moves.ms)  # of a slot, then of those below it
+        below = np.full((len(self._levels), self._slots), np.inf)
+        np.minimum.accumulate(cheapest.reshape(below.shape)[:, :-1], axis=1, out=below[:, 1:])
+        order = np.flatnonzero(moves.ms < below.ravel()[slot])
         order = order[np.lexsort((moves.ms[order], moves.held[order], moves.lane[order]))]
         order = order[self._falling(moves.lane[order], moves.ms[order])]
-        order = order[self._far(moves.lane[order], slot[order])]
+        order = self._far(order, moves.lane[order], slot[order])
         start = self.first[self._next]
         self.first[self._next + 1 :] = end = start + len(order)
         chosen = moves.taking(order)
@@ -133,12 +135,13 @@ class _Labels:
         found: NDArray[np.bool_] = ms < np.minimum.accumulate(table, axis=1)[lane, place]
         return found
 
-    def _far(self, lane: Bytes, slot: Bytes) -> NDArray[np.bool_]:
+    def _far(self, order: Bytes, lane: Bytes, slot: Bytes) -> Bytes:
         """Which are followed: the first and the last of a slot where a bound has more than there are slots."""
         few = np.bincount(lane, minlength=len(self._levels)) <= self._slots
-        changes = np.diff(lane * self._slots + slot, prepend=-1, append=np.iinfo(np.int64).max) > 0
-        found: NDArray[np.bool_] = few[lane] | changes[:-1] | changes[1:]
-        return found
+        if few.all():
+            return order
+        changes = np.diff(slot, prepend=-1, append=np.iinfo(np.int64).max) > 0
+        return order[few[lane] | changes[:-1] | changes[1:]]
 
     def least(self) -> tuple[Costs, Bytes]:
         """At each position and bound, the cost of the cheapest label, infinite where there is none, and its need."""
