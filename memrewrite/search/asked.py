@@ -85,15 +85,19 @@ class Asked:
         """Plan for ``target`` bytes, if that is allowed."""
         if not self.may_checkpoint:
             return without_plan(candidate, target)
-        return plan(candidate, target, in_turn=in_turn, hopeless=self.hopeless)
+        planned = plan(candidate, target, in_turn=in_turn, hopeless=self.hopeless)
+        if planned.given_up and self._may_do_in_place(planned.candidate):
+            return plan(candidate, target, in_turn=in_turn)
+        return planned
+
+    def _may_do_in_place(self, candidate: Candidate) -> bool:
+        """Whether a candidate that is far off is not with activations in place."""
+        ready = marked_inplace(candidate, self.names)
+        return ready.programs != candidate.programs and ready.peak() <= self.hopeless
 
     def unless_far(self, size: int) -> "Asked":
         """The same, given up where the peak stays far above ``size`` bytes."""
         return replace(self, hopeless=_FAR * size)
-
-    def gives_up(self, planned: Planned) -> bool:
-        """Whether a plan does not fit and is so far off that none was looked for further."""
-        return not planned.fitted.fits and planned.fitted.peak > self.hopeless
 
     def finished(self, candidate: Candidate) -> Candidate:
         """A candidate that was planned, as it is returned."""

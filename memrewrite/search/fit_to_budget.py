@@ -166,7 +166,7 @@ def _corrected(asked: Asked, candidate: Candidate) -> Fit | Unmet:
     for attempt in range(1, _CORRECTIONS + 1):
         planned = asked.plan(candidate, target, in_turn)
         candidate = planned.candidate
-        if asked.gives_up(planned):
+        if planned.given_up:
             return Unmet(candidate, planned.fitted.peak, given_up=True)
         last = not planned.fitted.fits and not limit.minimum
         ready = candidate

@@ -22,11 +22,15 @@ _WIDE = 512
 
 @dataclass(frozen=True)
 class Planned:
-    """A candidate with the segments of the plan that was fitted; ``in_turn`` as in ``Candidate.with_segments``."""
+    """A candidate with the segments of the plan that was fitted; ``in_turn`` as in ``Candidate.with_segments``.
+
+    ``given_up`` says that no other plan was looked for, because the peak of this one is hopeless.
+    """
 
     candidate: Candidate
     fitted: Fitted
     in_turn: bool = False
+    given_up: bool = False
 
 
 def rewritten(candidate: Candidate, names: tuple[str, ...] | None, exact: bool) -> Candidate:
@@ -70,7 +74,7 @@ def plan(
     fitted = search(candidate, False, spare, in_turn).fit(budget, hopeless)
     planned = candidate.with_segments(fitted.plan, in_turn)
     if not fitted.fits and fitted.peak > hopeless:
-        return Planned(planned, fitted, in_turn)
+        return Planned(planned, fitted, in_turn, given_up=True)
     if planned.peak(spare) != fitted.peak:
         fitted = search(candidate, True, spare, in_turn).fit(budget, hopeless)
         planned = candidate.with_segments(fitted.plan, in_turn)
