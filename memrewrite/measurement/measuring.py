@@ -81,10 +81,11 @@ def predict(
     attribute: bool = False,
     probe: bool = True,
     blocks: bool = True,
+    both: bool = False,
 ) -> Timeline:
     """``simulate``, or where the step depends on values real steps under the tracker, after which all is put back.
 
-    What those reserve on CUDA is read there.
+    What those reserve on CUDA is read there. ``both`` is as in ``simulate``, blocks or not; real steps count one way.
     Raises ``DoesNotFitError`` when those run out of memory, ``DataDependentError`` for such a step of a target
     without its device or,
     with ``probe`` False, on CUDA: that leaves the device alone.
@@ -98,7 +99,8 @@ def predict(
             steps=steps,
             attribute=attribute,
             probe=probe,
-            blocks=blocks,
+            blocks=blocks or both,
+            both=both,
         )
     except DataDependentError:
         left_alone = not probe and device_type(module, inputs) != "cpu"

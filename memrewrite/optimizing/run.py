@@ -20,9 +20,10 @@ from memrewrite.records.report import Report
 from memrewrite.report.assembly import report_on
 from memrewrite.report.later import complete_by
 from memrewrite.search import registry
+from memrewrite.search.asked import Unmet
 from memrewrite.search.bench import Bench
 from memrewrite.search.candidate import Candidate, CandidateRegion
-from memrewrite.search.fit_to_budget import Unmet, fit_to_budget, limit_for
+from memrewrite.search.fit_to_budget import fit_to_budget, limit_for
 from memrewrite.search.graphs import ObservedGraph
 from memrewrite.search.inplace import marked_inplace
 from memrewrite.search.planning import rewritten

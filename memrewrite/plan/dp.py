@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from memrewrite.plan.demand import keeping_on_demand, pieces
 from memrewrite.plan.guide import Guide, guide, lightest
+from memrewrite.plan.levels import cheapest_under_each
 from memrewrite.plan.segments import Bytes, Chain, Plan
 from memrewrite.plan.tables import (
     NEVER,
@@ -46,10 +47,9 @@ def nested(table: Intervals, cuts: Bytes, levels: Bytes) -> Nested:
         if not len(reached):
             continue
         ends, outside = cuts[reached], table.live_ins(int(a))
-        for number, level in enumerate(levels):
-            inside = _walk(Space(table), int(a), int(ends[-1]), int(level), _INNER_SLOTS, outside)
-            more, need[i, reached, number] = inside.least(ends - a)
-            ms[i, reached, number] = np.where(more > 0, table.ms[a, ends] + more, np.inf)
+        more, needed = cheapest_under_each(table, int(a), int(ends[-1]), levels, _INNER_SLOTS, outside)
+        more, need[i, reached] = more[ends - a], needed[ends - a]
+        ms[i, reached] = np.where(more > 0, table.ms[a, ends][:, None] + more, np.inf)
     return Nested(cuts, levels, ms, need)
 
 

@@ -47,13 +47,15 @@ class Search:
         self.peaks: dict[Plan, int] = {}
         self._plans: dict[int, Plan | None] = {}
 
-    def fit(self, budget: int) -> Fitted:
+    def fit(self, budget: int, hopeless: float = math.inf) -> Fitted:
         """The cheapest plan found whose simulated peak is at most ``budget`` bytes; else that of the lowest, to 0.5 %.
 
         Where none is found, or a cheaper one may be, ``others`` are asked too, and last those that are ``hopeful``, as
-        long as hope helps.
+        long as hope helps; none where the lowest peak of its own is more than ``hopeless`` bytes.
         """
         found = self._fit(budget)
+        if not found.fits and found.peak > hopeless:
+            return found
         for other in self.others:
             if self._may_fall(found) or other._promises(budget, found.plan.ms):
                 found = min(found, other._fit(budget), key=_rank)

@@ -1,14 +1,14 @@
 """From a budget to a candidate that is within it: by simulation, and on a GPU by what is measured there."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import inf
 
 from memrewrite.plan.refine import Fitted
 from memrewrite.records.errors import UsageError
 from memrewrite.records.options import Budget, format_bytes
 from memrewrite.records.outcomes import Measured
-from memrewrite.search.bench import Bench
+from memrewrite.search.asked import RESERVE, Asked, Fit, Unmet
 from memrewrite.search.candidate import Candidate
 from memrewrite.search.inplace import marked_inplace
 from memrewrite.search.planning import (
@@ -17,17 +17,10 @@ from memrewrite.search.planning import (
     rewritten_lower,
     rewritten_slower,
     with_inputs_cast,
-    without_needless_casts,
-    without_plan,
 )
 
 _CORRECTIONS = 6  # plans made after the device's own peak was seen
 _MARGIN = 0.0005  # what each of them leaves of the budget besides, times its number
-# What a plan leaves of a budget on CUDA: which blocks the caching allocator hands out, up to 1 MiB more than was asked
-# for, depends on what ran before. In other processes peaks were 0.04 % higher.
-_RESERVE = 0.002
-# What a plan leaves of a budget of reserved bytes there: in other processes one segment of small tensors more was seen.
-_STRAY = 2 * 2 * 2**20
 # How much more than its budget a plan may make the allocator reserve. Another 1 % is for batches of other sizes: they
 # leave other blocks behind.
 _ROOM = 0.02
@@ -39,74 +32,6 @@ _WHOLE = (
     "first forward lets PyTorch hold {}, and gets what it does not hold of that yet in one piece "
     "(torch.cuda.max_memory_allocated counts that once)."
 )
-
-
-@dataclass(frozen=True)
-class Fit:
-    """A candidate within its budget; what was measured of it, where there is a device.
-
-    ``planned`` is what it was before anything was written in place, with a plan for ``target`` bytes: others can be
-    made of it.
-    """
-
-    candidate: Candidate
-    measured: Measured | None
-    planned: Candidate
-    target: int
-
-
-@dataclass(frozen=True)
-class Unmet:
-    """The candidate of the lowest peak that was found, in place as far as that helps, and the lowest bytes reached."""
-
-    candidate: Candidate
-    lowest: int
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """What is asked of a bench: ``limit`` means ``budget`` bytes, where the model as it is takes ``original`` of them.
-
-    ``names`` are the passes that are allowed.
-    """
-
-    bench: Bench
-    limit: Budget
-    budget: int
-    original: int
-    names: tuple[str, ...] | None
-
-    @property
-    def reserve(self) -> int:
-        """What a plan that is measured leaves of a budget of allocated bytes."""
-        return int(_RESERVE * self.budget) if self.bench.on_cuda and not self.limit.reserved else 0
-
-    @property
-    def stray(self) -> int:
-        """What a plan that is simulated leaves of a budget of reserved bytes, where there is a device."""
-        return _STRAY if self.limit.reserved and self.bench.on_cuda else 0
-
-    @property
-    def binds(self) -> bool:
-        """Whether the budget can be missed: without a device to measure on, the model as it is may be within it."""
-        return self.bench.on_cuda or self.original > self.budget
-
-    @property
-    def may_checkpoint(self) -> bool:
-        """Whether segments are of use and allowed."""
-        return self.bench.step.mode == "train" and (self.names is None or "checkpoint_segments" in self.names)
-
-    def plan(self, candidate: Candidate, target: int, in_turn: bool) -> Planned:
-        """Plan for ``target`` bytes, if that is allowed."""
-        return plan(candidate, target, in_turn=in_turn) if self.may_checkpoint else without_plan(candidate, target)
-
-    def finished(self, candidate: Candidate) -> Candidate:
-        """A candidate that was planned, as it is returned."""
-        return marked_inplace(without_needless_casts(candidate), self.names)
-
-    def measured(self, candidate: Candidate) -> Measured | None:
-        """What the device says of a candidate, None without one."""
-        return self.bench.measure(candidate.build()) if self.bench.on_cuda else None
 
 
 def limit_for(budget: str | int | Budget | None, reserved: bool, kind: str) -> Budget | None:
@@ -131,10 +56,9 @@ def fit_to_budget(candidate: Candidate, limit: Budget, original: int, names: tup
     ``torch.compile`` is measured compiled, and its reserved bytes are not known.
     """
     budget = limit.resolve(original)
-    asked = _Asked(candidate.bench, limit, budget or 0, original, names)
-    bench, found = candidate.bench, _found(asked, candidate)
-    if not bench.target.fuses:
-        found = _with_lower(asked, candidate, found)
+    asked = Asked(candidate.bench, limit, budget or 0, original, names)
+    bench = candidate.bench
+    found = _found(asked, candidate) if bench.target.fuses else _with_lower(asked, candidate)
     if isinstance(found, Unmet):
         return found
     if budget is None or bench.target.fuses or bench.device != "cuda":
@@ -144,33 +68,68 @@ def fit_to_budget(candidate: Candidate, limit: Budget, original: int, names: tup
     return replace(found, candidate=_telling_of_room(found.candidate))
 
 
-def _found(asked: _Asked, candidate: Candidate) -> Fit | Unmet:
+def _found(asked: Asked, candidate: Candidate) -> Fit | Unmet:
     """What there is within the budget, after the rewrites that cost time where it takes more without them."""
     if asked.limit.of(candidate.simulate()) > asked.budget:
         candidate = rewritten_slower(candidate, asked.names)
     return _above_the_optimizer(asked, candidate) or _corrected(asked, candidate)
 
 
-def _with_lower(asked: _Asked, candidate: Candidate, found: Fit | Unmet) -> Fit | Unmet:
-    """What was found, or what is with the rewrites for a lower peak, where that is needed or takes less time."""
-    needed = isinstance(found, Unmet) or asked.limit.minimum
+def _with_lower(asked: Asked, candidate: Candidate) -> Fit | Unmet:
+    """What there is within the budget, or with the rewrites for a lower peak, where that is needed or takes less time.
+
+    Without them it is given up where that stays far from the budget, and looked for once more where they do not help.
+    """
+    if asked.limit.minimum:
+        return _lowest(asked, candidate)
+    found = without = _found(asked.unless_far(asked.budget), candidate)
+    needed = isinstance(found, Unmet)
     in_segments = any(region.marks for region in found.candidate.regions)
     if not needed and (not in_segments or found.candidate.times() is None):
         return found
-    tried = candidate
-    for wide in (True, False):
-        lower = rewritten_lower(candidate, asked.names, wide)
+    for lower in _lower_ones(asked, candidate):
         if lower.programs == candidate.programs:
-            return replace(found, candidate=found.candidate.telling(lower)) if needed else found
-        if lower.programs != tried.programs:
-            found = min(found, _found(asked, lower), key=_bytes(asked) if needed else _time)
-        if isinstance(found, Fit) and not asked.limit.minimum:
-            break
-        tried = lower
-    return found
+            return _told(_looked_for_on(asked, candidate, found), lower) if needed else found
+        found = min(found, _found(asked, lower), key=_bytes(asked) if needed else _time)
+        if isinstance(found, Fit):
+            return found
+    return min(_looked_for_on(asked, candidate, without), found, key=_bytes(asked))
 
 
-def _bytes(asked: _Asked) -> Callable[[Fit | Unmet], tuple[bool, int]]:
+def _looked_for_on(asked: Asked, candidate: Candidate, found: Fit | Unmet) -> Fit | Unmet:
+    """What was found, or where that was given up what is found without giving up."""
+    return _found(asked, candidate) if isinstance(found, Unmet) and found.given_up else found
+
+
+def _lowest(asked: Asked, candidate: Candidate) -> Fit | Unmet:
+    """What takes the fewest bytes, with the rewrites for a lower peak or without them."""
+    lower = list(_lower_ones(asked, candidate))
+    if lower[0].programs == candidate.programs:
+        return _told(_found(asked, candidate), lower[0])
+    found = [_found(asked, each) for each in lower]
+    near = asked.unless_far(min(map(_bytes(asked), found))[1])
+    return min(_found(near, candidate), *found, key=_bytes(asked))
+
+
+def _lower_ones(asked: Asked, candidate: Candidate) -> Iterator[Candidate]:
+    """The candidate after the rewrites for a lower peak: of many rows at once, then, where that differs, of few.
+
+    One alone, that is the candidate as it was, where none is made.
+    """
+    wide = rewritten_lower(candidate, asked.names, wide=True)
+    yield wide
+    if wide.programs != candidate.programs:
+        narrow = rewritten_lower(candidate, asked.names, wide=False)
+        if narrow.programs != wide.programs:
+            yield narrow
+
+
+def _told(found: Fit | Unmet, lower: Candidate) -> Fit | Unmet:
+    """What was found, with what the rewrites of another candidate said."""
+    return replace(found, candidate=found.candidate.telling(lower))
+
+
+def _bytes(asked: Asked) -> Callable[[Fit | Unmet], tuple[bool, int]]:
     """What fits comes first, then what is lower."""
 
     def rank(found: Fit | Unmet) -> tuple[bool, int]:
@@ -186,7 +145,7 @@ def _time(found: Fit | Unmet) -> tuple[bool, float]:
     return isinstance(found, Unmet), max(found.candidate.times() or (inf,))
 
 
-def _above_the_optimizer(asked: _Asked, candidate: Candidate) -> Unmet | None:
+def _above_the_optimizer(asked: Asked, candidate: Candidate) -> Unmet | None:
     """The outcome of a budget that the optimizer's step alone exceeds, None of any other.
 
     What else would fit is then simulated with a plan whose forward and backward are within the budget.
@@ -200,13 +159,15 @@ def _above_the_optimizer(asked: _Asked, candidate: Candidate) -> Unmet | None:
     return Unmet(candidate, asked.limit.of(candidate.simulate()))
 
 
-def _corrected(asked: _Asked, candidate: Candidate) -> Fit | Unmet:
+def _corrected(asked: Asked, candidate: Candidate) -> Fit | Unmet:
     """Plan, look at what that really takes, and plan for as much less as it was more, until it is within the budget."""
     bench, limit, budget = asked.bench, asked.limit, asked.budget
     target, missed, lowest, in_turn, stray = budget - asked.reserve, 0, None, False, asked.stray
     for attempt in range(1, _CORRECTIONS + 1):
         planned = asked.plan(candidate, target, in_turn)
         candidate = planned.candidate
+        if planned.given_up:
+            return Unmet(candidate, planned.fitted.peak, given_up=True)
         last = not planned.fitted.fits and not limit.minimum
         ready = candidate
         if limit.reserved and not bench.target.fuses:
@@ -241,7 +202,7 @@ def _corrected(asked: _Asked, candidate: Candidate) -> Fit | Unmet:
     return Unmet(ready, peak if not limit.reserved else min(peak, lowest or peak))
 
 
-def _least(asked: _Asked, candidate: Candidate, missed: int) -> int:
+def _least(asked: Asked, candidate: Candidate, missed: int) -> int:
     """The bytes of the lowest plan, which was ``missed`` by so much as others were measured."""
     found = asked.limit.of(candidate.simulate())
     if asked.limit.reserved:  # which may well be less than where more is allocated
@@ -249,7 +210,7 @@ def _least(asked: _Asked, candidate: Candidate, missed: int) -> int:
     return max(found, candidate.simulate(blocks=False).peak + missed)
 
 
-def _under_cap(asked: _Asked, fit: Fit) -> Fit:
+def _under_cap(asked: Asked, fit: Fit) -> Fit:
     """A plan, if needed another, such that fragmentation leaves room for it under a cap just above the budget.
 
     One that takes its memory in one piece is preferred to a lower one; where none fits, it is the first, with a note.
@@ -283,7 +244,7 @@ def _under_cap(asked: _Asked, fit: Fit) -> Fit:
     return replace(fit, candidate=ready.noted(note))
 
 
-def _least_reserved(asked: _Asked, candidate: Candidate, limit: int, fewest: bool) -> Candidate:
+def _least_reserved(asked: Asked, candidate: Candidate, limit: int, fewest: bool) -> Candidate:
     """A candidate that was planned, in one piece if it is above that many reserved bytes and takes less so.
 
     As close to the limit as it gets, or with the ``fewest`` bytes where it gets to no limit.
@@ -296,7 +257,7 @@ def _least_reserved(asked: _Asked, candidate: Candidate, limit: int, fewest: boo
 
 
 def _in_one_piece(
-    asked: _Asked,
+    asked: Asked,
     candidate: Candidate,
     needed: int,
     limit: int,
@@ -338,7 +299,7 @@ def _telling_of_room(candidate: Candidate) -> Candidate:
     return candidate.noted(_WHOLE.format(format_bytes(pieces), format_bytes(candidate.room)))
 
 
-def _lower_and_lower(asked: _Asked, fit: Fit) -> Iterator[Candidate]:
+def _lower_and_lower(asked: Asked, fit: Fit) -> Iterator[Candidate]:
     """The candidate, and plans for ever less as long as they fit."""
     yield fit.candidate
     candidate = fit.planned
@@ -350,10 +311,10 @@ def _lower_and_lower(asked: _Asked, fit: Fit) -> Iterator[Candidate]:
         yield candidate
 
 
-def _lowest_compiled(asked: _Asked, planned: Planned, measured: Measured) -> tuple[Candidate, Measured]:
+def _lowest_compiled(asked: Asked, planned: Planned, measured: Measured) -> tuple[Candidate, Measured]:
     """The lowest compiled peak: by plans that leave more to spare, and with inputs cast before their segments."""
     alone = planned.candidate.simulate().peak
-    wanted = int((1 + _RESERVE) * alone) if asked.limit.minimum else asked.budget
+    wanted = int((1 + RESERVE) * alone) if asked.limit.minimum else asked.budget
     candidate, measured = _below_the_optimizer(planned, measured, wanted)
     cast = with_inputs_cast(candidate)
     if cast is not candidate:

@@ -1,6 +1,7 @@
 """Rewrites and plans that are made of candidates, all on fake tensors; none of them is better or worse yet."""
 
 import functools
+import math
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
@@ -21,11 +22,15 @@ _WIDE = 512
 
 @dataclass(frozen=True)
 class Planned:
-    """A candidate with the segments of the plan that was fitted; ``in_turn`` as in ``Candidate.with_segments``."""
+    """A candidate with the segments of the plan that was fitted; ``in_turn`` as in ``Candidate.with_segments``.
+
+    ``given_up`` says that no other plan was looked for, because the peak of this one is hopeless.
+    """
 
     candidate: Candidate
     fitted: Fitted
     in_turn: bool = False
+    given_up: bool = False
 
 
 def rewritten(candidate: Candidate, names: tuple[str, ...] | None, exact: bool) -> Candidate:
@@ -56,18 +61,22 @@ def rewritten_lower(candidate: Candidate, names: tuple[str, ...] | None, wide: b
     return candidate.after(registry.lower(names, _WIDE if wide else 0, _compiles(candidate.bench)))
 
 
-def plan(candidate: Candidate, budget: int, spare: int = 0, in_turn: bool = False) -> Planned:
+def plan(
+    candidate: Candidate, budget: int, spare: int = 0, in_turn: bool = False, hopeless: float = math.inf
+) -> Planned:
     """Segments for which the simulated peak is within ``budget`` bytes, those of the lowest peak where none does.
 
     One plan over all regions in the order they run. ``spare`` bytes are left for what forward and backward take
-    besides; the peak in the result is with them.
+    besides; the peak in the result is with them. ``hopeless`` is as in ``Search.fit``.
     """
     if candidate.bench.step.amp is not None and candidate.peak(spare) > budget:
         candidate = candidate.each(lambda region: region.edited(early_casts.insert))
-    fitted = search(candidate, False, spare, in_turn).fit(budget)
+    fitted = search(candidate, False, spare, in_turn).fit(budget, hopeless)
     planned = candidate.with_segments(fitted.plan, in_turn)
+    if not fitted.fits and fitted.peak > hopeless:
+        return Planned(planned, fitted, in_turn, given_up=True)
     if planned.peak(spare) != fitted.peak:
-        fitted = search(candidate, True, spare, in_turn).fit(budget)
+        fitted = search(candidate, True, spare, in_turn).fit(budget, hopeless)
         planned = candidate.with_segments(fitted.plan, in_turn)
     if candidate.bench.target.on_demand and not (fitted.fits or in_turn):
         return Planned(candidate.with_segments(fitted.plan, in_turn=True), fitted, True)

@@ -3,9 +3,9 @@
 from collections.abc import Callable
 
 from memrewrite.records.options import Budget
+from memrewrite.search.asked import Fit
 from memrewrite.search.bench import Tried
 from memrewrite.search.candidate import Candidate
-from memrewrite.search.fit_to_budget import Fit
 from memrewrite.search.inplace import marked_inplace
 from memrewrite.search.planning import without_needless_casts
 

@@ -22,6 +22,20 @@ from memrewrite.simulate.fake.batch import part_of
 from memrewrite.simulate.fake.fakes import fakes_of, on_fakes, tensors_of
 from memrewrite.simulate.fake.true_results import TrueResults
 from memrewrite.simulate.memory.places import Places
+from memrewrite.simulate.memory.recorder import (
+    ACTIVATIONS,
+    AVERAGE,
+    BUFFERS,
+    GRADIENTS,
+    INPUTS,
+    PARAMETERS,
+    STATE,
+    TEMPORARIES,
+    WORKSPACES,
+    Recorder,
+    owner,
+    take_step,
+)
 from memrewrite.simulate.memory.tracker import COMMUNICATION, OPERATOR_WORKSPACE, Life, Tracker
 from memrewrite.state.random_state import preserved_rng
 from memrewrite.targets.allocator import Allocator, allocator_on
@@ -29,25 +43,26 @@ from memrewrite.targets.transients import Transients
 from memrewrite.targets.workspaces import library_requests
 from memrewrite.torch_internals.fake_tensors import FAKE_TENSOR_ERRORS
 from memrewrite.torch_internals.fsdp import seen_by, without_peers
-from memrewrite.torch_internals.pytrees import tree_leaves
-from memrewrite.workload.step import PHASES, Inputs, Phase, Running, Step, Targets, device_type
+from memrewrite.workload.step import Inputs, Phase, Running, Step, Targets, device_type
 
-__all__ = ["Life", "Timeline", "run_tracked", "simulate", "with_workspaces"]
+__all__ = [
+    "ACTIVATIONS",
+    "AVERAGE",
+    "BUFFERS",
+    "GRADIENTS",
+    "INPUTS",
+    "PARAMETERS",
+    "STATE",
+    "TEMPORARIES",
+    "WORKSPACES",
+    "Life",
+    "Timeline",
+    "run_tracked",
+    "simulate",
+    "with_workspaces",
+]
 
-PARAMETERS, BUFFERS, INPUTS = "parameters", "buffers", "inputs"
-GRADIENTS, STATE = "gradients", "optimizer state"
-AVERAGE = "average of the weights"
-ACTIVATIONS, TEMPORARIES = "activations", "temporaries"
-WORKSPACES = "library workspaces"
-_PERSISTENT = (PARAMETERS, BUFFERS, INPUTS, GRADIENTS, STATE, AVERAGE, COMMUNICATION)
 _SMALLER = (0.75, 0.5)  # of a batch
-_BORN_AS: dict[Phase, str] = {
-    "data": ACTIVATIONS,
-    "forward": ACTIVATIONS,
-    "loss": ACTIVATIONS,
-    "backward": TEMPORARIES,
-    "step": TEMPORARIES,
-}
 
 
 @dataclass(frozen=True)
@@ -65,6 +80,7 @@ class Timeline:
 
     Where submodules were followed, ``lives`` has every storage and ``modules`` for each event the path of the submodule
     whose operator it is: in backward, the one whose forward is undone; "" for the module itself, None outside of it.
+    ``asked_for`` are the same steps by what is asked for and not by blocks, where both were counted.
     """
 
     peak: int
@@ -79,6 +95,7 @@ class Timeline:
     peak_event: int = 0
     lives: tuple[Life, ...] = ()
     modules: tuple[str | None, ...] = ()
+    asked_for: "Timeline | None" = None
 
     def living(self, event: int) -> list[Life]:
         """The storages in use at the event of that number."""
@@ -144,6 +161,7 @@ def simulate(
     attribute: bool = False,
     probe: bool = True,
     blocks: bool = True,
+    both: bool = False,
     cap: int | None = None,
 ) -> Timeline:
     """Run ``steps`` steps on a fake twin of ``module`` and count.
@@ -153,9 +171,9 @@ def simulate(
     one operator at a time, the first time its signature is met; for a target without it, or with ``probe`` False, it is
     known of attention and of sums alone and the device is left alone. ``attribute`` says by which submodule every
     storage was made. With ``blocks`` False what is asked for counts, and not what the caching allocator of CUDA hands
-    out for it; ``cap`` is how many bytes that may reserve, workspaces included (see ``Allocator``): then steps with
-    smaller batches are among those that what is reserved is for. The module, its tensors and the random state stay as
-    they are.
+    out for it; with ``both`` the timeline has that besides, as ``asked_for``, in a quarter more time. ``cap`` is how
+    many bytes the allocator may reserve, workspaces included (see ``Allocator``): then steps with smaller batches are
+    among those that what is reserved is for. The module, its tensors and the random state stay as they are.
     Raises ``UsageError`` for CUDA tensors without CUDA, ``DataDependentError`` where the step depends on data.
     """
     tensors = [*tensors_of(module), *inputs.tensors()]
@@ -171,7 +189,8 @@ def simulate(
 
         def once(smaller: bool) -> Timeline:
             allocator = allocator_on(kind, cap) if blocks else None
-            return _on_fakes(module, inputs, step, transients, steps, attribute, allocator, workspace_bytes, smaller)
+            counted = transients, steps, attribute, allocator, workspace_bytes
+            return _on_fakes(module, inputs, step, *counted, smaller, both)
 
         def run(smaller: bool) -> Timeline:
             timeline = once(smaller)
@@ -200,7 +219,8 @@ def _on_fakes(
     attribute: bool,
     allocator: Allocator | None,
     libraries: int,
-    smaller: bool = False,
+    smaller: bool,
+    both: bool,
 ) -> Timeline:
     targets = step.targets(module, inputs)
     try:
@@ -215,7 +235,8 @@ def _on_fakes(
             shard(twin)
             seen = Targets(fakes_of(targets.of_batch, given), fakes_of(targets.fixed, given))
             others = [part_of(fakes, share) for share in _SMALLER] if smaller else []
-            return run_tracked(twin, fakes, step, transients, steps, attribute, allocator, libraries, seen, others)
+            counted = transients, steps, attribute, allocator, libraries
+            return run_tracked(twin, fakes, step, *counted, seen, others, both)
     except FAKE_TENSOR_ERRORS as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise DataDependentError(
@@ -242,38 +263,60 @@ def run_tracked(
     libraries: int = 0,
     targets: Targets | None = None,
     others: Sequence[Inputs] = (),
+    both: bool = False,
 ) -> Timeline:
     """Run ``steps`` steps on the module itself, real or fake, and count the storages on its device type.
 
     With an ``allocator`` the bytes reserved are those after more steps like the last, once these reserve no more; among
     them the ``libraries`` bytes that cuBLAS asks it for at the first products. ``targets`` are by default those of the
-    step. Where there are ``others``, further steps take those inputs and its own in turn.
+    step. Where there are ``others``, further steps take those inputs and its own in turn. ``both`` counts by what is
+    asked for besides.
     """
     places = Places(module) if attribute else None
-    tracker = Tracker(device_type(module, inputs), transients, places, step.target, allocator)
-    targets = step.targets(module, inputs) if targets is None else targets
-    _register(tracker, module, inputs, targets)
+    kind, targets = device_type(module, inputs), step.targets(module, inputs) if targets is None else targets
+    tracker = Tracker(kind, transients, places, step.target, allocator)
+    trackers = [tracker, Tracker(kind, transients, None, step.target)] if both else [tracker]
+    for each in trackers:
+        _register(each, module, inputs, targets)
     loop = step.shortest().begin(module, inputs, step.make_optimizer(module), targets, _communicated(tracker, module))
-    tracker.register(loop.batches, INPUTS)
-    tracker.register([] if loop.average is None else loop.average.tensors, AVERAGE)
-    recorder = _Recorder(tracker, loop, library_requests(libraries, step.mode))
+    for each in trackers:
+        each.register(loop.batches, INPUTS)
+        each.register([] if loop.average is None else loop.average.tensors, AVERAGE)
+    recorders = [Recorder(each, loop, library_requests(libraries, step.mode)) for each in trackers]
     sharded = seen_by(tracker) if isinstance(step.mesh, Fsdp) else nullcontext()
     with places.followed() if places else nullcontext(), step.target.around(module), sharded:
-        peaks = [recorder.take(number) for number in range(1, steps + 1)]
-    categories, held, events = tracker.categories(), tracker.current, tracker.events[:]
+        for number in range(1, steps + 1):
+            take_step(loop, recorders, number)
+    stand = [(each.categories(), each.current, each.events[:]) for each in trackers]
     for other in (*others, inputs) if others else ():
         _take_other(loop, other, tracker, allocator, inputs)
     tracker.blocks = None  # what dies from here on was counted
     loop.release()
-    blocks = max(peaks) + (libraries if tracker.multiplied else 0)
+    found = [
+        _timeline(recorder, *at_end, attribute, libraries) for recorder, at_end in zip(recorders, stand, strict=True)
+    ]
+    reserved = found[0].reserved if allocator is None else allocator.settle(len(others) + 1)
+    return replace(found[0], reserved=reserved, asked_for=found[1] if both else None)
+
+
+def _timeline(
+    recorder: Recorder,
+    categories: dict[str, int],
+    held: int,
+    events: list[tuple[int, str]],
+    attribute: bool,
+    libraries: int,
+) -> Timeline:
+    """What was recorded; ``categories``, ``held`` and ``events`` are the tracker's as the last step ended."""
+    tracker = recorder.tracker
     return Timeline(
-        peaks[-1],
-        peaks[0],
+        recorder.peaks[-1],
+        recorder.peaks[0],
         tuple(recorder.phases),
         categories,
         events,
         recorder.floor,
-        blocks if allocator is None else allocator.settle(len(others) + 1),
+        max(recorder.peaks) + (libraries if tracker.multiplied else 0),
         tracker.multiplied,
         held - tracker.current,
         tracker.peak_event,
@@ -287,9 +330,9 @@ def _register(tracker: Tracker, module: nn.Module, inputs: Inputs, targets: Targ
     tracker.register(targets.all, INPUTS)
     tracker.register(tensors_of(module), BUFFERS)
     for name, buffer in module.named_buffers():
-        tracker.register([buffer], BUFFERS, _owner(name))
+        tracker.register([buffer], BUFFERS, owner(name))
     for name, parameter in module.named_parameters():
-        tracker.register([parameter], PARAMETERS, _owner(name))
+        tracker.register([parameter], PARAMETERS, owner(name))
     tracker.register(inputs.tensors(), INPUTS)
 
 
@@ -313,62 +356,6 @@ def _take_other(loop: Running, other: Inputs, tracker: Tracker, allocator: Alloc
         loop.take()
 
 
-def _owner(name: str) -> str:
-    """The path of the submodule that has the parameter or buffer of that full name."""
-    return name.rpartition(".")[0]
-
-
-class _Recorder:
-    """Follows the phases of a step: what is born in each, and what turned out to be a gradient or optimizer state."""
-
-    def __init__(self, tracker: Tracker, loop: Running, libraries: tuple[list[int], list[int]]) -> None:
-        self.tracker = tracker
-        tracker.libraries, self._of_backward = libraries  # the autograd engine's thread has a handle of its own
-        self.phases: list[tuple[str, int]] = []
-        self.floor = 0
-        self._loop = loop
-        self._owners = {id(parameter): _owner(name) for name, parameter in loop.module.named_parameters()}
-        self._leaves = [*loop.module.parameters(), *loop.inputs.tensors()]
-        self._number = 0
-        self._register_state()  # some optimizers make theirs as they are made
-
-    def take(self, number: int) -> int:
-        """Take step ``number``; its peak in bytes."""
-        self.tracker.reset_peak()
-        self._number = number
-        self._begin("data")
-        if self.tracker.blocks is not None:
-            self.tracker.blocks.record()
-        with self.tracker:
-            self._loop.take(self.on_phase)
-        return self.tracker.peak
-
-    def on_phase(self, phase: Phase) -> None:
-        """Record the end of ``phase`` and begin the next one."""
-        if phase == "backward":
-            for leaf in self._leaves:
-                if leaf.is_leaf and leaf.grad is not None:
-                    self.tracker.register([leaf.grad], GRADIENTS, self._owners.get(id(leaf)))
-        if phase == "step":
-            self._register_state()
-        living = self.tracker.living()
-        self.floor = max(self.floor, sum(living.get(category, 0) for category in _PERSISTENT))
-        self.phases.append((phase, self.tracker.current))
-        self.tracker.mark(f"step {self._number} {phase} ends")
-        self._begin(PHASES[min(PHASES.index(phase) + 1, len(PHASES) - 1)])
-
-    def _register_state(self) -> None:
-        self.tracker.register([] if self._loop.scaler is None else self._loop.scaler.tensors, STATE)
-        for owner, state in self._loop.optimizer.state.items() if self._loop.optimizer is not None else ():
-            tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
-            self.tracker.register(tensors, STATE, self._owners.get(id(owner)))
-
-    def _begin(self, phase: Phase) -> None:
-        if phase == "backward":
-            self.tracker.libraries, self._of_backward = [*self.tracker.libraries, *self._of_backward], []
-        self.tracker.begin(f"step {self._number} {phase}", _BORN_AS[phase])
-
-
 def with_workspaces(timeline: Timeline, size: int) -> Timeline:
     """The timeline with ``size`` bytes of library workspaces throughout, if the libraries had anything to do.
 
@@ -384,4 +371,5 @@ def with_workspaces(timeline: Timeline, size: int) -> Timeline:
         categories={**timeline.categories, WORKSPACES: size},
         events=[(count + size, label) for count, label in timeline.events],
         floor=timeline.floor + size,
+        asked_for=timeline.asked_for and with_workspaces(timeline.asked_for, size),
     )

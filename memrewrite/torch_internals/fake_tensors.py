@@ -49,6 +49,7 @@ __all__ = [
     "FakeTensorMode",
     "NoDataError",
     "TorchDispatchMode",
+    "as_parameter",
     "asks_for_memory",
     "fake_of",
     "in_place_of_modes",
@@ -71,6 +72,18 @@ FAKE_TENSOR_ERRORS: tuple[type[Exception], ...] = (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
+
+
+def as_parameter(tensor: torch.Tensor, requires_grad: bool) -> torch.nn.Parameter:
+    """A new fake tensor itself as a parameter; of others what ``nn.Parameter`` makes, which detaches them first.
+
+    ``nn.Parameter.__new__`` marks what it has detached just so, and to detach takes as long as to make the fake.
+    """
+    if type(tensor) is not FakeTensor:
+        return torch.nn.Parameter(tensor, requires_grad=requires_grad)
+    parameter: Any = tensor.requires_grad_(requires_grad)
+    parameter._is_param = True
+    return parameter
 
 
 class FakeTensorMode(_FakeTensorMode):

@@ -1,9 +1,10 @@
 """Seconds of ``optimize`` by stage: what a user waits for before the first step of a script that starts.
 
-    python -m tests.benchmarks.ready FILE [--only resnet50 gpt2_medium] [--budget 60%] [--tiny]
+    python -m tests.benchmarks.ready FILE [--only resnet50 gpt2_medium] [--budget 60%] [--tiny | --without-cuda]
 
 Every workload of ``pareto`` starts in a process of its own, on CUDA or in ``--tiny`` form on the CPU, and becomes a row
-of ``FILE``; a stopped run resumes there.
+of ``FILE``; a stopped run resumes there. ``--without-cuda`` plans for CUDA without using it, of full size: nothing is
+verified or measured then, and seconds are the CPU's, which other work on it changes less.
 Of the stages, ``simulating`` and ``measuring`` are the parts of planning that look at candidates.
 """
 
@@ -33,15 +34,16 @@ _PARTS = {"predict": "simulating", "measure": "measuring"}  # of planning, by th
 
 
 class Clock:
-    """Wall-clock seconds by stage, told of each stage as it begins."""
+    """Seconds by stage, told of each stage as it begins; ``now`` says what time it is."""
 
-    def __init__(self) -> None:
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
-        self._stage, self._since = "prepare", time.perf_counter()
+        self._now = now
+        self._stage, self._since = "prepare", now()
 
     def __call__(self, stage: str) -> None:
         """``stage`` begins, and the one before ends."""
-        now = time.perf_counter()
+        now = self._now()
         self.seconds[self._stage] += now - self._since
         self._stage, self._since = stage, now
 
@@ -52,11 +54,11 @@ class Clock:
         def timed(function: Callable[..., Any], part: str) -> Callable[..., Any]:
             @functools.wraps(function)
             def run(*args: Any, **kwargs: Any) -> Any:
-                planning, begun = self._stage == "plan", time.perf_counter()
+                planning, begun = self._stage == "plan", self._now()
                 try:
                     return function(*args, **kwargs)
                 finally:
-                    self.seconds[part] += planning * (time.perf_counter() - begun)
+                    self.seconds[part] += planning * (self._now() - begun)
 
             return run
 
@@ -66,9 +68,9 @@ class Clock:
             yield
 
 
-def run(name: str, budget: str, device: str, tiny: bool) -> ReadyRow:
+def run(name: str, budget: str, device: str, tiny: bool, without_cuda: bool = False) -> ReadyRow:
     """Optimize one workload; what fails is a row with the reason, and the seconds until then."""
-    workload, clock = WORKLOADS[name], Clock()
+    workload, clock = WORKLOADS[name], Clock(time.process_time if without_cuda else time.perf_counter)
     batch = _TINY_BATCH if tiny else workload.batch
     about: dict[str, Any] = {"workload": name, "batch": batch, "amp": workload.amp, "optimizer": workload.optimizer}
     about |= {"budget": budget, **machine(torch.device(device))}
@@ -89,6 +91,10 @@ def run(name: str, budget: str, device: str, tiny: bool) -> ReadyRow:
                     budget=budget,
                     optimizer=step.optimizer,
                     amp=step.amp,
+                    returns=workload.returns,
+                    passes="all" if workload.returns == "loss" else None,
+                    device="cuda" if without_cuda else None,
+                    verify=not without_cuda,
                     progress=clock,
                     cache=False,
                 )
@@ -127,13 +133,16 @@ def main() -> int:
     parser.add_argument("file", type=Path, help="where the rows are kept and resumed from")
     parser.add_argument("--only", nargs="+", choices=WORKLOADS, default=[*WORKLOADS], help="run these workloads only")
     parser.add_argument("--budget", default="min", help="as optimize takes it")
-    parser.add_argument("--tiny", action="store_true", help="tiny models of the same families, on the CPU")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--tiny", action="store_true", help="tiny models of the same families, on the CPU")
+    where.add_argument("--without-cuda", action="store_true", help="plan for CUDA on the CPU, in seconds of that")
     options = parser.parse_args()
+    device = "cpu" if options.tiny or options.without_cuda else "cuda"
     done = {(row.workload, row.budget) for row in read(options.file, ReadyRow)}
     for name in options.only:
         if (name, options.budget) not in done:
             with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-                job = pool.submit(_alone, name, options.budget, "cpu" if options.tiny else "cuda", options.tiny)
+                job = pool.submit(_alone, name, options.budget, device, options.tiny, options.without_cuda)
                 append(options.file, job.result())
     print(table(read(options.file, ReadyRow)))
     return 0

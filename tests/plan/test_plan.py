@@ -452,6 +452,16 @@ def test_no_more_hopeful_estimate_is_asked_where_no_plan_could_take_less() -> No
     assert "hopeful" not in vars(search)
 
 
+def test_no_other_estimate_is_asked_where_the_lowest_peak_is_hopeless() -> None:
+    chain = replace(LAYERS, work=LAYERS.work + 4000)
+    machine = Machine(chain, lambda estimate, segments: estimate)
+    search = Search(chain, machine(Plan()), 0, machine)
+    own = search.fit(1, hopeless=1.0)
+    assert not {"hopeful", "others"} & vars(search).keys()
+    assert search.fit(1, hopeless=own.peak).peak <= own.peak
+    assert {"hopeful", "others"} <= vars(search).keys()
+
+
 @pytest.mark.parametrize("budget", [1, 8999])
 def test_nothing_is_simulated_where_no_plan_could_take_less_than_none(budget: int) -> None:
     search = Search(layers(40), 9000, 0, lambda candidate: pytest.fail("simulated"), least=9000)

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -123,6 +124,7 @@ def test_a_step_planned_for_cuda_counts_blocks_and_what_is_reserved() -> None:
     assert blocks.reserved % MIB == 0
     assert sum(blocks.categories.values()) == blocks.peak
     assert asked.reserved == asked.peak
+    assert simulate(module, inputs, step, workspace_bytes=MIB, both=True) == replace(blocks, asked_for=asked)
     here = simulate(module, inputs, Step(optimizer=torch.optim.AdamW))
     assert here == simulate(module, inputs, Step(optimizer=torch.optim.AdamW), blocks=False)
 

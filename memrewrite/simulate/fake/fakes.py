@@ -29,6 +29,7 @@ from memrewrite.torch_internals.fake_tensors import (
     FakeTensor,
     FakeTensorMode,
     NoDataError,
+    as_parameter,
     fake_of,
     real_rules_on_fake_tensors,
 )
@@ -124,12 +125,13 @@ def _fake(tensor: Tensor, mode: FakeTensorMode, device: torch.device = _CPU) -> 
     plain = tensor.detach()
     fake = FakeTensor(mode, plain, device) if plain.is_meta else fake_of(plain, mode)
     if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+        return as_parameter(fake, tensor.requires_grad)
     return fake.requires_grad_(tensor.requires_grad)
 
 
 _PLAIN_DICTS = {dict, OrderedDict}  # of which a module has a dozen; their own way to copy them is the faster one
 _SHARED = (str, int, float, bool, type, type(None))
+_CONSTANTS = {str, int, float, bool, type(None)}  # known by their type, as most attributes of a module are
 
 
 class _Copier:
@@ -177,10 +179,17 @@ class _Copier:
         kept = own(value) if isinstance(value, nn.Module) else None
         copied = self._remember(value, object.__new__(type(value)) if kept is None else empty_like(value))
         # Past any __setattr__: the attributes are those of a finished object.
-        vars(copied).update({name: self.copy(item) for name, item in vars(value).items()})
+        vars(copied).update({name: self._attribute(item) for name, item in vars(value).items()})
         if kept is not None:
             prepare(copied, {name: self.copy(tensor) for name, tensor in kept.constants.items()})
         return copied
+
+    def _attribute(self, item: Any) -> Any:
+        """``copy``, shorter for what most attributes of modules are: constants and empty tables of hooks."""
+        if type(item) in _CONSTANTS:
+            return item
+        empty = type(item) in _PLAIN_DICTS and not item and id(item) not in self._memo
+        return self._remember(item, item.copy()) if empty else self.copy(item)
 
     def _container(self, value: Any) -> Any:
         if type(value) in _PLAIN_DICTS:
@@ -239,14 +248,20 @@ class _Finder(_Copier):
     def _object(self, value: Any) -> Any:
         self._remember(value, value)
         for item in vars(value).values():
-            self.copy(item)
+            self._attribute(item)
         kept = own(value) if isinstance(value, nn.Module) else None
         for tensor in kept.constants.values() if kept is not None else ():
             self.copy(tensor)
         return value
 
+    def _attribute(self, item: Any) -> Any:
+        if type(item) not in _CONSTANTS and not (type(item) in _PLAIN_DICTS and not item):
+            self.copy(item)
+        return item
+
     def _container(self, value: Any) -> Any:
         self._remember(value, value)
         for part in containers.contents(value):
-            self.copy(part)
+            if type(part) is not str:
+                self.copy(part)
         return value

@@ -1,0 +1,154 @@
+"""The cheapest plans of the beginnings of a stretch of a chain, under several bounds at once.
+
+It is the walk of ``dp``, taken for all bounds step by step: what a step looks up in the tables is the same for all of
+them, and most steps of one bound have so few labels that looking them up takes the time.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from memrewrite.plan.segments import Bytes
+from memrewrite.plan.tables import NEVER, Intervals
+
+Costs = NDArray[np.float64]
+
+
+def cheapest_under_each(
+    table: Intervals, start: int, stop: int, levels: Bytes, slots: int, outside: Bytes
+) -> tuple[Costs, Bytes]:
+    """For [start, start + i) under ``levels[j]`` bytes, at [i, j]: the least cost, infinite without a plan; its need.
+
+    ``outside`` are the bytes that each interval uses of what is made before ``start``. Of the labels that share one of
+    ``slots`` parts of a bound, the lightest and the cheapest are followed where there are more than ``slots``.
+    """
+    labels = _Labels(stop - start, slots, levels)
+    lanes = np.arange(len(levels))
+    nothing = np.zeros(len(levels), dtype=np.int64)
+    labels.add(_Moves(nothing, nothing, np.zeros(len(levels)), nothing - 1, lanes))
+    unsaved = table.unsaved[start]
+    for b in range(start + 1, stop + 1):
+        need = max(int(table.work[b - 1] + unsaved[b]), int(table.forward[b - 1]))
+        kept = _kept(labels, b - start, int(table.keep[b - 1]), need)
+        if not labels.add(kept.and_then(_whole(labels, table, start, b, outside))) and _stuck(
+            labels, table, start, b, outside
+        ):
+            break
+    return labels.least()
+
+
+@dataclass(frozen=True)
+class _Moves:
+    """Ways to reach a position, as in ``dp``; ``lane`` is the number of the bound that each is under."""
+
+    held: Bytes
+    needed: Bytes
+    ms: Costs
+    origin: Bytes
+    lane: Bytes
+
+    def and_then(self, other: "_Moves") -> "_Moves":
+        """These, then those."""
+        return _Moves(*(np.concatenate([mine, theirs]) for mine, theirs in zip(self._each, other._each, strict=True)))
+
+    def taking(self, which: NDArray[Any]) -> "_Moves":
+        """Some of them, by a mask or by number."""
+        return _Moves(*(each[which] for each in self._each))
+
+    @property
+    def _each(self) -> tuple[NDArray[Any], ...]:
+        return self.held, self.needed, self.ms, self.origin, self.lane
+
+
+def _kept(labels: "_Labels", position: int, more: int, need: int) -> _Moves:
+    """The node before ``position``, kept, from each label before it."""
+    before = slice(labels.first[position - 1], labels.first[position])
+    fits = np.flatnonzero(labels.room[before] >= more + max(need, 0))
+    origin = fits + before.start
+    total = labels.held[origin] + more
+    return _Moves(total, total + need, labels.ms[origin], origin, labels.lane[origin])
+
+
+def _whole(labels: "_Labels", table: Intervals, start: int, b: int, outside: Bytes) -> _Moves:
+    """Intervals that end at ``b`` and begin at ``start`` or later, all kept as they run again."""
+    ms = table.ms[start:b, b]
+    usable = np.isfinite(ms)
+    live_in = outside[start:b, b]
+    needed = np.where(usable, table.peak[start:b, b] - live_in + table.later[start, b], NEVER)
+    held = table.held[start:b, b] - live_in
+    first, last = labels.first[usable.argmax()], labels.first[b - start]
+    most = np.maximum(needed, held)
+    origin = first + np.flatnonzero(most[labels.position[first:last]] <= labels.room[first:last])
+    a, before = labels.position[origin], labels.held[origin]
+    return _Moves(before + held[a], before + needed[a], labels.ms[origin] + ms[a], origin, labels.lane[origin])
+
+
+def _stuck(labels: "_Labels", table: Intervals, start: int, b: int, outside: Bytes) -> bool:
+    """Whether no interval leads from the labels there are to ``b`` or beyond."""
+    last = labels.first[b - start]
+    a = labels.position[:last] + start
+    return bool((table.least[a, b] - outside[a, -1] > labels.room[:last]).all())
+
+
+class _Labels:
+    """What can be reached under each bound, as in ``dp``: by position, then by bound, then by bytes held."""
+
+    def __init__(self, n: int, slots: int, levels: Bytes) -> None:
+        lanes = len(levels)
+        size = 2 * (n + 1) * slots * lanes
+        self.first = np.zeros(n + 2, dtype=np.int64)  # where the labels of each position begin
+        self.position, self.lane, self.held, self.room, self._needed = np.zeros((5, size), dtype=np.int64)
+        self.ms = np.zeros(size)
+        self._slots, self._levels, self._next = slots, levels, 0
+        self._width = np.maximum(levels // (slots - 1), 1)
+        self._rows = np.arange(lanes)
+
+    def add(self, moves: _Moves) -> int:
+        """Add the labels of the next position, less those that another one makes needless; returns how many."""
+        slot = moves.lane * self._slots + np.minimum(moves.held // self._width[moves.lane], self._slots - 1)
+        cheapest = np.full(len(self._levels) * self._slots, np.inf)
+        np.minimum.at(cheapest, slot, moves.ms)  # of a slot, then of those below it
+        below = np.full((len(self._levels), self._slots), np.inf)
+        np.minimum.accumulate(cheapest.reshape(below.shape)[:, :-1], axis=1, out=below[:, 1:])
+        order = np.flatnonzero(moves.ms < below.ravel()[slot])
+        order = order[np.lexsort((moves.ms[order], moves.held[order], moves.lane[order]))]
+        order = order[self._falling(moves.lane[order], moves.ms[order])]
+        order = self._far(order, moves.lane[order], slot[order])
+        start = self.first[self._next]
+        self.first[self._next + 1 :] = end = start + len(order)
+        chosen = moves.taking(order)
+        self.position[start:end], self.lane[start:end] = self._next, chosen.lane
+        self.held[start:end], self.ms[start:end] = chosen.held, chosen.ms
+        self.room[start:end] = self._levels[chosen.lane] - chosen.held
+        self._needed[start:end] = np.maximum(self._needed[chosen.origin], chosen.needed)
+        self._next += 1
+        return len(order)
+
+    def _falling(self, lane: Bytes, ms: Costs) -> NDArray[np.bool_]:
+        """Which cost less than all before them under the same bound."""
+        begins = np.searchsorted(lane, self._rows)
+        place = np.arange(len(lane)) - begins[lane]
+        table = np.full((len(self._levels), int(place.max(initial=0)) + 2), np.inf)
+        table[lane, place + 1] = ms
+        found: NDArray[np.bool_] = ms < np.minimum.accumulate(table, axis=1)[lane, place]
+        return found
+
+    def _far(self, order: Bytes, lane: Bytes, slot: Bytes) -> Bytes:
+        """Which are followed: the first and the last of a slot where a bound has more than there are slots."""
+        few = np.bincount(lane, minlength=len(self._levels)) <= self._slots
+        if few.all():
+            return order
+        changes = np.diff(slot, prepend=-1, append=np.iinfo(np.int64).max) > 0
+        return order[few[lane] | changes[:-1] | changes[1:]]
+
+    def least(self) -> tuple[Costs, Bytes]:
+        """At each position and bound, the cost of the cheapest label, infinite where there is none, and its need."""
+        shape = len(self.first) - 1, len(self._levels)
+        ms, needed = np.full(shape, np.inf), np.zeros(shape, dtype=np.int64)
+        # They are in order of bytes, so of falling cost: of several the last one stays.
+        end = self.first[-1]
+        place = self.position[:end], self.lane[:end]
+        ms[place], needed[place] = self.ms[:end], self._needed[:end]
+        return ms, needed
