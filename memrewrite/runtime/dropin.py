@@ -230,10 +230,12 @@ def prepare(module: nn.Module, constants: dict[str, Tensor], plain: bytes | None
     for name, tensor in constants.items():
         setattr(kind, name, tensor)
     noted = module, base_of(module), program.reads, program.training, constants.values()
+    weight = next(module.parameters(), None)
+    gathered = None if weight is None or weight.dtype == program.dtype else program.dtype
     try:
-        kept.guards = Guards(*noted, plain)
+        kept.guards = Guards(*noted, plain, gathered)
     except ValueError:  # there are other attributes to compare
-        kept.guards, kept.broken = Guards(*noted), "it has other attributes than at capture"
+        kept.guards, kept.broken = Guards(*noted, None, gathered), "it has other attributes than at capture"
     if not kept.broken and kept.guards.hold():
         kept.looked = copy.deepcopy(program.look(module))
     kept.owners = {

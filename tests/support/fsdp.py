@@ -17,9 +17,11 @@ from memrewrite.torch_internals.fsdp import seen_by
 MESHES: dict[str, dict[str, Any]] = {
     "fsdp=2": {},
     "fsdp=2,no-reshard": {"reshard_after_forward": False},
-    "fsdp=2,param-dtype=bf16,reduce-dtype=fp32": {
-        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    "fsdp=2,param-dtype=bf16,reduce-dtype=fp32,output-dtype=bf16": {
+        "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.bfloat16)
     },
+    "fsdp=2,reshard-root": {"reshard_after_forward": True},
+    "fsdp=1,replicas=2": {},
     "fsdp=2,units=layers.1": {},
 }
 X = torch.ones(512, 16)  # of which activations are so large that what gloo itself copies to reduce decides no peak
@@ -60,7 +62,8 @@ def trainings(pickled: bytes) -> bytes:
 
 def train(model: Any, name: str) -> Trained:
     """Steps of PyTorch's tutorial loop with the model sharded for one mesh."""
-    mesh, given = init_device_mesh("cpu", (2,)), MESHES[name]
+    given, twice = MESHES[name], "replicas" in name
+    mesh = init_device_mesh("cpu", (2, 1) if twice else (2,), mesh_dim_names=("outer", "inner") if twice else None)
     for unit in model.layers if "units" not in name else [model.layers[1]]:
         fully_shard(unit, mesh=mesh, **given)
     fully_shard(model, mesh=mesh, **given)
