@@ -115,8 +115,9 @@ class Fsdp(Mesh):
     precision. ``reshard`` is whether the parameters of units are freed after forward, or to how many parts of them,
     ``reshard_root`` whether those of the model's own are. With ``replicas`` there are so many times ``size`` processes,
     which have the parts once each (HSDP). ``units`` is a pattern of the paths of the modules that are sharded one by
-    one before the model is (``model.layers.*``), "" for the members of lists of modules of one class; ``paths`` are
-    theirs where they are sharded already, which text cannot say.
+    one before the model is (``model.layers.*``), "" for the members of lists of modules of one class. What text cannot
+    say is known of a model that is sharded already: ``paths`` are those of its units, and for those ``prefetched`` says
+    which others they gather ahead in "forward" or "backward".
     """
 
     param_dtype: str | None = None
@@ -127,6 +128,7 @@ class Fsdp(Mesh):
     replicas: int = 1
     units: str = ""
     paths: tuple[str, ...] | None = None
+    prefetched: tuple[tuple[str, str, tuple[str, ...]], ...] = ()
     kind: ClassVar[str] = "fsdp"
     words: ClassVar[tuple[str, ...]] = (
         "param-dtype=bf16",

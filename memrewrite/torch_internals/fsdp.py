@@ -47,6 +47,9 @@ def _shard(module: nn.Module, mesh: Fsdp, devices: Any) -> None:
         for unit in units(module, mesh):
             fully_shard(unit, reshard_after_forward=mesh.reshard, **given)
         fully_shard(module, reshard_after_forward=root, **given)
+    for path, when, ahead in mesh.prefetched:
+        ahead_of: Any = module.get_submodule(path)
+        getattr(ahead_of, f"set_modules_to_{when}_prefetch")([module.get_submodule(each) for each in ahead])
 
 
 def _first_chunk(tensor: Tensor, chunks: int, dim: int) -> list[Tensor]:

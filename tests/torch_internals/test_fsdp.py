@@ -52,8 +52,16 @@ def test_a_budget_holds_in_two_processes(found: Found, name: str) -> None:
     assert not dist.is_initialized()
 
 
+@pytest.mark.parametrize("name", fsdp.AFTER)
+def test_a_budget_holds_for_what_was_sharded_before(found: Found, name: str) -> None:
+    original, rewritten = found[1][0][f"after {name}"]
+    before, after, budget = rewritten.predicted
+    assert original.peak == before
+    assert rewritten.peak == after <= budget < before
+
+
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("name", [*WHOLE, *(f"after {name}" for name in fsdp.AFTER)])
 def test_sharded_units_train_as_they_did(found: Found, name: str, rank: int) -> None:
     original, rewritten = found[1][rank][name]
     assert original.numbers.keys() == rewritten.numbers.keys()
