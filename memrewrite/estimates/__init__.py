@@ -192,7 +192,8 @@ def _smallest_mesh(look: _Look, memory: int, progress: Callable[[str], None]) ->
     progress("smallest mesh")
 
     def peak(exponent: int) -> int:
-        return look.of(replace(look.step, mesh=replace(mesh, size=2**exponent))).timeline().peak
+        of_size = replace(mesh, size=2**exponent, reshard=bool(mesh.reshard))  # which parts might not divide
+        return look.of(replace(look.step, mesh=of_size)).timeline().peak
 
     enough = bisect_left(range(_MOST), True, key=lambda exponent: peak(exponent) <= memory)
     if enough == _MOST:

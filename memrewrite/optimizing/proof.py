@@ -9,6 +9,7 @@ from memrewrite.equivalence.verifying import Verdict
 from memrewrite.records.errors import NotEquivalentError
 from memrewrite.search import registry
 from memrewrite.search.candidate import Candidate
+from memrewrite.workload.gathered import as_gathered
 
 
 @dataclass(frozen=True)
@@ -27,18 +28,20 @@ def prove(candidate: Candidate, result: nn.Module, seed: int, exact: bool) -> Pr
     Raises ``NotEquivalentError``.
     """
     bench, changed = candidate.bench, candidate.arithmetic_changed
+    model = as_gathered(bench.model, bench.step.mesh)
+    result = result if model is bench.model else candidate.build_on(as_gathered(bench.model, bench.step.mesh))
 
     def verified(original: nn.Module, bitwise: bool) -> Verdict:
         return verifying.verify(original, result, bench.inputs, bench.step, exact=bitwise, seed=seed)
 
-    verdict = verified(bench.model, not changed)
+    verdict = verified(model, not changed)
     in_pieces = any(name in registry.SLOWER and found.modified for name, found in candidate.results.items())
     if not (verdict.equivalent or changed or exact) and (in_pieces or not candidate.captured_exactly):
         changed = True
-        verdict = verified(bench.model, False)
+        verdict = verified(model, False)
     segmented = candidate.results.get("checkpoint_segments")
     if verdict.equivalent and changed and segmented and segmented.modified:
-        segments = verified(candidate.without_segments().build(), True)
+        segments = verified(candidate.without_segments().build_on(model), True)
         if not segments.equivalent:
             verdict = segments
     if not verdict.equivalent:

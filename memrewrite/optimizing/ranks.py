@@ -80,7 +80,7 @@ def _are_here(work: Workload) -> bool:
     if work.step.mesh is None or not (dist.is_available() and dist.is_initialized()):
         return False
     size = dist.get_world_size()
-    return 1 < size == work.step.mesh.size and dist.get_backend() != "fake"  # where the others are not there
+    return 1 < size == work.step.mesh.processes and dist.get_backend() != "fake"  # where the others are not there
 
 
 def _first(work: Workload, asked: Request, progress: Progress, group: Any) -> Planned:

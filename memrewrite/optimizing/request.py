@@ -74,11 +74,6 @@ class Request:
         if self.regions is not None or not isinstance(work.step.mesh, Fsdp):
             return self.regions
         mesh = work.step.mesh
-        if mesh.param_dtype is not None:  # units are captured in the type that they have now
-            raise UsageError(
-                f"Units whose parameters are {mesh.param_dtype} once they are gathered cannot be optimized yet; leave "
-                "out param-dtype (autocast has products in that type, too), or estimate the step as it is."
-            )
         chosen = {id(unit) for unit in units(work.model, mesh)}
         found = [path for path, part in work.model.named_modules() if id(part) in chosen]
         if not found:

@@ -32,17 +32,7 @@ def join(chains: list[Chain]) -> Chain:
     """The chains of regions that run one after the other as one, with a node between any two that may not run again."""
     if len(chains) == 1:
         return chains[0]
-    boundary = Chain(
-        ms=np.zeros(1),
-        rerun_ms=np.zeros(1),
-        saves=np.zeros(1, dtype=np.bool_),
-        barrier=np.zeros(1, dtype=np.int64),
-        work=np.zeros(1, dtype=np.int64),
-        forward=np.zeros(1, dtype=np.int64),
-        pending=np.zeros(1, dtype=np.int64),
-        storages=(),
-        segment_ms=chains[0].segment_ms,
-    )
+    boundary = node_of(0, chains[0].segment_ms)
     parts = [part for each in chains for part in (boundary, each)][1:]
     starts = np.cumsum([0, *(len(part) for part in parts)])
     later = np.cumsum([0, *(part.gradients for part in reversed(parts))])[:-1][::-1]
@@ -58,6 +48,22 @@ def join(chains: list[Chain]) -> Chain:
         segment_ms=chains[0].segment_ms,
         on_demand=chains[0].on_demand,
         gradients=sum(part.gradients for part in parts),
+    )
+
+
+def node_of(taken: int, segment_ms: float) -> Chain:
+    """A node that may not run again, keeps nothing, and takes some bytes forward and backward."""
+    beside = np.array([taken], dtype=np.int64)
+    return Chain(
+        ms=np.zeros(1),
+        rerun_ms=np.zeros(1),
+        saves=np.zeros(1, dtype=np.bool_),
+        barrier=np.zeros(1, dtype=np.int64),
+        work=beside,
+        forward=beside,
+        pending=np.zeros(1, dtype=np.int64),
+        storages=(),
+        segment_ms=segment_ms,
     )
 
 

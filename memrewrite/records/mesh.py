@@ -14,7 +14,8 @@ from memrewrite.records.errors import UsageError
 
 _SIZE = re.compile(r"(ddp|fsdp)=([1-9]\d{0,5})")
 _CAP = re.compile(r"bucket-cap-mb=(\d{1,6}(?:\.\d+)?)")
-_DTYPE = re.compile(r"(param|reduce)-dtype=(bf16|fp16|fp32)")
+_DTYPE = re.compile(r"(param|reduce|output)-dtype=(bf16|fp16|fp32)")
+_NUMBER = re.compile(r"(reshard|replicas)=([1-9]\d{0,5})")
 _UNITS = re.compile(r"units=([\w.*]+)")
 _OTHERS = re.compile(r"(ddp|fsdp|tp|hsdp|pp|cp|ep)(=.*)?")
 
@@ -44,6 +45,11 @@ class Mesh(ABC):
                 raise UsageError(f"A mesh of {found.kind} and {word!r} is not supported yet; give one of them.")
             found = found.told(word)
         return found
+
+    @property
+    def processes(self) -> int:
+        """How many processes there are in all."""
+        return self.size
 
     @abstractmethod
     def told(self, word: str) -> Self:
@@ -105,34 +111,75 @@ class Ddp(Mesh):
 class Fsdp(Mesh):
     """Processes that have a part of each parameter; the rest are arguments of ``fully_shard`` (FSDP2).
 
-    ``param_dtype`` and ``reduce_dtype`` (``bf16``, ``fp16``, ``fp32`` or None) are its mixed precision, ``reshard``
-    whether parameters are freed after forward. ``units`` is a pattern of the paths of the modules that are sharded one
-    by one before the model is (``model.layers.*``), "" for the members of lists of modules of one class.
+    ``param_dtype``, ``reduce_dtype`` and ``output_dtype`` (``bf16``, ``fp16``, ``fp32`` or None) are its mixed
+    precision. ``reshard`` is whether the parameters of units are freed after forward, or to how many parts of them,
+    ``reshard_root`` whether those of the model's own are. With ``replicas`` there are so many times ``size`` processes,
+    which have the parts once each (HSDP). ``units`` is a pattern of the paths of the modules that are sharded one by
+    one before the model is (``model.layers.*``), "" for the members of lists of modules of one class. What text cannot
+    say is known of a model that is sharded already: ``paths`` are those of its units, and for those ``prefetched`` says
+    which others they gather ahead in "forward" or "backward".
     """
 
     param_dtype: str | None = None
     reduce_dtype: str | None = None
-    reshard: bool = True
+    output_dtype: str | None = None
+    reshard: bool | int = True
+    reshard_root: bool = False
+    replicas: int = 1
     units: str = ""
+    paths: tuple[str, ...] | None = None
+    prefetched: tuple[tuple[str, str, tuple[str, ...]], ...] = ()
     kind: ClassVar[str] = "fsdp"
-    words: ClassVar[tuple[str, ...]] = ("param-dtype=bf16", "reduce-dtype=fp32", "no-reshard", "units=PATTERN")
+    words: ClassVar[tuple[str, ...]] = (
+        "param-dtype=bf16",
+        "reduce-dtype=fp32",
+        "output-dtype=bf16",
+        "no-reshard",
+        "reshard=PARTS",
+        "reshard-root",
+        "replicas=2",
+        "units=PATTERN",
+    )
+
+    @property
+    def processes(self) -> int:
+        """Those of all replicas."""
+        return self.size * self.replicas
 
     def told(self, word: str) -> Self:
-        """As in ``Mesh``; ``no-reshard`` is ``reshard_after_forward=False``."""
+        """As in ``Mesh``; ``no-reshard`` is ``reshard_after_forward=False``, ``reshard=8`` an integer there."""
         if match := _DTYPE.fullmatch(word):
             given: dict[str, Any] = {f"{match[1]}_dtype": match[2]}
             return replace(self, **given)
+        if match := _NUMBER.fullmatch(word):
+            given = {match[1]: int(match[2])}
+            return self._dividing(replace(self, **given))
         if match := _UNITS.fullmatch(word):
             return replace(self, units=match[1])
-        if word != "no-reshard":
+        if word == "cpu-offload":
+            raise UsageError(
+                "Parameters that lie in the memory of the CPU (CPUOffloadPolicy) are not counted yet, nor is what of "
+                "them is on the GPU meanwhile; leave out cpu-offload."
+            )
+        if word not in ("no-reshard", "reshard-root"):
             raise _unknown(word, self.words)
-        return replace(self, reshard=False)
+        return replace(self, reshard=False) if word == "no-reshard" else replace(self, reshard_root=True)
+
+    def _dividing(self, found: Self) -> Self:
+        """``found``, where it is one that ``fully_shard`` takes."""
+        parts = found.reshard
+        if not isinstance(parts, bool) and (self.size % parts or not 1 < parts < self.size):
+            raise UsageError(f"fsdp={self.size} cannot reshard to {parts} parts; give a divisor of {self.size}.")
+        return found
 
     def _words(self) -> list[str]:
+        kinds = {"param": self.param_dtype, "reduce": self.reduce_dtype, "output": self.output_dtype}
+        parts = "" if self.reshard is True else "no-reshard" if self.reshard is False else f"reshard={self.reshard}"
         return [
-            "" if self.param_dtype is None else f"param-dtype={self.param_dtype}",
-            "" if self.reduce_dtype is None else f"reduce-dtype={self.reduce_dtype}",
-            "" if self.reshard else "no-reshard",
+            *(f"{kind}-dtype={dtype}" for kind, dtype in kinds.items() if dtype is not None),
+            parts,
+            "reshard-root" if self.reshard_root else "",
+            f"replicas={self.replicas}" if self.replicas > 1 else "",
             f"units={self.units}" if self.units else "",
         ]
 

@@ -3,6 +3,7 @@
 import reprlib
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -76,3 +77,9 @@ def kind_of(value: Any) -> str:
     if not isinstance(value, Tensor):
         return "nothing" if value is None or value is ABSENT else f"a {type(value).__name__}"
     return f"{value.dtype} {tuple(value.shape)}"
+
+
+def gathered_table(table: dict[str, Any], dtype: Any) -> dict[str, Any]:
+    """Parameters as they are once ``fully_shard`` has gathered them in a type."""
+    floating = {n: p for n, p in table.items() if isinstance(p, Parameter) and p.is_floating_point()}
+    return table | {n: Parameter(torch.empty(p.shape, dtype=dtype, device="meta"), False) for n, p in floating.items()}

@@ -160,6 +160,14 @@ def build(
     return result
 
 
+def rewrite(module: nn.Module, program: Program, constants: dict[str, Tensor]) -> None:
+    """Let a module run ``program`` itself: others refer to this one object, as ``fully_shard`` refers to its units."""
+    base = base_of(module) if "_memrewrite" in vars(type(module)) else type(module)
+    replaced = vars(module).pop("forward").__func__ if "forward" in vars(module) else None
+    module.__class__ = _subclass(base, program, replaced)
+    prepare(module, constants)
+
+
 def graft(model: nn.Module, children: dict[str, nn.Module]) -> nn.Module:
     """A model that shares everything with ``model`` but has ``children`` at their paths ("" for the model itself)."""
     if "" in children:
@@ -216,8 +224,7 @@ def _load(base: type[nn.Module], source: str, replaced: Forward | None = None) -
 
 
 def _empty(base: type[nn.Module], program: Program, replaced: Forward | None) -> nn.Module:
-    cls = _subclass(base, program, replaced)
-    return object.__new__(cls)
+    return object.__new__(_subclass(base, program, replaced))
 
 
 def prepare(module: nn.Module, constants: dict[str, Tensor], plain: bytes | None = None) -> None:
@@ -230,10 +237,12 @@ def prepare(module: nn.Module, constants: dict[str, Tensor], plain: bytes | None
     for name, tensor in constants.items():
         setattr(kind, name, tensor)
     noted = module, base_of(module), program.reads, program.training, constants.values()
+    weight = next(module.parameters(), None)
+    gathered = None if weight is None or weight.dtype == program.dtype else program.dtype
     try:
-        kept.guards = Guards(*noted, plain)
+        kept.guards = Guards(*noted, plain, gathered)
     except ValueError:  # there are other attributes to compare
-        kept.guards, kept.broken = Guards(*noted), "it has other attributes than at capture"
+        kept.guards, kept.broken = Guards(*noted, None, gathered), "it has other attributes than at capture"
     if not kept.broken and kept.guards.hold():
         kept.looked = copy.deepcopy(program.look(module))
     kept.owners = {

@@ -31,6 +31,7 @@ from memrewrite.runtime.differences import (
     another_object,
     another_table,
     another_value,
+    gathered_table,
     joined,
     kind_of,
 )
@@ -51,7 +52,8 @@ class Guards:
     """What the program of ``root``, of the user's class ``base``, depends on, as it is when this is made.
 
     ``training`` has the flags of submodules at capture by path, ``constants`` are the tensors that the program holds,
-    ``plain`` are the plain values of the drop-in that ``root`` is a copy of.
+    ``plain`` are the plain values of the drop-in that ``root`` is a copy of; ``gathered`` is the type that parameters
+    are in while forward runs, if it is another one than now.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class Guards:
         training: dict[str, bool],
         constants: Iterable[Tensor] = (),
         plain: bytes | None = None,
+        gathered: torch.dtype | None = None,
     ) -> None:
         self._baked = {id(tensor) for tensor in constants}
         self._owners: dict[str, dict[str, Any]] = {}  # attributes of the modules that forward reads of
@@ -105,6 +108,9 @@ class Guards:
         ]
         self.plain = plain or as_bytes(self._values(training))
         self._settle()
+        self._gathered = gathered
+        for row in self._rows if gathered is not None else ():
+            row.then = [gathered_table(d, gathered) for d in row.then] if row.reason is another_table else row.then
 
     def _note_module(self, path: str, module: nn.Module, kind: type, names: Iterable[str]) -> None:
         self._owners[path] = attributes = vars(module)
@@ -220,7 +226,9 @@ class Guards:
     def lost_in_copies(self) -> str:
         """The same as far as a copy of the drop-in could not tell, which is given ``plain``."""
         odd = any(name not in found or not is_plain(found[name]) for _, found, name, _ in self.compared)
-        return next(self._changes(), "") or (next(self._changed_values(), "") if odd else "")
+        rows = (row for row in self._rows if self._gathered is None or row.reason is not another_table)
+        changes = (reason for row in rows for reason in row.changes())
+        return next(changes, "") or (next(self._changed_values(), "") if odd else "")
 
     @property
     def captured(self) -> list[Any]:

@@ -18,7 +18,7 @@ from memrewrite.plan.segments import Plan
 from memrewrite.records.errors import InternalError
 from memrewrite.rewriting.contract import Applied, Pass, Refused, Result
 from memrewrite.rewriting.invariants import broken, health
-from memrewrite.runtime.dropin import build, graft, program_from
+from memrewrite.runtime.dropin import Program, build, graft, program_from
 from memrewrite.search.bench import Bench
 from memrewrite.search.graphs import ObservedGraph
 from memrewrite.search.regions import Region
@@ -92,10 +92,11 @@ class CandidateRegion:
         """The program."""
         return self.written[0]
 
-    def build(self) -> nn.Module:
-        """The drop-in for the region's module."""
+    @property
+    def program(self) -> tuple[Program, dict[str, Tensor]]:
+        """The program, ready to run, and the tensors it holds."""
         source, constants = self.written
-        return build(self.region.module, program_from(source), constants)
+        return program_from(source), constants
 
 
 @dataclass(frozen=True)
@@ -201,7 +202,12 @@ class Candidate:
 
     def build(self) -> nn.Module:
         """The drop-in for the model."""
-        return graft(self.bench.model, {region.region.path: region.build() for region in self.regions})
+        return self.build_on(self.bench.model)
+
+    def build_on(self, model: nn.Module) -> nn.Module:
+        """The drop-in for another model with the same parts."""
+        parts = {r.region.path: build(model.get_submodule(r.region.path), *r.program) for r in self.regions}
+        return graft(model, parts)
 
     @property
     def programs(self) -> tuple[str, ...]:

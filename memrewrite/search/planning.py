@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from memrewrite.passes import early_casts
 from memrewrite.plan.refine import Fitted, Search
 from memrewrite.plan.segments import Chain, Plan
-from memrewrite.plan_facts.chain import chain, join
+from memrewrite.plan_facts.chain import chain, join, node_of
 from memrewrite.records.mesh import Fsdp
 from memrewrite.search import registry
 from memrewrite.search.bench import Bench, Tried
@@ -112,9 +112,9 @@ def _search(bare: Candidate, exact: bool, spare: int, in_turn: bool) -> Search:
         bench.tried.append(Tried(plan, make, found))
         return found
 
-    chains = join([_chain(region, bench) for region in bare.regions])
+    chains = join([*(_chain(region, bench) for region in bare.regions), *_outside(bare)])
     waiting = bench.step.gradients_wait
-    parts = bench.step.mesh.size if isinstance(bench.step.mesh, Fsdp) else 1
+    parts = _parts(bench)
     gradients = sum(rounded(p.nbytes // parts) for p in bench.model.parameters() if p.requires_grad)
     fixed = usual.floor - (0 if waiting else gradients)  # which come as backward goes
     kept = gradients if bench.step.loop.zero_grad == "before backward" and not waiting else 0
@@ -128,7 +128,35 @@ def _search(bare: Candidate, exact: bool, spare: int, in_turn: bool) -> Search:
 def _chain(region: CandidateRegion, bench: Bench) -> Chain:
     """The graph of a region as numbers."""
     found = chain(region.effects, region.graph.watermarks, bench.costs(region.effects), bench.target.on_demand)
-    return replace(found, gradients=0) if bench.step.gradients_wait else found  # which are there already
+    waiting = bench.step.gradients_wait  # which are there already
+    return replace(found, gradients=0 if waiting else found.gradients // _parts(bench))
+
+
+def _parts(bench: Bench) -> int:
+    """How many processes have a part each of what is kept of a parameter."""
+    return bench.step.mesh.size if isinstance(bench.step.mesh, Fsdp) else 1
+
+
+def _outside(bare: Candidate) -> list[Chain]:
+    """What runs between the forward of the last region and its backward, as a node; nothing for a whole model.
+
+    There all regions hold what they keep and the head and the loss take most of what they take, which is observed.
+    """
+    paths = [region.region.path for region in bare.regions]
+    if paths == [""]:
+        return []
+    timeline = bare.bench.predict(bare.build(), attribute=True, blocks=False)
+    inside = [
+        any(module == path or (module or "").startswith(f"{path}.") for path in paths) for module in timeline.modules
+    ]
+    second = [i for i, (_, label) in enumerate(timeline.events) if label.startswith("step 2")]
+    forward = [i for i in second if inside[i] and timeline.events[i][1].startswith("step 2 forward")]
+    if not forward:
+        return []
+    start = forward[-1]
+    end = next((i for i in second if i > start and inside[i]), len(timeline.events))
+    sizes = [size for size, _ in timeline.events[start:end]]
+    return [node_of(max(sizes) - sizes[0], bare.bench.costs(bare.regions[0].effects).roofline.segment_ms)]
 
 
 def without_needless_casts(candidate: Candidate) -> Candidate:

@@ -37,6 +37,7 @@ from memrewrite.simulate.fake.fakes import on_fakes, tensors_of
 from memrewrite.state.random_state import preserved_rng
 from memrewrite.torch_internals.fake_tensors import FAKE_TENSOR_ERRORS
 from memrewrite.torch_internals.pytrees import tree_leaves, tree_map
+from memrewrite.workload.gathered import as_gathered, without_casts
 from memrewrite.workload.step import Inputs, Step, autocast, device_type
 
 T = TypeVar("T")
@@ -136,7 +137,8 @@ def _refusal(calls: Mapping[nn.Module, Sequence["_Call"]], step: Step, path: str
 
 
 def _named(model: nn.Module, inputs: Inputs, step: Step, names: Sequence[str]) -> Regions:
-    calls = _record(model, inputs, step)
+    running = as_gathered(model, step.mesh)
+    calls = _record(running, inputs, step)
     wanted = [p for p, _ in model.named_modules() if any(fnmatchcase(p, name) for name in names)]
     if not wanted:
         raise CaptureError(f"{type(model).__name__} has no submodule that {', '.join(names)} names.")
@@ -144,12 +146,14 @@ def _named(model: nn.Module, inputs: Inputs, step: Step, names: Sequence[str]) -
     for path in wanted:
         if any(path.startswith(f"{region.path}.") for region in found):
             continue
-        module = model.get_submodule(path)
+        module = running.get_submodule(path)
         if len(calls[module]) != 1:
             raise CaptureError(f"{path} is called {len(calls[module])} times in a step; a region is called once.")
         if reason := calls[module][0].unfit:
             raise CaptureError(f"{path} cannot be a region: {reason}.")
-        found.append(_region(path, module, calls[module][0], step))
+        region = _region(path, module if running is model else without_casts(module), calls[module][0], step)
+        found.append(replace(region, module=model.get_submodule(path)))
+        calls[found[-1].module] = calls[module]
     return Regions(_ordered(found, calls), _told(found), {"": "Other regions were asked for."})
 
 

@@ -18,7 +18,7 @@ from memrewrite.records.mesh import Fsdp
 from memrewrite.torch_internals.groups import alone_among
 from memrewrite.torch_internals.patches import process_wide
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, None: None}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, None: None}
 
 
 @contextlib.contextmanager
@@ -26,8 +26,12 @@ def without_peers(mesh: Fsdp, device_type: str) -> Iterator[Callable[[nn.Module]
     """Gives what shards a module among the processes of ``mesh``, of which this is the first and no other is there."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    with alone_among(mesh.size):
-        devices = init_device_mesh(device_type, (mesh.size,))
+    with alone_among(mesh.processes):
+        if mesh.replicas > 1:
+            names = ("replicate", "shard")
+            devices = init_device_mesh(device_type, (mesh.replicas, mesh.size), mesh_dim_names=names)
+        else:
+            devices = init_device_mesh(device_type, (mesh.size,))
         yield lambda module: _shard(module, mesh, devices)
 
 
@@ -35,12 +39,17 @@ def _shard(module: nn.Module, mesh: Fsdp, devices: Any) -> None:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.distributed.fsdp._fully_shard import _fsdp_param
 
-    policy = MixedPrecisionPolicy(_DTYPES[mesh.param_dtype], _DTYPES[mesh.reduce_dtype])
+    param, reduced, output = (DTYPES[kind] for kind in (mesh.param_dtype, mesh.reduce_dtype, mesh.output_dtype))
+    policy = MixedPrecisionPolicy(param, reduced, output)
     given: dict[str, Any] = {"mesh": devices, "mp_policy": policy}
+    root = True if mesh.reshard_root else None if mesh.reshard is not False else False
     with mock.patch.object(_fsdp_param, "_chunk_with_empty", _first_chunk):
         for unit in units(module, mesh):
             fully_shard(unit, reshard_after_forward=mesh.reshard, **given)
-        fully_shard(module, reshard_after_forward=None if mesh.reshard else False, **given)
+        fully_shard(module, reshard_after_forward=root, **given)
+    for path, when, ahead in mesh.prefetched:
+        ahead_of: Any = module.get_submodule(path)
+        getattr(ahead_of, f"set_modules_to_{when}_prefetch")([module.get_submodule(each) for each in ahead])
 
 
 def _first_chunk(tensor: Tensor, chunks: int, dim: int) -> list[Tensor]:
@@ -53,6 +62,8 @@ def units(module: nn.Module, mesh: Fsdp) -> list[nn.Module]:
 
     A ``*`` in the pattern is a part of a path without dots.
     """
+    if mesh.paths is not None:
+        return [module.get_submodule(path) for path in mesh.paths]
     if not mesh.units:
         return _blocks(module)
     fits = re.compile(re.escape(mesh.units).replace(r"\*", r"[^.]*")).fullmatch

@@ -3,6 +3,7 @@
 import sys
 from typing import TypeVar
 
+import torch
 import torch.distributed
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -10,6 +11,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from memrewrite.records.errors import UsageError
 from memrewrite.records.mesh import Ddp, Mesh
 from memrewrite.records.options import format_bytes
+from memrewrite.runtime.dropin import own, programs, rewrite
+from memrewrite.torch_internals.fsdp_states import is_sharded, mesh_of, unsharded
 
 M = TypeVar("M", bound=nn.Module)
 _FSDP, _TENSOR = "torch.distributed.fsdp", "torch.distributed.tensor"  # not imported for a model that has none of it
@@ -30,8 +33,15 @@ _UNKNOWN = {
 def unwrapped(model: nn.Module, mesh: str | Mesh | None) -> tuple[nn.Module, Mesh | None]:
     """The model that DDP wraps, with the mesh that the wrapper means; any other model with the mesh that is given.
 
+    Of a model that is sharded it is a copy of the model as it was before, with other numbers.
     Raises ``UsageError`` for a mesh beside a wrapped model, and for a wrapper of which it is not known what it takes.
     """
+    if is_sharded(model):
+        if mesh is not None:
+            raise UsageError("The model is sharded by fully_shard, which says its mesh; leave out mesh.")
+        if not model.training:
+            raise UsageError("A model that fully_shard has sharded is planned in training; call train() on it first.")
+        return _before_sharding(model)
     if not isinstance(model, DistributedDataParallel):
         return model, None if mesh is None else Mesh.parse(mesh)
     if mesh is not None:
@@ -59,8 +69,27 @@ def unwrapped(model: nn.Module, mesh: str | Mesh | None) -> tuple[nn.Module, Mes
     )
 
 
+def _before_sharding(model: nn.Module) -> tuple[nn.Module, Mesh]:
+    found, group = mesh_of(model), torch.distributed
+    alone = group.get_backend() == "fake"  # where no other process is there to plan
+    if not alone and group.get_world_size() != found.processes:
+        raise UsageError(
+            f"The model is sharded among {found.processes} of {group.get_world_size()} processes; it can be optimized "
+            "where all of them have a part of it."
+        )
+    return unsharded(model, empty=group.get_rank() > 0 and not alone), found
+
+
 def wrapped_like(model: M, result: nn.Module) -> M | nn.Module:
-    """``result``, wrapped as ``model`` wraps what it was made of: by the same reducer, of the same parameters."""
+    """``result``, wrapped as ``model`` wraps what it was made of: by the same reducer, of the same parameters.
+
+    A sharded model is given the programs of the result itself, and is what comes back.
+    """
+    if is_sharded(model):
+        for path, program in programs(result).items():
+            kept = own(result.get_submodule(path))
+            rewrite(model.get_submodule(path), program, {} if kept is None else kept.constants)
+        return model
     if not isinstance(model, DistributedDataParallel):
         return result
     if result is model.module:
@@ -82,7 +111,9 @@ def refuse_sharded(model: nn.Module) -> None:
                 "and wrap the result."
             )
         if _is_a(module, _FSDP, "FSDPModule"):
-            raise UsageError(f"{where} was sharded by fully_shard (FSDP2), {_UNSUPPORTED} fully_shard.")
+            raise UsageError(
+                f"{where} was sharded by fully_shard (FSDP2), and the model was not; shard that last, too."
+            )
         if _is_a(module, _FSDP, "FullyShardedDataParallel"):
             raise UsageError(f"{where} is a FullyShardedDataParallel (FSDP1), {_UNSUPPORTED} wrapping it.")
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:

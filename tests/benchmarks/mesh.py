@@ -2,11 +2,13 @@
 
     python -m tests.benchmarks.mesh FILE.json [--only resnet50 vit_large] [--processes 2] [--deadline-s 280] [--tiny]
 
-Starts its own processes, one for each GPU (nccl), or two on the CPU with ``--tiny`` (gloo). ``ours block`` has the peak
-that block checkpointing takes as its budget, ``ours 50%`` half of what eager training takes beyond its floor. Bytes are
-predicted before anything runs, and measured by ``torch.cuda.max_memory_allocated`` over steady steps, the highest of
-all GPUs; ms are a median, of the slowest GPU. ``same`` says that all made the same plan. The file is written
-after every row; where the deadline is passed no further one is begun.
+Starts its own processes, one for each GPU (nccl), or two on the CPU with ``--tiny`` (gloo). ``ours block`` has as its
+budget the peak that block checkpointing takes and 0.5 % more, ``ours 50%`` half of what eager training takes beyond its
+floor, ``ours min`` the lowest peak there is. Bytes are predicted before anything runs, and measured by
+``torch.cuda.max_memory_allocated`` over steady steps, the highest of all GPUs; ms are a median, of the slowest GPU.
+``same`` says that all made the same plan. Names that end in ``-fsdp`` are sharded by ``fully_shard``, block by block,
+with no mixed precision but autocast's. The file is written after every row; where the deadline is passed no further
+one is begun.
 """
 
 import argparse
@@ -40,6 +42,7 @@ from tests.benchmarks.trial import Trial, clear
 
 CONTENDERS = ("eager", "block", "ours block", "ours 50%", "ours min")
 _STEPS = 8
+_BLOCK = 1.005  # of its peak: lowest peaks are found to half a percent
 
 
 @dataclass(frozen=True)
@@ -123,7 +126,7 @@ class Bench:
         if contender == "ours min":
             return "min"
         if contender == "ours block":
-            return self.peaks.get("block")
+            return int(_BLOCK * self.peaks["block"]) if "block" in self.peaks else None
         if contender == "ours 50%" and "eager" in self.peaks:
             return (max(gathered(self.floor)) + self.peaks["eager"]) // 2
         return None

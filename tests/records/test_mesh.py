@@ -9,7 +9,8 @@ from memrewrite.records.mesh import Ddp, Fsdp, Mesh
 
 EVERY = {
     Ddp: "ddp=8,bucket-cap-mb=0.5,gradient-as-bucket-view,static-graph,find-unused-parameters,no-buffers",
-    Fsdp: "fsdp=64,param-dtype=bf16,reduce-dtype=fp32,no-reshard,units=model.layers.*",
+    Fsdp: "fsdp=64,param-dtype=bf16,reduce-dtype=fp32,output-dtype=bf16,no-reshard,reshard=8,reshard-root,replicas=2,"
+    "units=model.layers.*",
 }
 REFUSED = {
     "": "is unknown; write e.g. ddp=8",
@@ -20,11 +21,17 @@ REFUSED = {
     "fsdp=64,tp=8": "A mesh of fsdp and 'tp=8' is not supported yet; give one of them",
     "ddp=2,fsdp=8": "A mesh of ddp and 'fsdp=8' is not supported yet; give one of them",
     "ddp=2,buckets": "'buckets' is unknown in this mesh; known are bucket-cap-mb=MIB, gradient-as-bucket-view,",
+    "fsdp=8,reshard=3": "fsdp=8 cannot reshard to 3 parts; give a divisor of 8",
+    "fsdp=8,cpu-offload": "Parameters that lie in the memory of the CPU (CPUOffloadPolicy) are not counted yet",
     "fsdp=2,static-graph": "'static-graph' is unknown in this mesh; known are param-dtype=bf16,",
 }
 
 
-@pytest.mark.parametrize("text", ["ddp=1", "ddp=8", "ddp=2,gradient-as-bucket-view", "fsdp=2", *EVERY.values()])
+TEXTS = ["ddp=1", "ddp=8", "ddp=2,gradient-as-bucket-view", "fsdp=2", "fsdp=2,no-reshard", EVERY[Ddp]]
+OTHERS = ["fsdp=8,reshard=4", EVERY[Fsdp].replace("no-reshard,", "")]
+
+
+@pytest.mark.parametrize("text", TEXTS + OTHERS)
 def test_a_mesh_is_written_as_it_is_read(text: str) -> None:
     assert str(Mesh.parse(text)) == text
     assert Mesh.parse(Mesh.parse(text)) == Mesh.parse(text)

@@ -2,6 +2,7 @@
 
 import pickle
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+import memrewrite
+from memrewrite.runtime.dropin import programs
 from memrewrite.runtime.promise import FallbackWarning
 from memrewrite.simulate.memory.tracker import Tracker
 from memrewrite.torch_internals.fsdp import seen_by
@@ -17,9 +20,11 @@ from memrewrite.torch_internals.fsdp import seen_by
 MESHES: dict[str, dict[str, Any]] = {
     "fsdp=2": {},
     "fsdp=2,no-reshard": {"reshard_after_forward": False},
-    "fsdp=2,param-dtype=bf16,reduce-dtype=fp32": {
-        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    "fsdp=2,param-dtype=bf16,reduce-dtype=fp32,output-dtype=bf16": {
+        "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.bfloat16)
     },
+    "fsdp=2,reshard-root": {"reshard_after_forward": True},
+    "fsdp=1,replicas=2": {},
     "fsdp=2,units=layers.1": {},
 }
 X = torch.ones(512, 16)  # of which activations are so large that what gloo itself copies to reduce decides no peak
@@ -45,25 +50,44 @@ class Net(nn.Module):
 
 @dataclass(frozen=True)
 class Trained:
-    """What came of some steps: the peak in bytes of the later ones, and all numbers by name."""
+    """What came of some steps: the peak in bytes of the later ones, and all numbers by name.
+
+    ``predicted`` are the peaks before and after, and the budget, of a model that was optimized in the process.
+    """
 
     peak: int
     numbers: dict[str, Tensor]
     said: list[str]
+    predicted: tuple[int, int, int] = (0, 0, 0)
+
+
+AFTER = ["fsdp=2,param-dtype=bf16,reduce-dtype=fp32,output-dtype=bf16", "fsdp=2,prefetch"]  # optimized when sharded
 
 
 def trainings(pickled: bytes) -> bytes:
     """The model as it is, and what was made of it, by mesh; plain pickles, as queues share tensors by open files."""
     models: dict[str, nn.Module] = pickle.loads(pickled)
-    return pickle.dumps({name: (train(Net(), name), train(model, name)) for name, model in models.items()})
+    found = {name: (train(Net(), name), train(model, name)) for name, model in models.items()}
+    after = {f"after {name}": (train(Net(), name), train(Net(), name, optimized)) for name in AFTER}
+    return pickle.dumps(found | after)
 
 
-def train(model: Any, name: str) -> Trained:
-    """Steps of PyTorch's tutorial loop with the model sharded for one mesh."""
-    mesh, given = init_device_mesh("cpu", (2,)), MESHES[name]
+def optimized(model: nn.Module) -> nn.Module:
+    """By segments alone, within as much as is asked for before sharding."""
+    asked: dict[str, Any] = {"budget": "85%", "passes": ["checkpoint_segments"], "verify": False}
+    return memrewrite.optimize(model, X, **asked)
+
+
+def train(model: Any, name: str, then: Callable[[Any], Any] = lambda model: model) -> Trained:
+    """Steps of PyTorch's tutorial loop with the model sharded for one mesh, and changed then."""
+    given, twice = MESHES.get(name, {}), "replicas" in name
+    mesh = init_device_mesh("cpu", (2, 1) if twice else (2,), mesh_dim_names=("outer", "inner") if twice else None)
     for unit in model.layers if "units" not in name else [model.layers[1]]:
         fully_shard(unit, mesh=mesh, **given)
     fully_shard(model, mesh=mesh, **given)
+    if "prefetch" in name:
+        model.layers[0].set_modules_to_forward_prefetch([model.layers[1], model.layers[2]])
+    model = then(model)
     optimizer, tracker, x = torch.optim.AdamW(model.parameters()), Tracker("cpu"), X.clone()
     tracker.register([*model.parameters()], "parameters")
     tracker.register([x], "inputs")
@@ -87,4 +111,8 @@ def train(model: Any, name: str) -> Trained:
             numbers[f"loss {number}"] = loss.detach().clone()
     numbers |= {name: parameter.to_local().detach().clone() for name, parameter in model.named_parameters()}
     told = [str(each.message) for each in said if issubclass(each.category, FallbackWarning)]
-    return Trained(min(peaks[1:]), numbers, told)  # gloo's threads may let go of a buffer later than that
+    predicted = (0, 0, 0)
+    if programs(model) and then is optimized:
+        report = memrewrite.report_of(model)
+        predicted = report.predicted_before.peak, report.predicted_after.peak, report.budget or 0
+    return Trained(min(peaks[1:]), numbers, told, predicted)  # gloo's threads may let go of a buffer later than that

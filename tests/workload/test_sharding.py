@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -42,12 +42,12 @@ def two_processes() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def sharded(net: Net) -> nn.Module:
-    fully_shard(net, mesh=init_device_mesh("cpu", (2,)))
+def sharded(net: Net, **given: Any) -> nn.Module:
+    fully_shard(net, mesh=init_device_mesh("cpu", (2,)), **given)
     return net
 
 
-def sharded_inside(net: Net) -> nn.Module:
+def sharded_inside(net: Net) -> Net:
     fully_shard(net.second, mesh=init_device_mesh("cpu", (2,)))
     return net
 
@@ -71,8 +71,31 @@ def with_a_hook_of_its_own(net: Net) -> nn.Module:
 
 
 CASES: dict[str, tuple[Any, str]] = {
-    "fsdp2": (sharded, r"FSDPNet was sharded by fully_shard \(FSDP2\), which is not supported yet"),
-    "fsdp2 inside": (sharded_inside, r"second \(FSDPLinear\) was sharded by fully_shard \(FSDP2\), which is not"),
+    "fsdp2, evaluating": (
+        lambda net: sharded(net).eval(),
+        r"^A model that fully_shard has sharded is planned in training",
+    ),
+    "fsdp2, offload": (
+        lambda net: sharded(net, offload_policy=CPUOffloadPolicy(pin_memory=False)),
+        r"^FSDPNet keeps its parameters in the memory of the CPU \(CPUOffloadPolicy\), which is not counted yet",
+    ),
+    "fsdp2, uncast": (
+        lambda net: sharded(net, mp_policy=MixedPrecisionPolicy(torch.bfloat16, cast_forward_inputs=False)),
+        r"^FSDPNet is sharded with cast_forward_inputs=False, which is not supported; leave that out\.$",
+    ),
+    "fsdp2, float64": (
+        lambda net: sharded(net, mp_policy=MixedPrecisionPolicy(torch.float64)),
+        r"^FSDPNet is sharded with MixedPrecisionPolicy\(.*; of its types bf16, fp16 and fp32 are supported\.$",
+    ),
+    "fsdp2, ignored": (
+        lambda net: sharded(net, ignored_params={net.first.bias}),
+        r"^first\.bias is not sharded as the rest of the model is; leave out ignored_params\.$",
+    ),
+    "fsdp2, otherwise": (
+        lambda net: sharded(sharded_inside(net), mp_policy=MixedPrecisionPolicy(torch.bfloat16)),
+        r"^second has another mesh or mp_policy than the model itself; give all the same\.$",
+    ),
+    "fsdp2 inside": (sharded_inside, r"second \(FSDPLinear\) was sharded by fully_shard \(FSDP2\), and the model was"),
     "fsdp1": (
         lambda net: FullyShardedDataParallel(net, device_id=torch.device("cpu")),
         r"FullyShardedDataParallel is a FullyShardedDataParallel \(FSDP1\), which is not supported yet",
@@ -99,6 +122,22 @@ def test_a_model_that_is_spread_out_is_refused(name: str, call: str) -> None:
     spread, sentence = CASES[name]
     with pytest.raises(UsageError, match=sentence):
         getattr(memrewrite, call)(spread(Net(8)), X)
+
+
+@pytest.mark.usefixtures("two_processes")
+def test_a_sharded_model_says_its_mesh() -> None:
+    net = sharded_inside(Net(8))
+    fully_shard(net, mesh=init_device_mesh("cpu", (2,)), reshard_after_forward=True)
+    state = torch.get_rng_state()
+    found = memrewrite.estimate(net, X)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert found.mesh == "fsdp=2,reshard-root"
+    assert found.peak == memrewrite.estimate(Net(8), X, mesh="fsdp=2,reshard-root,units=second").peak
+    with pytest.raises(
+        UsageError, match=r"^The model is sharded by fully_shard, which says its mesh; leave out mesh\.$"
+    ):
+        memrewrite.estimate(net, X, mesh="fsdp=2")
+    assert net(X).shape == X.shape
 
 
 @pytest.mark.usefixtures("two_processes")

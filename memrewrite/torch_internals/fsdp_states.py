@@ -1,0 +1,161 @@
+"""What ``fully_shard`` made of a model, read back: the mesh with its arguments, and the model as it was before.
+
+The units keep their own records (``FSDPState`` and ``FSDPParamGroup``), for which there is no public reading; the class
+of a unit is made on the fly between the user's and ``FSDPModule``. Read in PyTorch 2.11 to 2.15, which has lists of
+groups since 2.13.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from memrewrite.records.errors import UsageError
+from memrewrite.records.mesh import Fsdp
+from memrewrite.torch_internals.fsdp import DTYPES, is_spread
+
+_COMPOSED = "__composable_api_"  # what the names of records in a module's own dictionary begin with
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether ``fully_shard`` was called of this module."""
+    if not dist.is_available():
+        return False
+    from torch.distributed.fsdp import FSDPModule
+
+    return isinstance(module, FSDPModule)
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """One unit as its records say: a mesh of it alone, and what it gathers ahead in forward or backward.
+
+    ``auto`` says that PyTorch chose how it reshards.
+    """
+
+    mesh: Fsdp
+    auto: bool = True
+    ahead: tuple[tuple[str, tuple[nn.Module, ...]], ...] = ()
+
+
+def mesh_of(model: nn.Module) -> Fsdp:
+    """The mesh that a sharded model is in; raises ``UsageError`` for what no mesh can say."""
+    for name, parameter in model.named_parameters():
+        if not is_spread(type(parameter)):
+            raise UsageError(f"{name} is not sharded as the rest of the model is; leave out ignored_params.")
+    names = {id(module): path for path, module in model.named_modules()}
+    units = {path: module for path, module in model.named_modules() if is_sharded(module)}
+    found = {path: _unit(path, units[path]) for path in reversed(units)}  # inner ones first, as they were sharded
+    root = found[""]
+    for path, unit in found.items():
+        here, there = (replace(each.mesh, reshard=True) for each in (unit, root))
+        if here != there:
+            raise UsageError(f"{path} has another mesh or mp_policy than the model itself; give all the same.")
+    kept = {unit.mesh.reshard for path, unit in found.items() if path}
+    if len(kept) > 1:
+        raise UsageError("The units differ in reshard_after_forward; give all the same.")
+    return replace(
+        root.mesh,
+        reshard=kept.pop() if kept else True,
+        reshard_root=not root.auto and root.mesh.reshard is not False,
+        paths=tuple(path for path in found if path),
+        prefetched=tuple(
+            (path, when, tuple(names[id(module)] for module in modules))
+            for path, unit in found.items()
+            for when, modules in unit.ahead
+        ),
+    )
+
+
+def _unit(path: str, module: Any) -> _Unit:
+    state, where = module._get_fsdp_state(), path or type(module).__name__
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    if len(groups) > 1 or len(state._modules) > 1:
+        raise UsageError(f"{where} is sharded in a group with others; shard them one by one.")
+    waiting = {"forward": state._states_to_forward_prefetch, "backward": state._states_to_backward_prefetch}
+    ahead = ((when, tuple(m for each in states for m in each._modules)) for when, states in waiting.items() if states)
+    mesh = _with_types(Fsdp(dist.get_world_size()), state._mp_policy, where)
+    if groups[0] is None:  # a model without parameters beside those of its units
+        return _Unit(mesh, ahead=tuple(ahead))
+    return _Unit(_of_group(groups[0], mesh, where), bool(state._auto_reshard_after_forward), tuple(ahead))
+
+
+def _with_types(mesh: Fsdp, policy: Any, where: str) -> Fsdp:
+    kinds = {dtype: kind for kind, dtype in DTYPES.items()}
+    dtypes = (policy.param_dtype, policy.reduce_dtype, policy.output_dtype)
+    if any(dtype not in kinds for dtype in dtypes):
+        raise UsageError(f"{where} is sharded with {policy}; of its types bf16, fp16 and fp32 are supported.")
+    if policy.param_dtype is not None and not policy.cast_forward_inputs:
+        raise UsageError(f"{where} is sharded with cast_forward_inputs=False, which is not supported; leave that out.")
+    param, reduced, output = (kinds[dtype] for dtype in dtypes)
+    return replace(mesh, param_dtype=param, reduce_dtype=reduced, output_dtype=output)
+
+
+def _of_group(group: Any, mesh: Fsdp, where: str) -> Fsdp:
+    """The mesh with what the group of a unit's parameters says of it."""
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    if isinstance(group.offload_policy, CPUOffloadPolicy):
+        raise UsageError(
+            f"{where} keeps its parameters in the memory of the CPU (CPUOffloadPolicy), which is not counted yet; "
+            "leave out offload_policy."
+        )
+    own, after = group.mesh_info, group.post_forward_mesh_info
+    reshard = after is not None and (True if after == own else after.shard_mesh_size)
+    return replace(mesh, size=own.shard_mesh_size, replicas=getattr(own, "replicate_mesh_size", 1), reshard=reshard)
+
+
+def unsharded(model: nn.Module, empty: bool) -> nn.Module:
+    """A copy of a sharded model as it was before, with parameters of its own; it shares buffers and all else.
+
+    The parameters are random, or with ``empty`` take no memory. The random state stays as it is.
+    """
+    return _copied(model, {}, {}, empty)
+
+
+def _copied(module: Any, made: dict[int, Any], whole: dict[int, nn.Parameter], empty: bool) -> Any:
+    if id(module) in made:
+        return made[id(module)]
+    kind, hooks = type(module), {}
+    state = {k: v for k, v in vars(module).items() if k != "_compiled_call_impl" and not k.startswith(_COMPOSED)}
+    if is_sharded(module):
+        kind, fsdp = _user_class(kind), module._get_fsdp_state()
+        own = {key for name, table in state.items() if name.endswith("_hooks") for key in _keys_of(table, fsdp)}
+        hooks = {
+            name: type(table)((k, v) for k, v in table.items() if k not in own)
+            for name, table in state.items()
+            if name.startswith(("_forward_", "_backward_", "_state_dict", "_load_state")) and isinstance(table, dict)
+        }
+    result: Any = object.__new__(kind)
+    made[id(module)] = result
+    vars(result).update(state | hooks)
+    parameters: dict[str, Any] = {}
+    for name, parameter in module._parameters.items():
+        if parameter is not None and id(parameter) not in whole:
+            whole[id(parameter)] = nn.Parameter(_whole(parameter, empty), requires_grad=parameter.requires_grad)
+        parameters[name] = None if parameter is None else whole[id(parameter)]
+    children = {n: None if c is None else _copied(c, made, whole, empty) for n, c in module._modules.items()}
+    vars(result).update(_parameters=parameters, _buffers={**module._buffers}, _modules=children)
+    return result
+
+
+def _whole(parameter: Tensor, empty: bool) -> Tensor:
+    if empty:
+        return torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+    generator = torch.Generator(parameter.device).manual_seed(0)
+    made = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+    return made.normal_(0, 0.02, generator=generator)
+
+
+def _keys_of(table: Any, fsdp: Any) -> list[int]:
+    """The hooks that are the unit's own."""
+    return [key for key, hook in table.items() if getattr(hook, "__self__", None) is fsdp]
+
+
+def _user_class(kind: type) -> type:
+    """The class that ``fully_shard`` found."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return kind.__mro__[kind.__mro__.index(FSDPModule) + 1]

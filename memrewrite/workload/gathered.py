@@ -1,0 +1,73 @@
+"""A sharded model as it is while it runs: whole parameters in the type that they are gathered in, inputs cast to it.
+
+    fully_shard(layer, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+
+runs ``layer`` with parameters and inputs in bf16, which is how it is captured.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memrewrite.records.mesh import Fsdp, Mesh
+from memrewrite.torch_internals.fsdp import DTYPES, units
+from memrewrite.torch_internals.pytrees import tree_map
+
+
+def is_cast(mesh: Mesh | None) -> bool:
+    """Whether the parts of a model run in other types in this mesh than without."""
+    return isinstance(mesh, Fsdp) and (mesh.param_dtype, mesh.output_dtype) != (None, None)
+
+
+def as_gathered(model: nn.Module, mesh: Mesh | None) -> nn.Module:
+    """The model as it runs in a mesh: itself, or a copy with its buffers, parameters of that type, and casts."""
+    if not isinstance(mesh, Fsdp) or not is_cast(mesh):
+        return model
+    param, output = DTYPES[mesh.param_dtype], DTYPES[mesh.output_dtype]
+    modules: dict[int, nn.Module] = {}
+    result = _copy(model, modules, {}, lambda tensor: _to(tensor, param))
+    for unit in [*units(model, mesh), model]:
+        copied = modules[id(unit)]
+        copied.register_forward_pre_hook(
+            lambda module, args, kwargs: tree_map(lambda leaf: _to(leaf, param), (args, kwargs)), with_kwargs=True
+        )
+        copied.register_forward_hook(lambda module, args, out: tree_map(lambda leaf: _to(leaf, output), out))
+    return result
+
+
+def without_casts(unit: nn.Module) -> nn.Module:
+    """The part of such a copy that its casts are around."""
+    result = object.__new__(type(unit))
+    hooks = {name: type(vars(unit)[name])() for name in ("_forward_pre_hooks", "_forward_hooks")}
+    with_kwargs: dict[str, Any] = {"_forward_pre_hooks_with_kwargs": type(unit._forward_pre_hooks_with_kwargs)()}
+    vars(result).update({**vars(unit), **hooks, **with_kwargs})
+    return result
+
+
+def _to(leaf: Any, dtype: torch.dtype | None) -> Any:
+    cast = dtype is not None and isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype is not dtype
+    return leaf.to(dtype) if cast else leaf
+
+
+def _copy(
+    module: nn.Module, made: dict[int, nn.Module], cast: dict[int, nn.Parameter], change: Callable[[Tensor], Tensor]
+) -> nn.Module:
+    """A copy that shares everything but modules and their parameters, which are changed."""
+    if id(module) in made:
+        return made[id(module)]
+    result: nn.Module = object.__new__(type(module))
+    made[id(module)] = result
+    state = vars(module)
+    hooks = {name: type(hooks)(hooks) for name, hooks in state.items() if name.endswith("_hooks")}
+    vars(result).update({**{k: v for k, v in state.items() if k != "_compiled_call_impl"}, **hooks})
+    parameters: dict[str, nn.Parameter | None] = {}
+    for name, parameter in module._parameters.items():
+        if parameter is not None and id(parameter) not in cast:
+            changed = change(parameter.detach())
+            cast[id(parameter)] = nn.Parameter(changed, requires_grad=parameter.requires_grad)
+        parameters[name] = None if parameter is None else cast[id(parameter)]
+    children = {n: None if c is None else _copy(c, made, cast, change) for n, c in module._modules.items()}
+    vars(result).update(_parameters=parameters, _buffers={**module._buffers}, _modules=children)
+    return result
