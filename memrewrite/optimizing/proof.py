@@ -9,7 +9,7 @@ from memrewrite.equivalence.verifying import Verdict
 from memrewrite.records.errors import NotEquivalentError
 from memrewrite.search import registry
 from memrewrite.search.candidate import Candidate
-from memrewrite.workload.gathered import as_gathered
+from memrewrite.workload.gathered import as_gathered, cast_inputs
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,11 @@ def prove(candidate: Candidate, result: nn.Module, seed: int, exact: bool) -> Pr
     Raises ``NotEquivalentError``.
     """
     bench, changed = candidate.bench, candidate.arithmetic_changed
-    model = as_gathered(bench.model, bench.step.mesh)
+    model, inputs = as_gathered(bench.model, bench.step.mesh), cast_inputs(bench.inputs, bench.step.mesh)
     result = result if model is bench.model else candidate.build_on(as_gathered(bench.model, bench.step.mesh))
 
     def verified(original: nn.Module, bitwise: bool) -> Verdict:
-        return verifying.verify(original, result, bench.inputs, bench.step, exact=bitwise, seed=seed)
+        return verifying.verify(original, result, inputs, bench.step, exact=bitwise, seed=seed)
 
     verdict = verified(model, not changed)
     in_pieces = any(name in registry.SLOWER and found.modified for name, found in candidate.results.items())

@@ -21,7 +21,8 @@ from memrewrite.records.errors import MeasurementError, MemrewriteError
 from memrewrite.records.options import Budget
 from memrewrite.records.report import Report
 from memrewrite.report.later import complete_by
-from memrewrite.runtime.dropin import build, graft, own, program_from, programs
+from memrewrite.runtime.assembled import assembled
+from memrewrite.runtime.dropin import own, program_from, programs
 from memrewrite.search.so_far import Offer
 from memrewrite.workload.hooks import with_hooks_of, without_hooks
 from memrewrite.workload.step import device_of
@@ -135,8 +136,8 @@ def _applied(plan: _Plan, report: Report, work: Workload, asked: Request) -> nn.
     parts = {}
     for path, sent in plan.programs.items():
         constants = {name: t.to(place) if moves else t for name, (t, moves) in sent.constants.items()}
-        parts[path] = build(bare.get_submodule(path), program_from(sent.source), constants)
-    result = graft(bare, parts)
+        parts[path] = program_from(sent.source), constants
+    result = assembled(bare, parts)
     foresee_in(result, asked.rewritten(placed.step), plan.workspace, plan.limit, placed.inputs)
     with_hooks_of(work.model, result)
     complete_by(report, when_written(result))

@@ -124,11 +124,11 @@ def _captured(candidate: Candidate) -> dict[str, str]:
 def _loss_alone(found: Regions, step: Step) -> Regions:
     """What was captured, returning the loss alone where that is the whole model in a training step."""
     whole, *others = found.found
-    if others or whole.path or step.mode != "train":
+    if whole.path or step.mode != "train":
         return replace(found, notes=(*found.notes, _NOT_LOSS_ALONE))
     captured = loss_alone(whole.captured, step.loss_fn or default_loss)
     told = captured.notes[len(whole.captured.notes) :]
-    return replace(found, found=(replace(whole, captured=captured),), notes=(*found.notes, *told))
+    return replace(found, found=(replace(whole, captured=captured), *others), notes=(*found.notes, *told))
 
 
 def _rewritten(

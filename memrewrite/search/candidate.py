@@ -15,10 +15,12 @@ from memrewrite.observe.effects import Effects
 from memrewrite.passes.checkpoint_segments import CheckpointSegments
 from memrewrite.plan.marks import NO_MARKS, Marks
 from memrewrite.plan.segments import Plan
+from memrewrite.plan_facts.nested import Layout
 from memrewrite.records.errors import InternalError
 from memrewrite.rewriting.contract import Applied, Pass, Refused, Result
 from memrewrite.rewriting.invariants import broken, health
-from memrewrite.runtime.dropin import Program, build, graft, program_from
+from memrewrite.runtime.assembled import assembled
+from memrewrite.runtime.dropin import Program, program_from
 from memrewrite.search.bench import Bench
 from memrewrite.search.graphs import ObservedGraph
 from memrewrite.search.regions import Region
@@ -161,15 +163,33 @@ class Candidate:
 
         ``in_turn`` says of code that recomputes on demand that it has to hold fewer tensors there and fuse less.
         """
-        start, regions = 0, []
-        for region in self.regions:
-            end = start + len(region.graph.nodes)
-            part, on_demand = plan.part(start, end), self.bench.target.on_demand
-            segments = CheckpointSegments(part, self.bench.statistics, on_demand, in_turn)
+        regions = []
+        for region, part in zip(self.regions, self._parts_of(plan), strict=True):
+            segments = CheckpointSegments(part, self.bench.statistics, self.bench.target.on_demand, in_turn)
             marks, result = segments(region.effects)
             regions.append(replace(region.having(segments.name, result), marks=marks))
-            start = end + 1  # the boundary that `join` puts between regions
         return replace(self, regions=tuple(regions))
+
+    def _parts_of(self, plan: Plan) -> list[Plan]:
+        """What of a plan for the joined chain is for each region."""
+        if (layout := self.layout) is not None:
+            return [layout.own(plan), *layout.of_parts(plan)]
+        parts, start = [], 0
+        for region in self.regions:
+            end = start + len(region.graph.nodes)
+            parts.append(plan.part(start, end))
+            start = end + 1  # the boundary that `join` puts between regions
+        return parts
+
+    @property
+    def layout(self) -> Layout | None:
+        """Where the nodes of the model lie among those of the other regions, which are calls in it; None without."""
+        whole, *others = self.regions
+        if whole.region.path or not others:
+            return None
+        called = {str(node.target): i for i, node in enumerate(whole.graph.nodes) if node.op == "call_module"}
+        sizes = ((called[part.region.path], len(part.graph.nodes)) for part in others)
+        return Layout(len(whole.graph.nodes), tuple(sizes))
 
     @property
     def room(self) -> int:
@@ -206,8 +226,7 @@ class Candidate:
 
     def build_on(self, model: nn.Module) -> nn.Module:
         """The drop-in for another model with the same parts."""
-        parts = {r.region.path: build(model.get_submodule(r.region.path), *r.program) for r in self.regions}
-        return graft(model, parts)
+        return assembled(model, {region.region.path: region.program for region in self.regions})
 
     @property
     def programs(self) -> tuple[str, ...]:

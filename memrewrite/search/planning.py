@@ -9,6 +9,7 @@ from memrewrite.passes import early_casts
 from memrewrite.plan.refine import Fitted, Search
 from memrewrite.plan.segments import Chain, Plan
 from memrewrite.plan_facts.chain import chain, join, node_of
+from memrewrite.plan_facts.nested import nest
 from memrewrite.records.mesh import Fsdp
 from memrewrite.search import registry
 from memrewrite.search.bench import Bench, Tried
@@ -112,17 +113,35 @@ def _search(bare: Candidate, exact: bool, spare: int, in_turn: bool) -> Search:
         bench.tried.append(Tried(plan, make, found))
         return found
 
-    chains = join([*(_chain(region, bench) for region in bare.regions), *_outside(bare)])
+    chains = _joined(bare, usual.held)
     waiting = bench.step.gradients_wait
     parts = _parts(bench)
     gradients = sum(rounded(p.nbytes // parts) for p in bench.model.parameters() if p.requires_grad)
     fixed = usual.floor - (0 if waiting else gradients)  # which come as backward goes
     kept = gradients if bench.step.loop.zero_grad == "before backward" and not waiting else 0
     chains = replace(chains, left=usual.held + kept)
-    if len(bare.regions) > 1 or bare.regions[0].region.path:  # whose levels do not show the model's output
-        chains = replace(chains, work=chains.work + usual.held, pending=chains.pending + usual.held)
     least = usual.peak_of_optimizer
     return Search(chains, peak(bare), fixed, peak_of, least)
+
+
+def _joined(bare: Candidate, held: int) -> Chain:
+    """The graphs of all regions as one chain; ``held`` is what is freed when the loop lets go of the model's output."""
+    bench, layout = bare.bench, bare.layout
+    if layout is None and bare.regions[0].region.path == "":
+        return _chain(bare.regions[0], bench)
+    parts = [region for region in bare.regions if region.region.path]
+    chains = [_chain(region, bench) for region in parts]  # whose levels do not show the model's output
+    chains = [replace(each, work=each.work + held, pending=each.pending + held) for each in chains]
+    if layout is None:
+        return join([*chains, *_outside(bare)])
+    made = {id(p): p.nbytes for p in bench.model.parameters() if p.requires_grad}
+    inside = [{id(p) for p in bench.model.get_submodule(part.region.path).parameters()} for part in parts]
+    calls = [node for node, _ in layout.parts]
+    waiting = bench.step.gradients_wait
+    own = sum(size for key, size in made.items() if not any(key in each for each in inside)) // _parts(bench)
+    sizes = {node: sum(made.get(key, 0) for key in keys) for node, keys in zip(calls, inside, strict=True)}
+    whole = _chain(bare.regions[0], bench)
+    return nest(whole, dict(zip(calls, chains, strict=True)), sizes, 0 if waiting else own)
 
 
 def _chain(region: CandidateRegion, bench: Bench) -> Chain:
@@ -138,13 +157,11 @@ def _parts(bench: Bench) -> int:
 
 
 def _outside(bare: Candidate) -> list[Chain]:
-    """What runs between the forward of the last region and its backward, as a node; nothing for a whole model.
+    """What runs between the forward of the last region and its backward, as a node.
 
     There all regions hold what they keep and the head and the loss take most of what they take, which is observed.
     """
     paths = [region.region.path for region in bare.regions]
-    if paths == [""]:
-        return []
     timeline = bare.bench.predict(bare.build(), attribute=True, blocks=False)
     inside = [
         any(module == path or (module or "").startswith(f"{path}.") for path in paths) for module in timeline.modules

@@ -27,6 +27,7 @@ from memrewrite.measurement.measuring import preserved_state
 from memrewrite.observe.any_gradient import observe_trained
 from memrewrite.observe.effects import observe
 from memrewrite.records.errors import CaptureError
+from memrewrite.records.mesh import Fsdp
 from memrewrite.records.ranges import Range
 from memrewrite.records.tensor_like import TensorLike
 from memrewrite.rewriting.invariants import writes_what_is_kept
@@ -37,7 +38,7 @@ from memrewrite.simulate.fake.fakes import on_fakes, tensors_of
 from memrewrite.state.random_state import preserved_rng
 from memrewrite.torch_internals.fake_tensors import FAKE_TENSOR_ERRORS
 from memrewrite.torch_internals.pytrees import tree_leaves, tree_map
-from memrewrite.workload.gathered import as_gathered, without_casts
+from memrewrite.workload.gathered import as_gathered, cast_inputs, without_casts
 from memrewrite.workload.step import Inputs, Step, autocast, device_type
 
 T = TypeVar("T")
@@ -88,7 +89,8 @@ def find(
     Raises ``CaptureError`` when nothing can be captured, or not what ``names`` asks for.
     """
     if names is not None:
-        return _named(model, inputs, step, names)
+        named = _named(model, inputs, step, names)
+        return _around(model, inputs, step, named) if isinstance(step.mesh, Fsdp) else named
     odd = hooked(model)
     try:
         return _whole(model, inputs, step, odd, ranges)
@@ -111,6 +113,20 @@ def find(
         if ranges or not regions.found:
             raise
         return regions
+
+
+def _around(model: nn.Module, inputs: Inputs, step: Step, units: Regions) -> Regions:
+    """The model itself as a region, too, in which its ``units`` stay calls, as their hooks have to be called."""
+    running = as_gathered(model, step.mesh)
+    calls = {**hooked(model), **{region.path: "It is a unit." for region in units.found}}
+    given = inputs if running is model else cast_inputs(inputs, step.mesh)
+    try:
+        (whole,) = _whole(running if running is model else without_casts(running), given, step, calls, ()).found
+    except CaptureError as error:
+        told = f"What the model runs beside its units stays as it is: {error}"
+        return replace(units, notes=(*units.notes, told), left={"": str(error)})
+    root = replace(whole, module=model)
+    return Regions((root, *units.found), (*units.notes, *whole.captured.notes))
 
 
 def _whole(model: nn.Module, inputs: Inputs, step: Step, odd: Mapping[str, str], ranges: Sequence[Range]) -> Regions:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from memrewrite.records.mesh import Fsdp, Mesh
 from memrewrite.torch_internals.fsdp import DTYPES, units
 from memrewrite.torch_internals.pytrees import tree_map
+from memrewrite.workload.step import Inputs
 
 
 def is_cast(mesh: Mesh | None) -> bool:
@@ -35,6 +36,13 @@ def as_gathered(model: nn.Module, mesh: Mesh | None) -> nn.Module:
         )
         copied.register_forward_hook(lambda module, args, out: tree_map(lambda leaf: _to(leaf, output), out))
     return result
+
+
+def cast_inputs(inputs: Inputs, mesh: Mesh | None) -> Inputs:
+    """The inputs as the model finds them in a mesh."""
+    dtype = DTYPES[mesh.param_dtype] if isinstance(mesh, Fsdp) else None
+    args, kwargs = tree_map(lambda leaf: _to(leaf, dtype), (inputs.args, inputs.kwargs))
+    return Inputs(args, kwargs)
 
 
 def without_casts(unit: nn.Module) -> nn.Module:

@@ -61,7 +61,8 @@ class Trained:
     predicted: tuple[int, int, int] = (0, 0, 0)
 
 
-AFTER = ["fsdp=2,param-dtype=bf16,reduce-dtype=fp32,output-dtype=bf16", "fsdp=2,prefetch"]  # optimized when sharded
+PREFETCH = ",prefetch"
+AFTER = ["fsdp=2,param-dtype=bf16,reduce-dtype=fp32,output-dtype=bf16" + PREFETCH]  # optimized when sharded
 
 
 def trainings(pickled: bytes) -> bytes:
@@ -80,13 +81,13 @@ def optimized(model: nn.Module) -> nn.Module:
 
 def train(model: Any, name: str, then: Callable[[Any], Any] = lambda model: model) -> Trained:
     """Steps of PyTorch's tutorial loop with the model sharded for one mesh, and changed then."""
-    given, twice = MESHES.get(name, {}), "replicas" in name
+    given, twice = MESHES[name.removesuffix(PREFETCH)], "replicas" in name
     mesh = init_device_mesh("cpu", (2, 1) if twice else (2,), mesh_dim_names=("outer", "inner") if twice else None)
     for unit in model.layers if "units" not in name else [model.layers[1]]:
         fully_shard(unit, mesh=mesh, **given)
     fully_shard(model, mesh=mesh, **given)
-    if "prefetch" in name:
-        model.layers[0].set_modules_to_forward_prefetch([model.layers[1], model.layers[2]])
+    if name.endswith(PREFETCH):
+        model.layers[0].set_modules_to_forward_prefetch([*model.layers[1:]])
     model = then(model)
     optimizer, tracker, x = torch.optim.AdamW(model.parameters()), Tracker("cpu"), X.clone()
     tracker.register([*model.parameters()], "parameters")

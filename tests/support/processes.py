@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-DEADLINE_S = 120
+DEADLINE_S = 300
 
 
 def together(work: Callable[..., Any], folder: Path, *given: Any) -> list[Any]:

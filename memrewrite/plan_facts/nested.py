@@ -1,0 +1,120 @@
+"""The chain of a model whose parts are calls in its graph and have graphs of their own: each is put in where it runs.
+
+    model    embed   layers.0(x)   layers.1(x)   norm   head
+    joined   embed | ............ | ............ norm   head        | a node for the call, then those of the part
+
+No segment crosses a call: a part is run by its own hooks, and whoever runs it again would call them again.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from memrewrite.plan.segments import Chain, Held, Plan
+from memrewrite.plan_facts.chain import node_of
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the nodes of a graph with ``length`` nodes lie in the joined chain.
+
+    ``parts`` says how many nodes a part has that is called by the node of this number.
+    """
+
+    length: int
+    parts: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def positions(self) -> list[int]:
+        """The position of every node of the graph, and of its end."""
+        sizes = dict(self.parts)
+        return [0, *np.cumsum([1 + sizes.get(node, 0) for node in range(self.length)]).tolist()]
+
+    def own(self, plan: Plan) -> Plan:
+        """What of a plan for the joined chain is for the graph itself."""
+        at = {position: node for node, position in enumerate(self.positions[:-1])}
+        kinds = (plan.intervals, plan.keeping)
+        intervals, keeping = (
+            tuple((at[a], at[b - 1] + 1) for a, b in kind if a in at and b - 1 in at) for kind in kinds
+        )
+        return Plan(intervals, plan.ms, keeping)
+
+    def of_parts(self, plan: Plan) -> list[Plan]:
+        """What of it is for each part."""
+        starts = self.positions
+        return [plan.part(starts[node] + 1, starts[node] + 1 + size) for node, size in self.parts]
+
+
+def nest(whole: Chain, parts: Mapping[int, Chain], made: Mapping[int, int], own: int) -> Chain:
+    """The joined chain; ``parts`` by the number of the node that calls them, in order.
+
+    ``made`` are the bytes of parameter gradients that ``whole`` counts once backward is through each of these calls,
+    where ``gradients`` of the part are what is left of them; ``own`` is what is left of those of the rest.
+    """
+    layout = Layout(len(whole), tuple((node, len(part)) for node, part in parts.items()))
+    starts, calls = layout.positions, [*parts]
+    gone = np.zeros(len(whole), dtype=np.int64)  # bytes of gradients that are not there any more
+    for node, part in parts.items():
+        gone[:node] += max(made[node] - part.gradients, 0)
+    whole = replace(whole, work=np.maximum(whole.work - gone, 0), pending=np.maximum(whole.pending - gone, 0))
+    whole = replace(whole, save_bytes=())
+    pieces: list[Chain] = []  # of one node of the whole each, or a part
+    later = own + sum(part.gradients for part in parts.values())
+    for node in range(len(whole)):
+        pieces.append(node_of(0, whole.segment_ms) if node in parts else _alone(whole, node))
+        if node in parts:
+            later -= parts[node].gradients
+            part = parts[node]
+            pieces.append(replace(part, work=part.work + later, pending=part.pending + later))
+    barrier = np.concatenate([piece.barrier + starts_at for starts_at, piece in _placed(pieces)])
+    for node in set(range(len(whole))) - parts.keys():
+        stop = next((call for call in calls if call > node), len(whole))
+        barrier[starts[node]] = starts[min(int(whole.barrier[node]), stop)]
+    storages = [held for each in whole.storages if (held := _moved(each, starts, set(calls))) is not None]
+    inside = (held.moved(starts[node] + 1) for node, part in parts.items() for held in part.storages)
+    return replace(
+        whole,
+        ms=np.concatenate([piece.ms for piece in pieces]),
+        rerun_ms=np.concatenate([piece.rerun_ms for piece in pieces]),
+        saves=np.concatenate([piece.saves for piece in pieces]),
+        barrier=barrier,
+        work=np.concatenate([piece.work for piece in pieces]),
+        forward=np.concatenate([piece.forward for piece in pieces]),
+        pending=np.concatenate([piece.pending for piece in pieces]),
+        storages=tuple(sorted([*storages, *inside], key=lambda held: held.producer)),
+        gradients=own + sum(part.gradients for part in parts.values()),
+    )
+
+
+def _placed(pieces: list[Chain]) -> Iterator[tuple[int, Chain]]:
+    """Each piece after the position at which it begins."""
+    start = 0
+    for piece in pieces:
+        yield start, piece
+        start += len(piece)
+
+
+def _alone(whole: Chain, node: int) -> Chain:
+    """One node."""
+    here = slice(node, node + 1)
+    return replace(
+        whole,
+        ms=whole.ms[here],
+        rerun_ms=whole.rerun_ms[here],
+        saves=whole.saves[here],
+        barrier=whole.barrier[here],
+        work=whole.work[here],
+        forward=whole.forward[here],
+        pending=whole.pending[here],
+        storages=(),
+    )
+
+
+def _moved(held: Held, starts: list[int], calls: set[int]) -> Held | None:
+    """A storage of the whole where its nodes are now; None for one that a part makes and keeps to itself."""
+    if held.producer in calls and held.uses == (held.producer,):
+        return None
+    producer = starts[held.producer + 1] - 1 if held.producer in calls else starts[held.producer]
+    uses = tuple(starts[use] for use in held.uses if use != held.producer) or (producer,)
+    return Held(held.bytes, producer, uses, None if held.saver is None else max(starts[held.saver], producer))
