@@ -153,6 +153,10 @@ def test_a_hook_on_a_layer_keeps_firing_in_one_plan_for_all_else() -> None:
     assert seen[0] == seen[1] != []
 
 
+def noting(seen: list[Any]) -> Callable[[nn.Module, Any, Any], None]:
+    return lambda module, before, after: seen.append(float(after[0].sum()))
+
+
 class Shared(nn.Module):
     """Runs one stage before and after a block that has a hook and its own checkpoint."""
 
@@ -171,7 +175,7 @@ def test_a_block_with_a_hook_stays_a_call_where_what_is_around_it_can_be_no_regi
     seen: tuple[list[Any], list[Any]] = ([], [])
     nets = [copy.deepcopy(plain) for _ in seen]
     for net, each in zip(nets, seen, strict=True):
-        net.odd.register_full_backward_hook(lambda module, before, after, each=each: each.append(after[0].sum().item()))
+        net.odd.register_full_backward_hook(noting(each))
     result = memrewrite.optimize(nets[0], torch.randn(8, 8, 12, 12), budget="75%", verify=False)
     assert list(programs(result)) == [""]
     assert result.report.segments
