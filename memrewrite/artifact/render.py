@@ -7,7 +7,11 @@ from collections.abc import Mapping
 from types import ModuleType
 
 from memrewrite.artifact.manifest import CONSTANTS
+<<<<<<< HEAD
 from memrewrite.runtime import dict_versions, differences, dropin, guards, likeness, operations, promise, rows
+=======
+from memrewrite.runtime import assembled, dict_versions, differences, dropin, guards, likeness, operations, promise
+>>>>>>> mesh
 from memrewrite.runtime.likeness import Likeness
 from memrewrite.version import __version__
 
@@ -24,6 +28,7 @@ _RUNTIME: tuple[ModuleType, ...] = (
     guards,
     promise,
     dropin,
+    assembled,
     likeness,
 )
 _HEAD = '''"""A rewritten forward for one model; needs torch only. Written by memrewrite {version}.
@@ -63,8 +68,7 @@ def apply(model: nn.Module) -> nn.Module:
     """A drop-in for ``model``; raises ``WrongModelError`` when this was not generated for it."""
     refuse_other(model, MODEL)
     constants = read_constants(Path(__file__).with_name({file!r}), CONSTANTS, model)
-    rewritten = {{p: build(model.get_submodule(p), _PROGRAMS[p], constants[p], CAPTURED[p]) for p in {paths}}}
-    return graft(model, rewritten)
+    return assembled(model, {{p: (_PROGRAMS[p], constants[p]) for p in {paths}}}, CAPTURED)
 '''
 
 

@@ -31,7 +31,8 @@ from memrewrite.records.options import Budget
 from memrewrite.records.report import Report
 from memrewrite.report.later import complete_by
 from memrewrite.report.read import report_from
-from memrewrite.runtime.dropin import build, graft, own, program_from, programs
+from memrewrite.runtime.assembled import assembled
+from memrewrite.runtime.dropin import own, program_from, programs
 from memrewrite.search.bench import Bench
 from memrewrite.search.fit_to_budget import limit_for
 from memrewrite.search.so_far import Offer
@@ -173,13 +174,8 @@ def _built(entry: Entry, work: Workload, bench: Bench, asked: Request) -> nn.Mod
         return work.model
     constants = torch.load(io.BytesIO(entry.tensors), weights_only=True)
     plain = {path: marshal.loads(bytes.fromhex(text)) for path, text in facts["plain"].items()}  # noqa: S302  (ours)
-    result = graft(
-        model,
-        {
-            path: build(model.get_submodule(path), program_from(source), constants[path], plain[path])
-            for path, source in facts["programs"].items()
-        },
-    )
+    written = {path: (program_from(source), constants[path]) for path, source in facts["programs"].items()}
+    result = assembled(model, written, plain)
     parts = [own(result.get_submodule(path)) for path in facts["programs"]]
     if not all(part and part.guards and not (part.broken or part.guards.changed()) for part in parts):
         return None
