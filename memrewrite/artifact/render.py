@@ -7,11 +7,17 @@ from collections.abc import Mapping
 from types import ModuleType
 
 from memrewrite.artifact.manifest import CONSTANTS
-<<<<<<< HEAD
-from memrewrite.runtime import dict_versions, differences, dropin, guards, likeness, operations, promise, rows
-=======
-from memrewrite.runtime import assembled, dict_versions, differences, dropin, guards, likeness, operations, promise
->>>>>>> mesh
+from memrewrite.runtime import (
+    assembled,
+    dict_versions,
+    differences,
+    dropin,
+    guards,
+    likeness,
+    operations,
+    promise,
+    rows,
+)
 from memrewrite.runtime.likeness import Likeness
 from memrewrite.version import __version__
 
