@@ -15,7 +15,7 @@ from memrewrite.passes import early_casts
 from memrewrite.passes.functionalize import Functionalize
 from memrewrite.plan.marks import Marks, NodeMark
 from memrewrite.runtime.segment import as_autocast
-from memrewrite.search import fit_to_budget
+from memrewrite.search import asked
 from memrewrite.search.candidate import Candidate
 from memrewrite.search.planning import without_needless_casts
 from memrewrite.simulate import Timeline
@@ -175,7 +175,7 @@ def test_needless_casts_stay_where_the_peak_is_lower_with_them(monkeypatch: pyte
             patch.setattr(Candidate, "simulate", with_worth)
             return without_needless_casts(candidate)
 
-    monkeypatch.setattr(fit_to_budget, "without_needless_casts", watched)
+    monkeypatch.setattr(asked, "without_needless_casts", watched)
     result = optimized(monkeypatch, True)
     after, before = seen
     assert after < before
