@@ -7,8 +7,8 @@ Where PyTorch has no CUDA, torchvision, which these import where it is installed
 """
 
 import importlib.util
-import os
 import json
+import os
 import re
 import subprocess
 import sys
