@@ -31,7 +31,7 @@ from memrewrite.torch_internals.partitioning import (
 )
 
 _HALF = (torch.float16, torch.bfloat16)
-_SMALLER = 4  # times smaller than what it reads is what a reduction makes, as PyTorch's partitioner has it
+_HEAVY = {torch.ops.aten.exp.default, torch.ops.aten.sigmoid.default}  # of those Inductor has, which it names so
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Facts:
     their sizes (0 where the graph was given them). ``forward`` says that no tangent reaches it, ``place`` is the number
     of the last node of the forward pass that it is made of, itself if it is one. ``given`` are inputs
     and constants, ``symbols`` sizes, ``views`` what makes nothing. ``fused`` nodes are made in the kernel that reads
-    them, and ``reader`` nodes make what they read there. ``may_rerun`` are the nodes that can run again, ``must_rerun``
+    them, and ``reader`` nodes make what they read there; ``heavy`` ones, on the CPU, are not made twice. ``may_rerun`` are the nodes that can run again, ``must_rerun``
     those that have to, ``costly`` those that take a while, ``ms`` how long. ``savable`` are values that can be handed
     to backward. ``outputs`` of forward and ``gradients`` stay until the end; ``tangents`` come with backward.
     """
@@ -59,6 +59,7 @@ class Facts:
     views: frozenset[int]
     fused: frozenset[int]
     reader: frozenset[int]
+    heavy: frozenset[int]
     may_rerun: frozenset[int]
     must_rerun: frozenset[int]
     costly: frozenset[int]
@@ -109,6 +110,7 @@ def facts(joint: fx.GraphModule, divided: Divided, fused: bool = True) -> Facts:
         views=frozenset(views),
         fused=frozenset(i for i, node in enumerate(nodes) if fused and fuses(node)),
         reader=frozenset(i for i, node in enumerate(nodes) if fused and reads_fused(node)),
+        heavy=frozenset(i for i, node in enumerate(nodes) if node.target in _HEAVY and _device(node) == "cpu"),
         may_rerun=frozenset(may - symbols),
         must_rerun=frozenset(i for i in may if must_rerun(nodes[i])),
         costly=frozenset(costly),
@@ -186,6 +188,11 @@ def _is_costly(node: fx.Node) -> bool:
     if packet in flop_registry or not (fuses(node) or is_view(node) or node.target is operator.getitem):
         return True
     return draws(node)
+
+
+def _device(node: fx.Node) -> str:
+    value = next((t for t in _tensors(node.meta.get("val")) if t is not None), None)
+    return "" if value is None else value.device.type
 
 
 def node_ms(node: fx.Node) -> float:

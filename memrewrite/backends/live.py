@@ -10,19 +10,22 @@ from dataclasses import dataclass
 from memrewrite.backends.facts import Facts
 from memrewrite.backends.plan import Order
 
-_READS = 8  # a kernel that would read more than so many values is divided
+# A value that takes more reads than these is written, where several kernels read it and in any case: Inductor's
+# settings realize_reads_threshold and realize_acc_reads_threshold.
+_READS, _MOST_READS = 4, 8
 
 Key = tuple[int, int]  # a storage, and the copy of its maker: a region, or -1
 
 
 @dataclass(frozen=True)
 class Run:
-    """A node as it runs: what it makes and reads, whether its kernel is that of its reader, and it may write over."""
+    """A node as it runs: what it makes and reads; ``fused``, ``reader`` and ``heavy`` are those of ``Facts``."""
 
     makes: tuple[Key, ...]
     reads: tuple[Key, ...]
     fused: bool
     reader: bool
+    heavy: bool
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,7 @@ def backward_runs(facts: Facts, order: Order) -> tuple[list[Run], Callable[[int]
 
 def _run(facts: Facts, node: int, makes: tuple[Key, ...], reads: tuple[Key, ...]) -> Run:
     view = not makes and node in facts.views
-    return Run(makes, () if view else reads, node in facts.fused, node in facts.reader)
+    return Run(makes, () if view else reads, node in facts.fused, node in facts.reader, node in facts.heavy)
 
 
 def watermark(runs: Sequence[Run], given: Iterable[Key], ends: set[Key], size: Callable[[Key], int]) -> Watermark:
@@ -154,14 +157,20 @@ def _written(runs: Sequence[Run], ends: set[Key]) -> tuple[set[Key], dict[Key, i
             readers.setdefault(key, []).append(number)
     sources: dict[Key, set[Key]] = {}
     written: set[Key] = set()
+    heavy: set[Key] = set()
     for run in runs:
         read = {k for key in run.reads for k in sources.get(key, {key})}
+        weighs = run.heavy or any(key in heavy for key in run.reads)
         for key in run.makes:
-            inside = run.fused and key not in ends and all(runs[i].reader for i in readers.get(key, ()))
-            if inside and len(read) <= _READS:
-                sources[key] = read
-            else:
+            reading = readers.get(key, ())
+            inside = run.fused and key not in ends and all(runs[i].reader for i in reading)
+            twice = len(reading) > 1 and (weighs or len(read) > _READS)
+            if not inside or twice or len(read) > _MOST_READS:
                 written.add(key)
+                continue
+            sources[key] = read
+            if weighs:
+                heavy.add(key)
     last: dict[Key, int] = {}
     for number in range(len(runs) - 1, -1, -1):
         run = runs[number]

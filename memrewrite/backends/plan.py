@@ -78,6 +78,10 @@ class Planner:
         kept = tuple(self._kept(ways, number, nodes) for number, nodes in enumerate(regions))
         return Order(ways, kept, tuple(self._items(regions, frozenset().union(*kept))))
 
+    def given(self, saved: frozenset[int]) -> Order:
+        """The order where exactly these values are kept, and no value runs twice."""
+        return Order(Ways((), frozenset()), (saved,), tuple(self._items([self.backward], saved)))
+
     def _latest(self) -> list[int]:
         """For each node of backward, in order, the latest value of forward that it or one after it reads."""
         found, latest = [], -1

@@ -115,3 +115,20 @@ def module_of_frame() -> nn.Module | None:
         translator = translator.parent
     found = translator.f_locals.get("self")
     return found if isinstance(found, nn.Module) else None
+
+
+def saved_by(node: Any) -> list[Tensor]:
+    """The tensors that a node of the autograd graph keeps for backward; none that it lets go of.
+
+    What operators keep stands in attributes of no common name; of what compiled code keeps outside of autograd's sight,
+    the version counters' exemption aside, nothing is known.
+    """
+    names = [name for name in dir(node) if name == "saved_tensors" or name.startswith("_saved_")]
+    found: list[Tensor] = []
+    for name in names:
+        try:
+            value = getattr(node, name)
+        except RuntimeError:  # freed, or packed by hooks that want to be asked in backward alone
+            continue
+        found += [each for each in (value if isinstance(value, list | tuple) else [value]) if isinstance(each, Tensor)]
+    return found

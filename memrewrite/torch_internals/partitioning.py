@@ -33,7 +33,8 @@ _REDUCTIONS = {
 class Divided:
     """The nodes of a joint graph: ``forward`` those that its outputs take, ``backward`` those that need a tangent.
 
-    ``static`` are the inputs that live as long as the model, ``written`` those that are changed once forward is through.
+    ``static`` are the inputs that live as long as the model, ``written`` those that are changed once forward is
+    through; ``info`` is PyTorch's own record of all this.
     """
 
     forward: frozenset[fx.Node]
@@ -42,6 +43,7 @@ class Divided:
     backward_outputs: tuple[fx.Node, ...]
     static: frozenset[fx.Node]
     written: frozenset[fx.Node]
+    info: Any
 
 
 def stock_partition(joint: fx.GraphModule, inputs: Sequence[object], **kwargs: Any) -> Any:
@@ -78,7 +80,39 @@ def prepared(joint: fx.GraphModule, static: Sequence[int], outputs: int) -> tupl
         backward_outputs=tuple(node for node in backward if isinstance(node, fx.Node)),
         static=frozenset(primals[i] for i in static if i < len(primals)),
         written=_written(joint, primals),
+        info=info,
     )
+
+
+def stock_saved(joint: fx.GraphModule, divided: Divided) -> frozenset[fx.Node]:
+    """What the stock partitioner would hand to backward, inputs of the graph aside."""
+    from torch._functorch import partitioners
+
+    info = divided.info
+    for node in reversed(joint.graph.nodes):  # as the stock partitioner does it before it chooses
+        node.dist_from_bw = 0 if node.op != "output" and not info.is_required_fw(node) else int(1e9)
+        if node.dist_from_bw:
+            distances = (user.dist_from_bw + 1 for user in node.users if node.op != "output")
+            node.dist_from_bw = min([node.dist_from_bw, *distances])
+    found = partitioners.choose_saved_values_set(joint.graph, info, memory_budget=1)
+    return frozenset(node for node in found if node.op not in ("placeholder", "get_attr"))
+
+
+def is_ours(joint: fx.GraphModule, divided: Divided) -> bool:
+    """Whether a joint graph holds nothing that only the stock partitioner knows how to divide.
+
+    That is random numbers in user-annotated checkpoints, random state as an input, and objects that are no tensors.
+    """
+    from torch._functorch import partitioners
+
+    if partitioners.has_recomputable_rng_ops(joint) or not divided.backward:
+        return False
+    kinds = (torch.Tensor, *SymTypes, int, float, bool, type(None))
+    for node in joint.graph.find_nodes(op="placeholder"):
+        known = "primals" in str(node.target) or "tangents" in str(node.target)
+        if not known or not isinstance(node.meta.get("val"), kinds):
+            return False
+    return True
 
 
 def _written(joint: fx.GraphModule, primals: list[fx.Node]) -> frozenset[fx.Node]:
