@@ -34,7 +34,7 @@ class Asked:
         if not isinstance(exact, bool):
             raise UsageError(f"Option exact={exact!r} is neither True nor False.")
         if options.get("verify"):
-            raise UsageError("Option verify=True is not there yet for torch.compile; memrewrite.verify compares models.")
+            raise UsageError("Option verify=True is not there yet in torch.compile; memrewrite.verify compares models.")
         given = options.get("reserve", 0)
         reserve = 0 if given in (0, None) else Budget.parse(given).bytes
         if reserve is None:

@@ -20,7 +20,7 @@ from memrewrite.backends.partition import Partition
 from memrewrite.backends.resident import resident
 from memrewrite.records.errors import MemrewriteError, UsageError
 from memrewrite.torch_internals import partitioning
-from memrewrite.torch_internals.compiling import digest, inductor, let_through, partitioner
+from memrewrite.torch_internals.compiling import Partitioner, digest, inductor, let_through
 from memrewrite.version import __version__
 
 _EXACT = {"emulate_precision_casts": True}
@@ -46,7 +46,7 @@ def memrewrite(
 def _compiled(
     graph: fx.GraphModule, inputs: Sequence[Any], mode: str | None, options: dict[str, Any], partition: Partition
 ) -> Callable[..., Any]:
-    divide = partitioner(partition, identity(partition))
+    divide = Partitioner(partition, identity(partition))
     try:
         return inductor(graph, inputs, mode, options, divide)
     except ValueError as error:

@@ -42,9 +42,10 @@ class Facts:
     their sizes (0 where the graph was given them). ``forward`` says that no tangent reaches it, ``place`` is the number
     of the last node of the forward pass that it is made of, itself if it is one. ``given`` are inputs
     and constants, ``symbols`` sizes, ``views`` what makes nothing. ``fused`` nodes are made in the kernel that reads
-    them, and ``reader`` nodes make what they read there; ``heavy`` ones, on the CPU, are not made twice. ``may_rerun`` are the nodes that can run again, ``must_rerun``
-    those that have to, ``costly`` those that take a while, ``ms`` how long. ``savable`` are values that can be handed
-    to backward. ``outputs`` of forward and ``gradients`` stay until the end; ``tangents`` come with backward.
+    them, and ``reader`` nodes make what they read there; ``heavy`` ones, on the CPU, are not made twice. ``may_rerun``
+    are the nodes that can run again, ``must_rerun`` those that have to, ``costly`` those that take a while, ``ms`` how
+    long. ``savable`` are values that can be handed to backward. ``outputs`` of forward and ``gradients`` stay until the
+    end; ``tangents`` come with backward.
     """
 
     nodes: tuple[fx.Node, ...]

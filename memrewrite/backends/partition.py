@@ -116,6 +116,6 @@ class Partition:
         least = self.base - self.lives.inputs + self.lives.gradients
         for parts_of in (2, 4, 8, 16, 32):
             if least + (made + self.lives.inputs) / parts_of <= limit:
-                found.append(f"  - about {parts_of} micro-batches with gradient accumulation, which keeps the gradients")
+                found.append(f"  - about {parts_of} micro-batches with gradient accumulation")
                 break
         return found or ["  - nothing that is known here; memrewrite.optimize tries more."]

@@ -90,13 +90,16 @@ def optimizer_bytes(parameters: Iterable[nn.Parameter], name: str) -> tuple[int,
                 twin.grad = _like(each)
             optimizer = factory(twins)
             with Tracker(given[0].device.type) as tracker:
+                tracker.register([*twins, *(twin.grad for twin in twins if twin.grad is not None)], "parameters")
+                there = tracker.current
                 optimizer.step()
-                state = tracker.current
+                state = tracker.current - there
+                tracker.reset_peak()
                 optimizer.step()
-                return state, max(tracker.peak - state, 0)
+                return state, max(tracker.peak - there - state, 0)
     except FAKE_TENSOR_ERRORS as error:
         raise UsageError(
-            f"What optimizer {name!r} keeps cannot be counted ({error}); give optimizer='none' and its bytes as reserve."
+            f"What optimizer {name!r} keeps cannot be counted: {error}. Write optimizer='none', reserve=<its bytes>."
         ) from error
 
 

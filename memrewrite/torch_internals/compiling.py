@@ -13,18 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from memrewrite.torch_internals.versions import private_imports, require, require_module
+from memrewrite.torch_internals.versions import private_imports, require
 
 require("_TorchCompileInductorWrapper")
-require_module("torch._inductor.custom_graph_pass")
+with private_imports():
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 
 
 def inductor(
-    graph: fx.GraphModule, inputs: Sequence[Any], mode: str | None, options: dict[str, Any], partition: Any
+    graph: fx.GraphModule, inputs: Sequence[Any], mode: str | None, options: dict[str, Any], partitioner: "Partitioner"
 ) -> Callable[..., Any]:
-    """What Inductor makes of a graph with a mode and options of its own, and a partitioner of ``partitioner``.
+    """What Inductor makes of a graph with a mode and options of its own, and with a partitioner.
 
     Raises ``ValueError`` with Inductor's words for a mode or an option that it does not know.
     """
@@ -32,26 +33,31 @@ def inductor(
         compiler: Any = torch._TorchCompileInductorWrapper(mode, options, None)
     except (RuntimeError, KeyError) as error:
         raise ValueError(str(error)) from error
-    compiler.config["custom_partitioner_fn"] = partition
+    compiler.config["custom_partitioner_fn"] = partitioner
     compiled: Callable[..., Any] = compiler(graph, inputs)
     return compiled
 
 
-def partitioner(partition: Partition, identity: str) -> Any:
-    """``partition`` as Inductor takes it; ``identity`` is what tells its graphs from others in the cache."""
-    with private_imports():
-        from torch._inductor.custom_graph_pass import CustomPartitionerFn
+class Partitioner(CustomPartitionerFn):
+    """A partition as Inductor takes it; ``identity`` is what tells its graphs from others in the cache.
 
-    class Partitioner(CustomPartitionerFn):
-        """Calls ``partition``."""
+    Inductor's caches pickle their settings for a key, so that only the identity is part of that.
+    """
 
-        def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Any:
-            return partition(gm, joint_inputs, **kwargs)
+    def __init__(self, partition: Partition | None, identity: str) -> None:
+        self._partition, self._identity = partition, identity
 
-        def uuid(self) -> str:
-            return identity
+    def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Any:
+        """The forward and the backward graph."""
+        assert self._partition is not None  # noqa: S101  (only a key's copy has none)
+        return self._partition(gm, joint_inputs, **kwargs)
 
-    return Partitioner()  # type: ignore[no-untyped-call]
+    def uuid(self) -> str:
+        """The identity."""
+        return self._identity
+
+    def __reduce__(self) -> tuple[type["Partitioner"], tuple[None, str]]:
+        return Partitioner, (None, self._identity)
 
 
 @cache

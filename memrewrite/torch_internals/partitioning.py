@@ -58,6 +58,7 @@ def prepared(joint: fx.GraphModule, static: Sequence[int], outputs: int) -> tupl
     from torch._functorch import config, partitioners
 
     with private_imports():
+        from torch._functorch._aot_autograd.utils import _is_primal
         from torch._functorch.compile_utils import fx_graph_cse
 
     joint.graph.eliminate_dead_code()
@@ -72,7 +73,7 @@ def prepared(joint: fx.GraphModule, static: Sequence[int], outputs: int) -> tupl
     partitioners.force_save_bw_mutation_src(joint)
     info = partitioners.classify_nodes(joint, list(static), outputs)
     forward, backward, *_ = partitioners._extract_fwd_bwd_outputs(joint, num_fwd_outputs=outputs)
-    primals = [node for node in joint.graph.nodes if partitioners._is_primal(node)]
+    primals = [node for node in joint.graph.nodes if _is_primal(node)]
     return joint, Divided(
         forward=frozenset(info.required_fw_nodes),
         backward=frozenset(info.tangents_closure),
