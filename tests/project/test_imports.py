@@ -17,7 +17,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
     ("cli",),
     ("commands",),
-    ("integrations",),
+    ("backends", "integrations"),
     ("artifact", "estimates"),
     ("api",),
     ("optimizing",),

@@ -1,0 +1,46 @@
+"""The options of the back end, read once; all others are Inductor's."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from memrewrite.records.errors import UsageError
+from memrewrite.records.options import Budget
+from memrewrite.workload.stepspec import StepSpec
+
+OWN = ("budget", "optimizer", "reserve", "exact", "verify")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What was asked: see ``memrewrite.backends.entry``. ``reserve`` is in bytes."""
+
+    budget: Budget | None = None
+    optimizer: str = "adamw"
+    reserve: int = 0
+    exact: bool = False
+
+    @classmethod
+    def parse(cls, options: Mapping[str, Any]) -> tuple["Asked", dict[str, Any]]:
+        """What is memrewrite's of ``options``, and the rest; raises ``UsageError`` for a value that means nothing."""
+        rest = {name: value for name, value in options.items() if name not in OWN}
+        budget, optimizer = options.get("budget"), options.get("optimizer") or "none"
+        if "optimizer" not in options:
+            optimizer = cls.optimizer
+        if not isinstance(optimizer, str):
+            raise UsageError(f"Option optimizer={optimizer!r} is no name; write e.g. 'adamw' or 'module:factory'.")
+        StepSpec(optimizer=optimizer).check()
+        exact = options.get("exact", False)
+        if not isinstance(exact, bool):
+            raise UsageError(f"Option exact={exact!r} is neither True nor False.")
+        if options.get("verify"):
+            raise UsageError("Option verify=True is not there yet in torch.compile; memrewrite.verify compares models.")
+        given = options.get("reserve", 0)
+        reserve = 0 if given in (0, None) else Budget.parse(given).bytes
+        if reserve is None:
+            raise UsageError(f"Option reserve={given!r} is no number of bytes; write e.g. '500MB'.")
+        return cls(None if budget is None else Budget.parse(budget), optimizer, reserve, exact), rest
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)

@@ -1,0 +1,62 @@
+"""``torch.compile(model, backend="memrewrite", options={"budget": "8GB", "optimizer": "adamw"})``.
+
+Found by its entry point, without an import. Dynamo gives the graphs and Inductor makes the kernels, as ever; what is
+kept for backward and what runs again is chosen here, so that the training step stays within ``budget``.
+
+Options: ``budget`` (``"8GB"``, ``"60%"`` of what the stock partitioner's step takes, ``"min"``), ``optimizer`` (its
+name as for ``memrewrite.optimize``, ``"adamw"`` by default, ``"none"`` where its state does not count), ``reserve``
+(bytes to leave for what is not seen from here), ``exact`` (what runs again rounds as what is kept would), ``mode`` (as
+torch.compile's own, which it takes without options only). All others are Inductor's.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import fx
+
+from memrewrite.backends.asked import OWN, Asked
+from memrewrite.backends.partition import Partition
+from memrewrite.backends.resident import resident
+from memrewrite.records.errors import MemrewriteError, UsageError
+from memrewrite.torch_internals import partitioning
+from memrewrite.torch_internals.compiling import Partitioner, digest, inductor, let_through
+from memrewrite.version import __version__
+
+_EXACT = {"emulate_precision_casts": True}
+
+
+def memrewrite(
+    graph: fx.GraphModule,
+    inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """What Dynamo calls for each graph; raises what else memrewrite raises, not wrapped in an error of Dynamo's."""
+    try:
+        asked, rest = Asked.parse(options or {})
+        mode = rest.pop("mode", mode)
+        partition = Partition(asked, resident(graph, asked.optimizer))
+        return _compiled(graph, inputs, mode, {**(_EXACT if asked.exact else {}), **rest}, partition)
+    except MemrewriteError as error:
+        raise let_through(error) from None
+
+
+def _compiled(
+    graph: fx.GraphModule, inputs: Sequence[Any], mode: str | None, options: dict[str, Any], partition: Partition
+) -> Callable[..., Any]:
+    divide = Partitioner(partition, identity(partition))
+    try:
+        return inductor(graph, inputs, mode, options, divide)
+    except ValueError as error:
+        told = str(error).partition(", known options are")[0].partition(", supported modes are")[0]
+        raise UsageError(
+            f"{told}; memrewrite's options are {', '.join(OWN)} and mode, all others have to be Inductor's."
+        ) from error
+
+
+def identity(partition: Partition) -> str:
+    """What tells the graphs of a partition from others in Inductor's cache: code, options, and the bytes there are."""
+    code = digest(Path(__file__).parent, Path(str(partitioning.__file__)))
+    return f"memrewrite {__version__} {code} {partition.asked} {partition.lives} {partition.fused}"

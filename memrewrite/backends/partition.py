@@ -1,0 +1,121 @@
+"""The partitioner: divides a joint graph so that the step stays within its budget, at the least time."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from memrewrite.backends.asked import Asked
+from memrewrite.backends.facts import Facts, facts
+from memrewrite.backends.frontier import Found, Frontier
+from memrewrite.backends.graphs import graphs
+from memrewrite.backends.live import peaks
+from memrewrite.backends.resident import Resident, parts
+from memrewrite.records.errors import BudgetInfeasibleError, MemrewriteError
+from memrewrite.records.options import format_bytes
+from memrewrite.torch_internals.compiling import let_through
+from memrewrite.torch_internals.partitioning import is_ours, prepared, stock_partition, stock_saved
+
+
+@dataclass(frozen=True)
+class Foreseen:
+    """What a division of one graph takes, in bytes: the peak of the step, before and after, and what is kept.
+
+    ``ms`` is what running nodes again takes.
+    """
+
+    before: int
+    after: int
+    kept_before: int
+    kept: int
+    regions: int
+    ms: float
+
+
+class Partition:
+    """Divides the joint graph of one graph of Dynamo's; ``foreseen`` tells how, once it has."""
+
+    def __init__(self, asked: Asked, lives: Resident, fused: bool = True) -> None:
+        self.asked, self.lives, self.fused = asked, lives, fused
+        self.base = lives.base + asked.reserve
+        self.foreseen: Foreseen | None = None
+
+    def __call__(
+        self,
+        joint: fx.GraphModule,
+        inputs: Sequence[object],
+        *,
+        num_fwd_outputs: int,
+        static_lifetime_input_indices: list[int] | None = None,
+        **kwargs: Any,
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """The forward and the backward graph; raises ``BudgetInfeasibleError``, as Dynamo lets it through."""
+        static = static_lifetime_input_indices or []
+        joint, divided = prepared(joint, static, num_fwd_outputs)
+        if self.asked.budget is None or not is_ours(joint, divided):
+            outputs: Any = {"num_fwd_outputs": num_fwd_outputs, "static_lifetime_input_indices": static}
+            pair: tuple[fx.GraphModule, fx.GraphModule] = stock_partition(joint, inputs, **outputs)
+            return pair
+        known = facts(joint, divided, self.fused)
+        usual = stock_saved(joint, divided)
+        stock = {i for i, node in enumerate(known.nodes) if node in usual}
+        try:
+            found = self.chosen(known, frozenset(stock))
+        except MemrewriteError as error:
+            raise let_through(error) from None
+        return graphs(joint, divided, known, found.order, num_fwd_outputs)
+
+    def chosen(self, known: Facts, stock: frozenset[int]) -> Found:
+        """PyTorch's own choice where it fits, else the cheapest that does."""
+        assert self.asked.budget is not None  # noqa: S101  (else the stock partitioner divides)
+        frontier = Frontier(known)
+        kept = frozenset(i for i in stock if i not in known.symbols)
+        order = frontier.planner.given(kept)
+        usual = Found(order, peaks(known, order), order.ms(known))
+        original = max(self.base + usual.peaks.peak, self.lives.of_optimizer + self.asked.reserve)
+        limit = self.asked.budget.resolve(original)
+        if limit is None:
+            found = frontier.lowest()
+            room = max(found.peaks.peak, self.lives.of_optimizer - self.lives.base)
+            found = frontier.within(room) or found
+        elif usual.peaks.peak <= limit - self.base:
+            found = usual
+        else:
+            fitting = frontier.within(limit - self.base)
+            if fitting is None:
+                raise self._infeasible(limit, frontier.lowest())
+            found = fitting
+        if limit is not None and self.lives.of_optimizer + self.asked.reserve > limit:
+            raise self._infeasible(limit, found)
+        self.foreseen = Foreseen(
+            before=original,
+            after=max(self.base + found.peaks.peak, self.lives.of_optimizer + self.asked.reserve),
+            kept_before=usual.peaks.saved,
+            kept=found.peaks.saved,
+            regions=len(found.order.kept),
+            ms=found.ms,
+        )
+        return found
+
+    def _infeasible(self, limit: int, lowest: Found) -> BudgetInfeasibleError:
+        reached = max(self.base + lowest.peaks.peak, self.lives.of_optimizer + self.asked.reserve)
+        made = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts(self.lives))
+        message = (
+            f"No plan for torch.compile fits {format_bytes(limit)}: the lowest reachable peak is "
+            f"{format_bytes(reached)} ({made}). What else would fit:"
+        )
+        return BudgetInfeasibleError(message, reached, tuple(self._advice(limit, lowest)))
+
+    def _advice(self, limit: int, lowest: Found) -> list[str]:
+        """What of a leaner optimizer and of smaller batches would fit, by what is known here."""
+        made = lowest.peaks.peak - self.lives.gradients
+        found = []
+        if self.lives.state and self.base - self.lives.state + lowest.peaks.peak <= limit:
+            found.append("  - SGD without momentum: another optimizer wants another learning rate")
+        least = self.base - self.lives.inputs + self.lives.gradients
+        for parts_of in (2, 4, 8, 16, 32):
+            if least + (made + self.lives.inputs) / parts_of <= limit:
+                found.append(f"  - about {parts_of} micro-batches with gradient accumulation")
+                break
+        return found or ["  - nothing that is known here; memrewrite.optimize tries more."]

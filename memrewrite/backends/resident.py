@@ -1,0 +1,150 @@
+"""What lives all through a training step besides what a graph makes: counted where its compilation begins.
+
+Parameters, buffers and optimizer state live always; the inputs of the graph and what earlier graphs of the step keep
+for backward live while it runs. All of it is read off real tensors: the model's own, those the graph is given, and the
+autograd graph behind these, in which earlier graphs, and code between them that is not compiled, keep what they do.
+Of gradients, those of parameters of other graphs count as if all were there: where later ones run backward first, they
+are. Graphs that come later are not known yet: the first one takes what room it needs, and leaves the rest to them.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from memrewrite.records.errors import UsageError
+from memrewrite.simulate.memory.tracker import Tracker
+from memrewrite.targets.allocator import rounded
+from memrewrite.torch_internals.compiling import module_of_frame, real_tensors_of, saved_by
+from memrewrite.torch_internals.fake_tensors import FAKE_TENSOR_ERRORS, FakeTensorMode
+from memrewrite.torch_internals.foreach import foreach_on_fake_tensors
+from memrewrite.workload.stepspec import optimizer_factory
+
+
+@dataclass(frozen=True)
+class Resident:
+    """Bytes that live besides what a graph makes.
+
+    ``model`` are parameters and buffers, ``state`` is what the optimizer keeps and ``transient`` what its step takes
+    besides, ``inputs`` what the graph is given, ``earlier`` what is kept for the backward of what ran before,
+    ``gradients`` those of all parameters and ``others`` those that other graphs make.
+    """
+
+    model: int
+    state: int
+    transient: int
+    inputs: int
+    earlier: int
+    gradients: int
+    others: int
+
+    @property
+    def base(self) -> int:
+        """What lives while the graph runs forward and backward."""
+        return self.model + self.state + self.inputs + self.earlier + self.others
+
+    @property
+    def of_optimizer(self) -> int:
+        """What lives at most while the optimizer works."""
+        return self.model + self.state + self.gradients + self.transient
+
+
+def resident(graph: fx.GraphModule, optimizer: str) -> Resident:
+    """What lives besides what the graph of Dynamo's makes; ``optimizer`` is a name as in ``StepSpec``."""
+    given = [tensor for tensor in real_tensors_of(graph) if tensor is not None]
+    saved, leaves = _behind(given)
+    model = module_of_frame()
+    whole: list[Tensor] = [*model.parameters(), *model.buffers()] if model is not None else []
+    mine = [tensor for tensor in given if isinstance(tensor, nn.Parameter)]
+    every = _unique([*whole, *mine, *leaves])
+    parameters = [each for each in every if isinstance(each, nn.Parameter) and each.requires_grad]
+    known = {_key(tensor) for tensor in every}
+    inputs = [tensor for tensor in given if _key(tensor) not in known]
+    held = known | {_key(tensor) for tensor in inputs}
+    earlier = [tensor for tensor in saved if _key(tensor) not in held]
+    there = {id(each) for each in mine}
+    state, transient = optimizer_bytes(parameters, optimizer)
+    return Resident(
+        model=_bytes(every),
+        state=state,
+        transient=transient,
+        inputs=_bytes(inputs),
+        earlier=_bytes(earlier),
+        gradients=_bytes(parameters),
+        others=_bytes([each for each in parameters if id(each) not in there]),
+    )
+
+
+def optimizer_bytes(parameters: Iterable[nn.Parameter], name: str) -> tuple[int, int]:
+    """The bytes that an optimizer's state takes, and those of its step besides; counted on fake tensors."""
+    factory = optimizer_factory(name)
+    given = list(parameters)
+    if factory is None or not given:
+        return 0, 0
+    try:
+        with FakeTensorMode(), foreach_on_fake_tensors():
+            twins = [nn.Parameter(_like(each)) for each in given]
+            for twin, each in zip(twins, given, strict=True):
+                twin.grad = _like(each)
+            optimizer = factory(twins)
+            with Tracker(given[0].device.type) as tracker:
+                tracker.register([*twins, *(twin.grad for twin in twins if twin.grad is not None)], "parameters")
+                there = tracker.current
+                optimizer.step()
+                state = tracker.current - there
+                tracker.reset_peak()
+                optimizer.step()
+                return state, max(tracker.peak - there - state, 0)
+    except FAKE_TENSOR_ERRORS as error:
+        raise UsageError(
+            f"What optimizer {name!r} keeps cannot be counted: {error}. Write optimizer='none', reserve=<its bytes>."
+        ) from error
+
+
+def _like(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+
+def _behind(given: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """What autograd keeps behind these tensors, and the leaves it ends in."""
+    saved: list[Tensor] = []
+    leaves: list[Tensor] = []
+    seen: set[Any] = set()
+    ahead = [tensor.grad_fn for tensor in given if tensor.grad_fn is not None]
+    while ahead:
+        node: Any = ahead.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if (variable := getattr(node, "variable", None)) is not None:
+            leaves.append(variable)
+        saved += saved_by(node)
+        ahead += [each for each, _ in node.next_functions if each is not None]
+    return saved, leaves
+
+
+def _key(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _unique(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return list({id(tensor): tensor for tensor in tensors}.values())
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    storages = {_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(map(rounded, storages.values()))
+
+
+def parts(found: Resident) -> Iterator[tuple[str, int]]:
+    """What it is made of, in words, largest first."""
+    named = {
+        "parameters and buffers": found.model,
+        "optimizer state": found.state,
+        "inputs": found.inputs,
+        "kept by what ran before": found.earlier,
+        "gradients": found.gradients,
+    }
+    return iter(sorted(((name, size) for name, size in named.items() if size), key=lambda each: -each[1]))

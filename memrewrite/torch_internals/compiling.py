@@ -1,0 +1,140 @@
+"""Inductor with a partitioner of ours, and errors that Dynamo lets through as they are. Read in PyTorch 2.11 to 2.14.
+
+How ``torch.compile`` reads options and modes for Inductor is in a private class; an error of a back end is told in
+another's words, but for one class of Dynamo's own; which frame a graph is of stands in Dynamo's context alone.
+"""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from memrewrite.torch_internals.versions import private_imports, require
+
+require("_TorchCompileInductorWrapper")
+with private_imports():
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
+
+
+def inductor(
+    graph: fx.GraphModule, inputs: Sequence[Any], mode: str | None, options: dict[str, Any], partitioner: "Partitioner"
+) -> Callable[..., Any]:
+    """What Inductor makes of a graph with a mode and options of its own, and with a partitioner.
+
+    Raises ``ValueError`` with Inductor's words for a mode or an option that it does not know.
+    """
+    try:
+        compiler: Any = torch._TorchCompileInductorWrapper(mode, options, None)
+    except (RuntimeError, KeyError) as error:
+        raise ValueError(str(error)) from error
+    compiler.config["custom_partitioner_fn"] = partitioner
+    compiled: Callable[..., Any] = compiler(graph, inputs)
+    return compiled
+
+
+class Partitioner(CustomPartitionerFn):
+    """A partition as Inductor takes it; ``identity`` is what tells its graphs from others in the cache.
+
+    Inductor's caches pickle their settings for a key, so that only the identity is part of that.
+    """
+
+    def __init__(self, partition: Partition | None, identity: str) -> None:
+        self._partition, self._identity = partition, identity
+
+    def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Any:
+        """The forward and the backward graph."""
+        assert self._partition is not None  # noqa: S101  (only a key's copy has none)
+        return self._partition(gm, joint_inputs, **kwargs)
+
+    def uuid(self) -> str:
+        """The identity."""
+        return self._identity
+
+    def __reduce__(self) -> tuple[type["Partitioner"], tuple[None, str]]:
+        return Partitioner, (None, self._identity)
+
+
+@cache
+def digest(folder: Path, *others: Path) -> str:
+    """A hash of the Python files in a folder, and of others: what is the same gives the same graphs."""
+    hashed = hashlib.sha256()
+    for file in sorted([*folder.glob("*.py"), *others]):
+        hashed.update(file.name.encode() + b"\0" + file.read_bytes())
+    return hashed.hexdigest()
+
+
+def let_through(error: Exception) -> Exception:
+    """An error of the same class and words that Dynamo does not wrap."""
+    from torch._dynamo.exc import ShortenTraceback
+
+    kind = type(error)
+
+    class Through(kind, ShortenTraceback):  # type: ignore[misc, valid-type]
+        def __init__(self) -> None:
+            Exception.__init__(self, *error.args)
+            self.__dict__.update(vars(error))
+            self.first_useful_frame = None
+
+        def __str__(self) -> str:
+            return str(error)
+
+        def __reduce__(self) -> Any:
+            return error.__reduce__()
+
+    Through.__name__, Through.__qualname__, Through.__module__ = kind.__name__, kind.__qualname__, kind.__module__
+    return Through()
+
+
+def frame_number() -> int | None:
+    """The number of the frame whose graph is compiled, the same when it is compiled again; None outside of Dynamo."""
+    from torch._guards import CompileContext
+
+    found = CompileContext.current_compile_id()
+    return None if found is None else found.frame_id
+
+
+def real_tensors_of(graph: fx.GraphModule) -> list[Tensor | None]:
+    """What each input of a graph of Dynamo's really is: parameters, buffers; None for what is no tensor or is gone."""
+    found: list[Tensor | None] = []
+    for node in graph.graph.find_nodes(op="placeholder"):
+        argument = node.meta.get("grapharg")
+        value = None if argument is None else getattr(argument, "example", None)
+        found.append(value if isinstance(value, Tensor) else None)
+    return found
+
+
+def module_of_frame() -> nn.Module | None:
+    """The ``self`` of the outermost frame that Dynamo is in, where that is a module."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        translator: Any = InstructionTranslator.current_tx()
+    except (AttributeError, RuntimeError, AssertionError):
+        return None
+    while getattr(translator, "parent", None) is not None:
+        translator = translator.parent
+    found = translator.f_locals.get("self")
+    return found if isinstance(found, nn.Module) else None
+
+
+def saved_by(node: Any) -> list[Tensor]:
+    """The tensors that a node of the autograd graph keeps for backward; none that it lets go of.
+
+    What operators keep stands in attributes of no common name; of what compiled code keeps outside of autograd's sight,
+    the version counters' exemption aside, nothing is known.
+    """
+    names = [name for name in dir(node) if name == "saved_tensors" or name.startswith("_saved_")]
+    found: list[Tensor] = []
+    for name in names:
+        try:
+            value = getattr(node, name)
+        except RuntimeError:  # freed, or packed by hooks that want to be asked in backward alone
+            continue
+        found += [each for each in (value if isinstance(value, list | tuple) else [value]) if isinstance(each, Tensor)]
+    return found

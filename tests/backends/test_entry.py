@@ -1,0 +1,178 @@
+"""``torch.compile(model, backend="memrewrite")``: options, errors, what lives besides a graph, and Inductor's caches."""
+
+import os
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.decomposition import select_decomp_table
+
+from memrewrite.backends import entry
+from memrewrite.backends.asked import Asked
+from memrewrite.backends.partition import Partition
+from memrewrite.backends.resident import Resident, optimizer_bytes
+from memrewrite.records.errors import BudgetInfeasibleError, MemrewriteError, UsageError
+from tests.backends.test_partition import mlp
+
+ROOT = Path(__file__).resolve().parents[2]
+WEIGHTS = 8 * (32 * 32 * 4 + 512)  # bytes, each storage rounded up
+
+
+@pytest.fixture
+def partitions(monkeypatch: pytest.MonkeyPatch) -> list[Partition]:
+    """What divided each graph; in place of Inductor nothing makes kernels."""
+    found: list[Partition] = []
+
+    def compiled(graph: Any, inputs: Any, mode: Any, options: Any, divide: Any) -> Callable[..., Any]:
+        found.append(divide._partition)
+        run = aot_autograd(
+            fw_compiler=lambda g, _: make_boxed_func(g),
+            bw_compiler=lambda g, _: make_boxed_func(g),
+            partition_fn=divide,
+            decompositions=select_decomp_table(),
+        )
+        return run(graph, inputs)
+
+    monkeypatch.setattr(entry, "inductor", compiled)
+    torch._dynamo.reset()
+    return found
+
+
+def run(model: nn.Module, x: Tensor, **options: Any) -> Any:
+    loss = torch.compile(model, backend=entry.memrewrite, options=options)(x)
+    loss.backward()
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"budget": "8Gb"}, "Budget '8Gb' has no known unit"),
+        ({"budget": "8GB", "optimizer": "adamx"}, "Optimizer 'adamx' is unknown"),
+        ({"budget": "8GB", "optimizer": 3}, "Option optimizer=3 is no name"),
+        ({"budget": "8GB", "reserve": "10%"}, "Option reserve='10%' is no number of bytes"),
+        ({"budget": "8GB", "exact": 1}, "Option exact=1 is neither True nor False"),
+        ({"budget": "8GB", "verify": True}, "Option verify=True is not there yet"),
+        ({"bugdet": "8GB"}, "Unexpected optimization option bugdet; memrewrite's options are budget, optimizer"),
+        ({"budget": "8GB", "mode": "fast"}, "Unrecognized mode=fast, should be one of: default"),
+    ],
+    ids=lambda value: None if isinstance(value, str) else " ".join(f"{k}={v}" for k, v in value.items()),
+)
+def test_a_wrong_option_is_one_sentence(options: dict[str, Any], words: str) -> None:
+    torch._dynamo.reset()
+    with pytest.raises(UsageError) as caught:
+        run(mlp(1), torch.ones(2, 32), **options)
+    assert str(caught.value).startswith(words)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_lives_besides_the_graph_counts(partitions: list[Partition]) -> None:
+    x = torch.randn(256, 32)
+    run(mlp(), x, budget="100%", optimizer="adamw", reserve="1MB")
+    (partition,) = partitions
+    lives = partition.lives
+    assert (lives.model, lives.gradients, lives.others, lives.earlier) == (WEIGHTS, WEIGHTS, 0, 0)
+    assert lives.inputs == x.nbytes
+    assert 2 * WEIGHTS <= lives.state <= 2 * WEIGHTS + 16 * 512  # and the step's number for each parameter
+    assert partition.base == lives.base + 10**6
+    assert partition.foreseen is not None
+    assert partition.foreseen.after > partition.base
+
+
+@pytest.mark.parametrize(("name", "copies"), [("none", 0), ("sgd", 0), ("sgd-momentum", 1), ("adamw", 2)])
+def test_state_of_optimizers(name: str, copies: int) -> None:
+    state, transient = optimizer_bytes([nn.Parameter(torch.zeros(1024, 16))], name)
+    assert state - copies * 2**16 in (0, 512)
+    assert (transient > 0) == (name == "adamw")
+
+
+def test_a_budget_that_nothing_fits_is_our_own_error(partitions: list[Partition]) -> None:
+    with pytest.raises(BudgetInfeasibleError, match="optimizer state .*What else would fit:\n  - ") as caught:
+        run(mlp(), torch.randn(256, 32), budget="300KB")
+    assert caught.value.lowest > 300_000
+    assert isinstance(caught.value, MemrewriteError)
+    torch._dynamo.reset()
+    run(mlp(), torch.randn(256, 32), budget=caught.value.lowest)
+
+
+class Broken(nn.Module):
+    """Two graphs, and between them what is not compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Sequential(*mlp(4).parts), mlp(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        loss: Tensor = self.second(x)
+        return loss
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo's own, where it resumes
+def test_graphs_share_the_budget(partitions: list[Partition]) -> None:
+    model, x = Broken(), torch.randn(256, 32)
+    run(model, x, budget="10MB", optimizer="sgd")
+    first, second = (partition.lives for partition in partitions)
+    assert first.model == second.model == WEIGHTS
+    assert (first.earlier, first.others) == (0, WEIGHTS // 2)
+    kept = partitions[0].foreseen
+    assert kept is not None
+    assert second.inputs == x.nbytes  # which what the first one gives is as large as
+    assert second.earlier == kept.kept + x.nbytes
+
+
+def test_without_a_budget_nothing_is_planned(partitions: list[Partition]) -> None:
+    run(mlp(2), torch.randn(8, 32))
+    assert partitions[0].foreseen is None
+
+
+def test_identities_tell_options_and_bytes_apart() -> None:
+    lives = Resident(1, 2, 3, 4, 5, 6, 7)
+    asked = [Asked.parse(options)[0] for options in ({"budget": "1GB"}, {"budget": "2GB"}, {"budget": "1GB"})]
+    found = [entry.identity(Partition(each, lives)) for each in asked]
+    assert found[0] == found[2] != found[1]
+    assert entry.identity(Partition(asked[0], Resident(2, 2, 3, 4, 5, 6, 7))) != found[0]
+
+
+def test_the_entry_point_leads_here() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["entry-points"]["torch_dynamo_backends"] == {"memrewrite": "memrewrite.backends.entry:memrewrite"}
+
+
+PROGRAM = """
+import torch
+from torch._dynamo.utils import counters
+model = torch.nn.Sequential(*(torch.nn.Linear(8, 8, bias=False) for _ in range(3)))  # products need no compiler
+options = {"budget": BUDGET, "optimizer": "sgd"}
+torch.compile(model, backend="memrewrite", options=options)(torch.ones(64, 8)).sum().backward()
+found = counters["inductor"], counters["aot_autograd"]
+print(found[0]["fxgraph_cache_hit"], found[0]["fxgraph_cache_miss"], found[1]["autograd_cache_hit"])
+"""
+
+
+@pytest.mark.timeout(300)
+def test_another_process_finds_the_graphs(tmp_path: Path) -> None:
+    """By its entry point, as an installed package has it, and without an import of memrewrite."""
+    installed = tmp_path / "memrewrite-0.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Name: memrewrite\nVersion: 0\n")
+    (installed / "entry_points.txt").write_text(
+        "[torch_dynamo_backends]\nmemrewrite = memrewrite.backends.entry:memrewrite\n"
+    )
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    environment = os.environ | {"PYTHONPATH": path, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    found = []
+    for budget in ("'1GB'", "'1GB'"):
+        command = [sys.executable, "-c", PROGRAM.replace("BUDGET", budget)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        found.append([int(count) for count in done.stdout.split()])
+    assert [sum(counts[::2]) > 0 for counts in found] == [False, True]

@@ -1,0 +1,159 @@
+"""What the partitioner makes of joint graphs: the same numbers, fewer bytes, and peaks within what was given."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+from torch.utils.checkpoint import checkpoint
+
+from memrewrite.records.errors import BudgetInfeasibleError
+from tests.support.divided import Divided, gradients
+
+GRADIENT = 512  # bytes of the loss's gradient, which its backward holds
+
+
+class Loss(nn.Module):
+    """The mean of what a model gives, squared."""
+
+    def __init__(self, *parts: nn.Module) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts:
+            x = part(x)
+        return x.square().mean()
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm, self.dropout = nn.LayerNorm(width), nn.Dropout(dropout)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = x + self.dropout(self.down(F.gelu(self.up(self.norm(x)))))
+        return result
+
+
+class Checkpointed(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = checkpoint(super().forward, x, use_reentrant=False)
+        return result
+
+
+def mlp(depth: int = 8, width: int = 32) -> Loss:
+    return Loss(*(part for _ in range(depth) for part in (nn.Linear(width, width), nn.ReLU())))
+
+
+def conv() -> Loss:
+    parts: list[nn.Module] = []
+    for a, b in ((3, 8), (8, 8), (8, 8)):
+        parts += [nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.SiLU()]
+    return Loss(*parts)
+
+
+MODELS: dict[str, Any] = {
+    "mlp": (mlp, (256, 32)),
+    "transformer": (lambda: Loss(*(Block(32) for _ in range(3))), (4, 32, 32)),
+    "dropout": (lambda: Loss(*(Block(32, 0.3) for _ in range(2))), (4, 32, 32)),
+    "batch norm": (conv, (4, 3, 12, 12)),
+    "checkpoint": (lambda: Loss(Checkpointed(32), Block(32)), (4, 32, 32)),
+}
+
+
+def made(name: str) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    model, shape = MODELS[name]
+    return model(), torch.randn(shape)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_numbers_stay_and_bytes_fall(name: str) -> None:
+    """Bit for bit, with buffers written once and random numbers drawn as ever; each peak counted within its budget."""
+    model, x = made(name)
+    stock = copy.deepcopy(model)
+    usual = Divided(stock, None)
+    loss, expected = usual.step(x), gradients(stock)
+    kept, peak = [], 0
+    for budget in ("100%", "75%", "min"):
+        tried = copy.deepcopy(model)
+        ours = Divided(tried, budget)
+        try:
+            got = ours.step(x)
+        except BudgetInfeasibleError as error:
+            peak = error.lowest
+            continue
+        assert torch.equal(got, loss)
+        assert all(map(torch.equal, gradients(tried), expected))
+        assert all(map(torch.equal, tried.buffers(), stock.buffers()))
+        foreseen = ours.partition.foreseen
+        assert foreseen is not None
+        if budget.endswith("%"):
+            assert foreseen.after <= float(budget[:-1]) / 100 * foreseen.before
+        assert 0.95 * foreseen.after <= ours.peak <= foreseen.after + GRADIENT
+        kept.append(ours.kept)
+    assert kept == sorted(kept, reverse=True)
+    assert kept[-1] < kept[0]
+    assert peak <= (foreseen.after if foreseen else 0)
+
+
+@pytest.mark.parametrize("name", ["mlp", "transformer"])
+def test_fused_kernels_are_counted_for_less(name: str) -> None:
+    model, x = made(name)
+    found = []
+    for fused in (False, True):
+        ours = Divided(copy.deepcopy(model), "min", fused)
+        ours.step(x)
+        assert ours.partition.foreseen is not None
+        found.append(ours.partition.foreseen.after)
+    assert found[1] <= found[0]
+
+
+def test_more_recomputation_never_takes_more() -> None:
+    """pytorch#197838: with one copy of each node that runs again, all of them live at once."""
+    torch.manual_seed(0)
+    model, x = mlp(depth=12), torch.randn(1024, 32)
+    peaks = []
+    for budget in ("100%", "80%", "65%", "min"):
+        ours = Divided(copy.deepcopy(model), budget)
+        ours.step(x)
+        peaks.append(ours.peak)
+    assert peaks == sorted(peaks, reverse=True)
+    assert peaks[-1] < 0.6 * peaks[0]
+
+
+def test_a_value_may_run_again_in_several_places() -> None:
+    model, x = made("mlp")
+    ours = Divided(model, "min")
+    ours.step(x)
+    assert ours.partition.foreseen is not None
+    assert ours.partition.foreseen.regions > 1
+    assert ours.nodes.count("aten.addmm.default") + ours.nodes.count("aten.mm.default") > 2 * 8
+
+
+def test_checkpoints_of_the_user_run_again() -> None:
+    model, x = made("checkpoint")
+    ours = Divided(model, "100%")
+    ours.step(x)
+    handed = {node.name for _, b in ours.graphs for node in b.graph.find_nodes(op="placeholder")}
+    assert not any("erf" in name for name in handed)
+
+
+def test_lengths_that_vary() -> None:
+    model, _ = made("transformer")
+    plain = copy.deepcopy(model)
+    ours = Divided(model, "min", dynamic=True)
+    for length in (24, 48):
+        x = torch.randn(4, length, 32)
+        torch.testing.assert_close(ours.step(x), plain(x).detach())
+    assert len(ours.graphs) == 1
+
+
+def test_what_does_not_fit_says_what_would() -> None:
+    model, x = made("mlp")
+    with pytest.raises(BudgetInfeasibleError, match=r"No plan for torch\.compile fits 1000 B: the lowest"):
+        Divided(model, 1000).step(x)
