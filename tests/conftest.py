@@ -9,6 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parent
 CORE = (
+    "backends/",
     "passes/",
     "torch_internals/",
     "capture/test_capture.py",
