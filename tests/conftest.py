@@ -11,6 +11,7 @@ from tests.support.slow import is_slow
 
 ROOT = Path(__file__).parent
 CORE = (
+    "backends/",
     "passes/",
     "torch_internals/",
     "capture/test_capture.py",

@@ -1,0 +1,140 @@
+"""The back end of ``torch.compile`` against PyTorch's own budget for activations, in peak bytes and step time.
+
+    python -m tests.benchmarks.backend FILE.json [--only unet gpt2] [--deadline-s 540] [--tiny]
+
+For each workload ``torch.compile`` is trained at each ``activation_memory_budget``, then ours at the peaks that took,
+and at the lowest it reaches. FILE holds all rows; it is written anew after each, and a stopped run goes on from there.
+``--tiny`` is a smoke test on the CPU: small models, budgets in percent, and in place of measured peaks foreseen ones.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._functorch.config as functorch
+from torch import nn
+
+from memrewrite.backends import entry
+from memrewrite.backends.partition import Partition
+from memrewrite.records.errors import BudgetInfeasibleError
+from tests.benchmarks.models import WORKLOADS
+from tests.benchmarks.rows import attempt, machine
+from tests.benchmarks.trial import Trial, clear
+
+_STOCK = (1.0, 0.8, 0.6, 0.4, 0.2, 0.1, 0.0)
+_TINY = ("100%", "60%", "min")
+_MARGIN = 1.002  # of a stock peak: what the allocator's blocks differ by from process to process
+Row = dict[str, Any]
+
+
+def wanted(name: str, rows: list[Row], tiny: bool) -> Iterator[tuple[str, Any]]:
+    """The contenders of a workload, each with its setting; ours once those it is compared with are measured."""
+    for share in _STOCK[:: 3 if tiny else 1]:
+        yield f"stock {share}", share
+    if tiny:
+        yield from ((f"ours {budget}", budget) for budget in _TINY)
+        return
+    for share in _STOCK:
+        found = [row for row in rows if row["workload"] == name and row["contender"] == f"stock {share}" and row["ok"]]
+        if found:
+            yield f"ours at stock {share}", int(found[0]["peak"] * _MARGIN)
+    yield "ours min", "min"
+
+
+def trained(name: str, contender: str, setting: Any, tiny: bool) -> Row:
+    """One row: the steps of one contender, measured."""
+    device = torch.device("cpu" if tiny else "cuda")
+    workload = WORKLOADS[name]
+    others = clear(device)
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    with device:
+        model, inputs = workload.build(tiny), workload.inputs(2 if tiny else workload.batch, tiny)
+    partitions: list[Partition] = []
+    started = time.perf_counter()
+    ours = contender.startswith("ours")
+    row: Row = {"workload": name, "contender": contender, "setting": setting, **machine(device)}
+    options = {"budget": setting, "optimizer": workload.optimizer}
+    with functorch.patch(activation_memory_budget=1.0 if ours else setting), _watched(partitions):
+        module = torch.compile(model, backend=entry.memrewrite, options=options) if ours else torch.compile(model)
+        try:
+            figures = _figures(module, model, inputs, workload, others, tiny)
+        except BudgetInfeasibleError as error:
+            return {**row, "ok": False, "note": "infeasible", "lowest": error.lowest}
+    foreseen = [p.foreseen for p in partitions if p.foreseen is not None]
+    row["foreseen"] = max((each.after for each in foreseen), default=None)
+    row["kept"] = sum(each.kept for each in foreseen)
+    row["regions"] = [each.regions for each in foreseen]
+    return {**row, "ok": True, "setup_s": time.perf_counter() - started - figures.pop("seconds"), **figures}
+
+
+class _watched:  # noqa: N801  (a context manager)
+    """The partitions that are made meanwhile."""
+
+    def __init__(self, found: list[Partition]) -> None:
+        self.found, self.kind = found, entry.Partition
+
+    def __enter__(self) -> None:
+        def made(*args: Any) -> Partition:
+            self.found.append(self.kind(*args))
+            return self.found[-1]
+
+        entry.Partition = made  # type: ignore[misc, assignment]
+
+    def __exit__(self, *raised: object) -> None:
+        entry.Partition = self.kind  # type: ignore[misc]
+
+
+def _figures(module: Any, model: nn.Module, inputs: Any, workload: Any, others: int, tiny: bool) -> Row:
+    """Peak bytes (None on the CPU, where compiled code cannot be tracked) and median milliseconds of steady steps."""
+    trial = Trial(module, inputs, workload.step(), others)
+    trial.warm_up()
+    began = time.perf_counter()
+    if tiny:
+        times = trial._on_cpu(3)
+        return {"peak": None, "step_ms": sorted(times)[1], "seconds": time.perf_counter() - began}
+    figures = trial.figures(15)
+    return {**figures, "seconds": time.perf_counter() - began}
+
+
+def main() -> int:
+    """Run what the file lacks; see the module docstring."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--only", nargs="+", choices=WORKLOADS, default=[*WORKLOADS])
+    parser.add_argument("--deadline-s", type=float, default=float("inf"))
+    parser.add_argument("--tiny", action="store_true", help="a smoke test on the CPU")
+    asked = parser.parse_args()
+    end = time.monotonic() + asked.deadline_s
+    rows: list[Row] = json.loads(asked.file.read_text()) if asked.file.exists() else []
+    for name in asked.only:
+        for contender, setting in wanted(name, rows, asked.tiny):
+            known = any((row["workload"], row["contender"]) == (name, contender) for row in rows)
+            if known or time.monotonic() > end:
+                continue
+            failed = {"workload": name, "contender": contender, "setting": setting, "ok": False}
+            row = attempt(
+                lambda: trained(name, contender, setting, asked.tiny),  # noqa: B023  (called at once)
+                lambda why: {**failed, "note": why},  # noqa: B023
+            )
+            rows.append(row)
+            asked.file.write_text(json.dumps(rows, indent=1))
+            print(line(row), flush=True)
+    return 0
+
+
+def line(row: Row) -> str:
+    """A row of the table."""
+    if not row["ok"]:
+        return f"{row['workload']:16s} {row['contender']:20s} {row['note']}"
+    peak, foreseen = (f"{value / 1e6:9.1f} MB" if value else "            " for value in (row["peak"], row["foreseen"]))
+    return f"{row['workload']:16s} {row['contender']:20s} {peak} foreseen {foreseen} {row['step_ms']:8.2f} ms"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
