@@ -1,7 +1,7 @@
 """The options of the back end, read once; all others are Inductor's."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from memrewrite.records.errors import UsageError
@@ -40,7 +40,3 @@ class Asked:
         if reserve is None:
             raise UsageError(f"Option reserve={given!r} is no number of bytes; write e.g. '500MB'.")
         return cls(None if budget is None else Budget.parse(budget), optimizer, reserve, exact), rest
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data."""
-        return asdict(self)

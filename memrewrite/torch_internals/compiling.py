@@ -1,7 +1,8 @@
 """Inductor with a partitioner of ours, and errors that Dynamo lets through as they are. Read in PyTorch 2.11 to 2.14.
 
 How ``torch.compile`` reads options and modes for Inductor is in a private class; an error of a back end is told in
-another's words, but for one class of Dynamo's own; which frame a graph is of stands in Dynamo's context alone.
+another's words, but for one class of Dynamo's own; whose frame a graph is of, and the real tensors that it will be
+given, stand in Dynamo's own records alone.
 """
 
 import hashlib
@@ -89,14 +90,6 @@ def let_through(error: Exception) -> Exception:
 
     Through.__name__, Through.__qualname__, Through.__module__ = kind.__name__, kind.__qualname__, kind.__module__
     return Through()
-
-
-def frame_number() -> int | None:
-    """The number of the frame whose graph is compiled, the same when it is compiled again; None outside of Dynamo."""
-    from torch._guards import CompileContext
-
-    found = CompileContext.current_compile_id()
-    return None if found is None else found.frame_id
 
 
 def real_tensors_of(graph: fx.GraphModule) -> list[Tensor | None]:

@@ -12,8 +12,10 @@ import json
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch._functorch.config as functorch
@@ -23,7 +25,7 @@ from memrewrite.backends import entry
 from memrewrite.backends.partition import Partition
 from memrewrite.records.errors import BudgetInfeasibleError
 from tests.benchmarks.models import WORKLOADS
-from tests.benchmarks.rows import attempt, machine
+from tests.benchmarks.rows import machine, reason
 from tests.benchmarks.trial import Trial, clear
 
 _STOCK = (1.0, 0.8, 0.6, 0.4, 0.2, 0.1, 0.0)
@@ -73,21 +75,14 @@ def trained(name: str, contender: str, setting: Any, tiny: bool) -> Row:
     return {**row, "ok": True, "setup_s": time.perf_counter() - started - figures.pop("seconds"), **figures}
 
 
-class _watched:  # noqa: N801  (a context manager)
+def _watched(found: list[Partition]) -> AbstractContextManager[object]:
     """The partitions that are made meanwhile."""
 
-    def __init__(self, found: list[Partition]) -> None:
-        self.found, self.kind = found, entry.Partition
+    def made(*args: Any) -> Partition:
+        found.append(Partition(*args))
+        return found[-1]
 
-    def __enter__(self) -> None:
-        def made(*args: Any) -> Partition:
-            self.found.append(self.kind(*args))
-            return self.found[-1]
-
-        entry.Partition = made  # type: ignore[misc, assignment]
-
-    def __exit__(self, *raised: object) -> None:
-        entry.Partition = self.kind  # type: ignore[misc]
+    return mock.patch.object(entry, "Partition", made)
 
 
 def _figures(module: Any, model: nn.Module, inputs: Any, workload: Any, others: int, tiny: bool) -> Row:
@@ -117,15 +112,19 @@ def main() -> int:
             known = any((row["workload"], row["contender"]) == (name, contender) for row in rows)
             if known or time.monotonic() > end:
                 continue
-            failed = {"workload": name, "contender": contender, "setting": setting, "ok": False}
-            row = attempt(
-                lambda: trained(name, contender, setting, asked.tiny),  # noqa: B023  (called at once)
-                lambda why: {**failed, "note": why},  # noqa: B023
-            )
+            row = attempted(name, contender, setting, asked.tiny)
             rows.append(row)
             asked.file.write_text(json.dumps(rows, indent=1))
             print(line(row), flush=True)
     return 0
+
+
+def attempted(name: str, contender: str, setting: Any, tiny: bool) -> Row:
+    """``trained``, or why it failed."""
+    try:
+        return trained(name, contender, setting, tiny)
+    except Exception as error:
+        return {"workload": name, "contender": contender, "setting": setting, "ok": False, "note": reason(error)}
 
 
 def line(row: Row) -> str:
