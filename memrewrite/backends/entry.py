@@ -2,6 +2,7 @@
 
 Found by its entry point, without an import. Dynamo gives the graphs and Inductor makes the kernels, as ever; what is
 kept for backward and what runs again is chosen here, so that the training step stays within ``budget``.
+Bytes are foreseen by what Inductor is expected to fuse, and not measured; ``reserve`` leaves room for what differs.
 
 Options: ``budget`` (``"8GB"``, ``"60%"`` of what the stock partitioner's step takes, ``"min"``), ``optimizer`` (its
 name as for ``memrewrite.optimize``, ``"adamw"`` by default, ``"none"`` where its state does not count), ``reserve``
