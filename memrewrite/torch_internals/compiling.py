@@ -35,8 +35,8 @@ def inductor(
     except (RuntimeError, KeyError) as error:
         raise ValueError(str(error)) from error
     compiler.config["custom_partitioner_fn"] = partitioner
-    compiled: Callable[..., Any] = compiler(graph, inputs)
-    return compiled
+    result: Callable[..., Any] = compiler(graph, inputs)
+    return result
 
 
 class Partitioner(CustomPartitionerFn):
