@@ -56,10 +56,7 @@ class ChunkedCrossEntropy:
             else:
                 self.rewrite(found)
                 findings.apply(found.root, "cross-entropy keeps the logits alone and makes the rest in chunks of rows")
-        if findings.applied:
-            graph_module.graph.lint()
-            graph_module.recompile()
-        return findings.result()
+        return findings.finish(graph_module)
 
     def check(self, found: "Found", effects: Effects) -> str | None:
         """Why it has to stay as it is; None if it need not."""

@@ -51,10 +51,7 @@ class Composites:
                 findings.apply(found.root, f"written-out {found.native.title} becomes the native operation")
         for found in reversed(accepted):  # so that no match reads a root that is gone already
             rewrite(found)
-        if findings.applied:
-            graph_module.graph.lint()
-            graph_module.recompile()
-        return findings.result()
+        return findings.finish(graph_module)
 
 
 @dataclass(frozen=True)

@@ -50,10 +50,7 @@ class Functionalize:
                 continue
             rewrite(node, spelling, effects)
             findings.apply(node, f"{node.name} writes a new tensor instead of its input")
-        if findings.applied:
-            graph_module.graph.lint()
-            graph_module.recompile()
-        return findings.result()
+        return findings.finish(graph_module)
 
 
 def match(node: fx.Node, effects: Effects) -> bool:

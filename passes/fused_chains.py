@@ -60,10 +60,7 @@ class FusedChains:
         replaced: dict[fx.Node, fx.Node] = {}
         for chain in accepted:
             replaced |= _rewrite(graph_module.graph, chain, replaced)
-        if findings.applied:
-            graph_module.graph.lint()
-            graph_module.recompile()
-        return findings.result()
+        return findings.finish(graph_module)
 
 
 @dataclass(frozen=True)

@@ -60,10 +60,7 @@ class InplaceActivation:
             if kept_by(node, spelling).result:
                 keeping.add(node)
             findings.apply(node, f"{operation(node).rstrip('_')} writes over its input")
-        if findings.applied:
-            graph_module.graph.lint()
-            graph_module.recompile()
-        return findings.result()
+        return findings.finish(graph_module)
 
 
 def match(node: fx.Node, effects: Effects) -> bool:

@@ -56,10 +56,7 @@ class LinearCrossEntropy:
             else:
                 self.rewrite(found, early=found is losses[-1] and found.reduction != REDUCTIONS["none"])
                 findings.apply(found.root, "the head and its cross-entropy make some rows of logits at a time")
-        if findings.applied:
-            graph_module.graph.lint()
-            graph_module.recompile()
-        return findings.result()
+        return findings.finish(graph_module)
 
     def check(self, found: "Found", effects: Effects) -> str | None:
         """Why it has to stay as it is; None if it need not."""

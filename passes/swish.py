@@ -50,10 +50,7 @@ class Swish:
                 findings.apply(found.root, f"x * sigmoid({'x' if found.scaled is None else 'beta * x'}) saves x alone")
         for found in reversed(accepted):  # so that no match reads a root that is gone already
             rewrite(found, self.exact_forward)
-        if findings.applied:
-            graph_module.graph.lint()
-            graph_module.recompile()
-        return findings.result()
+        return findings.finish(graph_module)
 
 
 @dataclass(frozen=True)

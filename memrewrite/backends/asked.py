@@ -24,9 +24,7 @@ class Asked:
     def parse(cls, options: Mapping[str, Any]) -> tuple["Asked", dict[str, Any]]:
         """What is memrewrite's of ``options``, and the rest; raises ``UsageError`` for a value that means nothing."""
         rest = {name: value for name, value in options.items() if name not in OWN}
-        budget, optimizer = options.get("budget"), options.get("optimizer") or "none"
-        if "optimizer" not in options:
-            optimizer = cls.optimizer
+        budget, optimizer = options.get("budget"), options.get("optimizer", cls.optimizer) or "none"
         if not isinstance(optimizer, str):
             raise UsageError(f"Option optimizer={optimizer!r} is no name; write e.g. 'adamw' or 'module:factory'.")
         StepSpec(optimizer=optimizer).check()

@@ -6,7 +6,6 @@ there anyway and counts nothing.
 """
 
 import operator
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -74,16 +73,6 @@ class Facts:
         """The bytes of the storages that a node's value lies in."""
         return sum(self.bytes[storage] for storage in self.holds[node])
 
-    def of(self, nodes: Iterable[int]) -> int:
-        """The bytes of all storages that these values lie in, each counted once."""
-        return sum(self.bytes[storage] for storage in {s for node in nodes for s in self.holds[node]})
-
-    @property
-    def handed(self) -> frozenset[int]:
-        """The values of forward that nodes of backward read."""
-        read = {i for node, before in enumerate(self.forward) if not before for i in self.inputs[node]}
-        return frozenset(i for i in read | set(self.gradients) if self.forward[i] and i not in self.given)
-
 
 def facts(joint: fx.GraphModule, divided: Divided, fused: bool = True) -> Facts:
     """The facts of a prepared joint graph; with ``fused`` False each node is a kernel of its own."""
@@ -133,7 +122,7 @@ class _Storages:
         for node in nodes:
             value = node.meta.get("val")
             source = next(iter(node.all_input_nodes), None)
-            if source is not None and (is_view(node) or node.target is operator.getitem):
+            if source is not None and _makes_nothing(node):
                 found = self.holds[index[source]]
                 if node.target is operator.getitem and len(found) > 1 and isinstance(node.args[1], int):
                     found = found[node.args[1] : node.args[1] + 1]
@@ -186,20 +175,30 @@ def _tensors(value: object) -> list[Tensor | None]:
 def _is_costly(node: fx.Node) -> bool:
     """Whether to run a node again takes more than to read what it reads: products, reductions, numbers drawn."""
     packet = getattr(node.target, "overloadpacket", None)
-    if packet in flop_registry or not (fuses(node) or is_view(node) or node.target is operator.getitem):
+    if packet in flop_registry or not (fuses(node) or _makes_nothing(node)):
         return True
     return draws(node)
 
 
+def _makes_nothing(node: fx.Node) -> bool:
+    """Whether what a node gives lies in what it reads: a view, or a part of a tuple."""
+    return is_view(node) or node.target is operator.getitem
+
+
+def _first(node: fx.Node) -> Tensor | None:
+    """The first tensor that a node gives, None where it gives none."""
+    return next((t for t in _tensors(node.meta.get("val")) if t is not None), None)
+
+
 def _device(node: fx.Node) -> str:
-    value = next((t for t in _tensors(node.meta.get("val")) if t is not None), None)
+    value = _first(node)
     return "" if value is None else value.device.type
 
 
 def node_ms(node: fx.Node) -> float:
     """What a node takes to run by the roofline of its device, in milliseconds; nothing where it is fused."""
-    value = next((t for t in _tensors(node.meta.get("val")) if t is not None), None)
-    if value is None or node.op != "call_function" or is_view(node) or node.target is operator.getitem:
+    value = _first(node)
+    if value is None or node.op != "call_function" or _makes_nothing(node):
         return 0.0
     roofline = ROOFLINES["cuda" if value.device.type == "cuda" else "cpu"]
     made = sum(count_bytes(t) for t in _tensors(node.meta["val"]) if t is not None)

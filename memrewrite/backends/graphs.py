@@ -7,9 +7,6 @@ from memrewrite.backends.facts import Facts
 from memrewrite.backends.plan import Order
 from memrewrite.torch_internals.partitioning import Divided, modules
 
-REGION = "memrewrite_region"
-"""The key under which a node of backward that runs again has the number of its region, in its ``meta``."""
-
 
 def graphs(
     joint: fx.GraphModule, divided: Divided, facts: Facts, order: Order, outputs: int
@@ -30,7 +27,7 @@ def graphs(
             continue
         with joint.graph.inserting_before(following[place]):
             copy = joint.graph.node_copy(node, made.__getitem__)
-        copy.meta = {**node.meta, REGION: item.region, "partitioner_tag": "is_backward"}
+        copy.meta = {**node.meta, "partitioner_tag": "is_backward"}
         stand.append(copy)
     joint.recompile()
     return modules(joint, [facts.nodes[i] for i in handed(facts, order)], outputs, divided.static)

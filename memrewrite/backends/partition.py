@@ -73,7 +73,7 @@ class Partition:
         kept = frozenset(i for i in stock if i not in known.symbols)
         order = frontier.planner.given(kept)
         usual = Found(order, peaks(known, order), order.ms(known))
-        original = max(self.base + usual.peaks.peak, self.lives.of_optimizer + self.asked.reserve)
+        original = self._of_step(usual)
         limit = self.asked.budget.resolve(original)
         if limit is None:
             found = frontier.lowest()
@@ -90,7 +90,7 @@ class Partition:
             raise self._infeasible(limit, found)
         self.foreseen = Foreseen(
             before=original,
-            after=max(self.base + found.peaks.peak, self.lives.of_optimizer + self.asked.reserve),
+            after=self._of_step(found),
             kept_before=usual.peaks.saved,
             kept=found.peaks.saved,
             regions=len(found.order.kept),
@@ -98,8 +98,12 @@ class Partition:
         )
         return found
 
+    def _of_step(self, found: Found) -> int:
+        """The bytes of the step at its peak, in this graph or in the optimizer."""
+        return max(self.base + found.peaks.peak, self.lives.of_optimizer + self.asked.reserve)
+
     def _infeasible(self, limit: int, lowest: Found) -> BudgetInfeasibleError:
-        reached = max(self.base + lowest.peaks.peak, self.lives.of_optimizer + self.asked.reserve)
+        reached = self._of_step(lowest)
         made = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts(self.lives))
         message = (
             f"No plan for torch.compile fits {format_bytes(limit)}: the lowest reachable peak is "

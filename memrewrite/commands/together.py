@@ -7,16 +7,14 @@ one is the first one's to tell.
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
 from memrewrite.commands.launched import is_first, processes
+from memrewrite.optimizing.ranks import PATIENCE
 from memrewrite.records.errors import InternalError, MemrewriteError, UsageError
 from memrewrite.records.mesh import Ddp, Mesh
-
-_PATIENCE = timedelta(hours=6)  # with the first process, which measures and saves what it planned
 
 
 class _AgreedError(Exception):
@@ -58,7 +56,7 @@ def run(mesh: str, work: Callable[[Callable[[], None]], int]) -> int:
 @contextlib.contextmanager
 def _group() -> Iterator[None]:
     """The processes can talk to each other; a target that makes a group of its own finds this one."""
-    dist.init_process_group("gloo", timeout=_PATIENCE)
+    dist.init_process_group("gloo", timeout=PATIENCE)
     try:
         yield
     finally:

@@ -30,7 +30,7 @@ def prove(candidate: Candidate, result: nn.Module, seed: int, exact: bool) -> Pr
     """
     bench, changed = candidate.bench, candidate.arithmetic_changed
     model, inputs = as_gathered(bench.model, bench.step.mesh), cast_inputs(bench.inputs, bench.step.mesh)
-    result = result if model is bench.model else candidate.build_on(as_gathered(bench.model, bench.step.mesh))
+    result = result if model is bench.model else candidate.build_on(model)
 
     def verified(original: nn.Module, bitwise: bool) -> Verdict:
         parts = len(candidate.regions) > 1  # whose sizes need not vary where those of the model do

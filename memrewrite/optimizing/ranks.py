@@ -28,7 +28,7 @@ from memrewrite.workload.hooks import with_hooks_of, without_hooks
 from memrewrite.workload.step import device_of
 from memrewrite.workload.workload import Workload
 
-_PATIENCE = timedelta(hours=6)  # with a process that plans
+PATIENCE = timedelta(hours=6)  # with a process that plans, or measures and saves what it planned
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def planned(
     if not _are_here(work):
         outcome = run_remembering(work, asked, store, progress, offer)
         return Planned(outcome.module, outcome.report, outcome)
-    group = dist.new_group(backend="gloo", timeout=_PATIENCE)
+    group = dist.new_group(backend="gloo", timeout=PATIENCE)
     try:
         return _first(work, asked, progress, group) if dist.get_rank() == 0 else _other(work, asked, progress, group)
     finally:

@@ -137,13 +137,8 @@ def _stuck(labels: "_Labels", table: Intervals, start: int, b: int, bound: int, 
 
 def _whole(labels: "_Labels", way: Way, start: int, b: int, bound: int, outside: Bytes) -> "_Moves":
     """Intervals that end at ``b`` and begin at ``start`` or later, all kept as they run again, if there is room."""
-    table = way.table
-    ms = table.ms[start:b, b]
-    usable = np.isfinite(ms)
-    live_in = outside[start:b, b]
-    needed = np.where(usable, table.peak[start:b, b] - live_in + table.later[start, b], NEVER)
-    held = table.held[start:b, b] - live_in
-    first, last = labels.first[usable.argmax()], labels.first[b - start]
+    ms, needed, held = way.table.ending_at(b, start, outside)
+    first, last = labels.first[np.isfinite(ms).argmax()], labels.first[b - start]
     fits = labels.held[first:last] + needed[labels.position[first:last]] <= bound
     origin = first + np.flatnonzero(fits)
     a, before = labels.position[origin], labels.held[origin]
@@ -205,7 +200,6 @@ class _Labels:
         self.position = np.zeros(size, dtype=np.int64)
         self.held = np.zeros(size, dtype=np.int64)
         self.ms = np.zeros(size)
-        self._needed = np.zeros(size, dtype=np.int64)  # at most on the way
         self._origin = np.zeros(size, dtype=np.int64)
         self._decision = np.zeros(size, dtype=np.int64)  # what leads there, by its number
         self._slots, self._next, self._rest = slots, 0, rest
@@ -230,14 +224,8 @@ class _Labels:
         self.first[self._next + 1 :] = end = start + len(order)
         self.position[start:end], self.held[start:end] = self._next, moves.held[order]
         self.ms[start:end], self._origin[start:end] = moves.ms[order], moves.origin[order]
-        self._needed[start:end] = np.maximum(self._needed[moves.origin[order]], moves.needed[order])
         self._decision[start:end] = moves.decision[order]
         self._next += 1
-
-    def least(self, positions: Bytes) -> tuple[NDArray[np.float64], Bytes]:
-        """The cost of the cheapest label of each position, infinite where there is none, and the bytes it needs."""
-        last = self.first[positions + 1] - 1  # they are in order of bytes, so of falling cost
-        return np.where(last >= self.first[positions], self.ms[last], np.inf), self._needed[last]
 
     def back(
         self, position: int, decisions: Sequence[Decision]

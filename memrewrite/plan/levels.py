@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memrewrite.plan.segments import Bytes
-from memrewrite.plan.tables import NEVER, Intervals
+from memrewrite.plan.tables import Intervals
 
 Costs = NDArray[np.float64]
 
@@ -73,12 +73,8 @@ def _kept(labels: "_Labels", position: int, more: int, need: int) -> _Moves:
 
 def _whole(labels: "_Labels", table: Intervals, start: int, b: int, outside: Bytes) -> _Moves:
     """Intervals that end at ``b`` and begin at ``start`` or later, all kept as they run again."""
-    ms = table.ms[start:b, b]
-    usable = np.isfinite(ms)
-    live_in = outside[start:b, b]
-    needed = np.where(usable, table.peak[start:b, b] - live_in + table.later[start, b], NEVER)
-    held = table.held[start:b, b] - live_in
-    first, last = labels.first[usable.argmax()], labels.first[b - start]
+    ms, needed, held = table.ending_at(b, start, outside)
+    first, last = labels.first[np.isfinite(ms).argmax()], labels.first[b - start]
     most = np.maximum(needed, held)
     origin = first + np.flatnonzero(most[labels.position[first:last]] <= labels.room[first:last])
     a, before = labels.position[origin], labels.held[origin]

@@ -46,6 +46,15 @@ class Intervals:
         """Of what is made before ``start`` and saved by nobody, the bytes that each interval [a, b) uses."""
         return _live_ins(len(self), [s for s in self.passing if s.producer < start])
 
+    def ending_at(self, b: int, start: int, outside: Bytes) -> tuple[NDArray[np.float64], Bytes, Bytes]:
+        """Cost, bytes needed and bytes held of the intervals from ``start`` or later to ``b``, by where they start.
+
+        Of what is made before ``start`` they use ``outside`` bytes, as ``live_ins`` has them, which do not count.
+        """
+        ms, live_in = self.ms[start:b, b], outside[start:b, b]
+        needed = np.where(np.isfinite(ms), self.peak[start:b, b] - live_in + self.later[start, b], NEVER)
+        return ms, needed, self.held[start:b, b] - live_in
+
 
 @dataclass(frozen=True)
 class Nested:

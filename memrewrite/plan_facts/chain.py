@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -34,19 +35,29 @@ def join(chains: list[Chain]) -> Chain:
         return chains[0]
     boundary = node_of(0, chains[0].segment_ms)
     parts = [part for each in chains for part in (boundary, each)][1:]
-    starts = np.cumsum([0, *(len(part) for part in parts)])
     later = np.cumsum([0, *(part.gradients for part in reversed(parts))])[:-1][::-1]
+    return end_to_end([with_more(part, int(made)) for part, made in zip(parts, later, strict=True)])
+
+
+def with_more(part: Chain, made: int) -> Chain:
+    """The same, while so many bytes more are there in backward."""
+    return replace(part, work=part.work + made, pending=part.pending + made)
+
+
+def end_to_end(parts: list[Chain]) -> Chain:
+    """The nodes of chains one after the other, and nothing else; it runs again as the first one does."""
+    starts = np.cumsum([0, *(len(part) for part in parts)])[:-1]
     return Chain(
         ms=np.concatenate([part.ms for part in parts]),
         rerun_ms=np.concatenate([part.rerun_ms for part in parts]),
         saves=np.concatenate([part.saves for part in parts]),
-        barrier=np.concatenate([part.barrier + start for part, start in zip(parts, starts, strict=False)]),
-        work=np.concatenate([part.work + made for part, made in zip(parts, later, strict=True)]),
+        barrier=np.concatenate([part.barrier + start for part, start in zip(parts, starts, strict=True)]),
+        work=np.concatenate([part.work for part in parts]),
         forward=np.concatenate([part.forward for part in parts]),
-        pending=np.concatenate([part.pending + made for part, made in zip(parts, later, strict=True)]),
-        storages=tuple(s.moved(int(start)) for part, start in zip(parts, starts, strict=False) for s in part.storages),
-        segment_ms=chains[0].segment_ms,
-        on_demand=chains[0].on_demand,
+        pending=np.concatenate([part.pending for part in parts]),
+        storages=tuple(s.moved(int(start)) for part, start in zip(parts, starts, strict=True) for s in part.storages),
+        segment_ms=parts[0].segment_ms,
+        on_demand=parts[0].on_demand,
         gradients=sum(part.gradients for part in parts),
     )
 

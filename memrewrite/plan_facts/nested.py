@@ -6,13 +6,13 @@
 No segment crosses a call: a part is run by its own hooks, and whoever runs it again would call them again.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from memrewrite.plan.segments import Chain, Held, Plan
-from memrewrite.plan_facts.chain import node_of
+from memrewrite.plan_facts.chain import end_to_end, node_of, with_more
 
 
 @dataclass(frozen=True)
@@ -58,41 +58,25 @@ def nest(whole: Chain, parts: Mapping[int, Chain], made: Mapping[int, int], own:
     for node, part in parts.items():
         gone[:node] += max(made[node] - part.gradients, 0)
     whole = replace(whole, work=np.maximum(whole.work - gone, 0), pending=np.maximum(whole.pending - gone, 0))
-    whole = replace(whole, save_bytes=())
     pieces: list[Chain] = []  # of one node of the whole each, or a part
     later = own + sum(part.gradients for part in parts.values())
     for node in range(len(whole)):
         pieces.append(node_of(0, whole.segment_ms) if node in parts else _alone(whole, node))
         if node in parts:
             later -= parts[node].gradients
-            part = parts[node]
-            pieces.append(replace(part, work=part.work + later, pending=part.pending + later))
-    barrier = np.concatenate([piece.barrier + starts_at for starts_at, piece in _placed(pieces)])
+            pieces.append(with_more(parts[node], later))
+    joined = end_to_end(pieces)
+    barrier = joined.barrier
     for node in set(range(len(whole))) - parts.keys():
         stop = next((call for call in calls if call > node), len(whole))
         barrier[starts[node]] = starts[min(int(whole.barrier[node]), stop)]
     storages = [held for each in whole.storages if (held := _moved(each, starts, set(calls))) is not None]
-    inside = (held.moved(starts[node] + 1) for node, part in parts.items() for held in part.storages)
     return replace(
-        whole,
-        ms=np.concatenate([piece.ms for piece in pieces]),
-        rerun_ms=np.concatenate([piece.rerun_ms for piece in pieces]),
-        saves=np.concatenate([piece.saves for piece in pieces]),
-        barrier=barrier,
-        work=np.concatenate([piece.work for piece in pieces]),
-        forward=np.concatenate([piece.forward for piece in pieces]),
-        pending=np.concatenate([piece.pending for piece in pieces]),
-        storages=tuple(sorted([*storages, *inside], key=lambda held: held.producer)),
+        joined,
+        storages=tuple(sorted([*storages, *joined.storages], key=lambda held: held.producer)),
         gradients=own + sum(part.gradients for part in parts.values()),
+        on_demand=whole.on_demand,
     )
-
-
-def _placed(pieces: list[Chain]) -> Iterator[tuple[int, Chain]]:
-    """Each piece after the position at which it begins."""
-    start = 0
-    for piece in pieces:
-        yield start, piece
-        start += len(piece)
 
 
 def _alone(whole: Chain, node: int) -> Chain:

@@ -58,6 +58,13 @@ class Findings:
         """The immutable record."""
         return Result(tuple(self.applied), tuple(self.refused))
 
+    def finish(self, graph_module: fx.GraphModule) -> Result:
+        """The immutable record, after the graph was linted and recompiled, if it was changed."""
+        if self.applied:
+            graph_module.graph.lint()
+            graph_module.recompile()
+        return self.result()
+
 
 class Pass(Protocol):
     """A graph pass. ``name`` is its file, its CLI spelling and its test's name.

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from memrewrite.passes import early_casts
 from memrewrite.plan.refine import Fitted, Search
 from memrewrite.plan.segments import Chain, Plan
-from memrewrite.plan_facts.chain import chain, join, node_of
+from memrewrite.plan_facts.chain import chain, join, node_of, with_more
 from memrewrite.plan_facts.nested import nest
 from memrewrite.records.mesh import Fsdp
 from memrewrite.search import registry
@@ -131,7 +131,7 @@ def _joined(bare: Candidate, held: int) -> Chain:
         return _chain(bare.regions[0], bench)
     parts = [region for region in bare.regions if region.region.path]
     chains = [_chain(region, bench) for region in parts]  # whose levels do not show the model's output
-    chains = [replace(each, work=each.work + held, pending=each.pending + held) for each in chains]
+    chains = [with_more(each, held) for each in chains]
     if layout is None:
         return join([*chains, *_outside(bare)])
     made = {id(p): p.nbytes for p in bench.model.parameters() if p.requires_grad}

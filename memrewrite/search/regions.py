@@ -119,9 +119,9 @@ def _around(model: nn.Module, inputs: Inputs, step: Step, units: Regions) -> Reg
     """The model itself as a region, too, in which its ``units`` stay calls, as their hooks have to be called."""
     running = as_gathered(model, step.mesh)
     calls = {**hooked(model), **{region.path: "It is a unit." for region in units.found}}
-    given = inputs if running is model else cast_inputs(inputs, step.mesh)
+    bare = running if running is model else without_casts(running)
     try:
-        (whole,) = _whole(running if running is model else without_casts(running), given, step, calls, ()).found
+        (whole,) = _whole(bare, cast_inputs(inputs, step.mesh), step, calls, ()).found
     except CaptureError as error:
         told = f"What the model runs beside its units stays as it is: {error}"
         return replace(units, notes=(*units.notes, told), left={"": str(error)})

@@ -5,6 +5,7 @@ of a unit is made on the fly between the user's and ``FSDPModule``. Read in PyTo
 groups since 2.13.
 """
 
+import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,17 +16,15 @@ from torch import Tensor, nn
 from memrewrite.records.errors import UsageError
 from memrewrite.records.mesh import Fsdp
 from memrewrite.torch_internals.fsdp import DTYPES, is_spread
+from memrewrite.torch_internals.module_trees import copied
 
 _COMPOSED = "__composable_api_"  # what the names of records in a module's own dictionary begin with
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether ``fully_shard`` was called of this module."""
-    if not dist.is_available():
-        return False
-    from torch.distributed.fsdp import FSDPModule
-
-    return isinstance(module, FSDPModule)
+    """Whether ``fully_shard`` was called of this module; what it comes from is imported for no other."""
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    return kind is not None and isinstance(module, kind)
 
 
 @dataclass(frozen=True)
@@ -112,33 +111,22 @@ def unsharded(model: nn.Module, empty: bool) -> nn.Module:
 
     The parameters are random, or with ``empty`` take no memory. The random state stays as it is.
     """
-    return _copied(model, {}, {}, empty)
+    return copied(model, lambda parameter: _whole(parameter, empty), _before_sharding)[id(model)]
 
 
-def _copied(module: Any, made: dict[int, Any], whole: dict[int, nn.Parameter], empty: bool) -> Any:
-    if id(module) in made:
-        return made[id(module)]
-    kind, hooks = type(module), {}
-    state = {k: v for k, v in vars(module).items() if k != "_compiled_call_impl" and not k.startswith(_COMPOSED)}
-    if is_sharded(module):
-        kind, fsdp = _user_class(kind), module._get_fsdp_state()
-        own = {key for name, table in state.items() if name.endswith("_hooks") for key in _keys_of(table, fsdp)}
-        hooks = {
-            name: type(table)((k, v) for k, v in table.items() if k not in own)
-            for name, table in state.items()
-            if name.startswith(("_forward_", "_backward_", "_state_dict", "_load_state")) and isinstance(table, dict)
-        }
-    result: Any = object.__new__(kind)
-    made[id(module)] = result
-    vars(result).update(state | hooks)
-    parameters: dict[str, Any] = {}
-    for name, parameter in module._parameters.items():
-        if parameter is not None and id(parameter) not in whole:
-            whole[id(parameter)] = nn.Parameter(_whole(parameter, empty), requires_grad=parameter.requires_grad)
-        parameters[name] = None if parameter is None else whole[id(parameter)]
-    children = {n: None if c is None else _copied(c, made, whole, empty) for n, c in module._modules.items()}
-    vars(result).update(_parameters=parameters, _buffers={**module._buffers}, _modules=children)
-    return result
+def _before_sharding(module: Any) -> tuple[type, dict[str, Any]]:
+    """The class and the attributes that a module had."""
+    state = {name: value for name, value in vars(module).items() if not name.startswith(_COMPOSED)}
+    if not is_sharded(module):
+        return type(module), state
+    fsdp = module._get_fsdp_state()
+    own = {key for name, table in state.items() if name.endswith("_hooks") for key in _keys_of(table, fsdp)}
+    hooks = {
+        name: type(table)((k, v) for k, v in table.items() if k not in own)
+        for name, table in state.items()
+        if name.startswith(("_forward_", "_backward_", "_state_dict", "_load_state")) and isinstance(table, dict)
+    }
+    return _user_class(type(module)), state | hooks
 
 
 def _whole(parameter: Tensor, empty: bool) -> Tensor:

@@ -5,7 +5,6 @@
 runs ``layer`` with parameters and inputs in bf16, which is how it is captured.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 from memrewrite.records.mesh import Fsdp, Mesh
 from memrewrite.torch_internals.fsdp import DTYPES, units
+from memrewrite.torch_internals.module_trees import copied
 from memrewrite.torch_internals.pytrees import tree_map
 from memrewrite.workload.step import Inputs
 
@@ -27,15 +27,14 @@ def as_gathered(model: nn.Module, mesh: Mesh | None) -> nn.Module:
     if not isinstance(mesh, Fsdp) or not is_cast(mesh):
         return model
     param, output = DTYPES[mesh.param_dtype], DTYPES[mesh.output_dtype]
-    modules: dict[int, nn.Module] = {}
-    result = _copy(model, modules, {}, lambda tensor: _to(tensor, param))
+    made = copied(model, lambda parameter: _to(parameter.detach(), param), _with_own_hooks)
     for unit in [*units(model, mesh), model]:
-        copied = modules[id(unit)]
-        copied.register_forward_pre_hook(
+        running = made[id(unit)]
+        running.register_forward_pre_hook(
             lambda module, args, kwargs: tree_map(lambda leaf: _to(leaf, param), (args, kwargs)), with_kwargs=True
         )
-        copied.register_forward_hook(lambda module, args, out: tree_map(lambda leaf: _to(leaf, output), out))
-    return result
+        running.register_forward_hook(lambda module, args, out: tree_map(lambda leaf: _to(leaf, output), out))
+    return made[id(model)]
 
 
 def cast_inputs(inputs: Inputs, mesh: Mesh | None) -> Inputs:
@@ -59,23 +58,7 @@ def _to(leaf: Any, dtype: torch.dtype | None) -> Any:
     return leaf.to(dtype) if cast else leaf
 
 
-def _copy(
-    module: nn.Module, made: dict[int, nn.Module], cast: dict[int, nn.Parameter], change: Callable[[Tensor], Tensor]
-) -> nn.Module:
-    """A copy that shares everything but modules and their parameters, which are changed."""
-    if id(module) in made:
-        return made[id(module)]
-    result: nn.Module = object.__new__(type(module))
-    made[id(module)] = result
-    state = vars(module)
-    hooks = {name: type(hooks)(hooks) for name, hooks in state.items() if name.endswith("_hooks")}
-    vars(result).update({**{k: v for k, v in state.items() if k != "_compiled_call_impl"}, **hooks})
-    parameters: dict[str, nn.Parameter | None] = {}
-    for name, parameter in module._parameters.items():
-        if parameter is not None and id(parameter) not in cast:
-            changed = change(parameter.detach())
-            cast[id(parameter)] = nn.Parameter(changed, requires_grad=parameter.requires_grad)
-        parameters[name] = None if parameter is None else cast[id(parameter)]
-    children = {n: None if c is None else _copy(c, made, cast, change) for n, c in module._modules.items()}
-    vars(result).update(_parameters=parameters, _buffers={**module._buffers}, _modules=children)
-    return result
+def _with_own_hooks(module: nn.Module) -> tuple[type, dict[str, Any]]:
+    """The class and the attributes of a copy, whose hooks are not those of the module."""
+    hooks = {name: type(hooks)(hooks) for name, hooks in vars(module).items() if name.endswith("_hooks")}
+    return type(module), vars(module) | hooks

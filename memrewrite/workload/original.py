@@ -10,9 +10,10 @@ from memrewrite.runtime.segment import OWN
 
 def original_of(optimized: nn.Module) -> nn.Module:
     """The model that ``optimized`` was made from, sharing everything with it."""
-    parts = {path: _base(optimized.get_submodule(path)) for path in programs(optimized) if path}
+    paths = programs(optimized)
+    parts = {path: _base(optimized.get_submodule(path)) for path in paths if path}
     result = graft(optimized, parts) if parts else optimized
-    return _base(result) if "" in programs(optimized) else result
+    return _base(result) if "" in paths else result
 
 
 def _base(dropin: nn.Module) -> nn.Module:

@@ -110,7 +110,7 @@ def refuse_sharded(model: nn.Module) -> None:
                 f"{where} is a wrapper that runs its model on several devices; optimize the model inside (.{inner}) "
                 "and wrap the result."
             )
-        if _is_a(module, _FSDP, "FSDPModule"):
+        if is_sharded(module):
             raise UsageError(
                 f"{where} was sharded by fully_shard (FSDP2), and the model was not; shard that last, too."
             )

@@ -1,17 +1,43 @@
 """Plans under several bounds at once are those under one bound after the other."""
 
+from typing import Any
+
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
-from memrewrite.plan.dp import _walk, lowest_bound
+from memrewrite.plan import dp
+from memrewrite.plan.dp import _Labels, _Moves, _walk, lowest_bound
 from memrewrite.plan.levels import cheapest_under_each
 from memrewrite.plan.tables import Space, intervals
 from tests.support.random_chains import random_chain
 
 
+class Noting(_Labels):
+    """Labels that know how many bytes they need at most on the way."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.needed = np.zeros(len(self.position), dtype=np.int64)
+
+    def add(self, moves: _Moves) -> None:
+        super().add(moves)
+        new = np.arange(self.first[self._next - 1], self.first[self._next])
+        by = dict(zip(zip(moves.origin, moves.decision, strict=True), moves.needed, strict=True))
+        for label in new:
+            origin = self._origin[label]
+            self.needed[label] = max(self.needed[origin], by[origin, self._decision[label]])
+
+    def least(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+        """The cost of the cheapest label of each position, infinite where there is none, and the bytes it needs."""
+        last = self.first[positions + 1] - 1  # they are in order of bytes, so of falling cost
+        return np.where(last >= self.first[positions], self.ms[last], np.inf), self.needed[last]
+
+
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("slots", [4, 32])
-def test_each_bound_is_planned_as_if_it_were_alone(seed: int, slots: int) -> None:
+def test_each_bound_is_planned_as_if_it_were_alone(seed: int, slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dp, "_Labels", Noting)
     table = intervals(random_chain(seed)[1])
     n = len(table)
     lowest = lowest_bound(table, int(table.keep.sum() + table.work.max()))
@@ -20,7 +46,9 @@ def test_each_bound_is_planned_as_if_it_were_alone(seed: int, slots: int) -> Non
         outside, positions = table.live_ins(start), np.arange(stop - start + 1)
         ms, need = cheapest_under_each(table, start, stop, levels, slots, outside)
         for number, level in enumerate(levels):
-            alone, needed = _walk(Space(table), start, stop, int(level), slots, outside).least(positions)
+            walked = _walk(Space(table), start, stop, int(level), slots, outside)
+            assert isinstance(walked, Noting)
+            alone, needed = walked.least(positions)
             assert np.array_equal(ms[:, number], alone)
             there = np.isfinite(alone)
             assert np.array_equal(need[there, number], needed[there])

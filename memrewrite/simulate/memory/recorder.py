@@ -68,9 +68,9 @@ class Recorder:
 
     def _register_state(self) -> None:
         self.tracker.register([] if self._loop.scaler is None else self._loop.scaler.tensors, STATE)
-        for owner, state in self._loop.optimizer.state.items() if self._loop.optimizer is not None else ():
+        for parameter, state in self._loop.optimizer.state.items() if self._loop.optimizer is not None else ():
             tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
-            self.tracker.register(tensors, STATE, self._owners.get(id(owner)))
+            self.tracker.register(tensors, STATE, self._owners.get(id(parameter)))
 
     def _begin(self, phase: Phase) -> None:
         if phase == "backward":
