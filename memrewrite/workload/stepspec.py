@@ -105,7 +105,8 @@ def named(text: str, what: str) -> Callable[..., Any]:
     """
     place, attribute = _split(text, what)
     folder = str(Path.cwd())
-    sys.path.append(folder)
+    added = [] if folder in sys.path else [folder]
+    sys.path += added
     try:
         value: Any = importlib.import_module(place)
         for name in attribute.split("."):
@@ -113,8 +114,9 @@ def named(text: str, what: str) -> Callable[..., Any]:
     except (ImportError, AttributeError) as error:
         raise UsageError(f"The {what} {text!r} cannot be found: {error}; check the module and the name.") from error
     finally:
-        with contextlib.suppress(ValueError):  # the imported code may have changed the path itself
-            sys.path.remove(folder)
+        for entry in added:
+            with contextlib.suppress(ValueError):  # the imported code may have changed the path itself
+                sys.path.remove(entry)
     if not callable(value):
         raise UsageError(f"The {what} {text!r} is a {type(value).__name__}, which cannot be called.")
     return value

@@ -170,16 +170,15 @@ def test_compiled_steps_are_measured_on_cuda_only() -> None:
         measure(nn.Linear(2, 2), Inputs((torch.ones(1, 2),), {}), Step(target=CompiledTarget()))
 
 
-def test_child_round_trip(target: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_child_round_trip(target: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     loader = Loader(f"{target}:Tiny", ("2x8",), batch_size=6, seed=3)
     step = StepSpec("train", "sgd-momentum", "tiny_target:squared", "bf16")
     measured = measure_in_child(loader, step, timeout_s=120, steps=1)
-    sys.path.insert(0, str(Path.cwd()))
-    try:
-        spec = step.build()
-    finally:
-        sys.path.pop(0)
-        del sys.modules["tiny_target"]
+    monkeypatch.syspath_prepend(str(Path.cwd()))
+    path = [*sys.path]
+    spec = step.build()
+    assert sys.path == path
+    del sys.modules["tiny_target"]
     here = simulate(nn.Linear(8, 8), Inputs((torch.ones(6, 8),), {}), spec)
     assert (measured.peak, measured.phases) == (here.peak, here.phases)
     assert [name for name, _ in measured.phases] == [*PHASES, *PHASES]

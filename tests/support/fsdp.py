@@ -1,6 +1,5 @@
 """What two processes take under FSDP2 in ``tests/torch_internals/test_fsdp.py``, the storages of each counted."""
 
-import pickle
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -65,12 +64,11 @@ PREFETCH = ",prefetch"
 AFTER = ["fsdp=2,param-dtype=bf16,reduce-dtype=fp32,output-dtype=bf16" + PREFETCH]  # optimized when sharded
 
 
-def trainings(pickled: bytes) -> bytes:
-    """The model as it is, and what was made of it, by mesh; plain pickles, as queues share tensors by open files."""
-    models: dict[str, nn.Module] = pickle.loads(pickled)
+def trainings(models: dict[str, nn.Module]) -> dict[str, tuple[Trained, Trained]]:
+    """The model as it is, and what was made of it, by mesh."""
     found = {name: (train(Net(), name), train(model, name)) for name, model in models.items()}
     after = {f"after {name}": (train(Net(), name), train(Net(), name, optimized)) for name in AFTER}
-    return pickle.dumps(found | after)
+    return found | after
 
 
 def optimized(model: nn.Module) -> nn.Module:

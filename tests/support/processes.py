@@ -3,6 +3,8 @@
 import gc
 import multiprocessing
 import os
+import pickle
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -17,19 +19,24 @@ DEADLINE_S = 300
 def together(work: Callable[..., Any], folder: Path, *given: Any) -> list[Any]:
     """What ``work(*given)``, a function of a module, returns in each of two processes, in the order of their ranks.
 
-    Both are gone afterwards. Raises ``AssertionError`` with the traceback of one that failed.
+    Both are gone afterwards. Raises ``AssertionError`` with the traceback of one that failed. All is handed over in
+    files: starting a process that ends before it has read all of its arguments would never return.
     """
+    (folder / "work").write_bytes(pickle.dumps((work, given)))
     context = multiprocessing.get_context("spawn")
-    answers: Any = context.Queue()
-    arguments = [(work, rank, folder / "store", given, answers) for rank in range(2)]
-    processes = [context.Process(target=_run, args=each, daemon=True) for each in arguments]
+    processes = [context.Process(target=_run, args=(rank, folder), daemon=True) for rank in range(2)]
     for process in processes:
         process.start()
+    answers, end = [folder / f"answer {rank}" for rank in range(2)], time.monotonic() + DEADLINE_S
     try:
-        found = dict(answers.get(timeout=DEADLINE_S) for _ in processes)
-        failed = [answer for answer in found.values() if isinstance(answer, _Failed)]
-        assert not failed, failed[0].told
-        return [found[rank] for rank in range(2)]
+        for process, answer in zip(processes, answers, strict=True):
+            while process.is_alive() and not answer.exists() and time.monotonic() < end:
+                time.sleep(0.05)
+            assert answer.exists(), f"a process gave no answer; its exit code is {process.exitcode}"
+        found = [pickle.loads(answer.read_bytes()) for answer in answers]
+        failed = [each.told for each in found if isinstance(each, _Failed)]
+        assert not failed, failed[0]
+        return found
     finally:
         for process in processes:
             process.join(5)
@@ -43,14 +50,18 @@ class _Failed:
         self.told = told
 
 
-def _run(work: Callable[..., Any], rank: int, store: Path, given: tuple[Any, ...], answers: Any) -> None:
+def _run(rank: int, folder: Path) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=2)
     try:
-        answers.put((rank, work(*given)))
+        work, given = pickle.loads((folder / "work").read_bytes())
+        found = work(*given)
     except Exception:
-        answers.put((rank, _Failed(traceback.format_exc())))
-    finally:
-        gc.collect()  # DDP goes first: it would wait for the group's threads while holding the interpreter's lock
-        dist.destroy_process_group()
+        found = _Failed(traceback.format_exc())
+    unfinished = folder / f"unfinished {rank}"
+    unfinished.write_bytes(pickle.dumps(found))
+    unfinished.rename(folder / f"answer {rank}")
+    del found
+    gc.collect()  # DDP goes first: it would wait for the group's threads while holding the interpreter's lock
+    dist.destroy_process_group()

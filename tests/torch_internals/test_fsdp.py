@@ -1,6 +1,5 @@
 """FSDP2 on fake tensors takes what it takes in two processes over gloo, and rewritten units train as they did."""
 
-import pickle
 from typing import Any
 
 import pytest
@@ -30,8 +29,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     asked: dict[str, Any] = {"budget": "85%", "passes": ["checkpoint_segments"], "verify": False}
     optimized = {name: memrewrite.optimize(fsdp.Net(), fsdp.X, mesh=name, **asked) for name in WHOLE}
     models = {name: optimized.get(name, fsdp.Net()) for name in fsdp.MESHES}
-    answers = together(fsdp.trainings, tmp_path_factory.mktemp("fsdp"), pickle.dumps(models))
-    return optimized, [pickle.loads(answer) for answer in answers]
+    return optimized, together(fsdp.trainings, tmp_path_factory.mktemp("fsdp"), models)
 
 
 @pytest.mark.parametrize("name", fsdp.MESHES)
