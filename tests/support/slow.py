@@ -57,6 +57,8 @@ SLOW: dict[str, tuple[str, ...]] = {
     # The same through another spelling: of an output, of a function, of a length.
     "capture/test_returned.py::test_it_lets_the_logits_never_exist": ("dict", "named"),
     "capture/test_opaque.py::test_the_promised_peak_is_the_real_one": ("Sign", "Numpy", "Branch", "Kernel"),
+    "capture/test_kept_calls.py::test_the_promised_peak_is_the_real_one": ("branch_on_values", "tensor_hook"),
+    "search/test_regions.py::test_a_submodule_that_hands_on_through_what_it_is_given_is_left_alone": ("Shelf",),
     "equivalence/test_sizes.py::test_what_is_wrong_at_a_smaller_size_alone_is_not_equivalent": ("4-8",),
     # Every loop is simulated, by one pass too, and has a plan; together they are only combined.
     "workload/test_loop.py::test_the_report_says_what_each_habit_costs": ("zero-before-backward,prefetch,scaler,ema",),
@@ -64,6 +66,17 @@ SLOW: dict[str, tuple[str, ...]] = {
         "drop-output",
         "zero-before-backward",
         "prefetch",
+    ),
+    **dict.fromkeys(
+        (
+            "measurement/test_watch.py::test_an_output_that_is_alive_in_backward",
+            "measurement/test_watch.py::test_another_batch",
+            "measurement/test_watch.py::test_other_tensors",
+            "measurement/test_watch.py::test_a_larger_batch",
+            "measurement/test_watch.py::test_what_nobody_knows_is_said_so",
+            "measurement/test_watch.py::test_an_error_of_the_loop_is_the_loops_own",
+        ),
+        ("unet",),
     ),
     "search/test_candidate.py::test_one_pass_tells_the_peak_of_every_loop": ("residual-*",),
     "benchmarks/test_loops.py::test_the_real_peak_is_the_predicted_one": ("language model-prefetch",),
@@ -103,12 +116,20 @@ SLOW: dict[str, tuple[str, ...]] = {
         "an attribute set past the module",
         "another type of number",
     ),
+    # The same of segments in segments or of nodes kept; the other is in the default run.
+    "runtime/test_compiled.py::test_a_plan_for_the_compiler_divides_only_segments_that_keep_nodes": ("nodes kept",),
+    "runtime/test_compiled.py::test_compiled_backward_comes_to_a_segment_once_its_gradients_are_there": (
+        "nodes kept",
+        "segments in segments",
+    ),
     # The whole command line once more, with children that measure; what is particular is tested without them, too.
     "capture/test_ranges.py::test_the_command_plans_saves_and_measures_at_the_largest": ("*",),
+    "commands/test_together.py::test_an_error_ends_both_and_is_told_once": ("budget",),
     "workload/test_micro_batches.py::test_the_command_line_accumulates": ("*",),
     # Examples and benchmarks, which are no part of what is installed.
     "project/test_examples.py::test_small_model_is_optimized": ("efficientnet", "resnet50"),
-    "integrations/test_integrations.py::test_example_trains_alike_in_less": ("plain",),
+    "integrations/test_integrations.py::test_example_trains_alike_in_less": ("plain", "plain, *", "compiled"),
+    "benchmarks/test_loops.py::test_what_there_was_no_time_for_is_said": ("*",),
     "benchmarks/test_pareto.py::test_rows_of_a_workload": ("*",),
     "benchmarks/test_pareto.py::test_what_will_be_compiled_is_planned_for_it": ("ours min-False",),
     "benchmarks/test_benchmarks.py::test_predictions_are_right_on_the_cpu": ("unet b4 off sgd-momentum ours 80%",),
