@@ -234,11 +234,20 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 def _all_tensors() -> list[Tensor]:
     """Every tensor that Python holds; asked by type, because some objects answer isinstance by importing things."""
     found = [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
-    return [t for t in found if not isinstance(t, FakeTensor) and t.layout is torch.strided and not t.is_meta]
+    return [t for t in found if not isinstance(t, FakeTensor) and t.layout is torch.strided and _has_storage(t)]
+
+
+def _has_storage(tensor: Tensor) -> bool:
+    """Whether it has bytes somewhere; what ``torch.func`` hands to a function, say, has none and may live on."""
+    try:
+        return not tensor.is_meta and tensor.untyped_storage().device == tensor.device
+    except (NotImplementedError, RuntimeError):  # of a subclass or a wrapper without any
+        return False
 
 
 def _optimizers(module: nn.Module) -> list[torch.optim.Optimizer]:
     """The optimizers, wherever they are, that step a parameter of ``module``."""
     ours = {id(parameter) for parameter in module.parameters()}
     found = [each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer)]
-    return [each for each in found if any(id(p) in ours for group in each.param_groups for p in group["params"])]
+    groups = [(each, getattr(each, "param_groups", ())) for each in found]  # none where its own constructor refused
+    return [each for each, given in groups if any(id(p) in ours for group in given for p in group["params"])]

@@ -100,6 +100,14 @@ def test_other_tensors(dropping: Any) -> None:
     )
 
 
+def test_tensors_without_storage_are_passed_over(dropping: Any) -> None:
+    kept: list[Tensor] = []
+    torch.func.vmap(lambda row: kept.append(row) or row)(torch.ones(2, 3))  # type: ignore[func-returns-value]
+    with pytest.raises(NotImplementedError):
+        kept[0].untyped_storage()
+    test_other_tensors(dropping)
+
+
 def test_a_larger_batch(dropping: Any) -> None:
     result, x, y, criterion = dropping
     more = torch.cat([x, x]), torch.cat([y, y])
@@ -149,6 +157,16 @@ def test_an_error_of_the_loop_is_the_loops_own(dropping: Any) -> None:
     with pytest.raises(ZeroDivisionError), memrewrite.watch(result):
         raise ZeroDivisionError
     assert not result._forward_hooks
+
+
+def test_an_optimizer_that_refused_its_arguments_is_passed_over(dropping: Any) -> None:
+    result = dropping[0]
+    with pytest.raises(ValueError, match="learning rate") as refused:
+        torch.optim.SGD(result.parameters(), lr=-1)
+    with memrewrite.watch(result) as watch:
+        pass
+    assert watch.told == ""
+    assert refused.tb is not None  # which holds the optimizer
 
 
 def test_another_module_is_refused() -> None:

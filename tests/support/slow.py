@@ -72,6 +72,8 @@ SLOW: dict[str, tuple[str, ...]] = {
             "measurement/test_watch.py::test_an_output_that_is_alive_in_backward",
             "measurement/test_watch.py::test_another_batch",
             "measurement/test_watch.py::test_other_tensors",
+            "measurement/test_watch.py::test_tensors_without_storage_are_passed_over",
+            "measurement/test_watch.py::test_an_optimizer_that_refused_its_arguments_is_passed_over",
             "measurement/test_watch.py::test_a_larger_batch",
             "measurement/test_watch.py::test_what_nobody_knows_is_said_so",
             "measurement/test_watch.py::test_an_error_of_the_loop_is_the_loops_own",
