@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -191,6 +192,7 @@ def _smallest_mesh(look: _Look, memory: int, progress: Callable[[str], None]) ->
         return
     progress("smallest mesh")
 
+    @cache
     def peak(exponent: int) -> int:
         of_size = replace(mesh, size=2**exponent, reshard=bool(mesh.reshard))  # which parts might not divide
         return look.of(replace(look.step, mesh=of_size)).timeline().peak

@@ -90,12 +90,12 @@ class Recall(Layer):
         kwargs = kwargs or {}
         if func is _DEVICE and type(args[0]) is FakeTensor:
             return args[0].device
-        call: list[Any] = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
-        if func.namespace not in _BELOW_AUTOCAST:  # which may ask what autocast casts to
-            call += [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
-        if func in _UNKEPT or not (self._describe(args, call) and (not kwargs or self._describe(kwargs.items(), call))):
+        if func.namespace == "profiler":  # whose ranges have no tensors
+            with torch._C._DisableTorchDispatch():
+                return func(*args, **kwargs)
+        known = None if func in _UNKEPT else self._known(func, args, kwargs)
+        if known is None:
             return func(*args, **kwargs)
-        known = tuple(call)
         if known not in _RESULTS:
             return self._learn(known, func, args, kwargs)
         results = _RESULTS[known]
@@ -104,6 +104,14 @@ class Recall(Layer):
         if results.kind is None:
             return self._make(results.each[0], args)
         return results.kind([self._make(result, args) for result in results.each])
+
+    def _known(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
+        """By what a call is known; None where something is out of the ordinary."""
+        call: list[Any] = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
+        if func.namespace not in _BELOW_AUTOCAST:  # which may ask what autocast casts to
+            call += [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
+        ordinary = self._describe(args, call) and (not kwargs or self._describe(kwargs.items(), call))
+        return tuple(call) if ordinary else None
 
     def _describe(self, values: Iterable[Any], call: list[Any]) -> bool:
         """Add to ``call`` what tells these arguments apart; False where one is out of the ordinary."""
@@ -137,6 +145,8 @@ class Recall(Layer):
         kept = FakeTensorMode.cache.get(key) if key is not None else None
         if func in _VIEWS:
             _RESULTS[known] = _views(result, args[0])
+        elif func.namespace == _SHARDING:
+            _RESULTS[known] = _given(result, args) if self._known(func, args, kwargs) == known else None
         elif isinstance(result, list):  # of which the mode keeps nothing
             made = None if func._schema.is_mutable else _new(result, args)
             if made is None:
@@ -192,6 +202,7 @@ class _Results:
 _RESULTS: dict[tuple[Any, ...], _Results | None] = {}  # None for calls that are to be left to the mode
 _UNKEPT: set[Any] = set()  # operators that nothing is kept of
 _BELOW_AUTOCAST = {"aten", "prims", "prim"}
+_SHARDING = "fsdp"  # the operators that units copy by; the mode keeps nothing of operators that are not PyTorch's core
 
 # What these give are views of their first argument, of which the mode keeps nothing either.
 _VIEWS = {torch.ops.aten._unsafe_view.default, torch.ops.aten.split.Tensor, torch.ops.aten.split_with_sizes.default}
@@ -234,3 +245,19 @@ def _views(result: Any, source: Tensor) -> _Results | None:
         return None
     made = (_Result(v.dtype, tuple(v.shape), v.stride(), v.fake_device, v.storage_offset(), 0) for v in views)
     return _Results(kind, tuple(made))
+
+
+def _given(result: Any, args: tuple[Any, ...]) -> _Results | None:
+    """What is nothing, or arguments and views of them; None where a tensor is anything else."""
+    if result is None:
+        return _Results(None, (None,))
+    places = {id(arg.untyped_storage()): i for i, arg in enumerate(args) if isinstance(arg, Tensor)}
+    found: list[_Result | int | None] = []
+    for each in result:
+        number = next((i for i, arg in enumerate(args) if arg is each), None)
+        place = places.get(id(each.untyped_storage())) if number is None else number
+        if place is None or each.requires_grad:
+            return None
+        made = _Result(each.dtype, tuple(each.shape), each.stride(), each.device, each.storage_offset(), place)
+        found.append(made if number is None else number)
+    return _Results(tuple, tuple(found))

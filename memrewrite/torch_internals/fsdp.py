@@ -17,6 +17,7 @@ from memrewrite.records.errors import UsageError
 from memrewrite.records.mesh import Fsdp
 from memrewrite.torch_internals.groups import alone_among
 from memrewrite.torch_internals.patches import process_wide
+from memrewrite.torch_internals.spread_lists import alike_found_once
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, None: None}
 
@@ -130,5 +131,6 @@ def seen_by(observer: Observer) -> Iterator[None]:
     with (
         mock.patch.object(torch.UntypedStorage, "resize_", resized),
         mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", shaped),
+        alike_found_once(),
     ):
         yield

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from memrewrite.workload.stepspec import StepSpec
-from tests.benchmarks import contenders, guards, hardcap, maxbatch, plantime, predict, ready, rows, without_cuda
+from tests.benchmarks import contenders, guards, hardcap, large, maxbatch, plantime, predict, ready, rows, without_cuda
 
 CPU = torch.device("cpu")
 _NODES = 150
@@ -131,3 +131,11 @@ def test_what_fails_is_a_row_with_its_seconds() -> None:
     assert not row.ok
     assert row.note.startswith("UsageError")
     assert row.seconds == row.stages["prepare"]
+
+
+def test_a_large_model_is_told_in_a_line() -> None:
+    pytest.importorskip("transformers")
+    line = large.figures("fsdp=8", 4, None, tiny=True)
+    assert re.fullmatch(
+        r"0\.0B on fsdp=8: .* s \(.* s of the process\), .* GiB of the host, peak .* GB, digest \w{12}", line
+    )

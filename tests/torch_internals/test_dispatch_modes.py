@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.fsdp
 from torch import Tensor, nn
 
 from memrewrite.runtime.fused import at_once
@@ -93,6 +94,17 @@ def norm(x: Tensor) -> Any:
     return torch.ops.aten.native_batch_norm(x, torch.ones(3), torch.zeros(3), None, None, True, 0.1, 1e-5)
 
 
+def units(x: Tensor) -> Any:
+    """What ``fully_shard`` does around its collectives."""
+    with torch.profiler.record_function("gathered"):
+        gathered = torch.ops.fsdp.all_gather_copy_in([x[0], x[1]], x.new_empty(48), [6, 6], 12, 1)
+        whole = torch.ops.fsdp.split_with_sizes_copy(gathered[1], [40, 8], 0, out=[x.new_empty(40), x.new_empty(8)])
+        reduced = x.new_empty(2, 16)
+        joined = torch.ops.fsdp.chunk_cat([x, x[0]], 0, 2, out=reduced)
+        in_place = torch.ops.fsdp.all_gather_copy_in([x[0], x[1]], x.view(24), [6, 6], 12, 0)
+    return *gathered, whole, joined, reduced, *in_place, gathered[0].untyped_storage() is gathered[1].untyped_storage()
+
+
 CALLS: dict[str, Callable[[Tensor], Any]] = {
     "elementwise": lambda x: x.exp(),
     "integer": lambda x: x.to(torch.int64) + 1,
@@ -115,6 +127,7 @@ CALLS: dict[str, Callable[[Tensor], Any]] = {
     "like": lambda x: torch.empty_like(x, dtype=torch.bfloat16),
     "joined": lambda x: torch.cat([x, x]),
     "moved": lambda x: x.to("meta"),
+    "units": units,
     "complex": lambda x: torch.complex(x, x).conj() * 2,
     "negative": lambda x: torch.complex(x, x).conj().imag,
     "with gradient": lambda x: (x.detach().requires_grad_() * 2).sum(),
