@@ -19,9 +19,10 @@ from torch import fx
 from memrewrite.backends.asked import OWN, Asked
 from memrewrite.backends.partition import Partition
 from memrewrite.backends.resident import resident
+from memrewrite.backends.told import forget, note
 from memrewrite.records.errors import MemrewriteError, UsageError
 from memrewrite.torch_internals import partitioning
-from memrewrite.torch_internals.compiling import Partitioner, digest, inductor, let_through
+from memrewrite.torch_internals.compiling import Partitioner, cache_hits, digest, inductor, let_through
 from memrewrite.version import __version__
 
 _EXACT = {"emulate_precision_casts": True}
@@ -39,9 +40,15 @@ def memrewrite(
         asked, rest = Asked.parse(options or {})
         mode = rest.pop("mode", mode)
         partition = Partition(asked, resident(graph, asked.optimizer))
-        return _compiled(graph, inputs, mode, {**(_EXACT if asked.exact else {}), **rest}, partition)
+        before = cache_hits()
+        compiled = _compiled(graph, inputs, mode, {**(_EXACT if asked.exact else {}), **rest}, partition)
+        note(partition, compiled, cached=cache_hits() > before)
+        return compiled
     except MemrewriteError as error:
         raise let_through(error) from None
+
+
+memrewrite.reset = forget  # type: ignore[attr-defined]  # called by torch.compiler.reset
 
 
 def _compiled(

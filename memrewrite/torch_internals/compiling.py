@@ -6,6 +6,8 @@ given, stand in Dynamo's own records alone.
 """
 
 import hashlib
+import inspect
+import weakref
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -114,6 +116,53 @@ def module_of_frame() -> nn.Module | None:
         translator = translator.parent
     found = translator.f_locals.get("self")
     return found if isinstance(found, nn.Module) else None
+
+
+def backend_of_frame() -> Any:
+    """The back end as ``torch.compile`` holds it that Dynamo compiles the present frame for; None outside of Dynamo."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        translator: Any = InstructionTranslator.current_tx()
+    except (AttributeError, RuntimeError, AssertionError):
+        return None
+    return _innermost(translator.output.compiler_fn)
+
+
+def backend_of(compiled: Any) -> Any:
+    """The back end of what ``torch.compile`` returned, or of a module compiled in place; None for what is neither."""
+    if isinstance(compiled, nn.Module):
+        in_place = getattr(compiled, "_compiled_call_impl", None)
+        context = vars(compiled).get("dynamo_ctx")
+        if context is None:
+            return None if in_place is None else backend_of(in_place)
+        return _innermost(getattr(context, "callback", None))
+    if not inspect.isfunction(compiled) or not hasattr(compiled, "_torchdynamo_orig_callable"):
+        return None
+    return _innermost(inspect.getclosurevars(compiled).nonlocals.get("callback"))
+
+
+def _innermost(callback: Any) -> Any:
+    while (inner := getattr(callback, "_torchdynamo_orig_backend", None)) is not None:
+        callback = inner
+    return callback
+
+
+def reference(compiled: Callable[..., Any]) -> Callable[[], object]:
+    """A weak reference to what Dynamo keeps of what a back end returned: without marks that Dynamo is not to look in.
+
+    A bound method, which would be gone at once, stands for its object.
+    """
+    while (inner := getattr(compiled, "_torchdynamo_orig_callable", None)) is not None:
+        compiled = inner
+    return weakref.ref(getattr(compiled, "__self__", compiled))
+
+
+def cache_hits() -> int:
+    """How many graphs AOTAutograd has found in its cache, so that nothing divided them."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["aot_autograd"]["autograd_cache_hit"])
 
 
 def saved_by(node: Any) -> list[Tensor]:

@@ -149,18 +149,20 @@ def test_the_entry_point_leads_here() -> None:
 
 
 PROGRAM = """
-import torch
+import memrewrite, torch
 from torch._dynamo.utils import counters
 model = torch.nn.Sequential(*(torch.nn.Linear(8, 8, bias=False) for _ in range(3)))  # products need no compiler
 options = {"budget": BUDGET, "optimizer": "sgd"}
-torch.compile(model, backend="memrewrite", options=options)(torch.ones(64, 8)).sum().backward()
+compiled = torch.compile(model, backend="memrewrite", options=options)
+compiled(torch.ones(64, 8)).sum().backward()
 found = counters["inductor"], counters["aot_autograd"]
 print(found[0]["fxgraph_cache_hit"], found[0]["fxgraph_cache_miss"], found[1]["autograd_cache_hit"])
+print(memrewrite.report_of(compiled).graphs[0].choice)
 """
 
 
 def test_another_process_finds_the_graphs(tmp_path: Path) -> None:
-    """By its entry point, as an installed package has it, and without an import of memrewrite."""
+    """By its entry point, as an installed package has it; the report says where they are from."""
     installed = tmp_path / "memrewrite-0.dist-info"
     installed.mkdir()
     (installed / "METADATA").write_text("Name: memrewrite\nVersion: 0\n")
@@ -173,5 +175,6 @@ def test_another_process_finds_the_graphs(tmp_path: Path) -> None:
     for budget in ("'1GB'", "'1GB'"):
         command = [sys.executable, "-c", PROGRAM.replace("BUDGET", budget)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-        found.append([int(count) for count in done.stdout.split()])
-    assert [sum(counts[::2]) > 0 for counts in found] == [False, True]
+        found.append(done.stdout.strip().split(maxsplit=3))
+    assert [int(hits) + int(joint) > 0 for hits, _, joint, _ in found] == [False, True]
+    assert [choice for *_, choice in found] == ["usual", "from cache"]
