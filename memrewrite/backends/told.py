@@ -54,7 +54,7 @@ class Noted:
         )
 
 
-def note(partition: Partition, compiled: Callable[..., Any], cached: bool) -> None:
+def note(partition: Partition, made: Callable[..., Any], cached: bool) -> None:
     """Let ``report`` tell of what was compiled just now, while Dynamo is still at it."""
     backend = backend_of_frame()
     if backend is None:
@@ -63,7 +63,7 @@ def note(partition: Partition, compiled: Callable[..., Any], cached: bool) -> No
     whose: Callable[[], nn.Module | None] = (lambda: None) if module is None else weakref.ref(module)
     name = "a function" if module is None else type(module).__name__
     graphs: list[Noted] = vars(backend).setdefault(_KEY, [])
-    graphs.append(Noted(partition, name, whose, cached, reference(compiled)))
+    graphs.append(Noted(partition, name, whose, cached, reference(made)))
     _BACKENDS[:] = [each for each in _BACKENDS if each() not in (None, backend)]
     _BACKENDS.append(weakref.ref(backend))
 
@@ -76,18 +76,18 @@ def forget() -> None:
     _BACKENDS.clear()
 
 
-def report(compiled: Any) -> CompiledReport | None:
+def report(made: Any) -> CompiledReport | None:
     """What was done for what ``torch.compile`` returned, or a module that was compiled in place; None for others.
 
     Raises ``UsageError`` where nothing was compiled yet, and where another back end compiles it.
     """
-    backend = backend_of(compiled)
+    backend = backend_of(made)
     if backend is None:
         return None
-    model = getattr(compiled, "_orig_mod", compiled)
+    model = getattr(made, "_orig_mod", made)
     name = type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", "a function")
-    made = getattr(backend, "compiler_fn", None)
-    if getattr(made, "__module__", "") != "memrewrite.backends.entry":
+    entry = getattr(backend, "compiler_fn", None)
+    if getattr(entry, "__module__", "") != "memrewrite.backends.entry":
         other = getattr(backend, "compiler_name", type(backend).__name__)
         raise UsageError(f"This {name} is compiled by backend {other!r}, of which there is no report.")
     graphs = [each for each in _of(backend, model) if each.there() is not None]

@@ -58,10 +58,10 @@ def report_of(module: Any) -> Report | CompiledReport:
     report = getattr(module, "__dict__", {}).get(_KEY) if kept is None else kept.report
     if isinstance(report, Report):
         return report
-    compiled: CompiledReport | None = import_module(_COMPILED).report(module)
-    if compiled is None:
+    made: CompiledReport | None = import_module(_COMPILED).report(module)
+    if made is None:
         raise UsageError(
             f"This {type(module).__name__} has no report; it is not what memrewrite.optimize returned, nor what "
             'torch.compile(..., backend="memrewrite") did.'
         )
-    return compiled
+    return made

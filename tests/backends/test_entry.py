@@ -20,6 +20,7 @@ from memrewrite.backends.asked import Asked
 from memrewrite.backends.partition import Partition
 from memrewrite.backends.resident import Resident, optimizer_bytes
 from memrewrite.records.errors import BudgetInfeasibleError, MemrewriteError, UsageError
+from memrewrite.torch_internals.partitioning import stock_partition
 from tests.backends.test_partition import mlp
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,15 +32,17 @@ def partitions(monkeypatch: pytest.MonkeyPatch) -> list[Partition]:
     """What divided each graph; in place of Inductor nothing makes kernels."""
     found: list[Partition] = []
 
-    def compiled(graph: Any, inputs: Any, mode: Any, options: Any, divide: Any) -> Callable[..., Any]:
-        found.append(divide._partition)
-        run = aot_autograd(
-            fw_compiler=lambda g, _: make_boxed_func(g),
-            bw_compiler=lambda g, _: make_boxed_func(g),
-            partition_fn=divide,
-            decompositions=select_decomp_table(),
-        )
-        return run(graph, inputs)
+    def compiled(graph: Any, inputs: Any, mode: Any, options: Any, divide: Any = None) -> Callable[..., Any]:
+        if divide is not None:
+            found.append(divide._partition)
+        with torch._inductor.config.patch(options):
+            run = aot_autograd(
+                fw_compiler=lambda g, _: make_boxed_func(g),
+                bw_compiler=lambda g, _: make_boxed_func(g),
+                partition_fn=divide or stock_partition,
+                decompositions=select_decomp_table(),
+            )
+            return run(graph, inputs)
 
     monkeypatch.setattr(entry, "inductor", compiled)
     torch._dynamo.reset()
@@ -60,7 +63,7 @@ def run(model: nn.Module, x: Tensor, **options: Any) -> Any:
         ({"budget": "8GB", "optimizer": 3}, "Option optimizer=3 is no name"),
         ({"budget": "8GB", "reserve": "10%"}, "Option reserve='10%' is no number of bytes"),
         ({"budget": "8GB", "exact": 1}, "Option exact=1 is neither True nor False"),
-        ({"budget": "8GB", "verify": True}, "Option verify=True is not there yet"),
+        ({"budget": "8GB", "verify": "yes"}, "Option verify='yes' is neither True nor False"),
         ({"bugdet": "8GB"}, "Unexpected optimization option bugdet; memrewrite's options are budget, optimizer"),
         ({"budget": "8GB", "mode": "fast"}, "Unrecognized mode=fast, should be one of: default"),
     ],
