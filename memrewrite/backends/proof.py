@@ -225,8 +225,10 @@ def _copy(tensor: Tensor, wide: bool) -> Tensor:
     """A leaf with the same values, strides and wish for a gradient, which lies in memory of its own."""
     dtype = WIDE.get(tensor.dtype, tensor.dtype) if wide else tensor.dtype
     new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=tensor.device)
-    with torch.no_grad():
-        new.copy_(tensor)
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    if tensor.numel():  # all that it reaches over, as one place may be several of its values
+        with torch.no_grad():
+            new.as_strided((reach,), (1,)).copy_(tensor.as_strided((reach,), (1,)))
     return (
         nn.Parameter(new, tensor.requires_grad)
         if isinstance(tensor, nn.Parameter)

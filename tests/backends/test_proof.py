@@ -16,6 +16,7 @@ from memrewrite.backends.partition import Partition
 from memrewrite.backends.proof import Proof
 from memrewrite.equivalence.reference import FusedRandomnessError
 from memrewrite.records.errors import MeasurementError, NotEquivalentError
+from memrewrite.state.random_state import RandomState
 from tests.backends.test_entry import partitions
 from tests.backends.test_partition import MODELS, Block, Loss, made, mlp
 from tests.support.divided import NOTHING, gradients
@@ -175,6 +176,18 @@ def test_only_the_first_call_is_compared() -> None:
     assert calls[-1] is x
     first(x, w)
     assert len(calls) == 3
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.ones(3, 1).expand(3, 4), torch.arange(24).view(4, 6)[1:, ::2].t(), torch.empty(0, 3), torch.tensor(2.0)],
+    ids=["expanded", "strided", "empty", "scalar"],
+)
+def test_copies_lie_as_what_they_are_of(tensor: Tensor) -> None:
+    (_,), (copied,) = proof.Case(["x"], [tensor], RandomState()).copies()
+    assert torch.equal(copied, tensor)
+    assert copied.stride() == tensor.stride()
+    assert copied.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr() or not tensor.numel()
 
 
 def test_what_eager_cannot_show_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
