@@ -4,6 +4,7 @@ Dynamo shares what it compiled between calls of ``torch.compile`` that are equal
 end count, too, where they are of the same model. A graph that Dynamo has dropped is no longer told of.
 """
 
+import itertools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,12 +20,14 @@ from memrewrite.torch_internals.compiling import backend_of, backend_of_frame, m
 
 _KEY = "_memrewrite_graphs"
 _BACKENDS: list["weakref.ref[Any]"] = []  # those with graphs
+_NUMBERS = itertools.count()
 
 
 @dataclass
 class Noted:
-    """A graph: what divided it and whose it is; ``there`` is false once Dynamo has dropped it."""
+    """A graph: what divided it, whose it is and the how manieth; ``there`` gives None once Dynamo has dropped it."""
 
+    number: int
     partition: Partition
     name: str
     module: Callable[[], nn.Module | None]
@@ -63,8 +66,8 @@ def note(partition: Partition, made: Callable[..., Any], cached: bool) -> None:
     whose: Callable[[], nn.Module | None] = (lambda: None) if module is None else weakref.ref(module)
     name = "a function" if module is None else type(module).__name__
     graphs: list[Noted] = vars(backend).setdefault(_KEY, [])
-    graphs.append(Noted(partition, name, whose, cached, reference(made)))
-    _BACKENDS[:] = [each for each in _BACKENDS if each() not in (None, backend)]
+    graphs.append(Noted(next(_NUMBERS), partition, name, whose, cached, reference(made)))
+    _BACKENDS[:] = [each for each in _BACKENDS if (there := each()) is not None and there is not backend]
     _BACKENDS.append(weakref.ref(backend))
 
 
@@ -79,18 +82,20 @@ def forget() -> None:
 def report(made: Any) -> CompiledReport | None:
     """What was done for what ``torch.compile`` returned, or a module that was compiled in place; None for others.
 
-    Raises ``UsageError`` where nothing was compiled yet, and where another back end compiles it.
+    Of a module whose parts are compiled it is what was done for these. Raises ``UsageError`` where nothing was compiled
+    yet, and where another back end compiles it.
     """
-    backend = backend_of(made)
-    if backend is None:
+    backends = _backends(made)
+    if not backends:
         return None
     model = getattr(made, "_orig_mod", made)
     name = type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", "a function")
-    entry = getattr(backend, "compiler_fn", None)
-    if getattr(entry, "__module__", "") != "memrewrite.backends.entry":
-        other = getattr(backend, "compiler_name", type(backend).__name__)
+    ours = [each for each in backends if _is_ours(each)]
+    if not ours:
+        other = getattr(backends[0], "compiler_name", type(backends[0]).__name__)
         raise UsageError(f"This {name} is compiled by backend {other!r}, of which there is no report.")
-    graphs = [each for each in _of(backend, model) if each.there() is not None]
+    found = {each.number: each for backend in ours for each in _of(backend, model) if each.there() is not None}
+    graphs = [found[number] for number in sorted(found)]
     if not graphs:
         raise UsageError(
             f"This {name} has not run yet, or Dynamo took what it had compiled for another model with the same "
@@ -105,6 +110,18 @@ def report(made: Any) -> CompiledReport | None:
         exact=asked.exact,
         graphs=tuple(each.told() for each in graphs),
     )
+
+
+def _backends(made: Any) -> list[Any]:
+    """The back end of what was compiled, else those of its parts."""
+    if (backend := backend_of(made)) is not None:
+        return [backend]
+    parts_of = made.modules() if isinstance(made, nn.Module) else ()
+    return [backend for each in parts_of if (backend := backend_of(each)) is not None]
+
+
+def _is_ours(backend: Any) -> bool:
+    return getattr(getattr(backend, "compiler_fn", None), "__module__", "") == "memrewrite.backends.entry"
 
 
 def _of(backend: Any, model: Any) -> list[Noted]:

@@ -49,10 +49,10 @@ def report_of(module: Callable[..., Any]) -> CompiledReport: ...
 def report_of(module: Any) -> Report | CompiledReport:
     """The report of what ``memrewrite.optimize`` returned, also where ``module.report`` is the model's own.
 
-    Of what ``torch.compile(model, backend="memrewrite")`` returned, and of a module that was compiled so in place, it
-    is a ``CompiledReport`` of the graphs that are compiled by now; type checkers take such a module for a function, and
-    one compiled in place for any other. Raises ``UsageError`` for anything else, and before the first step of what is
-    compiled.
+    Of what ``torch.compile(model, backend="memrewrite")`` returned, and of a module that was compiled so in place or
+    has parts that were, it is a ``CompiledReport`` of the graphs that there are by now; type checkers take the former
+    for a function, and the latter for any other module. Raises ``UsageError`` for anything else, and before the first
+    step of what is compiled.
     """
     kept = own(module) if isinstance(module, nn.Module) else None
     report = getattr(module, "__dict__", {}).get(_KEY) if kept is None else kept.report

@@ -15,7 +15,7 @@ from memrewrite.records.compiled import CHOICES, CompiledGraph, CompiledReport
 from memrewrite.records.errors import UsageError
 from memrewrite.torch_internals.compiling import backend_of_frame
 from tests.backends.test_entry import Broken, partitions
-from tests.backends.test_partition import mlp
+from tests.backends.test_partition import Block, mlp
 
 __all__ = ["partitions"]  # a fixture is used by its name
 OPTIONS: dict[str, Any] = {"budget": "min", "optimizer": "sgd"}
@@ -124,6 +124,20 @@ def test_modules_in_place_and_functions() -> None:
     function = torch.compile(loss, backend=entry.memrewrite, options=OPTIONS)
     step(function)
     assert memrewrite.report_of(function).model == "loss"
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+@pytest.mark.usefixtures("partitions")
+def test_a_model_of_compiled_parts() -> None:
+    """Parts of one class share what Dynamo has compiled for the first of them."""
+    model = nn.Sequential(*(Block(32) for _ in range(3)), mlp(2))
+    for block in model:
+        block.compile(backend=entry.memrewrite, options=OPTIONS)
+    step(model)
+    report: Any = memrewrite.report_of(model)
+    assert report.model == "Sequential"
+    names = [graph.name for graph in report.graphs]
+    assert names == ["Block", "Block", "Loss"]
 
 
 def test_what_the_back_end_did_not_compile() -> None:
