@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from memrewrite.estimates import Estimate, estimate
     from memrewrite.measurement.watching import OverBudgetWarning, watch
     from memrewrite.records.attached import report_of
+    from memrewrite.records.compiled import CompiledGraph, CompiledReport
     from memrewrite.records.loop import Loop
     from memrewrite.records.outcomes import Measured
     from memrewrite.records.report import Report
@@ -49,6 +50,8 @@ if TYPE_CHECKING:
     from memrewrite.runtime.swish import Swish, swish
 
 _LAZY = {
+    "CompiledGraph": "memrewrite.records.compiled",
+    "CompiledReport": "memrewrite.records.compiled",
     "Estimate": "memrewrite.estimates",
     "BeyondPlanError": "memrewrite.runtime.promise",
     "BeyondPlanWarning": "memrewrite.runtime.promise",
@@ -76,6 +79,8 @@ __all__ = [
     "Budget",
     "BudgetInfeasibleError",
     "CaptureError",
+    "CompiledGraph",
+    "CompiledReport",
     "Estimate",
     "FallbackWarning",
     "Loop",

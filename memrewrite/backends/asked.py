@@ -19,6 +19,7 @@ class Asked:
     optimizer: str = "adamw"
     reserve: int = 0
     exact: bool = False
+    verify: bool = False
 
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> tuple["Asked", dict[str, Any]]:
@@ -28,13 +29,12 @@ class Asked:
         if not isinstance(optimizer, str):
             raise UsageError(f"Option optimizer={optimizer!r} is no name; write e.g. 'adamw' or 'module:factory'.")
         StepSpec(optimizer=optimizer).check()
-        exact = options.get("exact", False)
-        if not isinstance(exact, bool):
-            raise UsageError(f"Option exact={exact!r} is neither True nor False.")
-        if options.get("verify"):
-            raise UsageError("Option verify=True is not there yet in torch.compile; memrewrite.verify compares models.")
+        flags = {name: options.get(name, False) for name in ("exact", "verify")}
+        for name, value in flags.items():
+            if not isinstance(value, bool):
+                raise UsageError(f"Option {name}={value!r} is neither True nor False.")
         given = options.get("reserve", 0)
         reserve = 0 if given in (0, None) else Budget.parse(given).bytes
         if reserve is None:
             raise UsageError(f"Option reserve={given!r} is no number of bytes; write e.g. '500MB'.")
-        return cls(None if budget is None else Budget.parse(budget), optimizer, reserve, exact), rest
+        return cls(None if budget is None else Budget.parse(budget), optimizer, reserve, **flags), rest

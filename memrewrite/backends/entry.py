@@ -6,10 +6,13 @@ Bytes are foreseen by what Inductor is expected to fuse, and not measured; ``res
 
 Options: ``budget`` (``"8GB"``, ``"60%"`` of what the stock partitioner's step takes, ``"min"``), ``optimizer`` (its
 name as for ``memrewrite.optimize``, ``"adamw"`` by default, ``"none"`` where its state does not count), ``reserve``
-(bytes to leave for what is not seen from here), ``exact`` (what runs again rounds as what is kept would), ``mode`` (as
-torch.compile's own, which it takes without options only). All others are Inductor's.
+(bytes to leave for what is not seen from here), ``exact`` (what runs again rounds as what is kept would), ``verify``
+(the first call of each graph is compared with the stock partitioner's and with eager, in more memory than the budget:
+see ``memrewrite.backends.proof``), ``mode`` (as torch.compile's own, which it takes without options only). All others
+are Inductor's.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,13 +21,16 @@ from torch import fx
 
 from memrewrite.backends.asked import OWN, Asked
 from memrewrite.backends.partition import Partition
+from memrewrite.backends.proof import Proof
 from memrewrite.backends.resident import resident
+from memrewrite.backends.told import forget, note
 from memrewrite.records.errors import MemrewriteError, UsageError
 from memrewrite.torch_internals import partitioning
-from memrewrite.torch_internals.compiling import Partitioner, digest, inductor, let_through
+from memrewrite.torch_internals.compiling import Partitioner, cache_hits, digest, inductor, let_through
 from memrewrite.version import __version__
 
 _EXACT = {"emulate_precision_casts": True}
+_VERIFIED = {"fallback_random": True}  # random numbers as eager draws them
 
 
 def memrewrite(
@@ -38,10 +44,20 @@ def memrewrite(
     try:
         asked, rest = Asked.parse(options or {})
         mode = rest.pop("mode", mode)
+        rest = {**(_EXACT if asked.exact else {}), **(_VERIFIED if asked.verify else {}), **rest}
         partition = Partition(asked, resident(graph, asked.optimizer))
-        return _compiled(graph, inputs, mode, {**(_EXACT if asked.exact else {}), **rest}, partition)
+        before = cache_hits()
+        proof = Proof(graph, partition, functools.partial(inductor, mode=mode, options=rest)) if asked.verify else None
+        made = _compiled(graph, inputs, mode, rest, partition)
+        if proof is not None:
+            made = proof.first(made)
+        note(partition, made, cached=cache_hits() > before)
+        return made
     except MemrewriteError as error:
         raise let_through(error) from None
+
+
+memrewrite.reset = forget  # type: ignore[attr-defined]  # called by torch.compiler.reset
 
 
 def _compiled(

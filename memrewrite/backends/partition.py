@@ -10,6 +10,7 @@ from memrewrite.backends.asked import Asked
 from memrewrite.backends.facts import Facts, facts
 from memrewrite.backends.frontier import Found, Frontier
 from memrewrite.backends.graphs import graphs
+from memrewrite.backends.listed import kept_by, reruns
 from memrewrite.backends.live import peaks
 from memrewrite.backends.resident import Resident, parts
 from memrewrite.records.errors import BudgetInfeasibleError, MemrewriteError
@@ -22,7 +23,8 @@ from memrewrite.torch_internals.partitioning import is_ours, prepared, stock_par
 class Foreseen:
     """What a division of one graph takes, in bytes: the peak of the step, before and after, and what is kept.
 
-    ``ms`` is what running nodes again takes.
+    ``ms`` is what running nodes again takes; ``kept_by`` has what is kept and ``reruns`` how much runs again, by
+    operator, most first.
     """
 
     before: int
@@ -31,15 +33,21 @@ class Foreseen:
     kept: int
     regions: int
     ms: float
+    kept_by: dict[str, int]
+    reruns: dict[str, int]
 
 
 class Partition:
-    """Divides the joint graph of one graph of Dynamo's; ``foreseen`` tells how, once it has."""
+    """Divides the joint graph of one graph of Dynamo's; ``choice`` and ``foreseen`` tell how, once it has.
+
+    ``choice`` is one of ``memrewrite.records.compiled.CHOICES``; ``verified`` says how the graph was compared.
+    """
 
     def __init__(self, asked: Asked, lives: Resident, fused: bool = True) -> None:
         self.asked, self.lives, self.fused = asked, lives, fused
         self.base = lives.base + asked.reserve
         self.foreseen: Foreseen | None = None
+        self.choice, self.verified = "no backward", ""
 
     def __call__(
         self,
@@ -54,6 +62,7 @@ class Partition:
         static = static_lifetime_input_indices or []
         joint, divided = prepared(joint, static, num_fwd_outputs)
         if self.asked.budget is None or not is_ours(joint, divided):
+            self.choice = "no budget" if self.asked.budget is None else "not ours"
             outputs: Any = {"num_fwd_outputs": num_fwd_outputs, "static_lifetime_input_indices": static}
             pair: tuple[fx.GraphModule, fx.GraphModule] = stock_partition(joint, inputs, **outputs)
             return pair
@@ -75,12 +84,13 @@ class Partition:
         usual = Found(order, peaks(known, order), order.ms(known))
         original = self._of_step(usual)
         limit = self.asked.budget.resolve(original)
+        self.choice = "cheapest"
         if limit is None:
-            found = frontier.lowest()
+            self.choice, found = "lowest", frontier.lowest()
             room = max(found.peaks.peak, self.lives.of_optimizer - self.lives.base)
             found = frontier.within(room) or found
         elif usual.peaks.peak <= limit - self.base:
-            found = usual
+            self.choice, found = "usual", usual
         else:
             fitting = frontier.within(limit - self.base)
             if fitting is None:
@@ -95,6 +105,8 @@ class Partition:
             kept=found.peaks.saved,
             regions=len(found.order.kept),
             ms=found.ms,
+            kept_by=kept_by(known, found.order),
+            reruns=reruns(known, found.order),
         )
         return found
 

@@ -134,7 +134,7 @@ def double_step(
     """
     try:
         model = double_copy(original)
-        with _double_by_default(), Replay(draws):
+        with in_double(draws):
             wide = {id(tensor): _widened(tensor) for tensor in inputs.tensors()}  # by identity: ties stay ties
             args, kwargs = tree_map(lambda leaf: wide.get(id(leaf), leaf), (inputs.args, inputs.kwargs))
             plain = dataclasses.replace(step, amp=None, optimizer=None)
@@ -146,6 +146,13 @@ def double_step(
             f"The original does not run in float64 ({type(error).__name__}: {error}), so changed arithmetic "
             "cannot be judged; use only exact rewrites (exact=True)."
         ) from error
+
+
+@contextlib.contextmanager
+def in_double(draws: list[Draw]) -> Iterator[None]:
+    """All that is computed here is computed in float64, with the recorded draws."""
+    with _double_by_default(), Replay(draws):
+        yield
 
 
 def double_copy(module: nn.Module) -> nn.Module:

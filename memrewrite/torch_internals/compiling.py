@@ -6,6 +6,8 @@ given, stand in Dynamo's own records alone.
 """
 
 import hashlib
+import inspect
+import weakref
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.node import map_arg
 
 from memrewrite.torch_internals.versions import private_imports, require
 
@@ -20,13 +23,20 @@ require("_TorchCompileInductorWrapper")
 with private_imports():
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
+# What Dynamo makes of torch.utils.checkpoint: operators on graphs, which no dispatch mode knows.
+_CHECKPOINTS = {"tag_activation_checkpoint", "wrap_activation_checkpoint"}
+
 Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 
 
 def inductor(
-    graph: fx.GraphModule, inputs: Sequence[Any], mode: str | None, options: dict[str, Any], partitioner: "Partitioner"
+    graph: fx.GraphModule,
+    inputs: Sequence[Any],
+    mode: str | None,
+    options: dict[str, Any],
+    partitioner: "Partitioner | None" = None,
 ) -> Callable[..., Any]:
-    """What Inductor makes of a graph with a mode and options of its own, and with a partitioner.
+    """What Inductor makes of a graph with a mode and options of its own, and with a partitioner, else the stock one.
 
     Raises ``ValueError`` with Inductor's words for a mode or an option that it does not know.
     """
@@ -34,7 +44,8 @@ def inductor(
         compiler: Any = torch._TorchCompileInductorWrapper(mode, options, None)
     except (RuntimeError, KeyError) as error:
         raise ValueError(str(error)) from error
-    compiler.config["custom_partitioner_fn"] = partitioner
+    if partitioner is not None:
+        compiler.config["custom_partitioner_fn"] = partitioner
     result: Callable[..., Any] = compiler(graph, inputs)
     return result
 
@@ -102,6 +113,24 @@ def real_tensors_of(graph: fx.GraphModule) -> list[Tensor | None]:
     return found
 
 
+def copied(graph: fx.GraphModule, plain: bool) -> fx.GraphModule:
+    """A copy of a graph of Dynamo's that holds nothing of its compilation; ``plain``: without checkpoints."""
+    new = fx.Graph()
+    there: dict[fx.Node, fx.Node] = {}
+    parts = {n: copied(part, plain) for n, part in graph.named_children() if isinstance(part, fx.GraphModule)}
+    for node in graph.graph.nodes:
+        if plain and getattr(node.target, "_name", "") in _CHECKPOINTS:
+            body, *args = node.args
+            there[node] = new.call_module(body.target, tuple(map_arg(args, there.__getitem__)))
+            continue
+        there[node] = new.node_copy(node, there.__getitem__)
+        there[node].meta = {}
+    result = fx.GraphModule(graph, new)
+    for name, part in parts.items():
+        setattr(result, name, part)
+    return result
+
+
 def module_of_frame() -> nn.Module | None:
     """The ``self`` of the outermost frame that Dynamo is in, where that is a module."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
@@ -114,6 +143,53 @@ def module_of_frame() -> nn.Module | None:
         translator = translator.parent
     found = translator.f_locals.get("self")
     return found if isinstance(found, nn.Module) else None
+
+
+def backend_of_frame() -> Any:
+    """The back end as ``torch.compile`` holds it that Dynamo compiles the present frame for; None outside of Dynamo."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        translator: Any = InstructionTranslator.current_tx()
+    except (AttributeError, RuntimeError, AssertionError):
+        return None
+    return _innermost(translator.output.compiler_fn)
+
+
+def backend_of(made: Any) -> Any:
+    """The back end of what ``torch.compile`` returned, or of a module compiled in place; None for what is neither."""
+    if isinstance(made, nn.Module):
+        in_place = getattr(made, "_compiled_call_impl", None)
+        context = vars(made).get("dynamo_ctx")
+        if context is None:
+            return None if in_place is None else backend_of(in_place)
+        return _innermost(getattr(context, "callback", None))
+    if not inspect.isfunction(made) or not hasattr(made, "_torchdynamo_orig_callable"):
+        return None
+    return _innermost(inspect.getclosurevars(made).nonlocals.get("callback"))
+
+
+def _innermost(callback: Any) -> Any:
+    while (inner := getattr(callback, "_torchdynamo_orig_backend", None)) is not None:
+        callback = inner
+    return callback
+
+
+def reference(made: Callable[..., Any]) -> Callable[[], object]:
+    """A weak reference to what Dynamo keeps of what a back end returned: without marks that Dynamo is not to look in.
+
+    A bound method, which would be gone at once, stands for its object.
+    """
+    while (inner := getattr(made, "_torchdynamo_orig_callable", None)) is not None:
+        made = inner
+    return weakref.ref(getattr(made, "__self__", made))
+
+
+def cache_hits() -> int:
+    """How many graphs AOTAutograd has found in its cache, so that nothing divided them."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["aot_autograd"]["autograd_cache_hit"])
 
 
 def saved_by(node: Any) -> list[Tensor]:

@@ -20,6 +20,7 @@ from memrewrite.backends.asked import Asked
 from memrewrite.backends.partition import Partition
 from memrewrite.backends.resident import Resident, optimizer_bytes
 from memrewrite.records.errors import BudgetInfeasibleError, MemrewriteError, UsageError
+from memrewrite.torch_internals.partitioning import stock_partition
 from tests.backends.test_partition import mlp
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,15 +32,17 @@ def partitions(monkeypatch: pytest.MonkeyPatch) -> list[Partition]:
     """What divided each graph; in place of Inductor nothing makes kernels."""
     found: list[Partition] = []
 
-    def compiled(graph: Any, inputs: Any, mode: Any, options: Any, divide: Any) -> Callable[..., Any]:
-        found.append(divide._partition)
-        run = aot_autograd(
-            fw_compiler=lambda g, _: make_boxed_func(g),
-            bw_compiler=lambda g, _: make_boxed_func(g),
-            partition_fn=divide,
-            decompositions=select_decomp_table(),
-        )
-        return run(graph, inputs)
+    def compiled(graph: Any, inputs: Any, mode: Any, options: Any, divide: Any = None) -> Callable[..., Any]:
+        if divide is not None:
+            found.append(divide._partition)
+        with torch._inductor.config.patch(options):
+            run = aot_autograd(
+                fw_compiler=lambda g, _: make_boxed_func(g),
+                bw_compiler=lambda g, _: make_boxed_func(g),
+                partition_fn=divide or stock_partition,
+                decompositions=select_decomp_table(),
+            )
+            return run(graph, inputs)
 
     monkeypatch.setattr(entry, "inductor", compiled)
     torch._dynamo.reset()
@@ -60,7 +63,7 @@ def run(model: nn.Module, x: Tensor, **options: Any) -> Any:
         ({"budget": "8GB", "optimizer": 3}, "Option optimizer=3 is no name"),
         ({"budget": "8GB", "reserve": "10%"}, "Option reserve='10%' is no number of bytes"),
         ({"budget": "8GB", "exact": 1}, "Option exact=1 is neither True nor False"),
-        ({"budget": "8GB", "verify": True}, "Option verify=True is not there yet"),
+        ({"budget": "8GB", "verify": "yes"}, "Option verify='yes' is neither True nor False"),
         ({"bugdet": "8GB"}, "Unexpected optimization option bugdet; memrewrite's options are budget, optimizer"),
         ({"budget": "8GB", "mode": "fast"}, "Unrecognized mode=fast, should be one of: default"),
     ],
@@ -149,18 +152,20 @@ def test_the_entry_point_leads_here() -> None:
 
 
 PROGRAM = """
-import torch
+import memrewrite, torch
 from torch._dynamo.utils import counters
 model = torch.nn.Sequential(*(torch.nn.Linear(8, 8, bias=False) for _ in range(3)))  # products need no compiler
 options = {"budget": BUDGET, "optimizer": "sgd"}
-torch.compile(model, backend="memrewrite", options=options)(torch.ones(64, 8)).sum().backward()
+compiled = torch.compile(model, backend="memrewrite", options=options)
+compiled(torch.ones(64, 8)).sum().backward()
 found = counters["inductor"], counters["aot_autograd"]
 print(found[0]["fxgraph_cache_hit"], found[0]["fxgraph_cache_miss"], found[1]["autograd_cache_hit"])
+print(memrewrite.report_of(compiled).graphs[0].choice)
 """
 
 
 def test_another_process_finds_the_graphs(tmp_path: Path) -> None:
-    """By its entry point, as an installed package has it, and without an import of memrewrite."""
+    """By its entry point, as an installed package has it; the report says where they are from."""
     installed = tmp_path / "memrewrite-0.dist-info"
     installed.mkdir()
     (installed / "METADATA").write_text("Name: memrewrite\nVersion: 0\n")
@@ -173,5 +178,6 @@ def test_another_process_finds_the_graphs(tmp_path: Path) -> None:
     for budget in ("'1GB'", "'1GB'"):
         command = [sys.executable, "-c", PROGRAM.replace("BUDGET", budget)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-        found.append([int(count) for count in done.stdout.split()])
-    assert [sum(counts[::2]) > 0 for counts in found] == [False, True]
+        found.append(done.stdout.strip().split(maxsplit=3))
+    assert [int(hits) + int(joint) > 0 for hits, _, joint, _ in found] == [False, True]
+    assert [choice for *_, choice in found] == ["usual", "from cache"]

@@ -1,0 +1,244 @@
+"""The first call of a compiled graph, compared with the stock partitioner's and with eager.
+
+Four run on copies of the real inputs, from the same random state and with the same random gradients of the outputs: the
+compiled graph, what Inductor makes of the same graph with the stock partitioner, the graph as it is, and that in
+float64. Compared are outputs, gradients of all inputs, and what was written into others, as elsewhere: bit for bit,
+else by the float64 rule (``memrewrite.equivalence.compare``). Where Inductor's kernels fail it with the stock
+partitioner, too, that is told and no error. Then the call itself runs, as if nothing had been before it.
+
+This takes more memory than the budget, once, and another compilation. So that all draw the same random numbers,
+Inductor takes those of eager (``fallback_random``), also in later calls.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from memrewrite.backends.partition import Partition
+from memrewrite.equivalence.compare import Comparison, TensorVerdict
+from memrewrite.equivalence.reference import (
+    WIDE,
+    Draw,
+    FusedRandomnessError,
+    Recorder,
+    double_copy,
+    in_double,
+)
+from memrewrite.equivalence.trial import Record
+from memrewrite.records.errors import MeasurementError, NotEquivalentError
+from memrewrite.state.random_state import RandomState
+from memrewrite.torch_internals.compiling import copied
+
+_HALF = (torch.float16, torch.bfloat16)
+_SEED = 0  # of the gradients of outputs
+
+
+class Proof:
+    """Compares a graph of Dynamo's once it is compiled; ``stock`` compiles another copy of it for given inputs."""
+
+    def __init__(self, graph: fx.GraphModule, partition: Partition, stock: Callable[..., Callable[..., Any]]) -> None:
+        self._plain, self._again = copied(graph, plain=True), copied(graph, plain=False)
+        self._names = [str(node.target) for node in graph.graph.find_nodes(op="placeholder")]
+        self._half = any(_is_half(node.meta.get("example_value")) for node in graph.graph.nodes)
+        self._partition, self._stock = partition, stock
+
+    def first(self, made: Callable[..., Any]) -> Callable[..., Any]:
+        """The compiled graph, whose first call is compared; raises ``NotEquivalentError`` where it is another."""
+        pending: list[Proof] = [self]
+
+        def run(*args: Any) -> Any:
+            if pending:
+                pending[0].prove(made, args)
+                pending.clear()
+            return made(*args)
+
+        return run
+
+    def prove(self, made: Callable[..., Any], args: Sequence[Any]) -> None:
+        """Compare for these inputs, which stay as they are, as does the random state."""
+        refuse(self._names, args)
+        tensors = [each for each in args if isinstance(each, Tensor)]
+        state = RandomState(dict.fromkeys(each.device for each in tensors if each.is_cuda))
+        try:
+            self._compare(made, Case(self._names, args, state))
+        finally:
+            state.restore()
+
+    def _compare(self, made: Callable[..., Any], case: "Case") -> None:
+        recorder = Recorder()
+        try:
+            eager = case.run(self._plain, during=recorder)
+        except FusedRandomnessError as error:
+            raise MeasurementError(
+                f"Option verify=True cannot compare a graph with dropout inside of a fused operator "
+                f"({error.family}); compile without it, or with dropout 0."
+            ) from error
+        except NotImplementedError as error:  # such as for an operator on graphs, which no dispatch mode knows
+            raise MeasurementError(
+                f"Option verify=True cannot run the graph in eager ({str(error).splitlines()[0]}); compile without it."
+            ) from error
+        ours = case.run(made)
+        stock = case.run(self._stock(self._again, case.copies()[1]))
+        self._partition.verified = ", ".join(
+            [
+                _told("the stock partitioner's graph", self._verdicts(case, recorder.draws, stock, ours)),
+                _told(
+                    "eager",
+                    self._verdicts(case, recorder.draws, eager, ours),
+                    self._verdicts(case, recorder.draws, eager, stock),
+                ),
+            ]
+        )
+
+    def _verdicts(self, case: "Case", draws: list[Draw], original: Record, ours: Record) -> tuple[TensorVerdict, ...]:
+        """The verdicts on what ``ours`` computed."""
+        comparison = Comparison(self._half, next(iter(case.devices), torch.device("cpu")))
+        if not comparison.add_step(original, ours):
+            comparison.add_reference(original, ours, case.double(self._plain, draws))
+        return comparison.verdicts()
+
+
+def _told(name: str, verdicts: Sequence[TensorVerdict], usual: Sequence[TensorVerdict] = ()) -> str:
+    """In words how what was compiled compares with ``name``; raises ``NotEquivalentError`` where it is another.
+
+    ``usual`` are the verdicts on the stock partitioner's graph: values in which that fails, too, are Inductor's doing.
+    """
+    wrong = [each for each in verdicts if not each.passed]
+    if not wrong:
+        exact = all(each.bit_equal for each in verdicts)
+        return f"as {name} {'bit for bit' if exact else 'by the float64 rule'}"
+    theirs = {(each.kind, each.name) for each in usual if not each.passed}
+    first = next((each for each in wrong if (each.kind, each.name) not in theirs), None)
+    if first is None:
+        count = f"{len(wrong)} of {len(verdicts)} values"
+        return f"as {name} but for {count}, where the stock partitioner's differs, too: {_value(wrong[0])}"
+    raise NotEquivalentError(
+        f"The compiled graph gives other numbers than {name} ({len(wrong)} of {len(verdicts)} values, such as "
+        f"{_value(first)}). "
+        "Please report it; without a budget the graph is left to PyTorch."
+    )
+
+
+def _value(verdict: TensorVerdict) -> str:
+    name = f"{verdict.kind} {verdict.name}".replace("output output", "output")
+    return f"{name} is off by {verdict.error:.3g}, where {verdict.allowed:.3g} is allowed"
+
+
+@dataclass
+class Case:
+    """The inputs of a call by name, and the random state before it; what runs on them gets copies of both."""
+
+    names: Sequence[str]
+    args: Sequence[Any]
+    state: RandomState
+
+    def __post_init__(self) -> None:
+        self._tangents: dict[int, Tensor] = {}  # of each output, on the CPU
+        self._reference: Record | None = None
+
+    @property
+    def devices(self) -> set[torch.device]:
+        """The devices that inputs lie on, the CPU aside."""
+        return {each.device for each in self.args if isinstance(each, Tensor) and each.device.type != "cpu"}
+
+    def copies(self, wide: bool = False) -> tuple[list[Tensor | None], list[Any]]:
+        """The leaves that gradients are asked of, and the copies: what was no leaf is none, and may be written."""
+        leaves: list[Tensor | None] = []
+        given: list[Any] = []
+        for each in self.args:
+            leaf = _copy(each, wide) if isinstance(each, Tensor) else each
+            leaves.append(leaf if isinstance(leaf, Tensor) and leaf.requires_grad else None)
+            made = isinstance(each, Tensor) and each.requires_grad and not each.is_leaf
+            given.append(leaf.clone() if made else leaf)
+        return leaves, given
+
+    def run(
+        self, program: Callable[..., Any], wide: bool = False, during: AbstractContextManager[Any] | None = None
+    ) -> Record:
+        """What a program computes: outputs, gradients of inputs, and what the others are afterwards."""
+        self.state.restore()
+        leaves, given = self.copies(wide)
+        with during or nullcontext():
+            found = program(*given)
+            outputs = list(found) if isinstance(found, tuple | list) else [found]
+            record: Record = {("output", f"output {i}"): _kept(each) for i, each in enumerate(outputs)}
+            record |= self._gradients(outputs, leaves)
+        for name, each, leaf in zip(self.names, given, leaves, strict=True):
+            if isinstance(each, Tensor) and leaf is None:
+                record["buffer", name] = _kept(each)
+        return record
+
+    def _gradients(self, outputs: list[Any], leaves: list[Tensor | None]) -> Record:
+        made = {i: each for i, each in enumerate(outputs) if isinstance(each, Tensor) and each.requires_grad}
+        asked = {name: leaf for name, leaf in zip(self.names, leaves, strict=True) if leaf is not None}
+        if not made or not asked:
+            return {}
+        with ExitStack() as stack:
+            for kind in {each.device.type for each in made.values()}:
+                stack.enter_context(torch.autocast(kind, enabled=False))  # as in a training loop
+            tangents = [self._tangent(number, each) for number, each in made.items()]
+            found = torch.autograd.grad([*made.values()], [*asked.values()], tangents, allow_unused=True)
+        # Compiled graphs give zeros where eager gives None.
+        return {
+            ("gradient", name): _kept(torch.zeros_like(leaf) if each is None else each)
+            for (name, leaf), each in zip(asked.items(), found, strict=True)
+        }
+
+    def _tangent(self, number: int, output: Tensor) -> Tensor:
+        """The gradient of an output, drawn in the precision of the first run, which is eager's."""
+        if number not in self._tangents:
+            generator = torch.Generator().manual_seed(_SEED + number)
+            kind = torch.complex64 if output.is_complex() else torch.float32
+            self._tangents[number] = torch.randn(output.shape, generator=generator, dtype=kind).to(output.dtype)
+        return self._tangents[number].to(output.device, output.dtype)
+
+    def double(self, graph: nn.Module, draws: list[Draw]) -> Record:
+        """What the graph computes in float64, found out once."""
+        if self._reference is None:
+            try:
+                self._reference = self.run(double_copy(graph), wide=True, during=in_double(draws))
+            except (MeasurementError, torch.OutOfMemoryError):
+                raise
+            except Exception as error:
+                raise MeasurementError(
+                    f"The graph does not run in float64 ({type(error).__name__}: {error}), so that verify=True cannot "
+                    "judge it; compile without it."
+                ) from error
+        return self._reference
+
+
+def refuse(names: Sequence[str], args: Sequence[Any]) -> None:
+    """Raise ``MeasurementError`` for an input that cannot be copied as it is."""
+    for name, each in zip(names, args, strict=True):
+        if isinstance(each, Tensor) and (type(each) not in (Tensor, nn.Parameter) or each.layout != torch.strided):
+            kind = type(each).__name__ if each.layout == torch.strided else f"tensor of layout {each.layout}"
+            raise MeasurementError(
+                f"Option verify=True cannot compare a graph that takes {name}, a {kind}; compile without it."
+            )
+
+
+def _copy(tensor: Tensor, wide: bool) -> Tensor:
+    """A leaf with the same values, strides and wish for a gradient, which lies in memory of its own."""
+    dtype = WIDE.get(tensor.dtype, tensor.dtype) if wide else tensor.dtype
+    new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=tensor.device)
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    if tensor.numel():  # all that it reaches over, as one place may be several of its values
+        with torch.no_grad():
+            new.as_strided((reach,), (1,)).copy_(tensor.as_strided((reach,), (1,)))
+    return (
+        nn.Parameter(new, tensor.requires_grad)
+        if isinstance(tensor, nn.Parameter)
+        else new.requires_grad_(tensor.requires_grad)
+    )
+
+
+def _kept(value: Any) -> Any:
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+
+
+def _is_half(value: object) -> bool:
+    return isinstance(value, Tensor) and value.dtype in _HALF

@@ -1,0 +1,106 @@
+"""The record of what the back end of ``torch.compile`` did, graph by graph."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from memrewrite.records.options import short_bytes
+
+SCHEMA_VERSION = 1
+CHOICES = {
+    "usual": "what PyTorch keeps fits",
+    "cheapest": "the cheapest plan found that fits",
+    "lowest": "the lowest peak found",
+    "no budget": "left to PyTorch: no budget was given",
+    "not ours": "left to PyTorch: its backward draws random numbers again, or takes what is no tensor",
+    "no backward": "has no backward",
+    "from cache": "from Inductor's caches, which do not tell what was foreseen when it was made",
+}
+"""How a graph was divided into forward and backward, in words."""
+
+
+@dataclass(frozen=True)
+class CompiledGraph:
+    """What was done with one graph of Dynamo's; all sizes are bytes.
+
+    ``choice`` is one of ``CHOICES``. ``resident`` is what lives besides what the graph makes, by kind. ``peak`` is the
+    foreseen peak of the step while the graph runs or the optimizer does, ``peak_before`` the same as PyTorch divides
+    the graph. ``kept`` is handed from forward to backward (``kept_before`` by PyTorch), by operator in ``kept_by``.
+    ``reruns`` has how many nodes of each operator run again, in ``regions`` parts of forward, which takes ``rerun_ms``.
+    What follows ``resident`` is None or empty where nothing was foreseen. ``verified`` says how the first call was
+    compared, "" where it was not.
+    """
+
+    name: str
+    choice: str
+    resident: dict[str, int]
+    peak: int | None = None
+    peak_before: int | None = None
+    kept: int | None = None
+    kept_before: int | None = None
+    kept_by: dict[str, int] = field(default_factory=dict)
+    reruns: dict[str, int] = field(default_factory=dict)
+    regions: int = 0
+    rerun_ms: float = 0.0
+    verified: str = ""
+
+
+@dataclass(frozen=True)
+class CompiledReport:
+    """What ``torch.compile(model, backend="memrewrite")`` has made so far; ``str()`` of it is for people.
+
+    ``budget`` is as it was asked for, "" without one. ``graphs`` come in the order they were compiled in: several
+    where a graph breaks, and where lengths or other things differed so that Dynamo compiled again.
+    """
+
+    model: str
+    budget: str
+    optimizer: str
+    reserve: int
+    exact: bool
+    graphs: tuple[CompiledGraph, ...]
+
+    @property
+    def peak(self) -> int | None:
+        """The foreseen peak of the step in bytes, over all graphs; None where one of them is not foreseen."""
+        peaks = [graph.peak for graph in self.graphs if graph.choice != "no backward"]
+        known = [peak for peak in peaks if peak is not None]
+        return max(known) if known and len(known) == len(peaks) else None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data for ``json.dumps``; carries ``schema_version``."""
+        return {"schema_version": SCHEMA_VERSION, **asdict(self), "peak": self.peak}
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self))
+
+
+def _lines(report: CompiledReport) -> Iterator[str]:
+    asked = f"budget {report.budget}" if report.budget else "no budget"
+    known = f"foreseen peak {short_bytes(report.peak)}" if report.peak is not None else "peak not foreseen"
+    yield f"{report.model} by torch.compile: {asked}, optimizer {report.optimizer}, {known}"
+    for number, graph in enumerate(report.graphs, 1):
+        yield f"graph {number}, {graph.name}: {CHOICES[graph.choice]}"
+        if graph.verified:
+            yield f"  verified     {graph.verified}"
+        if graph.resident:
+            yield f"  resident     {_sizes(graph.resident)}"
+        if graph.peak is None or graph.kept is None:
+            continue
+        yield f"  peak         {_than(graph.peak, graph.peak_before)}"
+        yield f"  kept         {_than(graph.kept, graph.kept_before)}: {_sizes(graph.kept_by) or 'nothing'}"
+        if graph.reruns:
+            yield f"  runs again   {_times(graph.reruns)}; {graph.regions} regions, {graph.rerun_ms:.2f} ms"
+
+
+def _than(now: int, before: int | None) -> str:
+    """A size, and what it is as PyTorch has it where that is another."""
+    return short_bytes(now) + (f" (PyTorch {short_bytes(before)})" if before not in (None, now) else "")
+
+
+def _sizes(sizes: dict[str, int]) -> str:
+    return ", ".join(f"{name} {short_bytes(size)}" for name, size in sizes.items())
+
+
+def _times(counts: dict[str, int]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in counts.items())
