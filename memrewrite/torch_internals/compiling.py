@@ -133,27 +133,27 @@ def copied(graph: fx.GraphModule, plain: bool) -> fx.GraphModule:
 
 def module_of_frame() -> nn.Module | None:
     """The ``self`` of the outermost frame that Dynamo is in, where that is a module."""
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
-    try:
-        translator: Any = InstructionTranslator.current_tx()
-    except (AttributeError, RuntimeError, AssertionError):
-        return None
+    translator = _translator()
     while getattr(translator, "parent", None) is not None:
         translator = translator.parent
-    found = translator.f_locals.get("self")
+    found = None if translator is None else translator.f_locals.get("self")
     return found if isinstance(found, nn.Module) else None
 
 
 def backend_of_frame() -> Any:
     """The back end as ``torch.compile`` holds it that Dynamo compiles the present frame for; None outside of Dynamo."""
+    translator = _translator()
+    return None if translator is None else _innermost(translator.output.compiler_fn)
+
+
+def _translator() -> Any:
+    """What Dynamo translates the present frame by; None outside of Dynamo, of which some versions raise."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     try:
-        translator: Any = InstructionTranslator.current_tx()
+        return InstructionTranslator.current_tx()
     except (AttributeError, RuntimeError, AssertionError):
         return None
-    return _innermost(translator.output.compiler_fn)
 
 
 def backend_of(made: Any) -> Any:

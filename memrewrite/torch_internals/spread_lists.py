@@ -1,8 +1,9 @@
-"""Operators on lists of tensors that are spread over a mesh, as optimizers use them. Read in PyTorch 2.13.
+"""Operators on lists of tensors that are spread over a mesh, as optimizers use them. Read in PyTorch 2.11 to 2.14.
 
 How a result is spread is found for each tensor of a list on its own, but each time by a look at the whole lists: for
 the many hundred parameters of a large model this takes longer than the rest of a simulated step. Most of them are
-alike, so that a list of those that differ tells as much.
+alike, so that a list of those that differ tells as much. PyTorch 2.11 keeps the function it looks with from its start:
+there nothing changes.
 """
 
 import contextlib
