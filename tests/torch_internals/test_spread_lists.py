@@ -50,9 +50,10 @@ def test_of_lists_the_same_is_found(name: str, monkeypatch: pytest.MonkeyPatch) 
             parameter.grad = torch.zeros_like(parameter)
         with spread_lists.alike_found_once(), torch.no_grad():
             _CALLS[name]([*model.parameters()])
-    if not shortened:
-        pytest.skip("this PyTorch has kept the function it looks with, as 2.11 does: all is found as before")
-    assert any(places is not None for places in shortened)
+    helped = any(places is not None for places in shortened)
+    if not helped and torch.__version__ < "2.13":
+        pytest.skip("this PyTorch has kept the function it looks with: all is found as before")
+    assert helped
 
 
 def test_a_list_that_is_joined_is_left_as_it_is() -> None:
