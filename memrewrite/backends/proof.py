@@ -19,21 +19,22 @@ import torch
 from torch import Tensor, fx, nn
 
 from memrewrite.backends.partition import Partition
-from memrewrite.equivalence.compare import Comparison, TensorVerdict
+from memrewrite.equivalence.compare import HALF, Comparison, TensorVerdict
 from memrewrite.equivalence.reference import (
     WIDE,
     Draw,
     FusedRandomnessError,
     Recorder,
     double_copy,
+    double_or_refused,
     in_double,
+    leaf_like,
 )
-from memrewrite.equivalence.trial import Record
+from memrewrite.equivalence.trial import Record, to_cpu
 from memrewrite.records.errors import MeasurementError, NotEquivalentError
 from memrewrite.state.random_state import RandomState
 from memrewrite.torch_internals.compiling import copied
 
-_HALF = (torch.float16, torch.bfloat16)
 _SEED = 0  # of the gradients of outputs
 
 
@@ -165,11 +166,11 @@ class Case:
         with during or nullcontext():
             found = program(*given)
             outputs = list(found) if isinstance(found, tuple | list) else [found]
-            record: Record = {("output", f"output {i}"): _kept(each) for i, each in enumerate(outputs)}
+            record: Record = {("output", f"output {i}"): to_cpu(each) for i, each in enumerate(outputs)}
             record |= self._gradients(outputs, leaves)
         for name, each, leaf in zip(self.names, given, leaves, strict=True):
             if isinstance(each, Tensor) and leaf is None:
-                record["buffer", name] = _kept(each)
+                record["buffer", name] = to_cpu(each)
         return record
 
     def _gradients(self, outputs: list[Any], leaves: list[Tensor | None]) -> Record:
@@ -184,7 +185,7 @@ class Case:
             found = torch.autograd.grad([*made.values()], [*asked.values()], tangents, allow_unused=True)
         # Compiled graphs give zeros where eager gives None.
         return {
-            ("gradient", name): _kept(torch.zeros_like(leaf) if each is None else each)
+            ("gradient", name): to_cpu(torch.zeros_like(leaf) if each is None else each)
             for (name, leaf), each in zip(asked.items(), found, strict=True)
         }
 
@@ -199,15 +200,8 @@ class Case:
     def double(self, graph: nn.Module, draws: list[Draw]) -> Record:
         """What the graph computes in float64, found out once."""
         if self._reference is None:
-            try:
+            with double_or_refused("The graph", "so that verify=True cannot judge it; compile without it."):
                 self._reference = self.run(double_copy(graph), wide=True, during=in_double(draws))
-            except (MeasurementError, torch.OutOfMemoryError):
-                raise
-            except Exception as error:
-                raise MeasurementError(
-                    f"The graph does not run in float64 ({type(error).__name__}: {error}), so that verify=True cannot "
-                    "judge it; compile without it."
-                ) from error
         return self._reference
 
 
@@ -229,16 +223,8 @@ def _copy(tensor: Tensor, wide: bool) -> Tensor:
     if tensor.numel():  # all that it reaches over, as one place may be several of its values
         with torch.no_grad():
             new.as_strided((reach,), (1,)).copy_(tensor.as_strided((reach,), (1,)))
-    return (
-        nn.Parameter(new, tensor.requires_grad)
-        if isinstance(tensor, nn.Parameter)
-        else new.requires_grad_(tensor.requires_grad)
-    )
-
-
-def _kept(value: Any) -> Any:
-    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+    return leaf_like(tensor, new)
 
 
 def _is_half(value: object) -> bool:
-    return isinstance(value, Tensor) and value.dtype in _HALF
+    return isinstance(value, Tensor) and value.dtype in HALF

@@ -32,6 +32,7 @@ MULTIPLIER = 2.0
 """How many times the original's error is allowed; from ``torch._dynamo.utils.same``."""
 HALF_MULTIPLIER = 3.0
 """The same for half types and under autocast; from ``torch._dynamo.utils.same``."""
+HALF = (torch.float16, torch.bfloat16)
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 1e-2}
 """Relative tolerance, of which a tenth counts: 1e-4 is the default of PyTorch's benchmarks, 1e-2 what they use for
 training under autocast; float64, which is its own reference, gets the same care in its own precision."""

@@ -132,20 +132,26 @@ def double_step(
 
     Raises ``MeasurementError`` when the model does not run in float64.
     """
-    try:
+    with double_or_refused(
+        "The original", "so changed arithmetic cannot be judged; use only exact rewrites (exact=True)."
+    ):
         model = double_copy(original)
         with in_double(draws):
             wide = {id(tensor): _widened(tensor) for tensor in inputs.tensors()}  # by identity: ties stay ties
             args, kwargs = tree_map(lambda leaf: wide.get(id(leaf), leaf), (inputs.args, inputs.kwargs))
             plain = dataclasses.replace(step, amp=None, optimizer=None)
             return take_step(model, Inputs(args, kwargs), plain, None, devices, input_gradients)
+
+
+@contextlib.contextmanager
+def double_or_refused(what: str, then: str) -> Iterator[None]:
+    """Raise ``MeasurementError`` where ``what`` fails in float64; ``then`` says what follows from that."""
+    try:
+        yield
     except (MeasurementError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        raise MeasurementError(
-            f"The original does not run in float64 ({type(error).__name__}: {error}), so changed arithmetic "
-            "cannot be judged; use only exact rewrites (exact=True)."
-        ) from error
+        raise MeasurementError(f"{what} does not run in float64 ({type(error).__name__}: {error}), {then}") from error
 
 
 @contextlib.contextmanager
@@ -167,7 +173,11 @@ def double_copy(module: nn.Module) -> nn.Module:
 
 
 def _doubled(tensor: Tensor) -> Tensor:
-    data = tensor.detach().to(WIDE.get(tensor.dtype, tensor.dtype), copy=True)
+    return leaf_like(tensor, tensor.detach().to(WIDE.get(tensor.dtype, tensor.dtype), copy=True))
+
+
+def leaf_like(tensor: Tensor, data: Tensor) -> Tensor:
+    """``data`` as what ``tensor`` is: a parameter or not, with the same wish for a gradient."""
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(data, requires_grad=tensor.requires_grad)
     return data.requires_grad_(tensor.requires_grad)

@@ -72,7 +72,7 @@ def take_step(
         alone = dataclasses.replace(step.loop, ahead=0, average=False)  # what lies beside the step computes nothing
         observed = dataclasses.replace(step, loss_fn=observed_loss, loop=alone, mesh=None)
         loop = observed.begin(module, private, optimizer, Targets())
-        record["loss", "loss"] = _to_cpu(loop.take(on_phase))
+        record["loss", "loss"] = to_cpu(loop.take(on_phase))
     _keep_state(record, module, devices, parameters=optimizer is not None)
     return record
 
@@ -108,7 +108,7 @@ def _keep_output(record: Record, output: Any) -> None:
     record["output", "structure"] = structure
     for index, leaf in enumerate(leaves):
         name = "output" if len(leaves) == 1 else f"output[{index}]"
-        record["output", name] = _to_cpu(leaf)
+        record["output", name] = to_cpu(leaf)
         if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
             stride = tuple(s for s, size in zip(leaf.stride(), leaf.shape, strict=True) if size > 1)
             record["layout", name] = tuple(leaf.shape), stride, leaf.requires_grad
@@ -127,16 +127,16 @@ def _expanded(value: Any, depth: int = 0) -> Any:
 
 def _keep_gradients(record: Record, module: nn.Module, leaves: list[Tensor]) -> None:
     for name, parameter in module.named_parameters():
-        record["gradient", name] = _to_cpu(parameter.grad)
+        record["gradient", name] = to_cpu(parameter.grad)
     for index, leaf in enumerate(leaves):
-        record["input gradient", f"input {index}"] = _to_cpu(leaf.grad)
+        record["input gradient", f"input {index}"] = to_cpu(leaf.grad)
 
 
 def _keep_state(record: Record, module: nn.Module, devices: tuple[torch.device, ...], parameters: bool) -> None:
     for name, buffer in module.named_buffers():
-        record["buffer", name] = _to_cpu(buffer)
+        record["buffer", name] = to_cpu(buffer)
     for name, parameter in module.named_parameters() if parameters else ():
-        record["parameter", name] = _to_cpu(parameter)
+        record["parameter", name] = to_cpu(parameter)
     state = RandomState(devices)
     for device, generator in state.torch.items():
         record["random state", device] = generator
@@ -145,7 +145,8 @@ def _keep_state(record: Record, module: nn.Module, devices: tuple[torch.device, 
         record["training flag", name] = child.training
 
 
-def _to_cpu(value: Any) -> Any:
+def to_cpu(value: Any) -> Any:
+    """A copy of a tensor, dense and on the CPU; anything else as it is."""
     if not isinstance(value, Tensor):
         return value
     value = value.detach()

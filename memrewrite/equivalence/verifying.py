@@ -29,7 +29,7 @@ from torch import nn
 from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from memrewrite.equivalence.compare import NOISE_RUNS, Comparison, TensorVerdict, fingerprints
+from memrewrite.equivalence.compare import HALF, NOISE_RUNS, Comparison, TensorVerdict, fingerprints
 from memrewrite.equivalence.reference import FusedRandomnessError, Recorder, double_step
 from memrewrite.equivalence.sizes import batch_of, cut_down, halved, smaller_inputs
 from memrewrite.equivalence.trial import Record, deterministic, take_step, without_outputs
@@ -40,8 +40,6 @@ from memrewrite.runtime.dropin import accept, programs
 from memrewrite.runtime.promise import FallbackWarning
 from memrewrite.state.random_state import seed_all
 from memrewrite.workload.step import Inputs, Step, autocast, device_type
-
-_HALF = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -94,7 +92,7 @@ class _Case:
         return without_outputs if alone else lambda record: record
 
     def comparison(self) -> Comparison:
-        half = self.step.amp in _HALF or any(p.dtype in _HALF for p in self.original.parameters())
+        half = self.step.amp in HALF or any(p.dtype in HALF for p in self.original.parameters())
         return Comparison(half, next(iter(self.devices), torch.device("cpu")))
 
     def keep(self) -> State:

@@ -17,11 +17,9 @@ from memrewrite.backends.proof import Proof
 from memrewrite.equivalence.reference import FusedRandomnessError
 from memrewrite.records.errors import MeasurementError, NotEquivalentError
 from memrewrite.state.random_state import RandomState
-from tests.backends.test_entry import partitions
 from tests.backends.test_partition import MODELS, Block, Loss, made, mlp
 from tests.support.divided import NOTHING, gradients
 
-__all__ = ["partitions"]  # a fixture is used by its name
 STOCK = "as the stock partitioner's graph bit for bit"
 
 

@@ -14,10 +14,9 @@ from memrewrite.backends.partition import Partition
 from memrewrite.records.compiled import CHOICES, CompiledGraph, CompiledReport
 from memrewrite.records.errors import UsageError
 from memrewrite.torch_internals.compiling import backend_of_frame
-from tests.backends.test_entry import Broken, partitions
+from tests.backends.test_entry import Broken
 from tests.backends.test_partition import Block, mlp
 
-__all__ = ["partitions"]  # a fixture is used by its name
 OPTIONS: dict[str, Any] = {"budget": "min", "optimizer": "sgd"}
 
 
@@ -29,7 +28,6 @@ def step(model: Callable[..., Tensor], rows: int = 256) -> None:
     model(torch.randn(rows, 32)).backward()
 
 
-@pytest.mark.usefixtures("partitions")
 def test_a_graph_is_told_as_it_was_planned(partitions: list[Partition]) -> None:
     model = compiled(mlp(), budget="min", optimizer="adamw", reserve="1MB", exact=True)
     step(model)
