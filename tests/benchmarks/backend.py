@@ -4,15 +4,17 @@
 
 For each workload ``torch.compile`` is trained at each ``activation_memory_budget``, then ours at the peaks that took,
 and at the lowest it reaches. FILE holds all rows; it is written anew after each, and a stopped run goes on from there.
-``--tiny`` is a smoke test on the CPU: small models, budgets in percent, and in place of measured peaks foreseen ones.
+Processes of several files may compile side by side: with ``--lock PATH`` one at a time is timed. ``--tiny`` is a smoke
+test on the CPU: small models, budgets in percent, and in place of measured peaks foreseen ones.
 """
 
 import argparse
+import fcntl
 import json
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -34,21 +36,21 @@ _MARGIN = 1.002  # of a stock peak: what the allocator's blocks differ by from p
 Row = dict[str, Any]
 
 
-def wanted(name: str, rows: list[Row], tiny: bool) -> Iterator[tuple[str, Any]]:
+def wanted(name: str, rows: list[Row], shares: list[float], tiny: bool) -> Iterator[tuple[str, Any]]:
     """The contenders of a workload, each with its setting; ours once those it is compared with are measured."""
-    for share in _STOCK[:: 3 if tiny else 1]:
+    for share in shares:
         yield f"stock {share}", share
     if tiny:
         yield from ((f"ours {budget}", budget) for budget in _TINY)
         return
-    for share in _STOCK:
+    for share in shares:
         found = [row for row in rows if row["workload"] == name and row["contender"] == f"stock {share}" and row["ok"]]
         if found:
             yield f"ours at stock {share}", int(found[0]["peak"] * _MARGIN)
     yield "ours min", "min"
 
 
-def trained(name: str, contender: str, setting: Any, tiny: bool) -> Row:
+def trained(name: str, contender: str, setting: Any, tiny: bool, lock: Path | None) -> Row:
     """One row: the steps of one contender, measured."""
     device = torch.device("cpu" if tiny else "cuda")
     workload = WORKLOADS[name]
@@ -65,7 +67,7 @@ def trained(name: str, contender: str, setting: Any, tiny: bool) -> Row:
     with functorch.patch(activation_memory_budget=1.0 if ours else setting), _watched(partitions):
         module = torch.compile(model, backend=entry.memrewrite, options=options) if ours else torch.compile(model)
         try:
-            figures = _figures(module, model, inputs, workload, others, tiny)
+            figures = _figures(module, inputs, workload, others, tiny, lock)
         except BudgetInfeasibleError as error:
             return {**row, "ok": False, "note": "infeasible", "lowest": error.lowest}
     foreseen = [p.foreseen for p in partitions if p.foreseen is not None]
@@ -85,16 +87,25 @@ def _watched(found: list[Partition]) -> AbstractContextManager[object]:
     return mock.patch.object(entry, "Partition", made)
 
 
-def _figures(module: Any, model: nn.Module, inputs: Any, workload: Any, others: int, tiny: bool) -> Row:
+def _figures(module: Any, inputs: Any, workload: Any, others: int, tiny: bool, lock: Path | None) -> Row:
     """Peak bytes (None on the CPU, where compiled code cannot be tracked) and median milliseconds of steady steps."""
     trial = Trial(module, inputs, workload.step(), others)
     trial.warm_up()
     began = time.perf_counter()
-    if tiny:
-        times = trial._on_cpu(3)
-        return {"peak": None, "step_ms": sorted(times)[1], "seconds": time.perf_counter() - began}
-    figures = trial.figures(15)
+    with _alone(lock):
+        figures = {"peak": None, "step_ms": sorted(trial._on_cpu(3))[1]} if tiny else trial.figures(15)
     return {**figures, "seconds": time.perf_counter() - began}
+
+
+@contextmanager
+def _alone(lock: Path | None) -> Iterator[None]:
+    """While no other process of the same lock is here."""
+    if lock is None:
+        yield
+        return
+    with lock.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def main() -> int:
@@ -102,27 +113,29 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path)
     parser.add_argument("--only", nargs="+", choices=WORKLOADS, default=[*WORKLOADS])
+    parser.add_argument("--shares", nargs="+", type=float, default=_STOCK, help="activation_memory_budget, of 1 to 0")
     parser.add_argument("--deadline-s", type=float, default=float("inf"))
+    parser.add_argument("--lock", type=Path, help="a file that tells processes side by side when to be timed")
     parser.add_argument("--tiny", action="store_true", help="a smoke test on the CPU")
     asked = parser.parse_args()
     end = time.monotonic() + asked.deadline_s
     rows: list[Row] = json.loads(asked.file.read_text()) if asked.file.exists() else []
     for name in asked.only:
-        for contender, setting in wanted(name, rows, asked.tiny):
+        for contender, setting in wanted(name, rows, asked.shares, asked.tiny):
             known = any((row["workload"], row["contender"]) == (name, contender) for row in rows)
             if known or time.monotonic() > end:
                 continue
-            row = attempted(name, contender, setting, asked.tiny)
+            row = attempted(name, contender, setting, asked.tiny, asked.lock)
             rows.append(row)
             asked.file.write_text(json.dumps(rows, indent=1))
             print(line(row), flush=True)
     return 0
 
 
-def attempted(name: str, contender: str, setting: Any, tiny: bool) -> Row:
+def attempted(name: str, contender: str, setting: Any, tiny: bool, lock: Path | None) -> Row:
     """``trained``, or why it failed."""
     try:
-        return trained(name, contender, setting, tiny)
+        return trained(name, contender, setting, tiny, lock)
     except Exception as error:
         return {"workload": name, "contender": contender, "setting": setting, "ok": False, "note": reason(error)}
 
