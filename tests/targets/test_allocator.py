@@ -13,6 +13,7 @@ from memrewrite.simulate.memory.tracker import Tracker
 from memrewrite.targets.allocator import GRANULE, Allocator, Block, allocator_on
 from memrewrite.targets.cuda_from_cpu import CUDA_FROM_CPU
 from memrewrite.targets.transients import Taken, Transients, transients_on
+from memrewrite.torch_internals.gradient_sums import SUM
 from memrewrite.workload.step import Step
 from tests.support.models import make
 
@@ -261,6 +262,26 @@ def test_scratch_memory_beside_a_large_free_block_counts_as_what_it_is() -> None
     with tracker:
         result = left @ left
     assert (tracker.peak, tracker.current, result.nbytes) == (32 * MIB, 16 * MIB, 16 * MIB)
+
+
+def test_gradients_that_are_added_up_in_place_ask_for_nothing() -> None:
+    """Once it is measured, too, what the same operator asks for where it makes its result."""
+    sums = Transients(lambda calls: [Taken(0, (16 * MIB,)) if f is SUM else Taken() for f, _, _ in calls])
+
+    def events() -> list[tuple[int, str]]:
+        tracker = Tracker("cpu", sums, blocks=Allocator())
+        with tracker:
+            doubled = torch.ones(2048, 2048, requires_grad=True) * 2.0
+            (doubled.exp() * doubled.cos()).sum().backward()
+        return tracker.events
+
+    before = events()
+    assert any(label.endswith(str(SUM)) for _, label in before)
+    gradient = torch.empty(2048, 2048)
+    sums.lookup(SUM, (gradient, gradient), {})
+    sums.probe()
+    assert sums.lookup(SUM, (gradient, gradient), {}).course
+    assert events() == before
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")

@@ -225,13 +225,15 @@ class Tracker(Layer):
             if self.blocks is not None:
                 self.blocks.follow(self.libraries)
             self.libraries = []
-        if func is SUM and (first := self._added_to(args)) is not None:
+        first = self._added_to(args) if func is SUM else None
+        if first is not None:
             self._hand_on(first)
         if self._together and getattr(func, "namespace", "") in _COLLECTIVES:
             self._communicated(func, args, kwargs or {})
         if size := self.target.read_as(func, args, result):
             self._see(result, size)
-        taken = Taken() if self._transients is None else self._transients.lookup(func, args, dict(kwargs or {}))
+        known = self._transients if first is None else None  # in place, a sum asks for nothing
+        taken = Taken() if known is None else known.lookup(func, args, dict(kwargs or {}))
         extra = self._made(result, taken)
         if self.current + extra > self.peak:
             self._clock += 1  # a moment of its own: storages may have died since the last birth
