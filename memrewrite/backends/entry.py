@@ -25,6 +25,7 @@ from memrewrite.backends.proof import Proof
 from memrewrite.backends.resident import resident
 from memrewrite.backends.told import forget, note
 from memrewrite.records.errors import MemrewriteError, UsageError
+from memrewrite.targets import transients
 from memrewrite.torch_internals import partitioning
 from memrewrite.torch_internals.compiling import Partitioner, cache_hits, digest, inductor, let_through
 from memrewrite.version import __version__
@@ -75,5 +76,5 @@ def _compiled(
 
 def identity(partition: Partition) -> str:
     """What tells the graphs of a partition from others in Inductor's cache: code, options, and the bytes there are."""
-    code = digest(Path(__file__).parent, Path(str(partitioning.__file__)))
+    code = digest(Path(__file__).parent, *(Path(str(each.__file__)) for each in (partitioning, transients)))
     return f"memrewrite {__version__} {code} {partition.asked} {partition.lives} {partition.fused}"

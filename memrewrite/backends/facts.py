@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
+from memrewrite.backends.scratch import scratch
 from memrewrite.costs import ROOFLINES, Roofline
 from memrewrite.targets.allocator import rounded
 from memrewrite.torch_internals.operators import OpOverload, written_arguments
@@ -43,8 +44,8 @@ class Facts:
     and constants, ``symbols`` sizes, ``views`` what makes nothing. ``fused`` nodes are made in the kernel that reads
     them, and ``reader`` nodes make what they read there; ``heavy`` ones, on the CPU, are not made twice. ``may_rerun``
     are the nodes that can run again, ``must_rerun`` those that have to, ``costly`` those that take a while, ``ms`` how
-    long. ``savable`` are values that can be handed to backward. ``outputs`` of forward and ``gradients`` stay until the
-    end; ``tangents`` come with backward.
+    long, ``scratch`` the bytes that each takes meanwhile besides what it makes. ``savable`` are values that can be
+    handed to backward. ``outputs`` of forward and ``gradients`` stay until the end; ``tangents`` come with backward.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -65,6 +66,7 @@ class Facts:
     costly: frozenset[int]
     savable: frozenset[int]
     ms: tuple[float, ...]
+    scratch: tuple[int, ...]
     outputs: tuple[int, ...]
     gradients: tuple[int, ...]
     tangents: tuple[int, ...]
@@ -106,6 +108,7 @@ def facts(joint: fx.GraphModule, divided: Divided, fused: bool = True) -> Facts:
         costly=frozenset(costly),
         savable=frozenset(i for i, node in enumerate(nodes) if isinstance(node.meta.get("val"), Tensor)),
         ms=times,
+        scratch=scratch(nodes),
         outputs=tuple(index[node] for node in divided.forward_outputs),
         gradients=tuple(index[node] for node in divided.backward_outputs),
         tangents=tuple(tangents),

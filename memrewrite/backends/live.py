@@ -19,13 +19,14 @@ Key = tuple[int, int]  # a storage, and the copy of its maker: a region, or -1
 
 @dataclass(frozen=True)
 class Run:
-    """A node as it runs: what it makes and reads; ``fused``, ``reader`` and ``heavy`` are those of ``Facts``."""
+    """A node as it runs: what it makes and reads; the others are those of ``Facts``."""
 
     makes: tuple[Key, ...]
     reads: tuple[Key, ...]
     fused: bool
     reader: bool
     heavy: bool
+    scratch: int
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,8 @@ def backward_runs(facts: Facts, order: Order) -> tuple[list[Run], Callable[[int]
 
 def _run(facts: Facts, node: int, makes: tuple[Key, ...], reads: tuple[Key, ...]) -> Run:
     view = not makes and node in facts.views
-    return Run(makes, () if view else reads, node in facts.fused, node in facts.reader, node in facts.heavy)
+    kinds = (node in facts.fused, node in facts.reader, node in facts.heavy)
+    return Run(makes, () if view else reads, *kinds, facts.scratch[node])
 
 
 def watermark(runs: Sequence[Run], given: Iterable[Key], ends: set[Key], size: Callable[[Key], int]) -> Watermark:
@@ -131,8 +133,8 @@ def watermark(runs: Sequence[Run], given: Iterable[Key], ends: set[Key], size: C
         living |= made
         now += sum(made.values())
         over = _written_over(run, made, [living[key] for key in dead if key not in first and key not in made])
-        if now - over > best:
-            best, where, there = now - over, number, frozenset(living)
+        if (needed := now - over + run.scratch) > best:
+            best, where, there = needed, number, frozenset(living)
         now -= sum(living.pop(key, 0) for key in dies.get(number, ()))
     return Watermark(best, where, there)
 

@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 from memrewrite.records.errors import UsageError
 from memrewrite.simulate.memory.tracker import Tracker
 from memrewrite.targets.allocator import rounded
+from memrewrite.targets.workspaces import measured_here
 from memrewrite.torch_internals.compiling import module_of_frame, real_tensors_of, saved_by
 from memrewrite.torch_internals.fake_tensors import FAKE_TENSOR_ERRORS, FakeTensorMode
 from memrewrite.torch_internals.foreach import foreach_on_fake_tensors
@@ -29,7 +30,8 @@ class Resident:
 
     ``model`` are parameters and buffers, ``state`` is what the optimizer keeps and ``transient`` what its step takes
     besides, ``inputs`` what the graph is given, ``earlier`` what is kept for the backward of what ran before,
-    ``gradients`` those of all parameters and ``others`` those that other graphs make.
+    ``gradients`` those of all parameters, ``others`` those that other graphs make and ``libraries`` what cuBLAS holds,
+    whether or not this graph is the one that multiplies.
     """
 
     model: int
@@ -39,16 +41,17 @@ class Resident:
     earlier: int
     gradients: int
     others: int
+    libraries: int
 
     @property
     def base(self) -> int:
         """What lives while the graph runs forward and backward."""
-        return self.model + self.state + self.inputs + self.earlier + self.others
+        return self.model + self.state + self.inputs + self.earlier + self.others + self.libraries
 
     @property
     def of_optimizer(self) -> int:
         """What lives at most while the optimizer works."""
-        return self.model + self.state + self.gradients + self.transient
+        return self.model + self.state + self.gradients + self.transient + self.libraries
 
 
 def resident(graph: fx.GraphModule, optimizer: str) -> Resident:
@@ -74,6 +77,7 @@ def resident(graph: fx.GraphModule, optimizer: str) -> Resident:
         earlier=_bytes(earlier),
         gradients=_bytes(parameters),
         others=_bytes([each for each in parameters if id(each) not in there]),
+        libraries=max((measured_here(each) for each in {tensor.device for tensor in [*given, *every]}), default=0),
     )
 
 
@@ -146,5 +150,6 @@ def parts(found: Resident) -> Iterator[tuple[str, int]]:
         "inputs": found.inputs,
         "kept by what ran before": found.earlier,
         "gradients": found.gradients,
+        "library workspaces": found.libraries,
     }
     return iter(sorted(((name, size) for name, size in named.items() if size), key=lambda each: -each[1]))

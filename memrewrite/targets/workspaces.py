@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from memrewrite.process.child import run_job
+from memrewrite.torch_internals.cuda import clear_cublas_workspaces
 
 _NAMES = {None: "off", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _TIMEOUT_S = 300.0
@@ -48,6 +49,19 @@ def measured(device: torch.device, amp: torch.dtype | None = None, mode: str = "
 def _measured(device: str, amp: str, mode: str) -> int:
     job = {"kind": "workspaces", "device": device, "amp": amp, "mode": mode}
     return int(run_job(job, timeout_s=_TIMEOUT_S))
+
+
+@functools.cache
+def measured_here(device: torch.device) -> int:
+    """As ``measured`` for training, in this process and at once; 0 on the CPU.
+
+    What cuBLAS holds already is freed first, for which it asks again.
+    """
+    if device.type != "cuda":
+        return 0
+    clear_cublas_workspaces()
+    with torch.random.fork_rng([device]), torch.inference_mode(False), torch.enable_grad():
+        return allocated_by_libraries(device, None, "train")
 
 
 def allocated_by_libraries(device: torch.device, amp: torch.dtype | None, mode: str) -> int:

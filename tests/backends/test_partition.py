@@ -1,6 +1,7 @@
 """What the partitioner makes of joint graphs: the same numbers, fewer bytes, and peaks within what was given."""
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -9,7 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
+from memrewrite.backends import scratch
 from memrewrite.records.errors import BudgetInfeasibleError
+from memrewrite.targets.transients import Call, Taken, Transients
 from tests.support.divided import Divided, gradients
 
 GRADIENT = 512  # bytes of the loss's gradient, which its backward holds
@@ -157,3 +160,28 @@ def test_what_does_not_fit_says_what_would() -> None:
     model, x = made("mlp")
     with pytest.raises(BudgetInfeasibleError, match=r"No plan for torch\.compile fits 1000 B: the lowest"):
         Divided(model, 1000).step(x)
+
+
+def test_what_libraries_take_while_they_run_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of convolutions in either memory format; measured on real tensors, while PyTorch traces on fake ones."""
+    asked: list[Call] = []
+    taken = {True: 50_000, False: 20_000}
+
+    def measure(calls: Sequence[Call]) -> list[Taken]:
+        asked.extend(calls)
+        assert type(torch.ones(1)) is Tensor
+        return [Taken(taken[args[0].stride[1] == 1]) for _, args, _ in calls]
+
+    table = Transients(measure)
+    model, x = made("batch norm")
+    plain = Divided(copy.deepcopy(model), "min", fused=True)
+    plain.step(x)
+    monkeypatch.setattr(scratch, "transients_on", lambda device: table)
+    with_scratch = Divided(model, "min", fused=True)
+    with_scratch.step(x)
+    assert {func.__name__ for func, _, _ in asked} == {"convolution.default", "convolution_backward.default"}
+    before, after = plain.partition.foreseen, with_scratch.partition.foreseen
+    assert before is not None
+    assert after is not None
+    assert before.after < after.after <= before.after + taken[True]
+    assert before.before + taken[False] < after.before <= before.before + taken[True]

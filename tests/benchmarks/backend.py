@@ -21,7 +21,6 @@ from unittest import mock
 
 import torch
 import torch._functorch.config as functorch
-from torch import nn
 
 from memrewrite.backends import entry
 from memrewrite.backends.partition import Partition
