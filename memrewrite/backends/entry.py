@@ -2,7 +2,8 @@
 
 Found by its entry point, without an import. Dynamo gives the graphs and Inductor makes the kernels, as ever; what is
 kept for backward and what runs again is chosen here, so that the training step stays within ``budget``.
-Bytes are foreseen by what Inductor is expected to fuse, and not measured; ``reserve`` leaves room for what differs.
+Bytes are foreseen by what Inductor is expected to fuse. What its code really takes is read off that, before it runs
+(``memrewrite.backends.observed``): where it is more than a budget in bytes, the graph is compiled again with less room.
 
 Options: ``budget`` (``"8GB"``, ``"60%"`` of what the stock partitioner's step takes, ``"min"``), ``optimizer`` (its
 name as for ``memrewrite.optimize``, ``"adamw"`` by default, ``"none"`` where its state does not count), ``reserve``
@@ -20,17 +21,21 @@ from typing import Any
 from torch import fx
 
 from memrewrite.backends.asked import OWN, Asked
+from memrewrite.backends.observed import seen
 from memrewrite.backends.partition import Partition
 from memrewrite.backends.proof import Proof
 from memrewrite.backends.resident import resident
 from memrewrite.backends.told import forget, note
-from memrewrite.records.errors import MemrewriteError, UsageError
+from memrewrite.records.errors import BudgetInfeasibleError, MemrewriteError, UsageError
+from memrewrite.records.options import format_bytes
 from memrewrite.targets import transients
 from memrewrite.torch_internals import partitioning
+from memrewrite.torch_internals.compiled_code import compiled_codes
 from memrewrite.torch_internals.compiling import Partitioner, cache_hits, digest, inductor, let_through
 from memrewrite.version import __version__
 
 _EXACT = {"emulate_precision_casts": True}
+_TRIES = 4  # of plans for a graph, each with less room by what the code of the one before took too much
 _VERIFIED = {"fallback_random": True}  # random numbers as eager draws them
 
 
@@ -47,18 +52,34 @@ def memrewrite(
         mode = rest.pop("mode", mode)
         rest = {**(_EXACT if asked.exact else {}), **(_VERIFIED if asked.verify else {}), **rest}
         partition = Partition(asked, resident(graph, asked.optimizer))
-        before = cache_hits()
         proof = Proof(graph, partition, functools.partial(inductor, mode=mode, options=rest)) if asked.verify else None
-        made = _compiled(graph, inputs, mode, rest, partition)
+        made, cached = _fitting(graph, inputs, mode, rest, partition)
         if proof is not None:
             made = proof.first(made)
-        note(partition, made, cached=cache_hits() > before)
+        note(partition, made, cached)
         return made
     except MemrewriteError as error:
         raise let_through(error) from None
 
 
 memrewrite.reset = forget  # type: ignore[attr-defined]  # called by torch.compiler.reset
+
+
+def _fitting(
+    graph: fx.GraphModule, inputs: Sequence[Any], mode: str | None, options: dict[str, Any], partition: Partition
+) -> tuple[Callable[..., Any], bool]:
+    """What is compiled within the budget, and whether it comes from a cache."""
+    for _ in range(_TRIES):
+        before = cache_hits()
+        with compiled_codes() as codes:
+            made = _compiled(graph, inputs, mode, options, partition)
+        over = partition.observe(seen(codes))
+        if over <= 0:
+            return made, cache_hits() > before
+        partition.beyond += over
+    taken = partition.observed or 0
+    message = f"What Inductor makes of {_TRIES} plans for {partition.asked.budget} takes more, at last"
+    raise BudgetInfeasibleError(f"{message} {format_bytes(taken)}; give it that much.", taken)
 
 
 def _compiled(
@@ -77,4 +98,4 @@ def _compiled(
 def identity(partition: Partition) -> str:
     """What tells the graphs of a partition from others in Inductor's cache: code, options, and the bytes there are."""
     code = digest(Path(__file__).parent, *(Path(str(each.__file__)) for each in (partitioning, transients)))
-    return f"memrewrite {__version__} {code} {partition.asked} {partition.lives} {partition.fused}"
+    return f"memrewrite {__version__} {code} {partition.asked} {partition.lives} {partition.fused} {partition.beyond}"

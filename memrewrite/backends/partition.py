@@ -12,6 +12,7 @@ from memrewrite.backends.frontier import Found, Frontier
 from memrewrite.backends.graphs import graphs
 from memrewrite.backends.listed import kept_by, reruns
 from memrewrite.backends.live import peaks
+from memrewrite.backends.observed import Seen
 from memrewrite.backends.resident import Resident, parts
 from memrewrite.records.errors import BudgetInfeasibleError, MemrewriteError
 from memrewrite.records.options import format_bytes
@@ -41,6 +42,8 @@ class Partition:
     """Divides the joint graph of one graph of Dynamo's; ``choice`` and ``foreseen`` tell how, once it has.
 
     ``choice`` is one of ``memrewrite.records.compiled.CHOICES``; ``verified`` says how the graph was compared.
+    ``beyond`` are the bytes to leave for what compiled code takes besides what was foreseen of it, ``observed`` the
+    peak of the step by that code, None where it is not known, for which ``unseen`` has the reason.
     """
 
     def __init__(self, asked: Asked, lives: Resident, fused: bool = True) -> None:
@@ -48,6 +51,9 @@ class Partition:
         self.base = lives.base + asked.reserve
         self.foreseen: Foreseen | None = None
         self.choice, self.verified = "no backward", ""
+        self.beyond = 0
+        self.observed: int | None = None
+        self.unseen = ""
 
     def __call__(
         self,
@@ -89,10 +95,10 @@ class Partition:
             self.choice, found = "lowest", frontier.lowest()
             room = max(found.peaks.peak, self.lives.of_optimizer - self.lives.base)
             found = frontier.within(room) or found
-        elif usual.peaks.peak <= limit - self.base:
+        elif usual.peaks.peak <= limit - self.base - self.beyond:
             self.choice, found = "usual", usual
         else:
-            fitting = frontier.within(limit - self.base)
+            fitting = frontier.within(limit - self.base - self.beyond)
             if fitting is None:
                 raise self._infeasible(limit, frontier.lowest())
             found = fitting
@@ -110,12 +116,27 @@ class Partition:
         )
         return found
 
+    def observe(self, found: Seen | str) -> int:
+        """Take over what the compiled code takes, or why that is not known; returns the bytes beyond the budget.
+
+        A budget in percent is one of what is foreseen, and is compared with that alone.
+        """
+        if isinstance(found, str):
+            self.unseen, self.observed = found, None
+            return 0
+        self.unseen, self.observed = "", self._with_optimizer(max(found.forward, found.backward))
+        limit = None if self.asked.budget is None else self.asked.budget.bytes
+        return 0 if limit is None else self.observed - limit
+
     def _of_step(self, found: Found) -> int:
         """The bytes of the step at its peak, in this graph or in the optimizer."""
-        return max(self.base + found.peaks.peak, self.lives.of_optimizer + self.asked.reserve)
+        return self._with_optimizer(found.peaks.peak)
+
+    def _with_optimizer(self, made: int) -> int:
+        return max(self.base + made, self.lives.of_optimizer + self.asked.reserve)
 
     def _infeasible(self, limit: int, lowest: Found) -> BudgetInfeasibleError:
-        reached = self._of_step(lowest)
+        reached = self._with_optimizer(lowest.peaks.peak + self.beyond)
         made = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts(self.lives))
         message = (
             f"No plan for torch.compile fits {format_bytes(limit)}: the lowest reachable peak is "

@@ -40,12 +40,13 @@ class Noted:
         resident = dict(parts(partition.lives))
         choice = "from cache" if self.cached else partition.choice
         if foreseen is None:
-            return CompiledGraph(self.name, choice, resident, verified=partition.verified)
+            peak, unseen, verified = partition.observed, partition.unseen, partition.verified
+            return CompiledGraph(self.name, choice, resident, peak, unseen=unseen, verified=verified)
         return CompiledGraph(
             name=self.name,
             choice=choice,
             resident=resident,
-            peak=foreseen.after,
+            peak=foreseen.after if partition.observed is None else partition.observed,
             peak_before=foreseen.before,
             kept=foreseen.kept,
             kept_before=foreseen.kept_before,
@@ -53,6 +54,7 @@ class Noted:
             reruns=foreseen.reruns,
             regions=foreseen.regions,
             rerun_ms=foreseen.ms,
+            unseen=partition.unseen,
             verified=partition.verified,
         )
 

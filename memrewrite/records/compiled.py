@@ -14,7 +14,7 @@ CHOICES = {
     "no budget": "left to PyTorch: no budget was given",
     "not ours": "left to PyTorch: its backward draws random numbers again, or takes what is no tensor",
     "no backward": "has no backward",
-    "from cache": "from Inductor's caches, which do not tell what was foreseen when it was made",
+    "from cache": "from Inductor's caches, which do not tell what was chosen when it was made",
 }
 """How a graph was divided into forward and backward, in words."""
 
@@ -24,11 +24,12 @@ class CompiledGraph:
     """What was done with one graph of Dynamo's; all sizes are bytes.
 
     ``choice`` is one of ``CHOICES``. ``resident`` is what lives besides what the graph makes, by kind. ``peak`` is the
-    foreseen peak of the step while the graph runs or the optimizer does, ``peak_before`` the same as PyTorch divides
-    the graph. ``kept`` is handed from forward to backward (``kept_before`` by PyTorch), by operator in ``kept_by``.
-    ``reruns`` has how many nodes of each operator run again, in ``regions`` parts of forward, which takes ``rerun_ms``.
-    What follows ``resident`` is None or empty where nothing was foreseen. ``verified`` says how the first call was
-    compared, "" where it was not.
+    peak of the step while the graph runs or the optimizer does, read off the compiled code before that runs, or, for
+    the reason in ``unseen``, as it was foreseen; ``peak_before`` is foreseen of the graph as PyTorch divides it.
+    ``kept`` is handed from forward to backward (``kept_before`` by PyTorch), by operator in ``kept_by``. ``reruns`` has
+    how many nodes of each operator run again, in ``regions`` parts of forward, which takes ``rerun_ms``. What follows
+    ``resident`` is None or empty where nothing is known of it. ``verified`` says how the first call was compared, ""
+    where it was not.
     """
 
     name: str
@@ -42,6 +43,7 @@ class CompiledGraph:
     reruns: dict[str, int] = field(default_factory=dict)
     regions: int = 0
     rerun_ms: float = 0.0
+    unseen: str = ""
     verified: str = ""
 
 
@@ -85,9 +87,12 @@ def _lines(report: CompiledReport) -> Iterator[str]:
             yield f"  verified     {graph.verified}"
         if graph.resident:
             yield f"  resident     {_sizes(graph.resident)}"
-        if graph.peak is None or graph.kept is None:
+        if graph.peak is not None:
+            yield f"  peak         {_than(graph.peak, graph.peak_before)}"
+        if graph.unseen:
+            yield f"               by the plan alone; of the compiled code it is not known: {graph.unseen}"
+        if graph.kept is None:
             continue
-        yield f"  peak         {_than(graph.peak, graph.peak_before)}"
         yield f"  kept         {_than(graph.kept, graph.kept_before)}: {_sizes(graph.kept_by) or 'nothing'}"
         if graph.reruns:
             yield f"  runs again   {_times(graph.reruns)}; {graph.regions} regions, {graph.rerun_ms:.2f} ms"

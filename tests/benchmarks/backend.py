@@ -4,8 +4,9 @@
 
 For each workload ``torch.compile`` is trained at each ``activation_memory_budget``, then ours at the peaks that took,
 and at the lowest it reaches. FILE holds all rows; it is written anew after each, and a stopped run goes on from there.
-Processes of several files may compile side by side: with ``--lock PATH`` one at a time is timed. ``--tiny`` is a smoke
-test on the CPU: small models, budgets in percent, and in place of measured peaks foreseen ones.
+Peaks are told in advance by the code that Inductor made, and by the plan before there was any. Processes of several
+files may compile side by side: with ``--lock PATH`` one at a time is timed. ``--tiny`` is a smoke test on the CPU with
+small models and budgets in percent, where no peak is measured.
 """
 
 import argparse
@@ -71,6 +72,8 @@ def trained(name: str, contender: str, setting: Any, tiny: bool, lock: Path | No
             return {**row, "ok": False, "note": "infeasible", "lowest": error.lowest}
     foreseen = [p.foreseen for p in partitions if p.foreseen is not None]
     row["foreseen"] = max((each.after for each in foreseen), default=None)
+    row["observed"] = max((p.observed for p in partitions if p.observed is not None), default=None)
+    row["unseen"] = [p.unseen for p in partitions if p.unseen]
     row["kept"] = sum(each.kept for each in foreseen)
     row["regions"] = [each.regions for each in foreseen]
     return {**row, "ok": True, "setup_s": time.perf_counter() - started - figures.pop("seconds"), **figures}
@@ -143,8 +146,10 @@ def line(row: Row) -> str:
     """A row of the table."""
     if not row["ok"]:
         return f"{row['workload']:16s} {row['contender']:20s} {row['note']}"
-    peak, foreseen = (f"{value / 1e6:9.1f} MB" if value else "            " for value in (row["peak"], row["foreseen"]))
-    return f"{row['workload']:16s} {row['contender']:20s} {peak} foreseen {foreseen} {row['step_ms']:8.2f} ms"
+    sizes = row["peak"], row["observed"], row["foreseen"]
+    peak, observed, foreseen = (f"{value / 1e6:9.1f} MB" if value else "            " for value in sizes)
+    head = f"{row['workload']:16s} {row['contender']:20s} {peak}"
+    return f"{head} by its code {observed} by the plan {foreseen} {row['step_ms']:8.2f} ms"
 
 
 if __name__ == "__main__":

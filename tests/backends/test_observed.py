@@ -1,0 +1,115 @@
+"""What compiled code takes, told by running it on fake tensors, and plans that make room for it."""
+
+import contextlib
+import itertools
+from collections.abc import Sequence
+from types import FunctionType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memrewrite
+from memrewrite.backends import entry, observed
+from memrewrite.backends.observed import Seen, seen
+from memrewrite.backends.partition import Partition
+from memrewrite.records.errors import BudgetInfeasibleError
+from memrewrite.torch_internals import compiled_code
+from memrewrite.torch_internals.compiled_code import CompiledCode, compiled_codes
+from tests.backends.test_partition import MODELS, made, mlp
+
+
+def compiled(model: nn.Module, x: Tensor) -> list[CompiledCode]:
+    torch._dynamo.reset()
+    with compiled_codes() as codes:
+        torch.compile(model)(x).backward()
+    return codes
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_peaks_are_those_of_the_code_with_its_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = made(name)
+    codes = compiled(model, x)
+    found = seen(codes)
+    assert [code.is_backward for code in codes] == [False, True]
+    assert seen(compiled(model, x)) == found  # from Inductor's caches
+
+    def stand_in(name: str, value: Any) -> Any:
+        return replaced(name, value) if name.startswith(("empty_strided_", "reinterpret")) else value
+
+    replaced = compiled_code._stand_in
+    monkeypatch.setattr(compiled_code, "_stand_in", stand_in)
+    monkeypatch.setattr(observed, "FakeTensorMode", contextlib.ExitStack)
+    assert seen(codes) == found
+
+
+def test_code_of_which_nothing_can_be_told_says_why() -> None:
+    forward, backward = compiled(*made("mlp"))
+    assert seen([forward]) == ""
+    assert seen([forward, backward, backward]) == "it is not one forward and one backward"
+    assert seen([forward, CompiledCode(True, lambda arguments: ())]) == "it is not in Python"
+    names = {"get_args": lambda: [torch.ones(1).item()]}
+    broken = CompiledCode(True, FunctionType((lambda arguments: ()).__code__, names))
+    assert "does not run on fake tensors" in str(seen([forward, broken]))
+
+
+def steps(model: Any, x: Tensor) -> Tensor:
+    loss: Tensor = model(x)
+    loss.backward()
+    return loss.detach()
+
+
+@pytest.fixture
+def beyond(monkeypatch: pytest.MonkeyPatch, partitions: list[Partition]) -> list[int]:
+    """By how many bytes code takes more than the budget, try by try; after that it takes what is foreseen."""
+    more: list[int] = []
+
+    def told(codes: Sequence[CompiledCode]) -> Seen:
+        partition = partitions[-1]
+        assert partition.foreseen is not None
+        limit = partition.asked.budget.bytes if partition.asked.budget else None
+        peak = partition.foreseen.after if limit is None or not more else limit + more.pop(0)
+        return Seen(peak - partition.base, 0)
+
+    monkeypatch.setattr(entry, "seen", told)
+    return more
+
+
+def test_a_graph_is_compiled_again_with_less_room_where_its_code_takes_more(
+    partitions: list[Partition], beyond: list[int]
+) -> None:
+    x = torch.randn(256, 32)
+    torch.manual_seed(0)
+    model = mlp()
+    usual = torch.compile(model, backend=entry.memrewrite, options={"budget": "100%", "optimizer": "none"})
+    expected = steps(usual, x)
+    report = memrewrite.report_of(usual)
+    assert report.peak is not None
+    budget = int(report.peak * 0.9)
+    torch._dynamo.reset()
+    beyond += [budget]
+    with pytest.raises(BudgetInfeasibleError, match=r"No plan for torch\.compile fits"):
+        steps(torch.compile(model, backend=entry.memrewrite, options={"budget": budget, "optimizer": "none"}), x)
+    torch._dynamo.reset()
+    partitions.clear()
+    beyond += [2_000, 1_000]
+    fitting = torch.compile(model, backend=entry.memrewrite, options={"budget": budget, "optimizer": "none"})
+    assert torch.equal(steps(fitting, x), expected)
+    first = partitions[0]
+    assert len(partitions) == 3
+    assert all(each is first for each in partitions)
+    (graph,) = memrewrite.report_of(fitting).graphs
+    assert graph.peak == first.observed
+    assert first.observed is not None
+    assert first.observed <= budget - first.beyond == budget - 3_000
+
+
+def test_code_that_never_fits_is_refused(partitions: list[Partition], beyond: list[int]) -> None:
+    x = torch.randn(256, 32)
+    model = mlp()
+    options: dict[str, Any] = {"budget": "1GB", "optimizer": "none"}
+    beyond += itertools.repeat(1_000, 4)
+    with pytest.raises(BudgetInfeasibleError, match="takes more, at last"):
+        steps(torch.compile(model, backend=entry.memrewrite, options=options), x)
+    assert len(partitions) == 4
