@@ -73,8 +73,8 @@ def _tie(uses: list[list[tuple[nn.Module, str]]]) -> None:
             other: Any = part._parameters[name]
             if other.placements != one.placements:
                 raise UsageError(
-                    f"The {name} of a {type(part).__name__} and of a {type(first).__name__} is one parameter, which "
-                    "the tensor-parallel plan divides in two ways; name both alike."
+                    f"{type(first).__name__} and {type(part).__name__} share a parameter, their {name}, which the "
+                    "tensor-parallel plan divides in two ways; name both alike."
                 )
             part._parameters[name] = one
 
