@@ -12,7 +12,8 @@ from torch import nn
 from memrewrite.records.errors import UsageError
 from memrewrite.records.mesh import Tp
 from memrewrite.torch_internals.spread import is_spread, local_part
-from memrewrite.torch_internals.tensor_plans import HEADS, plan_of, refuse_uneven_heads
+from memrewrite.torch_internals.tensor_experts import sum_around
+from memrewrite.torch_internals.tensor_plans import EXPERTS, HEADS, Divided, plan_of, refuse_uneven_heads
 
 
 def parallelize(module: nn.Module, devices: Any) -> None:
@@ -24,15 +25,22 @@ def parallelize(module: nn.Module, devices: Any) -> None:
     from torch.distributed.tensor.parallel import parallelize_module
 
     refuse_uneven_heads(module, devices.size())
-    uses, alone = _uses(module), set()
+    uses, alone, divided = _uses(module), set(), defaultdict(list)
     for path, style in plan_of(module).items():
-        part = module.get_submodule(path)
-        if style == HEADS:
-            alone.add(part)
-        else:
-            parallelize_module(part, devices, style, src_data_rank=None)
+        if isinstance(style, Divided):
+            owner, _, name = path.rpartition(".")
+            _divide(module.get_submodule(owner), name, style.dim, devices)
+            divided[module.get_submodule(owner)].append(name)
+        elif style == HEADS:
+            alone.add(module.get_submodule(path))
+        elif style == EXPERTS:
+            sum_around(module.get_submodule(path), devices.get_group())
+        elif not isinstance(style, str):
+            parallelize_module(module.get_submodule(path), devices, style, src_data_rank=None)
     _refuse_uneven(module, devices.size())
-    for part in [*module.modules()]:
+    for part, names in divided.items():
+        _here(part, names, None)
+    for part in module.modules():
         _replicate(part, devices, partial=part in alone)
     _of_their_own(module)
     _tie(uses)
@@ -95,6 +103,14 @@ def _of_their_own(module: nn.Module) -> None:
             if local is not None and local.untyped_storage().nbytes() > local.nbytes:
                 whole: Any = parameter
                 part._parameters[name] = nn.Parameter(whole.detach().clone(), requires_grad=whole.requires_grad)
+
+
+def _divide(part: nn.Module, name: str, dim: int, devices: Any) -> None:
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    whole: Any = part._parameters[name]
+    spread = distribute_tensor(whole.detach(), devices, [Shard(whole.dim() + dim)], src_data_rank=None)
+    part._parameters[name] = nn.Parameter(spread, requires_grad=whole.requires_grad)
 
 
 def _replicate(part: nn.Module, devices: Any, partial: bool) -> None:

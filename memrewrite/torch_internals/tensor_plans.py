@@ -10,6 +10,7 @@ that ``parallelize_module`` takes.
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -18,10 +19,22 @@ from memrewrite.records.errors import UsageError
 
 _REPLICATED = {"replicate", "replicated"}  # every process has all of it, as of what no plan names
 HEADS = "replicated_with_grad_allreduce"  # likewise, for what works on the heads of this process alone
+EXPERTS = "moe_tp_experts"  # which have a part of every expert each
+_OF_MODULES = {HEADS, EXPERTS, "local_params"}  # the last says that forward takes parts of parameters, as all does here
+_OF_PARAMETERS = {"colwise": -2, "packed_colwise": -2, "rowwise": -1, "packed_rowwise": -1}
+
+
+@dataclass(frozen=True)
+class Divided:
+    """A parameter of which each process has a part along ``dim``, and nothing is sent where it is used."""
+
+    dim: int
 
 
 def plan_of(model: nn.Module) -> dict[str, Any]:
-    """The style of each module that is divided, by path: one of PyTorch's, or ``HEADS``.
+    """The style of each module that is divided, by path: one of PyTorch's, ``HEADS`` or ``EXPERTS``.
+
+    Parameters that a plan names by themselves are ``Divided``.
 
     Raises ``UsageError`` where there is no plan, or one with a word for a part of the model that is not supported.
     """
@@ -66,10 +79,13 @@ def _matching(model: nn.Module, pattern: str) -> Iterator[tuple[str, Any]]:
 def _styled(path: str, part: Any, style: Any) -> Any:
     from torch.distributed.tensor.parallel import ParallelStyle
 
-    if isinstance(style, ParallelStyle) or style == HEADS:
+    module = isinstance(part, nn.Module)
+    if isinstance(style, ParallelStyle) or (module and style in _OF_MODULES):
         return style
-    made = _styles().get(style)
-    if made is None or not isinstance(part, nn.Module):
+    if not module and style in _OF_PARAMETERS:
+        return Divided(_OF_PARAMETERS[style] if part.dim() > 1 else -1)
+    made = _styles().get(style) if module else None
+    if made is None:
         raise UsageError(
             f"The tensor-parallel plan has {style!r} for {path}, which is not supported; call parallelize_module with "
             "styles of PyTorch's and leave out mesh."
@@ -105,7 +121,8 @@ def _styles() -> dict[str, Callable[[], Any]]:
 
 def _tied(model: nn.Module, planned: dict[str, Any]) -> dict[str, Any]:
     """Embeddings that the plan does not name but whose weight is that of a head which it does: divided alike."""
-    weights = {id(getattr(model.get_submodule(path), "weight", None)) for path in planned}
+    modules = (model.get_submodule(path) for path, style in planned.items() if not isinstance(style, Divided))
+    weights = {id(each.weight) for each in modules if hasattr(each, "weight")}
     others = {path: part for path, part in model.named_modules() if path not in planned}
     tied = [path for path, part in others.items() if isinstance(part, nn.Embedding) and id(part.weight) in weights]
     return {path: _styles()["embedding_rowwise"]() for path in tied}

@@ -15,6 +15,7 @@ import memrewrite
 from memrewrite.simulate.memory.tracker import Tracker
 from memrewrite.torch_internals.fsdp import seen_by
 from memrewrite.torch_internals.spread import local_part
+from memrewrite.torch_internals.tensor_parallel import parallelize
 
 TOKENS = torch.arange(1024).reshape(4, 256) % 96
 MESHES = ("tp=2", "fsdp=1,tp=2")
@@ -72,6 +73,49 @@ class Llama(nn.Module):
         return result
 
 
+class Experts(nn.Module):
+    """All of them work on all tokens, by weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(4, 96, WIDTH) / 8)
+        self.down = nn.Parameter(torch.randn(4, WIDTH, 96) / 8)
+
+    def forward(self, x: Tensor, weights: Tensor) -> Tensor:
+        inner = F.silu(torch.einsum("ewd,btd->betw", self.up, x)) * weights.transpose(1, 2).unsqueeze(-1)
+        return torch.einsum("edw,betw->btd", self.down, inner)
+
+
+class Mixture(nn.Module):
+    """Attention with a norm of heads, then experts, in the words of transformers; an embedding tied to the head."""
+
+    tp_plan: ClassVar[dict[str, str]] = {
+        "q": "colwise",
+        "o": "rowwise",
+        "head_norm": "replicated_with_grad_allreduce",
+        "experts": "moe_tp_experts",
+        "experts.up": "packed_colwise",
+        "experts.down": "rowwise",
+        "head": "colwise_gather_output",
+    }
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.head = nn.Embedding(96, WIDTH), nn.Linear(WIDTH, 96, bias=False)
+        self.head.weight = self.embedding.weight
+        self.q, self.o, self.head_norm = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.RMSNorm(HEAD)
+        self.router, self.experts = nn.Linear(WIDTH, 4), Experts()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        q = self.head_norm(self.q(x).unflatten(-1, (-1, HEAD))).transpose(1, 2)
+        x = x + self.o(F.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2))
+        x = x + self.experts(x, self.router(x).softmax(-1))
+        result: Tensor = self.head(x).sigmoid()
+        return result
+
+
 @dataclass(frozen=True)
 class Trained:
     """What came of some steps: the peak in bytes of the later ones, losses, and gradients of the first step, whole.
@@ -98,7 +142,7 @@ def by_hand(model: nn.Module, mesh: Any) -> nn.Module:
 
 
 def trainings(dtype: torch.dtype) -> dict[str, Trained]:
-    """The model in each mesh of these two processes."""
+    """The model in each mesh of these two processes, and the mixture divided as for an estimate."""
     found = {}
     for name in MESHES:
         model: Any = Llama().to(dtype)
@@ -113,7 +157,9 @@ def trainings(dtype: torch.dtype) -> dict[str, Trained]:
                 fully_shard(unit, mesh=mesh["shard"])
             fully_shard(model, mesh=mesh["shard"])
         found[name] = train(model, estimated)
-    return found
+    mixture = Mixture().to(dtype)
+    parallelize(mixture, init_device_mesh("cpu", (2,)))
+    return found | {"mixture": train(mixture)}
 
 
 def train(model: nn.Module, estimated: int = 0) -> Trained:

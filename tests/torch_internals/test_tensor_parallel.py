@@ -17,7 +17,7 @@ from memrewrite.cli import main
 from memrewrite.records.errors import UsageError
 from tests.support import tensor_parallel
 from tests.support.processes import together
-from tests.support.tensor_parallel import MESHES, TOKENS, Llama, Trained
+from tests.support.tensor_parallel import MESHES, TOKENS, Llama, Mixture, Trained
 
 
 @pytest.fixture(scope="module")
@@ -36,18 +36,24 @@ def test_what_is_estimated_is_what_two_processes_take(found: list[dict[str, Trai
 
 
 @pytest.mark.parametrize("rank", [0, 1])
+def test_a_mixture_of_experts_takes_what_is_estimated(found: list[dict[str, Trained]], rank: int) -> None:
+    assert found[rank]["mixture"].peak == memrewrite.estimate(Mixture(), TOKENS, mesh="tp=2").peak.bytes
+
+
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_model_that_is_parallelized_says_its_mesh(found: list[dict[str, Trained]], rank: int) -> None:
     assert found[rank]["tp=2"].estimated == found[rank]["tp=2"].peak
 
 
 def test_two_processes_train_as_one_does(tmp_path: Path) -> None:
-    alone = tensor_parallel.train(Llama().double())
+    llama, mixture = (tensor_parallel.train(model.double()) for model in (Llama(), Mixture()))
     for rank in together(tensor_parallel.trainings, tmp_path, torch.float64):
-        for trained in rank.values():
+        for name, trained in rank.items():
+            alone = mixture if name == "mixture" else llama
             assert trained.losses == pytest.approx(alone.losses, rel=1e-10)
             assert trained.gradients.keys() == alone.gradients.keys()
-            for name, gradient in alone.gradients.items():
-                torch.testing.assert_close(trained.gradients[name], gradient, rtol=1e-9, atol=1e-12)
+            for path, gradient in alone.gradients.items():
+                torch.testing.assert_close(trained.gradients[path], gradient, rtol=1e-9, atol=1e-12)
 
 
 def test_one_process_takes_what_it_takes_without_a_mesh() -> None:
@@ -69,6 +75,13 @@ def test_a_model_that_is_not_there_is_estimated_in_any_mesh() -> None:
     assert evaluated.peak.bytes == found["tp=4"].inference_peak
     assert evaluated.mesh == "tp=4"
     assert not dist.is_initialized()
+
+
+def test_a_mixture_of_experts_is_estimated_in_two_dimensions() -> None:
+    found = [memrewrite.estimate(Mixture(), TOKENS, mesh=mesh).peak for mesh in (None, "fsdp=2,tp=2", "fsdp=4,tp=4")]
+    parameters = [each.categories["parameters"] for each in found]
+    assert parameters == sorted(parameters, reverse=True)
+    assert parameters[1] < 0.3 * parameters[0]
 
 
 def test_a_model_that_is_not_there_can_be_parallelized_before() -> None:
@@ -166,12 +179,12 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "no plan": ({}, r"^Small has no tensor-parallel plan; give it one \(model\.tp_plan, of paths and styles as "),
     "no module": ({"third": "colwise"}, r"^No module of Small has a path that its tensor-parallel plan names\.$"),
     "a style": (
-        {"first": "moe_tp_experts"},
-        r"^The tensor-parallel plan has 'moe_tp_experts' for first, which is not supported; call parallelize_module",
+        {"first": "mla_kv_a_proj"},
+        r"^The tensor-parallel plan has 'mla_kv_a_proj' for first, which is not supported; call parallelize_module",
     ),
     "a parameter": (
-        {"first.weight": "colwise"},
-        r"^The tensor-parallel plan has 'colwise' for first\.weight, which is",
+        {"first.weight": "moe_tp_experts"},
+        r"^The tensor-parallel plan has 'moe_tp_experts' for first\.weight, which is",
     ),
     "a norm": ({"norm": "colwise"}, r"^norm is a RMSNorm, and parallelize_module divides Linear and Embedding; leave"),
 }
