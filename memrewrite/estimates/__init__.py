@@ -58,7 +58,8 @@ def estimate(
 ) -> Estimate:
     """What a step of ``model`` takes, before it is run; the arguments are those of ``memrewrite.optimize``.
 
-    ``device`` is where the step would run: by default where the model lies; ``"cuda"`` for a model on the CPU, whether
+    ``mesh`` may be tensor parallel besides (``"tp=8"``, ``"fsdp=64,tp=8"``), by the plan of the model. ``device`` is
+    where the step would run: by default where the model lies; ``"cuda"`` for a model on the CPU, whether
     there is CUDA or not. Parameters and inputs may lie on the meta device, which stands for the CPU: a model too large
     for this machine is made under ``torch.device("meta")``. ``device_memory`` (``"8GB"``, ``"7.5GiB"``, an int of
     bytes) is what the step has: then the largest batches that fit are looked for and, where this one does not, what
