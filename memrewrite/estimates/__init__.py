@@ -20,7 +20,7 @@ from memrewrite.measurement.original import simulate_original
 from memrewrite.records.errors import CaptureError, UsageError
 from memrewrite.records.estimate import Difference, Estimate, Largest, ModuleShare, Peak, Textbook
 from memrewrite.records.loop import TUTORIAL, Loop
-from memrewrite.records.mesh import Fsdp, Mesh
+from memrewrite.records.mesh import Fsdp, Mesh, Tp
 from memrewrite.records.options import Budget, device_bytes, format_bytes
 from memrewrite.records.outcomes import Option
 from memrewrite.simulate import Timeline, habits
@@ -58,7 +58,8 @@ def estimate(
 ) -> Estimate:
     """What a step of ``model`` takes, before it is run; the arguments are those of ``memrewrite.optimize``.
 
-    ``device`` is where the step would run: by default where the model lies; ``"cuda"`` for a model on the CPU, whether
+    ``mesh`` may be tensor parallel besides (``"tp=8"``, ``"fsdp=64,tp=8"``), by the plan of the model. ``device`` is
+    where the step would run: by default where the model lies; ``"cuda"`` for a model on the CPU, whether
     there is CUDA or not. Parameters and inputs may lie on the meta device, which stands for the CPU: a model too large
     for this machine is made under ``torch.device("meta")``. ``device_memory`` (``"8GB"``, ``"7.5GiB"``, an int of
     bytes) is what the step has: then the largest batches that fit are looked for and, where this one does not, what
@@ -73,7 +74,8 @@ def estimate(
     refuse_sharded(model)
     memory = None if device_memory is None else device_bytes(device_memory)
     step = replace(work.step, target=target)
-    look = _Look(without_hooks(model), work.inputs, step, library_bytes(step.mode) if wanted == "cuda" else 0)
+    bare = model if isinstance(of_mesh, Tp) and of_mesh.applied else without_hooks(model)  # which divide its inputs
+    look = _Look(bare, work.inputs, step, library_bytes(step.mode) if wanted == "cuda" else 0)
     inference = look if step.mode == "inference" else look.inference(wanted)
     progress("simulate")
     found = _found(model, look, inference, wanted)
@@ -163,7 +165,8 @@ class _Look:
 
     def inference(self, device: str) -> "_Look":
         """The same in eval mode under ``no_grad``."""
-        step = replace(self.step, mode="inference", optimizer=None, loss_fn=None, mesh=None)
+        mesh = self.step.mesh and self.step.mesh.in_inference
+        step = replace(self.step, mode="inference", optimizer=None, loss_fn=None, mesh=mesh)
         return replace(self, step=step, workspace=library_bytes("inference") if device == "cuda" else 0)
 
 
@@ -197,13 +200,14 @@ def _smallest_mesh(look: _Look, memory: int, progress: Callable[[str], None]) ->
         of_size = replace(mesh, size=2**exponent, reshard=bool(mesh.reshard))  # which parts might not divide
         return look.of(replace(look.step, mesh=of_size)).timeline().peak
 
+    beside = f",tp={mesh.tp}" if mesh.tp > 1 else ""
     enough = bisect_left(range(_MOST), True, key=lambda exponent: peak(exponent) <= memory)
     if enough == _MOST:
-        yield f"No mesh of up to fsdp={2 ** (_MOST - 1)} fits {format_bytes(memory)} on each device."
+        yield f"No mesh of up to fsdp={2 ** (_MOST - 1)}{beside} fits {format_bytes(memory)} on each device."
     else:
         yield (
-            f"The smallest mesh of a power of two that fits is fsdp={2**enough}, with {format_bytes(peak(enough))} on "
-            "each device."
+            f"The smallest mesh of a power of two that fits is fsdp={2**enough}{beside}, with "
+            f"{format_bytes(peak(enough))} on each device."
         )
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from memrewrite.measurement.snapshot import State, cuda_devices
 from memrewrite.process.child import run_job
 from memrewrite.records.errors import DataDependentError, DoesNotFitError, MeasurementError, UsageError
-from memrewrite.records.mesh import Fsdp
+from memrewrite.records.mesh import Fsdp, Tp
 from memrewrite.records.outcomes import Measured
 from memrewrite.simulate import Timeline, run_tracked, simulate, with_workspaces
 from memrewrite.simulate.fake.fakes import tensors_of
@@ -104,7 +104,7 @@ def predict(
         )
     except DataDependentError:
         left_alone = not probe and device_type(module, inputs) != "cpu"
-        if not step.target.measurable or left_alone or isinstance(step.mesh, Fsdp):
+        if not step.target.measurable or left_alone or isinstance(step.mesh, Fsdp | Tp):
             raise
         timeline = _tracked(module, inputs, step, steps, attribute, blocks, workspace_bytes)
         return with_workspaces(timeline, workspace_bytes)
@@ -145,7 +145,7 @@ def measure(module: nn.Module, inputs: Inputs, step: Step, *, steps: int = 10) -
     device = tensors[0].device if tensors else torch.device("cpu")
     if device.type not in ("cpu", "cuda"):
         raise UsageError(f"Memory cannot be measured on {device}; move the model and its inputs to cpu or cuda.")
-    if isinstance(step.mesh, Fsdp):
+    if isinstance(step.mesh, Fsdp | Tp):
         raise UsageError(f"A mesh of {step.mesh} cannot be measured in one process; its step is predicted by estimate.")
     step.target.check(device)
     run = _on_cuda if device.type == "cuda" else _on_cpu

@@ -2,6 +2,7 @@
 
 A mesh is written as text, ``ddp=8,gradient-as-bucket-view`` or ``fsdp=64,param-dtype=bf16``: a number of processes, and
 the arguments of ``DistributedDataParallel`` or ``fully_shard`` by their own names. ``Ddp`` and ``Fsdp`` have them all.
+``tp=8`` is tensor parallelism, and ``fsdp=64,tp=8`` both: 512 processes, in 64 groups of 8 neighbours.
 """
 
 import re
@@ -12,7 +13,7 @@ from typing import Any, ClassVar, Self
 
 from memrewrite.records.errors import UsageError
 
-_SIZE = re.compile(r"(ddp|fsdp)=([1-9]\d{0,5})")
+_SIZE = re.compile(r"(ddp|fsdp|tp)=([1-9]\d{0,5})")
 _CAP = re.compile(r"bucket-cap-mb=(\d{1,6}(?:\.\d+)?)")
 _DTYPE = re.compile(r"(param|reduce|output)-dtype=(bf16|fp16|fp32)")
 _NUMBER = re.compile(r"(reshard|replicas)=([1-9]\d{0,5})")
@@ -36,15 +37,27 @@ class Mesh(ABC):
         match = _SIZE.fullmatch(first)
         if match is None:
             if _OTHERS.fullmatch(first):
-                raise UsageError(f"The mesh {value!r} is not supported; ddp=8 and fsdp=8 are.")
+                raise UsageError(f"The mesh {value!r} is not supported; ddp=8, fsdp=8 and tp=8 are.")
             raise UsageError(f"The mesh {value!r} is unknown; write e.g. ddp=8 or fsdp=8,param-dtype=bf16.")
-        kinds: dict[str, type[Ddp | Fsdp]] = {"ddp": Ddp, "fsdp": Fsdp}
+        kinds: dict[str, type[Ddp | Fsdp | Tp]] = {"ddp": Ddp, "fsdp": Fsdp, "tp": Tp}
         found = kinds[match[1]](int(match[2]))
         for word in others:
-            if _OTHERS.fullmatch(word):
-                raise UsageError(f"A mesh of {found.kind} and {word!r} is not supported yet; give one of them.")
-            found = found.told(word)
+            second = _SIZE.fullmatch(word)
+            if isinstance(found, Fsdp) and found.tp == 1 and second is not None and second[1] == "tp":
+                found = replace(found, tp=int(second[2]))
+            elif _OTHERS.fullmatch(word):
+                raise UsageError(
+                    f"A mesh of {found.kind} and {word!r} is not supported; fsdp=64,tp=8 is, in this order, or give "
+                    "one of them."
+                )
+            else:
+                found = found.told(word)
         return found
+
+    @property
+    def in_inference(self) -> "Mesh | None":
+        """The mesh that a forward without gradients is planned in, None where each process has all of the model."""
+        return None
 
     @property
     def processes(self) -> int:
@@ -114,10 +127,11 @@ class Fsdp(Mesh):
     ``param_dtype``, ``reduce_dtype`` and ``output_dtype`` (``bf16``, ``fp16``, ``fp32`` or None) are its mixed
     precision. ``reshard`` is whether the parameters of units are freed after forward, or to how many parts of them,
     ``reshard_root`` whether those of the model's own are. With ``replicas`` there are so many times ``size`` processes,
-    which have the parts once each (HSDP). ``units`` is a pattern of the paths of the modules that are sharded one by
-    one before the model is (``model.layers.*``), "" for the members of lists of modules of one class. What text cannot
-    say is known of a model that is sharded already: ``paths`` are those of its units, and for those ``prefetched`` says
-    which others they gather ahead in "forward" or "backward".
+    which have the parts once each (HSDP); with ``tp`` so many times again, which are tensor parallel as in ``Tp``.
+    ``units`` is a pattern of the paths of the modules that are sharded one by one before the model is
+    (``model.layers.*``), "" for the members of lists of modules of one class. What text cannot say is known of a model
+    that is sharded already: ``paths`` are those of its units, and for those ``prefetched`` says which others they
+    gather ahead in "forward" or "backward".
     """
 
     param_dtype: str | None = None
@@ -126,6 +140,7 @@ class Fsdp(Mesh):
     reshard: bool | int = True
     reshard_root: bool = False
     replicas: int = 1
+    tp: int = 1
     units: str = ""
     paths: tuple[str, ...] | None = None
     prefetched: tuple[tuple[str, str, tuple[str, ...]], ...] = ()
@@ -144,7 +159,12 @@ class Fsdp(Mesh):
     @property
     def processes(self) -> int:
         """Those of all replicas."""
-        return self.size * self.replicas
+        return self.size * self.replicas * self.tp
+
+    @property
+    def in_inference(self) -> "Mesh | None":
+        """As in ``Mesh``; what is tensor parallel stays so."""
+        return Tp(self.tp) if self.tp > 1 else None
 
     def told(self, word: str) -> Self:
         """As in ``Mesh``; ``no-reshard`` is ``reshard_after_forward=False``, ``reshard=8`` an integer there."""
@@ -176,12 +196,37 @@ class Fsdp(Mesh):
         kinds = {"param": self.param_dtype, "reduce": self.reduce_dtype, "output": self.output_dtype}
         parts = "" if self.reshard is True else "no-reshard" if self.reshard is False else f"reshard={self.reshard}"
         return [
+            f"tp={self.tp}" if self.tp > 1 else "",
             *(f"{kind}-dtype={dtype}" for kind, dtype in kinds.items() if dtype is not None),
             parts,
             "reshard-root" if self.reshard_root else "",
             f"replicas={self.replicas}" if self.replicas > 1 else "",
             f"units={self.units}" if self.units else "",
         ]
+
+
+@dataclass(frozen=True)
+class Tp(Mesh):
+    """Processes that have a part of each product of a layer, on the same inputs: ``parallelize_module`` of a plan.
+
+    ``applied`` says that the model is parallelized already, in a group of its own; text cannot say it.
+    """
+
+    applied: bool = False
+    kind: ClassVar[str] = "tp"
+    words: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def in_inference(self) -> "Mesh | None":
+        """As in ``Mesh``."""
+        return self
+
+    def told(self, word: str) -> Self:
+        """As in ``Mesh``; there are no arguments."""
+        raise UsageError(f"{word!r} is unknown in this mesh; tp={self.size} has no arguments.")
+
+    def _words(self) -> list[str]:
+        return []
 
 
 def _unknown(word: str, known: tuple[str, ...]) -> UsageError:

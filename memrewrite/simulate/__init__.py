@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from memrewrite.records.errors import DataDependentError, UsageError
-from memrewrite.records.mesh import Fsdp
+from memrewrite.records.mesh import Fsdp, Tp
 from memrewrite.runtime.promise import FallbackWarning
 from memrewrite.runtime.room import room_simulated
 from memrewrite.simulate.fake.batch import part_of
@@ -247,7 +247,7 @@ def _on_fakes(
 
 def _sharding(step: Step, device: str) -> AbstractContextManager[Callable[[nn.Module], None]]:
     """Gives what shards a fake twin as the step's mesh does, in place."""
-    if not isinstance(step.mesh, Fsdp):
+    if not isinstance(step.mesh, Fsdp | Tp) or (isinstance(step.mesh, Tp) and step.mesh.applied):
         return nullcontext(lambda twin: None)
     return without_peers(step.mesh, "cpu" if device == "meta" else device)
 
@@ -283,7 +283,7 @@ def run_tracked(
         each.register(loop.batches, INPUTS)
         each.register([] if loop.average is None else loop.average.tensors, AVERAGE)
     recorders = [Recorder(each, loop, library_requests(libraries, step.mode)) for each in trackers]
-    sharded = seen_by(tracker) if isinstance(step.mesh, Fsdp) else nullcontext()
+    sharded = seen_by(tracker) if isinstance(step.mesh, Fsdp | Tp) else nullcontext()
     with places.followed() if places else nullcontext(), step.target.around(module), sharded:
         for number in range(1, steps + 1):
             take_step(loop, recorders, number)

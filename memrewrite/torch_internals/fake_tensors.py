@@ -198,7 +198,8 @@ def real_rules_on_fake_tensors() -> Iterator[None]:
 
     Grouped matrix products: the rule for their shapes takes bfloat16 alone, though the kernels take float32, too.
     ``module.to(...)`` in forward: parameters are swapped with their converted twins, which fails for those that weak
-    references point to, as they do to fake ones; where nothing is to convert nothing is swapped.
+    references point to, as they do to fake ones; where nothing is to convert nothing is swapped. Waiting for a
+    collective: the rule gives a new tensor, though what comes is the tensor that was waited for.
     """
     operator = torch.ops.aten._grouped_mm.default
     swap: Any = torch.utils.swap_tensors
@@ -213,8 +214,11 @@ def real_rules_on_fake_tensors() -> Iterator[None]:
         if not fake or old.dtype != new.dtype or old.untyped_storage() is not new.untyped_storage():
             swap(old, new)
 
+    rules: dict[Any, Any] = {operator: shaped}
+    if hasattr(torch.ops._c10d_functional, "wait_tensor"):  # where PyTorch is built with torch.distributed
+        rules[torch.ops._c10d_functional.wait_tensor.default] = lambda mode, func, tensor: tensor
     with (
-        mock.patch.dict(_FAKE_RULES, {operator: shaped}),
+        mock.patch.dict(_FAKE_RULES, rules),
         mock.patch.object(torch.utils, "swap_tensors", swapped),
     ):
         yield

@@ -1,11 +1,13 @@
-"""FSDP2's ``fully_shard`` on fake tensors, in a process group of any size without peers. Read in PyTorch 2.11 to 2.15.
+"""FSDP2's ``fully_shard``, and tensor parallelism, on fake tensors, in a process group of any size without peers.
 
+Read in PyTorch 2.11 to 2.15.
 What is gathered and reduced is observed as the hooks of the units run; storages that they free and fill again are
 resized past the dispatcher, which is why these are told of one by one.
 """
 
 import contextlib
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 from unittest import mock
@@ -14,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from memrewrite.records.errors import UsageError
-from memrewrite.records.mesh import Fsdp
+from memrewrite.records.mesh import Fsdp, Tp
+from memrewrite.torch_internals.fake_tensors import in_place_of_modes
 from memrewrite.torch_internals.groups import alone_among
 from memrewrite.torch_internals.patches import process_wide
 from memrewrite.torch_internals.spread_lists import alike_found_once
@@ -23,17 +26,37 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, 
 
 
 @contextlib.contextmanager
-def without_peers(mesh: Fsdp, device_type: str) -> Iterator[Callable[[nn.Module], None]]:
+def without_peers(mesh: Fsdp | Tp, device_type: str) -> Iterator[Callable[[nn.Module], None]]:
     """Gives what shards a module among the processes of ``mesh``, of which this is the first and no other is there."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    with alone_among(mesh.processes):
-        if mesh.replicas > 1:
-            names = ("replicate", "shard")
-            devices = init_device_mesh(device_type, (mesh.replicas, mesh.size), mesh_dim_names=names)
-        else:
-            devices = init_device_mesh(device_type, (mesh.size,))
-        yield lambda module: _shard(module, mesh, devices)
+    sizes = {"tp": mesh.size} if isinstance(mesh, Tp) else _dimensions(mesh)
+    # How results are spread is kept by meshes, which are alike where their names are, though their groups are others.
+    names = {name: f"{name} of {'x'.join(map(str, sizes.values()))}" for name in sizes}
+    with alone_among(mesh.processes), warnings.catch_warnings():
+        # What ends in a tensor-parallel layer gives a view, which must not be written to in place; nothing here does.
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
+        devices = init_device_mesh(device_type, (*sizes.values(),), mesh_dim_names=(*names.values(),))
+
+        def shard(module: nn.Module) -> None:
+            if "tp" in names:
+                _parallelize(module, devices[names["tp"]])
+            if isinstance(mesh, Fsdp):
+                _shard(module, mesh, devices[(*(name for key, name in names.items() if key != "tp"),)])
+
+        yield shard
+
+
+def _dimensions(mesh: Fsdp) -> dict[str, int]:
+    """How many processes there are along each dimension, by name."""
+    sizes = {"replicate": mesh.replicas, "shard": mesh.size, "tp": mesh.tp}
+    return {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
+
+
+def _parallelize(module: nn.Module, devices: Any) -> None:
+    from memrewrite.torch_internals.tensor_parallel import parallelize  # imported for no other mesh
+
+    parallelize(module, devices)
 
 
 def _shard(module: nn.Module, mesh: Fsdp, devices: Any) -> None:
@@ -44,13 +67,35 @@ def _shard(module: nn.Module, mesh: Fsdp, devices: Any) -> None:
     policy = MixedPrecisionPolicy(param, reduced, output)
     given: dict[str, Any] = {"mesh": devices, "mp_policy": policy}
     root = True if mesh.reshard_root else None if mesh.reshard is not False else False
-    with mock.patch.object(_fsdp_param, "_chunk_with_empty", _first_chunk):
+    with mock.patch.object(_fsdp_param, "_chunk_with_empty", _first_chunk), _joined_once():
         for unit in units(module, mesh):
             fully_shard(unit, reshard_after_forward=mesh.reshard, **given)
         fully_shard(module, reshard_after_forward=root, **given)
     for path, when, ahead in mesh.prefetched:
         ahead_of: Any = module.get_submodule(path)
         getattr(ahead_of, f"set_modules_to_{when}_prefetch")([module.get_submodule(each) for each in ahead])
+
+
+@contextlib.contextmanager
+def _joined_once() -> Iterator[None]:
+    """Let the mesh of a unit and that of its tensor-parallel parts be joined once, not for each parameter.
+
+    The numbers of its processes are read from a tensor, which is to be a real one among fake ones.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+
+    join: Any = DeviceMesh._concatenate
+    known: dict[tuple[int, ...], Any] = {}
+
+    def joined(meshes: list[Any]) -> Any:
+        key = tuple(map(id, meshes))  # of meshes that parameters and units keep
+        if key not in known:
+            with in_place_of_modes():
+                known[key] = join(meshes)
+        return known[key]
+
+    with mock.patch.object(DeviceMesh, "_concatenate", staticmethod(joined)):
+        yield
 
 
 def _first_chunk(tensor: Tensor, chunks: int, dim: int) -> list[Tensor]:
@@ -83,17 +128,6 @@ def _blocks(module: nn.Module) -> list[nn.Module]:
         alike = len(kinds) == 1 and len(members) > 1
         found += members if isinstance(child, nn.ModuleList | nn.Sequential) and alike else _blocks(child)
     return found
-
-
-def is_spread(kind: type) -> bool:
-    """Whether this is the type of tensors that are spread over a mesh, whose operators run on their local parts."""
-    return kind.__name__ == "DTensor" and kind.__module__.startswith("torch.distributed.tensor")
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """What this process has of a tensor that is spread over a mesh; any other tensor itself."""
-    local: Tensor = getattr(tensor, "_local_tensor", tensor) if is_spread(type(tensor)) else tensor
-    return local
 
 
 class Observer(Protocol):

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from memrewrite.records.errors import UsageError
 from memrewrite.records.mesh import Fsdp
-from memrewrite.torch_internals.fsdp import DTYPES, is_spread
+from memrewrite.torch_internals.fsdp import DTYPES
 from memrewrite.torch_internals.module_trees import copied
+from memrewrite.torch_internals.spread import is_spread
 
 _COMPOSED = "__composable_api_"  # what the names of records in a module's own dictionary begin with
 
@@ -52,6 +53,12 @@ def mesh_of(model: nn.Module) -> Fsdp:
         here, there = (replace(each.mesh, reshard=True) for each in (unit, root))
         if here != there:
             raise UsageError(f"{path} has another mesh or mp_policy than the model itself; give all the same.")
+    for name, parameter in model.named_parameters():
+        if parameter.device_mesh.size() != root.mesh.processes:  # type: ignore[attr-defined]
+            raise UsageError(
+                f"{name} is tensor parallel besides; give the model before parallelize_module and fully_shard, with "
+                f'mesh="fsdp={root.mesh.size},tp=8" say.'
+            )
     kept = {unit.mesh.reshard for path, unit in found.items() if path}
     if len(kept) > 1:
         raise UsageError("The units differ in reshard_after_forward; give all the same.")

@@ -1,4 +1,4 @@
-"""Models that are spread over several processes: what DDP wraps is taken out and wrapped again, others are refused."""
+"""Models that are spread over several processes: what DDP wraps is taken out and wrapped again, FSDP1 is refused."""
 
 import sys
 from typing import TypeVar
@@ -9,13 +9,14 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from memrewrite.records.errors import UsageError
-from memrewrite.records.mesh import Ddp, Mesh
+from memrewrite.records.mesh import Ddp, Fsdp, Mesh, Tp
 from memrewrite.records.options import format_bytes
 from memrewrite.runtime.dropin import own, programs, rewrite
 from memrewrite.torch_internals.fsdp_states import is_sharded, mesh_of, unsharded
+from memrewrite.torch_internals.tensor_parallel import applied
 
 M = TypeVar("M", bound=nn.Module)
-_FSDP, _TENSOR = "torch.distributed.fsdp", "torch.distributed.tensor"  # not imported for a model that has none of it
+_FSDP = "torch.distributed.fsdp"  # not imported for a model that has none of it
 _BUCKETS = (
     'If the result is wrapped in DistributedDataParallel, give mesh="ddp={size}": its buckets take up to {bytes} more '
     "than is predicted, a copy of every gradient."
@@ -33,7 +34,8 @@ _UNKNOWN = {
 def unwrapped(model: nn.Module, mesh: str | Mesh | None) -> tuple[nn.Module, Mesh | None]:
     """The model that DDP wraps, with the mesh that the wrapper means; any other model with the mesh that is given.
 
-    Of a model that is sharded it is a copy of the model as it was before, with other numbers.
+    Of a model that is sharded it is a copy of the model as it was before, with other numbers; one that was parallelized
+    stays as it is.
     Raises ``UsageError`` for a mesh beside a wrapped model, and for a wrapper of which it is not known what it takes.
     """
     if is_sharded(model):
@@ -43,7 +45,7 @@ def unwrapped(model: nn.Module, mesh: str | Mesh | None) -> tuple[nn.Module, Mes
             raise UsageError("A model that fully_shard has sharded is planned in training; call train() on it first.")
         return _before_sharding(model)
     if not isinstance(model, DistributedDataParallel):
-        return model, None if mesh is None else Mesh.parse(mesh)
+        return model, _asked(mesh, applied(model))
     if mesh is not None:
         raise UsageError("The model is wrapped in DistributedDataParallel, which says its mesh; leave out mesh.")
     if not model.training:
@@ -67,6 +69,22 @@ def unwrapped(model: nn.Module, mesh: str | Mesh | None) -> tuple[nn.Module, Mes
         model.broadcast_buffers,
         (hooks[0][1], hooks[0][0]) if hooks else None,
     )
+
+
+def _asked(mesh: str | Mesh | None, found: Tp | None) -> Mesh | None:
+    """The mesh that is given, where the model is not in one."""
+    if found is not None and mesh is not None and mesh != found:
+        raise UsageError("The model is parallelized by parallelize_module, which says its mesh; leave out mesh.")
+    return found if mesh is None else Mesh.parse(mesh)
+
+
+def refuse_tensor_parallel(mesh: Mesh | None) -> None:
+    """Raise ``UsageError`` for a mesh in which a model is not rewritten yet."""
+    if isinstance(mesh, Tp) or (isinstance(mesh, Fsdp) and mesh.tp > 1):
+        raise UsageError(
+            f"A model is not rewritten for tensor parallelism ({mesh}) yet; estimate says what it takes there, and "
+            "optimize plans for fsdp or ddp alone."
+        )
 
 
 def _before_sharding(model: nn.Module) -> tuple[nn.Module, Mesh]:
@@ -101,7 +119,7 @@ def wrapped_like(model: M, result: nn.Module) -> M | nn.Module:
 
 
 def refuse_sharded(model: nn.Module) -> None:
-    """Raise ``UsageError`` for a model that FSDP or DTensor shards, or parts of which run on several devices."""
+    """Raise ``UsageError`` for a model that FSDP shards, or parts of which run on several devices."""
     for path, module in model.named_modules():
         where = f"{path} ({type(module).__name__})" if path else type(module).__name__
         if isinstance(module, DistributedDataParallel | DataParallel):
@@ -116,9 +134,6 @@ def refuse_sharded(model: nn.Module) -> None:
             )
         if _is_a(module, _FSDP, "FullyShardedDataParallel"):
             raise UsageError(f"{where} is a FullyShardedDataParallel (FSDP1), {_UNSUPPORTED} wrapping it.")
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if _is_a(tensor, _TENSOR, "DTensor"):
-            raise UsageError(f"{name} is a DTensor, {_UNSUPPORTED} distributing it.")
 
 
 def bucket_notes(model: nn.Module) -> tuple[str, ...]:

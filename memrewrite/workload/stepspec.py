@@ -68,7 +68,8 @@ class StepSpec:
         self.check()
         loss = None if self.loss is None else named(self.loss, "loss")
         optimizer, amp = optimizer_factory(self.optimizer), amp_dtype(self.amp)
-        mesh = None if self.mesh is None or self.mode == "inference" else Mesh.parse(self.mesh)
+        told = None if self.mesh is None else Mesh.parse(self.mesh)
+        mesh = told.in_inference if told is not None and self.mode == "inference" else told
         loop = Loop.parse(self.loop)
         return Step(self.mode, optimizer, loss, amp, micro_batches=self.micro_batches, loop=loop, mesh=mesh)
 

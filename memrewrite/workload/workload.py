@@ -71,5 +71,5 @@ def make_step(
     else:
         factory = optimizers_like(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else optimizer
     kind = amp_dtype(amp) if isinstance(amp, str) else amp
-    mesh = None if now == "inference" else mesh  # where nothing is sent
+    mesh = mesh.in_inference if mesh is not None and now == "inference" else mesh
     return Step(now, factory, loss_fn, kind, micro_batches=micro_batches, loop=Loop.parse(loop), mesh=mesh)

@@ -1,6 +1,7 @@
 """Seconds and memory of the host that ``estimate`` takes for a Llama of 70 billion parameters, spread over a mesh.
 
     python -m tests.benchmarks.large [--mesh fsdp=1024] [--layers 80] [--memory 80GB] [--tiny]
+    python -m tests.benchmarks.large --mesh fsdp=64,tp=8
 
 The model, of bfloat16 on the meta device, takes one text of 8,192 tokens in each process, and is planned for CUDA
 without using it. With ``--memory`` it is also looked for what would fit. ``digest`` is one of all that the estimate

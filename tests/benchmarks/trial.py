@@ -16,7 +16,7 @@ from memrewrite.simulate import run_tracked
 from memrewrite.simulate.fake.fakes import tensors_of
 from memrewrite.targets.allocator import rounded
 from memrewrite.torch_internals.cuda import clear_cublas_workspaces
-from memrewrite.torch_internals.fsdp import local_part
+from memrewrite.torch_internals.spread import local_part
 from memrewrite.workload.step import Inputs, Step
 
 WARM_UP = 3

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from memrewrite.records.errors import UsageError
-from memrewrite.records.mesh import Ddp, Fsdp, Mesh
+from memrewrite.records.mesh import Ddp, Fsdp, Mesh, Tp
 
 EVERY = {
     Ddp: "ddp=8,bucket-cap-mb=0.5,gradient-as-bucket-view,static-graph,find-unused-parameters,no-buffers",
@@ -15,11 +15,14 @@ EVERY = {
 REFUSED = {
     "": "is unknown; write e.g. ddp=8",
     "8": "is unknown; write e.g. ddp=8",
-    "ddp": "'ddp' is not supported; ddp=8 and fsdp=8 are",
-    "ddp=0": "'ddp=0' is not supported; ddp=8 and fsdp=8 are",
-    "tp=8": "'tp=8' is not supported; ddp=8 and fsdp=8 are",
-    "fsdp=64,tp=8": "A mesh of fsdp and 'tp=8' is not supported yet; give one of them",
-    "ddp=2,fsdp=8": "A mesh of ddp and 'fsdp=8' is not supported yet; give one of them",
+    "ddp": "'ddp' is not supported; ddp=8, fsdp=8 and tp=8 are",
+    "ddp=0": "'ddp=0' is not supported; ddp=8, fsdp=8 and tp=8 are",
+    "pp=8": "'pp=8' is not supported; ddp=8, fsdp=8 and tp=8 are",
+    "tp=8,fsdp=64": "A mesh of tp and 'fsdp=64' is not supported; fsdp=64,tp=8 is, in this order",
+    "ddp=2,tp=8": "A mesh of ddp and 'tp=8' is not supported; fsdp=64,tp=8 is, in this order, or give one of them",
+    "fsdp=2,tp=2,tp=2": "A mesh of fsdp and 'tp=2' is not supported",
+    "tp=2,units=layers.*": "'units=layers.*' is unknown in this mesh; tp=2 has no arguments.",
+    "ddp=2,fsdp=8": "A mesh of ddp and 'fsdp=8' is not supported",
     "ddp=2,buckets": "'buckets' is unknown in this mesh; known are bucket-cap-mb=MIB, gradient-as-bucket-view,",
     "fsdp=8,reshard=3": "fsdp=8 cannot reshard to 3 parts; give a divisor of 8",
     "fsdp=8,cpu-offload": "Parameters that lie in the memory of the CPU (CPUOffloadPolicy) are not counted yet",
@@ -28,7 +31,13 @@ REFUSED = {
 
 
 TEXTS = ["ddp=1", "ddp=8", "ddp=2,gradient-as-bucket-view", "fsdp=2", "fsdp=2,no-reshard", EVERY[Ddp]]
-OTHERS = ["fsdp=8,reshard=4", EVERY[Fsdp].replace("no-reshard,", "")]
+OTHERS = [
+    "fsdp=8,reshard=4",
+    "tp=8",
+    "fsdp=64,tp=8",
+    "fsdp=4,tp=2,param-dtype=bf16,replicas=2",
+    EVERY[Fsdp].replace("no-reshard,", ""),
+]
 
 
 @pytest.mark.parametrize("text", TEXTS + OTHERS)
@@ -41,6 +50,22 @@ def test_a_mesh_is_written_as_it_is_read(text: str) -> None:
 def test_every_argument_is_told(kind: type[Ddp | Fsdp]) -> None:
     names = [word.partition("=")[0] for word in EVERY[kind].split(",")[1:]]
     assert names == [word.partition("=")[0] for word in kind.words]
+
+
+def test_what_is_tensor_parallel_stays_so_in_inference() -> None:
+    meshes = {text: Mesh.parse(text) for text in ("ddp=2", "fsdp=2", "tp=2", "fsdp=4,tp=2")}
+    assert {text: mesh.in_inference for text, mesh in meshes.items()} == {
+        "ddp=2": None,
+        "fsdp=2": None,
+        "tp=2": Tp(2),
+        "fsdp=4,tp=2": Tp(2),
+    }
+    assert {text: mesh.processes for text, mesh in meshes.items()} == {
+        "ddp=2": 2,
+        "fsdp=2": 2,
+        "tp=2": 2,
+        "fsdp=4,tp=2": 8,
+    }
 
 
 @pytest.mark.parametrize("text", REFUSED)

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import distribute_module
+from torch.distributed.tensor import DTensor, distribute_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -52,9 +53,23 @@ def sharded_inside(net: Net) -> Net:
     return net
 
 
-def distributed(net: Net) -> nn.Module:
-    mesh = init_device_mesh("cpu", (2,))
-    return distribute_module(net, mesh)
+def parallelized(net: Net) -> nn.Module:
+    styles = {"first": ColwiseParallel(), "second": RowwiseParallel()}
+    return parallelize_module(net, init_device_mesh("cpu", (2,)), styles)
+
+
+def in_two_ways(net: Net) -> nn.Module:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("shard", "tp"))
+    parallelize_module(net, mesh["tp"], {"first": ColwiseParallel(), "second": RowwiseParallel()})
+    fully_shard(net, mesh=mesh["shard"])
+    return net
+
+
+def over_two_meshes(net: Net) -> nn.Module:
+    for name in ("first", "second"):
+        part = net.get_submodule(name)
+        distribute_module(part, init_device_mesh("cpu", (2,), mesh_dim_names=(name,)))
+    return net
 
 
 def wrapped_inside(net: Net) -> nn.Module:
@@ -100,7 +115,18 @@ CASES: dict[str, tuple[Any, str]] = {
         lambda net: FullyShardedDataParallel(net, device_id=torch.device("cpu")),
         r"FullyShardedDataParallel is a FullyShardedDataParallel \(FSDP1\), which is not supported yet",
     ),
-    "dtensor": (distributed, r"first\.weight is a DTensor, which is not supported yet"),
+    "fsdp2 and dtensor": (
+        lambda net: in_two_ways(net),
+        r'^first\.weight is tensor parallel besides; give the model before .* with mesh="fsdp=1,tp=8" say\.$',
+    ),
+    "dtensor, two meshes": (
+        lambda net: over_two_meshes(net),
+        r"^first\.weight and second\.weight are spread over different meshes; give one to all\.$",
+    ),
+    "dtensor, two dimensions": (
+        lambda net: distribute_module(net, init_device_mesh("cpu", (1, 2))),
+        r'^first\.weight is spread over a mesh of 2 dimensions; give the model before fully_shard, with mesh="fsdp=64',
+    ),
     "ddp, static": (
         lambda net: DistributedDataParallel(net, static_graph=True),
         r"whose first step must be the loop's",
@@ -122,6 +148,33 @@ def test_a_model_that_is_spread_out_is_refused(name: str, call: str) -> None:
     spread, sentence = CASES[name]
     with pytest.raises(UsageError, match=sentence):
         getattr(memrewrite, call)(spread(Net(8)), X)
+
+
+@pytest.mark.usefixtures("two_processes")
+def test_a_parallelized_model_says_its_mesh() -> None:
+    model = parallelized(Net(8))
+    state = torch.get_rng_state()
+    found = memrewrite.estimate(model, X)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert found.mesh == found.to_json()["mesh"] == "tp=2"
+    assert found.inference_peak is not None
+    assert found.peak.categories["parameters"] < memrewrite.estimate(Net(8), X).peak.categories["parameters"]
+    with pytest.raises(UsageError, match=r"^The model is parallelized by parallelize_module, .*; leave out mesh\.$"):
+        memrewrite.estimate(model, X, mesh="tp=2")
+    assert isinstance(model.get_parameter("first.weight"), DTensor)
+
+
+@pytest.mark.usefixtures("two_processes")
+@pytest.mark.parametrize("mesh", [None, "tp=2", "fsdp=2,tp=2"])
+def test_tensor_parallelism_is_not_rewritten_yet(mesh: str | None) -> None:
+    model = parallelized(Net(8)) if mesh is None else Net(8)
+    sentence = (
+        rf"^A model is not rewritten for tensor parallelism \({mesh or 'tp=2'}\) yet; estimate says what it takes"
+    )
+    with pytest.raises(UsageError, match=sentence):
+        memrewrite.optimize(model, X, budget="min", mesh=mesh)
+    with pytest.raises(UsageError, match=rf"^A mesh of {mesh or 'tp=2'} cannot be measured in one process"):
+        memrewrite.measure(model, X, mesh=mesh)
 
 
 @pytest.mark.usefixtures("two_processes")

@@ -20,9 +20,9 @@ from memrewrite.targets.transients import Taken, Transients
 from memrewrite.torch_internals.autograd_nodes import backward_number
 from memrewrite.torch_internals.dispatch_modes import Layer
 from memrewrite.torch_internals.fake_tensors import FakeTensor
-from memrewrite.torch_internals.fsdp import is_spread, local_part
 from memrewrite.torch_internals.gradient_sums import SUM, in_place, of_one_alone
 from memrewrite.torch_internals.pytrees import tree_iter
+from memrewrite.torch_internals.spread import local_part, wraps_local
 
 OPERATOR_WORKSPACE = "operator workspace"
 COMMUNICATION, GATHERED = "communication buffers", "gathered parameters"
@@ -211,7 +211,7 @@ class Tracker(Layer):
     ) -> Any:
         if func is _DEVICE and type(args[0]) is FakeTensor:
             return args[0].device
-        if self._together and any(map(is_spread, types)):
+        if self._together and any(map(wraps_local, types)):
             return NotImplemented  # its own rules come first, and lead here again with local parts
         if self._away:
             return self.below(func, types, args, kwargs or {})
@@ -229,7 +229,7 @@ class Tracker(Layer):
         if first is not None:
             self._hand_on(first)
         if self._together and getattr(func, "namespace", "") in _COLLECTIVES:
-            self._communicated(func, args, kwargs or {})
+            self._communicated(func, args, kwargs or {}, result)
         if size := self.target.read_as(func, args, result):
             self._see(result, size)
         known = self._transients if first is None else None  # in place, a sum asks for nothing
@@ -279,13 +279,21 @@ class Tracker(Layer):
             self._died(known)
             self._born(storage, storage.nbytes(), known.category)
 
-    def _communicated(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Name what a collective, or an operator of FSDP's beside one, is given and was born in this phase."""
-        whole = "out" in kwargs and func.__name__.startswith("split_with_sizes_copy")  # what was gathered, by parameter
+    def _communicated(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        """Name what a collective, or an operator of FSDP's beside one, is given and was born in this phase.
+
+        What it gives is named where the parts of all processes lie in it one after another, to be put together.
+        """
+        name = func.__name__.partition(".")[0]
+        if name == "wait_tensor":  # which is given what a collective gave
+            return
+        whole = "out" in kwargs and name.startswith("split_with_sizes_copy")  # what was gathered, by parameter
         for tensor in tree_iter((args, kwargs)):
             block = self._live.get(id(tensor.untyped_storage())) if isinstance(tensor, Tensor) else None
             if block is not None and block.category == self._category:
                 block.category = COMMUNICATION
+        if name == "all_gather_into_tensor" and isinstance(result, Tensor):
+            self.register([result], COMMUNICATION)
         for tensor in kwargs["out"] if whole else ():
             self.register([tensor], GATHERED)
 
