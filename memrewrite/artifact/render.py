@@ -17,6 +17,7 @@ from memrewrite.runtime import (
     operations,
     promise,
     rows,
+    texts,
 )
 from memrewrite.runtime.likeness import Likeness
 from memrewrite.version import __version__
@@ -33,6 +34,7 @@ _RUNTIME: tuple[ModuleType, ...] = (
     rows,
     guards,
     promise,
+    texts,
     dropin,
     assembled,
     likeness,

@@ -68,7 +68,6 @@ def generate(captured: Captured, prefix: str = "", marks: Marks = NO_MARKS) -> t
     functions = [*writer.chains.values(), *writer.functions]
     parts = [_HEADER, *classes, *writer.trees.lines(), *functions, program(captured, prefix, marks)]
     text = "\n".join(parts)
-    compile(text, "<memrewrite>", "exec")
     return text, {name: captured.constants[path] for path, name in writer.constants.items()}
 
 

@@ -14,6 +14,7 @@ from memrewrite.plan.segments import Bytes
 from memrewrite.plan.tables import Intervals
 
 Costs = NDArray[np.float64]
+_PARTS = 256  # of the highest bound, within which labels are compared before they are sorted
 
 
 def cheapest_under_each(
@@ -74,8 +75,8 @@ def _kept(labels: "_Labels", position: int, more: int, need: int) -> _Moves:
 def _whole(labels: "_Labels", table: Intervals, start: int, b: int, outside: Bytes) -> _Moves:
     """Intervals that end at ``b`` and begin at ``start`` or later, all kept as they run again."""
     ms, needed, held = table.ending_at(b, start, outside)
-    first, last = labels.first[np.isfinite(ms).argmax()], labels.first[b - start]
     most = np.maximum(needed, held)
+    first, last = labels.first[(most <= labels.roomiest[: b - start]).argmax()], labels.first[b - start]
     origin = first + np.flatnonzero(most[labels.position[first:last]] <= labels.room[first:last])
     a, before = labels.position[origin], labels.held[origin]
     return _Moves(before + held[a], before + needed[a], labels.ms[origin] + ms[a], origin, labels.lane[origin])
@@ -97,27 +98,30 @@ class _Labels:
         self.first = np.zeros(n + 2, dtype=np.int64)  # where the labels of each position begin
         self.position, self.lane, self.held, self.room, self._needed = np.zeros((5, size), dtype=np.int64)
         self.ms = np.zeros(size)
+        self.roomiest = np.full(n + 1, -1, dtype=np.int64)  # the most room of a label, by position
         self._slots, self._levels, self._next = slots, levels, 0
         self._width = np.maximum(levels // (slots - 1), 1)
+        self._part = int(levels.max()) // _PARTS + 1
         self._rows = np.arange(lanes)
 
     def add(self, moves: _Moves) -> int:
         """Add the labels of the next position, less those that another one makes needless; returns how many."""
-        slot = moves.lane * self._slots + np.minimum(moves.held // self._width[moves.lane], self._slots - 1)
-        cheapest = np.full(len(self._levels) * self._slots, np.inf)
-        np.minimum.at(cheapest, slot, moves.ms)  # of a slot, then of those below it
-        below = np.full((len(self._levels), self._slots), np.inf)
+        part = moves.lane * _PARTS + moves.held // self._part
+        cheapest = np.full(len(self._levels) * _PARTS, np.inf)
+        np.minimum.at(cheapest, part, moves.ms)  # of a part, then of those below it
+        below = np.full((len(self._levels), _PARTS), np.inf)
         np.minimum.accumulate(cheapest.reshape(below.shape)[:, :-1], axis=1, out=below[:, 1:])
-        order = np.flatnonzero(moves.ms < below.ravel()[slot])
+        order = np.flatnonzero(moves.ms < below.ravel()[part])
         order = order[np.lexsort((moves.ms[order], moves.held[order], moves.lane[order]))]
         order = order[self._falling(moves.lane[order], moves.ms[order])]
-        order = self._far(order, moves.lane[order], slot[order])
+        order = self._far(order, moves.lane[order], moves.held[order])
         start = self.first[self._next]
         self.first[self._next + 1 :] = end = start + len(order)
         chosen = moves.taking(order)
         self.position[start:end], self.lane[start:end] = self._next, chosen.lane
         self.held[start:end], self.ms[start:end] = chosen.held, chosen.ms
         self.room[start:end] = self._levels[chosen.lane] - chosen.held
+        self.roomiest[self._next] = self.room[start:end].max(initial=-1)
         self._needed[start:end] = np.maximum(self._needed[chosen.origin], chosen.needed)
         self._next += 1
         return len(order)
@@ -131,11 +135,12 @@ class _Labels:
         found: NDArray[np.bool_] = ms < np.minimum.accumulate(table, axis=1)[lane, place]
         return found
 
-    def _far(self, order: Bytes, lane: Bytes, slot: Bytes) -> Bytes:
+    def _far(self, order: Bytes, lane: Bytes, held: Bytes) -> Bytes:
         """Which are followed: the first and the last of a slot where a bound has more than there are slots."""
         few = np.bincount(lane, minlength=len(self._levels)) <= self._slots
         if few.all():
             return order
+        slot = lane * self._slots + np.minimum(held // self._width[lane], self._slots - 1)
         changes = np.diff(slot, prepend=-1, append=np.iinfo(np.int64).max) > 0
         return order[few[lane] | changes[:-1] | changes[1:]]
 

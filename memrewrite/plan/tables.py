@@ -43,8 +43,8 @@ class Intervals:
         return len(self.keep)
 
     def live_ins(self, start: int) -> Bytes:
-        """Of what is made before ``start`` and saved by nobody, the bytes that each interval [a, b) uses."""
-        return _live_ins(len(self), [s for s in self.passing if s.producer < start])
+        """Of what is made before ``start`` and saved by nobody, the bytes that each interval [a, b) from it on uses."""
+        return _live_ins(len(self), [s for s in self.passing if s.producer < start], start)
 
     def ending_at(self, b: int, start: int, outside: Bytes) -> tuple[NDArray[np.float64], Bytes, Bytes]:
         """Cost, bytes needed and bytes held of the intervals from ``start`` or later to ``b``, by where they start.
@@ -253,14 +253,17 @@ def rerun_ms(chain: Chain) -> NDArray[np.float64]:
     return ms
 
 
-def _live_ins(n: int, storages: Sequence[Held]) -> Bytes:
-    """The bytes of ``storages`` that each interval [a, b) uses and does not make.
+def _live_ins(n: int, storages: Sequence[Held], start: int = 0) -> Bytes:
+    """The bytes of ``storages`` that each interval [a, b) from ``start`` on uses and does not make.
 
     One that two intervals use counts in both: the planner does not know of one what it has decided of the other.
     """
-    following = [(before, use, s.bytes) for s in storages for before, use in itertools.pairwise((s.producer, *s.uses))]
-    ahead = _count(n, following)  # made or used before x, and used next at y or later
-    return by_end(np.diagonal(ahead)[:, None] - ahead[:, : n + 1])
+    pairs = ((before, use, s.bytes) for s in storages for before, use in itertools.pairwise((s.producer, *s.uses)))
+    following = [(max(before - start, -1), use - start, size) for before, use, size in pairs if use >= start]
+    ahead = _count(n - start, following)  # made or used before x, and used next at y or later
+    used = np.zeros((n + 1, n + 1), dtype=np.int64, order="F")  # as ``by_end`` lays it out
+    used[start:, start:] = np.diagonal(ahead)[:, None] - ahead[:, :-1]
+    return used
 
 
 def _count(n: int, entries: list[tuple[int, int, int]]) -> Bytes:

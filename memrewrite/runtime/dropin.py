@@ -6,10 +6,8 @@ user's class, with its attributes, methods, hooks and state-dict keys.
 
 import copy
 import functools
-import hashlib
 import inspect
 import itertools
-import linecache
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -23,6 +21,7 @@ from memrewrite.runtime.guards import Guards, Reads, as_bytes
 from memrewrite.runtime.operations import AROUND_NODES, IN_GRAPHS
 from memrewrite.runtime.promise import Call, Promise
 from memrewrite.runtime.segment import OWN, autocast_dtype
+from memrewrite.runtime.texts import run_text
 
 _PROGRAMS: dict[str, "Program"] = {}
 
@@ -72,11 +71,9 @@ class Program:
 def program_from(source: str) -> Program:
     """Compile generated source text; the text shows in tracebacks and to the debugger."""
     if source not in _PROGRAMS:
-        file = f"<memrewrite {hashlib.sha256(source.encode()).hexdigest()[:12]}>"
-        linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
         trees = {"tree_structure": tree_structure, "tree_unflatten": tree_unflatten, "treespec_loads": treespec_loads}
         namespace: dict[str, Any] = {"Program": Program, **trees, **AROUND_NODES, **IN_GRAPHS}
-        exec(compile(source, file, "exec"), namespace)  # noqa: S102  (our own generated text)
+        run_text(source, namespace)
         _PROGRAMS[source] = namespace["PROGRAM"]
         _PROGRAMS[source].source = source
     return _PROGRAMS[source]

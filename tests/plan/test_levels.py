@@ -52,3 +52,14 @@ def test_each_bound_is_planned_as_if_it_were_alone(seed: int, slots: int, monkey
             assert np.array_equal(ms[:, number], alone)
             there = np.isfinite(alone)
             assert np.array_equal(need[there, number], needed[there])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_intervals_use_of_what_was_made_before(seed: int) -> None:
+    table = intervals(random_chain(seed)[1])
+    n = len(table)
+    for start in (0, n // 3, n - 1):
+        found, before = table.live_ins(start), [s for s in table.passing if s.producer < start]
+        for a in range(start, n):
+            for b in range(a + 1, n + 1):
+                assert found[a, b] == sum(s.bytes for s in before if any(a <= use < b for use in s.uses))
