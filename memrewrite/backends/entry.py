@@ -73,7 +73,7 @@ def _fitting(
         before = cache_hits()
         with compiled_codes() as codes:
             made = _compiled(graph, inputs, mode, options, partition)
-        over = partition.observe(seen(codes))
+        over = partition.observe(seen(codes, partition.lives.kept))
         if over <= 0:
             return made, cache_hits() > before
         partition.beyond += over

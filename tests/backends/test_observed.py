@@ -15,9 +15,10 @@ from memrewrite.backends import entry, observed
 from memrewrite.backends.observed import Seen, seen
 from memrewrite.backends.partition import Partition
 from memrewrite.records.errors import BudgetInfeasibleError
+from memrewrite.targets.allocator import Allocator
 from memrewrite.torch_internals import compiled_code
 from memrewrite.torch_internals.compiled_code import CompiledCode, compiled_codes
-from tests.backends.test_partition import MODELS, made, mlp
+from tests.backends.test_partition import MODELS, Loss, made, mlp
 
 
 def compiled(model: nn.Module, x: Tensor) -> list[CompiledCode]:
@@ -44,6 +45,22 @@ def test_the_peaks_are_those_of_the_code_with_its_kernels(name: str, monkeypatch
     assert seen(codes) == found
 
 
+def test_blocks_of_the_allocator_count_as_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor of 15.5 MiB is handed 16, of whose rest the allocator makes no other block."""
+    width, state = (15 * 2**20 + 2**19) // 2**12, 15 * 2**20 + 2**19
+    codes = compiled(Loss(nn.Linear(1024, width, bias=False)), torch.randn(4, 1024))
+    plain = seen(codes)
+    assert isinstance(plain, Seen)
+    assert seen(codes, [state, state]) == plain
+    monkeypatch.setattr(observed, "allocator_on", lambda kind: Allocator())
+    with_weight, with_state = seen(codes), seen(codes, [state, state])
+    assert isinstance(with_weight, Seen)
+    assert isinstance(with_state, Seen)
+    assert with_weight.forward == plain.forward + 2**19
+    assert with_weight.backward == plain.backward + 2 * 2**19  # of the weight, and of its gradient
+    assert with_state.backward == with_weight.backward + 2 * 2**19
+
+
 def test_code_of_which_nothing_can_be_told_says_why() -> None:
     forward, backward = compiled(*made("mlp"))
     assert seen([forward]) == ""
@@ -65,7 +82,7 @@ def beyond(monkeypatch: pytest.MonkeyPatch, partitions: list[Partition]) -> list
     """By how many bytes code takes more than the budget, try by try; after that it takes what is foreseen."""
     more: list[int] = []
 
-    def told(codes: Sequence[CompiledCode]) -> Seen:
+    def told(codes: Sequence[CompiledCode], state: Sequence[int]) -> Seen:
         partition = partitions[-1]
         assert partition.foreseen is not None
         limit = partition.asked.budget.bytes if partition.asked.budget else None
