@@ -18,6 +18,7 @@ from memrewrite.records.errors import BudgetInfeasibleError
 from memrewrite.targets.allocator import Allocator
 from memrewrite.torch_internals import compiled_code
 from memrewrite.torch_internals.compiled_code import CompiledCode, compiled_codes
+from memrewrite.torch_internals.compiling import cache_hits
 from tests.backends.test_partition import MODELS, Loss, made, mlp
 
 
@@ -131,3 +132,31 @@ def test_code_that_never_fits_is_refused(partitions: list[Partition], beyond: li
     with pytest.raises(BudgetInfeasibleError, match="takes more, at last"):
         steps(torch.compile(model, backend=entry.memrewrite, options=options), x)
     assert len(partitions) == 4
+
+
+def test_graphs_from_caches_are_given_up_for_the_same_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing divides them there; what their code takes tells which graph was made next."""
+
+    def told(codes: Sequence[CompiledCode], state: Sequence[int]) -> Seen | str:
+        found = seen(codes, state)
+        return Seen(found.forward + 30_000, found.backward + 30_000) if isinstance(found, Seen) else found
+
+    x = torch.randn(256, 32)
+    model = mlp()
+    usual = torch.compile(model, backend=entry.memrewrite, options={"budget": "100%", "optimizer": "none"})
+    steps(usual, x)
+    budget = memrewrite.report_of(usual).peak
+    assert budget is not None
+    monkeypatch.setattr(entry, "seen", told)
+    found = []
+    for _ in range(2):
+        torch._dynamo.reset()
+        before = cache_hits()
+        fitting = torch.compile(model, backend=entry.memrewrite, options={"budget": budget, "optimizer": "none"})
+        steps(fitting, x)
+        (graph,) = memrewrite.report_of(fitting).graphs
+        found.append((graph.choice, graph.peak, cache_hits() - before))
+    (_, peak, _), again = found
+    assert again == ("from cache", peak, 2)
+    assert peak is not None
+    assert peak <= budget
