@@ -85,7 +85,7 @@ class Partition:
     def chosen(self, known: Facts, stock: frozenset[int]) -> Found:
         """PyTorch's own choice where it fits, else the cheapest that does."""
         assert self.asked.budget is not None  # noqa: S101  (else the stock partitioner divides)
-        frontier = Frontier(known)
+        frontier = Frontier(known, self.lives.later)
         kept = frozenset(i for i in stock if i not in known.symbols)
         order = frontier.planner.given(kept)
         usual = Found(order, peaks(known, order), order.ms(known))
@@ -116,14 +116,16 @@ class Partition:
         room, beyond = limit - self.base, 0
         given_up = iter(self.excesses)
         while True:
-            found = usual if usual.peaks.peak <= room else frontier.within(room)
-            if found is None:
-                raise self._infeasible(limit, frontier.lowest(), beyond)
+            found = usual if frontier.takes(usual) <= room else frontier.within(room)
+            if found is None:  # perhaps later graphs keep less
+                found = frontier.lowest()
+                if found.peaks.peak > room:
+                    raise self._infeasible(limit, found, beyond)
             self.choice = "usual" if found is usual else "cheapest"
             if (excess := next(given_up, None)) is None:
                 return found
             beyond = excess + limit - self.base - found.peaks.peak
-            room = found.peaks.peak - excess
+            room = min(room - 1, frontier.takes(found) - excess)
 
     def observe(self, found: Seen | str) -> int:
         """Take over what the compiled code takes, or why that is not known; returns the bytes beyond the budget.
