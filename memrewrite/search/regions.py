@@ -210,7 +210,11 @@ def _unfit_now(module: nn.Module) -> str:
 
 
 def _told(found: Sequence[Region]) -> tuple[str, ...]:
-    return tuple(f"{region.path}: {note}" for region in found for note in region.captured.notes)
+    paths: dict[str, list[str]] = defaultdict(list)
+    for region in found:
+        for note in region.captured.notes:
+            paths[note].append(region.path)
+    return tuple(f"{first}{f' and {len(more)} more' * bool(more)}: {note}" for note, (first, *more) in paths.items())
 
 
 def _candidates(model: nn.Module, inside: Callable[[str], bool]) -> Iterator[tuple[str, nn.Module]]:
