@@ -3,11 +3,12 @@
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
 
+from memrewrite.advice.known import Known
 from memrewrite.advice.optimizers import frugal
 from memrewrite.measurement.measuring import predict
 from memrewrite.records.errors import BudgetInfeasibleError, MemrewriteError
@@ -67,7 +68,8 @@ class Variants:
     """A model whose step is simulated in other ways.
 
     ``workspaces`` are the bytes that libraries hold in each mode; with ``probe`` False no device is used. Peaks are
-    those of what ``bounded`` bounds.
+    those of what ``bounded`` bounds, ``known`` those that need not be simulated, ``passes`` that of forward and
+    backward where it is known: what other kernels for the optimizer do not lower.
     """
 
     module: nn.Module
@@ -76,17 +78,24 @@ class Variants:
     workspaces: Mapping[str, int]
     probe: bool = True
     bounded: Budget = _ANY
+    known: Known = field(default_factory=Known)
+    passes: int = 0
 
     def peak(self, step: Step, inputs: Inputs | None = None) -> int | None:
         """The peak in bytes; None where the rewritten forward, or the model itself, does not take the inputs."""
         given = self.inputs if inputs is None else inputs
+        known = self.known.of(step, given)
+        if known is not None:
+            return known
         with warnings.catch_warnings(), evaluating(self.module) if step.mode == "inference" else nullcontext():
             warnings.simplefilter("error", FallbackWarning)
             try:
                 found = predict(self.module, given, step, workspace_bytes=self.workspaces[step.mode], probe=self.probe)
             except (FallbackWarning, MemrewriteError, RuntimeError, ValueError, TypeError, IndexError):
                 return None
-        return self.bounded.of(found)
+        peak = self.bounded.of(found)
+        self.known.add(step, given, peak)
+        return peak
 
 
 def options(variants: Variants, limit: int, now: int) -> tuple[Option, ...]:
@@ -105,7 +114,7 @@ def options(variants: Variants, limit: int, now: int) -> tuple[Option, ...]:
         found.sort(key=lambda option: "micro-batches" in option.name)
     if not any(option.fits for option in found):
         leanest, words = _leanest(variants.step)
-        if words:
+        if words and variants.inputs.batch_size > 1:
             found += _batches(replace(variants, step=leanest), limit, variants.peak(leanest) or now, f", with {words}")
     fitting = [option for option in found if option.fits]
     others = sorted((option for option in found if not option.fits), key=lambda option: option.peak_bytes)
@@ -115,6 +124,8 @@ def options(variants: Variants, limit: int, now: int) -> tuple[Option, ...]:
 def _same_optimizer(variants: Variants, limit: int, now: int) -> list[Option]:
     """Other kernels for the optimizer if its step takes most, smaller batches, and both where neither is enough."""
     kernels = frugal(variants.module, variants.step)
+    if variants.inputs.batch_size <= 1 and variants.passes >= now:
+        return []
     if kernels is None:
         return [*_batches(variants, limit, now)]
     step = replace(variants.step, optimizer=kernels)

@@ -6,14 +6,14 @@ Nothing is allocated on a device, also where there is one: a step for CUDA is si
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from memrewrite import advice
+from memrewrite.advice.known import Known
 from memrewrite.estimates import modules, textbook
 from memrewrite.estimates.batches import largest
 from memrewrite.measurement.original import simulate_original
@@ -23,8 +23,9 @@ from memrewrite.records.loop import TUTORIAL, Loop
 from memrewrite.records.mesh import Fsdp, Mesh, Tp
 from memrewrite.records.options import Budget, device_bytes, format_bytes
 from memrewrite.records.outcomes import Option
-from memrewrite.simulate import Timeline, habits
+from memrewrite.simulate import ACTIVATIONS, Timeline, habits
 from memrewrite.simulate.fake.batch import at_batch
+from memrewrite.targets.allocator import UNSPLIT
 from memrewrite.targets.cuda_from_cpu import CUDA_FROM_CPU, STATED_ERROR
 from memrewrite.targets.eager import EAGER, Target
 from memrewrite.targets.workspaces import library_bytes
@@ -78,8 +79,9 @@ def estimate(
     look = _Look(bare, work.inputs, step, library_bytes(step.mode) if wanted == "cuda" else 0)
     inference = look if step.mode == "inference" else look.inference(wanted)
     progress("simulate")
-    found = _found(model, look, inference, wanted)
-    return found if memory is None else _fitted(found, look, inference, memory, progress)
+    timeline = look.timeline(attribute=True)
+    found = _found(model, look, timeline, inference, wanted)
+    return found if memory is None else _fitted(found, look, timeline, inference, memory, progress)
 
 
 def _planned_for(model: nn.Module, inputs: Inputs, device: str | torch.device | None) -> tuple[str, Target]:
@@ -91,10 +93,9 @@ def _planned_for(model: nn.Module, inputs: Inputs, device: str | torch.device | 
     return wanted, CUDA_FROM_CPU if wanted != here else EAGER
 
 
-def _found(model: nn.Module, look: "_Look", inference: "_Look", wanted: str) -> Estimate:
-    """What a step takes, of ``model``, which ``look`` simulates for the device ``wanted``."""
+def _found(model: nn.Module, look: "_Look", timeline: Timeline, inference: "_Look", wanted: str) -> Estimate:
+    """What a step takes, of ``model``, whose ``timeline`` is what ``look`` simulates for the device ``wanted``."""
     step, batch = look.step, look.inputs.batch_size
-    timeline = look.timeline(attribute=True)
     alone = look.dropping() or look  # whose forward keeps nothing but what backward needs
     kept = timeline if alone is look else alone.timeline(attribute=True)
     more = alone.at(2 * batch).attempt(attribute=True) if batch else None
@@ -115,7 +116,7 @@ def _found(model: nn.Module, look: "_Look", inference: "_Look", wanted: str) -> 
         differences=textbook.differences(rule, timeline, counted, step.mode == "train"),
         loop=str(step.loop),
         mesh=None if step.mesh is None else str(step.mesh),
-        habits=habits.costs(step, timeline, lambda s: kept.peak if s == alone.step else look.of(s).timeline().peak),
+        habits=habits.costs(step, timeline, lambda other: look.of(other).peak()),
         notes=() if wanted == "cpu" else (f"{without}{_UNKNOWN}",),
     )
 
@@ -128,13 +129,16 @@ class _Look:
     inputs: Inputs
     step: Step
     workspace: int
+    known: Known = field(default_factory=Known)
 
     def timeline(self, attribute: bool = False) -> Timeline:
         """Raises what ``simulate_original`` raises."""
         with evaluating(self.model) if self.step.mode == "inference" else nullcontext():
-            return simulate_original(
+            found = simulate_original(
                 self.model, self.inputs, self.step, self.workspace, attribute=attribute, probe=False
             )
+        self.known.add(self.step, self.inputs, found.peak)
+        return found
 
     def attempt(self, attribute: bool = False) -> Timeline | None:
         """The timeline, None where the model does not take these inputs."""
@@ -147,10 +151,17 @@ class _Look:
         """The same with another batch size."""
         return replace(self, inputs=at_batch(self.inputs, batch_size))
 
-    def peak(self, batch_size: int) -> int | None:
+    def peak(self) -> int:
+        """The peak, simulated once; raises what ``timeline`` raises."""
+        known = self.known.of(self.step, self.inputs)
+        return self.timeline().peak if known is None else known
+
+    def peak_at(self, batch_size: int) -> int | None:
         """The peak with that batch size, None where the step fails."""
-        found = self.at(batch_size).attempt()
-        return None if found is None else found.peak
+        try:
+            return self.at(batch_size).peak()
+        except CaptureError:
+            return None
 
     def of(self, step: Step) -> "_Look":
         """The same with another step."""
@@ -170,7 +181,14 @@ class _Look:
         return replace(self, step=step, workspace=library_bytes("inference") if device == "cuda" else 0)
 
 
-def _fitted(found: Estimate, look: _Look, inference: _Look, memory: int, progress: Callable[[str], None]) -> Estimate:
+def _fitted(
+    found: Estimate,
+    look: _Look,
+    timeline: Timeline,
+    inference: _Look,
+    memory: int,
+    progress: Callable[[str], None],
+) -> Estimate:
     """The estimate with what it says about ``memory`` bytes."""
     fits = found.peak.bytes <= memory
     batch = found.batch_size or 0
@@ -182,26 +200,29 @@ def _fitted(found: Estimate, look: _Look, inference: _Look, memory: int, progres
     if not fits:
         progress("options")
         workspaces: dict[str, int] = {each.step.mode: each.workspace for each in (inference, look)}
-        variants = advice.Variants(look.model, look.inputs, look.step, workspaces, probe=False)
+        if found.inference_peak is not None:  # simulated without what a forward alone has no use for
+            look.known.add(replace(look.step, mode="inference"), look.inputs, found.inference_peak)
+        known: dict[str, Any] = {"known": look.known, "passes": timeline.peak_of_passes}
+        variants = advice.Variants(look.model, look.inputs, look.step, workspaces, probe=False, **known)
         others = advice.options(variants, memory, found.peak.bytes)
-    notes = (*found.notes, *_smallest_mesh(look, memory, progress))
+    notes = (*found.notes, *_smallest_mesh(look, timeline, memory, progress))
     return replace(found, device_memory=memory, fits=fits, largest=tuple(sizes), options=others, notes=notes)
 
 
-def _smallest_mesh(look: _Look, memory: int, progress: Callable[[str], None]) -> Iterator[str]:
+def _smallest_mesh(look: _Look, timeline: Timeline, memory: int, progress: Callable[[str], None]) -> Iterator[str]:
     """How many processes are enough, where parameters are spread over them: more have less each."""
     mesh = look.step.mesh
     if not isinstance(mesh, Fsdp):
         return
     progress("smallest mesh")
 
-    @cache
     def peak(exponent: int) -> int:
         of_size = replace(mesh, size=2**exponent, reshard=bool(mesh.reshard))  # which parts might not divide
-        return look.of(replace(look.step, mesh=of_size)).timeline().peak
+        return look.of(replace(look.step, mesh=of_size)).peak()
 
     beside = f",tp={mesh.tp}" if mesh.tp > 1 else ""
-    enough = bisect_left(range(_MOST), True, key=lambda exponent: peak(exponent) <= memory)
+    hopeless = _in_any_mesh(timeline) > memory
+    enough = _MOST if hopeless else bisect_left(range(_MOST), True, key=lambda exponent: peak(exponent) <= memory)
     if enough == _MOST:
         yield f"No mesh of up to fsdp={2 ** (_MOST - 1)}{beside} fits {format_bytes(memory)} on each device."
     else:
@@ -211,11 +232,17 @@ def _smallest_mesh(look: _Look, memory: int, progress: Callable[[str], None]) ->
         )
 
 
+def _in_any_mesh(timeline: Timeline) -> int:
+    """Bytes of activations at the peak, as many however parameters are spread, without what rounds their blocks."""
+    living = timeline.living(timeline.peak_event)
+    return sum(max(life.bytes - UNSPLIT, 0) for life in living if life.category == ACTIVATIONS)
+
+
 def _largest(look: _Look, memory: int, batch: int, once: int | None) -> Largest:
-    twice = look.peak(2 * batch) if batch else None
+    twice = look.peak_at(2 * batch) if batch else None
     if once is None or twice is None:
         return Largest(look.step.mode, None, None, (), "no other batch size could be simulated")
-    return largest(look.step.mode, memory, {batch: once, 2 * batch: twice}, look.peak)
+    return largest(look.step.mode, memory, {batch: once, 2 * batch: twice}, look.peak_at)
 
 
 def _peak(timeline: Timeline) -> Peak:

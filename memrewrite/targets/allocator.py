@@ -21,6 +21,7 @@ from memrewrite.runtime.room import missing
 
 GRANULE = 512  # bytes; every request is rounded up to a multiple of it
 _MIB = 2**20
+UNSPLIT = _MIB  # the largest rest that stays with a block from the pool of large ones
 _SMALL = _MIB  # the largest request that goes to the pool of small blocks
 _SMALL_SEGMENT, _LARGE_SEGMENT = 2 * _MIB, 20 * _MIB  # and the pages of segments that grow
 _OWN_SEGMENT = 10 * _MIB  # the smallest request that gets a segment of its own,
@@ -85,7 +86,7 @@ class Allocator:
         small = size <= _SMALL
         block = self._best(size, small) or self._new(size, small)
         rest = block.size - size
-        if rest >= GRANULE if small or self.expandable else rest > _SMALL:
+        if rest >= GRANULE if small or self.expandable else rest > UNSPLIT:
             self._split(block, size)
         self.allocated += block.size
         self._steps[-1].append((block, size, spare))
