@@ -16,7 +16,7 @@ from memrewrite.runtime.cross_entropy import in_autocast
 from memrewrite.runtime.fused import listed
 from memrewrite.runtime.segment import as_autocast, autocast_dtype
 
-Slopes = list[Tensor | None]
+Gradients = list[Tensor | None]
 
 
 def in_tiles(
@@ -60,7 +60,7 @@ class _Tiles:
                 del made
         return tuple(results)
 
-    def slopes(self, given: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...], wanted: list[bool]) -> Slopes:
+    def slopes(self, given: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...], wanted: list[bool]) -> Gradients:
         """The gradients of those of ``given`` that are ``wanted``, of which those of weights are added up in place."""
         of_rows = {i: given[i].new_empty(given[i].shape) for i in self.in_rows if wanted[i]}
         leaves = [t.detach().requires_grad_(need) for t, need in zip(given, wanted, strict=True)]
@@ -133,7 +133,7 @@ class _Run(torch.autograd.Function):
 
 def _whole_slopes(
     part: Callable[..., Any], given: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...], wanted: list[bool]
-) -> Slopes:
+) -> Gradients:
     results = zip(listed(part(*given)), gradients, strict=True)
     reached, coming = _unzipped([(r, g) for r, g in results if g is not None and r.requires_grad])
     of = [t for t, need in zip(given, wanted, strict=True) if need]
