@@ -37,12 +37,13 @@ _PRODUCTS = {"linear": 0, "mm": 0, "matmul": 0, "addmm": 1}  # the place of thei
 _NORMS = ("layer_norm", "rms_norm")
 _PARTS = {"chunk": 2, "split": 2, "split_with_sizes": 2, "slice": 1}  # the place of the dimension among theirs
 _WORTH = 2  # times the bytes at the ends, inside
+_PIECES = 8  # at most: more of them take time and hardly any memory less
 _ALIGNED = 8
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """Pieces are so small that no more bytes are inside of one than at the ends, and of ``rows`` rows at least."""
+    """Each piece has ``rows`` rows at least, and so many that what is inside of it takes what the ends take."""
 
     name: ClassVar[str] = "tiles"
     exact: ClassVar[bool] = False
@@ -55,7 +56,8 @@ class Tiles:
         for part in _parts(effects):
             if part.inside < _WORTH * part.ends or part.count <= self.rows:
                 continue
-            rows = max(ceil(part.count * part.ends / (part.inside * _ALIGNED)) * _ALIGNED, self.rows)
+            share = max(part.ends / part.inside, 1 / _PIECES)
+            rows = max(ceil(part.count * share / _ALIGNED) * _ALIGNED, self.rows)
             if reason := _obstacle(part):
                 findings.refuse(part.outputs[0], reason)
             else:
