@@ -169,7 +169,7 @@ def _attempt(case: _Case, state: State, exact: bool, full: Inputs) -> Verdict | 
             with _without_fused(case.avoid):
                 start = state.restarted()
                 comparison = _run_freely(case, start) if exact else _run_forced(case, start, _against_float64)
-            return _verdict(comparison, case, full)
+            return concluded(comparison, case.steps, batch_of(case.inputs), _at(case, full))
         except torch.OutOfMemoryError:
             return None
         except FusedRandomnessError as fused:
@@ -316,7 +316,8 @@ def _follow(source: nn.Module, target: nn.Module) -> bool:
     return bool(apart)
 
 
-def _verdict(comparison: Comparison, case: _Case, full: Inputs) -> Verdict:
+def concluded(comparison: Comparison, steps: int, batch: int | None, at: str = "") -> Verdict:
+    """The verdict on what was compared over ``steps`` steps; ``at`` ends its sentence."""
     tensors = comparison.verdicts()
     failed = [t for t in tensors if not t.passed]
     changed = [t for t in tensors if not t.bit_equal]
@@ -327,10 +328,8 @@ def _verdict(comparison: Comparison, case: _Case, full: Inputs) -> Verdict:
         text = f"equivalent: worst {_describe(max(changed, key=_excess))}"
     else:
         counts = Counter(t.kind for t in tensors)
-        text = (
-            f"bit-equal: {case.steps} steps, {counts['gradient']} gradients, {counts['buffer']} buffers, random state"
-        )
-    return Verdict(not failed, not changed, text + _at(case, full), tensors, batch_of(case.inputs))
+        text = f"bit-equal: {steps} steps, {counts['gradient']} gradients, {counts['buffer']} buffers, random state"
+    return Verdict(not failed, not changed, text + at, tensors, batch)
 
 
 def _check(kind: str, tensors: list[TensorVerdict]) -> Check:

@@ -42,7 +42,8 @@ def without_peers(mesh: Fsdp | Tp, device_type: str) -> Iterator[Callable[[nn.Mo
             if "tp" in names:
                 _parallelize(module, devices[names["tp"]])
             if isinstance(mesh, Fsdp):
-                _shard(module, mesh, devices[(*(name for key, name in names.items() if key != "tp"),)])
+                with _of_the_first():
+                    sharded(module, mesh, devices[(*(name for key, name in names.items() if key != "tp"),)])
 
         yield shard
 
@@ -59,21 +60,30 @@ def _parallelize(module: nn.Module, devices: Any) -> None:
     parallelize(module, devices)
 
 
-def _shard(module: nn.Module, mesh: Fsdp, devices: Any) -> None:
+def sharded(module: nn.Module, mesh: Fsdp, devices: Any) -> nn.Module:
+    """The module, sharded by ``fully_shard`` as ``mesh`` says, in place, among the processes of a ``DeviceMesh``."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-    from torch.distributed.fsdp._fully_shard import _fsdp_param
 
     param, reduced, output = (DTYPES[kind] for kind in (mesh.param_dtype, mesh.reduce_dtype, mesh.output_dtype))
     policy = MixedPrecisionPolicy(param, reduced, output)
     given: dict[str, Any] = {"mesh": devices, "mp_policy": policy}
     root = True if mesh.reshard_root else None if mesh.reshard is not False else False
-    with mock.patch.object(_fsdp_param, "_chunk_with_empty", _first_chunk), _joined_once():
-        for unit in units(module, mesh):
-            fully_shard(unit, reshard_after_forward=mesh.reshard, **given)
-        fully_shard(module, reshard_after_forward=root, **given)
+    for unit in units(module, mesh):
+        fully_shard(unit, reshard_after_forward=mesh.reshard, **given)
+    fully_shard(module, reshard_after_forward=root, **given)
     for path, when, ahead in mesh.prefetched:
         ahead_of: Any = module.get_submodule(path)
         getattr(ahead_of, f"set_modules_to_{when}_prefetch")([module.get_submodule(each) for each in ahead])
+    return module
+
+
+@contextlib.contextmanager
+def _of_the_first() -> Iterator[None]:
+    """Let a module be sharded for the first of all processes, without a tensor for each of the others."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+    with mock.patch.object(_fsdp_param, "_chunk_with_empty", _first_chunk), _joined_once():
+        yield
 
 
 @contextlib.contextmanager
