@@ -73,10 +73,10 @@ def _fitting(
         before = cache_hits()
         with compiled_codes() as codes:
             made = _compiled(graph, inputs, mode, options, partition)
-        over = partition.observe(seen(codes))
+        over = partition.observe(seen(codes, partition.lives.kept))
         if over <= 0:
             return made, cache_hits() > before
-        partition.beyond += over
+        partition.excesses.append(over)
     taken = partition.observed or 0
     message = f"What Inductor makes of {_TRIES} plans for {partition.asked.budget} takes more, at last"
     raise BudgetInfeasibleError(f"{message} {format_bytes(taken)}; give it that much.", taken)
@@ -98,4 +98,4 @@ def _compiled(
 def identity(partition: Partition) -> str:
     """What tells the graphs of a partition from others in Inductor's cache: code, options, and the bytes there are."""
     code = digest(Path(__file__).parent, *(Path(str(each.__file__)) for each in (partitioning, transients)))
-    return f"memrewrite {__version__} {code} {partition.asked} {partition.lives} {partition.fused} {partition.beyond}"
+    return f"memrewrite {__version__} {code} {partition.asked} {partition.lives} {partition.fused} {partition.excesses}"

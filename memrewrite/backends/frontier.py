@@ -35,20 +35,27 @@ class Found:
 
 
 class Frontier:
-    """The plans for one joint graph, made once and asked for any number of bytes."""
+    """The plans for one joint graph, made once and asked for any number of bytes.
 
-    def __init__(self, facts: Facts) -> None:
-        self.facts = facts
+    Graphs that come ``later`` are taken to keep so many times what this one keeps, while it is kept.
+    """
+
+    def __init__(self, facts: Facts, later: float = 0.0) -> None:
+        self.facts, self.later = facts, later
         self.planner = Planner(facts)
         self.rows = [_Row(self, cuts) for cuts in divisions(facts)]
 
     def lowest(self) -> Found:
         """The plan of the lowest peak."""
         found = (row.lowest for row in self.rows)
-        return min(found, key=lambda each: (each.peaks.peak, each.ms))
+        return min(found, key=lambda each: (self.takes(each), each.ms))
+
+    def takes(self, found: Found) -> int:
+        """The peak in bytes of a plan, with what later graphs keep."""
+        return found.peaks.peak + int(self.later * found.peaks.saved)
 
     def within(self, room: int) -> Found | None:
-        """The cheapest plan whose peak is at most ``room`` bytes; None where there is none."""
+        """The cheapest plan that takes at most ``room`` bytes; None where there is none."""
         fitting = [each for row in self.rows if (each := row.within(room)) is not None]
         return min(fitting, key=lambda each: each.rank) if fitting else None
 
@@ -71,7 +78,7 @@ class _Row:
     def lowest(self) -> Found:
         """The plan of the lowest peak."""
         self._found += self._falling
-        return min([*self._found, self.last], key=lambda each: (each.peaks.peak, each.ms))
+        return min([*self._found, self.last], key=lambda each: (self._all.takes(each), each.ms))
 
     def within(self, room: int) -> Found | None:
         """The cheapest within ``room``, with as much kept as there is room for of what its last step gave."""
@@ -79,9 +86,9 @@ class _Row:
         while True:
             if place == len(self._found):
                 if (following := next(self._falling, None)) is None:
-                    return self.last if self.last.peaks.peak <= room else None
+                    return self.last if self._all.takes(self.last) <= room else None
                 self._found.append(following)
-            if self._found[place].peaks.peak <= room:
+            if self._all.takes(self._found[place]) <= room:
                 return self._between(place, room)
             place += 1
 
@@ -145,7 +152,7 @@ class _Row:
         given = sorted(best.order.ways.rerun - before, key=lambda node: (-self._facts.ms[node], node))
         for node in given[:_TRIES]:
             tried = self._all.look(Ways(self._cuts, best.order.ways.rerun - {node}))
-            if tried.peaks.peak <= room and tried.ms <= best.ms:
+            if self._all.takes(tried) <= room and tried.ms <= best.ms:
                 best = tried
         return best
 

@@ -1,7 +1,8 @@
 """What compiled graphs take, read off their own code: it runs on fake tensors, and every storage is counted.
 
 That tells what no plan of nodes foresees: the order that Inductor runs kernels in, what it fuses and writes over, the
-memory formats that it chooses and what the calls of libraries take in these. It takes a moment and no device memory.
+memory formats that it chooses, what the calls of libraries take in these, and the blocks that CUDA's caching allocator
+hands out for all of it. It takes a moment and no device memory.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,7 +13,8 @@ import torch
 from torch import Tensor
 
 from memrewrite.simulate.memory.tracker import Tracker
-from memrewrite.targets.transients import transients_on
+from memrewrite.targets.allocator import allocator_on, rounded
+from memrewrite.targets.transients import Transients, transients_on
 from memrewrite.torch_internals.compiled_code import CompiledCode
 from memrewrite.torch_internals.fake_tensors import FakeTensorMode
 
@@ -21,17 +23,21 @@ _GRADIENT = "tangents"  # what the names of the gradients begin with that backwa
 
 @dataclass(frozen=True)
 class Seen:
-    """The peaks in bytes of the forward and the backward code of a graph, besides inputs, parameters and buffers.
+    """The peaks in bytes of the forward and the backward code of a graph, besides what lives anyway.
 
     Of backward what is kept for it counts, the gradients that it is given, and outputs of forward, which may be held.
+    By how much blocks are larger than the inputs, parameters, buffers and optimizer state in them counts for both.
     """
 
     forward: int
     backward: int
 
 
-def seen(codes: Sequence[CompiledCode]) -> Seen | str:
-    """The peaks of a graph's codes, or in words why they cannot be told, "" where it has no backward."""
+def seen(codes: Sequence[CompiledCode], state: Sequence[int] = ()) -> Seen | str:
+    """The peaks of a graph's codes, or in words why they cannot be told, "" where it has no backward.
+
+    ``state`` has the bytes of each tensor that the optimizer keeps.
+    """
     if not any(code.is_backward for code in codes):
         return ""
     if sorted(code.is_backward for code in codes) != [False, True]:
@@ -40,38 +46,64 @@ def seen(codes: Sequence[CompiledCode]) -> Seen | str:
         return "it is not in Python"
     forward, backward = sorted(codes, key=lambda code: code.is_backward)
     try:
-        return _counted(forward, backward)
+        return _counted(forward, backward, state)
     except Exception as error:  # whatever stands in the code; the graph itself is as good as ever
         return f"it does not run on fake tensors ({type(error).__name__}: {next(iter(str(error).splitlines()), '')})"
 
 
-def _counted(forward: CompiledCode, backward: CompiledCode) -> Seen:
+def _counted(forward: CompiledCode, backward: CompiledCode, state: Sequence[int]) -> Seen:
     """The peaks; run again where there are calls that had to be measured."""
     with FakeTensorMode():
         devices = {each.device for each in _tensors(forward.named_arguments().values())}
     device = next((each for each in devices if each.type != "cpu"), torch.device("cpu"))
     table = transients_on(device)
-    found = _run(forward, backward, Tracker(device.type, table))
-    return _run(forward, backward, Tracker(device.type, table)) if table is not None and table.probe() else found
+    found = _run(forward, backward, device.type, table, state)
+    return _run(forward, backward, device.type, table, state) if table is not None and table.probe() else found
 
 
-def _run(forward: CompiledCode, backward: CompiledCode, tracker: Tracker) -> Seen:
+def _run(
+    forward: CompiledCode, backward: CompiledCode, kind: str, table: Transients | None, state: Sequence[int]
+) -> Seen:
+    """The peaks of a second step: optimizer state is made between the two, where the first one left room."""
+    tracker = Tracker(kind, table, blocks=allocator_on(kind))
     with FakeTensorMode() as mode:
         given = list(forward.named_arguments().values())
-        named = backward.named_arguments()
+    storages = {each.untyped_storage() for each in _tensors(given) if each.device.type == kind}
     with mode, tracker:
         tracker.register(_tensors(given), "inputs")
-        there = tracker.current
-        tracker.reset_peak()
-        outputs = forward.run([*given])
-        first = tracker.peak - there
-        arguments, results = _handed_on(outputs, named)
-        del outputs, named
-        tracker.register(_tensors(arguments), "kept")
-        tracker.reset_peak()
-        backward.run(arguments)
-        del results
-        return Seen(max(first, 0), max(tracker.peak - there, 0))
+        there = sum(rounded(each.nbytes()) for each in storages)
+        if tracker.blocks is None:
+            return _step(forward, backward, given, tracker, there)
+        gradients: list[Any] = []
+        _step(forward, backward, given, tracker, there, gradients)
+        there -= sum(tracker.blocks.allocate(size).size - rounded(size) for size in state)
+        gradients.clear()
+        return _step(forward, backward, given, tracker, there)
+
+
+def _step(
+    forward: CompiledCode,
+    backward: CompiledCode,
+    given: list[Any],
+    tracker: Tracker,
+    there: int,
+    gradients: list[Any] | None = None,
+) -> Seen:
+    """The peaks in bytes beyond ``there``; what backward gives is put into ``gradients``."""
+    tracker.reset_peak()
+    outputs = forward.run([*given])
+    first = tracker.peak - there
+    with tracker.looking_away():
+        named = backward.named_arguments()
+    arguments, results = _handed_on(outputs, named)
+    del outputs, named
+    tracker.register(_tensors(arguments), "kept")
+    tracker.reset_peak()
+    made = backward.run(arguments)
+    del results
+    if gradients is not None:
+        gradients += made
+    return Seen(max(first, 0), max(tracker.peak - there, 0))
 
 
 def _handed_on(outputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[list[Any], list[Any]]:

@@ -42,8 +42,9 @@ class Partition:
     """Divides the joint graph of one graph of Dynamo's; ``choice`` and ``foreseen`` tell how, once it has.
 
     ``choice`` is one of ``memrewrite.records.compiled.CHOICES``; ``verified`` says how the graph was compared.
-    ``beyond`` are the bytes to leave for what compiled code takes besides what was foreseen of it, ``observed`` the
-    peak of the step by that code, None where it is not known, for which ``unseen`` has the reason.
+    ``observed`` is the peak of the step by the code that was compiled, None where it is not known, for which ``unseen``
+    has the reason; ``excesses`` has for each plan that was compiled and given up by how many bytes its code was beyond
+    the budget.
     """
 
     def __init__(self, asked: Asked, lives: Resident, fused: bool = True) -> None:
@@ -51,7 +52,7 @@ class Partition:
         self.base = lives.base + asked.reserve
         self.foreseen: Foreseen | None = None
         self.choice, self.verified = "no backward", ""
-        self.beyond = 0
+        self.excesses: list[int] = []
         self.observed: int | None = None
         self.unseen = ""
 
@@ -84,24 +85,18 @@ class Partition:
     def chosen(self, known: Facts, stock: frozenset[int]) -> Found:
         """PyTorch's own choice where it fits, else the cheapest that does."""
         assert self.asked.budget is not None  # noqa: S101  (else the stock partitioner divides)
-        frontier = Frontier(known)
+        frontier = Frontier(known, self.lives.later)
         kept = frozenset(i for i in stock if i not in known.symbols)
         order = frontier.planner.given(kept)
         usual = Found(order, peaks(known, order), order.ms(known))
         original = self._of_step(usual)
         limit = self.asked.budget.resolve(original)
-        self.choice = "cheapest"
         if limit is None:
             self.choice, found = "lowest", frontier.lowest()
             room = max(found.peaks.peak, self.lives.of_optimizer - self.lives.base)
             found = frontier.within(room) or found
-        elif usual.peaks.peak <= limit - self.base - self.beyond:
-            self.choice, found = "usual", usual
         else:
-            fitting = frontier.within(limit - self.base - self.beyond)
-            if fitting is None:
-                raise self._infeasible(limit, frontier.lowest())
-            found = fitting
+            found = self._fitting(frontier, usual, limit)
         if limit is not None and self.lives.of_optimizer + self.asked.reserve > limit:
             raise self._infeasible(limit, found)
         self.foreseen = Foreseen(
@@ -115,6 +110,22 @@ class Partition:
             reruns=reruns(known, found.order),
         )
         return found
+
+    def _fitting(self, frontier: Frontier, usual: Found, limit: int) -> Found:
+        """What fits, after the plans whose code did not: each next one is foreseen to take so much less."""
+        room, beyond = limit - self.base, 0
+        given_up = iter(self.excesses)
+        while True:
+            found = usual if frontier.takes(usual) <= room else frontier.within(room)
+            if found is None:  # perhaps later graphs keep less
+                found = frontier.lowest()
+                if found.peaks.peak > room:
+                    raise self._infeasible(limit, found, beyond)
+            self.choice = "usual" if found is usual else "cheapest"
+            if (excess := next(given_up, None)) is None:
+                return found
+            beyond = excess + limit - self.base - found.peaks.peak
+            room = min(room - 1, frontier.takes(found) - excess)
 
     def observe(self, found: Seen | str) -> int:
         """Take over what the compiled code takes, or why that is not known; returns the bytes beyond the budget.
@@ -135,8 +146,10 @@ class Partition:
     def _with_optimizer(self, made: int) -> int:
         return max(self.base + made, self.lives.of_optimizer + self.asked.reserve)
 
-    def _infeasible(self, limit: int, lowest: Found) -> BudgetInfeasibleError:
-        reached = self._with_optimizer(lowest.peaks.peak + self.beyond)
+    def _infeasible(self, limit: int, lowest: Found, beyond: int = 0) -> BudgetInfeasibleError:
+        """The error; code took ``beyond`` bytes more than was foreseen of it, as far as some was compiled."""
+        reached = self._with_optimizer(lowest.peaks.peak + beyond)
+        reached = min([reached, *(limit + excess for excess in self.excesses)])
         made = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts(self.lives))
         message = (
             f"No plan for torch.compile fits {format_bytes(limit)}: the lowest reachable peak is "

@@ -4,10 +4,10 @@ Parameters, buffers and optimizer state live always; the inputs of the graph and
 for backward live while it runs. All of it is read off real tensors: the model's own, those the graph is given, and the
 autograd graph behind these, in which earlier graphs, and code between them that is not compiled, keep what they do.
 Of gradients, those of parameters of other graphs count as if all were there: where later ones run backward first, they
-are. Graphs that come later are not known yet: the first one takes what room it needs, and leaves the rest to them.
+are. Graphs that come later are not known yet: what they keep is taken to be as much more as they have more parameters.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,8 @@ class Resident:
     ``model`` are parameters and buffers, ``state`` is what the optimizer keeps and ``transient`` what its step takes
     besides, ``inputs`` what the graph is given, ``earlier`` what is kept for the backward of what ran before,
     ``gradients`` those of all parameters, ``others`` those that other graphs make and ``libraries`` what cuBLAS holds,
-    whether or not this graph is the one that multiplies.
+    whether or not this graph is the one that multiplies. ``kept`` are the bytes of each tensor in the state, ``later``
+    how many times the parameters of this graph those are of which nothing has run yet.
     """
 
     model: int
@@ -42,6 +43,8 @@ class Resident:
     gradients: int
     others: int
     libraries: int
+    kept: tuple[int, ...] = ()
+    later: float = 0.0
 
     @property
     def base(self) -> int:
@@ -68,25 +71,35 @@ def resident(graph: fx.GraphModule, optimizer: str) -> Resident:
     held = known | {_key(tensor) for tensor in inputs}
     earlier = [tensor for tensor in saved if _key(tensor) not in held]
     there = {id(each) for each in mine}
-    state, transient = optimizer_bytes(parameters, optimizer)
+    kept, transient = optimizer_bytes(parameters, optimizer)
     return Resident(
         model=_bytes(every),
-        state=state,
+        state=sum(map(rounded, kept)),
         transient=transient,
         inputs=_bytes(inputs),
         earlier=_bytes(earlier),
         gradients=_bytes(parameters),
         others=_bytes([each for each in parameters if id(each) not in there]),
         libraries=max((measured_here(each) for each in {tensor.device for tensor in [*given, *every]}), default=0),
+        kept=kept,
+        later=_later(whole, mine, leaves),
     )
 
 
-def optimizer_bytes(parameters: Iterable[nn.Parameter], name: str) -> tuple[int, int]:
-    """The bytes that an optimizer's state takes, and those of its step besides; counted on fake tensors."""
+def _later(whole: Sequence[Tensor], mine: Sequence[Tensor], earlier: Sequence[Tensor]) -> float:
+    """How many times the bytes of a graph's parameters those of the model have that are in neither it nor before it."""
+    known = {_key(tensor) for tensor in (*mine, *earlier)}
+    own = _bytes(mine)
+    rest = _bytes([each for each in whole if isinstance(each, nn.Parameter) and _key(each) not in known])
+    return rest / own if own else 0.0
+
+
+def optimizer_bytes(parameters: Iterable[nn.Parameter], name: str) -> tuple[tuple[int, ...], int]:
+    """The bytes of what an optimizer keeps, tensor by tensor, and those of its step besides; on fake tensors."""
     factory = optimizer_factory(name)
     given = list(parameters)
     if factory is None or not given:
-        return 0, 0
+        return (), 0
     try:
         with FakeTensorMode(), foreach_on_fake_tensors():
             twins = [nn.Parameter(_like(each)) for each in given]
@@ -100,11 +113,18 @@ def optimizer_bytes(parameters: Iterable[nn.Parameter], name: str) -> tuple[int,
                 state = tracker.current - there
                 tracker.reset_peak()
                 optimizer.step()
-                return state, max(tracker.peak - there - state, 0)
+                return _kept(optimizer, given[0].device.type, state), max(tracker.peak - there - state, 0)
     except FAKE_TENSOR_ERRORS as error:
         raise UsageError(
             f"What optimizer {name!r} keeps cannot be counted: {error}. Write optimizer='none', reserve=<its bytes>."
         ) from error
+
+
+def _kept(optimizer: torch.optim.Optimizer, device_type: str, total: int) -> tuple[int, ...]:
+    """The bytes of each tensor of its state on the device; ``total`` as one, where there are others than by name."""
+    named = (each for values in optimizer.state.values() for each in values.values() if isinstance(each, Tensor))
+    found = tuple(each.untyped_storage().nbytes() for each in named if each.device.type == device_type)
+    return found if sum(map(rounded, found)) == total else (total,)
 
 
 def _like(tensor: Tensor) -> Tensor:

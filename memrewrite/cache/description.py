@@ -241,7 +241,7 @@ class Description:
         """Any other object: its class and attributes."""
         kind = type(value)
         slots = {name for base in kind.__mro__ for name in _slots(base) if hasattr(value, name)}
-        if kind is not object and not slots and not hasattr(value, "__dict__"):
+        if kind is not object and not slots and not hasattr(value, "__dict__") and not _is_known_by_name(value):
             raise IndescribableError(f"there is a {_name(kind)}")
         yield self._text(kind)
         library = library_of(kind)
@@ -253,6 +253,14 @@ class Description:
     def kernel(self, kernel: Any) -> Iterator[str]:
         """A kernel of Triton's, whose other attributes are of this process."""
         return self._texts(type(kernel), getattr(kernel, "fn", None))
+
+
+def _is_known_by_name(value: Any) -> bool:
+    """Whether it is the only one of its class, such as ``typing.NoDefault``, which pickle knows by a name alone."""
+    try:
+        return isinstance(value.__reduce__(), str)
+    except TypeError:  # what cannot be pickled
+        return False
 
 
 Describer = Callable[[Description, Any], Iterator[str]]

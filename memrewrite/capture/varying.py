@@ -23,6 +23,7 @@ Shapes = Callable[[Mapping[str, Any]], Any]
 """From the arguments of forward by name to which of their sizes vary, as export takes it; None where none does."""
 _ADVICE = "let it work with any, or leave the range out."
 _TRIED = 4096  # sizes of a range that conditions are looked at for
+_TRIED_UNASKED = 256  # of one that nobody named
 
 
 def attempts(inputs: Inputs, ranges: Sequence[Range]) -> Iterator[Shapes]:
@@ -57,12 +58,12 @@ def _has_batch(leaf: Any, batch: int) -> bool:
 def ranged(
     captured: Captured, model: nn.Module, inputs: Inputs, ranges: Sequence[Range], lines: Mapping[int, str]
 ) -> Captured:
-    """The capture with its ranges, and a note of each condition that not all sizes in them meet.
+    """The capture with its ranges, and notes of conditions that not all sizes up to the largest meet.
 
     ``lines`` says of sizes which line of the user's fixed them.
     Raises ``CaptureError`` where a size that the user named does not vary, or only together with what never comes.
     """
-    if not ranges:
+    if not ranges and not captured.inputs.conditions:
         return captured
     _, order = bind(model, inputs)
     places = positions(model, inputs)
@@ -76,9 +77,12 @@ def ranged(
             told = f"its forward takes no other {each.words} than {size}{line}"
             raise CaptureError(f"{type(model).__name__} cannot take {each}: {told}; {_ADVICE}")
     spec = replace(captured.inputs, ranges=tuple(found))
-    words = _words(spec, {position: name for name, position in places.items()}, order)
+    varying = _varying(spec, {position: name for name, position in places.items()}, order)
+    words = {size: f"{each.name}.size({each.dim})" for size, each in varying.items()}
     _refuse_fixed(spec, type(model).__name__, words)
-    return replace(captured, inputs=spec, notes=(*captured.notes, *_notes(spec, words)))
+    others = [(size, each) for size, each in varying.items() if size not in dict(spec.ranges)]
+    notes = _notes(replace(spec, ranges=(*spec.ranges, *others)), words)
+    return replace(captured, inputs=spec, notes=(*captured.notes, *notes))
 
 
 def _refuse_fixed(spec: InputSpec, model: str, words: Mapping[str, str]) -> None:
@@ -107,46 +111,68 @@ def _notes(spec: InputSpec, words: Mapping[str, str]) -> Iterator[str]:
     for _, each in spec.ranges:
         if each.least == 1 and not each.implied:
             yield f"{each}: 1 runs the original forward, because sizes that vary are captured from 2 on."
-    for text in spec.conditions:
-        holds = _function(spec, text)
-        in_it = [symbol for symbol in dict.fromkeys(symbol for symbol, _ in spec.ranges) if symbol in _names(text)]
-        if all(holds(**sizes) for symbol in in_it for sizes in _sizes(spec, symbol, falling=False)):
-            continue
+    for text in _telling(spec):
         if len(_names(text)) > 1:
             yield f"The program is for inputs with {_in_words(text, words)}; others run the original forward."
             continue
-        each = next(each for symbol, each in spec.ranges if symbol == in_it[0])
-        condition = ast.unparse(ast.parse(re.sub(rf"\b{in_it[0]}\b", "size", text)))
+        symbol, each = next((symbol, each) for symbol, each in spec.ranges if symbol in _names(text))
+        condition = ast.unparse(ast.parse(re.sub(rf"\b{symbol}\b", "size", text)))
         yield f"{each.name} must have a size {each.dim} with {condition}; others run the original forward."
 
 
+def _telling(spec: InputSpec) -> list[str]:
+    """The conditions that not all sizes in the ranges meet, without those that shorter ones leave nothing for."""
+    known: dict[str, Callable[..., bool]] = {}
+    for text in sorted(spec.conditions, key=len):
+        holds = _function(spec, text)
+        in_it = [symbol for symbol in dict.fromkeys(symbol for symbol, _ in spec.ranges) if symbol in _names(text)]
+        tried = (sizes for symbol in in_it for sizes in _sizes(spec, symbol, falling=False))
+        if any(not holds(**sizes) and all(other(**sizes) for other in known.values()) for sizes in tried):
+            known[text] = holds
+    return [text for text in spec.conditions if text in known]
+
+
 def _sizes(spec: InputSpec, symbol: str, falling: bool) -> Iterator[Mapping[str, int]]:
-    """The sizes of a range, the others as in the example and then all that have ranges as far from it."""
+    """The sizes of a range, the others as in the example and then all that have ranges as far from it.
+
+    Where nobody named the range, other sizes that are the same in the example are the same in all.
+    """
     example = dict(spec.example)
     all_of = dict(spec.ranges)
     least = max(2, *(each.least for other, each in spec.ranges if other == symbol))
     most = example[symbol]
-    some = itertools.islice(range(most, least - 1, -1) if falling else range(least, most + 1), _TRIED)
-    for size in some:
-        yield {**example, symbol: size}
-        away = {other: max(2, each.least, example[other] - (most - size)) for other, each in all_of.items()}
-        yield {**example, **away, symbol: size}
+    named = not all_of[symbol].implied
+    alike = () if named else [other for other, size in example.items() if size == most]
+    sizes = range(most, least - 1, -1) if falling else range(least, most + 1)
+    for size in itertools.islice(sizes, _TRIED if named else _TRIED_UNASKED):
+        yield {**example, **dict.fromkeys(alike, size), symbol: size}
+        if named:
+            away = {other: max(2, each.least, example[other] - (most - size)) for other, each in all_of.items()}
+            yield {**example, **away, symbol: size}
 
 
 def _function(spec: InputSpec, text: str) -> Callable[..., bool]:
-    """A condition as a function of the sizes by name."""
+    """A condition as a function of the sizes by name; not met where it divides by zero."""
     names = ", ".join(name for name, _ in spec.example)
-    holds: Callable[..., bool] = eval(f"lambda {names}: {text}", {"math": math})  # noqa: S307  (tracing's own text)
+    asked = eval(f"lambda {names}: {text}", {"math": math})  # noqa: S307  (tracing's own text)
+
+    def holds(**sizes: int) -> bool:
+        try:
+            return bool(asked(**sizes))
+        except ZeroDivisionError:
+            return False
+
     return holds
 
 
-def _words(spec: InputSpec, names: Mapping[int, str], order: Sequence[int]) -> dict[str, str]:
-    """What each name of a size stands for, as code: ``x.size(2)``."""
-    found: dict[str, str] = {}
+def _varying(spec: InputSpec, names: Mapping[int, str], order: Sequence[int]) -> dict[str, Range]:
+    """What each size that varies is a size of, up to the example's."""
+    found: dict[str, Range] = {}
     for leaf, position in zip(spec.leaves, order, strict=True):
         for dim, size in enumerate(leaf.shape if isinstance(leaf, TensorSpec) else ()):
             if isinstance(size, str):
-                found.setdefault(size, f"{names.get(position, 'an input')}.size({dim})")
+                name, most = names.get(position, "an input"), dict(spec.example)[size]
+                found.setdefault(size, Range(name, dim, 1, most, implied=True))
     return found
 
 

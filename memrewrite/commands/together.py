@@ -55,7 +55,14 @@ def run(mesh: str, work: Callable[[Callable[[], None]], int]) -> int:
 
 @contextlib.contextmanager
 def _group() -> Iterator[None]:
-    """The processes can talk to each other; a target that makes a group of its own finds this one."""
+    """The processes can talk to each other; a target that makes a group of its own finds this one.
+
+    None of it is left afterwards: a thread of it that returns to an interpreter which is ending ends the process by a
+    signal. PyTorch's functions on a group have, as a default, the one that is there when they are imported, and would
+    keep this one; so they are imported first (seen in PyTorch 2.13 and 2.14).
+    """
+    import torch.distributed.nn.functional  # noqa: F401
+
     dist.init_process_group("gloo", timeout=PATIENCE)
     try:
         yield

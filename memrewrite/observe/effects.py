@@ -25,7 +25,7 @@ from memrewrite.targets.eager import EAGER, Target
 from memrewrite.torch_internals.custom_functions import kept_as_attributes
 from memrewrite.torch_internals.dispatch_modes import Layer
 from memrewrite.torch_internals.fake_tensors import FakeTensorMode
-from memrewrite.torch_internals.operators import schema_name, written_arguments
+from memrewrite.torch_internals.operators import name_of_others, schema_name, written_arguments
 from memrewrite.torch_internals.pytrees import tree_iter
 from memrewrite.workload.step import autocast
 
@@ -295,14 +295,14 @@ class _Observer(fx.Interpreter):
             outputs=frozenset(recorder.storage(t) for t in _tensors(result)),
             saved=frozenset(recorder.saved),
             saves_output=before(recorder.saved) != recorder.saved or bool(recorder.saved & recorder.writes),
-            random=recorder.random,
+            random=recorder.random or n.meta.get(_DRAWS, False),
             flops=recorder.flops,
             moved=recorder.moved,
             rerun=recorder.rerun,
             statistics=before(recorder.statistics),
             stale_save=recorder.stale_save,
-            opaque=n.op == "call_module" or isinstance(n.target, FunctionCall),
-            repeats=n.meta.get(_REPEATS, False) if n.op == "call_module" else getattr(n.target, "repeats", True),
+            opaque=_is_opaque(n),
+            repeats=n.meta.get(_REPEATS, not _is_opaque(n)),
         )
         return result
 
@@ -312,12 +312,17 @@ class _Observer(fx.Interpreter):
         return on_fakes_or_seen(node, lambda: twin(*args, **kwargs), [*tree_iter((args, kwargs)), *twin.parameters()])
 
 
-_REPEATS = "memrewrite_repeats"  # in a node's meta, which graphs copy with the node
+_REPEATS, _DRAWS = "memrewrite_repeats", "memrewrite_draws"  # in a node's meta, which graphs copy with the node
 
 
-def note_that_it_repeats(node: fx.Node) -> None:
-    """Say of the call of a submodule that it gives the same whenever it runs, and does nothing else."""
-    node.meta[_REPEATS] = True
+def note_runs(node: fx.Node, repeats: bool, draws: bool) -> None:
+    """Say of a call whether it gives the same whenever it runs, and whether it may draw from PyTorch's generators."""
+    node.meta[_REPEATS], node.meta[_DRAWS] = repeats, draws
+
+
+def _is_opaque(node: fx.Node) -> bool:
+    """Whether a node is a call that nobody looks into."""
+    return node.op == "call_module" or isinstance(node.target, FunctionCall) or bool(name_of_others(node.target))
 
 
 def _submodules_called(graph: fx.Graph) -> list[str]:

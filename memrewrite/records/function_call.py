@@ -6,13 +6,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class FunctionCall:
-    """The target of a node that applies the Function ``kind``.
-
-    ``repeats`` says that it gives the same bits whenever it is applied to the same, with the same random state.
-    """
+    """The target of a node that applies the Function ``kind``."""
 
     kind: Any
-    repeats: bool = True
 
     def __call__(self, *args: Any) -> Any:
         """Apply it."""

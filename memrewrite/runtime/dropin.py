@@ -373,7 +373,8 @@ def _match(program: Program, module: nn.Module, leaves: list[Any]) -> tuple[list
     if any(leaves[i] is not leaves[k] for i, k in program.shared):
         return None, "inputs are tensors of their own that were one tensor at capture, for which forward asks"
     if not program.fits(**sizes):
-        return None, f"for inputs of these sizes ({sizes}) forward takes another path than at capture"
+        shapes = ", ".join(dict.fromkeys(str(tuple(tensor.shape)) for tensor in tensors))
+        return None, f"for inputs of {shapes} forward takes another path than at capture"
     weight = next(module.parameters(), None)
     if weight is not None and weight.dtype != program.dtype:
         return None, f"the parameters are {weight.dtype}, captured as {program.dtype}"

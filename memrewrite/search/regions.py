@@ -33,7 +33,7 @@ from memrewrite.records.tensor_like import TensorLike
 from memrewrite.rewriting.invariants import writes_what_is_kept
 from memrewrite.runtime.dropin import build, program_from
 from memrewrite.search.kept import hooked, hooked_around, innermost, once_of_a_class, told
-from memrewrite.search.repeats import note_what_repeats
+from memrewrite.search.repeats import names_of_operators, note_what_repeats
 from memrewrite.simulate.fake.fakes import on_fakes, tensors_of
 from memrewrite.state.random_state import preserved_rng
 from memrewrite.torch_internals.fake_tensors import FAKE_TENSOR_ERRORS
@@ -210,7 +210,11 @@ def _unfit_now(module: nn.Module) -> str:
 
 
 def _told(found: Sequence[Region]) -> tuple[str, ...]:
-    return tuple(f"{region.path}: {note}" for region in found for note in region.captured.notes)
+    paths: dict[str, list[str]] = defaultdict(list)
+    for region in found:
+        for note in region.captured.notes:
+            paths[note].append(region.path)
+    return tuple(f"{first}{f' and {len(more)} more' * bool(more)}: {note}" for note, (first, *more) in paths.items())
 
 
 def _candidates(model: nn.Module, inside: Callable[[str], bool]) -> Iterator[tuple[str, nn.Module]]:
@@ -259,6 +263,8 @@ def _captured(
     captured = capture(module, inputs, amp=step.amp, kept=kept, ranges=ranges)
     captured = replace(captured, differentiable=step.mode == "train")
     note_what_repeats(captured.graph_module, leaf_tensors(module, inputs), step)
+    if note := names_of_operators(captured.graph_module):
+        captured = replace(captured, notes=(*captured.notes, note))
     source, constants = generate(captured)
     if step.mode == "train" and captured.checkpoints:
         _refuse_writes_of_kept(Region("", module, captured, lambda: inputs), step)

@@ -1,7 +1,7 @@
 """Which calls that nobody looks into give the same twice: tried on real tensors, as only those may run again."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor, fx, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from memrewrite.costs.calls import Call, call_of
-from memrewrite.observe.effects import note_that_it_repeats, observe
+from memrewrite.observe.effects import note_runs, observe
 from memrewrite.records.function_call import FunctionCall
 from memrewrite.runtime.guards import HOOKS
 from memrewrite.simulate.fake.as_seen import note_kept
@@ -17,30 +17,46 @@ from memrewrite.state.attributes import Attributes
 from memrewrite.state.bits import same_bits
 from memrewrite.state.random_state import draws, preserved_rng
 from memrewrite.targets.allocator import rounded
+from memrewrite.torch_internals.operators import name_of_others
 from memrewrite.torch_internals.pytrees import tree_leaves
 from memrewrite.workload.step import Step, autocast
 
 
+@dataclass(frozen=True)
+class _Runs:
+    """Whether two runs gave the same bits, and whether they drew from PyTorch's generators."""
+
+    repeat: bool
+    draw: bool = False
+
+
 def note_what_repeats(graph_module: fx.GraphModule, example: list[Tensor], step: Step) -> None:
     """Say of each call that nobody looks into, given one tensor per placeholder, whether it may run again."""
-    functions = [node for node in graph_module.graph.nodes if isinstance(node.target, FunctionCall)]
-    submodules = [node for node in graph_module.graph.nodes if node.op == "call_module"]
+    nodes = graph_module.graph.nodes
+    functions = [n for n in nodes if isinstance(n.target, FunctionCall) or name_of_others(n.target)]
+    submodules = [node for node in nodes if node.op == "call_module"]
     if not functions and not submodules:
         return
     effects = observe(graph_module, example, step.amp, target=step.target)
-    known: dict[str, bool] = {}
+    known: dict[str, _Runs] = {}
     for node in functions:
         call = call_of(node, effects.of[node], step.amp)
         text = "" if call is None else call.text
         if text not in known:
-            known[text] = call is not None and _repeats(call)
-        node.target = replace(node.target, repeats=known[text])
+            known[text] = _Runs(False) if call is None else _twice(call)
+        note_runs(node, known[text].repeat, known[text].draw)
     for node in submodules:
         module = graph_module.get_submodule(str(node.target))
         submodule = call_of(node, effects.of[node], step.amp, module)
         if submodule is not None and _leaves_no_trace(module, submodule):
-            note_that_it_repeats(node)
+            note_runs(node, repeats=True, draws=True)  # as it may for other values
             note_kept(node, _kept_by(module, submodule))
+
+
+def names_of_operators(graph_module: fx.GraphModule) -> str:
+    """A sentence about the operators that others registered, "" where there are none."""
+    names = sorted({name_of_others(node.target) for node in graph_module.graph.nodes} - {""})
+    return f"What stays a call as the model makes it: {', '.join(names)}." if names else ""
 
 
 def _leaves_no_trace(module: nn.Module, call: Call) -> bool:
@@ -50,7 +66,7 @@ def _leaves_no_trace(module: nn.Module, call: Call) -> bool:
     before, values = Attributes(module), [buffer.detach().clone() for buffer in module.buffers()]
     try:
         return (
-            _repeats(call)
+            _twice(call).repeat
             and next(before.changed(), None) is None
             and next(before.written(), None) is None
             and all(map(same_bits, values, module.buffers()))
@@ -92,8 +108,8 @@ def _kept_by(module: nn.Module, call: Call) -> int:
 _TOKEN = object()
 
 
-def _repeats(call: Call) -> bool:
-    """Whether two runs on the same, with PyTorch's random state the same, give the same bits; False for one that fails.
+def _twice(call: Call) -> _Runs:
+    """Whether two runs on the same, with PyTorch's random state the same, give the same bits; one that fails does not.
 
     One that draws from Python's or NumPy's random does not: that state is not put back where a segment runs again.
     """
@@ -101,18 +117,25 @@ def _repeats(call: Call) -> bool:
         run, given = call.prepared()
         before = [tensor.detach().clone() for tensor in given]
         with preserved_rng(given):
-            drawn = draws()[:2]
+            there = _drawn(given)
             first = _results(run, given, call)
-            if draws()[:2] != drawn:
-                return False
+            now = _drawn(given)
+        if now[:2] != there[:2]:
+            return _Runs(False)
         with torch.no_grad():
             for tensor, value in zip(given, before, strict=True):
                 tensor.copy_(value)
         with preserved_rng(given):
             second = _results(run, given, call)
     except Exception:  # whatever the user's code says of numbers that are not its own
-        return False
-    return len(first) == len(second) and all(map(_same, first, second))
+        return _Runs(False)
+    return _Runs(len(first) == len(second) and all(map(_same, first, second)), now != there)
+
+
+def _drawn(given: list[Tensor]) -> list[Any]:
+    """What of the random state there is to compare, the device's at the end."""
+    devices = dict.fromkeys(tensor.device for tensor in given if tensor.is_cuda)
+    return [*draws(), *(torch.cuda.get_rng_state(device).tolist() for device in devices)]
 
 
 def _results(run: Callable[[], Any], given: list[Tensor], call: Call) -> list[Any]:

@@ -13,7 +13,7 @@ from memrewrite.torch_internals.versions import private_imports, require
 with private_imports():
     from torch._ops import OpOverload, OpOverloadPacket
 
-require("ops.aten.relu.default._schema.arguments", "_C._set_grad_enabled")
+require("ops.aten.relu.default._schema.arguments", "ops.aten.relu._qualified_op_name", "_C._set_grad_enabled")
 
 __all__ = [
     "C_FUNCTIONS",
@@ -21,6 +21,7 @@ __all__ = [
     "OpOverloadPacket",
     "argument_names",
     "is_mutable",
+    "name_of_others",
     "named_arguments",
     "names_of",
     "returns_view",
@@ -33,6 +34,13 @@ __all__ = [
 C_FUNCTIONS: dict[str, Any] = {
     "torch._C": torch._C,
     **{f"torch._C.{name}": getattr(torch._C, name) for name in ("_nn", "_fft", "_linalg", "_special")},
+}
+
+# The namespaces of the operators that come with PyTorch.
+_OF_PYTORCH = {
+    *("aten", "prim", "prims", "inductor", "inductor_prims", "rngprims", "export", "profiler", "sparse", "_native"),
+    *("quantized", "_quantized", "quantization", "mkl", "mkldnn", "mkldnn_prepacked", "onednn", "static_runtime"),
+    *("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem", "fsdp"),
 }
 
 # How a graph by Dynamo spells the borders of no_grad and enable_grad; the public name makes a context manager.
@@ -79,3 +87,14 @@ def schema_name(operator: OpOverload) -> str:
 def names_of(operator: OpOverload) -> tuple[str, str, str]:
     """Namespace, name and overload: what stands behind ``torch.ops``."""
     return operator.namespace, schema_name(operator).split("::")[1], operator._overloadname
+
+
+def name_of_others(target: object) -> str:
+    """The name of an operator that others registered, such as ``torchvision::nms``; "" for anything else."""
+    if isinstance(target, OpOverload):
+        name = schema_name(target)
+    elif isinstance(target, OpOverloadPacket):
+        name = target._qualified_op_name
+    else:
+        return ""
+    return "" if name.partition("::")[0] in {*_OF_PYTORCH, "memrewrite"} else name

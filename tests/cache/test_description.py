@@ -160,6 +160,20 @@ def test_what_has_no_description_is_refused() -> None:
         described(model)
 
 
+class Only:
+    __slots__ = ()
+
+    def __reduce__(self) -> str:
+        return "ONLY"
+
+
+def test_the_only_one_of_a_class_is_described_by_it() -> None:
+    """As ``typing.NoDefault`` is, which type variables hold."""
+    first, again, other = Part(), Part(), Part()
+    first.default, again.default, other.default = Only(), Only(), None  # type: ignore[assignment]
+    assert described(first) == described(again) != described(other)
+
+
 def test_what_leads_too_far_is_refused() -> None:
     model = Part()
     model.sizes = [object() for _ in range(200_001)]  # type: ignore[misc]

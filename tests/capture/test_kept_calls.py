@@ -68,6 +68,10 @@ def branch_on_values(self: Any, x: Tensor) -> Tensor:
     return x * self.weight if float(x.detach().mean()) > 0 else x - self.weight
 
 
+def dropout_behind_a_branch(self: Any, x: Tensor) -> Tensor:
+    return torch.dropout((x * self.weight).tanh().exp(), 0.5, True) if float(x.detach().mean()) < 1e9 else x
+
+
 def rows_chosen_by_values(self: Any, x: Tensor) -> Tensor:
     result = x.clone()
     rows = (x[:, 0] > 0).nonzero()[:, 0]
@@ -141,6 +145,7 @@ FUNCTIONS = [
     memory_handed_on,
     operator_without_rule,
     branch_on_values,
+    dropout_behind_a_branch,
     rows_chosen_by_values,
     loop_of_unknown_length,
     layer_drop,
@@ -252,12 +257,13 @@ def test_what_draws_outside_pytorch_is_never_run_again(function: Callable[[Any, 
     assert_same(steps(result), steps(build(function)))
 
 
-def test_what_repeats_and_leaves_no_trace_may_run_again() -> None:
+@pytest.mark.parametrize("function", [branch_on_values, dropout_behind_a_branch], ids=lambda f: f.__name__)
+def test_what_repeats_and_leaves_no_trace_may_run_again(function: Callable[[Any, Tensor], Tensor]) -> None:
     runs: list[int] = []
 
     def counted(self: Any, x: Tensor) -> Any:
         runs.append(1)
-        return branch_on_values(self, x).sigmoid().exp() * self.weight
+        return function(self, x).sigmoid().exp() * self.weight
 
     model, plain = (net(Odd(counted)) for _ in range(2))
     result = optimized(model, budget="min")

@@ -144,11 +144,35 @@ def test_strict_needs_a_budget_and_a_rewritten_model() -> None:
 def test_what_forward_asks_of_a_length_is_kept_to() -> None:
     model = Text(multiple=4)
     result = memrewrite.optimize(model, text(8, 32), budget="min", loss_fn=lambda loss: loss, verify=False)
+    assert "ids must have a size 1 with size % 4 == 0; others run the original forward." in result.report.notes
     for length in (32, 8, 16):
         assert all(map(torch.equal, taken(result, text(4, length)), taken(model, text(4, length))))
-    with pytest.warns(FallbackWarning, match="forward takes another path than at capture"):
+    with pytest.warns(FallbackWarning, match=r"for inputs of \(4, 30\) forward takes another path than at capture"):
         found = taken(result, text(4, 30))
     assert all(map(torch.equal, found, taken(model, text(4, 30))))
+
+
+class Parts(nn.Module):
+    """Divides a length by what comes of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.layer = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        length = ids.shape[1]
+        x = self.words(ids)
+        if length % 8 == 0 and length % (length // 8) == 0:
+            x = x.unflatten(1, (length // 8, -1)).flatten(1, 2)
+        return functional.mse_loss(self.layer(x).mean(-1).flatten(), labels.flatten().float())
+
+
+def test_of_what_forward_asks_only_that_is_told_which_says_more() -> None:
+    ids = torch.randint(WORDS, (4, 32))
+    captured = capture(Parts(), Inputs((ids, ids.clone()), {}))
+    assert len(captured.inputs.conditions) > 2
+    told = "ids must have a size 1 with {}; others run the original forward."
+    assert captured.notes == (told.format("size % 8 == 0"), told.format("size // 8 != 1"))
 
 
 def test_sizes_of_numbers_with_fractions_stay_but_for_the_batch() -> None:

@@ -1,5 +1,7 @@
 """Operators of ``torch.library`` stay calls where fake tensors have a rule for them, and are named where not."""
 
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -30,8 +32,27 @@ def _slope(context: Any, gradient: Tensor) -> Tensor:
     return found
 
 
-def made(name: str, fake: bool) -> Any:
-    operator: Any = torch.library.custom_op(f"memrewrite_tests::{name}", _cosine, mutates_args=())
+COUNTER = itertools.count(1)
+RUNS: list[str] = []
+
+
+def _counted(x: Tensor) -> Tensor:
+    RUNS.append("counted")
+    return x * next(COUNTER)
+
+
+def _drawn(x: Tensor) -> Tensor:
+    RUNS.append("drawn")
+    return x * torch.rand_like(x)
+
+
+def _drawn_by_numpy(x: Tensor) -> Tensor:
+    RUNS.append("drawn by NumPy")
+    return x * float(np.random.rand())
+
+
+def made(name: str, fake: bool, function: Callable[[Tensor], Tensor] = _cosine) -> Any:
+    operator: Any = torch.library.custom_op(f"memrewrite_tests::{name}", function, mutates_args=())
     if fake:
         operator.register_fake(torch.empty_like)
     operator.register_autograd(_slope, setup_context=_keep)
@@ -41,6 +62,9 @@ def made(name: str, fake: bool) -> Any:
 OPERATORS = {
     "ruled": made("ruled", fake=True),
     "unruled": made("unruled", fake=False),
+    "counted": made("counted", True, _counted),
+    "drawn": made("drawn", True, _drawn),
+    "drawn_by_numpy": made("drawn_by_numpy", True, _drawn_by_numpy),
     "tangent": torch.ops.memrewrite_tests.tangent,
 }
 
@@ -53,7 +77,7 @@ class Calls(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            x = x + torch.tanh(OPERATORS[self.name](torch.sigmoid(layer(x))))
+            x = x + torch.tanh(OPERATORS[self.name](torch.sigmoid(layer(x))) + x.sin().exp().cos())
         return x
 
 
@@ -62,6 +86,29 @@ def test_an_operator_with_a_rule_is_called_in_the_plan() -> None:
     assert result.report.verdict.startswith("bit-equal")
     assert result.report.segments
     assert "memrewrite_tests.ruled.default(" in programs(result)[""].source
+    assert "What stays a call as the model makes it: memrewrite_tests::ruled." in result.report.notes
+
+
+@pytest.mark.parametrize("name", ["counted", "drawn_by_numpy"])
+def test_one_that_does_not_repeat_runs_once_a_step(name: str) -> None:
+    x = torch.randn(64, WIDTH)
+    result: Any = memrewrite.optimize(Calls(name), x, budget="min", verify=False)
+    assert result.report.segments
+    RUNS.clear()
+    result(x).sum().backward()
+    assert len(RUNS) == len(result.layers)
+
+
+def test_one_that_draws_draws_the_same_where_it_runs_again() -> None:
+    x, model = torch.randn(64, WIDTH), Calls("drawn")
+    result: Any = memrewrite.optimize(model, x, budget="min", verify=False)
+    found = []
+    for each in (result, model):
+        torch.manual_seed(1)
+        RUNS.clear()
+        found.append(torch.autograd.grad(each(x).square().sum(), [*each.parameters()]))
+        assert (len(RUNS) > len(model.layers)) == (each is result)
+    assert all(map(torch.equal, *found))
 
 
 @pytest.mark.filterwarnings("ignore:.*an autograd kernel was not registered")

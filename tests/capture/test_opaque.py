@@ -146,6 +146,20 @@ class Numpy(torch.autograd.Function):
         return grad * torch.from_numpy(np.cos(x.numpy())) + signs * ctx.doubled, None
 
 
+class NumpyDrawn(torch.autograd.Function):
+    """Likewise, and draws from PyTorch's generator, which is not seen on tensors that stand in."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        noise = torch.rand_like(x)
+        ctx.save_for_backward(noise)
+        return torch.from_numpy(np.cos(x.detach().numpy())) * noise
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad * ctx.saved_tensors[0]
+
+
 class NumpySetUp(torch.autograd.Function):
     """Likewise, with a context that is set up apart, and a backward alone that needs real tensors."""
 
@@ -249,7 +263,7 @@ class Unsteady(torch.autograd.Function):
 
 
 ON_FAKES = (Sign, SetUp, Several, Dirty, Attribute, Drawn, Cast, Unsteady)
-ON_REAL_ONES = (Numpy, NumpySetUp, Branch, Kernel, Writes)
+ON_REAL_ONES = (Numpy, NumpyDrawn, NumpySetUp, Branch, Kernel, Writes)
 OF_PYTORCH = {each.__name__ for each in (*ON_FAKES, Kernel)}  # whose memory is
 apply: dict[str, Callable[..., Any]] = {kind.__name__: kind.apply for kind in (*ON_FAKES, *ON_REAL_ONES)}
 KINDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -264,6 +278,7 @@ KINDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "a parameter": lambda x, weight: x * apply["Sign"](weight, 2.0),
     "Unsteady": lambda x, weight: apply["Unsteady"](x) + x.sin().exp().cos(),
     "Numpy": lambda x, weight: apply["Numpy"](x, 2.0)[0] + apply["Numpy"](x, 1.0)[1],
+    "NumpyDrawn": lambda x, weight: apply["NumpyDrawn"](x).exp().sin(),
     "NumpySetUp": lambda x, weight: apply["NumpySetUp"](x),
     "Branch": lambda x, weight: apply["Branch"](x.sin()),
     "Kernel": lambda x, weight: apply["Kernel"](x.unflatten(1, (4, -1))).flatten(1),

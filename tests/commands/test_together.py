@@ -97,6 +97,28 @@ def test_an_error_ends_both_and_is_told_once(
     assert sentence in told[0]
 
 
+ALONE = """
+import os
+from memrewrite.commands import together
+
+def work(ready):
+    import torch.distributed.nn.functional
+    ready()
+    return 0
+
+assert together.run("ddp=1", work) == 0
+print(*(open(f"/proc/self/task/{thread}/comm").read().strip() for thread in os.listdir("/proc/self/task")))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are not listed here")
+def test_no_thread_of_the_group_is_left(tmp_path: Path) -> None:
+    alone = {"WORLD_SIZE": "1", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run([sys.executable, "-c", ALONE], env={**os.environ, **alone}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert not [name for name in done.stdout.split() if "gloo" in name or "store" in name]
+
+
 @pytest.mark.parametrize("mesh", ["ddp=8", "fsdp=2"])
 def test_a_mesh_of_other_processes(
     mesh: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

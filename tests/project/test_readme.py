@@ -61,7 +61,8 @@ COMMANDS = [words[1:] for words in shell_lines() if words[0] == "memrewrite" and
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
 def test_memrewrite_lines_parse(words: list[str]) -> None:
     command = cli.main.commands[words[0]]
-    given, rest, _ = command.make_parser(click.Context(command)).parse_args(words[1:])
+    context = click.Context(command, help_option_names=["-h", "--help"])  # which the command keeps, for all tests
+    given, rest, _ = command.make_parser(context).parse_args(words[1:])
     named = {name: value for name, value in given.items() if value is not None}
     assert not rest
     assert {parameter.name for parameter in command.params if parameter.required} <= named.keys()

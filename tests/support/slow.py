@@ -13,7 +13,14 @@ SLOW: dict[str, tuple[str, ...]] = {
     "plan/test_milp.py::test_there_is_a_plan_just_where_there_can_be_one": CHAINS,
     "plan/test_milp.py::test_the_graphs_are_many_and_unlike": ("*",),
     "plan/test_milp.py::test_the_worst_and_the_median_of_all_graphs": ("*",),
+    # Each takes a C++ compiler some seconds; two of the kinds of models are enough by default.
+    "backends/test_observed.py::test_the_peaks_are_those_of_the_code_with_its_kernels": (
+        "transformer",
+        "dropout",
+        "checkpoint",
+    ),
     # All of the random models that are the same every time; the first of them are in the default run.
+    "fuzz/test_backends.py::test_the_same_random_models_every_time": ("40",),
     "fuzz/test_fuzz.py::test_the_same_random_models_every_time": ("30",),
     "fuzz/test_fuzz.py::test_the_same_edits_every_time": ("30",),
     "api/test_optimize.py::test_random_nets_at_random_budgets": ("15",),
