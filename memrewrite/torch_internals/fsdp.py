@@ -33,7 +33,7 @@ def without_peers(mesh: Fsdp | Tp, device_type: str) -> Iterator[Callable[[nn.Mo
     sizes = {"tp": mesh.size} if isinstance(mesh, Tp) else _dimensions(mesh)
     # How results are spread is kept by meshes, which are alike where their names are, though their groups are others.
     names = {name: f"{name} of {'x'.join(map(str, sizes.values()))}" for name in sizes}
-    with alone_among(mesh.processes), warnings.catch_warnings():
+    with alone_among(mesh.processes), classes_forgotten(), warnings.catch_warnings():
         # What ends in a tensor-parallel layer gives a view, which must not be written to in place; nothing here does.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
         devices = init_device_mesh(device_type, (*sizes.values(),), mesh_dim_names=(*names.values(),))
@@ -75,6 +75,18 @@ def sharded(module: nn.Module, mesh: Fsdp, devices: Any) -> nn.Module:
         ahead_of: Any = module.get_submodule(path)
         getattr(ahead_of, f"set_modules_to_{when}_prefetch")([module.get_submodule(each) for each in ahead])
     return module
+
+
+@contextlib.contextmanager
+def classes_forgotten() -> Iterator[None]:
+    """Let no module that is sharded meanwhile live on by its class.
+
+    ``fully_shard`` keeps every class that it met, and a drop-in has one of its own, which keeps the drop-in.
+    """
+    from torch.distributed.fsdp._fully_shard import _fully_shard
+
+    with mock.patch.dict(_fully_shard.cls_to_fsdp_cls):
+        yield
 
 
 @contextlib.contextmanager
