@@ -1,4 +1,4 @@
-"""What two processes do in ``tests/equivalence/test_in_mesh.py``: optimize with a proof, and with one that must fail."""
+"""What two processes do in ``tests/equivalence/test_in_mesh.py``: optimize with a proof that holds, or must fail."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
