@@ -5,9 +5,11 @@ are reduced and other inputs come shows here. Where arithmetic changed, which th
 same programs without segments stand for the original.
 """
 
+import contextlib
 import gc
+import itertools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,13 +18,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from memrewrite.equivalence.in_mesh import verify_in_mesh
-from memrewrite.equivalence.sizes import halved
+from memrewrite.equivalence.sizes import at_less, halved
 from memrewrite.records.errors import MeasurementError, NotEquivalentError
-from memrewrite.records.mesh import Ddp, Fsdp
+from memrewrite.records.mesh import Ddp, Fsdp, Mesh
 from memrewrite.runtime.assembled import assembled
 from memrewrite.runtime.dropin import Program, own, programs, rewrite
 from memrewrite.torch_internals.fsdp_states import is_sharded
-from memrewrite.torch_internals.module_trees import copied
+from memrewrite.torch_internals.module_trees import copied, with_own_hooks
 from memrewrite.torch_internals.peers import among_peers
 from memrewrite.torch_internals.spread import local_part
 from memrewrite.workload.hooks import without_hooks
@@ -43,10 +45,11 @@ def written_in(result: nn.Module) -> Written:
 class Pair:
     """A result, and what it is compared with: the model, running the programs of ``plain`` where there are any.
 
-    ``given`` is the model as the user gave it; ``work`` has what was planned of it.
+    ``given`` is the model as the user gave it; ``work`` has what was planned of it, in the ``mesh``.
     """
 
     work: Workload
+    mesh: Ddp | Fsdp
     given: nn.Module
     result: nn.Module
     plain: Written = field(default_factory=dict)
@@ -56,7 +59,7 @@ class Pair:
         written = written_in(self.result) if rewritten else self.plain
         if is_sharded(self.given):
             return self._sharded(written, wrap)
-        ddp = isinstance(self.work.step.mesh, Ddp)  # which trains the parameters themselves, and no parts of them
+        ddp = isinstance(self.mesh, Ddp)  # which trains the parameters themselves, and no parts of them
         made = self._copy(lambda parameter: parameter.detach().clone() if ddp else parameter.detach())
         return wrap(assembled(made, written) if written else made)
 
@@ -75,7 +78,7 @@ class Pair:
 
     def _copy(self, change: Callable[[Tensor], Tensor]) -> nn.Module:
         model = without_hooks(self.work.model)
-        made = copied(model, change, _with_own_tables)
+        made = copied(model, change, with_own_hooks)
         buffers = {id(buffer): buffer.detach().clone() for buffer in model.buffers()}
         for module in model.modules():
             twin, forward = made[id(module)], vars(module).get("forward")
@@ -85,17 +88,12 @@ class Pair:
         return made[id(model)]
 
 
-def _with_own_tables(module: nn.Module) -> tuple[type, dict[str, Any]]:
-    """The class and the attributes of a copy, whose hooks are not those of the module."""
-    tables = {k: type(each)(each) for k, each in vars(module).items() if "_hooks" in k and isinstance(each, dict)}
-    return type(module), vars(module) | tables
-
-
 @dataclass(frozen=True)
 class _Found:
-    """What came of one process: what ``differs``, or how it ``failed``, maybe as another one did; or all is well."""
+    """What came of one process: the ``summary`` of its verdict, or how it ``failed``, maybe as another one did."""
 
-    differs: str = ""
+    summary: str = ""
+    differs: bool = False
     failed: str = ""
     by_peers: bool = False
     no_memory: bool = False
@@ -105,57 +103,79 @@ class _PeerFailedError(Exception):
     """Another process gave up."""
 
 
-def prove_in_mesh(pair: Pair, seed: int, group: Any) -> None:
-    """Verify in all processes of the mesh at once, on as much of their batches as there is memory for.
+@contextlib.contextmanager
+def _collecting_quickly() -> Iterator[None]:
+    """Let the garbage collector look at what is made meanwhile, and at nothing that was there."""
+    if gc.get_freeze_count():  # the user's way
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+@_collecting_quickly()
+def prove_in_mesh(pair: Pair, seed: int, group: Any) -> str:
+    """Verify in all processes of the mesh at once, on as much of their batches as there is memory for, and say so.
 
     ``group`` is theirs, for what they tell each other. Raises ``NotEquivalentError`` in all of them where the model
     does not train in one as it would, and ``MeasurementError`` where one fails.
     """
-    mesh, halvings, found = pair.work.step.mesh, 0, [_Found(no_memory=True)]
-    while any(each.no_memory for each in found):
+    for halvings in itertools.count():
         found = _of_all(_attempt(pair, halvings, seed, group), group)
-        halvings += 1
-        for rank, each in enumerate(found):
-            if each.differs:
-                raise NotEquivalentError(
-                    f"The rewritten model is not equivalent in the mesh {mesh}, by process {rank}: {each.differs}."
-                )
-        failed = [(each.by_peers, rank) for rank, each in enumerate(found) if each.failed]
-        if failed:  # of which the first cause is told
-            _, rank = min(failed)
-            raise MeasurementError(
-                f"Process {rank} failed while the rewritten model was verified in the mesh {mesh}: {found[rank].failed}"
+        _raise_for(found, pair.mesh)
+        if not any(each.no_memory for each in found):
+            break
+    return f"Verified in each process of the mesh {pair.mesh}; this one: {found[dist.get_rank()].summary}."
+
+
+def _raise_for(found: list[_Found], mesh: Mesh) -> None:
+    """Raise what is wrong in any process; less of the batch is no matter, nor are others that it cut off."""
+    for rank, each in enumerate(found):
+        if each.differs:
+            raise NotEquivalentError(
+                f"The rewritten model is not equivalent in the mesh {mesh}, by process {rank}: {each.summary}."
             )
+    failed = [(each.by_peers, rank) for rank, each in enumerate(found) if each.failed]
+    by_peers, rank = min(failed, default=(True, 0))  # the first cause is told
+    if failed and not (by_peers and any(each.no_memory for each in found)):
+        raise MeasurementError(
+            f"Process {rank} failed while the rewritten model was verified in the mesh {mesh}: {found[rank].failed}"
+        )
 
 
 def _attempt(pair: Pair, halvings: int, seed: int, group: Any) -> _Found:
     try:
         return _compared(pair, halvings, seed, group)
     except torch.OutOfMemoryError:
-        return _Found(no_memory=True)
+        found = _Found(no_memory=True)
     except Exception as error:  # whatever it is, the others are to know
         reason = next(iter(str(error).splitlines()), "").rstrip(".")
         by_peers = isinstance(error, dist.DistError | _PeerFailedError) or "gloo" in reason
-        return _Found(failed=f"{type(error).__name__}: {reason}.", by_peers=by_peers)
-    finally:
-        gc.collect()  # what failed is held by its traceback till now, and closes its connections as it goes
+        found = _Found(failed=f"{type(error).__name__}: {reason}.", by_peers=by_peers)
+    gc.collect()  # what the error held until now, whose connections end by that
+    return found
 
 
 def _compared(pair: Pair, halvings: int, seed: int, group: Any) -> _Found:
-    mesh, inputs = pair.work.step.mesh, pair.work.inputs
-    if not isinstance(mesh, Ddp | Fsdp):
-        return _Found()
+    work, inputs = pair.work, pair.work.inputs
     for _ in range(halvings):
         inputs = halved(pair.result, inputs)
-    with among_peers(mesh, device_of(pair.given, inputs).type) as wrap:
+    place = device_of(pair.given, inputs)
+    outputs = all(program.returns != "loss" for program in programs(pair.result).values())
+    with among_peers(pair.mesh, place.type) as wrap:
         verdict = verify_in_mesh(
             lambda rewritten: pair.twin(rewritten, wrap),
             inputs,
-            pair.work.step,
+            work.step,
             lambda yes: _any_of(yes, group),
+            place=place,
             seed=seed,
+            outputs=outputs,
         )
-    return _Found() if verdict.equivalent else _Found(differs=verdict.summary)
+    return _Found(verdict.summary + at_less(inputs, work.inputs), differs=not verdict.equivalent)
 
 
 def _any_of(yes: bool, group: Any) -> bool:
@@ -173,5 +193,8 @@ def _of_all(found: _Found, group: Any) -> list[_Found]:
 
 def _gathered(value: Any, group: Any) -> list[Any]:
     answers: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(answers, value, group)
+    try:
+        dist.all_gather_object(answers, value, group)
+    except RuntimeError as error:  # as gloo says it, in the class that the version has for it
+        raise MeasurementError("A process ended while the rewritten model was verified in the mesh.") from error
     return answers
