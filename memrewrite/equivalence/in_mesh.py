@@ -5,6 +5,7 @@ on its own inputs. Models run freely from the same seed, and must have the same 
 original is from itself, as in ``memrewrite.equivalence.verifying``.
 """
 
+import gc
 from collections.abc import Callable, Iterator
 
 import torch
@@ -14,35 +15,41 @@ from memrewrite.equivalence.compare import HALF, NOISE_RUNS, Comparison
 from memrewrite.equivalence.sizes import batch_of
 from memrewrite.equivalence.trial import Record, deterministic, take_step, without_outputs
 from memrewrite.equivalence.verifying import Verdict, concluded
-from memrewrite.measurement.snapshot import cuda_devices
-from memrewrite.runtime.dropin import programs
 from memrewrite.state.random_state import preserved_rng, seed_all
-from memrewrite.workload.step import Inputs, Step, device_of
+from memrewrite.workload.step import Inputs, Step
 
 STEPS = 3
 
 
 def verify_in_mesh(
-    make: Callable[[bool], nn.Module], inputs: Inputs, step: Step, any_of: Callable[[bool], bool], *, seed: int
+    make: Callable[[bool], nn.Module],
+    inputs: Inputs,
+    step: Step,
+    any_of: Callable[[bool], bool],
+    *,
+    place: torch.device,
+    seed: int,
+    outputs: bool = True,
 ) -> Verdict:
     """The verdict of this process, while all others come to theirs.
 
-    ``make`` gives a model of its own, wrapped for the mesh: the rewritten one or, by False, the original, always with
-    the same numbers. ``any_of`` says whether any process says yes. Raises what either model raises.
+    ``make`` gives a model of its own on ``place``, wrapped for the mesh: the rewritten one or, by False, the original,
+    always with the same numbers. ``any_of`` says whether any process says yes. ``outputs`` is False where the rewritten
+    model returns its loss alone. Raises what either model raises.
     """
     step = step.shortest()
-    alone = any(program.returns == "loss" for program in programs(make(True)).values())
-    kept: Callable[[Record], Record] = without_outputs if alone else lambda record: record
+    devices = (place,) if place.type == "cuda" else ()
 
     def run(rewritten: bool) -> Iterator[Record]:
         module = make(rewritten)
-        devices = cuda_devices((module,), inputs)
         seed_all(seed, devices)
         optimizer = step.make_optimizer(module)
         for _ in range(STEPS):
-            yield kept(take_step(module, inputs, step, optimizer, devices, False))
+            record = take_step(module, inputs, step, optimizer, devices, False)
+            yield record if outputs else without_outputs(record)
+        del module, optimizer
+        gc.collect()  # as they are in cycles, and the next run needs their memory
 
-    place = device_of(make(False), inputs)
     comparison = Comparison(step.amp in HALF, place)
     with preserved_rng([torch.empty(0, device=place)]), deterministic():
         originals = [*run(False)]

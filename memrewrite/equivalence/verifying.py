@@ -31,7 +31,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from memrewrite.equivalence.compare import HALF, NOISE_RUNS, Comparison, TensorVerdict, fingerprints
 from memrewrite.equivalence.reference import FusedRandomnessError, Recorder, double_step
-from memrewrite.equivalence.sizes import batch_of, cut_down, halved, smaller_inputs
+from memrewrite.equivalence.sizes import at_less, batch_of, cut_down, halved, smaller_inputs
 from memrewrite.equivalence.trial import Record, deterministic, take_step, without_outputs
 from memrewrite.measurement.snapshot import State, cuda_devices
 from memrewrite.records.errors import MeasurementError, UsageError
@@ -169,7 +169,7 @@ def _attempt(case: _Case, state: State, exact: bool, full: Inputs) -> Verdict | 
             with _without_fused(case.avoid):
                 start = state.restarted()
                 comparison = _run_freely(case, start) if exact else _run_forced(case, start, _against_float64)
-            return concluded(comparison, case.steps, batch_of(case.inputs), _at(case, full))
+            return concluded(comparison, case.steps, batch_of(case.inputs), at_less(case.inputs, full))
         except torch.OutOfMemoryError:
             return None
         except FusedRandomnessError as fused:
@@ -359,7 +359,7 @@ def _excess(tensor: TensorVerdict) -> float:
 def _raised(cause: BaseException | None, case: _Case, full: Inputs) -> Verdict:
     if isinstance(cause, FallbackWarning):
         _explain_small_batch(cause, case, full)
-    text = f"not equivalent: the rewritten model raised {type(cause).__name__}: {cause}{_at(case, full)}"
+    text = f"not equivalent: the rewritten model raised {type(cause).__name__}: {cause}{at_less(case.inputs, full)}"
     return Verdict(False, False, text, (), batch_of(case.inputs))
 
 
@@ -370,11 +370,6 @@ def _explain_small_batch(cause: BaseException, case: _Case, full: Inputs) -> Non
             f"The step does not fit in memory at {kind} {whole} and does not run at {kind} {now} ({cause}), so it "
             "could not be verified; verify on the CPU or with smaller example inputs."
         ) from cause
-
-
-def _at(case: _Case, full: Inputs) -> str:
-    cut = cut_down(case.inputs, full)
-    return f"; verified at {cut[0]} {cut[1]}, as {cut[2]} does not fit in memory" if cut else ""
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ Each would measure other times on its own device and make another plan of them, 
 processors of their host meanwhile. All of them verify what they run then. Where one of them fails, all raise.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -13,13 +13,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from memrewrite.cache.store import Store
-from memrewrite.optimizing.by_size import when_written
+from memrewrite.optimizing.by_size import noted, when_written
 from memrewrite.optimizing.foresight import Foresight, foresee_in
 from memrewrite.optimizing.in_mesh import Pair, Written, prove_in_mesh, written_in
 from memrewrite.optimizing.remembered import run_remembering
 from memrewrite.optimizing.request import Request
 from memrewrite.optimizing.run import Outcome, Progress, declined, run
 from memrewrite.records.errors import MeasurementError, MemrewriteError
+from memrewrite.records.mesh import Ddp, Fsdp
 from memrewrite.records.options import Budget
 from memrewrite.records.report import Report
 from memrewrite.report.later import complete_by
@@ -64,6 +65,11 @@ class Planned:
     report: Report
     outcome: Outcome | None = None
 
+    def noted(self, note: str) -> "Planned":
+        """The same of a rewritten model, with one more note in the report."""
+        report = noted(self.report, note, self.module)
+        return replace(self, report=report, outcome=self.outcome and replace(self.outcome, report=report))
+
 
 def planned(
     work: Workload,
@@ -85,11 +91,13 @@ def planned(
     try:
         way = _first if dist.get_rank() == 0 else _other
         found, plain = way(work, asked, progress, group)
-        if asked.verify and found.module is not work.model and work.step.mode == "train":
-            progress("verify in the mesh")
-            placed, _ = asked.placed(work)
-            prove_in_mesh(Pair(placed, work.model if given is None else given, found.module, plain), asked.seed, group)
-        return found
+        mesh, trained = work.step.mesh, work.step.mode == "train"
+        if found.module is work.model or not (asked.verify and trained and isinstance(mesh, Ddp | Fsdp)):
+            return found
+        progress("verify in the mesh")
+        placed, _ = asked.placed(work)
+        pair = Pair(placed, mesh, work.model if given is None else given, found.module, plain)
+        return found.noted(prove_in_mesh(pair, asked.seed, group))
     finally:
         dist.destroy_process_group(group)
 
@@ -106,6 +114,7 @@ def _first(work: Workload, asked: Request, progress: Progress, group: Any) -> tu
     try:
         outcome = run(work, asked, progress)
         plan = _sent(outcome)
+        plain = _written(plan.plain, device_of(outcome.module, work.inputs))
     except Exception as error:
         reason = next(iter(str(error).splitlines()), "")
         told = MeasurementError(f"The first process failed while it planned for all: {type(error).__name__}: {reason}")
@@ -113,13 +122,13 @@ def _first(work: Workload, asked: Request, progress: Progress, group: Any) -> tu
         raise
     dist.broadcast_object_list([plan], 0, group)
     _all_went_well("", group)
-    return Planned(outcome.module, outcome.report, outcome), written_in(_plain(outcome))
+    return Planned(outcome.module, outcome.report, outcome), plain
 
 
 def _plain(outcome: Outcome) -> nn.Module:
     """What a result is compared with bit for bit."""
     plain = None if outcome.proof is None else outcome.proof.plain
-    return outcome.bench.model if plain is None else plain
+    return outcome.bench.model if plain is None else plain()
 
 
 def _sent(outcome: Outcome) -> _Plan:

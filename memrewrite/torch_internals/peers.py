@@ -5,7 +5,6 @@ which the others notice. NCCL notices nothing before ``PATIENCE`` is over. Read 
 """
 
 import contextlib
-import gc
 import itertools
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -27,7 +26,8 @@ _NUMBERS = itertools.count()
 def among_peers(mesh: Ddp | Fsdp, device_type: str) -> Iterator[Callable[[nn.Module], nn.Module]]:
     """Gives what wraps a model, in place where it is sharded, as the processes of ``mesh`` do, which all enter this.
 
-    Afterwards nothing of it may be in use any more.
+    Nothing that was wrapped may be there any more afterwards, as it has threads of the groups, but for what an error
+    holds.
     """
     backend = "gloo" if device_type == "cpu" else None
     made: list[Any] = []
@@ -45,7 +45,6 @@ def among_peers(mesh: Ddp | Fsdp, device_type: str) -> Iterator[Callable[[nn.Mod
             with classes_forgotten(), _without_groups_later(devices):
                 yield lambda module: sharded(module, mesh, devices)
     finally:
-        gc.collect()  # wrapped models go first, which have threads of the groups
         for each in made:
             if each is not dist.GroupMember.NON_GROUP_MEMBER:
                 dist.destroy_process_group(each)

@@ -6,45 +6,70 @@ from tests.support import proofs
 from tests.support.processes import together
 from tests.support.proofs import Proved
 
-
-@pytest.fixture(scope="module")
-def proved(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Proved]]:
-    """What each of two processes found of every model."""
-    return together(proofs.proofs, tmp_path_factory.mktemp("proofs"))
+Found = list[tuple[dict[str, Proved], dict[str, str]]]
 
 
 @pytest.fixture(scope="module")
-def failed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    """What was raised in each of two processes."""
-    return together(proofs.failures, tmp_path_factory.mktemp("failures"))
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """What each of two processes found of every model, and what was said or raised in it where something is broken."""
+    return together(proofs.found, tmp_path_factory.mktemp("proofs"))
+
+
+def same_in_both(found: Found, name: str) -> str:
+    first, second = (each[name] for _, each in found)
+    assert first == second
+    return first
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("name", proofs.MODELS)
-def test_training_in_the_mesh_is_compared_bit_for_bit(proved: list[dict[str, Proved]], name: str, rank: int) -> None:
-    found = proved[rank][name]
-    assert found.verdict.exact, found.verdict.summary
-    kinds = {check.group: check.count for check in found.verdict.checks}
+def test_training_in_the_mesh_is_compared_bit_for_bit(found: Found, name: str, rank: int) -> None:
+    proved = found[rank][0][name]
+    assert proved.verdict.exact, proved.verdict.summary
+    kinds = {check.group: check.count for check in proved.verdict.checks}
     assert kinds["loss"] == 1
     assert kinds["gradient"] == kinds["parameter"] > 10
-    assert found.changed == []
+    assert proved.changed == []
 
 
-@pytest.mark.parametrize("model", ["before", "after", "ddp"])
-@pytest.mark.parametrize("name", ["wrong in both", "wrong in one"])
-def test_a_wrong_rewrite_ends_all(failed: list[dict[str, str]], name: str, model: str) -> None:
-    first, second = (each[f"{name}, {model}"] for each in failed)
-    assert first == second
+def test_the_report_says_where_it_was_verified(found: Found) -> None:
+    notes = found[1][0]["sharded before"].notes
+    said = "Verified in each process of the mesh fsdp=2; this one: bit-equal: 3 steps, 16 gradients, 0 buffers, random"
+    assert any(note.startswith(said) for note in notes)
+
+
+@pytest.mark.parametrize("model", proofs.FAILING)
+def test_a_wrong_rewrite_ends_all(found: Found, model: str) -> None:
+    raised = same_in_both(found, f"wrong in one, {model}")
     mesh = "ddp=2,gradient-as-bucket-view" if model == "ddp" else "fsdp=2"
-    assert first.startswith(
-        f"NotEquivalentError: The rewritten model is not equivalent in the mesh {mesh}, by process 0"
+    assert raised.startswith(
+        f"NotEquivalentError: The rewritten model is not equivalent in the mesh {mesh}, by process "
     )
-    assert "values differ" in first
+    assert "values differ" in raised
 
 
-@pytest.mark.parametrize("model", ["before", "after", "ddp"])
-def test_a_process_that_fails_ends_all(failed: list[dict[str, str]], model: str) -> None:
-    first, second = (each[f"failing in one, {model}"] for each in failed)
-    assert first == second
-    assert first.startswith("MeasurementError: Process 1 failed while the rewritten model was verified in the mesh ")
-    assert first.endswith(": ZeroDivisionError: no step here.")
+@pytest.mark.parametrize("model", proofs.FAILING)
+def test_a_process_that_fails_ends_all(found: Found, model: str) -> None:
+    raised = same_in_both(found, f"failing in one, {model}")
+    assert raised.startswith("MeasurementError: Process 1 failed while the rewritten model was verified in the mesh ")
+    assert raised.endswith(": ZeroDivisionError: no step here.")
+
+
+def test_optimize_raises_it_in_all(found: Found) -> None:
+    assert same_in_both(found, "in optimize").startswith(
+        "NotEquivalentError: The rewritten model is not equivalent in "
+    )
+
+
+def test_where_one_has_no_memory_all_take_less(found: Found) -> None:
+    assert "; verified at batch 4, as 8 does not fit in memory" in same_in_both(found, "less memory")
+
+
+def test_where_one_has_no_memory_at_all_all_end(found: Found) -> None:
+    assert "does not fit in memory even at batch 1" in same_in_both(found, "no memory")
+
+
+def test_a_process_that_goes_ends_the_others(found: Found) -> None:
+    first, second = (each["interrupted"] for _, each in found)
+    assert first == "MeasurementError: A process ended while the rewritten model was verified in the mesh."
+    assert second.startswith("KeyboardInterrupt")
