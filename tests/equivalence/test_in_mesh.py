@@ -40,7 +40,7 @@ def test_the_report_says_where_it_was_verified(found: Found) -> None:
 
 @pytest.mark.parametrize("model", proofs.FAILING)
 def test_a_wrong_rewrite_ends_all(found: Found, model: str) -> None:
-    raised = same_in_both(found, f"wrong in one, {model}")
+    raised = same_in_both(found, f"wrong, {model}")
     mesh = "ddp=2,gradient-as-bucket-view" if model == "ddp" else "fsdp=2"
     assert raised.startswith(
         f"NotEquivalentError: The rewritten model is not equivalent in the mesh {mesh}, by process "
@@ -50,7 +50,7 @@ def test_a_wrong_rewrite_ends_all(found: Found, model: str) -> None:
 
 @pytest.mark.parametrize("model", proofs.FAILING)
 def test_a_process_that_fails_ends_all(found: Found, model: str) -> None:
-    raised = same_in_both(found, f"failing in one, {model}")
+    raised = same_in_both(found, f"failing, {model}")
     assert raised.startswith("MeasurementError: Process 1 failed while the rewritten model was verified in the mesh ")
     assert raised.endswith(": ZeroDivisionError: no step here.")
 
@@ -59,6 +59,11 @@ def test_optimize_raises_it_in_all(found: Found) -> None:
     assert same_in_both(found, "in optimize").startswith(
         "NotEquivalentError: The rewritten model is not equivalent in "
     )
+
+
+def test_nothing_is_verified_where_that_is_not_asked_for(found: Found) -> None:
+    assert "erified in each process" not in same_in_both(found, "unasked")
+    assert "Error" not in same_in_both(found, "unasked")
 
 
 def test_where_one_has_no_memory_all_take_less(found: Found) -> None:

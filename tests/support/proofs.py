@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -73,11 +74,16 @@ def found() -> tuple[dict[str, Proved], dict[str, str]]:
     """The proof of every model, in this process, and what is raised where it is not to hold, or cannot."""
     pairs: dict[str, Pair] = {}
     proofs = {name: proved(name, pairs) for name in MODELS}
-    raised = {f"{name}, {model}": told(kind, pairs[model]) for name, kind in BROKEN.items() for model in FAILING}
-    raised["in optimize"] = told(lambda: broken(wrong, 1), None)
-    raised["less memory"] = told(lambda: broken(small, 1), pairs["ddp"])
-    raised["no memory"] = told(lambda: broken(none, 1), pairs["ddp"])
-    raised["interrupted"] = told(lambda: broken(interrupted, 1), pairs["fsdp"])
+    raised = {
+        f"{name}, {model}": told(in_one(kind), partial(again, pairs[model]))
+        for name, kind in {"wrong": wrong, "failing": failing}.items()
+        for model in FAILING
+    }
+    raised["in optimize"] = told(in_one(wrong), notes)
+    raised["unasked"] = told(in_one(wrong), partial(notes, verify=False))
+    raised["less memory"] = told(in_one(small), partial(again, pairs["ddp"]))
+    raised["no memory"] = told(in_one(none), partial(again, pairs["ddp"]))
+    raised["interrupted"] = told(in_one(interrupted), partial(again, pairs["fsdp"]))
     gc.collect()  # as where an interrupted process ends
     dist.barrier()  # which is as it was
     return proofs, raised
@@ -135,22 +141,32 @@ def optimized(model: Any, asked: dict[str, Any]) -> Any:
     return memrewrite.optimize(model, ddp.images() if images else halves(), **given)
 
 
-def told(kind: Callable[[], Any], pair: Pair | None) -> str:
-    """What the proof of a pair says or raises in this process where something is broken, or ``optimize`` if None."""
+def told(broken: Any, work: Callable[[], str]) -> str:
+    """What ``work`` says or raises in this process where something is broken."""
+    try:
+        with broken:
+            return work()
+    except (Exception, KeyboardInterrupt) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def again(pair: Pair) -> str:
+    """The proof of a pair, among all processes."""
     group: Any = dist.new_group(backend="gloo")
     try:
-        with kind():
-            said = optimized(fsdp.Net(), MODELS["fsdp"][1]) and "" if pair is None else prove_in_mesh(pair, 0, group)
-    except (Exception, KeyboardInterrupt) as error:
-        said = f"{type(error).__name__}: {error}"
+        return prove_in_mesh(pair, 0, group)
     finally:
         dist.destroy_process_group(group)
-    return said
 
 
-def broken(kind: Callable[[], Any], *processes: int) -> Any:
-    """What is broken, in these processes alone."""
-    return kind() if dist.get_rank() in processes else mock.MagicMock()
+def notes(**asked: Any) -> str:
+    """Those of the report on a model that is optimized."""
+    return "".join(memrewrite.report_of(optimized(fsdp.Net(), MODELS["fsdp"][1] | asked)).notes)
+
+
+def in_one(kind: Callable[[], Any]) -> Any:
+    """What is broken, in the second process alone."""
+    return kind() if dist.get_rank() == 1 else mock.MagicMock()
 
 
 def wrong() -> Any:
@@ -198,10 +214,6 @@ def none() -> Any:
     return step_that(lambda number, inputs: torch.OutOfMemoryError())
 
 
-BROKEN: dict[str, Callable[[], Any]] = {
-    "wrong in one": lambda: broken(wrong, 1),
-    "failing in one": lambda: broken(failing, 1),
-}
 KERNEL = "aten.linear.default("
 ALMOST = """
 
