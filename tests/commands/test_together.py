@@ -38,6 +38,8 @@ def get_inputs(batch_size=256):
 
 def loss(output):
     if os.environ["RANK"] == "1":
+        if os.environ["BROKEN"] == "killed":
+            os._exit(9)
         raise ValueError("no loss here")
     return output.square().mean()
 """
@@ -106,6 +108,14 @@ def test_an_error_ends_both_and_is_told_once(
     assert told[1] == ""
     assert told[0].startswith("memrewrite: ")
     assert sentence in told[0]
+
+
+def test_a_process_that_is_killed_ends_the_other(tmp_path: Path) -> None:
+    options = ["--mesh", "ddp=2", "--verify", "--loss", "net:loss", "-o", "out"]
+    codes, out, told = launched(tmp_path, *options, broken="killed")
+    assert codes == [5, 9]
+    assert out == ["", ""]
+    assert told[0] == "memrewrite: A process ended while the rewritten model was verified in the mesh.\n"
 
 
 ALONE = """
