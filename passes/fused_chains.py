@@ -18,17 +18,16 @@ intermediates then have more digits than the type that they are rounded to other
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
-from operator import getitem
 from typing import ClassVar
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from memrewrite.observe.effects import Effects
+from memrewrite.passes.groups import Group, computes_each_number, obstacle, put
 from memrewrite.passes.linear_cross_entropy import match
-from memrewrite.passes.matching import CONTEXTS, erase, inherit
-from memrewrite.passes.spelling import CASTS, operand, operation, tensor
-from memrewrite.records.chain_call import ChainCall
+from memrewrite.passes.spelling import operand, operation, tensor
+from memrewrite.records.graph_calls import ChainCall
 from memrewrite.rewriting.contract import Findings, Result
 from memrewrite.torch_internals.pytrees import tree_iter
 
@@ -52,34 +51,20 @@ class FusedChains:
         chains = [chain for group in groups for chain in _parts(group)]
         accepted = []
         for chain in (chain for chain in chains if chain.outputs and chain.is_worth_it):
-            if reason := _obstacle(chain):
+            if reason := obstacle(chain):
                 findings.refuse(chain.members[-1], reason)
             else:
                 accepted.append(chain)
                 findings.apply(chain.members[-1], f"{chain.computing} operations on {_shape(chain)} become one")
         replaced: dict[fx.Node, fx.Node] = {}
         for chain in accepted:
-            replaced |= _rewrite(graph_module.graph, chain, replaced)
+            replaced |= put(graph_module.graph, chain, partial(_call, chain), replaced)
         return findings.finish(graph_module)
 
 
 @dataclass(frozen=True)
-class Chain:
-    """Nodes that could run at once, in the order they run."""
-
-    effects: Effects
-    members: tuple[fx.Node, ...]
-
-    @cached_property
-    def inputs(self) -> tuple[fx.Node, ...]:
-        """What they read that is not among them."""
-        read = dict.fromkeys(given for node in self.members for given in node.all_input_nodes)
-        return tuple(node for node in read if node not in self.members)
-
-    @cached_property
-    def outputs(self) -> tuple[fx.Node, ...]:
-        """Those that others read."""
-        return tuple(node for node in self.members if any(user not in self.members for user in node.users))
+class Chain(Group):
+    """Nodes that could run at once."""
 
     @cached_property
     def trained(self) -> tuple[int, ...]:
@@ -169,7 +154,7 @@ def _could_be_fused(node: fx.Node, effects: Effects) -> bool:
     if value.dtype == torch.float64 or value.layout is not torch.strided:
         return False
     name, first = operation(node), tensor(operand(node))
-    if name in CASTS or _is_pointwise(name):
+    if computes_each_number(node):
         return True
     if name == "cat":
         return all(each.dim() == value.dim() for each in given if each is not None)
@@ -178,13 +163,6 @@ def _could_be_fused(node: fx.Node, effects: Effects) -> bool:
     if name in _REDUCTIONS:
         return value.shape == (*first.shape[:-1], 1) and first.dim() > 1
     return name in _VIEWS and bool(facts.outputs & facts.reads)
-
-
-def _is_pointwise(name: str) -> bool:
-    packet = getattr(torch.ops.aten, name, None) if name else None
-    return packet is not None and any(
-        torch.Tag.pointwise in getattr(packet, overload).tags for overload in packet.overloads()
-    )
 
 
 def _parts(chain: Chain) -> Iterator[Chain]:
@@ -219,59 +197,8 @@ def _needless(chain: Chain, node: fx.Node) -> bool:
     return is_first and node.meta["val"].numel() == operand(node).meta["val"].numel()
 
 
-def _obstacle(chain: Chain) -> str | None:
-    """Why the nodes cannot run at once, None if they can."""
-    effects, position = chain.effects, chain.effects.position
-    for node in chain.outputs:
-        facts, value = effects.of[node], node.meta["val"]
-        if facts.outputs & facts.reads:
-            return f"Its result {node.name} is a view of what it is made of, and is read elsewhere."
-        if not value.requires_grad:
-            return f"Its result {node.name} has no gradient."
-    place = max(position[node] for node in chain.inputs)
-    users = (user for node in chain.outputs for user in node.users if user not in chain.members)
-    if early := next((user for user in users if position[user] <= place), None):
-        return f"{early.name} reads one of its results before all of what it reads is there."
-    first, last = position[chain.members[0]], position[chain.members[-1]]
-    for node in effects.order[first : max(last, place) + 1]:
-        if operation(node) in CONTEXTS:
-            return f"A no_grad or autocast region begins or ends inside of it (at {node.name})."
-    read = {key for node in (*chain.inputs, *chain.members) for key in effects.of[node].outputs}
-    for node in effects.order[first:]:
-        if effects.of[node].writes & read:
-            return f"{node.name} writes a tensor of the chain later."
-    return None
-
-
-def _rewrite(graph: fx.Graph, chain: Chain, replaced: dict[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
-    """Put the one call after all that it reads, and erase the nodes; gives what now stands for which of them.
-
-    ``replaced`` says that of chains before.
-    """
-    given = tuple(replaced.get(node, node) for node in chain.inputs)
-    with graph.inserting_after(max(given)):
-        new = graph.call_function(_call(chain, given), given)
-    results = {chain.outputs[0]: new}
-    if len(chain.outputs) > 1:
-        new.meta = {key: value for key, value in chain.members[-1].meta.items() if key != "val"}
-        with graph.inserting_after(new):
-            results = {node: graph.call_function(getitem, (new, i)) for i, node in enumerate(chain.outputs)}
-    for node, result in results.items():
-        inherit(result, node)
-    erase(reversed(chain.members))
-    return results
-
-
-def _call(chain: Chain, given: tuple[fx.Node, ...]) -> ChainCall:
-    """What computes the chain of what it is given now; named alike for equal chains, so that these compile once."""
-    graph = fx.Graph()
-    copies = {node: graph.placeholder(f"x{i}") for i, node in enumerate(given)}
-    for node in chain.members:
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-        copies[node].name, copies[node].meta = f"y{len(copies)}", {}
-    results = tuple(copies[node] for node in chain.outputs)
-    graph.output(results if len(results) > 1 else results[0])
-    return ChainCall(fx.GraphModule(nn.Module(), graph), chain.trained, chain.keeps)
+def _call(chain: Chain, graph: fx.GraphModule) -> ChainCall:
+    return ChainCall(graph, chain.trained, chain.keeps)
 
 
 def _shape(chain: Chain) -> str:

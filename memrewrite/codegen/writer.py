@@ -34,9 +34,9 @@ from memrewrite.codegen.program import program
 from memrewrite.codegen.submodules import Submodules
 from memrewrite.costs.normalizations import in_one_with, runs_again_with
 from memrewrite.plan.marks import NO_MARKS, UNMARKED, Marks, NodeMark
-from memrewrite.records.chain_call import ChainCall
 from memrewrite.records.errors import CaptureError
 from memrewrite.records.function_call import FunctionCall
+from memrewrite.records.graph_calls import GraphCall
 from memrewrite.runtime.operations import AROUND_NODES, IN_GRAPHS
 from memrewrite.simulate.memory.places import comment
 from memrewrite.torch_internals.operators import C_FUNCTIONS, OpOverload, names_of
@@ -181,15 +181,16 @@ class _Writer:
     def function(self, name: str, parameters: list[str], lines: list[str]) -> None:
         self.functions.append(_function(name, parameters, lines))
 
-    def chain(self, call: ChainCall) -> str:
-        """Write the function of a chain of nodes that run at once; returns its name."""
+    def chain(self, call: GraphCall) -> str:
+        """Write the function of the nodes that one call computes; returns its name."""
         if call.__name__ not in self.chains:
-            writer = _Writer(replace(self.captured, graph_module=call.chain, constants={}), "", NO_MARKS)
-            graph = call.chain.graph
+            writer = _Writer(replace(self.captured, graph_module=call.graph, constants={}), "", NO_MARKS)
+            graph = call.graph.graph
             (output,) = graph.find_nodes(op="output")
             nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
             lines = [*writer.body(nodes, 0, output.all_input_nodes), f"return {writer.value(output.args[0])}"]
             parameters = [writer.name(node) for node in graph.find_nodes(op="placeholder")]
+            self.chains |= writer.chains
             self.chains[call.__name__] = _function(call.__name__, parameters, lines)
         return call.__name__
 
@@ -217,9 +218,10 @@ class _Writer:
             return f"{self.submodules.attribute(str(node.target))}({', '.join([*arguments, *keywords])})"
         if node.op == "call_method":
             return f"{arguments[0]}.{node.target}({', '.join([*arguments[1:], *keywords])})"
-        if isinstance(node.target, ChainCall):
-            call: ChainCall = node.target
-            return f"fused({', '.join([self.chain(call), repr(call.trained), repr(call.keeps), *arguments])})"
+        if isinstance(node.target, GraphCall):
+            call: GraphCall = node.target
+            given = [self.chain(call), *map(repr, call.options), *arguments]
+            return f"{type(call).operation.__name__}({', '.join(given)})"
         name = self.applied(node.target) if isinstance(node.target, FunctionCall) else function_name(node.target)
         if mark.statistics is not None:
             kept = ["recomputing", str(mark.statistics), str(runs_again_with(node, self.marks) is not None)]

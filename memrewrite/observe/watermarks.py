@@ -79,7 +79,7 @@ def _watermarks(
                 outputs = [outputs if loss_of is None else loss_of(outputs)]
             trained = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
             del outputs
-            watch.starts = runner.starts
+            watch.starts, watch.end = runner.starts, next_backward_number()
             # Without the model's own loss the outputs of a region may have gradients that the model never asks for,
             # and which PyTorch refuses where it wrote what they need; the nodes backward did not come to stay at 0.
             with nullcontext() if loss_of else suppress(RuntimeError):
@@ -108,6 +108,7 @@ class _Watch(Tracker):
         self.base = self.current
         self.found: list[Watermarks] = []
         self.starts: list[int] = []  # by node, the number of what it was the first to leave for backward
+        self.end = 0  # the number of what backward leaves for a backward inside of it, of the node whose turn it is
         self._turn: int | None = None
 
     def forward(self) -> None:
@@ -127,7 +128,7 @@ class _Watch(Tracker):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         number = backward_number() if self.starts else None
-        if number is not None and (index := bisect_right(self.starts, number) - 1) != self._turn:
+        if number is not None and number < self.end and (index := bisect_right(self.starts, number) - 1) != self._turn:
             self.turn(index)
         return super().__torch_dispatch__(func, types, args, kwargs)
 

@@ -28,6 +28,7 @@ PASSES = (
     "composites",
     "chunked_cross_entropy",
     "linear_cross_entropy",
+    "tiles",
     "fused_chains",
     "checkpoint_segments",
     "inplace_activation",

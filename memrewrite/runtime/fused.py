@@ -71,7 +71,8 @@ def _shaped(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tens
     return torch.empty((), dtype=dtype, device=device).expand(shape)
 
 
-def _listed(results: Any) -> list[Tensor]:
+def listed(results: Any) -> list[Tensor]:
+    """The results of a chain, of which one alone is a tensor."""
     return list(results) if isinstance(results, tuple) else [results]
 
 
@@ -82,7 +83,7 @@ def _chain_slopes(
 
     def of_wanted(*values: Tensor) -> tuple[Tensor, ...]:
         found = iter(values)
-        results = _listed(chain(*(next(found) if need else t for t, need in zip(given, wanted, strict=True))))
+        results = listed(chain(*(next(found) if need else t for t, need in zip(given, wanted, strict=True))))
         return tuple(result for result, gradient in zip(results, gradients, strict=True) if gradient is not None)
 
     pull = torch.func.vjp(of_wanted, *(t for t, need in zip(given, wanted, strict=True) if need))[1]
@@ -106,7 +107,7 @@ def _compiled(function: Chain, name: str, kinds: tuple[Any, ...]) -> Chain:
 @functools.cache
 def _forward_of(name: str) -> Chain:
     chain = _CHAINS[name]
-    return lambda given: _listed(chain(*given))
+    return lambda given: listed(chain(*given))
 
 
 @functools.cache
@@ -163,7 +164,7 @@ def _chain_slopes_on_fakes(
 if not hasattr(torch.ops.memrewrite, "chain"):
     torch.library.define("memrewrite::chain", "(str name, Tensor[] given) -> Tensor[]")
     torch.library.impl("memrewrite::chain", "CompositeExplicitAutograd", _run_chain)
-    torch.library.register_fake("memrewrite::chain", lambda name, given: _listed(_CHAINS[name](*given)))
+    torch.library.register_fake("memrewrite::chain", lambda name, given: listed(_CHAINS[name](*given)))
     torch.library.define(
         "memrewrite::chain_slopes", "(str name, Tensor[] given, Tensor?[] gradients, bool[] wanted) -> Tensor[]"
     )

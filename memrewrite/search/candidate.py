@@ -202,10 +202,13 @@ class Candidate:
         return replace(self, regions=(replace(first, marks=replace(first.marks, room=total)), *self.regions[1:]))
 
     def telling(self, other: "Candidate") -> "Candidate":
-        """The candidate with what passes said of another one of the same regions, too."""
-        pairs = zip(self.regions, other.regions, strict=True)
-        regions = (replace(mine, results={**theirs.results, **mine.results}) for mine, theirs in pairs)
-        return replace(self, regions=tuple(regions))
+        """The candidate with what passes said that left another one of the same regions as it was, too."""
+
+        def told(mine: CandidateRegion, theirs: CandidateRegion) -> CandidateRegion:
+            refused = {name: result for name, result in theirs.results.items() if not result.modified}
+            return replace(mine, results={**refused, **mine.results})
+
+        return replace(self, regions=tuple(map(told, self.regions, other.regions)))
 
     def promising(self, budget: int, strict: bool) -> "Candidate":
         """The candidate whose programs say what its budget in bytes is, and whether they run no other calls."""

@@ -1,5 +1,6 @@
 """From a budget to a candidate that is within it: by simulation, and on a GPU by what is measured there."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from math import inf
@@ -87,13 +88,13 @@ def _with_lower(asked: Asked, candidate: Candidate) -> Fit | Unmet:
     in_segments = any(region.marks for region in found.candidate.regions)
     if not needed and (not in_segments or found.candidate.times() is None):
         return found
-    for lower in _lower_ones(asked, candidate):
-        if lower.programs == candidate.programs:
-            return _told(_looked_for_on(asked, candidate, found), lower) if needed else found
+    for lower in _lower_ones(asked, candidate, (False, True) if needed else (False,)):
         found = min(found, _found(asked, lower), key=_bytes(asked) if needed else _time)
         if isinstance(found, Fit):
             return found
-    return min(_looked_for_on(asked, candidate, without), found, key=_bytes(asked))
+    if not needed:
+        return found
+    return _told(asked, min(_looked_for_on(asked, candidate, without), found, key=_bytes(asked)), candidate)
 
 
 def _looked_for_on(asked: Asked, candidate: Candidate, found: Fit | Unmet) -> Fit | Unmet:
@@ -103,29 +104,28 @@ def _looked_for_on(asked: Asked, candidate: Candidate, found: Fit | Unmet) -> Fi
 
 def _lowest(asked: Asked, candidate: Candidate) -> Fit | Unmet:
     """What takes the fewest bytes, with the rewrites for a lower peak or without them."""
-    lower = list(_lower_ones(asked, candidate))
-    if lower[0].programs == candidate.programs:
-        return _told(_found(asked, candidate), lower[0])
-    found = [_found(asked, each) for each in lower]
-    near = asked.unless_far(min(map(_bytes(asked), found))[1])
-    return min(_found(near, candidate), *found, key=_bytes(asked))
+    found = [_found(asked, each) for each in _lower_ones(asked, candidate, (True,))]
+    near = asked.unless_far(min(map(_bytes(asked), found))[1]) if found else asked
+    best = min([_found(near, candidate), *found], key=_bytes(asked))
+    return _told(asked, best, candidate)
 
 
-def _lower_ones(asked: Asked, candidate: Candidate) -> Iterator[Candidate]:
-    """The candidate after the rewrites for a lower peak: of many rows at once, then, where that differs, of few.
+def _lower_ones(asked: Asked, candidate: Candidate, lowest: tuple[bool, ...]) -> Iterator[Candidate]:
+    """The candidate after the rewrites for a lower peak, where these differ: of many rows at once, then of few.
 
-    One alone, that is the candidate as it was, where none is made.
+    Without those for the ``lowest``, or with them.
     """
-    wide = rewritten_lower(candidate, asked.names, wide=True)
-    yield wide
-    if wide.programs != candidate.programs:
-        narrow = rewritten_lower(candidate, asked.names, wide=False)
-        if narrow.programs != wide.programs:
-            yield narrow
+    known = {candidate.programs}
+    for last, wide in itertools.product(lowest, (True, False)):
+        lower = rewritten_lower(candidate, asked.names, wide, last)
+        if lower.programs not in known:
+            known.add(lower.programs)
+            yield lower
 
 
-def _told(found: Fit | Unmet, lower: Candidate) -> Fit | Unmet:
-    """What was found, with what the rewrites of another candidate said."""
+def _told(asked: Asked, found: Fit | Unmet, candidate: Candidate) -> Fit | Unmet:
+    """What was found, with what the rewrites for a lower peak say of the candidate."""
+    lower = rewritten_lower(candidate, asked.names, wide=True, lowest=True)
     return replace(found, candidate=found.candidate.telling(lower))
 
 

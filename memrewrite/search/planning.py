@@ -54,12 +54,12 @@ def rewritten_slower(candidate: Candidate, names: tuple[str, ...] | None) -> Can
     return candidate.after(registry.slower(names))
 
 
-def rewritten_lower(candidate: Candidate, names: tuple[str, ...] | None, wide: bool) -> Candidate:
-    """After the rewrites for a peak that no plan without them reaches.
+def rewritten_lower(candidate: Candidate, names: tuple[str, ...] | None, wide: bool, lowest: bool) -> Candidate:
+    """After the rewrites for a peak that no plan without them reaches, or for the ``lowest``.
 
     ``wide`` has them work on so many rows at a time that a product takes the time of its multiplications.
     """
-    return candidate.after(registry.lower(names, _WIDE if wide else 0, _compiles(candidate.bench)))
+    return candidate.after(registry.lower(names, _WIDE if wide else 0, _compiles(candidate.bench), lowest))
 
 
 def plan(

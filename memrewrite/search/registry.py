@@ -10,6 +10,7 @@ from memrewrite.passes.fused_chains import FusedChains
 from memrewrite.passes.inplace_activation import InplaceActivation
 from memrewrite.passes.linear_cross_entropy import LinearCrossEntropy
 from memrewrite.passes.swish import Swish
+from memrewrite.passes.tiles import Tiles
 from memrewrite.records.options import check_passes
 from memrewrite.rewriting.contract import Pass
 
@@ -21,8 +22,9 @@ SLOWER: dict[str, Callable[[], Pass]] = {ChunkedCrossEntropy.name: ChunkedCrossE
 LOWER: dict[str, Callable[[int, bool], Pass]] = {
     LinearCrossEntropy.name: lambda rows, fused: LinearCrossEntropy(rows=rows, fused=fused)
 }
+LOWEST: dict[str, Callable[[], Pass]] = {Tiles.name: Tiles}
 ON_REQUEST: dict[str, Callable[[], Pass]] = {FusedChains.name: FusedChains}
-NAMES = (*PATTERNS, *SLOWER, *LOWER, *ON_REQUEST, CheckpointSegments.name, InplaceActivation.name)
+NAMES = (*PATTERNS, *SLOWER, *LOWER, *LOWEST, *ON_REQUEST, CheckpointSegments.name, InplaceActivation.name)
 
 
 def patterns(names: tuple[str, ...] | None, exact: bool, for_cuda: bool) -> list[Pass]:
@@ -42,18 +44,19 @@ def slower(names: tuple[str, ...] | None) -> list[Pass]:
     return [make() for name, make in SLOWER.items() if names is None or name in names]
 
 
-def lower(names: tuple[str, ...] | None, rows: int, for_cuda: bool) -> list[Pass]:
+def lower(names: tuple[str, ...] | None, rows: int, for_cuda: bool, lowest: bool) -> list[Pass]:
     """Rewrites for a step that no plan without them would let fit, of those asked for.
 
     They work on ``rows`` rows at a time, or as few as make the lowest peak where that is 0; compiled ``for_cuda``, if
-    that was asked for.
+    that was asked for. The ``lowest`` are for a step that no plan with the others would let fit.
     """
     fused = for_cuda and FusedChains.name in (names or ())
-    return [make(rows, fused) for name, make in LOWER.items() if names is None or name in names]
+    found = [make(rows, fused) for name, make in LOWER.items() if names is None or name in names]
+    return found + [make() for name, make in LOWEST.items() if lowest and (names is None or name in names)]
 
 
 def allowed(names: tuple[str, ...] | None, exact: bool) -> tuple[str, ...] | None:
     """Of the names asked for, None for all, those that may be used where every bit has to stay."""
     if not exact:
         return names
-    return tuple(name for name in (NAMES if names is None else names) if name not in (*LOWER, *ON_REQUEST))
+    return tuple(name for name in (NAMES if names is None else names) if name not in (*LOWER, *LOWEST, *ON_REQUEST))

@@ -1,0 +1,85 @@
+"""Calls in a graph that compute a graph of other calls, in a way of their own."""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar
+
+from torch import fx
+
+from memrewrite.runtime.fused import fused
+from memrewrite.runtime.tiles import in_tiles
+
+
+@dataclass(frozen=True)
+class GraphCall:
+    """The target of a node that computes ``graph``, whose placeholders are the arguments that the node has.
+
+    ``operation`` computes it, given a function that does, the ``options`` and the arguments.
+    """
+
+    graph: fx.GraphModule
+    operation: ClassVar[Callable[..., Any]]
+
+    @property
+    def options(self) -> tuple[Any, ...]:
+        """What ``operation`` is told besides."""
+        raise NotImplementedError
+
+    def __call__(self, *given: Any) -> Any:
+        """Compute it."""
+        return type(self).operation(self._function, *self.options, *given)
+
+    @cached_property
+    def _function(self) -> Callable[..., Any]:
+        def function(*given: Any) -> Any:
+            return self.graph(*given)
+
+        function.__name__ = self.__name__
+        return function
+
+    @cached_property
+    def __name__(self) -> str:
+        """The same for all that compute the same."""
+        return f"chain_{hashlib.sha256(self.graph.code.encode()).hexdigest()[:12]}"
+
+    @property
+    def __module__(self) -> str:  # type: ignore[override]
+        return __name__
+
+
+@dataclass(frozen=True)
+class ChainCall(GraphCall):
+    """A chain of operations at once.
+
+    Those of its arguments that ``trained`` counts need a gradient, and for that backward needs those that ``keeps``
+    counts.
+    """
+
+    trained: tuple[int, ...]
+    keeps: tuple[int, ...]
+    operation: ClassVar[Callable[..., Any]] = fused
+
+    @property
+    def options(self) -> tuple[Any, ...]:
+        """What ``fused`` is told besides."""
+        return self.trained, self.keeps
+
+
+@dataclass(frozen=True)
+class TiledCall(GraphCall):
+    """A token-wise part, ``rows`` rows at a time of the arguments that ``in_rows`` counts.
+
+    Those that ``weights`` counts are read by products alone.
+    """
+
+    in_rows: tuple[int, ...]
+    weights: tuple[int, ...]
+    rows: int
+    operation: ClassVar[Callable[..., Any]] = in_tiles
+
+    @property
+    def options(self) -> tuple[Any, ...]:
+        """What ``in_tiles`` is told besides."""
+        return self.in_rows, self.weights, self.rows

@@ -1,0 +1,145 @@
+"""A token-wise part of a model, an MLP say, some rows at a time: its inner width never exists whole.
+
+Autograd keeps what the part is given. Backward makes the part of some rows again, and their gradients, before it comes
+to the next ones, as tiled MLPs do that are written by hand (arXiv 2506.13996). The gradients of weights are sums over
+the pieces, whose last bits are others. Torch only: this file's text is also pasted into generated models.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memrewrite.runtime.cross_entropy import in_autocast
+from memrewrite.runtime.fused import listed
+from memrewrite.runtime.segment import as_autocast, autocast_dtype
+
+Gradients = list[Tensor | None]
+
+
+def in_tiles(
+    part: Callable[..., Any], in_rows: tuple[int, ...], weights: tuple[int, ...], rows: int, *given: Tensor
+) -> Any:
+    """``part(*given)``, a tensor or a tuple of them, made ``rows`` rows at a time.
+
+    Each row, what lies along the last dimension, of the tensors of ``given`` that ``in_rows`` counts gives that row of
+    the results, whose other sizes are those of the first of them. The others are read whole; those that ``weights``
+    counts, by products alone.
+    """
+    if torch.compiler.is_compiling():  # compilers have it whole, and fuse what they can
+        return part(*given)
+    tiles = _Tiles(part, in_rows, weights, rows, autocast_dtype(given[in_rows[0]].device.type))
+    # What is kept is kept before anything runs, so that a segment which ends with this need not run it again.
+    held = _Held.apply(tiles, *given)  # type: ignore[no-untyped-call]
+    results = _Run.apply(tiles, held, given)  # type: ignore[no-untyped-call]
+    return results[0] if len(results) == 1 else results
+
+
+@dataclass
+class _Tiles:
+    """One call; ``gradients`` are those of the results, while backward comes from them to those of what was given."""
+
+    part: Callable[..., Any]
+    in_rows: tuple[int, ...]
+    weights: tuple[int, ...]
+    rows: int
+    autocast: torch.dtype | None
+    gradients: tuple[Tensor | None, ...] = ()
+
+    def run(self, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The results."""
+        sizes = given[self.in_rows[0]].shape[:-1]
+        results: list[Tensor] = []
+        for some, piece in self._pieces(self._as_read([t.detach() for t in given])):
+            for i, made in enumerate(listed(self.part(*piece))):
+                if i == len(results):
+                    results.append(made.new_empty((*sizes, made.shape[-1])))
+                results[i].flatten(0, -2)[some] = made
+                del made
+        return tuple(results)
+
+    def slopes(self, given: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...], wanted: list[bool]) -> Gradients:
+        """The gradients of those of ``given`` that are ``wanted``, of which those of weights are added up in place."""
+        of_rows = {i: given[i].new_empty(given[i].shape) for i in self.in_rows if wanted[i]}
+        leaves = [t.detach().requires_grad_(need) for t, need in zip(given, wanted, strict=True)]
+        whole = [leaf for i, leaf in enumerate(leaves) if wanted[i] and i not in of_rows]
+        coming = [None if gradient is None else gradient.flatten(0, -2) for gradient in gradients]
+        with torch.enable_grad():
+            read = self._as_read(leaves)
+        for some, piece in self._pieces(read):
+            for i in of_rows:
+                piece[i] = piece[i].detach().requires_grad_()
+            with torch.enable_grad():
+                results = listed(self.part(*piece))
+            pairs = [(r, g[some]) for r, g in zip(results, coming, strict=True) if g is not None and r.requires_grad]
+            del results
+            torch.autograd.backward(*_unzipped(pairs), inputs=[*(piece[i] for i in of_rows), *whole])
+            del pairs
+            for i, slope in of_rows.items():
+                found = piece[i].grad
+                slope.flatten(0, -2)[some] = 0 if found is None else found
+        return [of_rows.get(i, leaf.grad) for i, leaf in enumerate(leaves)]
+
+    def _as_read(self, given: list[Tensor]) -> list[Tensor]:
+        """The same with weights as autocast gives them to products, once for all rows."""
+        return [as_autocast(t) if i in self.weights else t for i, t in enumerate(given)]
+
+    def _pieces(self, given: list[Tensor]) -> Iterator[tuple[slice, list[Tensor]]]:
+        flat = {i: given[i].flatten(0, -2) for i in self.in_rows}
+        count = len(flat[self.in_rows[0]])
+        for start in range(0, max(count, 1), self.rows):
+            some = slice(start, start + self.rows)
+            yield some, [flat[i][some] if i in flat else t for i, t in enumerate(given)]
+
+
+class _Held(torch.autograd.Function):
+    """Keeps what a part is given; gives an empty tensor, whose gradient comes once those of the results are there."""
+
+    @staticmethod
+    def forward(ctx: Any, tiles: _Tiles, *given: Tensor) -> Tensor:
+        ctx.save_for_backward(*given)
+        ctx.tiles = tiles
+        return given[tiles.in_rows[0]].new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        tiles, given, wanted = ctx.tiles, ctx.saved_tensors, list(ctx.needs_input_grad[1:])
+        gradients, tiles.gradients = tiles.gradients, ()
+        if all(gradient is None for gradient in gradients):
+            return None, *[None] * len(given)
+        with in_autocast(given[tiles.in_rows[0]], tiles.autocast):
+            if torch.is_grad_enabled():  # to be differentiated again
+                return None, *_whole_slopes(tiles.part, given, gradients, wanted)
+            return None, *tiles.slopes(given, gradients, wanted)
+
+
+class _Run(torch.autograd.Function):
+    """The results; hands their gradients on."""
+
+    @staticmethod
+    def forward(ctx: Any, tiles: _Tiles, held: Tensor, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        ctx.tiles = tiles
+        ctx.set_materialize_grads(False)
+        return tiles.run(given)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        there = [gradient for gradient in gradients if gradient is not None]
+        ctx.tiles.gradients = gradients
+        return None, there[0].new_empty(0) if there else None, None
+
+
+def _whole_slopes(
+    part: Callable[..., Any], given: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...], wanted: list[bool]
+) -> Gradients:
+    results = zip(listed(part(*given)), gradients, strict=True)
+    reached, coming = _unzipped([(r, g) for r, g in results if g is not None and r.requires_grad])
+    of = [t for t, need in zip(given, wanted, strict=True) if need]
+    found = iter(torch.autograd.grad(reached, of, coming, create_graph=True, allow_unused=True))
+    return [next(found) if need else None for need in wanted]
+
+
+def _unzipped(pairs: list[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
+    return [first for first, _ in pairs], [second for _, second in pairs]
