@@ -81,7 +81,7 @@ def optimize(
     asked = Request(budget, reserved, device, regions, names, exact, compiled, verify, strict, seed, dynamic, returns)
     asked.check(inner)
     work = workload(inner, example_inputs, example_kwargs, optimizer, loss_fn, amp, mode, micro_batches, loop, of_mesh)
-    found = planned(work, asked, store_in(cache), progress)
+    found = planned(work, asked, store_in(cache), progress, given=model)
     return cast(OptimizedModule, attach(found.report, found.module, wrapped_like(model, found.module)))
 
 

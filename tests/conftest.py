@@ -14,6 +14,7 @@ CORE = (
     "backends/",
     "passes/",
     "torch_internals/",
+    "equivalence/test_in_mesh.py",
     "capture/test_capture.py",
     "runtime/test_compiled.py",
     "state/test_containers.py",

@@ -25,6 +25,7 @@ from memrewrite.records.tensor_like import TensorLike
 from memrewrite.simulate.fake.as_seen import like_seen, note_seen
 from memrewrite.simulate.fake.stand_ins import numbers_of_rows, varied
 from memrewrite.simulate.fake.trials import Made, made_again
+from memrewrite.state.random_state import preserved_rng
 from memrewrite.torch_internals.pytrees import (
     TreeSpec,
     tree_flatten,
@@ -158,7 +159,8 @@ def watch_calls(
     second: dict[str, list[SeenCall]] | None = None
     for apart in (True, False):
         if second is None:
-            with suppress(Exception):  # whatever forward says of other sizes: then they do not vary
+            # Whatever forward says of other sizes: then they do not vary.
+            with suppress(Exception), preserved_rng([*model.parameters(), *inputs.tensors()]):
                 second = _calls(modules, partial(run, _other_sizes(model, inputs, ranges, apart)))
     found = {}
     for path, module in modules.items():

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from memrewrite.commands.launched import is_first, processes
 from memrewrite.optimizing.ranks import PATIENCE
-from memrewrite.records.errors import InternalError, MemrewriteError, UsageError
+from memrewrite.records.errors import InternalError, MeasurementError, MemrewriteError, UsageError
 from memrewrite.records.mesh import Ddp, Mesh
 
 
@@ -74,7 +74,11 @@ def _group() -> Iterator[None]:
 def _agree(error: Exception | None, code: int) -> int:
     """The exit code of the first process; raises an error for the first that has one, of this process its own."""
     told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, (_sendable(error), code))
+    try:
+        dist.all_gather_object(told, (_sendable(error), code))
+    except RuntimeError:  # as gloo says that a process is gone, which is what an error of gloo's before was, too
+        gone = MeasurementError("A process ended before the command did.")
+        raise _AgreedError from error if isinstance(error, MemrewriteError) else gone
     for each, _ in told:
         if each is not None:
             raise _AgreedError from error or each

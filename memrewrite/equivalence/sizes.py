@@ -166,3 +166,9 @@ def cut_down(inputs: Inputs, full: Inputs) -> tuple[str, str, str] | None:
     if batch_of(inputs) != batch_of(full):
         return "batch", str(batch_of(inputs)), str(batch_of(full))
     return ("inputs of", now, whole) if now != whole else None
+
+
+def at_less(inputs: Inputs, full: Inputs) -> str:
+    """What ends the sentence of a verdict on ``inputs`` that ``halved`` made smaller; "" where they are in full."""
+    less = cut_down(inputs, full)
+    return f"; verified at {less[0]} {less[1]}, as {less[2]} does not fit in memory" if less else ""

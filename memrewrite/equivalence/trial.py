@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from memrewrite.runtime.promise import FallbackWarning
 from memrewrite.state.random_state import RandomState
 from memrewrite.torch_internals.pytrees import tree_flatten, tree_map
+from memrewrite.torch_internals.spread import local_part
 from memrewrite.workload.step import Inputs, Phase, Step, Targets, autocast, default_loss, device_type
 
 Key = tuple[str, str]
@@ -146,8 +147,8 @@ def _keep_state(record: Record, module: nn.Module, devices: tuple[torch.device, 
 
 
 def to_cpu(value: Any) -> Any:
-    """A copy of a tensor, dense and on the CPU; anything else as it is."""
+    """A copy of a tensor, dense and on the CPU; of one that is spread, its part here; anything else as it is."""
     if not isinstance(value, Tensor):
         return value
-    value = value.detach()
+    value = local_part(value.detach())  # which is all that one process has to compare
     return (value if value.layout == torch.strided else value.to_dense()).to("cpu", copy=True)

@@ -31,7 +31,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from memrewrite.equivalence.compare import HALF, NOISE_RUNS, Comparison, TensorVerdict, fingerprints
 from memrewrite.equivalence.reference import FusedRandomnessError, Recorder, double_step
-from memrewrite.equivalence.sizes import batch_of, cut_down, halved, smaller_inputs
+from memrewrite.equivalence.sizes import at_less, batch_of, cut_down, halved, smaller_inputs
 from memrewrite.equivalence.trial import Record, deterministic, take_step, without_outputs
 from memrewrite.measurement.snapshot import State, cuda_devices
 from memrewrite.records.errors import MeasurementError, UsageError
@@ -169,7 +169,7 @@ def _attempt(case: _Case, state: State, exact: bool, full: Inputs) -> Verdict | 
             with _without_fused(case.avoid):
                 start = state.restarted()
                 comparison = _run_freely(case, start) if exact else _run_forced(case, start, _against_float64)
-            return _verdict(comparison, case, full)
+            return concluded(comparison, case.steps, batch_of(case.inputs), at_less(case.inputs, full))
         except torch.OutOfMemoryError:
             return None
         except FusedRandomnessError as fused:
@@ -316,7 +316,8 @@ def _follow(source: nn.Module, target: nn.Module) -> bool:
     return bool(apart)
 
 
-def _verdict(comparison: Comparison, case: _Case, full: Inputs) -> Verdict:
+def concluded(comparison: Comparison, steps: int, batch: int | None, at: str = "") -> Verdict:
+    """The verdict on what was compared over ``steps`` steps; ``at`` ends its sentence."""
     tensors = comparison.verdicts()
     failed = [t for t in tensors if not t.passed]
     changed = [t for t in tensors if not t.bit_equal]
@@ -327,10 +328,8 @@ def _verdict(comparison: Comparison, case: _Case, full: Inputs) -> Verdict:
         text = f"equivalent: worst {_describe(max(changed, key=_excess))}"
     else:
         counts = Counter(t.kind for t in tensors)
-        text = (
-            f"bit-equal: {case.steps} steps, {counts['gradient']} gradients, {counts['buffer']} buffers, random state"
-        )
-    return Verdict(not failed, not changed, text + _at(case, full), tensors, batch_of(case.inputs))
+        text = f"bit-equal: {steps} steps, {counts['gradient']} gradients, {counts['buffer']} buffers, random state"
+    return Verdict(not failed, not changed, text + at, tensors, batch)
 
 
 def _check(kind: str, tensors: list[TensorVerdict]) -> Check:
@@ -360,7 +359,7 @@ def _excess(tensor: TensorVerdict) -> float:
 def _raised(cause: BaseException | None, case: _Case, full: Inputs) -> Verdict:
     if isinstance(cause, FallbackWarning):
         _explain_small_batch(cause, case, full)
-    text = f"not equivalent: the rewritten model raised {type(cause).__name__}: {cause}{_at(case, full)}"
+    text = f"not equivalent: the rewritten model raised {type(cause).__name__}: {cause}{at_less(case.inputs, full)}"
     return Verdict(False, False, text, (), batch_of(case.inputs))
 
 
@@ -371,11 +370,6 @@ def _explain_small_batch(cause: BaseException, case: _Case, full: Inputs) -> Non
             f"The step does not fit in memory at {kind} {whole} and does not run at {kind} {now} ({cause}), so it "
             "could not be verified; verify on the CPU or with smaller example inputs."
         ) from cause
-
-
-def _at(case: _Case, full: Inputs) -> str:
-    cut = cut_down(case.inputs, full)
-    return f"; verified at {cut[0]} {cut[1]}, as {cut[2]} does not fit in memory" if cut else ""
 
 
 @contextlib.contextmanager

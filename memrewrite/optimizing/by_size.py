@@ -12,6 +12,7 @@ from memrewrite.equivalence.sizes import Place, cut, varying
 from memrewrite.optimizing.foresight import Foresight
 from memrewrite.records.outcomes import PeaksBySize
 from memrewrite.records.report import Report
+from memrewrite.report.later import complete_by
 from memrewrite.runtime.dropin import own, programs
 from memrewrite.workload.hooks import hooks_off
 from memrewrite.workload.original import original_of
@@ -36,6 +37,13 @@ def when_written(result: nn.Module) -> Callable[[Report], Report]:
         return report if found is None else replace(report, by_size=by_size(found, report))
 
     return complete
+
+
+def noted(report: Report, note: str, result: nn.Module) -> Report:
+    """The report on a ``result`` with one more note; what is found out as it is written stays promised."""
+    more = replace(report, notes=(*report.notes, note))
+    complete_by(more, when_written(result))
+    return more
 
 
 def by_size(result: nn.Module, report: Report) -> PeaksBySize | None:

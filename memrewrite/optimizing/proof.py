@@ -1,5 +1,6 @@
 """The proof of a rewritten model: against the original, and against itself without segments."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +16,14 @@ from memrewrite.workload.gathered import as_gathered, cast_inputs
 
 @dataclass(frozen=True)
 class Proof:
-    """The verdict on a result, and whether it was to have the bits of the original; else float64 was the measure."""
+    """The verdict on a result, and whether it was to have the bits of the original; else float64 was the measure.
+
+    ``plain`` makes the result without segments then, whose bits it has.
+    """
 
     verdict: Verdict
     bitwise: bool
+    plain: Callable[[], nn.Module] | None = None
 
 
 def prove(candidate: Candidate, result: nn.Module, seed: int, exact: bool) -> Proof:
@@ -54,4 +59,4 @@ def prove(candidate: Candidate, result: nn.Module, seed: int, exact: bool) -> Pr
             " exact=True leaves out the rewrites that change the arithmetic." if candidate.arithmetic_changed else ""
         )
         raise NotEquivalentError(f"The rewritten model is not equivalent ({done}): {verdict.summary}.{notes}{advice}")
-    return Proof(verdict, not changed)
+    return Proof(verdict, not changed, (lambda: candidate.without_segments().build()) if changed else None)

@@ -1,28 +1,31 @@
 """Processes that train together plan once: the first one does, and the others run the programs that it sends.
 
 Each would measure other times on its own device and make another plan of them, and all at once would share the
-processors of their host meanwhile. Where one of them fails, all raise.
+processors of their host meanwhile. All of them verify what they run then. Where one of them fails, all raise.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from memrewrite.cache.store import Store
-from memrewrite.optimizing.by_size import when_written
+from memrewrite.optimizing.by_size import noted, when_written
 from memrewrite.optimizing.foresight import Foresight, foresee_in
+from memrewrite.optimizing.in_mesh import Pair, Written, prove_in_mesh, written_in
 from memrewrite.optimizing.remembered import run_remembering
 from memrewrite.optimizing.request import Request
 from memrewrite.optimizing.run import Outcome, Progress, declined, run
 from memrewrite.records.errors import MeasurementError, MemrewriteError
+from memrewrite.records.mesh import Ddp, Fsdp
 from memrewrite.records.options import Budget
 from memrewrite.records.report import Report
 from memrewrite.report.later import complete_by
 from memrewrite.runtime.assembled import assembled
-from memrewrite.runtime.dropin import own, program_from, programs
+from memrewrite.runtime.dropin import own, program_from
 from memrewrite.search.so_far import Offer
 from memrewrite.workload.hooks import with_hooks_of, without_hooks
 from memrewrite.workload.step import device_of
@@ -41,10 +44,14 @@ class _Program:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What the first process sends: ``programs`` by the path of their part, none for the model itself; or an error."""
+    """What the first process sends: ``programs`` by the path of their part, none for the model itself; or an error.
+
+    ``plain`` are those that the result is compared with in the mesh, none for the model itself.
+    """
 
     report: Report | None = None
     programs: dict[str, _Program] = field(default_factory=dict)
+    plain: dict[str, _Program] = field(default_factory=dict)
     workspace: int = 0
     limit: Budget | None = None
     error: MemrewriteError | None = None
@@ -58,20 +65,39 @@ class Planned:
     report: Report
     outcome: Outcome | None = None
 
+    def noted(self, note: str) -> "Planned":
+        """The same of a rewritten model, with one more note in the report."""
+        report = noted(self.report, note, self.module)
+        return replace(self, report=report, outcome=self.outcome and replace(self.outcome, report=report))
+
 
 def planned(
-    work: Workload, asked: Request, store: Store | None, progress: Progress, offer: Offer = declined
+    work: Workload,
+    asked: Request,
+    store: Store | None,
+    progress: Progress,
+    offer: Offer = declined,
+    given: nn.Module | None = None,
 ) -> Planned:
     """What ``run_remembering`` gives; where the processes of a mesh call this together, what it gives the first one.
 
-    Raises what that raises, in all of them.
+    ``given`` is the model before it was unwrapped, where it was. Raises what ``run_remembering`` raises, in all of
+    them, and what ``prove_in_mesh`` does.
     """
     if not _are_here(work):
         outcome = run_remembering(work, asked, store, progress, offer)
         return Planned(outcome.module, outcome.report, outcome)
     group = dist.new_group(backend="gloo", timeout=PATIENCE)
     try:
-        return _first(work, asked, progress, group) if dist.get_rank() == 0 else _other(work, asked, progress, group)
+        way = _first if dist.get_rank() == 0 else _other
+        found, plain = way(work, asked, progress, group)
+        mesh, trained = work.step.mesh, work.step.mode == "train"
+        if found.module is work.model or not (asked.verify and trained and isinstance(mesh, Ddp | Fsdp)):
+            return found
+        progress("verify in the mesh")
+        placed, _ = asked.placed(work)
+        pair = Pair(placed, mesh, work.model if given is None else given, found.module, plain)
+        return found.noted(prove_in_mesh(pair, asked.seed, group))
     finally:
         dist.destroy_process_group(group)
 
@@ -84,10 +110,11 @@ def _are_here(work: Workload) -> bool:
     return 1 < size == work.step.mesh.processes and dist.get_backend() != "fake"  # where the others are not there
 
 
-def _first(work: Workload, asked: Request, progress: Progress, group: Any) -> Planned:
+def _first(work: Workload, asked: Request, progress: Progress, group: Any) -> tuple[Planned, Written]:
     try:
         outcome = run(work, asked, progress)
         plan = _sent(outcome)
+        plain = _written(plan.plain, device_of(outcome.module, work.inputs))
     except Exception as error:
         reason = next(iter(str(error).splitlines()), "")
         told = MeasurementError(f"The first process failed while it planned for all: {type(error).__name__}: {reason}")
@@ -95,17 +122,24 @@ def _first(work: Workload, asked: Request, progress: Progress, group: Any) -> Pl
         raise
     dist.broadcast_object_list([plan], 0, group)
     _all_went_well("", group)
-    return Planned(outcome.module, outcome.report, outcome)
+    return Planned(outcome.module, outcome.report, outcome), plain
+
+
+def _plain(outcome: Outcome) -> nn.Module:
+    """What a result is compared with bit for bit."""
+    plain = None if outcome.proof is None else outcome.proof.plain
+    return outcome.bench.model if plain is None else plain()
 
 
 def _sent(outcome: Outcome) -> _Plan:
     kept, workspace = own(outcome.module), outcome.bench.workspace
     foresee = None if kept is None else kept.promise.foresee
     limit = foresee.limit if isinstance(foresee, Foresight) else None
-    return _Plan(outcome.report, _programs_of(outcome.module) if outcome.rewritten else {}, workspace, limit)
+    sent = _programs_of(outcome.module) if outcome.rewritten else {}
+    return _Plan(outcome.report, sent, _programs_of(_plain(outcome)), workspace, limit)
 
 
-def _other(work: Workload, asked: Request, progress: Progress, group: Any) -> Planned:
+def _other(work: Workload, asked: Request, progress: Progress, group: Any) -> tuple[Planned, Written]:
     progress("wait for the first process")
     received: list[Any] = [None]
     dist.broadcast_object_list(received, 0, group)
@@ -114,30 +148,35 @@ def _other(work: Workload, asked: Request, progress: Progress, group: Any) -> Pl
         raise plan.error or MeasurementError("The first process sent no plan.")
     try:
         result = _applied(plan, plan.report, work, asked) if plan.programs else work.model
+        plain = _written(plan.plain, device_of(result, work.inputs))
     except Exception as error:
         _all_went_well(f"{type(error).__name__}: {error}", group)
         raise
     _all_went_well("", group)
-    return Planned(result, plan.report)
+    return Planned(result, plan.report), plain
 
 
 def _programs_of(result: nn.Module) -> dict[str, _Program]:
     place = next((parameter.device for parameter in result.parameters()), None)
-    parts = {path: (program, own(result.get_submodule(path))) for path, program in programs(result).items()}
-    constants = {path: {} if part is None else part.constants for path, (_, part) in parts.items()}
-    sent = {path: {n: (t.detach().cpu(), t.device == place) for n, t in c.items()} for path, c in constants.items()}
-    return {path: _Program(program.source, sent[path]) for path, (program, _) in parts.items()}
+
+    def sent(constants: dict[str, Tensor]) -> dict[str, tuple[Tensor, bool]]:
+        return {name: (tensor.detach().cpu(), tensor.device == place) for name, tensor in constants.items()}
+
+    return {path: _Program(program.source, sent(held)) for path, (program, held) in written_in(result).items()}
+
+
+def _written(received: dict[str, _Program], place: torch.device) -> Written:
+    """Programs that the first process sent, with constants that lie where this one's model does."""
+    return {
+        path: (program_from(sent.source), {n: t.to(place) if moves else t for n, (t, moves) in sent.constants.items()})
+        for path, sent in received.items()
+    }
 
 
 def _applied(plan: _Plan, report: Report, work: Workload, asked: Request) -> nn.Module:
     """The drop-in that the first process has, for the model of this one."""
     bare, (placed, _) = without_hooks(work.model), asked.placed(work)
-    place = device_of(bare, placed.inputs)
-    parts = {}
-    for path, sent in plan.programs.items():
-        constants = {name: t.to(place) if moves else t for name, (t, moves) in sent.constants.items()}
-        parts[path] = program_from(sent.source), constants
-    result = assembled(bare, parts)
+    result = assembled(bare, _written(plan.programs, device_of(bare, placed.inputs)))
     foresee_in(result, asked.rewritten(placed.step), plan.workspace, plan.limit, placed.inputs)
     with_hooks_of(work.model, result)
     complete_by(report, when_written(result))

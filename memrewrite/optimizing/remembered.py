@@ -23,13 +23,12 @@ from memrewrite.cache.environment import environment
 from memrewrite.cache.store import Entry, Store
 from memrewrite.equivalence import verifying
 from memrewrite.equivalence.verifying import Verdict
-from memrewrite.optimizing.by_size import when_written
+from memrewrite.optimizing.by_size import noted
 from memrewrite.optimizing.foresight import foresee_in
 from memrewrite.optimizing.request import Request
 from memrewrite.optimizing.run import INTERRUPTED, Outcome, Progress, declined, run
 from memrewrite.records.options import Budget
 from memrewrite.records.report import Report
-from memrewrite.report.later import complete_by
 from memrewrite.report.read import report_from
 from memrewrite.runtime.assembled import assembled
 from memrewrite.runtime.dropin import own, program_from, programs
@@ -76,11 +75,10 @@ def _not_kept(outcome: Outcome, why: str) -> Outcome:
 
 
 def _noted(outcome: Outcome, note: str) -> Report:
-    """The report with one more note; what is found out as it is written stays promised."""
-    report = replace(outcome.report, notes=(*outcome.report.notes, note))
+    """The report with one more note."""
     if outcome.rewritten:
-        complete_by(report, when_written(outcome.module))
-    return report
+        return noted(outcome.report, note, outcome.module)
+    return replace(outcome.report, notes=(*outcome.report.notes, note))
 
 
 def _described(work: Workload, asked: Request) -> Description:

@@ -15,7 +15,7 @@ from memrewrite.runtime.guards import HOOKS
 from memrewrite.simulate.fake.as_seen import note_kept
 from memrewrite.state.attributes import Attributes
 from memrewrite.state.bits import same_bits
-from memrewrite.state.random_state import draws, preserved_rng
+from memrewrite.state.random_state import draws, preserved_everywhere, preserved_rng
 from memrewrite.targets.allocator import rounded
 from memrewrite.torch_internals.operators import name_of_others
 from memrewrite.torch_internals.pytrees import tree_leaves
@@ -30,8 +30,12 @@ class _Runs:
     draw: bool = False
 
 
+@preserved_everywhere()
 def note_what_repeats(graph_module: fx.GraphModule, example: list[Tensor], step: Step) -> None:
-    """Say of each call that nobody looks into, given one tensor per placeholder, whether it may run again."""
+    """Say of each call that nobody looks into, given one tensor per placeholder, whether it may run again.
+
+    The random state is as it was afterwards: the numbers that the calls are tried on are drawn from it.
+    """
     nodes = graph_module.graph.nodes
     functions = [n for n in nodes if isinstance(n.target, FunctionCall) or name_of_others(n.target)]
     submodules = [node for node in nodes if node.op == "call_module"]
@@ -88,7 +92,6 @@ def _kept_by(module: nn.Module, call: Call) -> int:
         return _TOKEN
 
     with (
-        preserved_rng(given),
         torch.set_grad_enabled(call.grad),
         autocast(call.amp, given[0].device.type),
         saved_tensors_hooks(pack, lambda token: given[0]),

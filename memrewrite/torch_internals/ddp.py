@@ -43,18 +43,7 @@ class Replica:
         self._with_data = _WithData() if fake else None
         self._reads_used = fake and (mesh.static_graph or mesh.find_unused_parameters)
         with self._making():
-            self._ddp = DistributedDataParallel(
-                module,
-                process_group=group,
-                init_sync=False,
-                bucket_cap_mb=mesh.bucket_cap_mb,
-                gradient_as_bucket_view=mesh.gradient_as_bucket_view,
-                static_graph=mesh.static_graph,
-                find_unused_parameters=mesh.find_unused_parameters,
-            )
-        self._ddp.broadcast_buffers = mesh.buffers
-        if mesh.hook is not None:
-            self._ddp.register_comm_hook(_own_group(mesh.hook, group), mesh.hook[1])
+            self._ddp = wrapped(module, mesh, group, init_sync=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward, as DDP runs it."""
@@ -88,7 +77,24 @@ class Replica:
                 self._with_data.making = False
 
 
-def _own_group(hook: tuple[Any, Callable[..., Any]], group: "_Alone") -> Any:
+def wrapped(module: nn.Module, mesh: Ddp, group: Any, *, init_sync: bool) -> DistributedDataParallel:
+    """The module in DDP as ``mesh`` says; raises what ``Replica`` raises."""
+    found = DistributedDataParallel(
+        module,
+        process_group=group,
+        init_sync=init_sync,
+        bucket_cap_mb=mesh.bucket_cap_mb,
+        gradient_as_bucket_view=mesh.gradient_as_bucket_view,
+        static_graph=mesh.static_graph,
+        find_unused_parameters=mesh.find_unused_parameters,
+    )
+    found.broadcast_buffers = mesh.buffers
+    if mesh.hook is not None:
+        found.register_comm_hook(_own_group(mesh.hook, group), mesh.hook[1])
+    return found
+
+
+def _own_group(hook: tuple[Any, Callable[..., Any]], group: Any) -> Any:
     """The state of a communication hook for ``group``."""
     state = hook[0]
     if state is not None and not isinstance(state, dist.ProcessGroup):

@@ -33,7 +33,7 @@ def without_peers(mesh: Fsdp | Tp, device_type: str) -> Iterator[Callable[[nn.Mo
     sizes = {"tp": mesh.size} if isinstance(mesh, Tp) else _dimensions(mesh)
     # How results are spread is kept by meshes, which are alike where their names are, though their groups are others.
     names = {name: f"{name} of {'x'.join(map(str, sizes.values()))}" for name in sizes}
-    with alone_among(mesh.processes), warnings.catch_warnings():
+    with alone_among(mesh.processes), classes_forgotten(), warnings.catch_warnings():
         # What ends in a tensor-parallel layer gives a view, which must not be written to in place; nothing here does.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
         devices = init_device_mesh(device_type, (*sizes.values(),), mesh_dim_names=(*names.values(),))
@@ -42,7 +42,8 @@ def without_peers(mesh: Fsdp | Tp, device_type: str) -> Iterator[Callable[[nn.Mo
             if "tp" in names:
                 _parallelize(module, devices[names["tp"]])
             if isinstance(mesh, Fsdp):
-                _shard(module, mesh, devices[(*(name for key, name in names.items() if key != "tp"),)])
+                with _of_the_first():
+                    sharded(module, mesh, devices[(*(name for key, name in names.items() if key != "tp"),)])
 
         yield shard
 
@@ -59,21 +60,42 @@ def _parallelize(module: nn.Module, devices: Any) -> None:
     parallelize(module, devices)
 
 
-def _shard(module: nn.Module, mesh: Fsdp, devices: Any) -> None:
+def sharded(module: nn.Module, mesh: Fsdp, devices: Any) -> nn.Module:
+    """The module, sharded by ``fully_shard`` as ``mesh`` says, in place, among the processes of a ``DeviceMesh``."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-    from torch.distributed.fsdp._fully_shard import _fsdp_param
 
     param, reduced, output = (DTYPES[kind] for kind in (mesh.param_dtype, mesh.reduce_dtype, mesh.output_dtype))
     policy = MixedPrecisionPolicy(param, reduced, output)
     given: dict[str, Any] = {"mesh": devices, "mp_policy": policy}
     root = True if mesh.reshard_root else None if mesh.reshard is not False else False
-    with mock.patch.object(_fsdp_param, "_chunk_with_empty", _first_chunk), _joined_once():
-        for unit in units(module, mesh):
-            fully_shard(unit, reshard_after_forward=mesh.reshard, **given)
-        fully_shard(module, reshard_after_forward=root, **given)
+    for unit in units(module, mesh):
+        fully_shard(unit, reshard_after_forward=mesh.reshard, **given)
+    fully_shard(module, reshard_after_forward=root, **given)
     for path, when, ahead in mesh.prefetched:
         ahead_of: Any = module.get_submodule(path)
         getattr(ahead_of, f"set_modules_to_{when}_prefetch")([module.get_submodule(each) for each in ahead])
+    return module
+
+
+@contextlib.contextmanager
+def classes_forgotten() -> Iterator[None]:
+    """Let no module that is sharded meanwhile live on by its class.
+
+    ``fully_shard`` keeps every class that it met, and a drop-in has one of its own, which keeps the drop-in.
+    """
+    from torch.distributed.fsdp._fully_shard import _fully_shard
+
+    with mock.patch.dict(_fully_shard.cls_to_fsdp_cls):
+        yield
+
+
+@contextlib.contextmanager
+def _of_the_first() -> Iterator[None]:
+    """Let a module be sharded for the first of all processes, without a tensor for each of the others."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+    with mock.patch.object(_fsdp_param, "_chunk_with_empty", _first_chunk), _joined_once():
+        yield
 
 
 @contextlib.contextmanager

@@ -46,3 +46,9 @@ def copied(
 
     copy_of(root)
     return made
+
+
+def with_own_hooks(module: nn.Module) -> tuple[type, dict[str, Any]]:
+    """The class and the attributes of a copy, whose hooks, and what is known of them, are not those of the module."""
+    tables = {k: type(each)(each) for k, each in vars(module).items() if "_hooks" in k and isinstance(each, dict)}
+    return type(module), vars(module) | tables

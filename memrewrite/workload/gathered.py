@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from memrewrite.records.mesh import Fsdp, Mesh
 from memrewrite.torch_internals.fsdp import DTYPES, units
-from memrewrite.torch_internals.module_trees import copied
+from memrewrite.torch_internals.module_trees import copied, with_own_hooks
 from memrewrite.torch_internals.pytrees import tree_map
 from memrewrite.workload.step import Inputs
 
@@ -27,7 +27,7 @@ def as_gathered(model: nn.Module, mesh: Mesh | None) -> nn.Module:
     if not isinstance(mesh, Fsdp) or not is_cast(mesh):
         return model
     param, output = DTYPES[mesh.param_dtype], DTYPES[mesh.output_dtype]
-    made = copied(model, lambda parameter: _to(parameter.detach(), param), _with_own_hooks)
+    made = copied(model, lambda parameter: _to(parameter.detach(), param), with_own_hooks)
     for unit in [*units(model, mesh), model]:
         running = made[id(unit)]
         running.register_forward_pre_hook(
@@ -56,9 +56,3 @@ def without_casts(unit: nn.Module) -> nn.Module:
 def _to(leaf: Any, dtype: torch.dtype | None) -> Any:
     cast = dtype is not None and isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype is not dtype
     return leaf.to(dtype) if cast else leaf
-
-
-def _with_own_hooks(module: nn.Module) -> tuple[type, dict[str, Any]]:
-    """The class and the attributes of a copy, whose hooks are not those of the module."""
-    hooks = {name: type(hooks)(hooks) for name, hooks in vars(module).items() if name.endswith("_hooks")}
-    return type(module), vars(module) | hooks

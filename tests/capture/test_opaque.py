@@ -388,6 +388,13 @@ def test_what_does_not_repeat_runs_once_a_step() -> None:
     assert next(COUNTER) - before == LAYERS + 1
 
 
+def test_the_numbers_that_it_is_tried_on_leave_the_random_state_as_it_was() -> None:
+    model = Net("Drawn")
+    before = torch.get_rng_state()
+    memrewrite.optimize(model, rows(), verify=False)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_nothing_is_written_over_what_it_may_keep() -> None:
     result = memrewrite.optimize(Net("Attribute"), rows())
     assert "is a call that may keep its input" in json.dumps(result.report.to_json())

@@ -35,6 +35,13 @@ def get_model():
 
 def get_inputs(batch_size=256):
     return torch.randn(batch_size, 16)
+
+def loss(output):
+    if os.environ["RANK"] == "1":
+        if os.environ["BROKEN"] == "killed":
+            os._exit(9)
+        raise ValueError("no loss here")
+    return output.square().mean()
 """
 QUICK = ["--budget", "min", "--passes", "swish", "--no-verify", "--no-measure", "--device", "cpu"]
 
@@ -83,8 +90,14 @@ def test_the_first_process_answers_for_both(tmp_path: Path) -> None:
         (["--mesh", "ddp=2"], "1", 2, "no weights here"),
         (["--mesh", "ddp=2", "--budget", "1KB"], "", 6, "No plan fits 1000 B"),
         (["--mesh", "ddp=2", "--png", "out.png", "-o", "."], "", 2, "exists"),
+        (
+            ["--mesh", "ddp=2", "--verify", "--loss", "net:loss", "-o", "out"],
+            "",
+            5,
+            "Process 1 failed while the rewritten model was verified in the mesh ddp=2: ValueError: no loss here.",
+        ),
     ],
-    ids=["one process alone", "budget", "place"],
+    ids=["one process alone", "budget", "place", "proof"],
 )
 def test_an_error_ends_both_and_is_told_once(
     options: list[str], broken: str, code: int, sentence: str, tmp_path: Path
@@ -95,6 +108,14 @@ def test_an_error_ends_both_and_is_told_once(
     assert told[1] == ""
     assert told[0].startswith("memrewrite: ")
     assert sentence in told[0]
+
+
+def test_a_process_that_is_killed_ends_the_other(tmp_path: Path) -> None:
+    options = ["--mesh", "ddp=2", "--verify", "--loss", "net:loss", "-o", "out"]
+    codes, out, told = launched(tmp_path, *options, broken="killed")
+    assert codes == [5, 9]
+    assert out == ["", ""]
+    assert told[0] == "memrewrite: A process ended while the rewritten model was verified in the mesh.\n"
 
 
 ALONE = """

@@ -1,0 +1,80 @@
+"""Both processes of a mesh verify what they run, as it is wrapped there, and both end where one finds it wrong."""
+
+import pytest
+
+from tests.support import proofs
+from tests.support.processes import together
+from tests.support.proofs import Proved
+
+Found = list[tuple[dict[str, Proved], dict[str, str]]]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """What each of two processes found of every model, and what was said or raised in it where something is broken."""
+    return together(proofs.found, tmp_path_factory.mktemp("proofs"))
+
+
+def same_in_both(found: Found, name: str) -> str:
+    first, second = (each[name] for _, each in found)
+    assert first == second
+    return first
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("name", proofs.MODELS)
+def test_training_in_the_mesh_is_compared_bit_for_bit(found: Found, name: str, rank: int) -> None:
+    proved = found[rank][0][name]
+    assert proved.verdict.exact, proved.verdict.summary
+    kinds = {check.group: check.count for check in proved.verdict.checks}
+    assert kinds["loss"] == 1
+    assert kinds["gradient"] == kinds["parameter"] > 10
+    assert proved.changed == []
+
+
+def test_the_report_says_where_it_was_verified(found: Found) -> None:
+    notes = found[1][0]["sharded before"].notes
+    said = "Verified in each process of the mesh fsdp=2; this one: bit-equal: 3 steps, 16 gradients, 0 buffers, random"
+    assert any(note.startswith(said) for note in notes)
+
+
+@pytest.mark.parametrize("model", proofs.FAILING)
+def test_a_wrong_rewrite_ends_all(found: Found, model: str) -> None:
+    raised = same_in_both(found, f"wrong, {model}")
+    mesh = "ddp=2,gradient-as-bucket-view" if model == "ddp" else "fsdp=2"
+    assert raised.startswith(
+        f"NotEquivalentError: The rewritten model is not equivalent in the mesh {mesh}, by process "
+    )
+    assert "values differ" in raised
+
+
+@pytest.mark.parametrize("model", proofs.FAILING)
+def test_a_process_that_fails_ends_all(found: Found, model: str) -> None:
+    raised = same_in_both(found, f"failing, {model}")
+    assert raised.startswith("MeasurementError: Process 1 failed while the rewritten model was verified in the mesh ")
+    assert raised.endswith(": ZeroDivisionError: no step here.")
+
+
+def test_optimize_raises_it_in_all(found: Found) -> None:
+    assert same_in_both(found, "in optimize").startswith(
+        "NotEquivalentError: The rewritten model is not equivalent in "
+    )
+
+
+def test_nothing_is_verified_where_that_is_not_asked_for(found: Found) -> None:
+    assert "erified in each process" not in same_in_both(found, "unasked")
+    assert "Error" not in same_in_both(found, "unasked")
+
+
+def test_where_one_has_no_memory_all_take_less(found: Found) -> None:
+    assert "; verified at batch 4, as 8 does not fit in memory" in same_in_both(found, "less memory")
+
+
+def test_where_one_has_no_memory_at_all_all_end(found: Found) -> None:
+    assert "does not fit in memory even at batch 1" in same_in_both(found, "no memory")
+
+
+def test_a_process_that_goes_ends_the_others(found: Found) -> None:
+    first, second = (each["interrupted"] for _, each in found)
+    assert first == "MeasurementError: A process ended while the rewritten model was verified in the mesh."
+    assert second.startswith("KeyboardInterrupt")
