@@ -276,6 +276,7 @@ _KINDS: tuple[tuple[Any, Describer], ...] = (
     (types.MappingProxyType, lambda it, value: it._pairs(value.items())),
     (types.ModuleType, lambda it, value: iter([value.__name__])),
     (_OPERATORS, lambda it, value: iter([str(value)])),
+    (torch.library.Library, lambda it, value: it._texts(value.ns, value.kind, value.dispatch_key)),
     (np.ndarray, lambda it, value: iter([f"{value.dtype} {value.shape}", value.tobytes().hex()])),
     (_IN_C, Description.in_c),
     (_BY_TYPE, lambda it, value: iter([_name(type(value))])),

@@ -174,6 +174,23 @@ def test_the_only_one_of_a_class_is_described_by_it() -> None:
     assert described(first) == described(again) != described(other)
 
 
+def test_an_operator_of_ones_own_is_described_by_its_functions() -> None:
+    def operator(factor: float) -> Any:
+        def scaled(x: Tensor) -> Tensor:
+            return x * factor
+
+        operator = torch.library.custom_op("described::scaled", scaled, mutates_args=())
+        operator.register_fake(torch.empty_like)
+        return operator
+
+    found = []
+    for factor in (2.0, 2.0, 3.0):
+        model = Part()
+        model.operator = operator(factor)  # type: ignore[assignment]
+        found.append(described(model))
+    assert found[0] == found[1] != found[2]
+
+
 def test_what_leads_too_far_is_refused() -> None:
     model = Part()
     model.sizes = [object() for _ in range(200_001)]  # type: ignore[misc]
