@@ -256,7 +256,12 @@ class Description:
 
 
 def _is_known_by_name(value: Any) -> bool:
-    """Whether it is the only one of its class, such as ``typing.NoDefault``, which pickle knows by a name alone."""
+    """Whether it is the only one of its class, such as ``typing.NoDefault``, which pickle knows by a name alone.
+
+    Its class says so: what every object has instead makes another one, which ends the process for some of PyTorch's.
+    """
+    if type(value).__reduce__ is object.__reduce__:
+        return False
     try:
         return isinstance(value.__reduce__(), str)
     except TypeError:  # what cannot be pickled

@@ -174,6 +174,13 @@ def test_the_only_one_of_a_class_is_described_by_it() -> None:
     assert described(first) == described(again) != described(other)
 
 
+def test_what_is_made_in_c_is_refused() -> None:
+    model = Part()
+    model.library = torch.library.Library("described", "FRAGMENT").m
+    with pytest.raises(IndescribableError, match="_DispatchModule"):
+        described(model)
+
+
 def test_an_operator_of_ones_own_is_described_by_its_functions() -> None:
     def operator(factor: float) -> Any:
         def scaled(x: Tensor) -> Tensor:
