@@ -176,7 +176,7 @@ def test_the_only_one_of_a_class_is_described_by_it() -> None:
 
 def test_what_is_made_in_c_is_refused() -> None:
     model = Part()
-    model.library = torch.library.Library("described", "FRAGMENT").m
+    model.library = torch.library.Library("described", "FRAGMENT").m  # type: ignore[assignment]
     with pytest.raises(IndescribableError, match="_DispatchModule"):
         described(model)
 
@@ -193,7 +193,7 @@ def test_an_operator_of_ones_own_is_described_by_its_functions() -> None:
     found = []
     for factor in (2.0, 2.0, 3.0):
         model = Part()
-        model.operator = operator(factor)  # type: ignore[assignment]
+        model.operator = operator(factor)
         found.append(described(model))
     assert found[0] == found[1] != found[2]
 
