@@ -159,7 +159,7 @@ def watch_calls(
     for apart in (True, False):
         if second is None:
             with suppress(Exception):  # whatever forward says of other sizes: then they do not vary
-                second = _calls(modules, partial(run, _other_sizes(model, inputs, ranges, apart)))
+                second = _calls(modules, partial(run, other_sizes(model, inputs, ranges, apart)))
     found = {}
     for path, module in modules.items():
         again = second[path] if second is not None and len(second[path]) == len(first[path]) else ()
@@ -209,7 +209,7 @@ def _step(key: Any) -> tuple[str, Any]:
     raise AttributeError(f"{key}")
 
 
-def _other_sizes(model: nn.Module, inputs: Inputs, ranges: Sequence[Range], apart: bool) -> Inputs:
+def other_sizes(model: nn.Module, inputs: Inputs, ranges: Sequence[Range], apart: bool) -> Inputs:
     """The inputs with other sizes where they may vary: the batch, all sizes of tokens, those that have ranges.
 
     With ``apart``, what is one number in two dimensions becomes two.

@@ -15,7 +15,7 @@ from memrewrite.capture.captured import Captured, InputSpec, TensorSpec
 from memrewrite.capture.normal import batch_size, bind
 from memrewrite.records.errors import CaptureError
 from memrewrite.records.ranges import Range
-from memrewrite.torch_internals.pytrees import tree_map
+from memrewrite.torch_internals.pytrees import tree_leaves, tree_map
 from memrewrite.workload.ranges import per_token, positions
 from memrewrite.workload.step import Inputs
 
@@ -26,9 +26,13 @@ _TRIED = 4096  # sizes of a range that conditions are looked at for
 _TRIED_UNASKED = 256  # of one that nobody named
 
 
-def attempts(inputs: Inputs, ranges: Sequence[Range]) -> Iterator[Shapes]:
-    """What may vary besides the ranges, the most first: sizes of tokens and the batch of others, batches, nothing."""
+def attempts(inputs: Inputs, ranges: Sequence[Range], elsewhere: Inputs | None = None) -> Iterator[Shapes]:
+    """What may vary besides the ranges, the most first: sizes of tokens and the batch of others, batches, nothing.
+
+    Before all that, the sizes that differ from those of the inputs ``elsewhere``, whose tensors may be in words.
+    """
     batch = batch_size(inputs)
+    differing = _differing(inputs, elsewhere) if elsewhere is not None else {}
 
     def batches(leaf: Any) -> Any:
         return {0: Dim.AUTO} if batch is not None and _has_batch(leaf, batch) else None
@@ -36,6 +40,8 @@ def attempts(inputs: Inputs, ranges: Sequence[Range]) -> Iterator[Shapes]:
     def lengths(leaf: Any) -> Any:
         return dict.fromkeys(range(leaf.dim()), Dim.AUTO) if per_token(leaf) else batches(leaf)
 
+    if any(differing.values()):
+        yield lambda arguments: _shapes(arguments, lambda leaf: differing.get(id(leaf)) or None, ranges)
     if any(map(per_token, inputs.tensors())):
         yield lambda arguments: _shapes(arguments, lengths, ranges)
     if batch is not None:
@@ -49,6 +55,16 @@ def _shapes(arguments: Mapping[str, Any], dims: Callable[[Any], Any], ranges: Se
         varies = Dim.AUTO(min=max(2, each.least))
         found[each.name] = {**(found[each.name] or {}), each.dim: varies}
     return found
+
+
+def _differing(inputs: Inputs, elsewhere: Inputs) -> dict[int, dict[int, Any]]:
+    """The dimensions of each tensor, by its id, that have another size elsewhere."""
+    pairs = zip(tree_leaves((inputs.args, inputs.kwargs)), tree_leaves((elsewhere.args, elsewhere.kwargs)), strict=True)
+    return {
+        id(leaf): {dim: Dim.AUTO for dim, size in enumerate(leaf.shape) if size != other.shape[dim]}
+        for leaf, other in pairs
+        if isinstance(leaf, Tensor)
+    }
 
 
 def _has_batch(leaf: Any, batch: int) -> bool:

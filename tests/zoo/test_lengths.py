@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import memrewrite
 from memrewrite.records.errors import BudgetInfeasibleError
 from memrewrite.runtime.dropin import fallen_back
-from memrewrite.runtime.promise import FallbackWarning
+from memrewrite.runtime.promise import BeyondPlanWarning, FallbackWarning
 from memrewrite.simulate import run_tracked
 from memrewrite.torch_internals.pytrees import tree_iter
 from memrewrite.workload.step import Inputs, Step
@@ -27,10 +27,11 @@ TEXTS = [entry for entry in ZOO if entry.inputs in ("text", "masked text", "pair
 FIXED = {
     f"transformers/{family}"
     for family in (
-        *("bamba", "deberta", "falcon_mamba", "funnel", "led", "longformer", "mamba", "mamba2"),
-        *("recurrent_gemma", "rwkv", "switch_transformers", "xlm", "zamba2"),
+        *("bamba", "falcon_mamba", "funnel", "mamba", "mamba2", "recurrent_gemma", "rwkv", "zamba2"),
     )
 }
+# What their experts are given has as many rows as the values choose, which may be more than was planned for.
+BY_VALUES = {"transformers/switch_transformers"}
 LAST_BITS = {"transformers/gpt_oss"}  # whose gradients are added in another order, at any length
 
 
@@ -64,6 +65,8 @@ def test_other_lengths_run_in_the_plan(entry: Entry) -> None:
         given = cut(inputs, length)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore" if entry.key in FIXED else "error", FallbackWarning)
+            if entry.key in BY_VALUES:
+                warnings.simplefilter("ignore", BeyondPlanWarning)
             found = taken(result, given)
         expected = taken(model, given)
         assert len(found) == len(expected)
@@ -71,5 +74,5 @@ def test_other_lengths_run_in_the_plan(entry: Entry) -> None:
         assert all(map(same, found, expected)), length
         result.zero_grad(set_to_none=True)
         gc.collect()  # some models leave tensors in cycles
-        if not fallen_back(result):
+        if not fallen_back(result) and entry.key not in BY_VALUES:
             assert run_tracked(result, given, step).peak <= promised
