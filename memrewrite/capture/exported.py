@@ -15,6 +15,7 @@ from torch.export import ExportedProgram
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from memrewrite.capture.assumptions import Assumptions
 from memrewrite.capture.captured import Captured
 from memrewrite.capture.normal import bind, constants, dynamic, first_dtype, rebuild
 from memrewrite.capture.opaque import opaque
@@ -41,7 +42,7 @@ def capture(
 ) -> Captured:
     """Capture through ``torch.export``; the batch size and the lengths of texts stay dynamic where export allows.
 
-    So do sizes that are others ``elsewhere``; those in ``ranges`` have to. Custom ``functions`` stay calls in the graph.
+    So do sizes that differ ``elsewhere``; those in ``ranges`` have to. Custom ``functions`` stay calls in the graph.
     """
     *tried, last = attempts(inputs, ranges, elsewhere)
     for shapes in tried:
@@ -53,12 +54,15 @@ def capture(
 def _attempt(
     model: nn.Module, inputs: Inputs, functions: Sequence[type], ranges: Sequence[Range], varying: Shapes
 ) -> Captured:
-    settling = _Settling()
+    settling, noted = _Settling(), Assumptions()
     with _named_keywords(model, inputs):
         bound = inspect.signature(model.forward).bind(*inputs.args, **inputs.kwargs).arguments
-        with settling if ranges else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            if ranges:
+                stack.enter_context(settling)
+                stack.enter_context(noted.of(model))
             program, exported = _export(model, inputs, varying(bound), functions)
-    return ranged(_normal(model, inputs, program, exported), model, inputs, ranges, settling.lines)
+    return ranged(_normal(model, inputs, program, exported), model, inputs, ranges, settling.lines, noted)
 
 
 class _Settling(TorchFunctionMode):

@@ -27,13 +27,13 @@ from memrewrite.codegen.writer import generate
 from memrewrite.measurement.measuring import preserved_state
 from memrewrite.observe.any_gradient import observe_trained
 from memrewrite.observe.effects import observe
-from memrewrite.records.errors import CaptureError
+from memrewrite.records.errors import CaptureError, FixedSizeError
 from memrewrite.records.mesh import Fsdp
 from memrewrite.records.ranges import Range
 from memrewrite.records.tensor_like import TensorLike
 from memrewrite.rewriting.invariants import writes_what_is_kept
 from memrewrite.runtime.dropin import build, program_from
-from memrewrite.search.kept import hooked, hooked_around, innermost, once_of_a_class, told
+from memrewrite.search.kept import hooked, hooked_around, innermost, once_of_a_class, told, with_fixing
 from memrewrite.search.repeats import names_of_operators, note_what_repeats
 from memrewrite.simulate.fake.fakes import on_fakes, tensors_of
 from memrewrite.state.random_state import preserved_rng
@@ -131,14 +131,26 @@ def _around(model: nn.Module, inputs: Inputs, step: Step, units: Regions) -> Reg
 
 
 def _whole(model: nn.Module, inputs: Inputs, step: Step, odd: Mapping[str, str], ranges: Sequence[Range]) -> Regions:
-    """The whole model as one region in which ``odd`` submodules stay calls, for a reason; raises ``CaptureError``."""
+    """The whole model as one region in which ``odd`` submodules stay calls, for a reason; raises ``CaptureError``.
+
+    Those that fix a size with a range, in a loop over it, say, stay calls, too.
+    """
     kept: Mapping[str, KeptCalls] = {}
     if odd:
         kept = _with_or_without(
             lambda grad: watch_calls(model, inputs, [*odd], lambda given: _forward(model, given, step, grad), ranges)
         )
         odd = {path: why for path, why in odd.items() if kept[path].calls}
-    captured = _captured(model, inputs, step, kept, ranges)
+    try:
+        captured = _captured(model, inputs, step, kept, ranges)
+    except FixedSizeError as refusal:
+        calls = with_fixing(model, refusal, odd)
+        if calls.keys() == odd.keys():
+            raise
+        try:
+            return _whole(model, inputs, step, calls, ranges)
+        except CaptureError as further:
+            raise refusal from further
     return Regions((Region("", model, captured, lambda: inputs),), (*told(model, odd), *captured.notes))
 
 

@@ -1,6 +1,7 @@
 """Lengths vary also where not the whole of forward can be one graph: in its regions, and around what has a loop."""
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -70,7 +71,7 @@ def taken(module: nn.Module, ids: Tensor) -> list[Tensor]:
     return [loss.detach(), *(p.grad for p in module.parameters() if p.grad is not None)]
 
 
-def assert_runs_in_its_plan(result: nn.Module, model: nn.Module, *sizes: tuple[int, int]) -> None:
+def assert_runs_in_its_plan(result: Any, model: nn.Module, *sizes: tuple[int, int]) -> None:
     """At each size every bit is the model's, nothing runs the original forward, and the promise holds."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", FallbackWarning)
@@ -117,3 +118,40 @@ def test_a_region_that_fixes_its_length_keeps_it_and_the_others_vary() -> None:
     with pytest.warns(FallbackWarning) as told:
         assert all(map(torch.equal, taken(result, tokens(4, 17)), taken(model, tokens(4, 17))))
     assert [str(each.message).partition(" ran")[0] for each in told] == ["Optimized Loop"]
+
+
+class Scan(nn.Module):
+    """Goes from token to token in Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state, found = torch.zeros_like(x[:, 0]), []
+        gated = self.gate(x)
+        for i in range(x.shape[1]):
+            state = torch.tanh(state + gated[:, i])
+            found.append(state)
+        return torch.stack(found, 1)
+
+
+class Chunks(nn.Module):
+    """Adds up chunks of a text that it fills up."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        missing = -x.shape[1] % 12
+        filled = functional.pad(x, (0, 0, 0, missing)) if missing else x
+        parts = filled.unflatten(1, (-1, 12))
+        return torch.tanh(parts.cumsum(1).flatten(1, 2)[:, : x.shape[1]])
+
+
+@pytest.mark.parametrize("mix", [Scan, Chunks])
+def test_what_fixes_a_length_stays_a_call_where_a_range_is_named(mix: type[nn.Module]) -> None:
+    model = Words(mix)
+    example, ranges = (tokens(4, LENGTH),), {"ids": {1: (3, LENGTH)}}
+    result = memrewrite.optimize(model, example, budget="min", loss_fn=lambda loss: loss, dynamic=ranges)
+    assert result.report.equivalent
+    told = f"mixes.0 ({mix.__name__}) and 2 more stay calls that the model makes: its forward takes no other size 1"
+    assert told in " ".join(result.report.notes)
+    assert_runs_in_its_plan(result, model, (4, LENGTH), (4, 17), (4, 16), (3, 5))
