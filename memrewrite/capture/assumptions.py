@@ -28,10 +28,9 @@ class Assumptions:
         return self._settled.get(number, set())
 
     def asked(self, condition: str) -> set[str]:
-        """The submodules that assumed a condition, a text of ``size_conditions``."""
+        """The first submodule that assumed a condition, a text of ``size_conditions``; none where it was in no one."""
         texts = [] if self._size is None else conditions_in_order(self._size)
-        found = (self._conditions.get(number, set()) for number, text in enumerate(texts) if text == condition)
-        return set().union(*found)
+        return self._conditions.get(texts.index(condition), set()) if condition in texts else set()
 
     def _begin(self, given: Any) -> None:
         """A submodule is called."""

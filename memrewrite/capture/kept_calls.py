@@ -247,6 +247,15 @@ class _StandIn:
         tracing = traced_now()
         return call.on_fakes([*kept.module.parameters()]) if tracing is None else tracing.called(call)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse it: what the submodule assigns there itself is not seen, so neither is what this undoes."""
+        kept: KeptCalls = getattr(type(self), _CALLS)
+        if name != "training":
+            raise CaptureError(
+                f"What has {kept.path} inside assigns to its {name} in forward, which no graph can hold."
+            )
+        super().__setattr__(name, value)
+
 
 @contextmanager
 def standing_in(model: nn.Module, kept: Mapping[str, KeptCalls]) -> Iterator[None]:

@@ -27,10 +27,12 @@ TEXTS = [entry for entry in ZOO if entry.inputs in ("text", "masked text", "pair
 # Whose layers go from token to token in Python, or, by the last three, fill texts up to chunks of 16. What does so stays
 # a call where the range of lengths is named; else the plan is for the example's length, or those that 16 divides.
 NAMED = {f"transformers/{family}" for family in ("falcon_mamba", "mamba", "rwkv", "bamba", "mamba2", "zamba2")}
-# Its encoder makes a list of positions in Python, and gives a quarter of the length, which is the size of no input.
-FIXED = {"transformers/funnel"}
-# It keeps a tensor of one step for the next with all that it was computed from, and takes no second step by itself.
-ONE_STEP = {"transformers/recurrent_gemma"}
+FIXED = {
+    # Its encoder makes a list of positions in Python, and gives a quarter of the length, which is the size of no input.
+    "transformers/funnel",
+    # Its layer with attention, a region, is given no mask where a text is shorter than its window, as all are here.
+    "transformers/recurrent_gemma",
+}
 # What their experts are given has as many rows as the values choose, which may be more than was planned for.
 BY_VALUES = {"transformers/switch_transformers"}
 LAST_BITS = {"transformers/gpt_oss"}  # whose gradients are added in another order, at any length
@@ -53,8 +55,6 @@ def taken(model: nn.Module, inputs: Inputs) -> list[Tensor]:
 
 @pytest.mark.parametrize("entry", TEXTS, ids=lambda entry: entry.key)
 def test_other_lengths_run_in_the_plan(entry: Entry) -> None:
-    if entry.key in ONE_STEP:
-        pytest.skip("The model itself takes no second step.")
     torch.manual_seed(0)
     model, inputs = build(entry)
     longest = inputs.kwargs["input_ids"].shape[1]
