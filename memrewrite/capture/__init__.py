@@ -28,10 +28,10 @@ from memrewrite.workload.step import Inputs, autocast, device_type
 
 __all__ = ["Captured", "InputSpec", "KeptCalls", "TensorSpec", "capture", "watch_calls"]
 
-FrontEnd = Callable[[nn.Module, Inputs, Sequence[type], Sequence[Range]], Captured]
+FrontEnd = Callable[[nn.Module, Inputs, Sequence[type], Sequence[Range], Inputs | None], Captured]
 FRONT_ENDS: dict[str, FrontEnd] = {
     "export": exported.capture,
-    "dynamo": lambda model, inputs, functions, ranges: dynamo.capture(model, inputs),
+    "dynamo": lambda model, inputs, functions, ranges, elsewhere: dynamo.capture(model, inputs),
 }
 _TOLD = "The model asks whether it is being traced (in {}), and only what it does then could be captured."
 
@@ -43,12 +43,14 @@ def capture(
     amp: torch.dtype | None = None,
     kept: Mapping[str, KeptCalls] = MappingProxyType({}),
     ranges: Sequence[Range] = (),
+    elsewhere: Inputs | None = None,
 ) -> Captured:
     """Capture ``model`` as ``inputs`` call it, in the mode it is in; the model and all random state stay as they are.
 
     Under autocast to ``amp`` the graph has what the model does then, but not the casts of autocast, which works on the
     graph as it runs. ``front_end`` names one of ``FRONT_ENDS``; by default each is tried in order. The submodules that
     are ``kept``, by path, stay calls in the graph, and sizes in ``ranges`` vary; Dynamo's graphs have neither.
+    ``elsewhere`` are inputs of the same kind in another step, tensors in words: sizes that differ vary if they can.
     Raises ``CaptureError`` naming the hazard, or what each front end said.
     """
     _, order = bind(model, inputs)
@@ -67,10 +69,10 @@ def capture(
         if findings.asks and front_end != "dynamo" and not findings.export_loses:
             # Not told that it is traced, it does what it always does; nothing else is as good, but it may not work.
             with suppress(Exception), tracing_untold():
-                found = exported.capture(model, inputs, findings.functions, ranges)
+                found = exported.capture(model, inputs, findings.functions, ranges, elsewhere)
                 return _with(findings, pairs, model, inputs, found)
         names = [front_end] if front_end else ["export"] if ranges or kept else [*FRONT_ENDS]
-        return _by_front_ends(names, model, inputs, findings, pairs, ranges)
+        return _by_front_ends(names, model, inputs, findings, pairs, ranges, elsewhere)
 
 
 def _by_front_ends(
@@ -80,6 +82,7 @@ def _by_front_ends(
     findings: hazards.Findings,
     pairs: tuple[tuple[int, int], ...],
     ranges: Sequence[Range],
+    elsewhere: Inputs | None,
 ) -> Captured:
     """What the first front end gives that can; raises ``CaptureError`` with what each said."""
     said = []
@@ -91,7 +94,7 @@ def _by_front_ends(
             said.append("dynamo: it looks into custom autograd.Functions")
             continue
         try:
-            captured = FRONT_ENDS[name](model, inputs, findings.functions, ranges)
+            captured = FRONT_ENDS[name](model, inputs, findings.functions, ranges, elsewhere)
         except CaptureError:
             raise
         except Exception as error:  # front ends raise anything; every reason is passed on

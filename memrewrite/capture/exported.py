@@ -15,6 +15,7 @@ from torch.export import ExportedProgram
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from memrewrite.capture.assumptions import Assumptions
 from memrewrite.capture.captured import Captured
 from memrewrite.capture.normal import bind, constants, dynamic, first_dtype, rebuild
 from memrewrite.capture.opaque import opaque
@@ -32,12 +33,18 @@ from memrewrite.workload.step import Inputs
 aten = torch.ops.aten
 
 
-def capture(model: nn.Module, inputs: Inputs, functions: Sequence[type] = (), ranges: Sequence[Range] = ()) -> Captured:
+def capture(
+    model: nn.Module,
+    inputs: Inputs,
+    functions: Sequence[type] = (),
+    ranges: Sequence[Range] = (),
+    elsewhere: Inputs | None = None,
+) -> Captured:
     """Capture through ``torch.export``; the batch size and the lengths of texts stay dynamic where export allows.
 
-    Sizes in ``ranges`` have to. Custom ``functions`` stay calls in the graph.
+    So do sizes that differ ``elsewhere``; those in ``ranges`` have to. Custom ``functions`` stay calls in the graph.
     """
-    *tried, last = attempts(inputs, ranges)
+    *tried, last = attempts(inputs, ranges, elsewhere)
     for shapes in tried:
         with contextlib.suppress(Exception):  # whatever the reason, the last attempt tells it
             return _attempt(model, inputs, functions, ranges, shapes)
@@ -47,12 +54,15 @@ def capture(model: nn.Module, inputs: Inputs, functions: Sequence[type] = (), ra
 def _attempt(
     model: nn.Module, inputs: Inputs, functions: Sequence[type], ranges: Sequence[Range], varying: Shapes
 ) -> Captured:
-    settling = _Settling()
+    settling, noted = _Settling(), Assumptions()
     with _named_keywords(model, inputs):
         bound = inspect.signature(model.forward).bind(*inputs.args, **inputs.kwargs).arguments
-        with settling if ranges else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            if ranges:
+                stack.enter_context(settling)
+                stack.enter_context(noted.of(model))
             program, exported = _export(model, inputs, varying(bound), functions)
-    return ranged(_normal(model, inputs, program, exported), model, inputs, ranges, settling.lines)
+    return ranged(_normal(model, inputs, program, exported), model, inputs, ranges, settling.lines, noted)
 
 
 class _Settling(TorchFunctionMode):
@@ -113,9 +123,13 @@ class _CastsStayApart(TorchFunctionMode):
     """Casts what a model casts through an alias, because a cast that changes nothing returns its input itself.
 
     The tracer would take all later uses of that input for uses of the cast, which under autocast has another type.
+    PyTorch lets no alias be detached in place, as it does what ``torch.tensor`` makes of a size that varies; where
+    there is no gradient, nothing is to be done.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.detach_ and not args[0].requires_grad:
+            return args[0]
         if func in _CASTS and isinstance(args[0], Tensor):
             args = (torch.ops.aten.alias.default(args[0]), *args[1:])
         return func(*args, **(kwargs or {}))

@@ -161,7 +161,7 @@ def watch_calls(
         if second is None:
             # Whatever forward says of other sizes: then they do not vary.
             with suppress(Exception), preserved_rng([*model.parameters(), *inputs.tensors()]):
-                second = _calls(modules, partial(run, _other_sizes(model, inputs, ranges, apart)))
+                second = _calls(modules, partial(run, other_sizes(model, inputs, ranges, apart)))
     found = {}
     for path, module in modules.items():
         again = second[path] if second is not None and len(second[path]) == len(first[path]) else ()
@@ -211,7 +211,7 @@ def _step(key: Any) -> tuple[str, Any]:
     raise AttributeError(f"{key}")
 
 
-def _other_sizes(model: nn.Module, inputs: Inputs, ranges: Sequence[Range], apart: bool) -> Inputs:
+def other_sizes(model: nn.Module, inputs: Inputs, ranges: Sequence[Range], apart: bool) -> Inputs:
     """The inputs with other sizes where they may vary: the batch, all sizes of tokens, those that have ranges.
 
     With ``apart``, what is one number in two dimensions becomes two.
@@ -248,6 +248,15 @@ class _StandIn:
         call = kept.of(args, kwargs)
         tracing = traced_now()
         return call.on_fakes([*kept.module.parameters()]) if tracing is None else tracing.called(call)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse it: what the submodule assigns there itself is not seen, so neither is what this undoes."""
+        kept: KeptCalls = getattr(type(self), _CALLS)
+        if name != "training":
+            raise CaptureError(
+                f"What has {kept.path} inside assigns to its {name} in forward, which no graph can hold."
+            )
+        super().__setattr__(name, value)
 
 
 @contextmanager

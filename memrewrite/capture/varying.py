@@ -11,11 +11,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.export import Dim
 
+from memrewrite.capture.assumptions import Assumptions
 from memrewrite.capture.captured import Captured, InputSpec, TensorSpec
 from memrewrite.capture.normal import batch_size, bind
-from memrewrite.records.errors import CaptureError
+from memrewrite.records.errors import FixedSizeError
 from memrewrite.records.ranges import Range
-from memrewrite.torch_internals.pytrees import tree_map
+from memrewrite.torch_internals.pytrees import tree_leaves, tree_map
 from memrewrite.workload.ranges import per_token, positions
 from memrewrite.workload.step import Inputs
 
@@ -26,9 +27,13 @@ _TRIED = 4096  # sizes of a range that conditions are looked at for
 _TRIED_UNASKED = 256  # of one that nobody named
 
 
-def attempts(inputs: Inputs, ranges: Sequence[Range]) -> Iterator[Shapes]:
-    """What may vary besides the ranges, the most first: sizes of tokens and the batch of others, batches, nothing."""
+def attempts(inputs: Inputs, ranges: Sequence[Range], elsewhere: Inputs | None = None) -> Iterator[Shapes]:
+    """What may vary besides the ranges, the most first: sizes of tokens and the batch of others, batches, nothing.
+
+    Before all that, the sizes that differ from those of the inputs ``elsewhere``, whose tensors may be in words.
+    """
     batch = batch_size(inputs)
+    differing = _differing(inputs, elsewhere) if elsewhere is not None else {}
 
     def batches(leaf: Any) -> Any:
         return {0: Dim.AUTO} if batch is not None and _has_batch(leaf, batch) else None
@@ -36,6 +41,8 @@ def attempts(inputs: Inputs, ranges: Sequence[Range]) -> Iterator[Shapes]:
     def lengths(leaf: Any) -> Any:
         return dict.fromkeys(range(leaf.dim()), Dim.AUTO) if per_token(leaf) else batches(leaf)
 
+    if any(differing.values()):
+        yield lambda arguments: _shapes(arguments, lambda leaf: differing.get(id(leaf)) or None, ranges)
     if any(map(per_token, inputs.tensors())):
         yield lambda arguments: _shapes(arguments, lengths, ranges)
     if batch is not None:
@@ -51,17 +58,32 @@ def _shapes(arguments: Mapping[str, Any], dims: Callable[[Any], Any], ranges: Se
     return found
 
 
+def _differing(inputs: Inputs, elsewhere: Inputs) -> dict[int, dict[int, Any]]:
+    """The dimensions of each tensor, by its id, that have another size elsewhere."""
+    pairs = zip(tree_leaves((inputs.args, inputs.kwargs)), tree_leaves((elsewhere.args, elsewhere.kwargs)), strict=True)
+    return {
+        id(leaf): {dim: Dim.AUTO for dim, size in enumerate(leaf.shape) if size != other.shape[dim]}
+        for leaf, other in pairs
+        if isinstance(leaf, Tensor)
+    }
+
+
 def _has_batch(leaf: Any, batch: int) -> bool:
     return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == batch
 
 
 def ranged(
-    captured: Captured, model: nn.Module, inputs: Inputs, ranges: Sequence[Range], lines: Mapping[int, str]
+    captured: Captured,
+    model: nn.Module,
+    inputs: Inputs,
+    ranges: Sequence[Range],
+    lines: Mapping[int, str],
+    noted: Assumptions,
 ) -> Captured:
     """The capture with its ranges, and notes of conditions that not all sizes up to the largest meet.
 
-    ``lines`` says of sizes which line of the user's fixed them.
-    Raises ``CaptureError`` where a size that the user named does not vary, or only together with what never comes.
+    ``lines`` says of sizes which line of the user's fixed them, ``noted`` which submodules did.
+    Raises ``FixedSizeError`` where a size that the user named does not vary, or only together with what never comes.
     """
     if not ranges and not captured.inputs.conditions:
         return captured
@@ -75,28 +97,31 @@ def ranged(
         elif not each.implied and each.least < each.most:
             line = f", as {fixing} has it" if (fixing := lines.get(size)) else ""
             told = f"its forward takes no other {each.words} than {size}{line}"
-            raise CaptureError(f"{type(model).__name__} cannot take {each}: {told}; {_ADVICE}")
+            said = f"{type(model).__name__} cannot take {each}: {told}; {_ADVICE}"
+            raise FixedSizeError(said, f"{told}.", noted.settled(size))
     spec = replace(captured.inputs, ranges=tuple(found))
     varying = _varying(spec, {position: name for name, position in places.items()}, order)
     words = {size: f"{each.name}.size({each.dim})" for size, each in varying.items()}
-    _refuse_fixed(spec, type(model).__name__, words)
+    _refuse_fixed(spec, type(model).__name__, words, noted)
     others = [(size, each) for size, each in varying.items() if size not in dict(spec.ranges)]
     notes = _notes(replace(spec, ranges=(*spec.ranges, *others)), words)
     return replace(captured, inputs=spec, notes=(*captured.notes, *notes))
 
 
-def _refuse_fixed(spec: InputSpec, model: str, words: Mapping[str, str]) -> None:
-    """Raise ``CaptureError`` for a range of which the conditions leave one size."""
+def _refuse_fixed(spec: InputSpec, model: str, words: Mapping[str, str], noted: Assumptions) -> None:
+    """Raise ``FixedSizeError`` for a range of which the conditions leave one size."""
     for symbol, each in spec.ranges:
         if each.implied or each.least == each.most:
             continue
         if not _leaves_others(spec, symbol, " and ".join(f"({each})" for each in spec.conditions) or "True"):
             own = [text for text in spec.conditions if symbol in _names(text)]
-            alone = [text for text in own if not _leaves_others(spec, symbol, text)] or own
-            asked = " and ".join(_in_words(text, words) for text in alone)
-            raise CaptureError(
-                f"{model} cannot take {each}: its forward takes no other {each.words} in it than {each.most}, as "
-                f"it needs {asked}; {_ADVICE}"
+            alone = [text for text in own if not _leaves_others(spec, symbol, text)]
+            asked = " and ".join(_in_words(text, words) for text in alone or own)
+            told = f"its forward takes no other {each.words} in it than {each.most}, as it needs {asked}"
+            raise FixedSizeError(  # of the first, as others may say the same later, elsewhere
+                f"{model} cannot take {each}: {told}; {_ADVICE}",
+                f"{told}.",
+                set().union(*map(noted.asked, alone[:1] or own)),
             )
 
 

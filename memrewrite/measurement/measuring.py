@@ -9,6 +9,7 @@ import gc
 import itertools
 import statistics
 import time
+import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -21,6 +22,7 @@ from memrewrite.process.child import run_job
 from memrewrite.records.errors import DataDependentError, DoesNotFitError, MeasurementError, UsageError
 from memrewrite.records.mesh import Fsdp, Tp
 from memrewrite.records.outcomes import Measured
+from memrewrite.runtime.promise import BeyondPlanWarning
 from memrewrite.simulate import Timeline, run_tracked, simulate, with_workspaces
 from memrewrite.simulate.fake.fakes import tensors_of
 from memrewrite.targets.allocator import allocator_on
@@ -113,7 +115,8 @@ def predict(
 def _tracked(
     module: nn.Module, inputs: Inputs, step: Step, steps: int, attribute: bool, blocks: bool, libraries: int
 ) -> Timeline:
-    with preserved_state(module, inputs):
+    with preserved_state(module, inputs), warnings.catch_warnings():
+        warnings.simplefilter("ignore", BeyondPlanWarning)  # values choose sizes of parts; what they take is seen here
         try:
             allocator = allocator_on(device_type(module, inputs)) if blocks else None
             timeline = run_tracked(

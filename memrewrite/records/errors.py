@@ -1,5 +1,7 @@
 """Every error memrewrite raises on purpose, each with the exit code of the command line."""
 
+from collections.abc import Iterable
+
 from memrewrite.records.outcomes import Option
 
 
@@ -37,6 +39,14 @@ class CaptureError(MemrewriteError):
     """The model cannot be captured as a graph, or a hazard in it would make a rewrite unsafe."""
 
     exit_code = 3
+
+
+class FixedSizeError(CaptureError):
+    """A size that is to vary does not: ``told`` says why, ``fixing`` the paths of the submodules it is due to."""
+
+    def __init__(self, message: str, told: str, fixing: Iterable[str]) -> None:
+        super().__init__(message)
+        self.told, self.fixing = told, tuple(sorted(fixing))
 
 
 class DataDependentError(CaptureError):

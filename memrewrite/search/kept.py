@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from torch import nn
 
 from memrewrite.capture.at_sight import refuse_weight_hooks
-from memrewrite.records.errors import CaptureError
+from memrewrite.records.errors import CaptureError, FixedSizeError
 from memrewrite.runtime.guards import HOOKS
 
 Refusal = Callable[[str, nn.Module], str | None]
@@ -48,6 +48,20 @@ def _of_hooks(path: str, module: nn.Module) -> str:
         return str(error)
     kinds = [kind.strip("_").replace("_", " ") for kind in HOOKS if vars(module)[kind]]
     return f"it has {' and '.join(kinds)}." if kinds else ""
+
+
+def with_fixing(model: nn.Module, refusal: FixedSizeError, odd: Mapping[str, str]) -> dict[str, str]:
+    """The ``odd`` submodules and those of the classes that fix a size, none inside another, and why.
+
+    The first of a class settles a size for all; that the others would have, too, is not seen again.
+    """
+    classes = {type(model.get_submodule(path)) for path in refusal.fixing if path}
+    found: dict[str, str] = {}
+    for path, module in model.named_modules():
+        if path and type(module) in classes and not any(_is_below(path, above) for above in (*odd, *found)):
+            found[path] = refusal.told
+    outside = {path: why for path, why in odd.items() if not any(_is_below(path, above) for above in found)}
+    return {**outside, **found}
 
 
 def told(model: nn.Module, odd: Mapping[str, str]) -> list[str]:

@@ -20,24 +20,25 @@ from torch import Tensor, nn
 
 from memrewrite.capture import Captured, KeptCalls, capture, watch_calls
 from memrewrite.capture.hazards import in_checkpoint
+from memrewrite.capture.kept_calls import other_sizes
 from memrewrite.capture.normal import leaf_tensors
 from memrewrite.capture.origin import origin, set_origin
 from memrewrite.codegen.writer import generate
 from memrewrite.measurement.measuring import preserved_state
 from memrewrite.observe.any_gradient import observe_trained
 from memrewrite.observe.effects import observe
-from memrewrite.records.errors import CaptureError
+from memrewrite.records.errors import CaptureError, FixedSizeError
 from memrewrite.records.mesh import Fsdp
 from memrewrite.records.ranges import Range
 from memrewrite.records.tensor_like import TensorLike
 from memrewrite.rewriting.invariants import writes_what_is_kept
 from memrewrite.runtime.dropin import build, program_from
-from memrewrite.search.kept import hooked, hooked_around, innermost, once_of_a_class, told
+from memrewrite.search.kept import hooked, hooked_around, innermost, once_of_a_class, told, with_fixing
 from memrewrite.search.repeats import names_of_operators, note_what_repeats
 from memrewrite.simulate.fake.fakes import on_fakes, tensors_of
 from memrewrite.state.random_state import preserved_rng
 from memrewrite.torch_internals.fake_tensors import FAKE_TENSOR_ERRORS
-from memrewrite.torch_internals.pytrees import tree_leaves, tree_map
+from memrewrite.torch_internals.pytrees import tree_flatten, tree_leaves, tree_map
 from memrewrite.workload.gathered import as_gathered, cast_inputs, without_casts
 from memrewrite.workload.step import Inputs, Step, autocast, device_type
 
@@ -130,14 +131,26 @@ def _around(model: nn.Module, inputs: Inputs, step: Step, units: Regions) -> Reg
 
 
 def _whole(model: nn.Module, inputs: Inputs, step: Step, odd: Mapping[str, str], ranges: Sequence[Range]) -> Regions:
-    """The whole model as one region in which ``odd`` submodules stay calls, for a reason; raises ``CaptureError``."""
+    """The whole model as one region in which ``odd`` submodules stay calls, for a reason; raises ``CaptureError``.
+
+    Those that fix a size with a range, in a loop over it, say, stay calls, too.
+    """
     kept: Mapping[str, KeptCalls] = {}
     if odd:
         kept = _with_or_without(
             lambda grad: watch_calls(model, inputs, [*odd], lambda given: _forward(model, given, step, grad), ranges)
         )
         odd = {path: why for path, why in odd.items() if kept[path].calls}
-    captured = _captured(model, inputs, step, kept, ranges)
+    try:
+        captured = _captured(model, inputs, step, kept, ranges)
+    except FixedSizeError as refusal:
+        calls = with_fixing(model, refusal, odd)
+        if calls.keys() == odd.keys():
+            raise
+        try:
+            return _whole(model, inputs, step, calls, ranges)
+        except CaptureError as further:
+            raise refusal from further
     return Regions((Region("", model, captured, lambda: inputs),), (*told(model, odd), *captured.notes))
 
 
@@ -233,13 +246,15 @@ def _ordered(found: Sequence[Region], calls: dict[nn.Module, list["_Call"]]) -> 
 class _Call:
     """One call of a submodule: the how-manieth of all, and its arguments with tensors in words.
 
-    ``unfit`` says why a submodule that is called so can be no region, "" if it can.
+    ``unfit`` says why a submodule that is called so can be no region, "" if it can. ``elsewhere`` are the arguments of
+    the same call in a step with other sizes, where it was seen.
     """
 
     number: int
     args: Any
     kwargs: Any
     unfit: str
+    elsewhere: Inputs | None = None
 
     def inputs(self, grad: bool) -> Inputs:
         """Inputs like those of the call."""
@@ -258,9 +273,10 @@ def _captured(
     step: Step,
     kept: Mapping[str, KeptCalls] = MappingProxyType({}),
     ranges: Sequence[Range] = (),
+    elsewhere: Inputs | None = None,
 ) -> Captured:
     """Capture a module on ``inputs``; raises ``CaptureError`` also for a graph that cannot stand for it in the step."""
-    captured = capture(module, inputs, amp=step.amp, kept=kept, ranges=ranges)
+    captured = capture(module, inputs, amp=step.amp, kept=kept, ranges=ranges, elsewhere=elsewhere)
     captured = replace(captured, differentiable=step.mode == "train")
     note_what_repeats(captured.graph_module, leaf_tensors(module, inputs), step)
     if note := names_of_operators(captured.graph_module):
@@ -312,15 +328,36 @@ def _types(module: nn.Module, inputs: Inputs, step: Step) -> str:
 def _region(path: str, module: nn.Module, call: _Call, step: Step) -> Region:
     """Capture a submodule on inputs like those it is called with."""
     grad = step.mode == "train"
-    captured = _captured(module, call.inputs(grad), step)
+    captured = _captured(module, call.inputs(grad), step, elsewhere=call.elsewhere)
     for node in captured.graph_module.graph.nodes:
         set_origin(node, origin(node).below(path))
     return Region(path, module, captured, lambda: call.inputs(grad))
 
 
 def _record(model: nn.Module, inputs: Inputs, step: Step) -> dict[nn.Module, list[_Call]]:
-    """What every submodule is called with in one forward pass."""
-    return _with_or_without(lambda grad: _calls(model, inputs, step, grad))
+    """What every submodule is called with in one forward pass, and where sizes of inputs are others."""
+    found = _with_or_without(lambda grad: _calls(model, inputs, step, grad))
+    if step.mesh is not None:  # of whose processes each has sizes of its own
+        return found
+    with suppress(Exception):  # whatever forward says of other sizes: then they do not vary
+        others = other_sizes(model, inputs, (), apart=True)
+        further = _with_or_without(lambda grad: _calls(model, others, step, grad))
+        found.update({module: _paired(calls, further[module]) for module, calls in found.items()})
+    return found
+
+
+def _paired(calls: list[_Call], further: list[_Call]) -> list[_Call]:
+    """The calls with what the same ones were given elsewhere, where these are of the same kind."""
+    if [_kind(call) for call in calls] != [_kind(call) for call in further]:
+        return calls
+    pairs = zip(calls, further, strict=True)
+    return [replace(call, elsewhere=Inputs(other.args, other.kwargs)) for call, other in pairs]
+
+
+def _kind(call: _Call) -> Any:
+    """How arguments are nested, and which are tensors of how many dimensions."""
+    leaves, tree = tree_flatten((call.args, call.kwargs))
+    return tree, [len(leaf.shape) if isinstance(leaf, TensorLike) else None for leaf in leaves]
 
 
 def _with_or_without(run: Callable[[bool], T]) -> T:

@@ -1,12 +1,13 @@
 """Which calls that nobody looks into give the same twice: tried on real tensors, as only those may run again."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.utils.weight_norm import WeightNorm
 
 from memrewrite.costs.calls import Call, call_of
 from memrewrite.observe.effects import note_runs, observe
@@ -64,14 +65,23 @@ def names_of_operators(graph_module: fx.GraphModule) -> str:
 
 
 def _leaves_no_trace(module: nn.Module, call: Call) -> bool:
-    """Whether a submodule repeats what it gives, and does nothing else that would happen twice: no hook is called."""
-    if any(vars(inner)[kind] for inner in module.modules() for kind in HOOKS):
+    """Whether a submodule repeats what it gives, and does nothing else that would happen twice.
+
+    No hook is called but that of ``weight_norm``, which makes the same weight again.
+    """
+    if any(hook for inner in module.modules() for hook in _hooks(inner) if not isinstance(hook, WeightNorm)):
         return False
+    normed = {
+        f"{path}.{hook.name}".lstrip(".")
+        for path, inner in module.named_modules()
+        for hook in _hooks(inner)
+        if isinstance(hook, WeightNorm)
+    }
     before, values = Attributes(module), [buffer.detach().clone() for buffer in module.buffers()]
     try:
         return (
             _twice(call).repeat
-            and next(before.changed(), None) is None
+            and all(path in normed for path, _ in before.changed())
             and next(before.written(), None) is None
             and all(map(same_bits, values, module.buffers()))
         )
@@ -80,6 +90,11 @@ def _leaves_no_trace(module: nn.Module, call: Call) -> bool:
             for buffer, value in zip(module.buffers(), values, strict=True):
                 buffer.copy_(value)
         before.restore()
+
+
+def _hooks(module: nn.Module) -> Iterator[Any]:
+    """All hooks of a module itself."""
+    return (hook for kind in HOOKS for hook in (vars(module)[kind] or {}).values())
 
 
 def _kept_by(module: nn.Module, call: Call) -> int:

@@ -94,13 +94,22 @@ def size_conditions(size: torch.SymInt) -> list[str]:
 
     ``torch.export`` checks them in a module of its own; a graph written as source needs them as text.
     """
+    return [text for text in dict.fromkeys(conditions_in_order(size)) if text != "True"]
+
+
+def conditions_in_order(size: torch.SymInt) -> list[str]:
+    """Such a text for each assumption, in the order that tracing made them; "True" for what always holds."""
     environment = size.node.shape_env
     with private_imports():
         from torch.utils._sympy.printers import PythonPrinter
 
     printer = PythonPrinter()
-    guards = [environment.replace(guard.expr) for guard in environment.guards]
-    return [printer.doprint(guard) for guard in dict.fromkeys(guards) if guard != True]  # noqa: E712  (a sympy value)
+    return [printer.doprint(environment.replace(guard.expr)) for guard in environment.guards]
+
+
+def assumed_so_far(size: torch.SymInt) -> int:
+    """How many of them there are."""
+    return len(size.node.shape_env.guards)
 
 
 def settled_on(size: torch.SymInt) -> set[int]:

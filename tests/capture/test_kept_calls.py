@@ -424,3 +424,34 @@ def test_features_collected_by_hooks_on_every_activation() -> None:
         found.append([*torch.autograd.grad(loss, [*each.parameters()]), *(f.detach() for f in features)])
     assert len(found[0]) == 18
     assert all(map(torch.equal, *found))
+
+
+class Remembers(nn.Module):
+    """Takes what it gave last time into account, and branches on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if self.last is None else x + self.last
+        self.last = x.exp() if float(x.detach().mean()) < 1e9 else x
+        return self.last
+
+
+class Forgets(Net):
+    """Lets what it has inside begin anew in each step."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.odd.last = None  # type: ignore[assignment]
+        return super().forward(x)
+
+
+def test_what_is_assigned_to_one_from_outside_is_in_no_graph() -> None:
+    """It looks as if it changed nothing, where what the submodule itself assigns is not seen."""
+    torch.manual_seed(0)
+    model, x = Forgets(Remembers()), torch.randn(16, WIDTH)
+    result = memrewrite.optimize(copy.deepcopy(model), x, budget="min")
+    assert "" not in result.report.config["regions"]
+    ours, theirs = (taken(each, lambda step: Inputs((x.clone(),), {})) for each in (result, model))
+    assert_same(ours, theirs)

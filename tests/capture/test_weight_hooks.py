@@ -10,6 +10,9 @@ from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 
 import memrewrite
 from memrewrite.records.errors import CaptureError
+from memrewrite.simulate import run_tracked
+from memrewrite.workload.step import Inputs, Step
+from tests.support.steps import assert_same, taken
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")
 NORMS: dict[str, Callable[[nn.Module], nn.Module]] = {"weight_norm": weight_norm, "spectral_norm": spectral_norm}
@@ -61,3 +64,19 @@ def test_the_new_ones_are_captured(name: str) -> None:
     assert memrewrite.report_of(optimized).changed
     with torch.no_grad():
         torch.testing.assert_close(optimized(X), model(X))
+
+
+def test_a_layer_with_weight_norm_runs_again_in_backward() -> None:
+    """The hook makes the same weight again, as it does in each call."""
+    torch.manual_seed(0)
+    layers = (layer for _ in range(5) for layer in (weight_norm(nn.Linear(16, 16)), nn.Sigmoid(), nn.Tanh()))
+    model, x = nn.Sequential(*layers), torch.randn(512, 16)
+    optimized = memrewrite.optimize(model, x, budget="70%")
+    assert optimized.report.equivalent
+    assert optimized.report.segments
+    step = Step("train", torch.optim.AdamW)
+    assert run_tracked(optimized, Inputs((x,), {}), step).peak <= optimized.report.predicted_after.peak
+    twin = nn.Sequential(*(weight_norm(nn.Linear(16, 16)) if i % 3 == 0 else layer for i, layer in enumerate(model)))
+    twin.load_state_dict(optimized.state_dict())
+    ours, theirs = (taken(each, lambda step: Inputs((x.clone(),), {})) for each in (optimized, twin))
+    assert_same(ours, theirs)

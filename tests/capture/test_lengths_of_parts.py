@@ -1,0 +1,157 @@
+"""Lengths vary also where not the whole of forward can be one graph: in its regions, and around what has a loop."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import memrewrite
+from memrewrite.capture import capture
+from memrewrite.runtime.promise import FallbackWarning
+from memrewrite.simulate import run_tracked
+from memrewrite.workload.step import Inputs, Step
+
+WORDS, WIDTH, LENGTH = 40, 16, 24
+STEP = Step("train", torch.optim.AdamW, loss_fn=lambda loss: loss)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(torch.sigmoid(self.up(self.norm(x)))))
+
+
+class Words(nn.Module):
+    """A small model of tokens; ``mix`` is what each block of it is given through."""
+
+    def __init__(self, mix: type[nn.Module] = nn.Identity) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.mixes = nn.ModuleList(mix() for _ in range(3))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.words(ids)
+        for mix, block in zip(self.mixes, self.blocks, strict=True):
+            x = block(mix(x))
+        return functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+class Checked(Words):
+    """Looks at the values of what it is given, which no graph can hold."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if int(ids.max()) >= WORDS:
+            raise ValueError("There is no such word.")
+        return super().forward(ids)
+
+
+class Measured(Words):
+    """Makes a tensor of a length."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) / torch.sqrt(torch.tensor(min(ids.shape[1], 2 * LENGTH), dtype=torch.float))
+
+
+def tokens(batch: int, length: int) -> Tensor:
+    return torch.randint(WORDS, (batch, length), generator=torch.Generator().manual_seed(length))
+
+
+def taken(module: nn.Module, ids: Tensor) -> list[Tensor]:
+    module.zero_grad(set_to_none=True)
+    loss = module(ids)
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in module.parameters() if p.grad is not None)]
+
+
+def assert_runs_in_its_plan(result: Any, model: nn.Module, *sizes: tuple[int, int]) -> None:
+    """At each size every bit is the model's, nothing runs the original forward, and the promise holds."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FallbackWarning)
+        for size in sizes:
+            given = tokens(*size)
+            assert all(map(torch.equal, taken(result, given), taken(model, given))), size
+            result.zero_grad(set_to_none=True)
+            assert run_tracked(result, Inputs((given,), {}), STEP).peak <= result.report.predicted_after.peak
+
+
+def test_a_length_that_becomes_a_tensor_varies() -> None:
+    captured = capture(Measured(), Inputs((tokens(4, LENGTH),), {}))
+    assert all(isinstance(size, str) for size in captured.inputs.leaves[0].shape)
+    model = Measured()
+    result = memrewrite.optimize(model, (tokens(4, LENGTH),), budget="min", loss_fn=lambda loss: loss, verify=False)
+    assert_runs_in_its_plan(result, model, (4, LENGTH), (4, 17), (3, 5))
+
+
+@pytest.mark.filterwarnings("error::memrewrite.runtime.promise.FallbackWarning")
+def test_regions_take_the_lengths_that_the_model_takes() -> None:
+    model = Checked()
+    result = memrewrite.optimize(model, (tokens(4, LENGTH),), budget="min", loss_fn=lambda loss: loss)
+    assert result.report.equivalent
+    assert result.report.config["regions"] == [f"blocks.{i}" for i in range(3)]
+    assert_runs_in_its_plan(result, model, (4, LENGTH), (4, 17), (3, 5))
+
+
+class Loop(Block):
+    """Goes from token to token in Python."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        state, found = torch.zeros_like(x[:, 0]), []
+        for i in range(x.shape[1]):
+            state = torch.tanh(state + x[:, i])
+            found.append(state)
+        return super().forward(torch.stack(found, 1))
+
+
+def test_a_region_that_fixes_its_length_keeps_it_and_the_others_vary() -> None:
+    model = Checked()
+    model.blocks[1] = Loop()
+    result = memrewrite.optimize(model, (tokens(4, LENGTH),), budget="min", loss_fn=lambda loss: loss, verify=False)
+    assert_runs_in_its_plan(result, model, (4, LENGTH), (2, LENGTH))
+    with pytest.warns(FallbackWarning) as told:
+        assert all(map(torch.equal, taken(result, tokens(4, 17)), taken(model, tokens(4, 17))))
+    assert [str(each.message).partition(" ran")[0] for each in told] == ["Optimized Loop"]
+
+
+class Scan(nn.Module):
+    """Goes from token to token in Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state, found = torch.zeros_like(x[:, 0]), []
+        gated = self.gate(x)
+        for i in range(x.shape[1]):
+            state = torch.tanh(state + gated[:, i])
+            found.append(state)
+        return torch.stack(found, 1)
+
+
+class Chunks(nn.Module):
+    """Adds up chunks of a text that it fills up."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        missing = -x.shape[1] % 12
+        filled = functional.pad(x, (0, 0, 0, missing)) if missing else x
+        parts = filled.unflatten(1, (-1, 12))
+        return torch.tanh(parts.cumsum(1).flatten(1, 2)[:, : x.shape[1]])
+
+
+@pytest.mark.parametrize("mix", [Scan, Chunks])
+def test_what_fixes_a_length_stays_a_call_where_a_range_is_named(mix: type[nn.Module]) -> None:
+    model = Words(mix)
+    example, ranges = (tokens(4, LENGTH),), {"ids": {1: (3, LENGTH)}}
+    result = memrewrite.optimize(model, example, budget="min", loss_fn=lambda loss: loss, dynamic=ranges)
+    assert result.report.equivalent
+    told = f"mixes.0 ({mix.__name__}) and 2 more stay calls that the model makes: its forward takes no other size 1"
+    assert told in " ".join(result.report.notes)
+    assert_runs_in_its_plan(result, model, (4, LENGTH), (4, 17), (4, 16), (3, 5))
