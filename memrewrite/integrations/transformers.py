@@ -92,9 +92,9 @@ def _step_of(trainer: Trainer) -> dict[str, Any]:
     parts = trainer.args.gradient_accumulation_steps
     loop = trainer_loop(parts, scaler=kind == "fp16")
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # that which accelerate wraps
-    step: dict[str, Any] = {"optimizer": optimizer, "micro_batches": parts, "loop": loop, "mesh": _ddp(trainer)}
-    if kind is not None and not trainer.is_fsdp_enabled:
-        step |= {"amp": kind, "loss_fn": _loss}
+    step: dict[str, Any] = {"optimizer": optimizer, "micro_batches": parts, "loop": loop}
+    if not trainer.is_fsdp_enabled:
+        step |= {"mesh": _ddp(trainer)} | ({} if kind is None else {"amp": kind, "loss_fn": _loss})
     return step
 
 
