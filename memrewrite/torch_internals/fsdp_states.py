@@ -7,6 +7,7 @@ groups since 2.13.
 
 import inspect
 import sys
+import types
 from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,12 +22,13 @@ from memrewrite.torch_internals.fsdp import DTYPES
 from memrewrite.torch_internals.module_trees import copied
 from memrewrite.torch_internals.spread import is_spread
 
+_FSDP = "torch.distributed.fsdp"
 _COMPOSED = "__composable_api_"  # what the names of records in a module's own dictionary begin with
 
 
 def is_sharded(module: nn.Module) -> bool:
     """Whether ``fully_shard`` was called of this module; what it comes from is imported for no other."""
-    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    kind = getattr(sys.modules.get(_FSDP), "FSDPModule", None)
     return kind is not None and isinstance(module, kind)
 
 
@@ -143,7 +145,7 @@ def unsharded(model: nn.Module, empty: bool) -> nn.Module:
 
 def _before_sharding(module: Any) -> tuple[type, dict[str, Any]]:
     """The class and the attributes that a module had."""
-    state = {name: value for name, value in vars(module).items() if not name.startswith(_COMPOSED)}
+    state = {k: v for k, v in vars(module).items() if not k.startswith(_COMPOSED) and not _gathers_around(v)}
     if not is_sharded(module):
         return type(module), state
     fsdp = module._get_fsdp_state()
@@ -171,6 +173,11 @@ def _keys_of(table: Any, fsdp: Any) -> list[int]:
         return getattr(hook, "__self__", None) is fsdp
 
     return [key for key, hook in table.items() if of_unit(inspect.unwrap(hook, stop=of_unit))]
+
+
+def _gathers_around(value: Any) -> bool:
+    """Whether this is what ``register_fsdp_forward_method`` put in place of a method, of the sharded module for good."""
+    return isinstance(value, types.MethodType) and value.__func__.__globals__.get("__name__", "").startswith(_FSDP)
 
 
 def _user_class(kind: type) -> type:
