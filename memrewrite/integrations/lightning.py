@@ -16,6 +16,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from memrewrite.api import optimize
 from memrewrite.integrations.calls import first_call
@@ -23,8 +24,11 @@ from memrewrite.integrations.longest import Asked, largest_batch, planned_for
 from memrewrite.integrations.loops import LIGHTNING
 from memrewrite.records.attached import report_of
 from memrewrite.records.errors import UsageError
+from memrewrite.records.mesh import Ddp
 from memrewrite.records.report import Report
 from memrewrite.state.random_state import preserved_rng
+from memrewrite.torch_internals.fsdp_states import is_sharded
+from memrewrite.workload.sharding import mesh_of_wrapper
 
 _AMP = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
 
@@ -36,7 +40,9 @@ class Optimize(Callback):  # type: ignore[misc]  # Lightning is not there while 
     optimizer, the precision and ``accumulate_grad_batches``, in Lightning's loop. ``options`` are those of
     ``memrewrite.optimize``, and win. The batch is the first one, but of texts (dictionaries with ``input_ids``) what
     the loader's ``collate_fn`` makes of the longest, or of texts of ``longest`` tokens; the report says which. The loss
-    is not known before it is computed: give ``loss_fn`` where it takes much memory.
+    is not known before it is computed: give ``loss_fn`` where it takes much memory. In a strategy of several processes
+    the budget is that of each: under DDP with the buckets of the submodule, and under ``ModelParallelStrategy`` where
+    ``configure_model`` calls ``fully_shard`` of the submodule, and of parts of it before.
     """
 
     def __init__(self, path: str, *, longest: int | None = None, **options: Any) -> None:
@@ -89,6 +95,7 @@ class Optimize(Callback):  # type: ignore[misc]  # Lightning is not there while 
             call = first_call(part, training_step)
         step: dict[str, Any] = {"optimizer": self._optimizer(trainer), "amp": _AMP.get(trainer.precision)}
         step["micro_batches"] = trainer.accumulate_grad_batches
+        step["mesh"] = _ddp(trainer, part)
         step["loop"] = replace(LIGHTNING, scaler=step["amp"] == "fp16")
         result = optimize(part, call.args, example_kwargs=call.kwargs, **{**step, **self.options})
         planned_for(result, call, name, why)
@@ -104,3 +111,9 @@ class Optimize(Callback):  # type: ignore[misc]  # Lightning is not there while 
         if "optimizer" not in self.options and len(trainer.optimizers) > 1:
             raise UsageError(f"There are {len(trainer.optimizers)} optimizers; say optimizer= which steps {self.path}.")
         return trainer.optimizers[0] if trainer.optimizers else None
+
+
+def _ddp(trainer: Trainer, part: nn.Module) -> Ddp | None:
+    """The mesh of the wrapper that the strategy put around the module; None without, or where ``part`` says its own."""
+    around = trainer.strategy.model
+    return mesh_of_wrapper(around) if isinstance(around, DistributedDataParallel) and not is_sharded(part) else None
