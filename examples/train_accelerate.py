@@ -1,4 +1,4 @@
-"""accelerate's FSDP2 with one line more: ``memrewrite.optimize`` of what ``prepare`` returns. A small GPT-2, random tokens.
+"""accelerate's FSDP2 with one line more: ``memrewrite.optimize`` of what ``prepare`` returned. A small GPT-2.
 
     pip install -e ".[transformers]"
     torchrun --nproc-per-node 2 examples/train_accelerate.py
@@ -29,7 +29,7 @@ CONFIG.use_cache = False  # of keys and values, which training has no use for, a
 
 def shard_on_cpu(state: Any, plugin: FullyShardedDataParallelPlugin) -> None:
     """What accelerate does by itself where there are GPUs; processes on the CPU it lets do DDP alone."""
-    state.distributed_type = DistributedType.FSDP
+    state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
     state.fsdp_plugin = plugin
     if state.mixed_precision != "no":
         plugin.set_mixed_precision(state.mixed_precision)

@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from accelerate import DistributedType, FullyShardedDataParallelPlugin
+from accelerate import DistributedType, FullyShardedDataParallelPlugin, PartialState
 from compare import Run, compare, scale, tolerance
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
@@ -63,7 +63,7 @@ class Watch(TrainerCallback):
 def shard_on_cpu(trainer: Trainer) -> None:
     """What accelerate does by itself where there are GPUs; processes on the CPU it lets do DDP alone."""
     state = trainer.accelerator.state
-    state.distributed_type = DistributedType.FSDP
+    state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
     state.fsdp_plugin = plugin = FullyShardedDataParallelPlugin(**trainer.args.fsdp_plugin_args)
     if state.mixed_precision != "no":
         plugin.set_mixed_precision(state.mixed_precision)

@@ -9,6 +9,7 @@ import inspect
 import sys
 import types
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -64,20 +65,26 @@ def mesh_of(model: nn.Module) -> Fsdp:
                 f'mesh="fsdp={root.mesh.size},tp=8" say.'
             )
     reshards = {path: unit.mesh.reshard for path, unit in found.items() if path}
-    usual = max(Counter(reshards.values()).items(), key=lambda item: item[1])[0] if reshards else True
+    usual = _usual({id(units[path]._get_fsdp_state()): reshard for path, reshard in reshards.items()}.values())
     return replace(
         root.mesh,
         reshard=usual,
         reshard_root=not root.auto and root.mesh.reshard is not False,
         paths=tuple(reshards),
         groups=_groups(units, names),
-        reshards=tuple((path, reshard) for path, reshard in reshards.items() if reshard is not usual),
+        reshards=tuple((path, reshard) for path, reshard in reshards.items() if reshard != usual),
         prefetched=tuple(
             (path, when, tuple(names[id(module)] for module in modules))
             for path, unit in found.items()
             for when, modules in unit.ahead
         ),
     )
+
+
+def _usual(reshards: Iterable[bool | int]) -> bool | int:
+    """What most units do with their parameters after forward; of as many, those that free them."""
+    counted = Counter(reshards)
+    return max(counted, key=lambda reshard: (counted[reshard], reshard is not False), default=True)
 
 
 def _groups(units: dict[str, Any], names: dict[int, str]) -> tuple[tuple[str, ...], ...]:
@@ -176,7 +183,7 @@ def _keys_of(table: Any, fsdp: Any) -> list[int]:
 
 
 def _gathers_around(value: Any) -> bool:
-    """Whether this is what ``register_fsdp_forward_method`` put in place of a method, of the sharded module for good."""
+    """Whether this is what ``register_fsdp_forward_method`` put in place of a method, which is of one module alone."""
     return isinstance(value, types.MethodType) and value.__func__.__globals__.get("__name__", "").startswith(_FSDP)
 
 

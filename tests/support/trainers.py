@@ -1,6 +1,8 @@
 """What two processes do with transformers' ``Trainer`` in ``tests/integrations/test_in_processes.py``.
 
     torchrun --nproc-per-node 2 -m tests.support.trainers fsdp FOLDER
+
+Parameters have to be those of the same training without memrewrite, after each of two times, and as they are saved.
 """
 
 import sys
@@ -9,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate import DistributedType, FullyShardedDataParallelPlugin
+from accelerate import DistributedType, FullyShardedDataParallelPlugin, PartialState
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
@@ -44,7 +46,7 @@ def made(sharded: bool, folder: Path) -> Any:
     found = Trainer(model=GPT2LMHeadModel(CONFIG), args=args, train_dataset=data, data_collator=padded)
     if sharded:  # which accelerate does by itself where there are GPUs
         state = found.accelerator.state
-        state.distributed_type = DistributedType.FSDP
+        state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
         state.fsdp_plugin = FullyShardedDataParallelPlugin(**args.fsdp_plugin_args)
         found.is_fsdp_enabled = True
     return found
@@ -79,7 +81,7 @@ def main(strategy: str, folder: Path) -> None:
     saved = GPT2LMHeadModel.from_pretrained(folder / "saved")
     assert all(torch.equal(saved.get_parameter(name), value) for name, value in parameters(ours).items())
     if dist.get_rank() == 0:
-        print(f"{report.config['mesh']}, changed: {report.changed}; {report.notes}")
+        print(report.config["mesh"], "rewritten" if report.changed else "as it was", *report.notes)
     dist.destroy_process_group()
 
 
