@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -95,7 +96,7 @@ class Optimize(Callback):  # type: ignore[misc]  # Lightning is not there while 
             call = first_call(part, training_step)
         step: dict[str, Any] = {"optimizer": self._optimizer(trainer), "amp": _AMP.get(trainer.precision)}
         step["micro_batches"] = trainer.accumulate_grad_batches
-        step["mesh"] = _ddp(trainer, part)
+        step["mesh"] = _mesh(trainer.strategy, part, self.path)
         step["loop"] = replace(LIGHTNING, scaler=step["amp"] == "fp16")
         result = optimize(part, call.args, example_kwargs=call.kwargs, **{**step, **self.options})
         planned_for(result, call, name, why)
@@ -113,7 +114,21 @@ class Optimize(Callback):  # type: ignore[misc]  # Lightning is not there while 
         return trainer.optimizers[0] if trainer.optimizers else None
 
 
-def _ddp(trainer: Trainer, part: nn.Module) -> Ddp | None:
-    """The mesh of the wrapper that the strategy put around the module; None without, or where ``part`` says its own."""
-    around = trainer.strategy.model
-    return mesh_of_wrapper(around) if isinstance(around, DistributedDataParallel) and not is_sharded(part) else None
+def _mesh(strategy: Any, part: nn.Module, path: str) -> Ddp | None:
+    """The mesh of the wrapper that a strategy put around the ``LightningModule``; None where ``part`` says its own.
+
+    Raises ``UsageError`` for FSDP1, and where ``part`` is sharded as a part of what is around it.
+    """
+    if is_sharded(part):
+        return None
+    if isinstance(strategy, FSDPStrategy):
+        raise UsageError(
+            "FSDPStrategy shards by FSDP1; use ModelParallelStrategy and call fully_shard, which is FSDP2."
+        )
+    around = strategy.model
+    if isinstance(strategy, ModelParallelStrategy) and any(is_sharded(module) for module in around.modules()):
+        raise UsageError(
+            f"{path} is not sharded itself, and what is around it or inside of it is; in configure_model call "
+            f"fully_shard of {path}, after parts of it."
+        )
+    return mesh_of_wrapper(around) if isinstance(around, DistributedDataParallel) else None

@@ -67,11 +67,11 @@ class _WhenSharded(TrainerCallback):  # type: ignore[misc]  # transformers is no
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Optimize, unless that was done when the trainer trained before."""
-        try:
+        with contextlib.suppress(UsageError):
             report_of(self._trainer.model)
-        except UsageError:
-            self._trainer.model.train()
-            _optimized(self._trainer, self._longest, self._options)
+            return
+        self._trainer.model.train()
+        _optimized(self._trainer, self._longest, self._options)
 
 
 def _optimized(trainer: Trainer, longest: int | None, options: dict[str, Any]) -> OptimizedModule:
