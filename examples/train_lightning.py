@@ -2,18 +2,24 @@
 
     pip install -e ".[lightning]"
     python examples/train_lightning.py --amp bf16
+    torchrun --nproc-per-node 2 examples/train_lightning.py
+    torchrun --nproc-per-node 2 examples/train_lightning.py --fsdp
 
+Several processes train by DDP, or with ``--fsdp`` by FSDP2, which is Lightning's ``ModelParallelStrategy``.
 Trains twice from the same start, as it is and rewritten; the losses have to be the same.
 """
 
 import argparse
+import os
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 from compare import Run, compare, scale, tolerance
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 from unet import UNet
@@ -25,6 +31,12 @@ class Segmenter(LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.net = UNet(base=8, levels=2)
+
+    def configure_model(self) -> None:
+        if isinstance(self.trainer.strategy, ModelParallelStrategy):
+            # The submodule that will be optimized last: it is the model for memrewrite.
+            for part in (*self.net.down, *self.net.up, self.net):
+                fully_shard(part, mesh=self.device_mesh["data_parallel"])
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         images, masks = batch
@@ -51,11 +63,19 @@ class Watch(Callback):
         self.run.losses.append(outputs["loss"].item())
 
 
-def train(data: DataLoader, amp: str, *callbacks: Callback) -> Run:
+def strategy(fsdp: bool) -> ModelParallelStrategy | str:
+    if fsdp:
+        return ModelParallelStrategy(data_parallel_size=int(os.environ["WORLD_SIZE"]), tensor_parallel_size=1)
+    return "ddp" if "WORLD_SIZE" in os.environ else "auto"
+
+
+def train(data: DataLoader, amp: str, fsdp: bool, *callbacks: Callback) -> Run:
     torch.manual_seed(0)
     watch = Watch()
     trainer = Trainer(
         max_epochs=1,
+        strategy=strategy(fsdp),
+        devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         precision="bf16-mixed" if amp == "bf16" else "32-true",
         callbacks=[*callbacks, watch],
         logger=False,
@@ -71,6 +91,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train a small U-Net with Lightning, as it is and rewritten.")
     parser.add_argument("--budget", default="70%")  # on a GPU, convolutions' workspaces are a third
     parser.add_argument("--amp", choices=("off", "bf16"), default="off")
+    parser.add_argument("--fsdp", action="store_true")
     options = parser.parse_args()
 
     torch.manual_seed(0)
@@ -78,8 +99,8 @@ def main() -> None:
     size = 8 * scale(device)
     images = TensorDataset(torch.randn(4 * size, 3, 64, 64), torch.randint(2, (4 * size, 64, 64)))
     data = DataLoader(images, batch_size=size)
-    before = train(data, options.amp)
-    after = train(data, options.amp, Optimize("net", budget=options.budget))  # the one callback
+    before = train(data, options.amp, options.fsdp)
+    after = train(data, options.amp, options.fsdp, Optimize("net", budget=options.budget))  # the one callback
     compare(before, after, tolerance(device, options.amp))
 
 

@@ -2,7 +2,10 @@
 
     pip install -e ".[transformers]"
     python examples/train_transformers.py --amp bf16
+    torchrun --nproc-per-node 2 examples/train_transformers.py
+    torchrun --nproc-per-node 2 examples/train_transformers.py --fsdp
 
+Several processes train by DDP, or with ``--fsdp`` by FSDP2.
 Trains twice from the same start, as it is and rewritten; the losses have to be the same.
 """
 
@@ -12,6 +15,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
+from accelerate import DistributedType, FullyShardedDataParallelPlugin, PartialState
 from compare import Run, compare, scale, tolerance
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
@@ -56,11 +60,23 @@ class Watch(TrainerCallback):
             self.run.losses.append(logs["loss"])
 
 
+def shard_on_cpu(trainer: Trainer) -> None:
+    """What accelerate does by itself where there are GPUs; processes on the CPU it lets do DDP alone."""
+    state = trainer.accelerator.state
+    state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
+    state.fsdp_plugin = plugin = FullyShardedDataParallelPlugin(**trainer.args.fsdp_plugin_args)
+    if state.mixed_precision != "no":
+        plugin.set_mixed_precision(state.mixed_precision)
+    trainer.is_fsdp_enabled = True
+
+
 def train(args: TrainingArguments, data: Dataset, budget: str | None) -> Run:
     torch.manual_seed(0)
     model = GPT2LMHeadModel(CONFIG)
     watch = Watch()
     trainer = Trainer(model=model, args=args, train_dataset=data, callbacks=[watch])
+    if args.fsdp and args.use_cpu:
+        shard_on_cpu(trainer)
     if budget is not None:
         optimize_trainer(trainer, budget=budget)  # the one line
     trainer.train()
@@ -73,6 +89,7 @@ def main() -> None:
     parser.add_argument("--amp", choices=("off", "bf16"), default="off")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--label-smoothing", type=float, default=0.0)
+    parser.add_argument("--fsdp", action="store_true")
     options = parser.parse_args()
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -84,6 +101,8 @@ def main() -> None:
             max_steps=options.steps,
             bf16=options.amp == "bf16",
             use_cpu=device == "cpu",
+            fsdp=options.fsdp,
+            fsdp_config={"version": 2} if options.fsdp else None,
             dataloader_pin_memory=device == "cuda",
             label_smoothing_factor=options.label_smoothing,
             logging_steps=1,

@@ -163,7 +163,10 @@ class _Owned:
         if id(tensor) not in self._paths:
             if id(tensor) not in self._elsewhere:
                 shape = tuple(tensor.shape)
-                raise CaptureError(f"The graph of {self.name} uses a tensor {shape} that is no input and not its own.")
+                raise CaptureError(
+                    f"The graph of {self.name} uses a tensor {shape} that is no input and not its own; where that lies "
+                    "in a cache of keys and values, do without (use_cache=False)."
+                )
             self._paths[id(tensor)] = f"captured_{len(self._paths)}"
             self._root.register_buffer(self._paths[id(tensor)], tensor)
         return graph.get_attr(self._paths[id(tensor)])

@@ -15,7 +15,9 @@ from dataclasses import replace
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from memrewrite.api import optimize
 from memrewrite.integrations.calls import first_call
@@ -23,8 +25,11 @@ from memrewrite.integrations.longest import Asked, largest_batch, planned_for
 from memrewrite.integrations.loops import LIGHTNING
 from memrewrite.records.attached import report_of
 from memrewrite.records.errors import UsageError
+from memrewrite.records.mesh import Ddp
 from memrewrite.records.report import Report
 from memrewrite.state.random_state import preserved_rng
+from memrewrite.torch_internals.fsdp_states import is_sharded
+from memrewrite.workload.sharding import mesh_of_wrapper
 
 _AMP = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
 
@@ -36,7 +41,9 @@ class Optimize(Callback):  # type: ignore[misc]  # Lightning is not there while 
     optimizer, the precision and ``accumulate_grad_batches``, in Lightning's loop. ``options`` are those of
     ``memrewrite.optimize``, and win. The batch is the first one, but of texts (dictionaries with ``input_ids``) what
     the loader's ``collate_fn`` makes of the longest, or of texts of ``longest`` tokens; the report says which. The loss
-    is not known before it is computed: give ``loss_fn`` where it takes much memory.
+    is not known before it is computed: give ``loss_fn`` where it takes much memory. In a strategy of several processes
+    the budget is that of each: under DDP with the buckets of the submodule, and under ``ModelParallelStrategy`` where
+    ``configure_model`` calls ``fully_shard`` of the submodule, and of parts of it before.
     """
 
     def __init__(self, path: str, *, longest: int | None = None, **options: Any) -> None:
@@ -89,6 +96,7 @@ class Optimize(Callback):  # type: ignore[misc]  # Lightning is not there while 
             call = first_call(part, training_step)
         step: dict[str, Any] = {"optimizer": self._optimizer(trainer), "amp": _AMP.get(trainer.precision)}
         step["micro_batches"] = trainer.accumulate_grad_batches
+        step["mesh"] = _mesh(trainer.strategy, part, self.path)
         step["loop"] = replace(LIGHTNING, scaler=step["amp"] == "fp16")
         result = optimize(part, call.args, example_kwargs=call.kwargs, **{**step, **self.options})
         planned_for(result, call, name, why)
@@ -104,3 +112,23 @@ class Optimize(Callback):  # type: ignore[misc]  # Lightning is not there while 
         if "optimizer" not in self.options and len(trainer.optimizers) > 1:
             raise UsageError(f"There are {len(trainer.optimizers)} optimizers; say optimizer= which steps {self.path}.")
         return trainer.optimizers[0] if trainer.optimizers else None
+
+
+def _mesh(strategy: Any, part: nn.Module, path: str) -> Ddp | None:
+    """The mesh of the wrapper that a strategy put around the ``LightningModule``; None where ``part`` says its own.
+
+    Raises ``UsageError`` for FSDP1, and where ``part`` is sharded as a part of what is around it.
+    """
+    if is_sharded(part):
+        return None
+    if isinstance(strategy, FSDPStrategy):
+        raise UsageError(
+            "FSDPStrategy shards by FSDP1; use ModelParallelStrategy and call fully_shard, which is FSDP2."
+        )
+    around = strategy.model
+    if isinstance(strategy, ModelParallelStrategy) and any(is_sharded(module) for module in around.modules()):
+        raise UsageError(
+            f"{path} is not sharded itself, and what is around it or inside of it is; in configure_model call "
+            f"fully_shard of {path}, after parts of it."
+        )
+    return mesh_of_wrapper(around) if isinstance(around, DistributedDataParallel) else None

@@ -10,17 +10,19 @@ pass: to most causal language models also ``num_items_in_batch``, which is of no
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 from accelerate.utils import convert_to_fp32
-from torch import Tensor
-from transformers import Trainer
+from torch import Tensor, nn
+from transformers import Trainer, TrainerCallback
 
 from memrewrite.api import OptimizedModule, optimize
 from memrewrite.integrations.calls import first_call
 from memrewrite.integrations.longest import Asked, largest_batch, planned_for
 from memrewrite.integrations.loops import trainer_loop
+from memrewrite.records.attached import report_of
 from memrewrite.records.errors import UsageError
+from memrewrite.records.mesh import Ddp
 from memrewrite.state.random_state import preserved_rng
 from memrewrite.workload.step import default_loss
 
@@ -37,26 +39,83 @@ def optimize_trainer(trainer: Trainer, *, longest: int | None = None, **options:
     dataset that streams, or whose lengths would take long to read, it is the first batch, and the report says so
     (``dynamic={"input_ids": {1: (2, 2048)}}`` names a length then). A loss that the trainer computes outside of the
     model (label smoothing, ``compute_loss_func``) is not in the step unless it is given as ``loss_fn``.
-    Raises ``UsageError`` for a trainer that makes its model itself, and what ``memrewrite.optimize`` raises.
+    Where processes train together, all of them call this. Under DDP the budget is that of each, buckets included. Under
+    FSDP2 (``fsdp_config={"version": 2}``) the model is optimized as ``train`` begins, when it is sharded, and what is
+    returned carries its report from then on.
+    Raises ``UsageError`` for a trainer that makes its model itself or shards it by FSDP1, and what
+    ``memrewrite.optimize`` raises.
     """
     if trainer.model_init is not None:
         raise UsageError("The Trainer makes a new model when it trains, by its model_init; give it model= instead.")
+    if trainer.is_fsdp_enabled:
+        if not trainer.accelerator.is_fsdp2:
+            raise UsageError('The Trainer shards its model by FSDP1; give fsdp_config={"version": 2}, which is FSDP2.')
+        trainer.add_callback(_WhenSharded(trainer, longest, options))
+        return cast(OptimizedModule, trainer.model)
     if trainer.optimizer is None:
         trainer.create_optimizer()
+    result = _optimized(trainer, longest, options)
+    trainer.model = trainer.model_wrapped = result
+    return result
+
+
+class _WhenSharded(TrainerCallback):  # type: ignore[misc]  # transformers is not there while types are checked
+    """Optimizes the model where it lies, once it is sharded: in which units is known then, and who shares weights."""
+
+    def __init__(self, trainer: Trainer, longest: int | None, options: dict[str, Any]) -> None:
+        self._trainer, self._longest, self._options = trainer, longest, options
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Optimize, unless that was done when the trainer trained before."""
+        with contextlib.suppress(UsageError):
+            report_of(self._trainer.model)
+            return
+        self._trainer.model.train()
+        _optimized(self._trainer, self._longest, self._options)
+
+
+def _optimized(trainer: Trainer, longest: int | None, options: dict[str, Any]) -> OptimizedModule:
     name = getattr(trainer.model, "main_input_name", "input_ids")
     with _largest_batch(trainer, name, longest) as why:
         call = first_call(trainer.model, lambda: _step(trainer))
-    amp = "bf16" if trainer.args.bf16 else "fp16" if trainer.args.fp16 else None
-    parts = trainer.args.gradient_accumulation_steps
-    loop = trainer_loop(parts, scaler=amp == "fp16")
-    step = {"optimizer": trainer.optimizer, "amp": amp, "micro_batches": parts, "loop": loop, "loss_fn": _loss}
-    if amp is None:
-        del step["loss_fn"]
-    step |= options
-    result = optimize(trainer.model, call.args, example_kwargs=call.kwargs, **step)
+    result = optimize(trainer.model, call.args, example_kwargs=call.kwargs, **{**_step_of(trainer), **options})
     planned_for(result, call, name, why)
-    trainer.model = trainer.model_wrapped = result
     return result
+
+
+def _step_of(trainer: Trainer) -> dict[str, Any]:
+    """What ``memrewrite.optimize`` is told of the step, by its arguments.
+
+    A sharded model runs in the types that ``fully_shard`` was told, without autocast, and says so itself.
+    """
+    kind = "bf16" if trainer.args.bf16 else "fp16" if trainer.args.fp16 else None
+    parts = trainer.args.gradient_accumulation_steps
+    loop = trainer_loop(parts, scaler=kind == "fp16")
+    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # that which accelerate wraps
+    step: dict[str, Any] = {"optimizer": optimizer, "micro_batches": parts, "loop": loop}
+    if not trainer.is_fsdp_enabled:
+        step |= {"mesh": _ddp(trainer)} | ({} if kind is None else {"amp": kind, "loss_fn": _loss})
+    return step
+
+
+def _ddp(trainer: Trainer) -> Ddp | None:
+    """The mesh that the trainer will wrap its model in, None where there is none or the model says its own.
+
+    Read in accelerate 1.15.0: ``Accelerator.prepare_model`` hands what ``ddp_handler`` has to the wrapper.
+    """
+    accelerator, model = trainer.accelerator, trainer.model
+    alone = not accelerator.distributed_type.value.startswith("MULTI_") or accelerator.num_processes == 1
+    if alone or isinstance(model, nn.parallel.DistributedDataParallel):
+        return None
+    told = accelerator.ddp_handler
+    return Ddp(
+        accelerator.num_processes,
+        told.bucket_cap_mb,
+        told.gradient_as_bucket_view,
+        told.static_graph,
+        told.find_unused_parameters,
+        told.broadcast_buffers,
+    )
 
 
 @contextlib.contextmanager

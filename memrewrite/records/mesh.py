@@ -130,8 +130,9 @@ class Fsdp(Mesh):
     which have the parts once each (HSDP); with ``tp`` so many times again, which are tensor parallel as in ``Tp``.
     ``units`` is a pattern of the paths of the modules that are sharded one by one before the model is
     (``model.layers.*``), "" for the members of lists of modules of one class. What text cannot say is known of a model
-    that is sharded already: ``paths`` are those of its units, and for those ``prefetched`` says which others they
-    gather ahead in "forward" or "backward".
+    that is sharded already: ``paths`` are those of its units, ``groups`` those of them that are sharded as one,
+    ``reshards`` are the units that differ from ``reshard``, and for those ``prefetched`` says which others they gather
+    ahead in "forward" or "backward".
     """
 
     param_dtype: str | None = None
@@ -143,6 +144,8 @@ class Fsdp(Mesh):
     tp: int = 1
     units: str = ""
     paths: tuple[str, ...] | None = None
+    groups: tuple[tuple[str, ...], ...] = ()
+    reshards: tuple[tuple[str, bool | int], ...] = ()
     prefetched: tuple[tuple[str, str, tuple[str, ...]], ...] = ()
     kind: ClassVar[str] = "fsdp"
     words: ClassVar[tuple[str, ...]] = (

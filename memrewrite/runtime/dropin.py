@@ -376,7 +376,8 @@ def _match(program: Program, module: nn.Module, leaves: list[Any]) -> tuple[list
         shapes = ", ".join(dict.fromkeys(str(tuple(tensor.shape)) for tensor in tensors))
         return None, f"for inputs of {shapes} forward takes another path than at capture"
     weight = next(module.parameters(), None)
-    if weight is not None and weight.dtype != program.dtype:
+    of_units: Guards | None = getattr(type(module), OWN).guards  # where the first one may not be gathered by now
+    if weight is not None and weight.dtype != program.dtype and not (of_units and of_units.gathered):
         return None, f"the parameters are {weight.dtype}, captured as {program.dtype}"
     if program.autocast != "any":
         now = autocast_dtype(next((t.device.type for t in (weight, *tensors) if t is not None), "cpu"))

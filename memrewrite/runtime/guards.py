@@ -108,7 +108,7 @@ class Guards:
         ]
         self.plain = plain or as_bytes(self._values(training))
         self._settle()
-        self._gathered = gathered
+        self.gathered = gathered
         for row in self._rows if gathered is not None else ():
             row.then = [gathered_table(d, gathered) for d in row.then] if row.reason is another_table else row.then
 
@@ -226,7 +226,7 @@ class Guards:
     def lost_in_copies(self) -> str:
         """The same as far as a copy of the drop-in could not tell, which is given ``plain``."""
         odd = any(name not in found or not is_plain(found[name]) for _, found, name, _ in self.compared)
-        rows = (row for row in self._rows if self._gathered is None or row.reason is not another_table)
+        rows = (row for row in self._rows if self.gathered is None or row.reason is not another_table)
         changes = (reason for row in rows for reason in row.changes())
         return next(changes, "") or (next(self._changed_values(), "") if odd else "")
 

@@ -68,8 +68,8 @@ def sharded(module: nn.Module, mesh: Fsdp, devices: Any) -> nn.Module:
     policy = MixedPrecisionPolicy(param, reduced, output)
     given: dict[str, Any] = {"mesh": devices, "mp_policy": policy}
     root = True if mesh.reshard_root else None if mesh.reshard is not False else False
-    for unit in units(module, mesh):
-        fully_shard(unit, reshard_after_forward=mesh.reshard, **given)
+    for together, reshard in _in_turn(module, mesh):
+        fully_shard(together, reshard_after_forward=reshard, **given)
     fully_shard(module, reshard_after_forward=root, **given)
     for path, when, ahead in mesh.prefetched:
         ahead_of: Any = module.get_submodule(path)
@@ -125,8 +125,27 @@ def _first_chunk(tensor: Tensor, chunks: int, dim: int) -> list[Tensor]:
     return [tensor.narrow(dim, 0, -(-tensor.shape[dim] // chunks))]
 
 
+def _in_turn(module: nn.Module, mesh: Fsdp) -> Iterator[tuple[Any, bool | int]]:
+    """What ``fully_shard`` is called of in turn, a unit or a group of them, and how that is resharded.
+
+    A group comes where the last of its members would, when all that lies inside of any is sharded.
+    """
+    if mesh.paths is None:
+        yield from ((unit, mesh.reshard) for unit in units(module, mesh))
+        return
+    others = dict(mesh.reshards)
+    groups = {path: group for group in mesh.groups for path in group}
+    met: set[str] = set()
+    for path in mesh.paths:
+        met.add(path)
+        group = groups.get(path, (path,))
+        if met.issuperset(group):
+            members = [module.get_submodule(member) for member in group]
+            yield members if len(members) > 1 else members[0], others.get(path, mesh.reshard)
+
+
 def units(module: nn.Module, mesh: Fsdp) -> list[nn.Module]:
-    """The modules that are sharded one by one; raises ``UsageError`` where the pattern fits none.
+    """The modules that are sharded before the model itself; raises ``UsageError`` where the pattern fits none.
 
     A ``*`` in the pattern is a part of a path without dots.
     """

@@ -5,7 +5,11 @@ of a unit is made on the fly between the user's and ``FSDPModule``. Read in PyTo
 groups since 2.13.
 """
 
+import inspect
 import sys
+import types
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,12 +23,13 @@ from memrewrite.torch_internals.fsdp import DTYPES
 from memrewrite.torch_internals.module_trees import copied
 from memrewrite.torch_internals.spread import is_spread
 
+_FSDP = "torch.distributed.fsdp"
 _COMPOSED = "__composable_api_"  # what the names of records in a module's own dictionary begin with
 
 
 def is_sharded(module: nn.Module) -> bool:
     """Whether ``fully_shard`` was called of this module; what it comes from is imported for no other."""
-    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    kind = getattr(sys.modules.get(_FSDP), "FSDPModule", None)
     return kind is not None and isinstance(module, kind)
 
 
@@ -59,14 +64,15 @@ def mesh_of(model: nn.Module) -> Fsdp:
                 f"{name} is tensor parallel besides; give the model before parallelize_module and fully_shard, with "
                 f'mesh="fsdp={root.mesh.size},tp=8" say.'
             )
-    kept = {unit.mesh.reshard for path, unit in found.items() if path}
-    if len(kept) > 1:
-        raise UsageError("The units differ in reshard_after_forward; give all the same.")
+    reshards = {path: unit.mesh.reshard for path, unit in found.items() if path}
+    usual = _usual({id(units[path]._get_fsdp_state()): reshard for path, reshard in reshards.items()}.values())
     return replace(
         root.mesh,
-        reshard=kept.pop() if kept else True,
+        reshard=usual,
         reshard_root=not root.auto and root.mesh.reshard is not False,
-        paths=tuple(path for path in found if path),
+        paths=tuple(reshards),
+        groups=_groups(units, names),
+        reshards=tuple((path, reshard) for path, reshard in reshards.items() if reshard != usual),
         prefetched=tuple(
             (path, when, tuple(names[id(module)] for module in modules))
             for path, unit in found.items()
@@ -75,13 +81,36 @@ def mesh_of(model: nn.Module) -> Fsdp:
     )
 
 
+def _usual(reshards: Iterable[bool | int]) -> bool | int:
+    """What most units do with their parameters after forward; of as many, those that free them."""
+    counted = Counter(reshards)
+    return max(counted, key=lambda reshard: (counted[reshard], reshard is not False), default=True)
+
+
+def _groups(units: dict[str, Any], names: dict[int, str]) -> tuple[tuple[str, ...], ...]:
+    """The paths of units that ``fully_shard`` was called of at once, in its order."""
+    states = {id(module._get_fsdp_state()): module._get_fsdp_state() for module in units.values()}
+    found = [tuple(names[id(member)] for member in s._modules) for s in states.values() if len(s._modules) > 1]
+    for group in found:
+        if len({_around(path, units) for path in group}) > 1:
+            raise UsageError(
+                f"{' and '.join(group)} are sharded as one and lie in different units; shard them one by one."
+            )
+    return tuple(found)
+
+
+def _around(path: str, units: dict[str, Any]) -> str:
+    """The path of the unit that a unit lies in."""
+    return max((unit for unit in units if not unit or path.startswith(f"{unit}.")), key=len, default="")
+
+
 def _unit(path: str, module: Any) -> _Unit:
     state, where = module._get_fsdp_state(), path or type(module).__name__
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-    if len(groups) > 1 or len(state._modules) > 1:
-        raise UsageError(f"{where} is sharded in a group with others; shard them one by one.")
+    if len(groups) > 1:
+        raise UsageError(f"The parameters of {where} are sharded among different meshes; give all the same.")
     waiting = {"forward": state._states_to_forward_prefetch, "backward": state._states_to_backward_prefetch}
-    ahead = ((when, tuple(m for each in states for m in each._modules)) for when, states in waiting.items() if states)
+    ahead = ((when, tuple(each._modules[0] for each in states)) for when, states in waiting.items() if states)
     mesh = _with_types(Fsdp(dist.get_world_size()), state._mp_policy, where)
     if groups[0] is None:  # a model without parameters beside those of its units
         return _Unit(mesh, ahead=tuple(ahead))
@@ -123,7 +152,7 @@ def unsharded(model: nn.Module, empty: bool) -> nn.Module:
 
 def _before_sharding(module: Any) -> tuple[type, dict[str, Any]]:
     """The class and the attributes that a module had."""
-    state = {name: value for name, value in vars(module).items() if not name.startswith(_COMPOSED)}
+    state = {k: v for k, v in vars(module).items() if not k.startswith(_COMPOSED) and not _gathers_around(v)}
     if not is_sharded(module):
         return type(module), state
     fsdp = module._get_fsdp_state()
@@ -145,8 +174,17 @@ def _whole(parameter: Tensor, empty: bool) -> Tensor:
 
 
 def _keys_of(table: Any, fsdp: Any) -> list[int]:
-    """The hooks that are the unit's own."""
-    return [key for key, hook in table.items() if getattr(hook, "__self__", None) is fsdp]
+    """The hooks that are the unit's own; those of a group wrap its methods."""
+
+    def of_unit(hook: Any) -> bool:
+        return getattr(hook, "__self__", None) is fsdp
+
+    return [key for key, hook in table.items() if of_unit(inspect.unwrap(hook, stop=of_unit))]
+
+
+def _gathers_around(value: Any) -> bool:
+    """Whether this is what ``register_fsdp_forward_method`` put in place of a method, which is of one module alone."""
+    return isinstance(value, types.MethodType) and value.__func__.__globals__.get("__name__", "").startswith(_FSDP)
 
 
 def _user_class(kind: type) -> type:

@@ -50,21 +50,26 @@ def unwrapped(model: nn.Module, mesh: str | Mesh | None) -> tuple[nn.Module, Mes
         raise UsageError("The model is wrapped in DistributedDataParallel, which says its mesh; leave out mesh.")
     if not model.training:
         raise UsageError("DistributedDataParallel is for training; for inference optimize the model inside (.module).")
-    for attribute, argument in _UNKNOWN.items():
-        if getattr(model, attribute, None):
-            raise UsageError(f"What DistributedDataParallel takes with {argument} is not known; wrap without it.")
     if model.static_graph:
         raise UsageError(
             "The model is wrapped in DistributedDataParallel with static_graph, whose first step must be the loop's "
             f'own; optimize the model inside (.module) with mesh="ddp={model.process_group.size()},static-graph", then '
             "wrap the result."
         )
+    return model.module, mesh_of_wrapper(model)
+
+
+def mesh_of_wrapper(model: DistributedDataParallel) -> Ddp:
+    """The mesh that a wrapper means; raises ``UsageError`` where it is not known what it takes."""
+    for attribute, argument in _UNKNOWN.items():
+        if getattr(model, attribute, None):
+            raise UsageError(f"What DistributedDataParallel takes with {argument} is not known; wrap without it.")
     hooks = model._comm_hooks
-    return model.module, Ddp(
+    return Ddp(
         model.process_group.size(),
         None if model.bucket_bytes_cap_default else model.bucket_bytes_cap / 2**20,
         model.gradient_as_bucket_view,
-        False,
+        model.static_graph,
         model.find_unused_parameters,
         model.broadcast_buffers,
         (hooks[0][1], hooks[0][0]) if hooks else None,

@@ -8,7 +8,6 @@ Where PyTorch has no CUDA, torchvision, which these import where it is installed
 
 import importlib.util
 import json
-import os
 import re
 import subprocess
 import sys
@@ -20,7 +19,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import memrewrite
 from memrewrite.integrations.calls import first_call
@@ -69,18 +72,6 @@ def test_example_trains_alike_in_less(name: str) -> None:
     assert figures, done.stdout
     before, after = map(float, figures.groups())
     assert after < 0.65 * before  # what a loop keeps besides the step (averages, a loss of its own) comes on top
-
-
-def test_sharded_example_trains_alike_in_less() -> None:
-    launch = ["-m", "torch.distributed.run", "--standalone", "--local-addr=localhost", "--nproc-per-node=2"]
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *launch, "examples/train_fsdp.py"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=EXAMPLES.parent, env=environment)
-    assert done.returncode == 0, done.stderr
-    figures = re.search(r"peak ([\d.]+) MB, rewritten ([\d.]+) MB", done.stdout)
-    assert figures, done.stdout
-    before, after = map(float, figures.groups())
-    assert after < 0.75 * before
 
 
 class Called(nn.Module):
@@ -201,6 +192,16 @@ def test_a_trainer_that_makes_its_model_is_refused(transformers: ModuleType, tmp
         optimize_trainer(ours, budget="min")
 
 
+@pytest.mark.filterwarnings("default")
+def test_a_trainer_of_fsdp1_is_refused(transformers: ModuleType, tmp_path: Path) -> None:
+    from memrewrite.integrations.transformers import optimize_trainer
+
+    ours = trainer(transformers, tmp_path)
+    ours.is_fsdp_enabled = True
+    with pytest.raises(UsageError, match=r'^The Trainer shards its model by FSDP1; give fsdp_config=\{"version": 2\}'):
+        optimize_trainer(ours, budget="min")
+
+
 @pytest.fixture(scope="module")
 def lightning() -> ModuleType:
     need("lightning")
@@ -260,6 +261,26 @@ def test_lightning_refusals(path: str, optimizers: int, sentence: str, lightning
 
     with pytest.raises(UsageError, match=re.escape(sentence)):
         fit(lightning, lightning_module(lightning, optimizers), Optimize(path, budget="min"))
+
+
+@pytest.mark.filterwarnings("ignore")  # of a process group without peers
+def test_what_lightning_shards_around_the_submodule_is_refused(lightning: ModuleType) -> None:
+    from memrewrite.integrations.lightning import _mesh
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        module, mesh = lightning_module(lightning), init_device_mesh("cpu", (2,))
+        strategy = lightning.strategies.ModelParallelStrategy()
+        strategy._model = fully_shard(module, mesh=mesh)
+        with pytest.raises(UsageError, match=r"^net is not sharded itself, .* call fully_shard of net, after parts"):
+            _mesh(strategy, module.net, "net")
+        part = nn.Linear(2, 2)
+        fully_shard(part, mesh=mesh)
+        assert _mesh(strategy, part, "net") is None
+        with pytest.raises(UsageError, match=r"^FSDPStrategy shards by FSDP1; use ModelParallelStrategy"):
+            _mesh(lightning.strategies.FSDPStrategy(), nn.Linear(2, 2), "net")
+    finally:
+        dist.destroy_process_group()
 
 
 def language_model(transformers: ModuleType, family: str) -> Any:

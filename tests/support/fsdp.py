@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 import memrewrite
 from memrewrite.runtime.dropin import programs
@@ -60,8 +60,9 @@ class Trained:
     predicted: tuple[int, int, int] = (0, 0, 0)
 
 
-PREFETCH = ",prefetch"
-AFTER = ["fsdp=2,param-dtype=bf16,reduce-dtype=fp32,output-dtype=bf16" + PREFETCH]  # optimized when sharded
+PREFETCH, GROUPED = ",prefetch", ",grouped"
+CAST = "fsdp=2,param-dtype=bf16,reduce-dtype=fp32,output-dtype=bf16"
+AFTER = [CAST + PREFETCH, "fsdp=2" + GROUPED, CAST + GROUPED]  # optimized when sharded
 
 
 def trainings(models: dict[str, nn.Module]) -> dict[str, tuple[Trained, Trained]]:
@@ -79,10 +80,13 @@ def optimized(model: nn.Module) -> nn.Module:
 
 def train(model: Any, name: str, then: Callable[[Any], Any] = lambda model: model) -> Trained:
     """Steps of PyTorch's tutorial loop with the model sharded for one mesh, and changed then."""
-    given, twice = MESHES[name.removesuffix(PREFETCH)], "replicas" in name
+    given, twice = MESHES[name.removesuffix(PREFETCH).removesuffix(GROUPED)], "replicas" in name
     mesh = init_device_mesh("cpu", (2, 1) if twice else (2,), mesh_dim_names=("outer", "inner") if twice else None)
     for unit in model.layers if "units" not in name else [model.layers[1]]:
         fully_shard(unit, mesh=mesh, **given)
+    if name.endswith(GROUPED):  # the first and the last parameters as one, as accelerate does it
+        fully_shard([model.outward, model.inward], mesh=mesh, **{**given, "reshard_after_forward": False})
+        register_fsdp_forward_method(model, "extra_repr")
     fully_shard(model, mesh=mesh, **given)
     if name.endswith(PREFETCH):
         model.layers[0].set_modules_to_forward_prefetch([*model.layers[1:]])

@@ -138,6 +138,12 @@ SLOW: dict[str, tuple[str, ...]] = {
     # Examples and benchmarks, which are no part of what is installed.
     "project/test_examples.py::test_small_model_is_optimized": ("efficientnet", "resnet50"),
     "integrations/test_integrations.py::test_example_trains_alike_in_less": ("plain", "plain, *", "compiled"),
+    "integrations/test_in_processes.py::test_example_trains_alike_in_less": (
+        "accelerate*",
+        "transformers*",
+        "lightning*",
+    ),
+    "integrations/test_in_processes.py::test_a_trainer_says_its_mesh_and_saves_what_it_trained": ("*",),
     "benchmarks/test_loops.py::test_what_there_was_no_time_for_is_said": ("*",),
     "benchmarks/test_pareto.py::test_rows_of_a_workload": ("*",),
     "benchmarks/test_pareto.py::test_what_will_be_compiled_is_planned_for_it": ("ours min-False",),

@@ -53,6 +53,13 @@ def sharded_inside(net: Net) -> Net:
     return net
 
 
+def sharded_across(net: Net) -> nn.Module:
+    model, mesh = nn.Sequential(net, nn.Linear(8, 8)), init_device_mesh("cpu", (2,))
+    for together in ([net.second, model[1]], net, model):
+        fully_shard(together, mesh=mesh)
+    return model
+
+
 def parallelized(net: Net) -> nn.Module:
     styles = {"first": ColwiseParallel(), "second": RowwiseParallel()}
     return parallelize_module(net, init_device_mesh("cpu", (2,)), styles)
@@ -109,6 +116,10 @@ CASES: dict[str, tuple[Any, str]] = {
     "fsdp2, otherwise": (
         lambda net: sharded(sharded_inside(net), mp_policy=MixedPrecisionPolicy(torch.bfloat16)),
         r"^second has another mesh or mp_policy than the model itself; give all the same\.$",
+    ),
+    "fsdp2, across units": (
+        sharded_across,
+        r"^0\.second and 1 are sharded as one and lie in different units; shard them one by one\.$",
     ),
     "fsdp2 inside": (sharded_inside, r"second \(FSDPLinear\) was sharded by fully_shard \(FSDP2\), and the model was"),
     "fsdp1": (
