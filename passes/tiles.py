@@ -169,7 +169,7 @@ def _reads(node: fx.Node, count: int, effects: Effects) -> Reads | None:
         return ((operand(node),), ()) if _count(operand(node)) == count else None
     if any(tensor(each) is None for each in given):
         return None
-    rows = _rows_of(node) or (operand(node) if operation(node) in _NORMS else None)
+    rows = _rows_of(node) or (operand(node) if _normalizes_rows(node) else None)
     if rows is not None:
         return ((rows,), tuple(each for each in given if each is not rows)) if _count(rows) == count else None
     if not _is_pointwise(node):
@@ -177,6 +177,11 @@ def _reads(node: fx.Node, count: int, effects: Effects) -> Reads | None:
     in_rows = tuple(each for each in given if _count(each) == count)
     whole = tuple(each for each in given if each not in in_rows)
     return (in_rows, whole) if in_rows and all(each.meta["val"].dim() <= 1 for each in whole) else None
+
+
+def _normalizes_rows(node: fx.Node) -> bool:
+    sizes: Any = node.args[1] if operation(node) in _NORMS and len(node.args) > 1 else ()
+    return len(sizes) == 1
 
 
 def _is_pointwise(node: fx.Node) -> bool:
@@ -191,11 +196,15 @@ def _keeps_rows(node: fx.Node) -> bool:
     if operation(node) not in (*VIEWS, "dropout"):
         return False
     before, after = tensor(operand(node)), tensor(node)
-    return before is not None and after is not None and before.shape[-1:] == after.shape[-1:]
+    if before is None or after is None or before.dtype != after.dtype:
+        return False
+    return before.shape[-1:] == after.shape[-1:]
 
 
 def _picks(node: fx.Node) -> bool:
     """Whether a node gives the same parts of every row."""
+    if len(node.all_input_nodes) > 1:  # sizes that vary
+        return False
     if node.target is getitem:
         return isinstance(operand(node).meta["val"], list | tuple)
     name, before = operation(node), tensor(operand(node)) if operation(node) in _PARTS else None

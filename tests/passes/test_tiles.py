@@ -119,6 +119,11 @@ REFUSED: dict[str, tuple[Function, str]] = {
     "random": (lambda m, h: m.down(F.dropout(m.gate(h), 0.5).tanh()), ""),
     "across rows": (lambda m, h: m.down(m.gate(h).softmax(1).tanh()), ""),
     "in other places": (lambda m, h: m.down(m.gate(h).transpose(0, 1).tanh()), ""),
+    "a norm of several rows": (lambda m, h: m.down(F.layer_norm(m.gate(h).tanh(), (5, WIDE))), ""),
+    "read in another type": (
+        lambda m, h: m.down(m.gate(h).tanh().view(torch.int32).bitwise_and(-2).view(torch.float32)),
+        "",
+    ),
     "mixed": (lambda m, h: m.down((m.mix(m.gate(h).transpose(1, 2)).transpose(1, 2)).tanh()), ""),
     "not wide": (lambda m, h: m.first(m.first(h).tanh()), ""),
     "written later": (
