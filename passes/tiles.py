@@ -35,7 +35,7 @@ from memrewrite.torch_internals.pytrees import tree_iter
 
 _PRODUCTS = {"linear": 0, "mm": 0, "matmul": 0, "addmm": 1}  # the place of their rows among their arguments
 _NORMS = ("layer_norm", "rms_norm")
-_PARTS = {"chunk": 2, "split": 2, "split_with_sizes": 2, "slice": 1}  # the place of the dimension among theirs
+_PICKS = {"chunk": 2, "split": 2, "split_with_sizes": 2, "slice": 1}  # the place of the dimension among theirs
 _WORTH = 2  # times the bytes at the ends, inside
 _PIECES = 8  # at most: more of them take time and hardly any memory less
 _ALIGNED = 8
@@ -47,7 +47,7 @@ class Tiles:
 
     name: ClassVar[str] = "tiles"
     exact: ClassVar[bool] = False
-    rows: int = 512  # as in ``memrewrite.search.planning``
+    rows: int
 
     def __call__(self, graph_module: fx.GraphModule, effects: Effects) -> Result:
         """Rewrite what lies between products that make rows wider and those that make them narrow again."""
@@ -128,7 +128,7 @@ def _parts(effects: Effects) -> Iterator[Part]:
     done: set[fx.Node] = set()
     for last in effects.order:
         wide = _rows_of(last)
-        if wide is None or last in done or not _narrows(last):
+        if wide is None or last in done or _widening(last) >= 0:
             continue
         members = _down_to_products(wide, _count(last), effects)
         done |= members
@@ -139,7 +139,7 @@ def _parts(effects: Effects) -> Iterator[Part]:
             # What is read after the part begins to be narrow has to be there as a whole.
             if reads is not None and all(user in members or user < wide for user in node.users):
                 members.add(node)
-                waiting += [] if _widens(node) else reads[0]
+                waiting += [] if _widening(node) > 0 else reads[0]
         if members:
             yield Part(effects, tuple(sorted(members)), _count(last))
 
@@ -151,7 +151,7 @@ def _down_to_products(wide: fx.Node, count: int, effects: Effects) -> set[fx.Nod
     while waiting:
         node = waiting.pop()
         is_product = _rows_of(node) is not None
-        if _reads(node, count, effects) is None or (is_product and not _narrows(node)):
+        if _reads(node, count, effects) is None or (is_product and _widening(node) >= 0):
             return set()
         found.add(node)
         waiting += [] if is_product else [user for user in node.users if user not in found]
@@ -207,8 +207,8 @@ def _picks(node: fx.Node) -> bool:
         return False
     if node.target is getitem:
         return isinstance(operand(node).meta["val"], list | tuple)
-    name, before = operation(node), tensor(operand(node)) if operation(node) in _PARTS else None
-    return before is not None and _dim(node, _PARTS[name]) in (-1, before.dim() - 1)
+    name, before = operation(node), tensor(operand(node)) if operation(node) in _PICKS else None
+    return before is not None and _dim(node, _PICKS[name]) in (-1, before.dim() - 1)
 
 
 def _dim(node: fx.Node, place: int) -> Any:
@@ -225,14 +225,10 @@ def _rows_of(node: fx.Node) -> fx.Node | None:
     return found if sorted(-1 if other is None else other.dim() for other in others) in ([2], [1, 2]) else None
 
 
-def _narrows(node: fx.Node) -> bool:
+def _widening(node: fx.Node) -> int:
+    """By how many numbers a product makes rows wider, or, below 0, narrower; 0 for any other node."""
     rows = _rows_of(node)
-    return rows is not None and _width(node) < _width(rows)
-
-
-def _widens(node: fx.Node) -> bool:
-    rows = _rows_of(node)
-    return rows is not None and _width(node) > _width(rows)
+    return 0 if rows is None else _width(node) - _width(rows)
 
 
 def _width(node: fx.Node) -> int:
@@ -277,7 +273,7 @@ def _copy(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.
     if _keeps_rows(node):
         return copies[operand(node)]
     copy = as_it_is(graph, node, copies)
-    if (place := _PARTS.get(operation(node))) is not None:
+    if (place := _PICKS.get(operation(node))) is not None:
         if len(node.args) > place:
             copy.update_arg(place, -1)
         else:

@@ -289,6 +289,7 @@ class _Observer(fx.Interpreter):
         def before(keys: set[int]) -> frozenset[int]:
             return frozenset(key for key in keys if recorder.storages[key].producer < index)
 
+        opaque = _is_opaque(n)
         self.facts[n] = NodeEffects(
             reads=before(recorder.reads) | given,
             writes=before(recorder.writes),
@@ -301,8 +302,8 @@ class _Observer(fx.Interpreter):
             rerun=recorder.rerun,
             statistics=before(recorder.statistics),
             stale_save=recorder.stale_save,
-            opaque=_is_opaque(n),
-            repeats=n.meta.get(_REPEATS, not _is_opaque(n)),
+            opaque=opaque,
+            repeats=n.meta.get(_REPEATS, not opaque),
         )
         return result
 

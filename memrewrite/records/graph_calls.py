@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -24,8 +24,8 @@ class GraphCall:
 
     @property
     def options(self) -> tuple[Any, ...]:
-        """What ``operation`` is told besides."""
-        raise NotImplementedError
+        """What ``operation`` is told besides: all further fields, in their order."""
+        return tuple(getattr(self, each.name) for each in fields(self) if each.name != "graph")
 
     def __call__(self, *given: Any) -> Any:
         """Compute it."""
@@ -61,11 +61,6 @@ class ChainCall(GraphCall):
     keeps: tuple[int, ...]
     operation: ClassVar[Callable[..., Any]] = fused
 
-    @property
-    def options(self) -> tuple[Any, ...]:
-        """What ``fused`` is told besides."""
-        return self.trained, self.keeps
-
 
 @dataclass(frozen=True)
 class TiledCall(GraphCall):
@@ -78,8 +73,3 @@ class TiledCall(GraphCall):
     weights: tuple[int, ...]
     rows: int
     operation: ClassVar[Callable[..., Any]] = in_tiles
-
-    @property
-    def options(self) -> tuple[Any, ...]:
-        """What ``in_tiles`` is told besides."""
-        return self.in_rows, self.weights, self.rows

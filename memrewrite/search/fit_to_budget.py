@@ -1,6 +1,5 @@
 """From a budget to a candidate that is within it: by simulation, and on a GPU by what is measured there."""
 
-import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from math import inf
@@ -16,6 +15,7 @@ from memrewrite.search.planning import (
     Planned,
     plan,
     rewritten_lower,
+    rewritten_lowest,
     rewritten_slower,
     with_inputs_cast,
 )
@@ -88,13 +88,17 @@ def _with_lower(asked: Asked, candidate: Candidate) -> Fit | Unmet:
     in_segments = any(region.marks for region in found.candidate.regions)
     if not needed and (not in_segments or found.candidate.times() is None):
         return found
-    for lower in _lower_ones(asked, candidate, (False, True) if needed else (False,)):
+    known = {candidate.programs}
+    for lower in _lower_ones(asked, candidate, lowest=needed):
+        if lower.programs in known:
+            continue
+        known.add(lower.programs)
         found = min(found, _found(asked, lower), key=_bytes(asked) if needed else _time)
         if isinstance(found, Fit):
             return found
     if not needed:
         return found
-    return _told(asked, min(_looked_for_on(asked, candidate, without), found, key=_bytes(asked)), candidate)
+    return _told(min(_looked_for_on(asked, candidate, without), found, key=_bytes(asked)), lower)
 
 
 def _looked_for_on(asked: Asked, candidate: Candidate, found: Fit | Unmet) -> Fit | Unmet:
@@ -104,28 +108,31 @@ def _looked_for_on(asked: Asked, candidate: Candidate, found: Fit | Unmet) -> Fi
 
 def _lowest(asked: Asked, candidate: Candidate) -> Fit | Unmet:
     """What takes the fewest bytes, with the rewrites for a lower peak or without them."""
-    found = [_found(asked, each) for each in _lower_ones(asked, candidate, (True,))]
+    lower = [rewritten_lowest(each, asked.names) for each in _lower_ones(asked, candidate, lowest=False)]
+    found = [_found(asked, each) for each in lower if each.programs != candidate.programs]
     near = asked.unless_far(min(map(_bytes(asked), found))[1]) if found else asked
-    best = min([_found(near, candidate), *found], key=_bytes(asked))
-    return _told(asked, best, candidate)
+    return _told(min([_found(near, candidate), *found], key=_bytes(asked)), lower[0])
 
 
-def _lower_ones(asked: Asked, candidate: Candidate, lowest: tuple[bool, ...]) -> Iterator[Candidate]:
-    """The candidate after the rewrites for a lower peak, where these differ: of many rows at once, then of few.
+def _lower_ones(asked: Asked, candidate: Candidate, lowest: bool) -> Iterator[Candidate]:
+    """The candidate after the rewrites for a lower peak: of many rows at once, then, where that differs, of few.
 
-    Without those for the ``lowest``, or with them.
+    One alone, that is the candidate as it was, where none is made. Then the same with those for the ``lowest`` peak.
     """
-    known = {candidate.programs}
-    for last, wide in itertools.product(lowest, (True, False)):
-        lower = rewritten_lower(candidate, asked.names, wide, last)
-        if lower.programs not in known:
-            known.add(lower.programs)
-            yield lower
+    wide = rewritten_lower(candidate, asked.names, wide=True)
+    made = [wide]
+    yield wide
+    if wide.programs != candidate.programs:
+        narrow = rewritten_lower(candidate, asked.names, wide=False)
+        if narrow.programs != wide.programs:
+            made.append(narrow)
+            yield narrow
+    if lowest:
+        yield from (rewritten_lowest(each, asked.names) for each in made)
 
 
-def _told(asked: Asked, found: Fit | Unmet, candidate: Candidate) -> Fit | Unmet:
-    """What was found, with what the rewrites for a lower peak say of the candidate."""
-    lower = rewritten_lower(candidate, asked.names, wide=True, lowest=True)
+def _told(found: Fit | Unmet, lower: Candidate) -> Fit | Unmet:
+    """What was found, with what the rewrites of another candidate said."""
     return replace(found, candidate=found.candidate.telling(lower))
 
 

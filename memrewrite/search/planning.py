@@ -54,12 +54,17 @@ def rewritten_slower(candidate: Candidate, names: tuple[str, ...] | None) -> Can
     return candidate.after(registry.slower(names))
 
 
-def rewritten_lower(candidate: Candidate, names: tuple[str, ...] | None, wide: bool, lowest: bool) -> Candidate:
-    """After the rewrites for a peak that no plan without them reaches, or for the ``lowest``.
+def rewritten_lower(candidate: Candidate, names: tuple[str, ...] | None, wide: bool) -> Candidate:
+    """After the rewrites for a peak that no plan without them reaches.
 
     ``wide`` has them work on so many rows at a time that a product takes the time of its multiplications.
     """
-    return candidate.after(registry.lower(names, _WIDE if wide else 0, _compiles(candidate.bench), lowest))
+    return candidate.after(registry.lower(names, _WIDE if wide else 0, _compiles(candidate.bench)))
+
+
+def rewritten_lowest(candidate: Candidate, names: tuple[str, ...] | None) -> Candidate:
+    """After those for a peak that no plan reaches with all others, of as many rows at a time as ``wide`` ones."""
+    return candidate.after(registry.lowest(names, _WIDE))
 
 
 def plan(

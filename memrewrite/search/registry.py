@@ -22,7 +22,7 @@ SLOWER: dict[str, Callable[[], Pass]] = {ChunkedCrossEntropy.name: ChunkedCrossE
 LOWER: dict[str, Callable[[int, bool], Pass]] = {
     LinearCrossEntropy.name: lambda rows, fused: LinearCrossEntropy(rows=rows, fused=fused)
 }
-LOWEST: dict[str, Callable[[], Pass]] = {Tiles.name: Tiles}
+LOWEST: dict[str, Callable[[int], Pass]] = {Tiles.name: lambda rows: Tiles(rows=rows)}
 ON_REQUEST: dict[str, Callable[[], Pass]] = {FusedChains.name: FusedChains}
 NAMES = (*PATTERNS, *SLOWER, *LOWER, *LOWEST, *ON_REQUEST, CheckpointSegments.name, InplaceActivation.name)
 
@@ -44,15 +44,19 @@ def slower(names: tuple[str, ...] | None) -> list[Pass]:
     return [make() for name, make in SLOWER.items() if names is None or name in names]
 
 
-def lower(names: tuple[str, ...] | None, rows: int, for_cuda: bool, lowest: bool) -> list[Pass]:
+def lower(names: tuple[str, ...] | None, rows: int, for_cuda: bool) -> list[Pass]:
     """Rewrites for a step that no plan without them would let fit, of those asked for.
 
     They work on ``rows`` rows at a time, or as few as make the lowest peak where that is 0; compiled ``for_cuda``, if
-    that was asked for. The ``lowest`` are for a step that no plan with the others would let fit.
+    that was asked for.
     """
     fused = for_cuda and FusedChains.name in (names or ())
-    found = [make(rows, fused) for name, make in LOWER.items() if names is None or name in names]
-    return found + [make() for name, make in LOWEST.items() if lowest and (names is None or name in names)]
+    return [make(rows, fused) for name, make in LOWER.items() if names is None or name in names]
+
+
+def lowest(names: tuple[str, ...] | None, rows: int) -> list[Pass]:
+    """Rewrites for a step that no plan with all others would let fit, of those asked for: ``rows`` rows at a time."""
+    return [make(rows) for name, make in LOWEST.items() if names is None or name in names]
 
 
 def allowed(names: tuple[str, ...] | None, exact: bool) -> tuple[str, ...] | None:

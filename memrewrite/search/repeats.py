@@ -69,14 +69,10 @@ def _leaves_no_trace(module: nn.Module, call: Call) -> bool:
 
     No hook is called but that of ``weight_norm``, which makes the same weight again.
     """
-    if any(hook for inner in module.modules() for hook in _hooks(inner) if not isinstance(hook, WeightNorm)):
+    hooks = [(path, hook) for path, inner in module.named_modules() for hook in _hooks(inner)]
+    if not all(isinstance(hook, WeightNorm) for _, hook in hooks):
         return False
-    normed = {
-        f"{path}.{hook.name}".lstrip(".")
-        for path, inner in module.named_modules()
-        for hook in _hooks(inner)
-        if isinstance(hook, WeightNorm)
-    }
+    normed = {f"{path}.{hook.name}".lstrip(".") for path, hook in hooks}
     before, values = Attributes(module), [buffer.detach().clone() for buffer in module.buffers()]
     try:
         return (

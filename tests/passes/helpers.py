@@ -102,6 +102,19 @@ def saved_storages(module: nn.Module, x: Tensor, owner: nn.Module) -> list[int]:
     return sorted(kept.values())
 
 
+def language_step(model: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
+    """The loss and the gradients of a model that is called with tokens and gives its loss alone."""
+    model.zero_grad()
+    loss = model(tokens, labels=tokens)
+    loss.backward()
+    return {"loss": loss.detach(), **{n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}}
+
+
+def rewrites(report: Any) -> set[str]:
+    """The names of the passes that changed something."""
+    return {name for name, _, _ in report.rewrites}
+
+
 def assert_same_bits(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
     """Every number is the same, bit for bit (nan equals nan)."""
     assert ours.keys() == theirs.keys()

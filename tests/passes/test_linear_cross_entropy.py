@@ -31,6 +31,8 @@ from tests.passes.helpers import (
     assert_same_bits,
     example,
     functional,
+    language_step,
+    rewrites,
     saved_storages,
     targets,
 )
@@ -287,10 +289,6 @@ def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(registry.LOWER, PASS.name, lambda *_: LinearCrossEntropy(elements=2**12))
 
 
-def rewrites(report: Any) -> set[str]:
-    return {name for name, _, _ in report.rewrites}
-
-
 @pytest.fixture(scope="module")
 def lowest() -> int:
     """The lowest peak without it."""
@@ -349,11 +347,4 @@ def test_artifact_and_copies_have_it(tmp_path: Any) -> None:
     tokens = torch.randint(400, (32, 16))
     arrived = memrewrite.load(tmp_path / "out", Speaker())
     for other in (arrived, copy.deepcopy(result)):
-        assert_same_bits(_step(result, tokens), _step(other, tokens))
-
-
-def _step(model: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
-    model.zero_grad()
-    loss = model(tokens, labels=tokens)
-    loss.backward()
-    return {"loss": loss.detach(), **{n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}}
+        assert_same_bits(language_step(result, tokens), language_step(other, tokens))

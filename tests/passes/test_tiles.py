@@ -26,7 +26,16 @@ from memrewrite.runtime.dropin import programs
 from memrewrite.runtime.tiles import in_tiles
 from memrewrite.search import registry
 from memrewrite.simulate.memory.tracker import Tracker
-from tests.passes.helpers import FRONT_ENDS, assert_as_good, assert_same_bits, functional, rewrite, saved_storages
+from tests.passes.helpers import (
+    FRONT_ENDS,
+    assert_as_good,
+    assert_same_bits,
+    functional,
+    language_step,
+    rewrite,
+    rewrites,
+    saved_storages,
+)
 
 NARROW, WIDE, ROWS, PIECE = 4, 24, 20, 8
 Function = Callable[[Any, Tensor], Any]
@@ -266,7 +275,7 @@ def planned(**options: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(registry.LOWEST, PASS.name, lambda: Tiles(rows=64))
+    monkeypatch.setitem(registry.LOWEST, PASS.name, lambda _: Tiles(rows=64))
 
 
 @pytest.fixture(scope="module")
@@ -280,12 +289,8 @@ def lowest() -> int:
 def smallest() -> Any:
     """A model at its lowest peak."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(registry.LOWEST, PASS.name, lambda: Tiles(rows=64))
+        patch.setitem(registry.LOWEST, PASS.name, lambda _: Tiles(rows=64))
         return planned(budget="min", verify=False)
-
-
-def rewrites(report: Any) -> set[str]:
-    return {name for name, _, _ in report.rewrites}
 
 
 @pytest.mark.parametrize(
@@ -341,14 +346,7 @@ def test_artifact_and_copies_have_it(smallest: Any, tmp_path: Path) -> None:
     arrived.load_state_dict(smallest.state_dict())
     for other in (arrived, copy.deepcopy(smallest), pickle.loads(pickle.dumps(smallest))):
         assert "in_tiles(" in programs(smallest)[""].source
-        assert_same_bits(_step(smallest, tokens), _step(other, tokens))
-
-
-def _step(model: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
-    model.zero_grad()
-    loss = model(tokens, labels=tokens)
-    loss.backward()
-    return {"loss": loss.detach(), **{n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}}
+        assert_same_bits(language_step(smallest, tokens), language_step(other, tokens))
 
 
 @pytest.mark.parametrize("first", [FusedChains(), Composites()], ids=lambda each: each.name)
