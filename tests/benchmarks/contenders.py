@@ -3,7 +3,8 @@
 ``ours`` and ``ours+compile`` are followed by a budget: ``min``, ``block`` (the peak that block checkpointing takes) or
 a share of the bytes that eager training takes beyond parameters, gradients, optimizer state and inputs. ``compile`` may
 be followed by PyTorch's own ``activation_memory_budget``; ``=0.5`` is the peak that ``compile 0.5`` takes, and
-``=liger`` that of ``liger``, which puts Liger's kernels into a language model.
+``=liger`` that of ``liger``, which puts Liger's kernels into a language model. ``chunked`` takes its loss in chunks;
+``+block`` is block checkpointing besides.
 """
 
 from collections.abc import Mapping
@@ -20,11 +21,15 @@ from memrewrite.optimizing import run as optimizing
 from memrewrite.records.errors import BudgetInfeasibleError
 from memrewrite.records.options import Budget
 from memrewrite.workload.step import Inputs, Step
-from tests.benchmarks.models import Workload, sqrt_segments
+from tests.benchmarks.language import base_of
+from tests.benchmarks.models import sqrt_segments
 from tests.benchmarks.rows import ParetoRow
+from tests.benchmarks.workload import Workload
 
 EAGER, BLOCK, SQRT, OURS, COMPILE, BOTH = "eager", "block", "sqrt", "ours", "compile", "ours+compile"
 LIGER = "liger", "liger+block"
+CHUNKED = "chunked", "chunked+block"
+COMPILED_BLOCK = "compile+block"
 MINIMUM = f"{OURS} min"
 _OURS = [f"{OURS} {budget}" for budget in ("min", "block", "80%", "65%", "50%", "40%", "33%", "27%")]
 _RATIOS = ("0.8", "0.5", "0.3", "0.2", "0.1", "0")
@@ -32,7 +37,8 @@ _COMPILED = [f"{COMPILE} {ratio}" for ratio in _RATIOS]
 _BOTH = [f"{BOTH} {budget}" for budget in ("min", "27%", "33%", "40%", "50%", "65%", "80%")]
 _MATCHED = [f"{BOTH} ={ratio}" for ratio in _RATIOS]
 _AS_LIGER = [f"{each} ={peer}" for each in (OURS, BOTH) for peer in LIGER]
-CONTENDERS = [EAGER, BLOCK, SQRT, *LIGER, *_OURS, COMPILE, *_COMPILED, *_BOTH, *_MATCHED, *_AS_LIGER]
+_PLAIN = [EAGER, BLOCK, SQRT, *LIGER, *CHUNKED]
+CONTENDERS = [*_PLAIN, *_OURS, COMPILE, COMPILED_BLOCK, *_COMPILED, *_BOTH, *_MATCHED, *_AS_LIGER]
 
 Rows = Mapping[str, ParetoRow]
 """What is known of a workload already, by contender."""
@@ -54,9 +60,14 @@ def kind(contender: str) -> str:
     return contender.split()[0]
 
 
+def phase(contender: str) -> int:
+    """When it runs: after those whose peaks it may have as its budget."""
+    return {OURS: 1, COMPILE: 1, COMPILED_BLOCK: 1, BOTH: 2}.get(kind(contender), 0)
+
+
 def is_compiled(contender: str) -> bool:
     """Whether it runs under ``torch.compile``."""
-    return kind(contender) in (COMPILE, BOTH)
+    return kind(contender) in (COMPILE, COMPILED_BLOCK, BOTH)
 
 
 def bound(contender: str, rows: Rows) -> int | None:
@@ -93,8 +104,14 @@ def prepare(
         return Ready(cast(nn.Module, torch.compile(model)))
     if contender in LIGER:
         _with_liger(model)
-    if contender in (BLOCK, LIGER[1]):
+    if contender in CHUNKED:
+        if workload.chunk_loss is None:
+            raise ValueError("the model is no causal language model")
+        workload.chunk_loss(model)
+    if contender in (BLOCK, LIGER[1], CHUNKED[1], COMPILED_BLOCK):
         workload.checkpoint_blocks(model)
+    if contender == COMPILED_BLOCK:
+        return Ready(cast(nn.Module, torch.compile(model)))
     if contender == SQRT:
         return Ready(model, note=f"{sqrt_segments(model, workload.blocks)} segments")
     return Ready(model)
@@ -104,8 +121,11 @@ def _with_liger(model: nn.Module) -> None:
     """Put Liger's kernels into a model of transformers' that it knows, and into its class, for good."""
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
-    inner: Any = cast(Any, model).get_base_model() if hasattr(model, "get_base_model") else model
-    MODEL_TYPE_TO_APPLY_LIGER_FN[inner.config.model_type](model=inner)
+    inner = base_of(model)
+    kind_of = inner.config.model_type
+    if kind_of not in MODEL_TYPE_TO_APPLY_LIGER_FN:
+        raise ValueError(f"Liger has no kernels for {kind_of}")
+    MODEL_TYPE_TO_APPLY_LIGER_FN[kind_of](model=inner)
 
 
 def _optimized(contender: str, workload: Workload, model: nn.Module, inputs: Inputs, rows: Rows, verify: bool) -> Ready:

@@ -16,7 +16,7 @@ import time
 import torch
 
 import memrewrite
-from tests.benchmarks.models import decoder, llama
+from tests.benchmarks.language import decoder, llama
 
 _LENGTH, _VOCABULARY = 8192, 128256
 _WIDER = {"intermediate_size": 28672, "num_key_value_heads": 8, "tie_word_embeddings": False}  # than ``decoder`` says

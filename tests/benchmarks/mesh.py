@@ -36,9 +36,11 @@ from memrewrite.simulate import Timeline
 from memrewrite.targets.workspaces import measured as workspace_bytes
 from memrewrite.torch_internals.fsdp import units
 from memrewrite.workload.step import Inputs, Step
-from tests.benchmarks.models import WORKLOADS, Workload, decoder, llama, tokens
+from tests.benchmarks.language import decoder, llama, tokens
+from tests.benchmarks.models import WORKLOADS
 from tests.benchmarks.rows import machine
 from tests.benchmarks.trial import Trial, clear
+from tests.benchmarks.workload import Workload
 
 CONTENDERS = ("eager", "block", "ours block", "ours 50%", "ours min")
 _STEPS = 8

@@ -2,9 +2,9 @@
 
     python -m tests.benchmarks.pareto FOLDER [--only resnet50 unet] [--contenders eager ours] [--deadline-s 540]
 
-Every (workload, contender) becomes a row of ``FOLDER/pareto.jsonl``; a stopped run resumes where it was. What runs
-without ``torch.compile`` shares one process per workload. Compiled contenders have a process each; ``--jobs`` of them,
-of all workloads, compile side by side, then free what they can and train one after another, each alone on the device.
+Every (workload, contender) becomes a row of ``FOLDER/pareto.jsonl``; a stopped run resumes where it was. Each has a
+process of its own; ``--jobs`` of them, of all workloads, plan and compile side by side, then free what they can and
+train one after another, each alone on the device.
 """
 
 import argparse
@@ -24,10 +24,11 @@ import torch
 
 from memrewrite.records.errors import BudgetInfeasibleError
 from tests.benchmarks import contenders
-from tests.benchmarks.contenders import BOTH, COMPILE, CONTENDERS, EAGER, LIGER, MINIMUM, bound, is_compiled, kind
-from tests.benchmarks.models import WORKLOADS, Workload
+from tests.benchmarks.contenders import BOTH, CONTENDERS, EAGER, MINIMUM, OURS, bound, kind, phase
+from tests.benchmarks.models import WORKLOADS
 from tests.benchmarks.rows import INFEASIBLE, PARETO, ParetoRow, append, attempt, machine, read
 from tests.benchmarks.trial import Trial, clear
+from tests.benchmarks.workload import Workload
 
 ROOT = Path(__file__).resolve().parents[2]
 READY = "ready"
@@ -52,6 +53,7 @@ class Bench:
     batch: int | None = None
     gate: Callable[[], None] | None = None
     optimizer: str | None = None
+    verified: bool = True
 
     @property
     def workload(self) -> Workload:
@@ -71,7 +73,7 @@ class Bench:
 
     def contend(self, contender: str) -> ParetoRow:
         """Train one contender; what it fails with is a result too. The lowest peak is verified where memory allows."""
-        verify = contender == MINIMUM
+        verify = self.verified and contender == MINIMUM
         row = attempt(lambda: self._contend(contender, verify), lambda why: self._failed(contender, why))
         if verify and not row.ok and _NO_MEMORY in row.note:
             row = attempt(lambda: self._contend(contender, False), lambda why: self._failed(contender, why))
@@ -125,7 +127,7 @@ def main() -> int:
     gate, device = _wait_for_turn if options.gate else None, torch.device(options.device)
     path = options.folder / PARETO
     benches = [
-        Bench(name, path, device, options.tiny, options.batch, gate, options.optimizer)
+        Bench(name, path, device, options.tiny, options.batch, gate, options.optimizer, not options.no_verify)
         for name in options.only or WORKLOADS
     ]
     if options.child:
@@ -145,6 +147,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=6, help="how many may compile side by side")
     parser.add_argument("--batch", type=int, help="instead of each workload's own")
     parser.add_argument("--optimizer", help="likewise: sgd, module:factory, ...")
+    parser.add_argument("--no-verify", action="store_true", help="do not verify the lowest peak either")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="tiny models of the same families")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
@@ -179,14 +182,15 @@ class _Parent:
         return [c for c in wanted if c not in rows] if time.monotonic() < self.end else []
 
     def needs(self, contender: str) -> int:
-        """About how many bytes of the device a compiled contender takes: its budget, else what eager training takes."""
+        """About how many bytes of the device a contender takes: its budget, else what it would without one."""
         rows = self.bench.rows()
         eager = rows[EAGER].peak if EAGER in rows else None
+        if kind(contender) not in (OURS, BOTH):
+            return eager or 0
         try:
-            budget = bound(contender, rows) if kind(contender) == BOTH else None
+            return bound(contender, rows) or min((row.peak for row in rows.values() if row.peak), default=0)
         except ValueError:  # its peer has not run
-            budget = None
-        return budget or eager or 0
+            return eager or 0
 
     def account_for(self, contender: str, code: int) -> None:
         """A row for a contender whose process ended without one, unless it was for lack of time."""
@@ -200,7 +204,7 @@ class _Parent:
         command = [sys.executable, "-m", "tests.benchmarks.pareto", str(self.options.folder.resolve()), "--child"]
         command += ["--only", self.bench.name, "--device", self.options.device, "--deadline-s", str(left)]
         command += ["--contenders", *names]
-        command += ["--tiny"] * self.options.tiny + ["--gate"] * gate
+        command += ["--tiny"] * self.options.tiny + ["--gate"] * gate + ["--no-verify"] * self.options.no_verify
         if self.bench.batch is not None:
             command += ["--batch", str(self.bench.batch)]
         if self.bench.optimizer is not None:
@@ -221,19 +225,15 @@ class _Parent:
 
 
 def _run(parents: list[_Parent], wanted: list[str]) -> None:
-    """Run what is missing, compiled contenders last, ours after its peers: budgets come from the others' rows."""
-    for parent in parents:
-        for contender in [c for c in wanted if c in LIGER]:  # which change transformers itself
-            parent.run([contender])
-        parent.run([c for c in wanted if not is_compiled(c)])
-    for each in (COMPILE, BOTH):
-        left = [(parent, c) for parent in parents for c in parent.missing([c for c in wanted if kind(c) == each])]
+    """Run what is missing, in the order of phases: budgets come from the others' rows."""
+    for at in sorted(set(map(phase, wanted))):
+        left = [(parent, c) for parent in parents for c in parent.missing([c for c in wanted if phase(c) == at])]
         while left:
             count = _how_many(left)
             _side_by_side(left[:count])
             left = left[count:]
     for parent in parents:  # what ran out of memory beside others
-        for contender in parent.missing([c for c in wanted if is_compiled(c)]):
+        for contender in parent.missing(wanted):
             parent.run([contender])
 
 

@@ -18,7 +18,8 @@ import torch
 from memrewrite import optimize
 from memrewrite.records.errors import BudgetInfeasibleError
 from memrewrite.runtime.dropin import programs
-from tests.benchmarks.models import WORKLOADS, Workload
+from tests.benchmarks.models import WORKLOADS
+from tests.benchmarks.workload import Workload
 
 WAYS: dict[str, dict[str, Any]] = {
     "half": {"budget": "60%"},
