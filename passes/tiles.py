@@ -130,9 +130,11 @@ def _parts(effects: Effects) -> Iterator[Part]:
         wide = _rows_of(last)
         if wide is None or last in done or _widening(last) >= 0:
             continue
-        members = _down_to_products(wide, _count(last), effects)
+        together = tuple(operand(wide).users) if wide.target is getitem else (wide,)
+        starts = next((each for each in (together, (wide,)) if _down_to_products(each, _count(last), effects)), ())
+        members = _down_to_products(starts, _count(last), effects)
         done |= members
-        waiting = [wide]
+        waiting = [*starts]
         while members and waiting:
             node = waiting.pop()
             reads = None if node in members else _reads(node, _count(last), effects)
@@ -140,14 +142,16 @@ def _parts(effects: Effects) -> Iterator[Part]:
             if reads is not None and all(user in members or user < wide for user in node.users):
                 members.add(node)
                 waiting += [] if _widening(node) > 0 else reads[0]
+        while torn := {node for node in members if node.target is getitem and operand(node) not in members}:
+            members -= torn  # one of several results of what stays outside is what the part is given
         if members:
             yield Part(effects, tuple(sorted(members)), _count(last))
 
 
-def _down_to_products(wide: fx.Node, count: int, effects: Effects) -> set[fx.Node]:
+def _down_to_products(wide: tuple[fx.Node, ...], count: int, effects: Effects) -> set[fx.Node]:
     """What reads wide rows, down to products that make them narrow; nothing where some of it is anything else."""
     found: set[fx.Node] = set()
-    waiting = [*wide.users]
+    waiting = [user for node in wide for user in node.users]
     while waiting:
         node = waiting.pop()
         is_product = _rows_of(node) is not None
@@ -236,8 +240,9 @@ def _width(node: fx.Node) -> int:
 
 
 def _sizes(node: fx.Node) -> tuple[int, ...]:
-    """The sizes of what has rows, but for their width."""
-    return tuple(node.meta["val"].shape[:-1])
+    """The sizes of what has rows, but for their width; none for several results, which have to be there as a whole."""
+    value = tensor(node)
+    return () if value is None else tuple(value.shape[:-1])
 
 
 def _count(node: fx.Node) -> int:

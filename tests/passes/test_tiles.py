@@ -349,6 +349,20 @@ def test_artifact_and_copies_have_it(smallest: Any, tmp_path: Path) -> None:
         assert_same_bits(language_step(smallest, tokens), language_step(other, tokens))
 
 
+def one_of_two_results(m: Any, h: Tensor) -> tuple[Tensor, Tensor]:
+    """The other one is read as a whole."""
+    wide = F.silu(m.gate(h)) * m.up(h)
+    return m.down(wide), (wide * 0.5).sum(0)
+
+
+@pytest.mark.parametrize("function", [lora, one_of_two_results], ids=lambda each: each.__name__)
+def test_of_a_chain_with_several_results(function: Function) -> None:
+    model, x = Wide(function), example()
+    graph_module, result = rewrite(model, x, [Functionalize(), FusedChains(), PASS])
+    assert len(result.applied) == (function is lora)
+    assert_as_good(graph_module, model, x)
+
+
 @pytest.mark.parametrize("first", [FusedChains(), Composites()], ids=lambda each: each.name)
 def test_after_other_passes(first: Any) -> None:
     """What these have made of activations is a part's as well, and is written once for all."""
