@@ -12,24 +12,24 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from memrewrite.plan.segments import Chain, Held, Plan
-from memrewrite.plan_facts.chain import end_to_end, node_of, with_more
+from memrewrite.plan_facts.chain import end_to_end, join, node_of, with_more
 
 
 @dataclass(frozen=True)
 class Layout:
     """Where the nodes of a graph with ``length`` nodes lie in the joined chain.
 
-    ``parts`` says how many nodes a part has that is called by the node of this number.
+    ``parts`` says how many nodes each part has that the call of the node of this number runs, one after the other.
     """
 
     length: int
-    parts: tuple[tuple[int, int], ...] = ()
+    parts: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
     @property
     def positions(self) -> list[int]:
         """The position of every node of the graph, and of its end."""
-        sizes = dict(self.parts)
-        return [0, *np.cumsum([1 + sizes.get(node, 0) for node in range(self.length)]).tolist()]
+        sizes = {node: sum(lengths) + len(lengths) for node, lengths in self.parts}  # each after a boundary
+        return [0, *np.cumsum([sizes.get(node, 1) for node in range(self.length)]).tolist()]
 
     def own(self, plan: Plan) -> Plan:
         """What of a plan for the joined chain is for the graph itself."""
@@ -42,18 +42,24 @@ class Layout:
 
     def of_parts(self, plan: Plan) -> list[Plan]:
         """What of it is for each part."""
-        starts = self.positions
-        return [plan.part(starts[node] + 1, starts[node] + 1 + size) for node, size in self.parts]
+        found = []
+        for node, lengths in self.parts:
+            end = self.positions[node]
+            for length in lengths:
+                start, end = end + 1, end + 1 + length
+                found.append(plan.part(start, end))
+        return found
 
 
-def nest(whole: Chain, parts: Mapping[int, Chain], made: Mapping[int, int], own: int) -> Chain:
-    """The joined chain; ``parts`` by the number of the node that calls them, in order.
+def nest(whole: Chain, called: Mapping[int, list[Chain]], made: Mapping[int, int], own: int) -> Chain:
+    """The joined chain; ``called`` are the parts by the number of the node whose call runs them, in order.
 
     ``made`` are the bytes of parameter gradients that ``whole`` counts once backward is through each of these calls,
     where ``gradients`` of the part are what is left of them; ``own`` is what is left of those of the rest.
     """
-    layout = Layout(len(whole), tuple((node, len(part)) for node, part in parts.items()))
-    starts, calls = layout.positions, [*parts]
+    layout = Layout(len(whole), tuple((node, tuple(map(len, parts))) for node, parts in called.items()))
+    starts, calls = layout.positions, [*called]
+    parts = {node: join(chains) for node, chains in called.items()}
     gone = np.zeros(len(whole), dtype=np.int64)  # bytes of gradients that are not there any more
     for node, part in parts.items():
         gone[:node] += max(made[node] - part.gradients, 0)

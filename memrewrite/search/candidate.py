@@ -23,6 +23,7 @@ from memrewrite.runtime.assembled import assembled
 from memrewrite.runtime.dropin import Program, program_from
 from memrewrite.search.bench import Bench
 from memrewrite.search.graphs import ObservedGraph
+from memrewrite.search.kept import is_below
 from memrewrite.search.regions import Region
 from memrewrite.simulate import Timeline
 
@@ -187,9 +188,13 @@ class Candidate:
         whole, *others = self.regions
         if whole.region.path or not others:
             return None
-        called = {str(node.target): i for i, node in enumerate(whole.graph.nodes) if node.op == "call_module"}
-        sizes = ((called[part.region.path], len(part.graph.nodes)) for part in others)
-        return Layout(len(whole.graph.nodes), tuple(sizes))
+        nodes = list(whole.graph.nodes)
+        calls = {i: str(node.target) for i, node in enumerate(nodes) if node.op == "call_module"}
+        sizes = {
+            i: tuple(len(part.graph.nodes) for part in others if is_below(part.region.path, path))
+            for i, path in calls.items()
+        }
+        return Layout(len(nodes), tuple((i, each) for i, each in sizes.items() if each))
 
     @property
     def room(self) -> int:

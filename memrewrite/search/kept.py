@@ -32,11 +32,11 @@ def hooked_around(model: nn.Module, regions: Collection[str]) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for path, module in model.named_modules():
-        if path and not any(_is_below(path, above) for above in found) and (why := _of_hooks(path, module)):
+        if path and not any(is_below(path, above) for above in found) and (why := _of_hooks(path, module)):
             found[path] = why
     leaves = [path for path, module in model.named_modules() if _is_leaf(module)]
     inside, planned = (
-        sum(any(_is_below(leaf, above) for above in paths) for leaf in leaves) for paths in (found, regions)
+        sum(any(is_below(leaf, above) for above in paths) for leaf in leaves) for paths in (found, regions)
     )
     return found if inside <= len(leaves) - planned else {}
 
@@ -58,9 +58,9 @@ def with_fixing(model: nn.Module, refusal: FixedSizeError, odd: Mapping[str, str
     classes = {type(model.get_submodule(path)) for path in refusal.fixing if path}
     found: dict[str, str] = {}
     for path, module in model.named_modules():
-        if path and type(module) in classes and not any(_is_below(path, above) for above in (*odd, *found)):
+        if path and type(module) in classes and not any(is_below(path, above) for above in (*odd, *found)):
             found[path] = refusal.told
-    outside = {path: why for path, why in odd.items() if not any(_is_below(path, above) for above in found)}
+    outside = {path: why for path, why in odd.items() if not any(is_below(path, above) for above in found)}
     return {**outside, **found}
 
 
@@ -101,11 +101,11 @@ def innermost(
     """
     found: dict[str, str] = {}
     for path, why in failing.items():
-        elsewhere = [other for other in (*failing, *regions) if other != path and _is_below(other, path)]
+        elsewhere = [other for other in (*failing, *regions) if other != path and is_below(other, path)]
         named = (
             (f"{path}.{name}".lstrip("."), leaf) for name, leaf in model.get_submodule(path).named_modules() if name
         )
-        leaves = [(name, leaf) for name, leaf in named if not any(_is_below(name, other) for other in elsewhere)]
+        leaves = [(name, leaf) for name, leaf in named if not any(is_below(name, other) for other in elsewhere)]
         asked = {name: refusal(name, leaf) for name, leaf in leaves if _is_leaf(leaf) and _is_own(leaf)}
         blamed = {name: said for name, said in asked.items() if said}
         found |= blamed or ({path: why} if path and not elsewhere else {})
@@ -121,6 +121,6 @@ def _is_own(module: nn.Module) -> bool:
     return not type(module).__module__.startswith("torch.nn.")
 
 
-def _is_below(path: str, above: str) -> bool:
+def is_below(path: str, above: str) -> bool:
     """Whether a path is another one or leads further from there."""
     return not above or path == above or path.startswith(f"{above}.")

@@ -4,6 +4,7 @@ import functools
 import math
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from itertools import islice
 
 from memrewrite.passes import early_casts
 from memrewrite.plan.refine import Fitted, Search
@@ -141,12 +142,14 @@ def _joined(bare: Candidate, held: int) -> Chain:
         return join([*chains, *_outside(bare)])
     made = {id(p): p.nbytes for p in bench.model.parameters() if p.requires_grad}
     inside = [{id(p) for p in bench.model.get_submodule(part.region.path).parameters()} for part in parts]
-    calls = [node for node, _ in layout.parts]
-    waiting = bench.step.gradients_wait
     own = sum(size for key, size in made.items() if not any(key in each for each in inside)) // _parts(bench)
-    sizes = {node: sum(made.get(key, 0) for key in keys) for node, keys in zip(calls, inside, strict=True)}
-    whole = _chain(bare.regions[0], bench)
-    return nest(whole, dict(zip(calls, chains, strict=True)), sizes, 0 if waiting else own)
+    sizes, called = {}, {}
+    remaining = iter(zip(chains, inside, strict=True))
+    for node, lengths in layout.parts:
+        here = list(islice(remaining, len(lengths)))
+        called[node] = [each for each, _ in here]
+        sizes[node] = sum(made.get(key, 0) for key in set().union(*(keys for _, keys in here)))
+    return nest(_chain(bare.regions[0], bench), called, sizes, 0 if bench.step.gradients_wait else own)
 
 
 def _chain(region: CandidateRegion, bench: Bench) -> Chain:

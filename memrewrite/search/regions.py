@@ -33,7 +33,7 @@ from memrewrite.records.ranges import Range
 from memrewrite.records.tensor_like import TensorLike
 from memrewrite.rewriting.invariants import writes_what_is_kept
 from memrewrite.runtime.dropin import build, program_from
-from memrewrite.search.kept import hooked, hooked_around, innermost, once_of_a_class, told, with_fixing
+from memrewrite.search.kept import hooked, hooked_around, innermost, is_below, once_of_a_class, told, with_fixing
 from memrewrite.search.repeats import names_of_operators, note_what_repeats
 from memrewrite.simulate.fake.fakes import on_fakes, tensors_of
 from memrewrite.state.random_state import preserved_rng
@@ -113,6 +113,8 @@ def find(
                 return _whole(model, inputs, step, {**odd, **around}, ranges)
         if ranges or not regions.found:
             raise
+        with suppress(CaptureError):
+            return _between(model, inputs, step, odd, regions)
         return regions
 
 
@@ -128,6 +130,18 @@ def _around(model: nn.Module, inputs: Inputs, step: Step, units: Regions) -> Reg
         return replace(units, notes=(*units.notes, told), left={"": str(error)})
     root = replace(whole, module=model)
     return Regions((root, *units.found), (*units.notes, *whole.captured.notes))
+
+
+def _between(model: nn.Module, inputs: Inputs, step: Step, odd: Mapping[str, str], parts: Regions) -> Regions:
+    """The model itself as a region, too, in which what failed, with the other regions in it, stays calls."""
+    calls = dict(odd)
+    for path, why in parts.failed.items():
+        if not any(other != path and is_below(other, path) for other in parts.failed):
+            calls[path] = why
+    root = _whole(model, inputs, step, calls, ())
+    inside = tuple(region for region in parts.found if any(is_below(region.path, path) for path in calls))
+    left = {path: why for path, why in parts.left.items() if any(is_below(path, above) for above in calls)}
+    return Regions((*root.found, *inside), (*root.notes, *_told(inside)), left, parts.failed)
 
 
 def _whole(model: nn.Module, inputs: Inputs, step: Step, odd: Mapping[str, str], ranges: Sequence[Range]) -> Regions:

@@ -28,7 +28,7 @@ WHOLE = chain(
     [700, 600, 400, 30, 20], (Held(8, 0, (1,), 1), Held(8, 1, (2,), 2), Held(99, 1, (1,), 1), Held(8, 3, (4,), 4))
 )
 LAYER = chain([5, 6], (Held(40, 0, (1,), 1),), gradients=100)
-LAYOUT = Layout(5, ((1, 2), (2, 2)))
+LAYOUT = Layout(5, ((1, (2,)), (2, (2,))))
 
 
 def test_nodes_lie_where_they_run() -> None:
@@ -39,17 +39,17 @@ def test_nodes_lie_where_they_run() -> None:
 
 
 def test_no_segment_crosses_a_call() -> None:
-    joined = nest(WHOLE, {1: LAYER, 2: LAYER}, {1: 200, 2: 200}, 50)
+    joined = nest(WHOLE, {1: [LAYER], 2: [LAYER]}, {1: 200, 2: 200}, 50)
     assert joined.barrier.tolist() == [1, 1, 4, 4, 4, 7, 7, 9, 9]
 
 
 def test_gradients_are_those_that_are_left_of_them() -> None:
-    joined = nest(WHOLE, {1: LAYER, 2: LAYER}, {1: 200, 2: 200}, 50)
+    joined = nest(WHOLE, {1: [LAYER], 2: [LAYER]}, {1: 200, 2: 200}, 50)
     assert joined.work.tolist() == [500, 0, 155, 156, 0, 55, 56, 30, 20]
 
 
 def test_what_a_part_keeps_to_itself_is_its_own() -> None:
-    joined = nest(WHOLE, {1: LAYER, 2: LAYER}, {1: 200, 2: 200}, 50)
+    joined = nest(WHOLE, {1: [LAYER], 2: [LAYER]}, {1: 200, 2: 200}, 50)
     assert joined.storages == (
         Held(8, 0, (1,), 1),
         Held(40, 2, (3,), 3),
@@ -57,3 +57,14 @@ def test_what_a_part_keeps_to_itself_is_its_own() -> None:
         Held(40, 5, (6,), 6),
         Held(8, 7, (8,), 8),
     )
+
+
+def test_a_call_may_run_several_parts_one_after_the_other() -> None:
+    layout = Layout(5, ((2, (2, 3)),))
+    assert layout.positions == [0, 1, 2, 9, 10, 11]
+    plan = Plan(((0, 2), (3, 5), (6, 9)), 3.0)
+    assert layout.own(plan) == Plan(((0, 2),), 3.0)
+    assert layout.of_parts(plan) == [Plan(((0, 2),), 3.0), Plan(((0, 3),), 3.0)]
+    joined = nest(WHOLE, {2: [LAYER, chain([7, 8, 9])]}, {2: 300}, 50)
+    assert len(joined) == layout.positions[-1]
+    assert joined.barrier.tolist() == [2, 2, 2, 5, 5, 5, 9, 9, 9, 11, 11]
