@@ -26,6 +26,7 @@ _PERCENT = re.compile(r"(\d+(?:\.\d+)?)\s*%")
 PASSES = (
     "swish",
     "composites",
+    "tied_embeddings",
     "chunked_cross_entropy",
     "linear_cross_entropy",
     "tiles",

@@ -14,6 +14,7 @@ from memrewrite.runtime.linear_cross_entropy import linear_cross_entropy
 from memrewrite.runtime.room import make_room
 from memrewrite.runtime.segment import as_autocast, keep, once, run_segment
 from memrewrite.runtime.swish import exact_swish, swish
+from memrewrite.runtime.tied_embedding import tied_embedding
 from memrewrite.runtime.tiles import in_tiles
 
 Operation = Callable[..., Any]
@@ -26,4 +27,4 @@ def _named(*operations: Operation) -> dict[str, Operation]:
 # What the generator puts around nodes, or before all of them.
 AROUND_NODES = _named(make_room, draw, in_turn, settled, run_segment, keep, once, normalize, rectify, fused, in_tiles)
 # What a pass may put into a graph, as the target of a node.
-IN_GRAPHS = _named(as_autocast, swish, exact_swish, chunked_cross_entropy, linear_cross_entropy)
+IN_GRAPHS = _named(as_autocast, swish, exact_swish, tied_embedding, chunked_cross_entropy, linear_cross_entropy)

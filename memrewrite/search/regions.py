@@ -8,41 +8,35 @@ checkpoint of its own.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from types import MappingProxyType
-from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from memrewrite.capture import Captured, KeptCalls, capture, watch_calls
-from memrewrite.capture.hazards import in_checkpoint
-from memrewrite.capture.kept_calls import other_sizes
 from memrewrite.capture.normal import leaf_tensors
 from memrewrite.capture.origin import origin, set_origin
 from memrewrite.codegen.writer import generate
-from memrewrite.measurement.measuring import preserved_state
 from memrewrite.observe.any_gradient import observe_trained
 from memrewrite.observe.effects import observe
 from memrewrite.records.errors import CaptureError, FixedSizeError
 from memrewrite.records.mesh import Fsdp
 from memrewrite.records.ranges import Range
-from memrewrite.records.tensor_like import TensorLike
 from memrewrite.rewriting.invariants import writes_what_is_kept
 from memrewrite.runtime.dropin import build, program_from
+from memrewrite.search.calls import Call, record, run_forward, with_or_without
 from memrewrite.search.kept import hooked, hooked_around, innermost, is_below, once_of_a_class, told, with_fixing
 from memrewrite.search.repeats import names_of_operators, note_what_repeats
 from memrewrite.simulate.fake.fakes import on_fakes, tensors_of
 from memrewrite.state.random_state import preserved_rng
 from memrewrite.torch_internals.fake_tensors import FAKE_TENSOR_ERRORS
-from memrewrite.torch_internals.pytrees import tree_flatten, tree_leaves, tree_map
+from memrewrite.torch_internals.pytrees import tree_leaves
 from memrewrite.workload.gathered import as_gathered, cast_inputs, without_casts
 from memrewrite.workload.step import Inputs, Step, autocast, device_type
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -96,7 +90,7 @@ def find(
     try:
         return _whole(model, inputs, step, odd, ranges)
     except CaptureError as refusal:
-        calls = _record(model, inputs, step)
+        calls = record(model, inputs, step)
         refused = once_of_a_class(partial(_refusal, calls, step))
         tried = innermost(model, {"": str(refusal)}, (), refused)  # before what takes long where blocks repeat
         with suppress(CaptureError):  # which says the same as the first
@@ -151,8 +145,8 @@ def _whole(model: nn.Module, inputs: Inputs, step: Step, odd: Mapping[str, str],
     """
     kept: Mapping[str, KeptCalls] = {}
     if odd:
-        kept = _with_or_without(
-            lambda grad: watch_calls(model, inputs, [*odd], lambda given: _forward(model, given, step, grad), ranges)
+        kept = with_or_without(
+            lambda grad: watch_calls(model, inputs, [*odd], lambda given: run_forward(model, given, step, grad), ranges)
         )
         odd = {path: why for path, why in odd.items() if kept[path].calls}
     try:
@@ -168,7 +162,7 @@ def _whole(model: nn.Module, inputs: Inputs, step: Step, odd: Mapping[str, str],
     return Regions((Region("", model, captured, lambda: inputs),), (*told(model, odd), *captured.notes))
 
 
-def _refusal(calls: Mapping[nn.Module, Sequence["_Call"]], step: Step, path: str, module: nn.Module) -> str | None:
+def _refusal(calls: Mapping[nn.Module, Sequence[Call]], step: Step, path: str, module: nn.Module) -> str | None:
     """Why a submodule cannot be captured, "" if it can, None for one that is not called."""
     if not calls[module]:
         return None
@@ -181,7 +175,7 @@ def _refusal(calls: Mapping[nn.Module, Sequence["_Call"]], step: Step, path: str
 
 def _named(model: nn.Module, inputs: Inputs, step: Step, names: Sequence[str]) -> Regions:
     running = as_gathered(model, step.mesh)
-    calls = _record(running, inputs, step)
+    calls = record(running, inputs, step)
     wanted = [p for p, _ in model.named_modules() if any(fnmatchcase(p, name) for name in names)]
     if not wanted:
         raise CaptureError(f"{type(model).__name__} has no submodule that {', '.join(names)} names.")
@@ -200,7 +194,7 @@ def _named(model: nn.Module, inputs: Inputs, step: Step, names: Sequence[str]) -
     return Regions(_ordered(found, calls), _told(found), {"": "Other regions were asked for."})
 
 
-def _largest(model: nn.Module, calls: dict[nn.Module, list["_Call"]], step: Step, refusal: str) -> Regions:
+def _largest(model: nn.Module, calls: dict[nn.Module, list[Call]], step: Step, refusal: str) -> Regions:
     found: list[Region] = []
     left, failed = {"": refusal}, {}
     notes = [f"Rewritten by regions, because: {refusal}"]
@@ -220,20 +214,9 @@ def _largest(model: nn.Module, calls: dict[nn.Module, list["_Call"]], step: Step
     return Regions(_ordered(found, calls), (*notes, *_told(found)), left, failed)
 
 
-def _unfit(calls: list["_Call"]) -> str:
+def _unfit(calls: list[Call]) -> str:
     """Why a submodule that is called like this can be no region, "" if it can."""
     return f"it is called {len(calls)} times in a step" if len(calls) > 1 else calls[0].unfit
-
-
-def _unfit_now(module: nn.Module) -> str:
-    """Why a submodule can be no region when it is called now, while one hook of ours is on every module."""
-    if in_checkpoint():
-        return "the model runs it under its own torch.utils.checkpoint"
-    for path, inner in module.named_modules():
-        kinds = (inner._forward_pre_hooks, inner._forward_hooks, inner._backward_hooks, inner._backward_pre_hooks)
-        if path and sum(map(len, kinds)) > 1:
-            return f"the model registers a hook on its {path} when it runs, which a region would not call"
-    return ""
 
 
 def _told(found: Sequence[Region]) -> tuple[str, ...]:
@@ -251,34 +234,9 @@ def _candidates(model: nn.Module, inside: Callable[[str], bool]) -> Iterator[tup
             yield path, module
 
 
-def _ordered(found: Sequence[Region], calls: dict[nn.Module, list["_Call"]]) -> tuple[Region, ...]:
+def _ordered(found: Sequence[Region], calls: dict[nn.Module, list[Call]]) -> tuple[Region, ...]:
     ordered = sorted(found, key=lambda region: calls[region.module][0].number)
     return tuple(replace(region, prefix=f"part_{i}_") for i, region in enumerate(ordered))
-
-
-@dataclass(frozen=True)
-class _Call:
-    """One call of a submodule: the how-manieth of all, and its arguments with tensors in words.
-
-    ``unfit`` says why a submodule that is called so can be no region, "" if it can. ``elsewhere`` are the arguments of
-    the same call in a step with other sizes, where it was seen.
-    """
-
-    number: int
-    args: Any
-    kwargs: Any
-    unfit: str
-    elsewhere: Inputs | None = None
-
-    def inputs(self, grad: bool) -> Inputs:
-        """Inputs like those of the call."""
-
-        def make(leaf: Any) -> Any:
-            if not isinstance(leaf, TensorLike):
-                return leaf
-            return leaf.filled(0).requires_grad_(grad and (leaf.dtype.is_floating_point or leaf.dtype.is_complex))
-
-        return Inputs(tree_map(make, self.args), tree_map(make, self.kwargs))
 
 
 def _captured(
@@ -339,74 +297,10 @@ def _types(module: nn.Module, inputs: Inputs, step: Step) -> str:
     return ", ".join(str(leaf.dtype) for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
 
 
-def _region(path: str, module: nn.Module, call: _Call, step: Step) -> Region:
+def _region(path: str, module: nn.Module, call: Call, step: Step) -> Region:
     """Capture a submodule on inputs like those it is called with."""
     grad = step.mode == "train"
     captured = _captured(module, call.inputs(grad), step, elsewhere=call.elsewhere)
     for node in captured.graph_module.graph.nodes:
         set_origin(node, origin(node).below(path))
     return Region(path, module, captured, lambda: call.inputs(grad))
-
-
-def _record(model: nn.Module, inputs: Inputs, step: Step) -> dict[nn.Module, list[_Call]]:
-    """What every submodule is called with in one forward pass, and where sizes of inputs are others."""
-    found = _with_or_without(lambda grad: _calls(model, inputs, step, grad))
-    if step.mesh is not None:  # of whose processes each has sizes of its own
-        return found
-    with suppress(Exception):  # whatever forward says of other sizes: then they do not vary
-        others = other_sizes(model, inputs, (), apart=True)
-        further = _with_or_without(lambda grad: _calls(model, others, step, grad))
-        found.update({module: _paired(calls, further[module]) for module, calls in found.items()})
-    return found
-
-
-def _paired(calls: list[_Call], further: list[_Call]) -> list[_Call]:
-    """The calls with what the same ones were given elsewhere, where these are of the same kind."""
-    if [_kind(call) for call in calls] != [_kind(call) for call in further]:
-        return calls
-    pairs = zip(calls, further, strict=True)
-    return [replace(call, elsewhere=Inputs(other.args, other.kwargs)) for call, other in pairs]
-
-
-def _kind(call: _Call) -> Any:
-    """How arguments are nested, and which are tensors of how many dimensions."""
-    leaves, tree = tree_flatten((call.args, call.kwargs))
-    return tree, [len(leaf.shape) if isinstance(leaf, TensorLike) else None for leaf in leaves]
-
-
-def _with_or_without(run: Callable[[bool], T]) -> T:
-    """What a run gives without gradients, or with them where it takes those."""
-    try:
-        return run(False)  # keeps no activations, in case all of them do not fit
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError:  # a forward that takes gradients or registers hooks on tensors
-        return run(True)
-
-
-def _calls(model: nn.Module, inputs: Inputs, step: Step, grad: bool) -> dict[nn.Module, list[_Call]]:
-    calls: dict[nn.Module, list[_Call]] = defaultdict(list)
-    numbers = iter(range(10**9))
-
-    def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-        described = tree_map(_in_words, args), tree_map(_in_words, kwargs)
-        calls[module].append(_Call(next(numbers), *described, _unfit_now(module)))
-
-    with ExitStack() as stack:
-        for _, module in model.named_modules():
-            stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
-        _forward(model, inputs, step, grad)
-    return calls
-
-
-def _forward(model: nn.Module, inputs: Inputs, step: Step, grad: bool = False) -> None:
-    with (
-        preserved_state(model, inputs),
-        torch.set_grad_enabled(grad),
-        autocast(step.amp, device_type(model, inputs)),
-    ):
-        model(*inputs.args, **inputs.kwargs)
-
-
-def _in_words(leaf: Any) -> Any:
-    return TensorLike.of(leaf) if isinstance(leaf, Tensor) else leaf

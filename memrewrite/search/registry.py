@@ -10,6 +10,7 @@ from memrewrite.passes.fused_chains import FusedChains
 from memrewrite.passes.inplace_activation import InplaceActivation
 from memrewrite.passes.linear_cross_entropy import LinearCrossEntropy
 from memrewrite.passes.swish import Swish
+from memrewrite.passes.tied_embeddings import TiedEmbeddings
 from memrewrite.passes.tiles import Tiles
 from memrewrite.records.options import check_passes
 from memrewrite.rewriting.contract import Pass
@@ -17,6 +18,7 @@ from memrewrite.rewriting.contract import Pass
 PATTERNS: dict[str, Callable[[bool], Pass]] = {
     Swish.name: lambda exact: Swish(exact_forward=exact),
     Composites.name: lambda exact: Composites(),
+    TiedEmbeddings.name: lambda exact: TiedEmbeddings(),
 }
 SLOWER: dict[str, Callable[[], Pass]] = {ChunkedCrossEntropy.name: ChunkedCrossEntropy}
 LOWER: dict[str, Callable[[int, bool], Pass]] = {

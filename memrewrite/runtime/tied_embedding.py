@@ -1,0 +1,71 @@
+"""An embedding whose weight something else reads, too, with one gradient for all of them. Torch only.
+
+Autograd makes one of the size of the weight for each and adds them up where backward ends. What comes later reads the
+weight by way of the embedding here, whose backward is thereby given their gradient and adds the rows of the words that
+it looked up, and nothing else, in place: the same sums, to the last bit, as the original's.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def tied_embedding(weight: Tensor, indices: Tensor, padding_idx: int = -1) -> tuple[Tensor, Tensor]:
+    """``F.embedding(indices, weight, padding_idx)``, and ``weight`` for what else reads it.
+
+    What reads that has to give a gradient of its own, that nothing else holds, as products do.
+    """
+    if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and weight.requires_grad):
+        return torch.ops.aten.embedding(weight, indices, padding_idx), weight
+    found: tuple[Tensor, Tensor] = _TiedEmbedding.apply(weight, indices, padding_idx)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _TiedEmbedding(torch.autograd.Function):
+    """Saves the indices alone."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(weight: Tensor, indices: Tensor, padding_idx: int) -> tuple[Tensor, Tensor]:
+        return torch.ops.aten.embedding(weight, indices, padding_idx), weight.view_as(weight)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        weight, indices, ctx.padding_idx = inputs
+        ctx.count = len(weight)
+        ctx.save_for_backward(indices)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, of_rows: Tensor | None, of_weight: Tensor | None) -> tuple[Tensor | None, None, None]:
+        (indices,) = ctx.saved_tensors
+        if of_rows is None:
+            return of_weight, None, None
+        few = indices.numel() < ctx.count and of_weight is not None and of_weight.dtype == of_rows.dtype
+        if few and not torch.is_grad_enabled():  # which says that the gradient is to be differentiated again
+            _add_rows(of_weight, of_rows, indices, ctx.padding_idx)
+            return of_weight, None, None
+        dense = torch.ops.aten.embedding_dense_backward(of_rows, indices, ctx.count, ctx.padding_idx, False)
+        return dense if of_weight is None else of_weight + dense, None, None
+
+
+def _add_rows(total: Any, rows: Tensor, indices: Tensor, padding_idx: int) -> None:
+    """Add to each row of ``total`` the sum of those of ``rows`` that ``indices`` say are of it.
+
+    Words are numbered, so that the sums of all of them have as many rows as there are indices: how many words there
+    are, only their values say. Numbers that are left over have sums of 0, which are added anywhere.
+    """
+    flat = indices.flatten()
+    count = flat.numel()
+    words, order = flat.sort(stable=True)
+    new = torch.ones_like(words)
+    new[1:] = words[1:] != words[:-1]
+    number = new.cumsum(0) - 1
+    places = torch.arange(count, device=flat.device).scatter(0, number, words)
+    numbers = torch.empty_like(number).scatter(0, order, number)
+    if padding_idx >= 0:
+        numbers = numbers.where(flat != padding_idx, count)
+    sums = torch.ops.aten.embedding_dense_backward(rows, numbers.view_as(indices), count + 1, count, False)
+    total.index_add_(0, places, sums[:count])

@@ -1,0 +1,120 @@
+"""What each submodule is called with in a forward pass, and where it cannot be a region for that."""
+
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from memrewrite.capture.hazards import in_checkpoint
+from memrewrite.capture.kept_calls import other_sizes
+from memrewrite.measurement.measuring import preserved_state
+from memrewrite.records.tensor_like import TensorLike
+from memrewrite.torch_internals.pytrees import tree_flatten, tree_map
+from memrewrite.workload.step import Inputs, Step, autocast, device_type
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a submodule: the how-manieth of all, and its arguments with tensors in words.
+
+    ``unfit`` says why a submodule that is called so can be no region, "" if it can. ``elsewhere`` are the arguments of
+    the same call in a step with other sizes, where it was seen.
+    """
+
+    number: int
+    args: Any
+    kwargs: Any
+    unfit: str
+    elsewhere: Inputs | None = None
+
+    def inputs(self, grad: bool) -> Inputs:
+        """Inputs like those of the call."""
+
+        def make(leaf: Any) -> Any:
+            if not isinstance(leaf, TensorLike):
+                return leaf
+            return leaf.filled(0).requires_grad_(grad and (leaf.dtype.is_floating_point or leaf.dtype.is_complex))
+
+        return Inputs(tree_map(make, self.args), tree_map(make, self.kwargs))
+
+
+def record(model: nn.Module, inputs: Inputs, step: Step) -> dict[nn.Module, list[Call]]:
+    """What every submodule is called with in one forward pass, and where sizes of inputs are others."""
+    found = with_or_without(lambda grad: _calls(model, inputs, step, grad))
+    if step.mesh is not None:  # of whose processes each has sizes of its own
+        return found
+    with suppress(Exception):  # whatever forward says of other sizes: then they do not vary
+        others = other_sizes(model, inputs, (), apart=True)
+        further = with_or_without(lambda grad: _calls(model, others, step, grad))
+        found.update({module: _paired(calls, further[module]) for module, calls in found.items()})
+    return found
+
+
+def _paired(calls: list[Call], further: list[Call]) -> list[Call]:
+    """The calls with what the same ones were given elsewhere, where these are of the same kind."""
+    if [_kind(call) for call in calls] != [_kind(call) for call in further]:
+        return calls
+    pairs = zip(calls, further, strict=True)
+    return [replace(call, elsewhere=Inputs(other.args, other.kwargs)) for call, other in pairs]
+
+
+def _kind(call: Call) -> Any:
+    """How arguments are nested, and which are tensors of how many dimensions."""
+    leaves, tree = tree_flatten((call.args, call.kwargs))
+    return tree, [len(leaf.shape) if isinstance(leaf, TensorLike) else None for leaf in leaves]
+
+
+def with_or_without(run: Callable[[bool], T]) -> T:
+    """What a run gives without gradients, or with them where it takes those."""
+    try:
+        return run(False)  # keeps no activations, in case all of them do not fit
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:  # a forward that takes gradients or registers hooks on tensors
+        return run(True)
+
+
+def _calls(model: nn.Module, inputs: Inputs, step: Step, grad: bool) -> dict[nn.Module, list[Call]]:
+    calls: dict[nn.Module, list[Call]] = defaultdict(list)
+    numbers = iter(range(10**9))
+
+    def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+        described = tree_map(_in_words, args), tree_map(_in_words, kwargs)
+        calls[module].append(Call(next(numbers), *described, _unfit_now(module)))
+
+    with ExitStack() as stack:
+        for _, module in model.named_modules():
+            stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+        run_forward(model, inputs, step, grad)
+    return calls
+
+
+def run_forward(model: nn.Module, inputs: Inputs, step: Step, grad: bool = False) -> None:
+    """Call the model as the step does; what that changes is put back."""
+    with (
+        preserved_state(model, inputs),
+        torch.set_grad_enabled(grad),
+        autocast(step.amp, device_type(model, inputs)),
+    ):
+        model(*inputs.args, **inputs.kwargs)
+
+
+def _in_words(leaf: Any) -> Any:
+    return TensorLike.of(leaf) if isinstance(leaf, Tensor) else leaf
+
+
+def _unfit_now(module: nn.Module) -> str:
+    """Why a submodule can be no region when it is called now, while one hook of ours is on every module."""
+    if in_checkpoint():
+        return "the model runs it under its own torch.utils.checkpoint"
+    for path, inner in module.named_modules():
+        kinds = (inner._forward_pre_hooks, inner._forward_hooks, inner._backward_hooks, inner._backward_pre_hooks)
+        if path and sum(map(len, kinds)) > 1:
+            return f"the model registers a hook on its {path} when it runs, which a region would not call"
+    return ""
