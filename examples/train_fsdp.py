@@ -10,7 +10,7 @@ import os
 
 import torch
 import torch.distributed as dist
-from compare import Run, compare
+from compare import Run, compare, scale
 from gpt2 import GPT2, Config, random_tokens
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -56,7 +56,8 @@ def main() -> None:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_cuda else "gloo")
     torch.manual_seed(dist.get_rank())  # other data in each process
-    batches = [tuple(t.to(device) for t in random_tokens(8, SIZES, 64)) for _ in range(options.steps)]
+    rows = 8 * scale(device.type)
+    batches = [tuple(t.to(device) for t in random_tokens(rows, SIZES, 64)) for _ in range(options.steps)]
     before, after = train(batches, None), train(batches, options.budget)
     if dist.get_rank() == 0:
         compare(before, after, tolerance=1e-2 if on_cuda else 0)

@@ -6,7 +6,8 @@ For each workload ``torch.compile`` is trained at each ``activation_memory_budge
 and at the lowest it reaches. FILE holds all rows; it is written anew after each, and a stopped run goes on from there.
 Peaks are told in advance by the code that Inductor made, and by the plan before there was any. Processes of several
 files may compile side by side: with ``--lock PATH`` one at a time is timed. ``--tiny`` is a smoke test on the CPU with
-small models and budgets in percent, where no peak is measured.
+small models and budgets in percent, where no peak is measured. In ``gpt2_medium-breaks`` graphs break at two blocks;
+``gpt2_medium-lengths`` is compiled for any length and takes steps at shorter ones, too, whose peaks are told with it.
 """
 
 import argparse
@@ -16,24 +17,54 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import torch._functorch.config as functorch
+from torch import Tensor, nn
 
 from memrewrite.backends import entry
 from memrewrite.backends.partition import Partition
 from memrewrite.records.errors import BudgetInfeasibleError
+from memrewrite.workload.step import Inputs
+from tests.benchmarks.language import GPT2
 from tests.benchmarks.models import WORKLOADS
 from tests.benchmarks.rows import machine, reason
 from tests.benchmarks.trial import Trial, clear
+from tests.benchmarks.workload import Workload
 
 _STOCK = (1.0, 0.8, 0.6, 0.4, 0.2, 0.1, 0.0)
 _TINY = ("100%", "60%", "min")
 _MARGIN = 1.002  # of a stock peak: what the allocator's blocks differ by from process to process
+_SHARES = (0.75, 0.5, 0.25)  # of the longest text, in steps at other lengths
 Row = dict[str, Any]
+
+
+class Break(nn.Module):
+    """A block before which the graph breaks."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        torch._dynamo.graph_break()
+        return self.block(x, *args, **kwargs)
+
+
+def _with_breaks(tiny: bool) -> nn.Module:
+    model = GPT2.build(tiny)
+    blocks: Any = model.get_submodule("transformer.h")
+    for at in (len(blocks) // 3, 2 * len(blocks) // 3):
+        blocks[at] = Break(blocks[at])
+    return model
+
+
+_BREAKS, _LENGTHS = "gpt2_medium-breaks", "gpt2_medium-lengths"
+CASES: dict[str, Workload] = {**WORKLOADS, _BREAKS: replace(GPT2, build=_with_breaks), _LENGTHS: GPT2}
 
 
 def wanted(name: str, rows: list[Row], shares: list[float], tiny: bool) -> Iterator[tuple[str, Any]]:
@@ -53,7 +84,7 @@ def wanted(name: str, rows: list[Row], shares: list[float], tiny: bool) -> Itera
 def trained(name: str, contender: str, setting: Any, tiny: bool, lock: Path | None) -> Row:
     """One row: the steps of one contender, measured."""
     device = torch.device("cpu" if tiny else "cuda")
-    workload = WORKLOADS[name]
+    workload = CASES[name]
     others = clear(device)
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -64,10 +95,14 @@ def trained(name: str, contender: str, setting: Any, tiny: bool, lock: Path | No
     ours = contender.startswith("ours")
     row: Row = {"workload": name, "contender": contender, "setting": setting, **machine(device)}
     options = {"budget": setting, "optimizer": workload.optimizer}
+    dynamic: Any = {"dynamic": True} if name == _LENGTHS else {}
     with functorch.patch(activation_memory_budget=1.0 if ours else setting), _watched(partitions):
-        module = torch.compile(model, backend=entry.memrewrite, options=options) if ours else torch.compile(model)
+        by: Any = {"backend": entry.memrewrite, "options": options} if ours else {}
+        module = torch.compile(model, **by, **dynamic)
         try:
             figures = _figures(module, inputs, workload, others, tiny, lock)
+            if dynamic:
+                figures["lengths"] = _at_other_lengths(module, inputs, workload, others)
         except BudgetInfeasibleError as error:
             return {**row, "ok": False, "note": "infeasible", "lowest": error.lowest}
     foreseen = [p.foreseen for p in partitions if p.foreseen is not None]
@@ -99,6 +134,18 @@ def _figures(module: Any, inputs: Any, workload: Any, others: int, tiny: bool, l
     return {**figures, "seconds": time.perf_counter() - began}
 
 
+def _at_other_lengths(module: Any, inputs: Inputs, workload: Workload, others: int) -> dict[int, int | None]:
+    """The peak of some steps at each of them, in bytes."""
+    found = {}
+    longest = inputs.kwargs["input_ids"].shape[1]
+    for length in (int(share * longest) for share in _SHARES):
+        shorter = Inputs((), {name: tensor[:, :length].contiguous() for name, tensor in inputs.kwargs.items()})
+        trial = Trial(module, shorter, workload.step(), others)
+        trial.warm_up()
+        found[length] = trial.figures(5)["peak"] if trial.device.type == "cuda" else None
+    return found
+
+
 @contextmanager
 def _alone(lock: Path | None) -> Iterator[None]:
     """While no other process of the same lock is here."""
@@ -114,7 +161,7 @@ def main() -> int:
     """Run what the file lacks; see the module docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path)
-    parser.add_argument("--only", nargs="+", choices=WORKLOADS, default=[*WORKLOADS])
+    parser.add_argument("--only", nargs="+", choices=CASES, default=[*CASES])
     parser.add_argument("--shares", nargs="+", type=float, default=_STOCK, help="activation_memory_budget, of 1 to 0")
     parser.add_argument("--deadline-s", type=float, default=float("inf"))
     parser.add_argument("--lock", type=Path, help="a file that tells processes side by side when to be timed")

@@ -1,8 +1,9 @@
-"""The largest batch that trains within 8, 16, 24 and 80 GB: eager, under block checkpointing, rewritten by memrewrite.
+"""The largest batch that trains within 8, 16, 24 and 80 GB: eager, its peers in ``pareto``, rewritten by memrewrite.
 
     python -m tests.benchmarks.maxbatch FOLDER [--only resnet50 gpt2_medium] [--budgets 8 16] [--deadline-s 540]
 
-Every (workload, contender, budget) becomes a row of ``FOLDER/maxbatch.jsonl``; a stopped run resumes where it was. A
+Every (workload, contender, budget) becomes a row of ``FOLDER/maxbatch.jsonl``; a stopped run resumes where it was. What
+a contender does to a workload has a process of its own, as Liger changes classes for good. A
 batch fits when the measured peak is within the budget. The search goes where the peak would be if it grew with the
 batch as between batches seen before, those of other rows among them, and ends when a batch less than an eighth larger
 than one that fits does not fit.
@@ -13,19 +14,21 @@ import itertools
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from memrewrite.records.errors import BudgetInfeasibleError, MeasurementError
-from tests.benchmarks.contenders import BLOCK, EAGER, OURS, prepare, rewritten
+from tests.benchmarks.contenders import BLOCK, CHUNKED, EAGER, LIGER, OURS, prepare, rewritten
 from tests.benchmarks.models import WORKLOADS
 from tests.benchmarks.rows import MAXBATCH, BatchRow, append, attempt, machine, read
 from tests.benchmarks.trial import Trial, clear
 
-CONTENDERS = [EAGER, BLOCK, OURS]
+CONTENDERS = [EAGER, BLOCK, *LIGER, *CHUNKED, OURS]
 BUDGETS_GB = [8.0, 16.0, 24.0, 80.0]
 _DEFAULT = ["resnet50", "efficientnet_b4", "vit_base", "gpt2_medium"]
 _GRANULE = 8  # the batch found is within 1/8 of the largest
@@ -134,7 +137,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="The largest batches that fit a budget.")
     parser.add_argument("folder", type=Path, help="where maxbatch.jsonl is kept and resumed from")
     parser.add_argument("--only", nargs="+", choices=WORKLOADS, default=_DEFAULT, help="run these workloads only")
-    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=CONTENDERS)
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=[EAGER, BLOCK, OURS])
     parser.add_argument("--budgets", type=float, nargs="+", default=BUDGETS_GB, help="in GB, 10^9 bytes")
     parser.add_argument(
         "--deadline-s", type=float, default=float("inf"), help="start no search after that many seconds"
@@ -142,13 +145,20 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="tiny models of the same families")
     options = parser.parse_args()
-    end, path = time.monotonic() + options.deadline_s, options.folder / MAXBATCH
+    end = time.monotonic() + options.deadline_s
     for name, contender in itertools.product(options.only, options.contenders):
-        search = Search(name, contender, torch.device(options.device), options.tiny, _known(path, name, contender))
-        for budget in (int(gigabytes * 1e9) for gigabytes in options.budgets):
-            if time.monotonic() < end and (name, contender, budget) not in _done(path):
-                append(path, _row(search, budget))
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+            pool.submit(_run, name, contender, options, end).result()
     return 0
+
+
+def _run(name: str, contender: str, options: argparse.Namespace, end: float) -> None:
+    """Add the rows of a contender that the file lacks."""
+    path = options.folder / MAXBATCH
+    search = Search(name, contender, torch.device(options.device), options.tiny, _known(path, name, contender))
+    for budget in (int(gigabytes * 1e9) for gigabytes in options.budgets):
+        if time.monotonic() < end and (name, contender, budget) not in _done(path):
+            append(path, _row(search, budget))
 
 
 def _row(search: Search, budget: int) -> BatchRow:

@@ -210,7 +210,7 @@ class _Parent:
         if self.bench.optimizer is not None:
             command += ["--optimizer", self.bench.optimizer]
         pipe = subprocess.PIPE if gate else None
-        threads = str(max(1, (os.cpu_count() or 1) // self.options.jobs))
+        threads = str(max(4, (os.cpu_count() or 1) // self.options.jobs))  # they compile in bursts
         environment = {**os.environ, **({"TORCHINDUCTOR_COMPILE_THREADS": threads} if gate else {})}
         process = subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True, env=environment)
         clock = threading.Timer(min(left, threading.TIMEOUT_MAX), process.kill)
