@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from memrewrite.equivalence.in_mesh import verify_in_mesh
 from memrewrite.equivalence.sizes import at_less, halved
 from memrewrite.records.errors import MeasurementError, NotEquivalentError
-from memrewrite.records.mesh import Ddp, Fsdp, Mesh
+from memrewrite.records.mesh import Ddp, Fsdp, Mesh, Tp
 from memrewrite.runtime.assembled import assembled
 from memrewrite.runtime.dropin import Program, own, programs, rewrite
 from memrewrite.torch_internals.fsdp_states import is_sharded
@@ -49,7 +49,7 @@ class Pair:
     """
 
     work: Workload
-    mesh: Ddp | Fsdp
+    mesh: Ddp | Fsdp | Tp
     given: nn.Module
     result: nn.Module
     plain: Written = field(default_factory=dict)
@@ -59,8 +59,8 @@ class Pair:
         written = written_in(self.result) if rewritten else self.plain
         if is_sharded(self.given):
             return self._sharded(written, wrap)
-        ddp = isinstance(self.mesh, Ddp)  # which trains the parameters themselves, and no parts of them
-        made = self._copy(lambda parameter: parameter.detach().clone() if ddp else parameter.detach())
+        these = not isinstance(self.mesh, Fsdp)  # which trains parts of the parameters, and not them themselves
+        made = self._copy(lambda parameter: parameter.detach().clone() if these else parameter.detach())
         return wrap(assembled(made, written) if written else made)
 
     def _sharded(self, written: Written, wrap: Wrap) -> nn.Module:

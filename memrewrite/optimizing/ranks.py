@@ -4,6 +4,7 @@ Each would measure other times on its own device and make another plan of them, 
 processors of their host meanwhile. All of them verify what they run then. Where one of them fails, all raise.
 """
 
+import contextlib
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -20,14 +21,16 @@ from memrewrite.optimizing.remembered import run_remembering
 from memrewrite.optimizing.request import Request
 from memrewrite.optimizing.run import Outcome, Progress, declined, run
 from memrewrite.records.errors import MeasurementError, MemrewriteError
-from memrewrite.records.mesh import Ddp, Fsdp
+from memrewrite.records.mesh import Ddp, Fsdp, Tp
 from memrewrite.records.options import Budget
 from memrewrite.records.report import Report
 from memrewrite.report.later import complete_by
 from memrewrite.runtime.assembled import assembled
 from memrewrite.runtime.dropin import own, program_from
 from memrewrite.search.so_far import Offer
+from memrewrite.torch_internals.mesh_groups import speaking_to_nobody
 from memrewrite.workload.hooks import with_hooks_of, without_hooks
+from memrewrite.workload.sharding import refuse_tensor_parallel
 from memrewrite.workload.step import device_of
 from memrewrite.workload.workload import Workload
 
@@ -84,15 +87,17 @@ def planned(
     ``given`` is the model before it was unwrapped, where it was. Raises what ``run_remembering`` raises, in all of
     them, and what ``prove_in_mesh`` does.
     """
+    refuse_tensor_parallel(work.model, work.step.mesh)
     if not _are_here(work):
-        outcome = run_remembering(work, asked, store, progress, offer)
+        with _alone(work):
+            outcome = run_remembering(work, asked, store, progress, offer)
         return Planned(outcome.module, outcome.report, outcome)
     group = dist.new_group(backend="gloo", timeout=PATIENCE)
     try:
         way = _first if dist.get_rank() == 0 else _other
         found, plain = way(work, asked, progress, group)
         mesh, trained = work.step.mesh, work.step.mode == "train"
-        if found.module is work.model or not (asked.verify and trained and isinstance(mesh, Ddp | Fsdp)):
+        if found.module is work.model or not (asked.verify and trained and isinstance(mesh, Ddp | Fsdp | Tp)):
             return found
         progress("verify in the mesh")
         placed, _ = asked.placed(work)
@@ -110,9 +115,16 @@ def _are_here(work: Workload) -> bool:
     return 1 < size == work.step.mesh.processes and dist.get_backend() != "fake"  # where the others are not there
 
 
+def _alone(work: Workload) -> contextlib.AbstractContextManager[None]:
+    """While one process plans, nothing that a model runs waits for the others."""
+    mesh = work.step.mesh
+    return speaking_to_nobody(mesh.size) if isinstance(mesh, Tp) and mesh.applied else contextlib.nullcontext()
+
+
 def _first(work: Workload, asked: Request, progress: Progress, group: Any) -> tuple[Planned, Written]:
     try:
-        outcome = run(work, asked, progress)
+        with _alone(work):
+            outcome = run(work, asked, progress)
         plan = _sent(outcome)
         plain = _written(plan.plain, device_of(outcome.module, work.inputs))
     except Exception as error:

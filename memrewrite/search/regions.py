@@ -13,18 +13,17 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from memrewrite.capture import Captured, KeptCalls, capture, watch_calls
+from memrewrite.capture import Captured, KeptCalls, capture
 from memrewrite.capture.hazards import in_checkpoint
 from memrewrite.capture.kept_calls import other_sizes
 from memrewrite.capture.normal import leaf_tensors
 from memrewrite.capture.origin import origin, set_origin
 from memrewrite.codegen.writer import generate
-from memrewrite.measurement.measuring import preserved_state
 from memrewrite.observe.any_gradient import observe_trained
 from memrewrite.observe.effects import observe
 from memrewrite.records.errors import CaptureError, FixedSizeError
@@ -33,6 +32,7 @@ from memrewrite.records.ranges import Range
 from memrewrite.records.tensor_like import TensorLike
 from memrewrite.rewriting.invariants import writes_what_is_kept
 from memrewrite.runtime.dropin import build, program_from
+from memrewrite.search.forward_runs import forward_once, watched, with_or_without
 from memrewrite.search.kept import hooked, hooked_around, innermost, once_of_a_class, told, with_fixing
 from memrewrite.search.repeats import names_of_operators, note_what_repeats
 from memrewrite.simulate.fake.fakes import on_fakes, tensors_of
@@ -41,8 +41,6 @@ from memrewrite.torch_internals.fake_tensors import FAKE_TENSOR_ERRORS
 from memrewrite.torch_internals.pytrees import tree_flatten, tree_leaves, tree_map
 from memrewrite.workload.gathered import as_gathered, cast_inputs, without_casts
 from memrewrite.workload.step import Inputs, Step, autocast, device_type
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -137,9 +135,7 @@ def _whole(model: nn.Module, inputs: Inputs, step: Step, odd: Mapping[str, str],
     """
     kept: Mapping[str, KeptCalls] = {}
     if odd:
-        kept = _with_or_without(
-            lambda grad: watch_calls(model, inputs, [*odd], lambda given: _forward(model, given, step, grad), ranges)
-        )
+        kept = watched(model, inputs, step, [*odd], ranges)
         odd = {path: why for path, why in odd.items() if kept[path].calls}
     try:
         captured = _captured(model, inputs, step, kept, ranges)
@@ -336,12 +332,12 @@ def _region(path: str, module: nn.Module, call: _Call, step: Step) -> Region:
 
 def _record(model: nn.Module, inputs: Inputs, step: Step) -> dict[nn.Module, list[_Call]]:
     """What every submodule is called with in one forward pass, and where sizes of inputs are others."""
-    found = _with_or_without(lambda grad: _calls(model, inputs, step, grad))
+    found = with_or_without(lambda grad: _calls(model, inputs, step, grad))
     if step.mesh is not None:  # of whose processes each has sizes of its own
         return found
     with suppress(Exception):  # whatever forward says of other sizes: then they do not vary
         others = other_sizes(model, inputs, (), apart=True)
-        further = _with_or_without(lambda grad: _calls(model, others, step, grad))
+        further = with_or_without(lambda grad: _calls(model, others, step, grad))
         found.update({module: _paired(calls, further[module]) for module, calls in found.items()})
     return found
 
@@ -360,16 +356,6 @@ def _kind(call: _Call) -> Any:
     return tree, [len(leaf.shape) if isinstance(leaf, TensorLike) else None for leaf in leaves]
 
 
-def _with_or_without(run: Callable[[bool], T]) -> T:
-    """What a run gives without gradients, or with them where it takes those."""
-    try:
-        return run(False)  # keeps no activations, in case all of them do not fit
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError:  # a forward that takes gradients or registers hooks on tensors
-        return run(True)
-
-
 def _calls(model: nn.Module, inputs: Inputs, step: Step, grad: bool) -> dict[nn.Module, list[_Call]]:
     calls: dict[nn.Module, list[_Call]] = defaultdict(list)
     numbers = iter(range(10**9))
@@ -381,17 +367,8 @@ def _calls(model: nn.Module, inputs: Inputs, step: Step, grad: bool) -> dict[nn.
     with ExitStack() as stack:
         for _, module in model.named_modules():
             stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
-        _forward(model, inputs, step, grad)
+        forward_once(model, inputs, step, grad)
     return calls
-
-
-def _forward(model: nn.Module, inputs: Inputs, step: Step, grad: bool = False) -> None:
-    with (
-        preserved_state(model, inputs),
-        torch.set_grad_enabled(grad),
-        autocast(step.amp, device_type(model, inputs)),
-    ):
-        model(*inputs.args, **inputs.kwargs)
 
 
 def _in_words(leaf: Any) -> Any:

@@ -37,7 +37,7 @@ def parallelize(module: nn.Module, devices: Any) -> None:
             sum_around(module.get_submodule(path), devices.get_group())
         elif not isinstance(style, str):
             parallelize_module(module.get_submodule(path), devices, style, src_data_rank=None)
-    _refuse_uneven(module, devices.size())
+    refuse_uneven(module, devices.size())
     for part, names in divided.items():
         _here(part, names, None)
     for part in module.modules():
@@ -87,7 +87,8 @@ def _tie(uses: list[list[tuple[nn.Module, str]]]) -> None:
             part._parameters[name] = one
 
 
-def _refuse_uneven(module: nn.Module, size: int) -> None:
+def refuse_uneven(module: nn.Module, size: int) -> None:
+    """Raise ``UsageError`` for a parameter of which processes have parts of different sizes."""
     for name, parameter in module.named_parameters():
         for placement in getattr(parameter, "placements", ()):
             if placement.is_shard() and parameter.shape[placement.dim] % size:

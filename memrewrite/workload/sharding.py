@@ -12,8 +12,10 @@ from memrewrite.records.errors import UsageError
 from memrewrite.records.mesh import Ddp, Fsdp, Mesh, Tp
 from memrewrite.records.options import format_bytes
 from memrewrite.runtime.dropin import own, programs, rewrite
+from memrewrite.runtime.guards import HOOKS
 from memrewrite.torch_internals.fsdp_states import is_sharded, mesh_of, unsharded
-from memrewrite.torch_internals.tensor_parallel import applied
+from memrewrite.torch_internals.spread import spreads
+from memrewrite.torch_internals.tensor_parallel import applied, refuse_uneven
 
 M = TypeVar("M", bound=nn.Module)
 _FSDP = "torch.distributed.fsdp"  # not imported for a model that has none of it
@@ -83,12 +85,25 @@ def _asked(mesh: str | Mesh | None, found: Tp | None) -> Mesh | None:
     return found if mesh is None else Mesh.parse(mesh)
 
 
-def refuse_tensor_parallel(mesh: Mesh | None) -> None:
+def refuse_tensor_parallel(model: nn.Module, mesh: Mesh | None) -> None:
     """Raise ``UsageError`` for a mesh in which a model is not rewritten yet."""
-    if isinstance(mesh, Tp) or (isinstance(mesh, Fsdp) and mesh.tp > 1):
+    if isinstance(mesh, Tp) and mesh.applied:
+        group, name = torch.distributed, type(model).__name__
+        if group.get_world_size() != mesh.size:
+            raise UsageError(
+                f"The model is tensor parallel among {mesh.size} of {group.get_world_size()} processes, which would "
+                "not have the same plan; it can be optimized where all of them have a part of it."
+            )
+        refuse_uneven(model, mesh.size)
+        if any(spreads(hook) for kind in HOOKS for hook in (vars(model)[kind] or {}).values()):
+            raise UsageError(
+                f"parallelize_module gave the model itself ({name}) a style, and only modules inside of it keep theirs "
+                f"when it is rewritten; put it into another module, nn.Sequential({name}) say, and optimize that."
+            )
+    elif (isinstance(mesh, Tp) and not mesh.applied) or (isinstance(mesh, Fsdp) and mesh.tp > 1):
         raise UsageError(
-            f"A model is not rewritten for tensor parallelism ({mesh}) yet; estimate says what it takes there, and "
-            "optimize plans for fsdp or ddp alone."
+            f"A model is not rewritten for {mesh} before it is tensor parallel; call parallelize_module first and "
+            "leave out mesh, or ask estimate what it takes there."
         )
 
 

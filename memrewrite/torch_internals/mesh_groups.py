@@ -1,0 +1,45 @@
+"""The groups of device meshes, others for a while: of a model that is planned by one process, or proved by all of them.
+
+A module that ``parallelize_module`` was called of holds its ``DeviceMesh`` in closures of its hooks, so it cannot be
+given another one; but whatever its processes say to each other they say in the group whose name the mesh has. Read in
+PyTorch 2.11 to 2.15.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+
+from memrewrite.torch_internals.groups import alone_among
+from memrewrite.torch_internals.patches import process_wide
+
+_NAMES = "_dim_group_names"
+
+
+@process_wide
+@contextlib.contextmanager
+def meshes_in(group: Any) -> Iterator[None]:
+    """Let the processes of every mesh of one dimension and as many processes as ``group`` speak in that one."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    name, size = group.group_name, group.size()
+
+    def read(mesh: Any) -> list[str]:
+        names: list[str] = vars(mesh)[_NAMES]
+        return [name] if len(names) == 1 and mesh.size() == size else names
+
+    def write(mesh: Any, names: list[str]) -> None:
+        vars(mesh)[_NAMES] = names
+
+    with mock.patch.object(DeviceMesh, _NAMES, property(read, write), create=True):
+        yield
+
+
+@process_wide
+@contextlib.contextmanager
+def speaking_to_nobody(size: int) -> Iterator[None]:
+    """Let meshes of ``size`` processes speak to none: what they would be sent is made of what this one has."""
+    with alone_among(size), meshes_in(dist.group.WORLD):
+        yield
