@@ -42,7 +42,8 @@ class Program:
     no other call may run. ``shared`` are the pairs of leaves that have to be one tensor.
     ``ranges`` are those asked for of named sizes: what that size is, in words, and from where to where it varies.
     ``gradients`` are those of ``gradients_now`` that a call must have, None where that does not matter. ``returns`` is
-    "loss" where ``run`` gives None in the place of everything else.
+    "loss" where ``run`` gives None in the place of everything else. ``divided`` is the name of a parameter of which
+    this process has to have a part alone, "" for none.
     ``source`` is the text all this came from.
     """
 
@@ -65,6 +66,7 @@ class Program:
     ranges: Mapping[str, tuple[str, int, int]] = field(default_factory=dict)
     gradients: tuple[bool, ...] | None = None
     returns: Literal["all", "loss"] = "all"
+    divided: str = ""
     source: str = ""
 
 
@@ -379,6 +381,8 @@ def _match(program: Program, module: nn.Module, leaves: list[Any]) -> tuple[list
     of_units: Guards | None = getattr(type(module), OWN).guards  # where the first one may not be gathered by now
     if weight is not None and weight.dtype != program.dtype and not (of_units and of_units.gathered):
         return None, f"the parameters are {weight.dtype}, captured as {program.dtype}"
+    if program.divided and not _is_divided(module, program.divided):
+        return None, f"{program.divided} is whole, and was planned for after parallelize_module"
     if program.autocast != "any":
         now = autocast_dtype(next((t.device.type for t in (weight, *tensors) if t is not None), "cpu"))
         if now != program.autocast:
@@ -386,6 +390,12 @@ def _match(program: Program, module: nn.Module, leaves: list[Any]) -> tuple[list
     if program.gradients is not None and program.gradients != gradients_now(module, tensors):
         return None, "it asks whether tensors need gradients, and others do now than at capture"
     return tensors, ""
+
+
+def _is_divided(module: nn.Module, name: str) -> bool:
+    """Whether a parameter is spread over a mesh, by the name of its type, which is imported for no other model."""
+    owner, key = getattr(type(module), OWN).owners.get(name, ({}, name))
+    return type(owner.get(key)).__name__ == "DTensor"
 
 
 def _cast_anyway(leaf: Tensor, dtype: torch.dtype) -> bool:

@@ -6,6 +6,7 @@ PyTorch 2.11 to 2.15.
 """
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -16,6 +17,17 @@ from memrewrite.torch_internals.groups import alone_among
 from memrewrite.torch_internals.patches import process_wide
 
 _NAMES = "_dim_group_names"
+_NUMBERS = itertools.count()
+
+
+def device_mesh(device_type: str, group: Any) -> Any:
+    """A mesh of the processes of ``group``; no other has its name.
+
+    What is kept of a mesh is kept of all that are alike, and its group will be gone.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+
+    return DeviceMesh.from_group(group, device_type, mesh_dim_names=(f"tp {next(_NUMBERS)}",))
 
 
 @process_wide

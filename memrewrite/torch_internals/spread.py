@@ -60,9 +60,15 @@ class Spread:
             return DTensor.from_local(local, self.mesh, self.placements, run_check=False, **whole)
 
 
+def is_divided(tensor: Tensor) -> bool:
+    """Whether this process has a part alone of a tensor."""
+    whole: Any = tensor
+    return is_spread(type(tensor)) and any(each.is_shard() for each in whole.placements)
+
+
 def spreads(hook: Any) -> bool:
-    """Whether a hook of a module is one that ``parallelize_module`` registers."""
-    return str(getattr(hook, "__module__", "")).startswith(_SPREAD["DTensor"])
+    """Whether a hook of a module is one that ``parallelize_module`` registers, or what stands in for it here."""
+    return str(getattr(hook, "__module__", "")).startswith((_SPREAD["DTensor"], "memrewrite.torch_internals.tensor_"))
 
 
 def _is(kind: type, names: dict[str, str]) -> bool:

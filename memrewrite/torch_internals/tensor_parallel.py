@@ -16,11 +16,12 @@ from memrewrite.torch_internals.tensor_experts import sum_around
 from memrewrite.torch_internals.tensor_plans import EXPERTS, HEADS, Divided, plan_of, refuse_uneven_heads
 
 
-def parallelize(module: nn.Module, devices: Any) -> None:
-    """Divide a module, in place, among the processes of a device mesh of one dimension, as its plan says.
+def parallelize(module: nn.Module, devices: Any, root: bool = True) -> nn.Module:
+    """The module, divided in place among the processes of a device mesh of one dimension, as its plan says.
 
-    What the plan does not name every process has all of. Raises ``UsageError`` where there is no plan, or one that does
-    not go with the number of processes.
+    What the plan does not name every process has all of, spread over the mesh as well; parameters of the module's own
+    stay as they are where ``root`` is False, as there are no hooks of its own then. Raises ``UsageError`` where there
+    is no plan, or one that does not go with the number of processes.
     """
     from torch.distributed.tensor.parallel import parallelize_module
 
@@ -41,9 +42,11 @@ def parallelize(module: nn.Module, devices: Any) -> None:
     for part, names in divided.items():
         _here(part, names, None)
     for part in module.modules():
-        _replicate(part, devices, partial=part in alone)
+        if root or part is not module:
+            _replicate(part, devices, partial=part in alone)
     _of_their_own(module)
     _tie(uses)
+    return module
 
 
 def applied(model: nn.Module) -> Tp | None:

@@ -100,7 +100,7 @@ def refuse_tensor_parallel(model: nn.Module, mesh: Mesh | None) -> None:
                 f"parallelize_module gave the model itself ({name}) a style, and only modules inside of it keep theirs "
                 f"when it is rewritten; put it into another module, nn.Sequential({name}) say, and optimize that."
             )
-    elif (isinstance(mesh, Tp) and not mesh.applied) or (isinstance(mesh, Fsdp) and mesh.tp > 1):
+    elif isinstance(mesh, Fsdp) and mesh.tp > 1:
         raise UsageError(
             f"A model is not rewritten for {mesh} before it is tensor parallel; call parallelize_module first and "
             "leave out mesh, or ask estimate what it takes there."
