@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_structure, tree_unflatten, treespec_loads
 
+from memrewrite.runtime.differences import described, divided
 from memrewrite.runtime.guards import Guards, Reads, as_bytes
 from memrewrite.runtime.operations import AROUND_NODES, IN_GRAPHS
 from memrewrite.runtime.promise import Call, Promise
@@ -359,18 +360,18 @@ def _match(program: Program, module: nn.Module, leaves: list[Any]) -> tuple[list
             continue
         dtype, device, shape = spec
         if not isinstance(leaf, Tensor) or (leaf.device.type, leaf.dim()) != (device, len(shape)):
-            return None, f"an input is {_describe(leaf)}, captured as {dtype} {tuple(shape)} on {device}"
+            return None, f"an input is {described(leaf)}, captured as {dtype} {tuple(shape)} on {device}"
         if leaf.dtype != dtype and not _cast_anyway(leaf, dtype):
-            return None, f"an input is {_describe(leaf)}, captured as {dtype} {tuple(shape)} on {device}"
+            return None, f"an input is {described(leaf)}, captured as {dtype} {tuple(shape)} on {device}"
         for size, expected in zip(leaf.shape, shape, strict=True):
             if isinstance(expected, str):
                 what, least, most = program.ranges.get(expected, ("", 0, 0))
                 if size < least:
                     return None, f"{what} is {size}, and the range that was asked for is {least} to {most}"
                 if size < 2 or sizes.setdefault(expected, size) != size:
-                    return None, f"an input is {_describe(leaf)}, captured as {tuple(shape)}"
+                    return None, f"an input is {described(leaf)}, captured as {tuple(shape)}"
             elif size != expected:
-                return None, f"an input is {_describe(leaf)}, captured as {tuple(shape)}"
+                return None, f"an input is {described(leaf)}, captured as {tuple(shape)}"
         tensors.append(leaf)
     if any(leaves[i] is not leaves[k] for i, k in program.shared):
         return None, "inputs are tensors of their own that were one tensor at capture, for which forward asks"
@@ -381,7 +382,7 @@ def _match(program: Program, module: nn.Module, leaves: list[Any]) -> tuple[list
     of_units: Guards | None = getattr(type(module), OWN).guards  # where the first one may not be gathered by now
     if weight is not None and weight.dtype != program.dtype and not (of_units and of_units.gathered):
         return None, f"the parameters are {weight.dtype}, captured as {program.dtype}"
-    if program.divided and not _is_divided(module, program.divided):
+    if program.divided and not divided(getattr(type(module), OWN).owners, program.divided):
         return None, f"{program.divided} is whole, and was planned for after parallelize_module"
     if program.autocast != "any":
         now = autocast_dtype(next((t.device.type for t in (weight, *tensors) if t is not None), "cpu"))
@@ -392,18 +393,6 @@ def _match(program: Program, module: nn.Module, leaves: list[Any]) -> tuple[list
     return tensors, ""
 
 
-def _is_divided(module: nn.Module, name: str) -> bool:
-    """Whether a parameter is spread over a mesh, by the name of its type, which is imported for no other model."""
-    owner, key = getattr(type(module), OWN).owners.get(name, ({}, name))
-    return type(owner.get(key)).__name__ == "DTensor"
-
-
 def _cast_anyway(leaf: Tensor, dtype: torch.dtype) -> bool:
     """Whether autocast makes of this input what it makes of one of ``dtype`` (values between regions are its own)."""
     return leaf.is_floating_point() and dtype.is_floating_point and torch.is_autocast_enabled(leaf.device.type)
-
-
-def _describe(leaf: Any) -> str:
-    if isinstance(leaf, Tensor):
-        return f"{leaf.dtype} {tuple(leaf.shape)} on {leaf.device.type}"
-    return f"a {type(leaf).__name__}"

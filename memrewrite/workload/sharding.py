@@ -86,25 +86,34 @@ def _asked(mesh: str | Mesh | None, found: Tp | None) -> Mesh | None:
 
 
 def refuse_tensor_parallel(model: nn.Module, mesh: Mesh | None) -> None:
-    """Raise ``UsageError`` for a mesh in which a model is not rewritten yet."""
-    if isinstance(mesh, Tp) and mesh.applied:
-        group, name = torch.distributed, type(model).__name__
-        if group.get_world_size() != mesh.size:
-            raise UsageError(
-                f"The model is tensor parallel among {mesh.size} of {group.get_world_size()} processes, which would "
-                "not have the same plan; it can be optimized where all of them have a part of it."
-            )
-        refuse_uneven(model, mesh.size)
-        if any(spreads(hook) for kind in HOOKS for hook in (vars(model)[kind] or {}).values()):
-            raise UsageError(
-                f"parallelize_module gave the model itself ({name}) a style, and only modules inside of it keep theirs "
-                f"when it is rewritten; put it into another module, nn.Sequential({name}) say, and optimize that."
-            )
-    elif isinstance(mesh, Fsdp) and mesh.tp > 1:
+    """Raise ``UsageError`` for a mesh in which a model is not rewritten."""
+    if isinstance(mesh, Fsdp) and mesh.tp > 1:
         raise UsageError(
-            f"A model is not rewritten for {mesh} before it is tensor parallel; call parallelize_module first and "
-            "leave out mesh, or ask estimate what it takes there."
+            f"A model is not rewritten for {mesh}, FSDP2 and tensor parallelism at once; plan for one of the two, or "
+            "ask estimate what it takes there."
         )
+    if not isinstance(mesh, Tp):
+        return
+    if (count := _processes()) not in (1, mesh.size):
+        raise UsageError(
+            f"The model is tensor parallel among {mesh.size} of {count} processes, which would not have the same plan; "
+            "it can be optimized where all of them have a part of it."
+        )
+    if mesh.applied:
+        refuse_uneven(model, mesh.size)
+    if mesh.applied and any(spreads(hook) for kind in HOOKS for hook in (vars(model)[kind] or {}).values()):
+        name = type(model).__name__
+        raise UsageError(
+            f"parallelize_module gave the model itself ({name}) a style, and only modules inside of it keep theirs "
+            f"when it is rewritten; put it into another module, nn.Sequential({name}) say, and optimize that."
+        )
+
+
+def _processes() -> int:
+    """How many processes there are with this one, by the process group that it is in."""
+    distributed = torch.distributed
+    there = distributed.is_available() and distributed.is_initialized()
+    return distributed.get_world_size() if there else 1
 
 
 def _before_sharding(model: nn.Module) -> tuple[nn.Module, Mesh]:

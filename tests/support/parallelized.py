@@ -185,6 +185,9 @@ MODELS: dict[str, tuple[Callable[[Any], nn.Module], Tensor]] = {
 }
 
 
+BEFORE = "llama, planned before"
+
+
 def loss_of(output: Any) -> Tensor:
     """The mean of logits."""
     logits: Tensor = getattr(output, "logits", output)
@@ -209,11 +212,16 @@ def trainings(names: list[str]) -> dict[str, tuple[Trained, Trained]]:
     """Each model as it is, and what was made of it in this process."""
     found = {}
     for name in names:
-        make, inputs = MODELS[name]
-        original = train(make(init_device_mesh("cpu", (2,))), inputs)
+        make, inputs = MODELS[name.partition(",")[0]]
+        mesh = init_device_mesh("cpu", (2,))
+        original = train(make(mesh), inputs)
         passes = None if name == "mlp" else ["checkpoint_segments"]
         asked: dict[str, Any] = {"budget": "60%", "loss_fn": loss_of, "passes": passes}
-        model: Any = memrewrite.optimize(make(init_device_mesh("cpu", (2,))), inputs, **asked)
+        model: Any = (
+            tensor_parallel.by_hand(memrewrite.optimize(tensor_parallel.Llama(), inputs, mesh="tp=2", **asked), mesh)
+            if name == BEFORE
+            else memrewrite.optimize(make(mesh), inputs, **asked)
+        )
         report, trained = model.report, train(model, inputs)
         peaks = report.predicted_before.peak, report.predicted_after.peak, report.budget
         written = {path: program.source for path, program in programs(model).items()}

@@ -4,7 +4,7 @@ import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import torch
@@ -63,6 +63,12 @@ def tensor_parallel() -> nn.Module:
     return parallelized.mlp(init_device_mesh("cpu", (2,)))
 
 
+class Divided(parallelized.Mlp):
+    """With a plan, by which it is parallelized when that is made."""
+
+    tp_plan: ClassVar[dict[str, str]] = {"layers.*.0": "colwise", "layers.*.3": "rowwise"}
+
+
 BF16 = "fsdp=2,param-dtype=bf16,reduce-dtype=fp32,output-dtype=bf16"
 MODELS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "fsdp": (fsdp.Net, {"mesh": "fsdp=2", **SEGMENTS}),
@@ -70,10 +76,11 @@ MODELS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "replicas": (fsdp.Net, {"mesh": "fsdp=1,replicas=2"}),
     "sharded before": (sharded, SEGMENTS),
     "tensor parallel": (tensor_parallel, SEGMENTS),
+    "tensor parallel later": (Divided, {"mesh": "tp=2"}),  # by all passes
     "ddp": (convolutional, {"mesh": "ddp=2,gradient-as-bucket-view", **SEGMENTS}),
     "wrapped before": (lambda: DistributedDataParallel(convolutional()), {}),  # by all passes: arithmetic changes
 }
-FAILING = ("fsdp", "sharded before", "tensor parallel", "ddp")
+FAILING = ("fsdp", "sharded before", "tensor parallel", "tensor parallel later", "ddp")
 
 
 def found() -> tuple[dict[str, Proved], dict[str, str]]:

@@ -2,15 +2,20 @@
 
 from collections.abc import Iterator
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import memrewrite
@@ -28,6 +33,7 @@ from tests.support.tensor_parallel import TOKENS
 
 Found = list[dict[str, tuple[Trained, Trained]]]
 NAMES = [name for name in parallelized.MODELS if name != "transformers" or find_spec("transformers")]
+NAMES.append(parallelized.BEFORE)
 BOTH = pytest.mark.parametrize("rank", [0, 1])
 EACH = pytest.mark.parametrize("name", NAMES)
 
@@ -142,6 +148,63 @@ def test_groups_are_as_they_were(mesh: Any) -> None:
         assert mesh._dim_group_names == names  # of another size
     assert mesh._dim_group_names == names
     assert mesh.get_group() is dist.group.WORLD or mesh.get_group().size() == 2
+
+
+class Gated(nn.Module):
+    """Residual layers with a plan, and a parameter of the model's own."""
+
+    tp_plan: ClassVar[dict[str, Any]] = {"*.up": "colwise", "*.down": "rowwise", "head": "colwise_gather_output"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = Layer(), Layer(), nn.Linear(64, 128)
+        self.shift = nn.Parameter(torch.zeros(64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.head(self.second(self.first(x + self.shift)))
+        return result
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x)
+        result: Tensor = x + self.down(y * torch.sigmoid(y))
+        return result
+
+
+def test_a_plan_is_made_without_any_process_group() -> None:
+    model = Gated()
+    before = memrewrite.estimate(model, ROWS, mesh="tp=2").peak.bytes
+    result = memrewrite.optimize(model, ROWS, budget="70%", mesh="tp=2")
+    report, most = result.report, 0.7 * before
+    assert not dist.is_initialized()
+    assert report.config["mesh"] == "tp=2"
+    assert report.predicted_before.peak == before
+    assert report.predicted_after.peak <= most
+    assert report.verdict.startswith("equivalent: ")  # by swish, whose arithmetic is another
+    assert dict(result.named_parameters()) == dict(model.named_parameters())
+    assert not any(vars(module)["_forward_hooks"] for module in model.modules())
+
+
+def test_what_is_planned_before_runs_once_it_is_parallelized(mesh: Any) -> None:
+    model = Gated()
+    result = memrewrite.optimize(model, ROWS, budget="min", mesh="tp=2", verify=False)
+    with pytest.warns(memrewrite.FallbackWarning, match=r"its original forward: first\.up\.weight is whole, and was p"):
+        assert torch.equal(result(ROWS), model(ROWS))
+    result = memrewrite.optimize(model, ROWS, budget="min", mesh="tp=2", verify=False)
+    for layer in (model.first, model.second):  # which are those of the result, too
+        parallelize_module(layer, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    parallelize_module(result, mesh, {"head": ColwiseParallel(output_layouts=Replicate())})
+    assert result(ROWS).shape == (512, 128)  # without a warning, which would be an error
+
+
+def test_parameters_of_two_kinds_are_refused_for_cuda() -> None:
+    with pytest.raises(UsageError, match=r"^Some parameters of Gated are tensor parallel and others are not, which an"):
+        memrewrite.optimize(Gated(), ROWS, budget="min", mesh="tp=2", device="cuda")
 
 
 def of_two_in_four() -> nn.Module:
