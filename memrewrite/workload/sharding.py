@@ -1,6 +1,7 @@
 """Models that are spread over several processes: what DDP wraps is taken out and wrapped again, FSDP1 is refused."""
 
 import sys
+import types
 from typing import TypeVar
 
 import torch
@@ -99,9 +100,17 @@ def refuse_tensor_parallel(model: nn.Module, mesh: Mesh | None) -> None:
             f"The model is tensor parallel among {mesh.size} of {count} processes, which would not have the same plan; "
             "it can be optimized where all of them have a part of it."
         )
-    if mesh.applied:
-        refuse_uneven(model, mesh.size)
-    if mesh.applied and any(spreads(hook) for kind in HOOKS for hook in (vars(model)[kind] or {}).values()):
+    if not mesh.applied:
+        return
+    refuse_uneven(model, mesh.size)
+    for path, module in model.named_modules():
+        if path and not isinstance(vars(module).get("forward", model.forward), types.MethodType):
+            raise UsageError(
+                f"The forward of {path} was put on the object, as transformers' own tensor parallelism does it, and "
+                "what it sends is not known; load the model without that, and call parallelize_module or give mesh="
+                f'"tp={mesh.size}".'
+            )
+    if any(spreads(hook) for kind in HOOKS for hook in (vars(model)[kind] or {}).values()):
         name = type(model).__name__
         raise UsageError(
             f"parallelize_module gave the model itself ({name}) a style, and only modules inside of it keep theirs "

@@ -221,7 +221,18 @@ def divided_unevenly() -> nn.Module:
     return parallelize_module(parallelized.Mlp(), init_device_mesh("cpu", (4,)), {"head": ColwiseParallel()})
 
 
+def with_another_forward() -> nn.Module:
+    model = parallelized.mlp(init_device_mesh("cpu", (4,)))
+    first, forward = model.get_submodule("layers.0.0"), model.get_submodule("layers.0.0").forward
+    first.forward = lambda x: forward(x)  # as transformers wraps it
+    return model
+
+
 REFUSED = {
+    "wrapped": (
+        with_another_forward,
+        r"^The forward of layers\.0\.0 was put on the object, as transformers' own",
+    ),
     "two of four": (
         of_two_in_four,
         r"^The model is tensor parallel among 2 of 4 processes, which would not have the same plan; it can be opti",
