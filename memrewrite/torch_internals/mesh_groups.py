@@ -7,12 +7,13 @@ PyTorch 2.11 to 2.15.
 
 import contextlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
 
+from memrewrite.records.errors import UsageError
 from memrewrite.torch_internals.groups import alone_among
 from memrewrite.torch_internals.patches import process_wide
 
@@ -52,6 +53,28 @@ def meshes_in(group: Any) -> Iterator[None]:
 @process_wide
 @contextlib.contextmanager
 def speaking_to_nobody(size: int) -> Iterator[None]:
-    """Let meshes of ``size`` processes speak to none: what they would be sent is made of what this one has."""
-    with alone_among(size), meshes_in(dist.group.WORLD):
+    """Let meshes of ``size`` processes speak to none: what they would be sent is made of what this one has.
+
+    Raises ``UsageError`` for what is sent in another group, where this process would wait for the others.
+    """
+    with alone_among(size), meshes_in(dist.group.WORLD), _no_other_groups():
+        yield
+
+
+@contextlib.contextmanager
+def _no_other_groups() -> Iterator[None]:
+    from torch.distributed import distributed_c10d as c10d
+
+    internals: Any = c10d
+    outside: Callable[[Any], bool] = internals._rank_not_in_group  # which every collective asks first
+
+    def asked(group: Any) -> bool:
+        if group is not None and group is not dist.GroupMember.NON_GROUP_MEMBER and group not in internals._pg_map:
+            raise UsageError(
+                "The model sends in a process group that a hook or its forward holds, where the other processes do not "
+                "wait while one plans for all; let it ask its DeviceMesh for the group in each call (get_group())."
+            )
+        return outside(group)
+
+    with mock.patch.object(internals, "_rank_not_in_group", asked):
         yield

@@ -29,7 +29,7 @@ from memrewrite.workload.step import Inputs, Step
 from tests.support import parallelized
 from tests.support.parallelized import ROWS, Trained
 from tests.support.processes import together
-from tests.support.tensor_parallel import TOKENS
+from tests.support.tensor_parallel import TOKENS, Mixture
 
 Found = list[dict[str, tuple[Trained, Trained]]]
 NAMES = [name for name in parallelized.MODELS if name != "transformers" or find_spec("transformers")]
@@ -136,6 +136,20 @@ def moved(mesh: Any, layouts: Any) -> int:
 def test_what_is_sent_takes_longer_than_what_is_moved(mesh: Any) -> None:
     part = ROWS.shape[0] * 32 * 4
     assert moved(mesh, Replicate()) - moved(mesh, None) >= 9 * (part + 2 * part)
+
+
+def test_what_is_sent_in_a_group_that_a_hook_holds_is_refused(mesh: Any) -> None:
+    model, group = parallelized.mlp(mesh), dist.new_group([0, 1])
+    model.get_submodule("layers.1").register_forward_hook(
+        lambda *given: dist.all_reduce(given[2].detach(), group=group)
+    )
+    with pytest.raises(UsageError, match=r"^The model sends in a process group that a hook or its forward holds, "):
+        memrewrite.optimize(model, ROWS, budget="min")
+
+
+def test_a_mixture_of_experts_is_planned() -> None:
+    result = memrewrite.optimize(Mixture(), TOKENS, budget="92%", mesh="tp=2")
+    assert result.report.verdict.startswith("bit-equal: 3 steps, 10 gradients")
 
 
 def test_groups_are_as_they_were(mesh: Any) -> None:
