@@ -32,16 +32,29 @@ from tests.support.processes import together
 from tests.support.tensor_parallel import TOKENS, Mixture
 
 Found = list[dict[str, tuple[Trained, Trained]]]
-NAMES = [name for name in parallelized.MODELS if name != "transformers" or find_spec("transformers")]
-NAMES.append(parallelized.BEFORE)
+FIRST = ["mlp", "prepared", parallelized.BEFORE]
+OTHERS = ["llama", "sequence", *(["transformers"] if find_spec("transformers") else [])]
 BOTH = pytest.mark.parametrize("rank", [0, 1])
-EACH = pytest.mark.parametrize("name", NAMES)
+EACH = pytest.mark.parametrize("name", FIRST + OTHERS)
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """The trainings in each of two processes."""
-    return together(parallelized.trainings, tmp_path_factory.mktemp("parallelized"), NAMES)
+def first(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """The trainings of some models in each of two processes."""
+    return together(parallelized.trainings, tmp_path_factory.mktemp("parallelized"), FIRST)
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """Those of the others."""
+    return together(parallelized.trainings, tmp_path_factory.mktemp("parallelized"), OTHERS)
+
+
+@pytest.fixture
+def found(name: str, request: pytest.FixtureRequest) -> Found:
+    """Where the trainings of a model are."""
+    result: Found = request.getfixturevalue("first" if name in FIRST else "others")
+    return result
 
 
 @BOTH
