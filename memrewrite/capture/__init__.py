@@ -23,6 +23,7 @@ from memrewrite.runtime.dropin import gradients_now
 from memrewrite.state.attributes import preserved
 from memrewrite.torch_internals.fake_tensors import real_rules_on_fake_tensors
 from memrewrite.torch_internals.pytrees import tree_leaves
+from memrewrite.torch_internals.spread import is_divided
 from memrewrite.torch_internals.tracing import tracing_untold
 from memrewrite.workload.step import Inputs, autocast, device_type
 
@@ -117,6 +118,7 @@ def _with(
     captured: Captured,
     *told: str,
 ) -> Captured:
+    divided = next((name for name, parameter in model.named_parameters() if is_divided(parameter)), "")
     return replace(
         captured,
         inputs=replace(captured.inputs, shared=shared),
@@ -127,6 +129,7 @@ def _with(
         reads=findings.reads,
         looks=findings.looks,
         gradients=gradients_now(model, leaf_tensors(model, inputs)) if findings.gradients else None,
+        divided=divided,
     )
 
 

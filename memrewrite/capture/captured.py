@@ -70,7 +70,8 @@ class Captured:
     ``autocast`` is "any", or where the model does something else with autocast than without, what it was captured
     under: the type, None for without. ``reads`` are the attributes of modules that forward reads, ``looks`` the same as
     expressions. ``gradients`` are None, or where the model does something else when other tensors need gradients, those
-    of ``gradients_now`` at capture. ``returns`` is "loss" where the program returns that alone.
+    of ``gradients_now`` at capture. ``returns`` is "loss" where the program returns that alone. ``divided`` is the name
+    of a parameter of which this process has a part alone, "" if it has all.
     """
 
     graph_module: fx.GraphModule
@@ -89,3 +90,4 @@ class Captured:
     looks: tuple[str, ...] = ()
     gradients: tuple[bool, ...] | None = None
     returns: Literal["all", "loss"] = "all"
+    divided: str = ""

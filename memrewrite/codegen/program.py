@@ -24,6 +24,7 @@ def program(captured: Captured, prefix: str, marks: Marks) -> str:
     promise = f"\n    budget={marks.budget},\n    strict={marks.strict}," if marks.budget else ""
     gradients = f"\n    gradients={captured.gradients!r}," if captured.gradients else ""
     returns = f"\n    returns={captured.returns!r}," if captured.returns != "all" else ""
+    divided = f"\n    divided={captured.divided!r}," if captured.divided else ""
     shared = f"\n    shared={captured.inputs.shared!r}," if captured.inputs.shared else ""
     constants = "\n".join(trees.lines())
     reads = "".join(f"\n        {row!r}," for row in captured.reads)
@@ -45,6 +46,6 @@ def program(captured: Captured, prefix: str, marks: Marks) -> str:
     ),
     same=lambda self, then: ({same}
     ),
-    run={prefix}graph,{fits}{planned}{ranges}{promise}{shared}{gradients}{returns}
+    run={prefix}graph,{fits}{planned}{ranges}{promise}{shared}{gradients}{returns}{divided}
 )
 """

@@ -136,8 +136,8 @@ model = group(
     click.option(
         "--mesh",
         metavar="MESH",
-        help="Take the step of one of several processes: ddp=8 or fsdp=8; tp=8 or fsdp=64,tp=8 (tensor parallel by the "
-        "model's plan) to estimate. Arguments come after a comma: "
+        help="Take the step of one of several processes: ddp=8, fsdp=8 or tp=8 (tensor parallel by the model's plan); "
+        "fsdp=64,tp=8 to estimate. Arguments come after a comma: "
         f"{', '.join(Ddp.words)}; {', '.join(Fsdp.words)}.",
     ),
     click.option(

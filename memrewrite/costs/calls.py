@@ -13,6 +13,7 @@ from memrewrite.observe.effects import NodeEffects
 from memrewrite.targets.transients import like, made
 from memrewrite.torch_internals.operators import OpOverload
 from memrewrite.torch_internals.pytrees import tree_iter, tree_leaves, tree_map
+from memrewrite.torch_internals.spread import Spread, local_part
 
 _PLAIN = (
     *(int, float, complex, bool, str, types.NoneType, types.EllipsisType, slice),
@@ -23,11 +24,15 @@ _FIXED = ("torch", "_operator")  # the packages whose functions are the same in 
 
 @dataclass(frozen=True)
 class Argument:
-    """A tensor argument: which one (the same tensor given twice is one), its signature, whether it has a gradient."""
+    """A tensor argument: which one (the same tensor given twice is one), its signature, whether it has a gradient.
+
+    Of one that is spread over a mesh, the signature is that of its part here, and ``spread`` says how.
+    """
 
     number: int
     like: Any
     trained: bool
+    spread: Spread | None = None
 
     def make(self, written: bool) -> Tensor:
         """A real tensor like it, of numbers between 0 and 1: with equal ones a product takes less power and time.
@@ -38,6 +43,7 @@ class Argument:
         if tensor.is_floating_point():
             whole = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,))
             whole.uniform_()
+        tensor = tensor if self.spread is None else self.spread.of(tensor)
         tensor.requires_grad_(self.trained)
         return tensor.clone() if self.trained and written else tensor
 
@@ -93,7 +99,8 @@ def call_of(node: fx.Node, facts: NodeEffects, amp: torch.dtype | None, module: 
     def described(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided:
             return leaf
-        return Argument(numbers.setdefault(id(leaf), len(numbers)), like(leaf), leaf.requires_grad)
+        number, spread = numbers.setdefault(id(leaf), len(numbers)), Spread.like(leaf)
+        return Argument(number, like(local_part(leaf)), leaf.requires_grad, spread)
 
     given = fx.node.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
     args, kwargs = tree_map(described, given)

@@ -6,10 +6,12 @@ from contextlib import contextmanager
 from torch import nn
 
 from memrewrite.measurement.measuring import predict
-from memrewrite.records.errors import CaptureError, MemrewriteError
+from memrewrite.records.errors import CaptureError, MemrewriteError, UsageError
 from memrewrite.simulate import Timeline
 from memrewrite.simulate.fake.refusals import needs_data
 from memrewrite.workload.step import Inputs, Step
+
+_MIXED = "got mixed torch.Tensor and DTensor"  # as every operator says it that is given both
 
 
 def simulate_original(
@@ -33,6 +35,12 @@ def blaming(model: nn.Module) -> Iterator[None]:
     except Exception as error:
         if sentence := needs_data(type(model).__name__, error):
             raise CaptureError(sentence) from error
+        if _MIXED in str(error):
+            raise UsageError(
+                f"Some parameters of {type(model).__name__} are tensor parallel and others are not, which an optimizer "
+                "on CUDA does not take in one; give every module with parameters a style, or an optimizer with "
+                "foreach=False."
+            ) from error
         reason = next(iter(str(error).splitlines()), "").rstrip(".")
         raise CaptureError(
             f"{type(model).__name__} fails on the example inputs with {type(error).__name__}: {reason}; "

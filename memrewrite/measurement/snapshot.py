@@ -12,6 +12,7 @@ from memrewrite.simulate.fake.fakes import tensors_of
 from memrewrite.state.attributes import Attributes
 from memrewrite.state.random_state import RandomState
 from memrewrite.torch_internals.autograd_nodes import is_view
+from memrewrite.torch_internals.spread import local_part
 from memrewrite.workload.step import Inputs
 
 
@@ -36,6 +37,7 @@ class State:
     def _keep(self, tensor: Tensor) -> None:
         grad = tensor.grad if tensor.is_leaf else None
         self._tensors[id(tensor)] = (tensor, tensor.detach(), tensor.requires_grad, grad)
+        tensor = local_part(tensor)
         if tensor.layout != torch.strided or tensor.device.type == "meta":
             return  # a sparse buffer is kept by reference: no module writes one in place
         storage: Any = tensor.untyped_storage()
@@ -54,7 +56,7 @@ class State:
         for tensor, alias, requires_grad, grad in self._tensors.values():
             if tensor.grad_fn is not None and requires_grad is False and not is_view(tensor):
                 tensor.detach_()  # a buffer updated in place from activations carries their graph
-            if tensor.layout == torch.strided and tensor.data_ptr() != alias.data_ptr():
+            if tensor.layout == torch.strided and local_part(tensor).data_ptr() != local_part(alias).data_ptr():
                 tensor.data = alias
             if tensor.is_leaf:
                 tensor.requires_grad_(requires_grad)

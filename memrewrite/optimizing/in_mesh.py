@@ -8,7 +8,6 @@ same programs without segments stand for the original.
 import contextlib
 import gc
 import itertools
-import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,15 +18,14 @@ from torch import Tensor, nn
 
 from memrewrite.equivalence.in_mesh import verify_in_mesh
 from memrewrite.equivalence.sizes import at_less, halved
+from memrewrite.optimizing.alone import copy_of
 from memrewrite.records.errors import MeasurementError, NotEquivalentError
-from memrewrite.records.mesh import Ddp, Fsdp, Mesh
+from memrewrite.records.mesh import Ddp, Fsdp, Mesh, Tp
 from memrewrite.runtime.assembled import assembled
 from memrewrite.runtime.dropin import Program, own, programs, rewrite
 from memrewrite.torch_internals.fsdp_states import is_sharded
-from memrewrite.torch_internals.module_trees import copied, with_own_hooks
 from memrewrite.torch_internals.peers import among_peers
 from memrewrite.torch_internals.spread import local_part
-from memrewrite.workload.hooks import without_hooks
 from memrewrite.workload.step import device_of
 from memrewrite.workload.workload import Workload
 
@@ -49,7 +47,7 @@ class Pair:
     """
 
     work: Workload
-    mesh: Ddp | Fsdp
+    mesh: Ddp | Fsdp | Tp
     given: nn.Module
     result: nn.Module
     plain: Written = field(default_factory=dict)
@@ -59,14 +57,14 @@ class Pair:
         written = written_in(self.result) if rewritten else self.plain
         if is_sharded(self.given):
             return self._sharded(written, wrap)
-        ddp = isinstance(self.mesh, Ddp)  # which trains the parameters themselves, and no parts of them
-        made = self._copy(lambda parameter: parameter.detach().clone() if ddp else parameter.detach())
+        these = not isinstance(self.mesh, Fsdp)  # which trains parts of the parameters, and not them themselves
+        made = copy_of(self.work.model, lambda parameter: parameter.detach().clone() if these else parameter.detach())
         return wrap(assembled(made, written) if written else made)
 
     def _sharded(self, written: Written, wrap: Wrap) -> nn.Module:
         """One that was sharded first, without room for the whole parameters, with those that the model has."""
         place = device_of(self.given, self.work.inputs)
-        found = wrap(self._copy(lambda parameter: torch.empty_like(parameter, device="meta")))
+        found = wrap(copy_of(self.work.model, lambda parameter: torch.empty_like(parameter, device="meta")))
         found._apply(lambda tensor: torch.empty_like(tensor, device=place) if tensor.is_meta else tensor)
         theirs = dict(self.given.named_parameters())
         with torch.no_grad():
@@ -75,17 +73,6 @@ class Pair:
         for path, (program, constants) in written.items():
             rewrite(found.get_submodule(path), program, constants)
         return found
-
-    def _copy(self, change: Callable[[Tensor], Tensor]) -> nn.Module:
-        model = without_hooks(self.work.model)
-        made = copied(model, change, with_own_hooks)
-        buffers = {id(buffer): buffer.detach().clone() for buffer in model.buffers()}
-        for module in model.modules():
-            twin, forward = made[id(module)], vars(module).get("forward")
-            twin._buffers.update({k: buffers[id(each)] for k, each in twin._buffers.items() if each is not None})
-            if isinstance(forward, types.MethodType):  # one that was put on the object
-                vars(twin)["forward"] = types.MethodType(forward.__func__, twin)
-        return made[id(model)]
 
 
 @dataclass(frozen=True)

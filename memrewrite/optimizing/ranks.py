@@ -4,6 +4,7 @@ Each would measure other times on its own device and make another plan of them, 
 processors of their host meanwhile. All of them verify what they run then. Where one of them fails, all raise.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from memrewrite.cache.store import Store
+from memrewrite.optimizing.alone import alone, is_to_be_parallelized
 from memrewrite.optimizing.by_size import noted, when_written
 from memrewrite.optimizing.foresight import Foresight, foresee_in
 from memrewrite.optimizing.in_mesh import Pair, Written, prove_in_mesh, written_in
@@ -20,7 +22,7 @@ from memrewrite.optimizing.remembered import run_remembering
 from memrewrite.optimizing.request import Request
 from memrewrite.optimizing.run import Outcome, Progress, declined, run
 from memrewrite.records.errors import MeasurementError, MemrewriteError
-from memrewrite.records.mesh import Ddp, Fsdp
+from memrewrite.records.mesh import Ddp, Fsdp, Tp
 from memrewrite.records.options import Budget
 from memrewrite.records.report import Report
 from memrewrite.report.later import complete_by
@@ -28,6 +30,7 @@ from memrewrite.runtime.assembled import assembled
 from memrewrite.runtime.dropin import own, program_from
 from memrewrite.search.so_far import Offer
 from memrewrite.workload.hooks import with_hooks_of, without_hooks
+from memrewrite.workload.sharding import refuse_tensor_parallel
 from memrewrite.workload.step import device_of
 from memrewrite.workload.workload import Workload
 
@@ -84,15 +87,16 @@ def planned(
     ``given`` is the model before it was unwrapped, where it was. Raises what ``run_remembering`` raises, in all of
     them, and what ``prove_in_mesh`` does.
     """
+    refuse_tensor_parallel(work.model, work.step.mesh)
     if not _are_here(work):
-        outcome = run_remembering(work, asked, store, progress, offer)
+        outcome = _alone(work, asked, lambda here: run_remembering(here, asked, store, progress, offer))
         return Planned(outcome.module, outcome.report, outcome)
     group = dist.new_group(backend="gloo", timeout=PATIENCE)
     try:
         way = _first if dist.get_rank() == 0 else _other
         found, plain = way(work, asked, progress, group)
         mesh, trained = work.step.mesh, work.step.mode == "train"
-        if found.module is work.model or not (asked.verify and trained and isinstance(mesh, Ddp | Fsdp)):
+        if found.module is work.model or not (asked.verify and trained and isinstance(mesh, Ddp | Fsdp | Tp)):
             return found
         progress("verify in the mesh")
         placed, _ = asked.placed(work)
@@ -110,9 +114,22 @@ def _are_here(work: Workload) -> bool:
     return 1 < size == work.step.mesh.processes and dist.get_backend() != "fake"  # where the others are not there
 
 
+def _alone(work: Workload, asked: Request, plan: Callable[[Workload], Outcome]) -> Outcome:
+    """What ``plan`` gives in this process alone, of the model itself."""
+    with alone(work) as here:
+        outcome = plan(here)
+    if not is_to_be_parallelized(work):
+        return outcome
+    sent = _sent(outcome)
+    module = _applied(sent, outcome.report, work, asked) if sent.programs else work.model
+    bench = outcome.bench
+    placed = replace(bench, model=without_hooks(work.model), step=replace(bench.step, mesh=work.step.mesh))
+    return replace(outcome, module=module, bench=placed)
+
+
 def _first(work: Workload, asked: Request, progress: Progress, group: Any) -> tuple[Planned, Written]:
     try:
-        outcome = run(work, asked, progress)
+        outcome = _alone(work, asked, lambda here: run(here, asked, progress))
         plan = _sent(outcome)
         plain = _written(plan.plain, device_of(outcome.module, work.inputs))
     except Exception as error:

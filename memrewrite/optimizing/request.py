@@ -19,7 +19,7 @@ from memrewrite.targets.cuda_from_cpu import CUDA_FROM_CPU
 from memrewrite.targets.eager import EAGER, Target
 from memrewrite.torch_internals.fsdp import units
 from memrewrite.workload.ranges import enlarged
-from memrewrite.workload.sharding import refuse_sharded, refuse_tensor_parallel
+from memrewrite.workload.sharding import refuse_sharded
 from memrewrite.workload.step import Step, device_of
 from memrewrite.workload.workload import Workload
 
@@ -63,7 +63,6 @@ class Request:
 
     def placed(self, work: Workload) -> tuple[Workload, tuple[Range, ...]]:
         """The workload on the device that it is planned for, at the largest sizes, and all ranges of sizes."""
-        refuse_tensor_parallel(work.step.mesh)
         if self.compiled and work.step.mesh is not None:
             raise UsageError("What torch.compile makes of a model in a mesh is not known; leave out compiled or mesh.")
         target = _target(self.device, device_of(work.model, work.inputs))

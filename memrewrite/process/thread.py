@@ -4,6 +4,8 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
+from memrewrite.torch_internals.patches import acting, acting_for
+
 T = TypeVar("T")
 
 
@@ -11,10 +13,12 @@ def apart(run: Callable[[], T]) -> T:
     """What ``run`` gives in a thread of its own, which is waited for; raises what it raises."""
     found: list[T] = []
     errors: list[BaseException] = []
+    caller = acting()
 
     def work() -> None:
         try:
-            found.append(run())
+            with acting_for(caller):
+                found.append(run())
         except BaseException as error:  # handed on below
             errors.append(error)
 

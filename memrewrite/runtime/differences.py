@@ -1,6 +1,7 @@
 """What has changed about a module since its program was captured, in words. Torch only; part of every artifact."""
 
 import reprlib
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -83,3 +84,16 @@ def gathered_table(table: dict[str, Any], dtype: Any) -> dict[str, Any]:
     """Parameters as they are once ``fully_shard`` has gathered them in a type."""
     floating = {n: p for n, p in table.items() if isinstance(p, Parameter) and p.is_floating_point()}
     return table | {n: Parameter(torch.empty(p.shape, dtype=dtype, device="meta"), False) for n, p in floating.items()}
+
+
+def described(leaf: Any) -> str:
+    """What an input is."""
+    if isinstance(leaf, Tensor):
+        return f"{leaf.dtype} {tuple(leaf.shape)} on {leaf.device.type}"
+    return f"a {type(leaf).__name__}"
+
+
+def divided(owners: Mapping[str, tuple[dict[str, Any], str]], name: str) -> bool:
+    """Whether a parameter is spread over a mesh, by the name of its type, which is imported for no other model."""
+    owner, key = owners.get(name, ({}, name))
+    return type(owner.get(key)).__name__ == "DTensor"

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_structure, tree_unflatten, treespec_loads
 
+from memrewrite.runtime.differences import described, divided
 from memrewrite.runtime.guards import Guards, Reads, as_bytes
 from memrewrite.runtime.operations import AROUND_NODES, IN_GRAPHS
 from memrewrite.runtime.promise import Call, Promise
@@ -42,7 +43,8 @@ class Program:
     no other call may run. ``shared`` are the pairs of leaves that have to be one tensor.
     ``ranges`` are those asked for of named sizes: what that size is, in words, and from where to where it varies.
     ``gradients`` are those of ``gradients_now`` that a call must have, None where that does not matter. ``returns`` is
-    "loss" where ``run`` gives None in the place of everything else.
+    "loss" where ``run`` gives None in the place of everything else. ``divided`` is the name of a parameter of which
+    this process has to have a part alone, "" for none.
     ``source`` is the text all this came from.
     """
 
@@ -65,6 +67,7 @@ class Program:
     ranges: Mapping[str, tuple[str, int, int]] = field(default_factory=dict)
     gradients: tuple[bool, ...] | None = None
     returns: Literal["all", "loss"] = "all"
+    divided: str = ""
     source: str = ""
 
 
@@ -357,18 +360,18 @@ def _match(program: Program, module: nn.Module, leaves: list[Any]) -> tuple[list
             continue
         dtype, device, shape = spec
         if not isinstance(leaf, Tensor) or (leaf.device.type, leaf.dim()) != (device, len(shape)):
-            return None, f"an input is {_describe(leaf)}, captured as {dtype} {tuple(shape)} on {device}"
+            return None, f"an input is {described(leaf)}, captured as {dtype} {tuple(shape)} on {device}"
         if leaf.dtype != dtype and not _cast_anyway(leaf, dtype):
-            return None, f"an input is {_describe(leaf)}, captured as {dtype} {tuple(shape)} on {device}"
+            return None, f"an input is {described(leaf)}, captured as {dtype} {tuple(shape)} on {device}"
         for size, expected in zip(leaf.shape, shape, strict=True):
             if isinstance(expected, str):
                 what, least, most = program.ranges.get(expected, ("", 0, 0))
                 if size < least:
                     return None, f"{what} is {size}, and the range that was asked for is {least} to {most}"
                 if size < 2 or sizes.setdefault(expected, size) != size:
-                    return None, f"an input is {_describe(leaf)}, captured as {tuple(shape)}"
+                    return None, f"an input is {described(leaf)}, captured as {tuple(shape)}"
             elif size != expected:
-                return None, f"an input is {_describe(leaf)}, captured as {tuple(shape)}"
+                return None, f"an input is {described(leaf)}, captured as {tuple(shape)}"
         tensors.append(leaf)
     if any(leaves[i] is not leaves[k] for i, k in program.shared):
         return None, "inputs are tensors of their own that were one tensor at capture, for which forward asks"
@@ -379,6 +382,8 @@ def _match(program: Program, module: nn.Module, leaves: list[Any]) -> tuple[list
     of_units: Guards | None = getattr(type(module), OWN).guards  # where the first one may not be gathered by now
     if weight is not None and weight.dtype != program.dtype and not (of_units and of_units.gathered):
         return None, f"the parameters are {weight.dtype}, captured as {program.dtype}"
+    if program.divided and not divided(getattr(type(module), OWN).owners, program.divided):
+        return None, f"{program.divided} is whole, and was planned for after parallelize_module"
     if program.autocast != "any":
         now = autocast_dtype(next((t.device.type for t in (weight, *tensors) if t is not None), "cpu"))
         if now != program.autocast:
@@ -391,9 +396,3 @@ def _match(program: Program, module: nn.Module, leaves: list[Any]) -> tuple[list
 def _cast_anyway(leaf: Tensor, dtype: torch.dtype) -> bool:
     """Whether autocast makes of this input what it makes of one of ``dtype`` (values between regions are its own)."""
     return leaf.is_floating_point() and dtype.is_floating_point and torch.is_autocast_enabled(leaf.device.type)
-
-
-def _describe(leaf: Any) -> str:
-    if isinstance(leaf, Tensor):
-        return f"{leaf.dtype} {tuple(leaf.shape)} on {leaf.device.type}"
-    return f"a {type(leaf).__name__}"

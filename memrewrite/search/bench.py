@@ -16,7 +16,7 @@ from memrewrite.observe.effects import Effects
 from memrewrite.plan.marks import Marks
 from memrewrite.plan.segments import Plan
 from memrewrite.records.errors import DataDependentError
-from memrewrite.records.mesh import Fsdp
+from memrewrite.records.mesh import Fsdp, Tp
 from memrewrite.records.outcomes import Measured
 from memrewrite.simulate import Timeline, simulate
 from memrewrite.state.random_state import preserved_rng
@@ -71,7 +71,7 @@ class Bench:
     def on_cuda(self) -> bool:
         """Whether there is a device to measure on."""
         here = device_type(self.model, self.inputs) == "cuda"
-        return here and not isinstance(self.step.mesh, Fsdp)  # which takes all of its devices
+        return here and not isinstance(self.step.mesh, Fsdp | Tp)  # which take all of their devices
 
     @property
     def statistics(self) -> bool:

@@ -1,22 +1,18 @@
 """What each submodule is called with in a forward pass, and where it cannot be a region for that."""
 
 from collections import defaultdict
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from memrewrite.capture.hazards import in_checkpoint
 from memrewrite.capture.kept_calls import other_sizes
-from memrewrite.measurement.measuring import preserved_state
 from memrewrite.records.tensor_like import TensorLike
+from memrewrite.search.forward_runs import forward_once, with_or_without
 from memrewrite.torch_internals.pytrees import tree_flatten, tree_map
-from memrewrite.workload.step import Inputs, Step, autocast, device_type
-
-T = TypeVar("T")
+from memrewrite.workload.step import Inputs, Step
 
 
 @dataclass(frozen=True)
@@ -70,16 +66,6 @@ def _kind(call: Call) -> Any:
     return tree, [len(leaf.shape) if isinstance(leaf, TensorLike) else None for leaf in leaves]
 
 
-def with_or_without(run: Callable[[bool], T]) -> T:
-    """What a run gives without gradients, or with them where it takes those."""
-    try:
-        return run(False)  # keeps no activations, in case all of them do not fit
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError:  # a forward that takes gradients or registers hooks on tensors
-        return run(True)
-
-
 def _calls(model: nn.Module, inputs: Inputs, step: Step, grad: bool) -> dict[nn.Module, list[Call]]:
     calls: dict[nn.Module, list[Call]] = defaultdict(list)
     numbers = iter(range(10**9))
@@ -91,18 +77,8 @@ def _calls(model: nn.Module, inputs: Inputs, step: Step, grad: bool) -> dict[nn.
     with ExitStack() as stack:
         for _, module in model.named_modules():
             stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
-        run_forward(model, inputs, step, grad)
+        forward_once(model, inputs, step, grad)
     return calls
-
-
-def run_forward(model: nn.Module, inputs: Inputs, step: Step, grad: bool = False) -> None:
-    """Call the model as the step does; what that changes is put back."""
-    with (
-        preserved_state(model, inputs),
-        torch.set_grad_enabled(grad),
-        autocast(step.amp, device_type(model, inputs)),
-    ):
-        model(*inputs.args, **inputs.kwargs)
 
 
 def _in_words(leaf: Any) -> Any:

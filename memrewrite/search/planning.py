@@ -16,6 +16,7 @@ from memrewrite.search import registry
 from memrewrite.search.bench import Bench, Tried
 from memrewrite.search.candidate import Candidate, CandidateRegion
 from memrewrite.targets.allocator import rounded
+from memrewrite.torch_internals.spread import local_part
 
 # Below it, reading and writing the gradient of a head takes longer than multiplying for it: two bytes of each read and
 # written (4 bytes) for 2 x rows operations, where an H100 does 700e12 a second and moves 3.35e12 bytes (NVIDIA's data).
@@ -122,7 +123,7 @@ def _search(bare: Candidate, exact: bool, spare: int, in_turn: bool) -> Search:
     chains = _joined(bare, usual.held)
     waiting = bench.step.gradients_wait
     parts = _parts(bench)
-    gradients = sum(rounded(p.nbytes // parts) for p in bench.model.parameters() if p.requires_grad)
+    gradients = sum(rounded(local_part(p).nbytes // parts) for p in bench.model.parameters() if p.requires_grad)
     fixed = usual.floor - (0 if waiting else gradients)  # which come as backward goes
     kept = gradients if bench.step.loop.zero_grad == "before backward" and not waiting else 0
     chains = replace(chains, left=usual.held + kept)
@@ -140,7 +141,7 @@ def _joined(bare: Candidate, held: int) -> Chain:
     chains = [with_more(each, held) for each in chains]
     if layout is None:
         return join([*chains, *_outside(bare)])
-    made = {id(p): p.nbytes for p in bench.model.parameters() if p.requires_grad}
+    made = {id(p): local_part(p).nbytes for p in bench.model.parameters() if p.requires_grad}
     inside = [{id(p) for p in bench.model.get_submodule(part.region.path).parameters()} for part in parts]
     own = sum(size for key, size in made.items() if not any(key in each for each in inside)) // _parts(bench)
     sizes, called = {}, {}

@@ -17,7 +17,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, nn
 
-from memrewrite.capture import Captured, KeptCalls, capture, watch_calls
+from memrewrite.capture import Captured, KeptCalls, capture
 from memrewrite.capture.normal import leaf_tensors
 from memrewrite.capture.origin import origin, set_origin
 from memrewrite.codegen.writer import generate
@@ -28,7 +28,8 @@ from memrewrite.records.mesh import Fsdp
 from memrewrite.records.ranges import Range
 from memrewrite.rewriting.invariants import writes_what_is_kept
 from memrewrite.runtime.dropin import build, program_from
-from memrewrite.search.calls import Call, record, run_forward, with_or_without
+from memrewrite.search.calls import Call, record
+from memrewrite.search.forward_runs import watched
 from memrewrite.search.kept import hooked, hooked_around, innermost, is_below, once_of_a_class, told, with_fixing
 from memrewrite.search.repeats import names_of_operators, note_what_repeats
 from memrewrite.simulate.fake.fakes import on_fakes, tensors_of
@@ -145,9 +146,7 @@ def _whole(model: nn.Module, inputs: Inputs, step: Step, odd: Mapping[str, str],
     """
     kept: Mapping[str, KeptCalls] = {}
     if odd:
-        kept = with_or_without(
-            lambda grad: watch_calls(model, inputs, [*odd], lambda given: run_forward(model, given, step, grad), ranges)
-        )
+        kept = watched(model, inputs, step, [*odd], ranges)
         odd = {path: why for path, why in odd.items() if kept[path].calls}
     try:
         captured = _captured(model, inputs, step, kept, ranges)

@@ -20,6 +20,7 @@ from memrewrite.state.random_state import draws, preserved_everywhere, preserved
 from memrewrite.targets.allocator import rounded
 from memrewrite.torch_internals.operators import name_of_others
 from memrewrite.torch_internals.pytrees import tree_leaves
+from memrewrite.torch_internals.spread import local_part, spreads
 from memrewrite.workload.step import Step, autocast
 
 
@@ -54,7 +55,7 @@ def note_what_repeats(graph_module: fx.GraphModule, example: list[Tensor], step:
         module = graph_module.get_submodule(str(node.target))
         submodule = call_of(node, effects.of[node], step.amp, module)
         if submodule is not None and _leaves_no_trace(module, submodule):
-            note_runs(node, repeats=True, draws=True)  # as it may for other values
+            note_runs(node, repeats=True, draws=effects.of[node].random or not _is_layer(module))
             note_kept(node, _kept_by(module, submodule))
 
 
@@ -67,12 +68,13 @@ def names_of_operators(graph_module: fx.GraphModule) -> str:
 def _leaves_no_trace(module: nn.Module, call: Call) -> bool:
     """Whether a submodule repeats what it gives, and does nothing else that would happen twice.
 
-    No hook is called but that of ``weight_norm``, which makes the same weight again.
+    No hook is called but that of ``weight_norm``, which makes the same weight again, and those that spread what the
+    submodule is given over a mesh and gather what it gives.
     """
     hooks = [(path, hook) for path, inner in module.named_modules() for hook in _hooks(inner)]
-    if not all(isinstance(hook, WeightNorm) for _, hook in hooks):
+    if not all(isinstance(hook, WeightNorm) or spreads(hook) for _, hook in hooks):
         return False
-    normed = {f"{path}.{hook.name}".lstrip(".") for path, hook in hooks}
+    normed = {f"{path}.{hook.name}".lstrip(".") for path, hook in hooks if isinstance(hook, WeightNorm)}
     before, values = Attributes(module), [buffer.detach().clone() for buffer in module.buffers()]
     try:
         return (
@@ -93,13 +95,18 @@ def _hooks(module: nn.Module) -> Iterator[Any]:
     return (hook for kind in HOOKS for hook in (vars(module)[kind] or {}).values())
 
 
+def _is_layer(module: nn.Module) -> bool:
+    """Whether it is made of layers of PyTorch's, which draw for all values or for none."""
+    return all(type(inner).__module__.startswith("torch.nn.modules.") for inner in module.modules())
+
+
 def _kept_by(module: nn.Module, call: Call) -> int:
     """The bytes that autograd keeps of what a submodule makes for itself alone, on real tensors."""
     run, given = call.prepared()
     saved: list[torch.UntypedStorage] = []
 
     def pack(tensor: Tensor) -> object:
-        saved.append(tensor.untyped_storage())
+        saved.append(local_part(tensor).untyped_storage())
         return _TOKEN
 
     with (
@@ -108,13 +115,14 @@ def _kept_by(module: nn.Module, call: Call) -> int:
         saved_tensors_hooks(pack, lambda token: given[0]),
     ):
         result = run()
+        _ = [leaf.clone() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]  # what is sent has to arrive
     beside = [
         *given,
         *module.parameters(),
         *module.buffers(),
         *(t for t in tree_leaves(result) if isinstance(t, Tensor)),
     ]
-    known = {tensor.untyped_storage().data_ptr() for tensor in beside}
+    known = {local_part(tensor).untyped_storage().data_ptr() for tensor in beside}
     private = {storage.data_ptr(): storage for storage in saved if storage.data_ptr() not in known}
     return sum(rounded(storage.nbytes()) for storage in private.values())
 
@@ -154,7 +162,7 @@ def _drawn(given: list[Tensor]) -> list[Any]:
 
 def _results(run: Callable[[], Any], given: list[Tensor], call: Call) -> list[Any]:
     with torch.set_grad_enabled(call.grad), autocast(call.amp, given[0].device.type):
-        return [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in tree_leaves(run())]
+        return [local_part(leaf.detach().clone()) if isinstance(leaf, Tensor) else leaf for leaf in tree_leaves(run())]
 
 
 def _same(a: Any, b: Any) -> bool:

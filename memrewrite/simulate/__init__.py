@@ -43,6 +43,7 @@ from memrewrite.targets.transients import Transients
 from memrewrite.targets.workspaces import library_requests
 from memrewrite.torch_internals.fake_tensors import FAKE_TENSOR_ERRORS
 from memrewrite.torch_internals.fsdp import seen_by, without_peers
+from memrewrite.torch_internals.spread import is_divided
 from memrewrite.workload.step import Inputs, Phase, Running, Step, Targets, device_type
 
 __all__ = [
@@ -226,7 +227,7 @@ def _on_fakes(
     try:
         with (
             step.target.optimizer_kernels(),
-            _sharding(step, device_type(module, inputs)) as shard,
+            _sharding(step, module, device_type(module, inputs)) as shard,
             on_fakes(module, inputs, step.target, these=True) as (twin, fakes),
             TrueResults(),
             room_simulated(lambda wanted: None if allocator is None else allocator.make_room(wanted)),
@@ -245,9 +246,10 @@ def _on_fakes(
         ) from error
 
 
-def _sharding(step: Step, device: str) -> AbstractContextManager[Callable[[nn.Module], None]]:
+def _sharding(step: Step, module: nn.Module, device: str) -> AbstractContextManager[Callable[[nn.Module], None]]:
     """Gives what shards a fake twin as the step's mesh does, in place."""
-    if not isinstance(step.mesh, Fsdp | Tp) or (isinstance(step.mesh, Tp) and step.mesh.applied):
+    parallel = isinstance(step.mesh, Tp) and (step.mesh.applied or any(map(is_divided, module.parameters())))
+    if parallel or not isinstance(step.mesh, Fsdp | Tp):
         return nullcontext(lambda twin: None)
     return without_peers(step.mesh, "cpu" if device == "meta" else device)
 

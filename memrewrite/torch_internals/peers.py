@@ -14,17 +14,21 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from memrewrite.records.mesh import Ddp, Fsdp
+from memrewrite.records.mesh import Ddp, Fsdp, Tp
 from memrewrite.torch_internals.ddp import wrapped
 from memrewrite.torch_internals.fsdp import classes_forgotten, sharded
+from memrewrite.torch_internals.mesh_groups import device_mesh, meshes_in
+from memrewrite.torch_internals.tensor_parallel import parallelize
 
 PATIENCE = timedelta(minutes=10)
 _NUMBERS = itertools.count()
 
 
 @contextlib.contextmanager
-def among_peers(mesh: Ddp | Fsdp, device_type: str) -> Iterator[Callable[[nn.Module], nn.Module]]:
+def among_peers(mesh: Ddp | Fsdp | Tp, device_type: str) -> Iterator[Callable[[nn.Module], nn.Module]]:
     """Gives what wraps a model, in place where it is sharded, as the processes of ``mesh`` do, which all enter this.
+
+    One that is tensor parallel already is as it is, and speaks in a group of its own meanwhile.
 
     Nothing that was wrapped may be there any more afterwards, as it has threads of the groups, but for what an error
     holds.
@@ -40,6 +44,9 @@ def among_peers(mesh: Ddp | Fsdp, device_type: str) -> Iterator[Callable[[nn.Mod
         if isinstance(mesh, Ddp):
             whole = group([*range(mesh.size)])
             yield lambda module: wrapped(module, mesh, whole, init_sync=True)
+        elif isinstance(mesh, Tp):
+            with _tensor_parallel(mesh, device_type, group([*range(mesh.size)])) as wrap:
+                yield wrap
         else:
             devices = _devices(mesh, device_type, group)
             with classes_forgotten(), _without_groups_later(devices):
@@ -49,6 +56,17 @@ def among_peers(mesh: Ddp | Fsdp, device_type: str) -> Iterator[Callable[[nn.Mod
             if each is not dist.GroupMember.NON_GROUP_MEMBER:
                 dist.destroy_process_group(each)
         made.clear()
+
+
+@contextlib.contextmanager
+def _tensor_parallel(mesh: Tp, device_type: str, group: Any) -> Iterator[Callable[[nn.Module], nn.Module]]:
+    if mesh.applied:
+        with meshes_in(group):
+            yield lambda module: module
+        return
+    devices = device_mesh(device_type, group)
+    with _without_groups_later(devices):
+        yield lambda module: parallelize(module, devices, root=False)
 
 
 @contextlib.contextmanager

@@ -4,8 +4,10 @@ Looked at for every operator, so by names that need no import; the local part of
 waits for nothing. Read in PyTorch 2.11 to 2.15.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 _SPREAD = {"DTensor": "torch.distributed.tensor"}
@@ -32,14 +34,41 @@ def local_part(tensor: Tensor) -> Tensor:
     return getattr(tensor, "elem", tensor) if wraps_local(kind) else tensor
 
 
-def spread_like(tensor: Tensor, local: Tensor) -> Tensor:
-    """A tensor spread as ``tensor`` is, of which this process has ``local``."""
-    from torch.distributed.tensor import DTensor
+@dataclass(frozen=True)
+class Spread:
+    """How a tensor is spread over a mesh: the whole one's sizes and strides, and what each process has of it."""
 
+    mesh: Any
+    placements: tuple[Any, ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    @classmethod
+    def like(cls, tensor: Tensor) -> "Spread | None":
+        """How ``tensor`` is, None where it is an ordinary one."""
+        whole: Any = tensor
+        if not is_spread(type(tensor)):
+            return None
+        return cls(whole.device_mesh, whole.placements, whole.shape, whole.stride())
+
+    def of(self, local: Tensor) -> Tensor:
+        """A tensor spread so, of which this process has ``local``."""
+        from torch.distributed.tensor import DTensor
+
+        whole: Any = {"shape": self.shape, "stride": self.stride}
+        with torch.no_grad():  # a leaf, then, as ``local`` is
+            return DTensor.from_local(local, self.mesh, self.placements, run_check=False, **whole)
+
+
+def is_divided(tensor: Tensor) -> bool:
+    """Whether this process has a part alone of a tensor."""
     whole: Any = tensor
-    return DTensor.from_local(
-        local, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
-    )
+    return is_spread(type(tensor)) and any(each.is_shard() for each in whole.placements)
+
+
+def spreads(hook: Any) -> bool:
+    """Whether a hook of a module is one that ``parallelize_module`` registers, or what stands in for it here."""
+    return str(getattr(hook, "__module__", "")).startswith((_SPREAD["DTensor"], "memrewrite.torch_internals.tensor_"))
 
 
 def _is(kind: type, names: dict[str, str]) -> bool:

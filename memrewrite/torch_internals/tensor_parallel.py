@@ -16,11 +16,12 @@ from memrewrite.torch_internals.tensor_experts import sum_around
 from memrewrite.torch_internals.tensor_plans import EXPERTS, HEADS, Divided, plan_of, refuse_uneven_heads
 
 
-def parallelize(module: nn.Module, devices: Any) -> None:
-    """Divide a module, in place, among the processes of a device mesh of one dimension, as its plan says.
+def parallelize(module: nn.Module, devices: Any, root: bool = True) -> nn.Module:
+    """The module, divided in place among the processes of a device mesh of one dimension, as its plan says.
 
-    What the plan does not name every process has all of. Raises ``UsageError`` where there is no plan, or one that does
-    not go with the number of processes.
+    What the plan does not name every process has all of, spread over the mesh as well; parameters of the module's own
+    stay as they are where ``root`` is False, as there are no hooks of its own then. Raises ``UsageError`` where there
+    is no plan, or one that does not go with the number of processes.
     """
     from torch.distributed.tensor.parallel import parallelize_module
 
@@ -37,13 +38,15 @@ def parallelize(module: nn.Module, devices: Any) -> None:
             sum_around(module.get_submodule(path), devices.get_group())
         elif not isinstance(style, str):
             parallelize_module(module.get_submodule(path), devices, style, src_data_rank=None)
-    _refuse_uneven(module, devices.size())
+    refuse_uneven(module, devices.size())
     for part, names in divided.items():
         _here(part, names, None)
     for part in module.modules():
-        _replicate(part, devices, partial=part in alone)
+        if root or part is not module:
+            _replicate(part, devices, partial=part in alone)
     _of_their_own(module)
     _tie(uses)
+    return module
 
 
 def applied(model: nn.Module) -> Tp | None:
@@ -87,7 +90,8 @@ def _tie(uses: list[list[tuple[nn.Module, str]]]) -> None:
             part._parameters[name] = one
 
 
-def _refuse_uneven(module: nn.Module, size: int) -> None:
+def refuse_uneven(module: nn.Module, size: int) -> None:
+    """Raise ``UsageError`` for a parameter of which processes have parts of different sizes."""
     for name, parameter in module.named_parameters():
         for placement in getattr(parameter, "placements", ()):
             if placement.is_shard() and parameter.shape[placement.dim] % size:

@@ -1,6 +1,7 @@
 """Models that are spread over several processes: what DDP wraps is taken out and wrapped again, FSDP1 is refused."""
 
 import sys
+import types
 from typing import TypeVar
 
 import torch
@@ -12,8 +13,10 @@ from memrewrite.records.errors import UsageError
 from memrewrite.records.mesh import Ddp, Fsdp, Mesh, Tp
 from memrewrite.records.options import format_bytes
 from memrewrite.runtime.dropin import own, programs, rewrite
+from memrewrite.runtime.guards import HOOKS
 from memrewrite.torch_internals.fsdp_states import is_sharded, mesh_of, unsharded
-from memrewrite.torch_internals.tensor_parallel import applied
+from memrewrite.torch_internals.spread import spreads
+from memrewrite.torch_internals.tensor_parallel import applied, refuse_uneven
 
 M = TypeVar("M", bound=nn.Module)
 _FSDP = "torch.distributed.fsdp"  # not imported for a model that has none of it
@@ -83,13 +86,43 @@ def _asked(mesh: str | Mesh | None, found: Tp | None) -> Mesh | None:
     return found if mesh is None else Mesh.parse(mesh)
 
 
-def refuse_tensor_parallel(mesh: Mesh | None) -> None:
-    """Raise ``UsageError`` for a mesh in which a model is not rewritten yet."""
-    if isinstance(mesh, Tp) or (isinstance(mesh, Fsdp) and mesh.tp > 1):
+def refuse_tensor_parallel(model: nn.Module, mesh: Mesh | None) -> None:
+    """Raise ``UsageError`` for a mesh in which a model is not rewritten."""
+    if isinstance(mesh, Fsdp) and mesh.tp > 1:
         raise UsageError(
-            f"A model is not rewritten for tensor parallelism ({mesh}) yet; estimate says what it takes there, and "
-            "optimize plans for fsdp or ddp alone."
+            f"A model is not rewritten for {mesh}, FSDP2 and tensor parallelism at once; plan for one of the two, or "
+            "ask estimate what it takes there."
         )
+    if not isinstance(mesh, Tp):
+        return
+    if (count := _processes()) not in (1, mesh.size):
+        raise UsageError(
+            f"The model is tensor parallel among {mesh.size} of {count} processes, which would not have the same plan; "
+            "it can be optimized where all of them have a part of it."
+        )
+    if not mesh.applied:
+        return
+    refuse_uneven(model, mesh.size)
+    for path, module in model.named_modules():
+        if path and not isinstance(vars(module).get("forward", model.forward), types.MethodType):
+            raise UsageError(
+                f"The forward of {path} was put on the object, as transformers' own tensor parallelism does it, and "
+                "what it sends is not known; load the model without that, and call parallelize_module or give mesh="
+                f'"tp={mesh.size}".'
+            )
+    if any(spreads(hook) for kind in HOOKS for hook in (vars(model)[kind] or {}).values()):
+        name = type(model).__name__
+        raise UsageError(
+            f"parallelize_module gave the model itself ({name}) a style, and only modules inside of it keep theirs "
+            f"when it is rewritten; put it into another module, nn.Sequential({name}) say, and optimize that."
+        )
+
+
+def _processes() -> int:
+    """How many processes there are with this one, by the process group that it is in."""
+    distributed = torch.distributed
+    there = distributed.is_available() and distributed.is_initialized()
+    return distributed.get_world_size() if there else 1
 
 
 def _before_sharding(model: nn.Module) -> tuple[nn.Module, Mesh]:

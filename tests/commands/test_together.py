@@ -18,6 +18,8 @@ import torch
 from torch import nn
 
 class Net(nn.Module):
+    tp_plan = {"layers.*": "colwise_gather_output"}
+
     def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
@@ -82,6 +84,24 @@ def test_the_first_process_answers_for_both(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "memrewrite_model.py").is_file()
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
     assert "plan" in told[0]
+
+
+def test_a_tensor_parallel_plan_is_the_same_with_and_without_the_other_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--mesh", "tp=2", "--passes", "checkpoint_segments", "--json", "-", "--verify"]
+    codes, out, told = launched(tmp_path, *options, "-o", "out")
+    assert codes == [0, 0], told
+    assert out[1] == told[1] == ""
+    notes = json.loads(out[0])["notes"]
+    assert any(note.startswith("Verified in each process of the mesh tp=2; this one: bit-equal") for note in notes)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RANK", "0")
+    assert cli.run(["optimize", "net.py", *QUICK, *options, "-o", "alone"]) == 0
+    capsys.readouterr()
+    together, alone = (Path(folder, "memrewrite_model.py").read_text() for folder in ("out", "alone"))
+    assert together == alone
+    assert "divided='layers.0.weight'" in alone
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import torch
@@ -22,7 +22,7 @@ from memrewrite.optimizing import in_mesh, ranks
 from memrewrite.optimizing.in_mesh import Pair, prove_in_mesh, written_in
 from memrewrite.runtime.dropin import program_from
 from memrewrite.workload.step import Inputs
-from tests.support import ddp, fsdp
+from tests.support import ddp, fsdp, parallelized
 
 SEGMENTS: dict[str, Any] = {"passes": ["checkpoint_segments"]}
 ROWS = 512
@@ -58,16 +58,29 @@ def convolutional() -> nn.Module:
     return ddp.Net(False)
 
 
+def tensor_parallel() -> nn.Module:
+    """A model that is tensor parallel before it is optimized."""
+    return parallelized.mlp(init_device_mesh("cpu", (2,)))
+
+
+class Divided(parallelized.Mlp):
+    """With a plan, by which it is parallelized when that is made."""
+
+    tp_plan: ClassVar[dict[str, str]] = {"layers.*.0": "colwise", "layers.*.3": "rowwise"}
+
+
 BF16 = "fsdp=2,param-dtype=bf16,reduce-dtype=fp32,output-dtype=bf16"
 MODELS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "fsdp": (fsdp.Net, {"mesh": "fsdp=2", **SEGMENTS}),
     "fsdp in bf16": (fsdp.Net, {"mesh": BF16, **SEGMENTS}),
     "replicas": (fsdp.Net, {"mesh": "fsdp=1,replicas=2"}),
     "sharded before": (sharded, SEGMENTS),
+    "tensor parallel": (tensor_parallel, SEGMENTS),
+    "tensor parallel later": (Divided, {"mesh": "tp=2"}),  # by all passes
     "ddp": (convolutional, {"mesh": "ddp=2,gradient-as-bucket-view", **SEGMENTS}),
     "wrapped before": (lambda: DistributedDataParallel(convolutional()), {}),  # by all passes: arithmetic changes
 }
-FAILING = ("fsdp", "sharded before", "ddp")
+FAILING = ("fsdp", "sharded before", "tensor parallel", "tensor parallel later", "ddp")
 
 
 def found() -> tuple[dict[str, Proved], dict[str, str]]:
@@ -136,9 +149,11 @@ def same(one: Any, other: Any) -> bool:
 
 def optimized(model: Any, asked: dict[str, Any]) -> Any:
     """By momentum, so that what gradients leave behind shows in parameters."""
-    images = isinstance(getattr(model, "module", model), ddp.Net)
+    inner = getattr(model, "module", model)
+    images = isinstance(inner, ddp.Net)
+    inputs = ddp.images() if images else parallelized.ROWS if isinstance(inner, parallelized.Mlp) else halves()
     given: dict[str, Any] = {"budget": "75%" if images else "85%", "optimizer": ddp.optimizer, **asked}
-    return memrewrite.optimize(model, ddp.images() if images else halves(), **given)
+    return memrewrite.optimize(model, inputs, **given)
 
 
 def told(broken: Any, work: Callable[[], str]) -> str:
@@ -174,11 +189,18 @@ def wrong() -> Any:
 
     def changed(result: nn.Module) -> in_mesh.Written:
         return {
-            path: (program_from(program.source.replace(KERNEL, "almost(") + ALMOST), constants)
+            path: (program_from(almost(program.source)), constants)
             for path, (program, constants) in written_in(result).items()
         }
 
     return mock.patch.object(in_mesh, "written_in", changed)
+
+
+def almost(source: str) -> str:
+    """A program whose kernels give almost the same."""
+    for kernel in KERNELS:
+        source = source.replace(kernel, f"almost({kernel.removesuffix('(')})(")
+    return source + ALMOST
 
 
 def step_that(decides: Callable[[int, Inputs], BaseException | None]) -> Any:
@@ -214,9 +236,9 @@ def none() -> Any:
     return step_that(lambda number, inputs: torch.OutOfMemoryError())
 
 
-KERNEL = "aten.linear.default("
+KERNELS = "aten.linear.default(", "aten.gelu.default("
 ALMOST = """
 
-def almost(x, weight, bias):
-    return aten.linear.default(x, weight, bias) * 1.000001
+def almost(kernel):
+    return lambda *args: kernel(*args) * 1.000001
 """

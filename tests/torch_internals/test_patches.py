@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
+from memrewrite.process.thread import apart
 from memrewrite.torch_internals.custom_functions import function_calls
 from memrewrite.torch_internals.fake_tensors import real_rules_on_fake_tensors
 from memrewrite.torch_internals.patches import process_wide
@@ -59,4 +60,15 @@ def test_one_thread_may_enter_several() -> None:
         assert torch.compiler.is_compiling.__code__ is not before[2]
     after = torch.utils.swap_tensors, vars(torch.autograd.Function)["apply"], torch.compiler.is_compiling.__code__
     assert after == before
+    assert Seen.value == "original"
+
+
+def test_a_thread_that_is_waited_for_enters_as_the_one_that_waits() -> None:
+    def inner() -> str:
+        with seen_as("deeper") as value:
+            return f"{value}, {Seen.value}"
+
+    with seen_as("inside"):
+        assert apart(inner) == "deeper, deeper"
+        assert Seen.value == "inside"
     assert Seen.value == "original"

@@ -34,7 +34,7 @@ from memrewrite.torch_internals.fake_tensors import (
     real_rules_on_fake_tensors,
 )
 from memrewrite.torch_internals.pytrees import tree_map
-from memrewrite.torch_internals.spread import is_spread, local_part, spread_like
+from memrewrite.torch_internals.spread import Spread, local_part
 from memrewrite.workload.step import Inputs
 
 _CPU = torch.device("cpu")
@@ -124,8 +124,8 @@ def tensors_of(module: nn.Module) -> list[Tensor]:
 def _fake(tensor: Tensor, mode: FakeTensorMode, device: torch.device = _CPU) -> Tensor:
     # Detached, because the conversion would also copy .grad and the history of a non-leaf.
     plain = tensor.detach()
-    if is_spread(type(plain)):
-        fake = spread_like(plain, _fake(local_part(plain), mode, device))
+    if (spread := Spread.like(plain)) is not None:
+        fake = spread.of(_fake(local_part(plain), mode, device))
         return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
     fake = FakeTensor(mode, plain, device) if plain.is_meta else fake_of(plain, mode)
     if isinstance(tensor, nn.Parameter):

@@ -1,0 +1,59 @@
+"""Running a model forward once, to see what its submodules are called with and what they give."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from memrewrite.capture import KeptCalls, watch_calls
+from memrewrite.measurement.measuring import preserved_state
+from memrewrite.records.mesh import Tp
+from memrewrite.records.ranges import Range
+from memrewrite.simulate.fake.fakes import on_fakes, tensors_of
+from memrewrite.state.random_state import preserved_rng
+from memrewrite.workload.step import Inputs, Step, autocast, device_type
+
+T = TypeVar("T")
+
+
+def watched(
+    model: nn.Module, inputs: Inputs, step: Step, paths: Sequence[str], ranges: Sequence[Range]
+) -> Mapping[str, KeptCalls]:
+    """How submodules are called; on fake tensors where calls communicate, as no other process takes part here."""
+    if not isinstance(step.mesh, Tp):
+        return with_or_without(
+            lambda grad: watch_calls(model, inputs, paths, lambda given: forward_once(model, given, step, grad), ranges)
+        )
+
+    def run(given: Inputs) -> None:
+        with torch.no_grad(), autocast(step.amp, device_type(model, inputs)):
+            twin(*given.args, **given.kwargs)
+
+    with (
+        preserved_rng([*tensors_of(model), *inputs.tensors()]),
+        on_fakes(model, inputs, step.target, these=True) as (twin, fakes),
+    ):
+        found = watch_calls(twin, fakes, paths, run, ranges)
+    return {path: replace(kept, module=model.get_submodule(path)) for path, kept in found.items()}
+
+
+def with_or_without(run: Callable[[bool], T]) -> T:
+    """What a run gives without gradients, or with them where it takes those."""
+    try:
+        return run(False)  # keeps no activations, in case all of them do not fit
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:  # a forward that takes gradients or registers hooks on tensors
+        return run(True)
+
+
+def forward_once(model: nn.Module, inputs: Inputs, step: Step, grad: bool = False) -> None:
+    """Run the model forward, on tensors as they are; what that changes is put back."""
+    with (
+        preserved_state(model, inputs),
+        torch.set_grad_enabled(grad),
+        autocast(step.amp, device_type(model, inputs)),
+    ):
+        model(*inputs.args, **inputs.kwargs)
