@@ -17,16 +17,16 @@ intermediates then have more digits than the type that they are rounded to other
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property, partial, reduce
 from typing import ClassVar
 
 import torch
 from torch import Tensor, fx
 
 from memrewrite.observe.effects import Effects
-from memrewrite.passes.groups import Group, computes_each_number, obstacle, put
+from memrewrite.passes.groups import Group, as_it_is, computes_each_number, obstacle, put
 from memrewrite.passes.linear_cross_entropy import match
-from memrewrite.passes.spelling import operand, operation, tensor
+from memrewrite.passes.spelling import CASTS, operand, operation, tensor
 from memrewrite.records.graph_calls import ChainCall
 from memrewrite.rewriting.contract import Findings, Result
 from memrewrite.torch_internals.pytrees import tree_iter
@@ -58,7 +58,7 @@ class FusedChains:
                 findings.apply(chain.members[-1], f"{chain.computing} operations on {_shape(chain)} become one")
         replaced: dict[fx.Node, fx.Node] = {}
         for chain in accepted:
-            replaced |= put(graph_module.graph, chain, partial(_call, chain), replaced)
+            replaced |= put(graph_module.graph, chain, partial(_call, chain), replaced, _without_autocast)
         return findings.finish(graph_module)
 
 
@@ -199,6 +199,28 @@ def _needless(chain: Chain, node: fx.Node) -> bool:
 
 def _call(chain: Chain, graph: fx.GraphModule) -> ChainCall:
     return ChainCall(graph, chain.trained, chain.keeps)
+
+
+def _without_autocast(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
+    """A copy that casts what it is given as autocast does, which does not look into a chain."""
+    value, given = tensor(node), [each for each in node.all_input_nodes if _is_float(each)]
+    copy = as_it_is(graph, node, copies)
+    if operation(node) in CASTS or value is None or not value.is_floating_point() or not given:
+        return copy
+    types = [each.meta["val"].dtype for each in given if each.meta["val"].dim()] or [given[0].meta["val"].dtype]
+    if reduce(torch.promote_types, types) == value.dtype:
+        return copy
+    with graph.inserting_before(copy):
+        for each in given:
+            if each.meta["val"].dtype != value.dtype:
+                cast = graph.call_function(torch.ops.aten.to.dtype, (copies[each], value.dtype))
+                copy.replace_input_with(copies[each], cast)
+    return copy
+
+
+def _is_float(node: fx.Node) -> bool:
+    value = tensor(node)
+    return value is not None and value.is_floating_point()
 
 
 def _shape(chain: Chain) -> str:

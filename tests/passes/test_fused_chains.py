@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -184,6 +185,25 @@ def test_under_autocast() -> None:
     graph_module, _ = functional(model, x, FusedChains(), "export")
     with torch.autocast("cpu", torch.bfloat16):
         assert_as_good(graph_module, model, x)
+
+
+class Cubic(nn.Module):
+    """Of which autocast of CUDA computes the power in float32, and with it all that reads it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 0.5 * x * (1 + torch.tanh(0.8 * (x + 0.04 * torch.pow(x, 3.0))))
+
+
+def test_casts_as_autocast_does() -> None:
+    model, x = nn.Sequential(nn.Linear(WIDTH, 64), Cubic(), nn.Linear(64, WIDTH)), torch.randn(256, WIDTH)
+    options: dict[str, Any] = {"device": "cuda", "amp": "bf16", "optimizer": "sgd", "verify": False}
+    result = memrewrite.optimize(model, x, budget="min", passes="all", **options)
+    (program,) = programs(result).values()
+    chain = program.source.partition("def chain_")[2].partition("return")[0]
+    cast = re.search(r"(\w+) = aten.to.dtype\(x0, torch.float32\)", chain)
+    assert cast is not None
+    assert f"aten.pow.Tensor_Scalar({cast[1]}, 3.0)" in chain
+    assert chain.count("aten.to.dtype") == 1
 
 
 def test_a_soft_cap_is_left_to_the_loss() -> None:
