@@ -108,6 +108,22 @@ def ranged(
     return replace(captured, inputs=spec, notes=(*captured.notes, *notes))
 
 
+def length_left(captured: Captured, model: nn.Module, inputs: Inputs) -> str:
+    """A sentence about the first size of a text that does not vary although nobody named a range; "" without one."""
+    _, order = bind(model, inputs)
+    leaves = tree_leaves((inputs.args, inputs.kwargs))
+    for name, position in positions(model, inputs).items():
+        shape = captured.inputs.leaves[order.index(position)].shape if per_token(leaves[position]) else ()
+        for dim, size in enumerate(shape):
+            if dim and isinstance(size, int) and size > 1:
+                asked = f"dynamic={{'{name}': {{{dim}: (2, {size})}}}}"
+                return (
+                    f"{name} has {size} as its size {dim} in this program, as something in forward fixes it; others "
+                    f"run the original forward. Where submodules do, {asked} keeps those as calls and lets it vary."
+                )
+    return ""
+
+
 def _refuse_fixed(spec: InputSpec, model: str, words: Mapping[str, str], noted: Assumptions) -> None:
     """Raise ``FixedSizeError`` for a range of which the conditions leave one size."""
     for symbol, each in spec.ranges:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from memrewrite.capture import Captured, KeptCalls, capture
 from memrewrite.capture.normal import leaf_tensors
 from memrewrite.capture.origin import origin, set_origin
+from memrewrite.capture.varying import length_left
 from memrewrite.codegen.writer import generate
 from memrewrite.observe.any_gradient import observe_trained
 from memrewrite.observe.effects import observe
@@ -158,7 +159,9 @@ def _whole(model: nn.Module, inputs: Inputs, step: Step, odd: Mapping[str, str],
             return _whole(model, inputs, step, calls, ranges)
         except CaptureError as further:
             raise refusal from further
-    return Regions((Region("", model, captured, lambda: inputs),), (*told(model, odd), *captured.notes))
+    left = "" if ranges else length_left(captured, model, inputs)
+    notes = (*told(model, odd), *captured.notes, *([left] if left else []))
+    return Regions((Region("", model, captured, lambda: inputs),), notes)
 
 
 def _refusal(calls: Mapping[nn.Module, Sequence[Call]], step: Step, path: str, module: nn.Module) -> str | None:

@@ -3,19 +3,21 @@
     python -m tests.benchmarks.pareto FOLDER [--only resnet50 unet] [--contenders eager ours] [--deadline-s 540]
 
 Every (workload, contender) becomes a row of ``FOLDER/pareto.jsonl``; a stopped run resumes where it was. Each has a
-process of its own; ``--jobs`` of them, of all workloads, plan and compile side by side, then free what they can and
-train one after another, each alone on the device.
+process of its own; ``--jobs`` of them, of all workloads, plan and compile side by side. One that is ready frees what it
+can and trains alone on the device, while the others are stopped.
 """
 
 import argparse
 import itertools
 import os
+import queue
+import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -248,30 +250,40 @@ def _how_many(waiting: list[tuple[_Parent, str]]) -> int:
     return max(1, min(first.options.jobs, fitting))
 
 
-def _side_by_side(
-    waiting: list[tuple[_Parent, str]], running: tuple[tuple[_Parent, str, "subprocess.Popen[str]"], ...] = ()
-) -> None:
-    """Start a process for each; once all are ready, give them their turns."""
-    if waiting and time.monotonic() < waiting[0][0].end:
-        parent, contender = waiting[0]
-        with parent.process([contender], gate=True) as process:
-            return _side_by_side(waiting[1:], (*running, (parent, contender, process)))
-    at_gate = [process for *_, process in running if _reaches_gate(process)]
-    for process in at_gate:
-        print(process.communicate("go\n")[0], end="", flush=True)
-    for parent, contender, process in running:
-        if process.wait() != CROWDED:
-            parent.account_for(contender, process.returncode)
-    return None
+def _side_by_side(waiting: list[tuple[_Parent, str]]) -> None:
+    """Start a process for each, and give each its turn once it is ready; all others are stopped meanwhile."""
+    ready: queue.SimpleQueue[int] = queue.SimpleQueue()
+    with ExitStack() as stack:
+        running = [stack.enter_context(parent.process([contender], gate=True)) for parent, contender in waiting]
+        for index, process in enumerate(running):
+            threading.Thread(target=_watch, args=(process, ready, index), daemon=True).start()
+        for _ in running:
+            process = running[ready.get()]
+            with _stopped([other for other in running if other is not process and other.poll() is None]):
+                print(process.communicate("go\n")[0], end="", flush=True)
+        for (parent, contender), process in zip(waiting, running, strict=True):
+            if process.wait() != CROWDED:
+                parent.account_for(contender, process.returncode)
 
 
-def _reaches_gate(process: "subprocess.Popen[str]") -> bool:
-    """Whether the process says that it is ready, rather than ending."""
+def _watch(process: "subprocess.Popen[str]", ready: "queue.SimpleQueue[int]", index: int) -> None:
+    """Tell when a process says that it is ready, or has ended."""
     for line in process.stdout or ():
         if line.strip() == READY:
-            return True
+            break
         print(line, end="", flush=True)
-    return False
+    ready.put(index)
+
+
+@contextmanager
+def _stopped(processes: list["subprocess.Popen[str]"]) -> Iterator[None]:
+    for process in processes:
+        process.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.send_signal(signal.SIGCONT)
 
 
 if __name__ == "__main__":

@@ -155,3 +155,12 @@ def test_what_fixes_a_length_stays_a_call_where_a_range_is_named(mix: type[nn.Mo
     told = f"mixes.0 ({mix.__name__}) and 2 more stay calls that the model makes: its forward takes no other size 1"
     assert told in " ".join(result.report.notes)
     assert_runs_in_its_plan(result, model, (4, LENGTH), (4, 17), (4, 16), (3, 5))
+
+
+@pytest.mark.parametrize(("mix", "fixed"), [(Scan, True), (nn.Identity, False)])
+def test_a_length_that_is_fixed_says_how_it_would_vary(mix: type[nn.Module], fixed: bool) -> None:
+    result = memrewrite.optimize(Words(mix), (tokens(4, LENGTH),), loss_fn=lambda loss: loss, verify=False)
+    said = f"ids has {LENGTH} as its size 1 in this program, as something in forward fixes it;"
+    asked = f"dynamic={{'ids': {{1: (2, {LENGTH})}}}} keeps those as calls"
+    notes = " ".join(result.report.notes)
+    assert (said in notes, asked in notes) == (fixed, fixed)
