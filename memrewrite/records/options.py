@@ -30,6 +30,7 @@ PASSES = (
     "chunked_cross_entropy",
     "linear_cross_entropy",
     "tiles",
+    "attention_in_pieces",
     "fused_chains",
     "checkpoint_segments",
     "inplace_activation",

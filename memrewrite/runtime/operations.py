@@ -6,6 +6,7 @@ In the order in which their files need each other, because an artifact has all o
 from collections.abc import Callable
 from typing import Any
 
+from memrewrite.runtime.attention import attention_in_pieces
 from memrewrite.runtime.batch_norm import normalize, rectify
 from memrewrite.runtime.compiled import draw, in_turn, settled
 from memrewrite.runtime.cross_entropy import chunked_cross_entropy
@@ -27,4 +28,6 @@ def _named(*operations: Operation) -> dict[str, Operation]:
 # What the generator puts around nodes, or before all of them.
 AROUND_NODES = _named(make_room, draw, in_turn, settled, run_segment, keep, once, normalize, rectify, fused, in_tiles)
 # What a pass may put into a graph, as the target of a node.
-IN_GRAPHS = _named(as_autocast, swish, exact_swish, tied_embedding, chunked_cross_entropy, linear_cross_entropy)
+IN_GRAPHS = _named(
+    as_autocast, swish, exact_swish, tied_embedding, chunked_cross_entropy, linear_cross_entropy, attention_in_pieces
+)

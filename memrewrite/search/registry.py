@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from memrewrite.passes.attention_in_pieces import AttentionInPieces
 from memrewrite.passes.checkpoint_segments import CheckpointSegments
 from memrewrite.passes.chunked_cross_entropy import ChunkedCrossEntropy
 from memrewrite.passes.composites import Composites
@@ -24,7 +25,10 @@ SLOWER: dict[str, Callable[[], Pass]] = {ChunkedCrossEntropy.name: ChunkedCrossE
 LOWER: dict[str, Callable[[int, bool], Pass]] = {
     LinearCrossEntropy.name: lambda rows, fused: LinearCrossEntropy(rows=rows, fused=fused)
 }
-LOWEST: dict[str, Callable[[int], Pass]] = {Tiles.name: lambda rows: Tiles(rows=rows)}
+LOWEST: dict[str, Callable[[int], Pass]] = {
+    Tiles.name: lambda rows: Tiles(rows=rows),
+    AttentionInPieces.name: lambda _: AttentionInPieces(),
+}
 ON_REQUEST: dict[str, Callable[[], Pass]] = {FusedChains.name: FusedChains}
 NAMES = (*PATTERNS, *SLOWER, *LOWER, *LOWEST, *ON_REQUEST, CheckpointSegments.name, InplaceActivation.name)
 
