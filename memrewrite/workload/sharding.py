@@ -14,6 +14,7 @@ from memrewrite.records.mesh import Ddp, Fsdp, Mesh, Tp
 from memrewrite.records.options import format_bytes
 from memrewrite.runtime.dropin import own, programs, rewrite
 from memrewrite.runtime.guards import HOOKS
+from memrewrite.torch_internals.fsdp import units
 from memrewrite.torch_internals.fsdp_states import is_sharded, mesh_of, unsharded
 from memrewrite.torch_internals.spread import spreads
 from memrewrite.torch_internals.tensor_parallel import applied, refuse_uneven
@@ -88,33 +89,40 @@ def _asked(mesh: str | Mesh | None, found: Tp | None) -> Mesh | None:
 
 def refuse_tensor_parallel(model: nn.Module, mesh: Mesh | None) -> None:
     """Raise ``UsageError`` for a mesh in which a model is not rewritten."""
-    if isinstance(mesh, Fsdp) and mesh.tp > 1:
-        raise UsageError(
-            f"A model is not rewritten for {mesh}, FSDP2 and tensor parallelism at once; plan for one of the two, or "
-            "ask estimate what it takes there."
-        )
-    if not isinstance(mesh, Tp):
+    if not isinstance(mesh, Fsdp | Tp) or not mesh.divides_layers:
         return
-    if (count := _processes()) not in (1, mesh.size):
+    count = _processes()
+    if count not in (1, mesh.processes) and not mesh.applied:
         raise UsageError(
-            f"The model is tensor parallel among {mesh.size} of {count} processes, which would not have the same plan; "
-            "it can be optimized where all of them have a part of it."
+            f"The mesh {mesh} has {mesh.processes} processes, and here are {count}; start as many, or plan in one."
+        )
+    if count not in (1, mesh.processes):
+        raise UsageError(
+            f"The model is tensor parallel among {mesh.processes} of {count} processes, which would not have the same "
+            "plan; it can be optimized where all of them have a part of it."
         )
     if not mesh.applied:
         return
-    refuse_uneven(model, mesh.size)
+    refuse_uneven(model, mesh.tp if isinstance(mesh, Fsdp) else mesh.size)
     for path, module in model.named_modules():
         if path and not isinstance(vars(module).get("forward", model.forward), types.MethodType):
             raise UsageError(
                 f"The forward of {path} was put on the object, as transformers' own tensor parallelism does it, and "
                 "what it sends is not known; load the model without that, and call parallelize_module or give mesh="
-                f'"tp={mesh.size}".'
+                f'"{mesh}".'
             )
-    if any(spreads(hook) for kind in HOOKS for hook in (vars(model)[kind] or {}).values()):
-        name = type(model).__name__
+    _refuse_styles("the model itself", model)
+    for unit in units(model, mesh) if isinstance(mesh, Fsdp) else ():
+        _refuse_styles("a unit of fully_shard", unit)
+
+
+def _refuse_styles(what: str, module: nn.Module) -> None:
+    """Raise ``UsageError`` where hooks divide what a module that is rewritten is given, or gives."""
+    if any(spreads(hook) for kind in HOOKS for hook in (vars(module)[kind] or {}).values()):
+        name = type(module).__name__
         raise UsageError(
-            f"parallelize_module gave the model itself ({name}) a style, and only modules inside of it keep theirs "
-            f"when it is rewritten; put it into another module, nn.Sequential({name}) say, and optimize that."
+            f"parallelize_module gave {what} ({name}) a style, and only modules inside of it keep theirs when it is "
+            f"rewritten; put it into another module, nn.Sequential({name}) say, and optimize that."
         )
 
 
