@@ -117,7 +117,23 @@ def _of_the_first() -> Iterator[None]:
     """Let a module be sharded as the first of all processes has it, without a tensor for each of the others."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param
 
-    with mock.patch.object(_fsdp_param, "_chunk_with_empty", _first_chunk), _joined_once():
+    with mock.patch.object(_fsdp_param, "_chunk_with_empty", _first_chunk), _joined_once(), _parts_of_meshes():
+        yield
+
+
+@contextlib.contextmanager
+def _parts_of_meshes() -> Iterator[None]:
+    """Let the mesh of those that keep parameters among them after forward be made among fake tensors, of a real one."""
+    from torch.distributed.fsdp._fully_shard import _fully_shard
+
+    internals: Any = _fully_shard
+    make = internals._get_post_forward_mesh_info
+
+    def made(*args: Any) -> Any:
+        with in_place_of_modes():
+            return make(*args)
+
+    with mock.patch.object(internals, "_get_post_forward_mesh_info", made):
         yield
 
 

@@ -22,6 +22,7 @@ from memrewrite.torch_internals.patches import process_wide
 _NAMES = "_dim_group_names"
 _NUMBERS = itertools.count()
 Ranks = tuple[int, ...]
+"""Which processes a group has."""
 
 
 def device_mesh(device_type: str, group: Any) -> Any:
@@ -57,9 +58,10 @@ def device_meshes(mesh: Fsdp, device_type: str, group: Callable[[list[int]], Any
     return (devices[names[:-1]], devices[names[-1]]) if mesh.tp > 1 else (devices, None)
 
 
-def members(devices: Any) -> list[Ranks]:
-    """The processes of each group of a mesh that this one is in."""
-    return [tuple(dist.get_process_group_ranks(group)) for group in devices.get_all_groups()]
+def lines_of(devices: tuple[Any, Any] | None) -> list[Ranks]:
+    """The processes of each group of these meshes that this one is in."""
+    groups = [group for mesh in devices or () for group in mesh.get_all_groups()]
+    return [tuple(dist.get_process_group_ranks(group)) for group in groups]
 
 
 @process_wide

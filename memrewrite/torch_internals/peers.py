@@ -5,7 +5,7 @@ which the others notice. NCCL notices nothing before ``PATIENCE`` is over. Read 
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -15,17 +15,20 @@ from torch import nn
 from memrewrite.records.mesh import Ddp, Fsdp, Tp
 from memrewrite.torch_internals.ddp import wrapped
 from memrewrite.torch_internals.fsdp import quietly, sharded, units
-from memrewrite.torch_internals.mesh_groups import device_mesh, device_meshes, members, meshes_in
+from memrewrite.torch_internals.mesh_groups import Ranks, device_mesh, device_meshes, meshes_in
 from memrewrite.torch_internals.tensor_parallel import parallelize
 
 PATIENCE = timedelta(minutes=10)
 
 
 @contextlib.contextmanager
-def among_peers(mesh: Ddp | Fsdp | Tp, device_type: str) -> Iterator[Callable[[nn.Module], nn.Module]]:
+def among_peers(
+    mesh: Ddp | Fsdp | Tp, device_type: str, lines: Sequence[Ranks] = ()
+) -> Iterator[Callable[[nn.Module], nn.Module]]:
     """Gives what wraps a model, in place where it is sharded, as the processes of ``mesh`` do, which all enter this.
 
-    One that is tensor parallel already stays so, and its processes speak in groups of their own meanwhile.
+    One that is tensor parallel already stays so, and its processes speak in groups of their own meanwhile: where it is
+    sharded besides, those of ``lines``, the same in all processes.
 
     Nothing that was wrapped may be there any more afterwards, as it has threads of the groups, but for what an error
     holds.
@@ -33,11 +36,9 @@ def among_peers(mesh: Ddp | Fsdp | Tp, device_type: str) -> Iterator[Callable[[n
     backend = "gloo" if device_type == "cpu" else None
     made: list[Any] = []
 
-    def group(ranks: list[int], ours: bool = False) -> Any:
-        """A group that all ask for, or its own processes alone."""
-        found = dist.new_group(ranks, timeout=PATIENCE, backend=backend, use_local_synchronization=ours)
-        made.append(found)
-        return found
+    def group(ranks: Sequence[int]) -> Any:
+        made.append(dist.new_group([*ranks], timeout=PATIENCE, backend=backend))
+        return made[-1]
 
     try:
         if isinstance(mesh, Ddp):
@@ -47,9 +48,8 @@ def among_peers(mesh: Ddp | Fsdp | Tp, device_type: str) -> Iterator[Callable[[n
             with _tensor_parallel(mesh, device_type, group([*range(mesh.size)])) as wrap:
                 yield wrap
         elif mesh.devices is not None:
-            sharding, tensors = mesh.devices
-            own = [group(list(ranks), True) for devices in (tensors, sharding) for ranks in members(devices)]
-            with quietly(), meshes_in(own):
+            sharding, _ = mesh.devices
+            with quietly(), meshes_in([each for ranks in lines for each in [group(ranks)] if dist.get_rank() in ranks]):
                 yield lambda module: sharded(module, mesh, sharding)
         else:
             sharding, tensors = device_meshes(mesh, device_type, group)

@@ -35,11 +35,11 @@ _UNKNOWN = {
 }
 
 
-def unwrapped(model: nn.Module, mesh: str | Mesh | None) -> tuple[nn.Module, Mesh | None]:
+def unwrapped(model: nn.Module, mesh: str | Mesh | None, together: bool = False) -> tuple[nn.Module, Mesh | None]:
     """The model that DDP wraps, with the mesh that the wrapper means; any other model with the mesh that is given.
 
-    Of a model that is sharded it is a copy of the model as it was before, with other numbers; one that was parallelized
-    stays as it is.
+    Of a model that is sharded it is a copy of the model as it was before, with other numbers, or with none where the
+    first process plans for all ``together``; one that was parallelized stays as it is.
     Raises ``UsageError`` for a mesh beside a wrapped model, and for a wrapper of which it is not known what it takes.
     """
     if is_sharded(model):
@@ -47,7 +47,7 @@ def unwrapped(model: nn.Module, mesh: str | Mesh | None) -> tuple[nn.Module, Mes
             raise UsageError("The model is sharded by fully_shard, which says its mesh; leave out mesh.")
         if not model.training:
             raise UsageError("A model that fully_shard has sharded is planned in training; call train() on it first.")
-        return _before_sharding(model)
+        return _before_sharding(model, together)
     if not isinstance(model, DistributedDataParallel):
         return model, _asked(mesh, applied(model))
     if mesh is not None:
@@ -133,7 +133,7 @@ def _processes() -> int:
     return distributed.get_world_size() if there else 1
 
 
-def _before_sharding(model: nn.Module) -> tuple[nn.Module, Mesh]:
+def _before_sharding(model: nn.Module, together: bool) -> tuple[nn.Module, Mesh]:
     found, group = mesh_of(model), torch.distributed
     alone = group.get_backend() == "fake"  # where no other process is there to plan
     if not alone and group.get_world_size() != found.processes:
@@ -141,7 +141,7 @@ def _before_sharding(model: nn.Module) -> tuple[nn.Module, Mesh]:
             f"The model is sharded among {found.processes} of {group.get_world_size()} processes; it can be optimized "
             "where all of them have a part of it."
         )
-    return unsharded(model, empty=group.get_rank() > 0 and not alone), found
+    return unsharded(model, empty=together and group.get_rank() > 0 and not alone), found
 
 
 def wrapped_like(model: M, result: nn.Module) -> M | nn.Module:

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import memrewrite
 from memrewrite.runtime.dropin import programs
-from tests.support import parallelized, tensor_parallel
+from tests.support import fsdp, parallelized, tensor_parallel
 from tests.support.parallelized import MODELS, Trained, loss_of, train
 
 CASES: dict[str, dict[str, Any]] = {
@@ -43,6 +43,18 @@ def sharded(model: Any, mesh: Any, **given: Any) -> Any:
 def tokens() -> Tensor:
     """Those of all processes that have parts of the same layers; others have others."""
     return (tensor_parallel.TOKENS + dist.get_rank() // 2) % 96
+
+
+def estimates() -> tuple[int, int, int]:
+    """What ``estimate`` says in this process of a model in both, and of one resharded to parts, whose peak it takes."""
+    sharding, tensors = devices("llama")
+    both = memrewrite.estimate(sharded(MODELS["llama"][0](tensors), sharding), tokens()).peak.bytes
+    mesh = init_device_mesh("cpu", (4,))
+    model: Any = fsdp.Net()
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=2)
+    fully_shard(model, mesh=mesh)
+    return both, memrewrite.estimate(model, fsdp.X).peak.bytes, train(model, fsdp.X).peak
 
 
 def trainings(names: list[str]) -> dict[str, tuple[Trained, Trained]]:

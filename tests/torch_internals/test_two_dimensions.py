@@ -1,6 +1,7 @@
 """FSDP2 across tensor parallelism is rewritten: in four processes over gloo, and alone in a fake group."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -73,6 +74,13 @@ def test_each_process_has_the_same_plan(found: Found, name: str) -> None:
     for other in others:
         assert other.programs == first.programs
         assert other.predicted == first.predicted
+
+
+def test_each_process_estimates_what_it_takes(tmp_path: Path, first: Found) -> None:
+    for rank, (both, kept, peak) in enumerate(together(two_dimensions.estimates, tmp_path, count=4)):
+        assert both == first[rank]["llama"][1].predicted[0]
+        assert kept >= peak
+        assert kept == peak or rank == 3  # which has less than the others
 
 
 @pytest.fixture
