@@ -84,5 +84,5 @@ def _without_groups_later(*meshes: Any) -> Iterator[None]:
         yield
     finally:
         for devices in filter(None, meshes):
-            for each in (devices, devices._get_root_mesh()):
+            for each in (devices, vars(devices).get("_root_mesh") or devices):  # which has those of its parts
                 vars(each).get("_pg_registry", {}).clear()

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ import memrewrite
 from memrewrite.records.errors import UsageError
 from memrewrite.runtime.dropin import programs
 from memrewrite.torch_internals.mesh_groups import speaking_to_nobody
-from tests.support import parallelized, two_dimensions
+from tests.support import parallelized, tensor_parallel, two_dimensions
 from tests.support.parallelized import BEFORE, Trained
 from tests.support.processes import together
 from tests.support.tensor_parallel import TOKENS, Llama
@@ -115,6 +116,18 @@ def test_a_plan_is_made_without_any_process_group() -> None:
     assert result.report.predicted_after.peak <= 0.6 * result.report.predicted_before.peak
     assert result.report.predicted_before.peak == before
     assert dict(result.named_parameters()) == dict(model.named_parameters())
+
+
+@pytest.mark.usefixtures("four")
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view")
+def test_what_is_planned_before_runs_once_both_are_done() -> None:
+    sharding, tensors = devices("llama")
+    asked: dict[str, Any] = {"budget": "60%", "mesh": "fsdp=2,tp=2", "verify": False}
+    whole = sharded(memrewrite.optimize(Llama(), TOKENS, **asked), sharding)
+    with pytest.warns(memrewrite.FallbackWarning, match=r"is whole, and was planned for after parallelize_module"):
+        whole(TOKENS)
+    result = tensor_parallel.by_hand(memrewrite.optimize(Llama(), TOKENS, **asked), tensors)
+    assert sharded(result, sharding)(TOKENS).shape == (4, 256, 96)  # without a warning of ours, which would be an error
 
 
 @pytest.mark.usefixtures("four")
