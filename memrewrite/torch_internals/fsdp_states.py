@@ -54,9 +54,11 @@ def mesh_of(model: nn.Module) -> Fsdp:
     whole = _dimensions(units)
     found = {path: _unit(path, units[path], whole) for path in reversed(units)}  # inner ones first, as it was done
     root = found[""]
+    meshes = {path: group.mesh_info.mesh for path, unit in units.items() for group in _groups_of(unit)}
+    same = next(iter(meshes.values()))
     for path, unit in found.items():
         here, there = (replace(each.mesh, reshard=True) for each in (unit, root))
-        if here != there:
+        if here != there or meshes.get(path, same) != same:
             raise UsageError(f"{path} has another mesh or mp_policy than the model itself; give all the same.")
     reshards = {path: unit.mesh.reshard for path, unit in found.items() if path}
     usual = _usual({id(units[path]._get_fsdp_state()): reshard for path, reshard in reshards.items()}.values())

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import PrepareModuleInput, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -16,7 +17,7 @@ import memrewrite
 from memrewrite.records.errors import UsageError
 from memrewrite.runtime.dropin import programs
 from memrewrite.torch_internals.mesh_groups import speaking_to_nobody
-from tests.support import parallelized, tensor_parallel, two_dimensions
+from tests.support import fsdp, parallelized, tensor_parallel, two_dimensions
 from tests.support.parallelized import BEFORE, Trained
 from tests.support.processes import together
 from tests.support.tensor_parallel import TOKENS, Llama
@@ -152,6 +153,16 @@ def test_a_unit_with_a_style_of_its_own_is_refused() -> None:
     parallelize_module(model, tensors, {"layers.0": style})
     with pytest.raises(UsageError, match=r"^parallelize_module gave a unit of fully_shard \(Block\) a style, and only"):
         memrewrite.optimize(sharded(model, sharding), TOKENS, budget="min")
+
+
+@pytest.mark.usefixtures("four")
+def test_units_over_different_dimensions_are_refused() -> None:
+    model = fsdp.Net()
+    for layer, mesh in zip(model.layers, devices("one over the other"), strict=False):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=devices("one over the other")[0])
+    with pytest.raises(UsageError, match=r"^layers\.1 has another mesh or mp_policy than the model itself; give all"):
+        memrewrite.optimize(model, fsdp.X, budget="min")
 
 
 @pytest.mark.usefixtures("four")
