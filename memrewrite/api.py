@@ -76,7 +76,7 @@ def optimize(
     The result shares every Parameter and buffer with ``model``, is of its class, has its hooks and carries ``.report``,
     or is ``model``, where nothing is gained. ``progress`` is told each stage. Raises every kind of ``MemrewriteError``.
     """
-    inner, of_mesh = unwrapped(model, mesh)
+    inner, of_mesh = unwrapped(model, mesh, together=True)
     names = pass_names(passes)
     asked = Request(budget, reserved, device, regions, names, exact, compiled, verify, strict, seed, dynamic, returns)
     asked.check(inner)

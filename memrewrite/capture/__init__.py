@@ -16,7 +16,7 @@ from memrewrite.capture import dynamo, exported, hazards, identity
 from memrewrite.capture.at_sight import refuse_weight_hooks
 from memrewrite.capture.captured import Captured, InputSpec, TensorSpec
 from memrewrite.capture.kept_calls import KeptCalls, standing_in, watch_calls
-from memrewrite.capture.normal import bind, leaf_tensors
+from memrewrite.capture.normal import bind, first_dtype, leaf_tensors
 from memrewrite.records.errors import CaptureError
 from memrewrite.records.ranges import Range
 from memrewrite.runtime.dropin import gradients_now
@@ -64,16 +64,30 @@ def capture(
         real_rules_on_fake_tensors(),
         autocast(amp, device_type(model, inputs)),
     ):
-        findings = hazards.check(model, inputs)
-        if not pairs or not identity.asked(model, inputs):
-            inputs, pairs = identity.apart(inputs, model), ()
-        if findings.asks and front_end != "dynamo" and not findings.export_loses:
-            # Not told that it is traced, it does what it always does; nothing else is as good, but it may not work.
-            with suppress(Exception), tracing_untold():
-                found = exported.capture(model, inputs, findings.functions, ranges, elsewhere)
-                return _with(findings, pairs, model, inputs, found)
-        names = [front_end] if front_end else ["export"] if ranges or kept else [*FRONT_ENDS]
-        return _by_front_ends(names, model, inputs, findings, pairs, ranges, elsewhere)
+        found = _captured(model, inputs, front_end, pairs, ranges, elsewhere, bool(kept))
+    divided = next((name for name, parameter in model.named_parameters() if is_divided(parameter)), "")
+    return replace(found, dtype=first_dtype(model), divided=divided)  # of all parameters, which stand-ins do not have
+
+
+def _captured(
+    model: nn.Module,
+    inputs: Inputs,
+    front_end: str | None,
+    pairs: tuple[tuple[int, int], ...],
+    ranges: Sequence[Range],
+    elsewhere: Inputs | None,
+    with_calls: bool,
+) -> Captured:
+    findings = hazards.check(model, inputs)
+    if not pairs or not identity.asked(model, inputs):
+        inputs, pairs = identity.apart(inputs, model), ()
+    if findings.asks and front_end != "dynamo" and not findings.export_loses:
+        # Not told that it is traced, it does what it always does; nothing else is as good, but it may not work.
+        with suppress(Exception), tracing_untold():
+            found = exported.capture(model, inputs, findings.functions, ranges, elsewhere)
+            return _with(findings, pairs, model, inputs, found)
+    names = [front_end] if front_end else ["export"] if ranges or with_calls else [*FRONT_ENDS]
+    return _by_front_ends(names, model, inputs, findings, pairs, ranges, elsewhere)
 
 
 def _by_front_ends(
@@ -118,7 +132,6 @@ def _with(
     captured: Captured,
     *told: str,
 ) -> Captured:
-    divided = next((name for name, parameter in model.named_parameters() if is_divided(parameter)), "")
     return replace(
         captured,
         inputs=replace(captured.inputs, shared=shared),
@@ -129,7 +142,6 @@ def _with(
         reads=findings.reads,
         looks=findings.looks,
         gradients=gradients_now(model, leaf_tensors(model, inputs)) if findings.gradients else None,
-        divided=divided,
     )
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from memrewrite.capture.captured import Captured
-from memrewrite.capture.normal import bind, constants, copy_into, first_dtype, rebuild
+from memrewrite.capture.normal import bind, constants, copy_into, rebuild
 from memrewrite.records.errors import CaptureError
 from memrewrite.simulate.fake.fakes import tensors_of
 from memrewrite.state.attributes import Attributes
@@ -48,7 +48,6 @@ def capture(model: nn.Module, inputs: Inputs) -> Captured:
         training={path: child.training for path, child in model.named_modules()},
         differentiable=model.training,
         front_end="dynamo",
-        dtype=first_dtype(model),
     )
 
 

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from memrewrite.capture.assumptions import Assumptions
 from memrewrite.capture.captured import Captured
-from memrewrite.capture.normal import bind, constants, dynamic, first_dtype, rebuild
+from memrewrite.capture.normal import bind, constants, dynamic, rebuild
 from memrewrite.capture.opaque import opaque
 from memrewrite.capture.varying import Shapes, attempts, ranged
 from memrewrite.records.errors import CaptureError
@@ -115,7 +115,6 @@ def _normal(model: nn.Module, inputs: Inputs, program: ExportedProgram, exported
         training={path: child.training for path, child in model.named_modules()},
         differentiable=model.training,
         front_end="export",
-        dtype=first_dtype(model),
     )
 
 

@@ -137,7 +137,7 @@ model = group(
         "--mesh",
         metavar="MESH",
         help="Take the step of one of several processes: ddp=8, fsdp=8 or tp=8 (tensor parallel by the model's plan); "
-        "fsdp=64,tp=8 to estimate. Arguments come after a comma: "
+        "fsdp=64,tp=8 is both. Arguments come after a comma: "
         f"{', '.join(Ddp.words)}; {', '.join(Fsdp.words)}.",
     ),
     click.option(

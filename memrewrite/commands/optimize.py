@@ -26,7 +26,6 @@ from memrewrite.optimizing.by_size import by_size
 from memrewrite.optimizing.ranks import planned
 from memrewrite.optimizing.request import Request
 from memrewrite.records.errors import DoesNotFitError, UsageError
-from memrewrite.records.mesh import Tp
 from memrewrite.records.options import Budget, format_bytes
 from memrewrite.records.outcomes import Measured, Option
 from memrewrite.records.report import Report
@@ -175,7 +174,7 @@ def _finish(job: Job, optimized: nn.Module, report: Report, stage: Stages) -> Re
 
     def check(draft: Path) -> Report:
         nonlocal known
-        divided = isinstance(job.step.mesh, Tp)  # which the model that is loaded there is not
+        divided = job.step.divides_layers  # which the model that is loaded there is not
         if request.output is not None and request.verify and not divided:
             _verify_saved(job, report, draft, stage)
         known = _measured(job, report, draft, stage) if _measures(job) else report

@@ -75,7 +75,8 @@ def estimate(
     refuse_sharded(model)
     memory = None if device_memory is None else device_bytes(device_memory)
     step = replace(work.step, target=target)
-    bare = model if isinstance(of_mesh, Tp) and of_mesh.applied else without_hooks(model)  # which divide its inputs
+    divided = isinstance(of_mesh, Fsdp | Tp) and of_mesh.applied
+    bare = model if divided else without_hooks(model)  # which divide its inputs
     look = _Look(bare, work.inputs, step, library_bytes(step.mode) if wanted == "cuda" else 0)
     inference = look if step.mode == "inference" else look.inference(wanted)
     progress("simulate")
@@ -212,7 +213,7 @@ def _fitted(
 def _smallest_mesh(look: _Look, timeline: Timeline, memory: int, progress: Callable[[str], None]) -> Iterator[str]:
     """How many processes are enough, where parameters are spread over them: more have less each."""
     mesh = look.step.mesh
-    if not isinstance(mesh, Fsdp):
+    if not isinstance(mesh, Fsdp) or mesh.applied:  # which has its device mesh
         return
     progress("smallest mesh")
 

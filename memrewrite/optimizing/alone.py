@@ -12,11 +12,13 @@ from dataclasses import replace
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from memrewrite.records.mesh import Tp
-from memrewrite.torch_internals.mesh_groups import device_mesh, speaking_to_nobody
+from memrewrite.records.mesh import Fsdp, Tp
+from memrewrite.torch_internals.fsdp import units
+from memrewrite.torch_internals.mesh_groups import device_mesh, device_meshes, speaking_to_nobody
 from memrewrite.torch_internals.module_trees import copied, with_own_hooks
 from memrewrite.torch_internals.tensor_parallel import parallelize
 from memrewrite.workload.hooks import without_hooks
+from memrewrite.workload.sharding import refuse_tensor_parallel
 from memrewrite.workload.step import device_of
 from memrewrite.workload.workload import Workload
 
@@ -25,16 +27,17 @@ from memrewrite.workload.workload import Workload
 def alone(work: Workload) -> Iterator[Workload]:
     """What to plan meanwhile: the workload as it is, or that of a copy of its model that is parallelized."""
     mesh = work.step.mesh
-    if not isinstance(mesh, Tp):
+    if not isinstance(mesh, Fsdp | Tp) or not mesh.divides_layers:
         yield work
         return
-    with speaking_to_nobody(mesh.size):
+    with speaking_to_nobody(mesh.processes):
         yield work if mesh.applied else _parallelized(work, mesh)
 
 
 def is_to_be_parallelized(work: Workload) -> bool:
     """Whether that of a copy is planned."""
-    return isinstance(work.step.mesh, Tp) and not work.step.mesh.applied
+    mesh = work.step.mesh
+    return isinstance(mesh, Fsdp | Tp) and mesh.divides_layers and not mesh.applied
 
 
 def copy_of(model: nn.Module, change: Callable[[Tensor], Tensor]) -> nn.Module:
@@ -50,7 +53,15 @@ def copy_of(model: nn.Module, change: Callable[[Tensor], Tensor]) -> nn.Module:
     return made[id(model)]
 
 
-def _parallelized(work: Workload, mesh: Tp) -> Workload:
-    devices = device_mesh(device_of(work.model, work.inputs).type, dist.group.WORLD)
-    model = parallelize(copy_of(work.model, lambda parameter: parameter.detach()), devices, root=False)
-    return replace(work, model=model, step=replace(work.step, mesh=replace(mesh, applied=True)))
+def _parallelized(work: Workload, mesh: Fsdp | Tp) -> Workload:
+    kind, model = device_of(work.model, work.inputs).type, copy_of(work.model, lambda parameter: parameter.detach())
+    applied: Fsdp | Tp
+    if isinstance(mesh, Tp):
+        devices, rewritten = device_mesh(kind, dist.group.WORLD), [model]
+        applied = replace(mesh, applied=True)
+    else:
+        sharding, devices = device_meshes(mesh, kind, dist.new_group)
+        applied, rewritten = replace(mesh, devices=(sharding, devices)), [model, *units(model, mesh)]
+    model = parallelize(model, devices, rewritten)
+    refuse_tensor_parallel(model, applied)
+    return replace(work, model=model, step=replace(work.step, mesh=applied))

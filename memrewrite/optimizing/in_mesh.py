@@ -24,6 +24,7 @@ from memrewrite.records.mesh import Ddp, Fsdp, Mesh, Tp
 from memrewrite.runtime.assembled import assembled
 from memrewrite.runtime.dropin import Program, own, programs, rewrite
 from memrewrite.torch_internals.fsdp_states import is_sharded
+from memrewrite.torch_internals.mesh_groups import lines_of
 from memrewrite.torch_internals.peers import among_peers
 from memrewrite.torch_internals.spread import local_part
 from memrewrite.workload.step import device_of
@@ -152,7 +153,9 @@ def _compared(pair: Pair, halvings: int, seed: int, group: Any) -> _Found:
         inputs = halved(pair.result, inputs)
     place = device_of(pair.given, inputs)
     outputs = all(program.returns != "loss" for program in programs(pair.result).values())
-    with among_peers(pair.mesh, place.type) as wrap:
+    lines = lines_of(pair.mesh.devices if isinstance(pair.mesh, Fsdp) else None)
+    every = sorted({line for each in _told(lines, group) for line in each})
+    with among_peers(pair.mesh, place.type, every) as wrap:
         verdict = verify_in_mesh(
             lambda rewritten: pair.twin(rewritten, wrap),
             inputs,
@@ -166,10 +169,15 @@ def _compared(pair: Pair, halvings: int, seed: int, group: Any) -> _Found:
 
 
 def _any_of(yes: bool, group: Any) -> bool:
-    answers = _gathered(yes, group)
+    return any(_told(yes, group))
+
+
+def _told(value: Any, group: Any) -> list[Any]:
+    """What all processes say, where none has given up."""
+    answers = _gathered(value, group)
     if any(isinstance(answer, _Found) for answer in answers):
         raise _PeerFailedError
-    return any(answers)
+    return answers
 
 
 def _of_all(found: _Found, group: Any) -> list[_Found]:

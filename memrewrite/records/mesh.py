@@ -64,6 +64,11 @@ class Mesh(ABC):
         """How many processes there are in all."""
         return self.size
 
+    @property
+    def divides_layers(self) -> bool:
+        """Whether layers are divided among processes, which send each other what these give."""
+        return False
+
     @abstractmethod
     def told(self, word: str) -> Self:
         """The mesh with one more argument; raises ``UsageError`` for one that it does not have."""
@@ -132,7 +137,8 @@ class Fsdp(Mesh):
     (``model.layers.*``), "" for the members of lists of modules of one class. What text cannot say is known of a model
     that is sharded already: ``paths`` are those of its units, ``groups`` those of them that are sharded as one,
     ``reshards`` are the units that differ from ``reshard``, and for those ``prefetched`` says which others they gather
-    ahead in "forward" or "backward".
+    ahead in "forward" or "backward". ``devices`` are the meshes of PyTorch's that ``fully_shard`` is called with and
+    that layers are divided over, of a model that is tensor parallel already.
     """
 
     param_dtype: str | None = None
@@ -147,6 +153,7 @@ class Fsdp(Mesh):
     groups: tuple[tuple[str, ...], ...] = ()
     reshards: tuple[tuple[str, bool | int], ...] = ()
     prefetched: tuple[tuple[str, str, tuple[str, ...]], ...] = ()
+    devices: tuple[Any, Any] | None = None
     kind: ClassVar[str] = "fsdp"
     words: ClassVar[tuple[str, ...]] = (
         "param-dtype=bf16",
@@ -163,6 +170,16 @@ class Fsdp(Mesh):
     def processes(self) -> int:
         """Those of all replicas."""
         return self.size * self.replicas * self.tp
+
+    @property
+    def divides_layers(self) -> bool:
+        """As in ``Mesh``."""
+        return self.tp > 1
+
+    @property
+    def applied(self) -> bool:
+        """Whether the model is tensor parallel already."""
+        return self.devices is not None
 
     @property
     def in_inference(self) -> "Mesh | None":
@@ -218,6 +235,11 @@ class Tp(Mesh):
     applied: bool = False
     kind: ClassVar[str] = "tp"
     words: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def divides_layers(self) -> bool:
+        """As in ``Mesh``."""
+        return True
 
     @property
     def in_inference(self) -> "Mesh | None":

@@ -9,9 +9,11 @@ from torch import Tensor, nn
 
 from memrewrite.capture.hazards import in_checkpoint
 from memrewrite.capture.kept_calls import other_sizes
+from memrewrite.records.mesh import Fsdp
 from memrewrite.records.tensor_like import TensorLike
 from memrewrite.search.forward_runs import forward_once, with_or_without
 from memrewrite.torch_internals.pytrees import tree_flatten, tree_map
+from memrewrite.torch_internals.spread import spreads
 from memrewrite.workload.step import Inputs, Step
 
 
@@ -68,11 +70,11 @@ def _kind(call: Call) -> Any:
 
 def _calls(model: nn.Module, inputs: Inputs, step: Step, grad: bool) -> dict[nn.Module, list[Call]]:
     calls: dict[nn.Module, list[Call]] = defaultdict(list)
-    numbers = iter(range(10**9))
+    numbers, divided = iter(range(10**9)), isinstance(step.mesh, Fsdp)  # whose units hold what is divided as calls
 
     def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
         described = tree_map(_in_words, args), tree_map(_in_words, kwargs)
-        calls[module].append(Call(next(numbers), *described, _unfit_now(module)))
+        calls[module].append(Call(next(numbers), *described, _unfit_now(module, divided)))
 
     with ExitStack() as stack:
         for _, module in model.named_modules():
@@ -85,12 +87,15 @@ def _in_words(leaf: Any) -> Any:
     return TensorLike.of(leaf) if isinstance(leaf, Tensor) else leaf
 
 
-def _unfit_now(module: nn.Module) -> str:
-    """Why a submodule can be no region when it is called now, while one hook of ours is on every module."""
+def _unfit_now(module: nn.Module, divided: bool) -> str:
+    """Why a submodule can be no region when it is called now, while one hook of ours is on every module.
+
+    It may have ``divided`` layers, or not.
+    """
     if in_checkpoint():
         return "the model runs it under its own torch.utils.checkpoint"
     for path, inner in module.named_modules():
         kinds = (inner._forward_pre_hooks, inner._forward_hooks, inner._backward_hooks, inner._backward_pre_hooks)
-        if path and sum(map(len, kinds)) > 1:
+        if path and sum(not (divided and spreads(hook)) for kind in kinds for hook in kind.values()) > 1:
             return f"the model registers a hook on its {path} when it runs, which a region would not call"
     return ""

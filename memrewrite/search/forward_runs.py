@@ -9,7 +9,6 @@ from torch import nn
 
 from memrewrite.capture import KeptCalls, watch_calls
 from memrewrite.measurement.measuring import preserved_state
-from memrewrite.records.mesh import Tp
 from memrewrite.records.ranges import Range
 from memrewrite.simulate.fake.fakes import on_fakes, tensors_of
 from memrewrite.state.random_state import preserved_rng
@@ -22,7 +21,7 @@ def watched(
     model: nn.Module, inputs: Inputs, step: Step, paths: Sequence[str], ranges: Sequence[Range]
 ) -> Mapping[str, KeptCalls]:
     """How submodules are called; on fake tensors where calls communicate, as no other process takes part here."""
-    if not isinstance(step.mesh, Tp):
+    if not step.divides_layers:
         return with_or_without(
             lambda grad: watch_calls(model, inputs, paths, lambda given: forward_once(model, given, step, grad), ranges)
         )

@@ -117,7 +117,9 @@ def find(
 def _around(model: nn.Module, inputs: Inputs, step: Step, units: Regions) -> Regions:
     """The model itself as a region, too, in which its ``units`` stay calls, as their hooks have to be called."""
     running = as_gathered(model, step.mesh)
-    calls = {**hooked(model), **{region.path: "It is a unit." for region in units.found}}
+    inside = [region.path for region in units.found]
+    between = {path: why for path, why in hooked(model).items() if not any(is_below(path, unit) for unit in inside)}
+    calls = {**between, **dict.fromkeys(inside, "It is a unit.")}
     bare = running if running is model else without_casts(running)
     try:
         (whole,) = _whole(bare, cast_inputs(inputs, step.mesh), step, calls, ()).found
@@ -302,7 +304,9 @@ def _types(module: nn.Module, inputs: Inputs, step: Step) -> str:
 def _region(path: str, module: nn.Module, call: Call, step: Step) -> Region:
     """Capture a submodule on inputs like those it is called with."""
     grad = step.mode == "train"
-    captured = _captured(module, call.inputs(grad), step, elsewhere=call.elsewhere)
+    inputs = call.inputs(grad)
+    kept = watched(module, inputs, step, [*hooked_around(module, ())], ()) if step.divides_layers else {}
+    captured = _captured(module, inputs, step, kept, elsewhere=call.elsewhere)
     for node in captured.graph_module.graph.nodes:
         set_origin(node, origin(node).below(path))
     return Region(path, module, captured, lambda: call.inputs(grad))

@@ -13,12 +13,14 @@ from typing import Any, Protocol
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from memrewrite.records.errors import UsageError
 from memrewrite.records.mesh import Fsdp, Tp
 from memrewrite.torch_internals.fake_tensors import in_place_of_modes
 from memrewrite.torch_internals.groups import alone_among
+from memrewrite.torch_internals.mesh_groups import speaking_to_nobody
 from memrewrite.torch_internals.patches import process_wide
 from memrewrite.torch_internals.spread_lists import alike_found_once
 
@@ -30,22 +32,43 @@ def without_peers(mesh: Fsdp | Tp, device_type: str) -> Iterator[Callable[[nn.Mo
     """Gives what shards a module among the processes of ``mesh``, of which this is the first and no other is there."""
     from torch.distributed.device_mesh import init_device_mesh
 
+    if isinstance(mesh, Fsdp) and mesh.devices is not None:
+        sharding, _ = mesh.devices
+        with _nobody_there(mesh.processes), quietly():
+            yield lambda module: _sharded_first(module, mesh, sharding)
+        return
     sizes = {"tp": mesh.size} if isinstance(mesh, Tp) else _dimensions(mesh)
     # How results are spread is kept by meshes, which are alike where their names are, though their groups are others.
     names = {name: f"{name} of {'x'.join(map(str, sizes.values()))}" for name in sizes}
-    with alone_among(mesh.processes), classes_forgotten(), warnings.catch_warnings():
-        # What ends in a tensor-parallel layer gives a view, which must not be written to in place; nothing here does.
-        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
+    with alone_among(mesh.processes), quietly():
         devices = init_device_mesh(device_type, (*sizes.values(),), mesh_dim_names=(*names.values(),))
 
         def shard(module: nn.Module) -> None:
             if "tp" in names:
                 _parallelize(module, devices[names["tp"]])
             if isinstance(mesh, Fsdp):
-                with _of_the_first():
-                    sharded(module, mesh, devices[(*(name for key, name in names.items() if key != "tp"),)])
+                _sharded_first(module, mesh, devices[(*(name for key, name in names.items() if key != "tp"),)])
 
         yield shard
+
+
+def _nobody_there(size: int) -> contextlib.AbstractContextManager[None]:
+    """As ``speaking_to_nobody``, if there is anybody."""
+    return contextlib.nullcontext() if dist.get_backend() == "fake" else speaking_to_nobody(size)
+
+
+@contextlib.contextmanager
+def quietly() -> Iterator[None]:
+    """Let modules be sharded that nobody will know of later."""
+    with classes_forgotten(), warnings.catch_warnings():
+        # What ends in a tensor-parallel layer gives a view, which must not be written to in place; nothing here does.
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
+        yield
+
+
+def _sharded_first(module: nn.Module, mesh: Fsdp, devices: Any) -> None:
+    with _of_the_first():
+        sharded(module, mesh, devices)
 
 
 def _dimensions(mesh: Fsdp) -> dict[str, int]:
@@ -91,10 +114,26 @@ def classes_forgotten() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _of_the_first() -> Iterator[None]:
-    """Let a module be sharded for the first of all processes, without a tensor for each of the others."""
+    """Let a module be sharded as the first of all processes has it, without a tensor for each of the others."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param
 
-    with mock.patch.object(_fsdp_param, "_chunk_with_empty", _first_chunk), _joined_once():
+    with mock.patch.object(_fsdp_param, "_chunk_with_empty", _first_chunk), _joined_once(), _parts_of_meshes():
+        yield
+
+
+@contextlib.contextmanager
+def _parts_of_meshes() -> Iterator[None]:
+    """Let the mesh of those that keep parameters among them after forward be made among fake tensors, of a real one."""
+    from torch.distributed.fsdp._fully_shard import _fully_shard
+
+    internals: Any = _fully_shard
+    make = internals._get_post_forward_mesh_info
+
+    def made(*args: Any) -> Any:
+        with in_place_of_modes():
+            return make(*args)
+
+    with mock.patch.object(internals, "_get_post_forward_mesh_info", made):
         yield
 
 
@@ -121,8 +160,8 @@ def _joined_once() -> Iterator[None]:
 
 
 def _first_chunk(tensor: Tensor, chunks: int, dim: int) -> list[Tensor]:
-    """The chunk of the first of so many processes; a tensor for each of a thousand would take a minute to make."""
-    return [tensor.narrow(dim, 0, -(-tensor.shape[dim] // chunks))]
+    """The chunk of the first of so many processes, for any; one for each of a thousand would take a minute to make."""
+    return [tensor.narrow(dim, 0, -(-tensor.shape[dim] // chunks))] * chunks
 
 
 def _in_turn(module: nn.Module, mesh: Fsdp) -> Iterator[tuple[Any, bool | int]]:

@@ -9,19 +9,18 @@ import inspect
 import sys
 import types
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from memrewrite.records.errors import UsageError
 from memrewrite.records.mesh import Fsdp
 from memrewrite.torch_internals.fsdp import DTYPES
 from memrewrite.torch_internals.module_trees import copied
-from memrewrite.torch_internals.spread import is_spread
+from memrewrite.torch_internals.spread import Spread, is_spread
 
 _FSDP = "torch.distributed.fsdp"
 _COMPOSED = "__composable_api_"  # what the names of records in a module's own dictionary begin with
@@ -52,18 +51,15 @@ def mesh_of(model: nn.Module) -> Fsdp:
             raise UsageError(f"{name} is not sharded as the rest of the model is; leave out ignored_params.")
     names = {id(module): path for path, module in model.named_modules()}
     units = {path: module for path, module in model.named_modules() if is_sharded(module)}
-    found = {path: _unit(path, units[path]) for path in reversed(units)}  # inner ones first, as they were sharded
+    whole = _dimensions(units)
+    found = {path: _unit(path, units[path], whole) for path in reversed(units)}  # inner ones first, as it was done
     root = found[""]
+    meshes = {path: group.mesh_info.mesh for path, unit in units.items() for group in _groups_of(unit)}
+    same = next(iter(meshes.values()))
     for path, unit in found.items():
         here, there = (replace(each.mesh, reshard=True) for each in (unit, root))
-        if here != there:
+        if here != there or meshes.get(path, same) != same:
             raise UsageError(f"{path} has another mesh or mp_policy than the model itself; give all the same.")
-    for name, parameter in model.named_parameters():
-        if parameter.device_mesh.size() != root.mesh.processes:  # type: ignore[attr-defined]
-            raise UsageError(
-                f"{name} is tensor parallel besides; give the model before parallelize_module and fully_shard, with "
-                f'mesh="fsdp={root.mesh.size},tp=8" say.'
-            )
     reshards = {path: unit.mesh.reshard for path, unit in found.items() if path}
     usual = _usual({id(units[path]._get_fsdp_state()): reshard for path, reshard in reshards.items()}.values())
     return replace(
@@ -79,6 +75,24 @@ def mesh_of(model: nn.Module) -> Fsdp:
             for when, modules in unit.ahead
         ),
     )
+
+
+def _dimensions(units: dict[str, Any]) -> Fsdp:
+    """How many processes there are along each dimension, and the device meshes where layers are divided, too."""
+    records = [(path, record) for path, unit in units.items() for record in _records(unit)]
+    sharding = next(group for unit in units.values() for group in _groups_of(unit)).mesh_info
+    found = Fsdp(sharding.shard_mesh_size, replicas=getattr(sharding, "replicate_mesh_size", 1))
+    meshes = {spread.mesh: path for path, record in records if (spread := _before(record)) is not None}
+    if not meshes:
+        return found
+    devices, *others = meshes
+    if others or devices.ndim > 1 or getattr(sharding, "is_spmd_mesh", False):
+        where = " and ".join(path or "the model itself" for path in dict.fromkeys(meshes.values()))
+        raise UsageError(
+            f"Parameters of {where} were spread over more than one mesh, or one of more dimensions, before "
+            "fully_shard; one dimension for parallelize_module beside those for fully_shard is supported."
+        )
+    return replace(found, tp=devices.size(), devices=(sharding.mesh, devices))
 
 
 def _usual(reshards: Iterable[bool | int]) -> bool | int:
@@ -104,15 +118,31 @@ def _around(path: str, units: dict[str, Any]) -> str:
     return max((unit for unit in units if not unit or path.startswith(f"{unit}.")), key=len, default="")
 
 
-def _unit(path: str, module: Any) -> _Unit:
-    state, where = module._get_fsdp_state(), path or type(module).__name__
-    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+def _groups_of(module: Any) -> list[Any]:
+    """The records of a unit's parameters, by mesh; none of one that has no parameters beside those of its units."""
+    state = module._get_fsdp_state()
+    return list(filter(None, getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]))
+
+
+def _records(module: Any) -> Iterator[Any]:
+    """The record of each parameter of a unit."""
+    return (record for group in _groups_of(module) for record in group.fsdp_params)
+
+
+def _before(record: Any) -> Spread | None:
+    """How a parameter was spread when it was sharded, None where it was not."""
+    spec = getattr(record, "_unsharded_dtensor_spec", None) or getattr(record, "_tp_spec", None)
+    return None if spec is None else Spread(spec.mesh, spec.placements, spec.shape, spec.stride)
+
+
+def _unit(path: str, module: Any, whole: Fsdp) -> _Unit:
+    state, where, groups = module._get_fsdp_state(), path or type(module).__name__, _groups_of(module)
     if len(groups) > 1:
         raise UsageError(f"The parameters of {where} are sharded among different meshes; give all the same.")
     waiting = {"forward": state._states_to_forward_prefetch, "backward": state._states_to_backward_prefetch}
     ahead = ((when, tuple(each._modules[0] for each in states)) for when, states in waiting.items() if states)
-    mesh = _with_types(Fsdp(dist.get_world_size()), state._mp_policy, where)
-    if groups[0] is None:  # a model without parameters beside those of its units
+    mesh = _with_types(whole, state._mp_policy, where)
+    if not groups:
         return _Unit(mesh, ahead=tuple(ahead))
     return _Unit(_of_group(groups[0], mesh, where), bool(state._auto_reshard_after_forward), tuple(ahead))
 
@@ -145,9 +175,12 @@ def _of_group(group: Any, mesh: Fsdp, where: str) -> Fsdp:
 def unsharded(model: nn.Module, empty: bool) -> nn.Module:
     """A copy of a sharded model as it was before, with parameters of its own; it shares buffers and all else.
 
-    The parameters are random, or with ``empty`` take no memory. The random state stays as it is.
+    The parameters are random, or with ``empty`` take no memory. The random state stays as it is, and what was tensor
+    parallel does.
     """
-    return copied(model, lambda parameter: _whole(parameter, empty), _before_sharding)[id(model)]
+    records = [record for module in model.modules() if is_sharded(module) for record in _records(module)]
+    spread = {id(record.sharded_param): _before(record) for record in records}
+    return copied(model, lambda given: _whole(given, empty, spread.get(id(given))), _before_sharding)[id(model)]
 
 
 def _before_sharding(module: Any) -> tuple[type, dict[str, Any]]:
@@ -165,12 +198,14 @@ def _before_sharding(module: Any) -> tuple[type, dict[str, Any]]:
     return _user_class(type(module)), state | hooks
 
 
-def _whole(parameter: Tensor, empty: bool) -> Tensor:
+def _whole(parameter: Tensor, empty: bool, spread: Spread | None) -> Tensor:
+    shape, place = parameter.shape if spread is None else spread.here, parameter.device
     if empty:
-        return torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
-    generator = torch.Generator(parameter.device).manual_seed(0)
-    made = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-    return made.normal_(0, 0.02, generator=generator)
+        made = torch.zeros((), dtype=parameter.dtype, device=place).expand(shape)
+    else:
+        generator = torch.Generator(place).manual_seed(0)
+        made = torch.empty(shape, dtype=parameter.dtype, device=place).normal_(0, 0.02, generator=generator)
+    return made if spread is None else spread.of(made)
 
 
 def _keys_of(table: Any, fsdp: Any) -> list[int]:

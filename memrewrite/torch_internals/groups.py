@@ -25,8 +25,8 @@ _FIRST_NAME = 1_000_000  # names of groups are numbers, counted up
 
 @process_wide
 @contextlib.contextmanager
-def alone_among(size: int) -> Iterator[None]:
-    """Be the first of ``size`` processes of which no other is there; afterwards all groups are as they were."""
+def alone_among(size: int, rank: int = 0) -> Iterator[None]:
+    """Be one of ``size`` processes of which no other is there; afterwards all groups are as they were."""
     require_module(_FAKE)
     from torch.distributed import distributed_c10d as c10d
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -34,13 +34,14 @@ def alone_among(size: int) -> Iterator[None]:
     internals: Any = c10d
     tables: dict[str, Any] = {name: {} for name in _TABLES}
     world, backend, method = internals._world.default_pg, internals._backend, internals._default_pg_init_method
+    count = max(_FIRST_NAME, internals._group_count)
     with (
-        mock.patch.multiple(internals, **tables, _group_count=_FIRST_NAME),
+        mock.patch.multiple(internals, **tables, _group_count=count),
         mock.patch.object(sys, "excepthook", sys.excepthook),  # which is replaced by one that names the rank
     ):
         internals._update_default_pg(None)
         try:
-            dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+            dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
             yield
         finally:
             for name in [*internals._pg_names.values()]:

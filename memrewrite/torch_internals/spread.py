@@ -51,6 +51,15 @@ class Spread:
             return None
         return cls(whole.device_mesh, whole.placements, whole.shape, whole.stride())
 
+    @property
+    def here(self) -> torch.Size:
+        """The sizes of what each process has, where these are the same."""
+        sizes = [*self.shape]
+        for dim, placement in enumerate(self.placements):
+            if placement.is_shard():
+                sizes[placement.dim] = -(-sizes[placement.dim] // self.mesh.size(dim))
+        return torch.Size(sizes)
+
     def of(self, local: Tensor) -> Tensor:
         """A tensor spread so, of which this process has ``local``."""
         from torch.distributed.tensor import DTensor

@@ -5,6 +5,7 @@ whole parameters is not written anywhere. Read in PyTorch 2.11 to 2.15.
 """
 
 from collections import defaultdict
+from collections.abc import Collection
 from typing import Any
 
 from torch import nn
@@ -16,11 +17,11 @@ from memrewrite.torch_internals.tensor_experts import sum_around
 from memrewrite.torch_internals.tensor_plans import EXPERTS, HEADS, Divided, plan_of, refuse_uneven_heads
 
 
-def parallelize(module: nn.Module, devices: Any, root: bool = True) -> nn.Module:
+def parallelize(module: nn.Module, devices: Any, bare: Collection[nn.Module] = ()) -> nn.Module:
     """The module, divided in place among the processes of a device mesh of one dimension, as its plan says.
 
-    What the plan does not name every process has all of, spread over the mesh as well; parameters of the module's own
-    stay as they are where ``root`` is False, as there are no hooks of its own then. Raises ``UsageError`` where there
+    What the plan does not name every process has all of, spread over the mesh as well; the own
+    parameters of ``bare`` modules stay as they are, as these get no hooks for that. Raises ``UsageError`` where there
     is no plan, or one that does not go with the number of processes.
     """
     from torch.distributed.tensor.parallel import parallelize_module
@@ -42,7 +43,7 @@ def parallelize(module: nn.Module, devices: Any, root: bool = True) -> nn.Module
     for part, names in divided.items():
         _here(part, names, None)
     for part in module.modules():
-        if root or part is not module:
+        if part not in bare:
             _replicate(part, devices, partial=part in alone)
     _of_their_own(module)
     _tie(uses)

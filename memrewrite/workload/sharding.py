@@ -14,6 +14,7 @@ from memrewrite.records.mesh import Ddp, Fsdp, Mesh, Tp
 from memrewrite.records.options import format_bytes
 from memrewrite.runtime.dropin import own, programs, rewrite
 from memrewrite.runtime.guards import HOOKS
+from memrewrite.torch_internals.fsdp import units
 from memrewrite.torch_internals.fsdp_states import is_sharded, mesh_of, unsharded
 from memrewrite.torch_internals.spread import spreads
 from memrewrite.torch_internals.tensor_parallel import applied, refuse_uneven
@@ -34,11 +35,11 @@ _UNKNOWN = {
 }
 
 
-def unwrapped(model: nn.Module, mesh: str | Mesh | None) -> tuple[nn.Module, Mesh | None]:
+def unwrapped(model: nn.Module, mesh: str | Mesh | None, together: bool = False) -> tuple[nn.Module, Mesh | None]:
     """The model that DDP wraps, with the mesh that the wrapper means; any other model with the mesh that is given.
 
-    Of a model that is sharded it is a copy of the model as it was before, with other numbers; one that was parallelized
-    stays as it is.
+    Of a model that is sharded it is a copy of the model as it was before, with other numbers, or with none where the
+    first process plans for all ``together``; one that was parallelized stays as it is.
     Raises ``UsageError`` for a mesh beside a wrapped model, and for a wrapper of which it is not known what it takes.
     """
     if is_sharded(model):
@@ -46,7 +47,7 @@ def unwrapped(model: nn.Module, mesh: str | Mesh | None) -> tuple[nn.Module, Mes
             raise UsageError("The model is sharded by fully_shard, which says its mesh; leave out mesh.")
         if not model.training:
             raise UsageError("A model that fully_shard has sharded is planned in training; call train() on it first.")
-        return _before_sharding(model)
+        return _before_sharding(model, together)
     if not isinstance(model, DistributedDataParallel):
         return model, _asked(mesh, applied(model))
     if mesh is not None:
@@ -88,33 +89,40 @@ def _asked(mesh: str | Mesh | None, found: Tp | None) -> Mesh | None:
 
 def refuse_tensor_parallel(model: nn.Module, mesh: Mesh | None) -> None:
     """Raise ``UsageError`` for a mesh in which a model is not rewritten."""
-    if isinstance(mesh, Fsdp) and mesh.tp > 1:
-        raise UsageError(
-            f"A model is not rewritten for {mesh}, FSDP2 and tensor parallelism at once; plan for one of the two, or "
-            "ask estimate what it takes there."
-        )
-    if not isinstance(mesh, Tp):
+    if not isinstance(mesh, Fsdp | Tp) or not mesh.divides_layers:
         return
-    if (count := _processes()) not in (1, mesh.size):
+    count = _processes()
+    if count not in (1, mesh.processes) and not mesh.applied:
         raise UsageError(
-            f"The model is tensor parallel among {mesh.size} of {count} processes, which would not have the same plan; "
-            "it can be optimized where all of them have a part of it."
+            f"The mesh {mesh} has {mesh.processes} processes, and here are {count}; start as many, or plan in one."
+        )
+    if count not in (1, mesh.processes):
+        raise UsageError(
+            f"The model is tensor parallel among {mesh.processes} of {count} processes, which would not have the same "
+            "plan; it can be optimized where all of them have a part of it."
         )
     if not mesh.applied:
         return
-    refuse_uneven(model, mesh.size)
+    refuse_uneven(model, mesh.tp if isinstance(mesh, Fsdp) else mesh.size)
     for path, module in model.named_modules():
         if path and not isinstance(vars(module).get("forward", model.forward), types.MethodType):
             raise UsageError(
                 f"The forward of {path} was put on the object, as transformers' own tensor parallelism does it, and "
                 "what it sends is not known; load the model without that, and call parallelize_module or give mesh="
-                f'"tp={mesh.size}".'
+                f'"{mesh}".'
             )
-    if any(spreads(hook) for kind in HOOKS for hook in (vars(model)[kind] or {}).values()):
-        name = type(model).__name__
+    _refuse_styles("the model itself", model)
+    for unit in units(model, mesh) if isinstance(mesh, Fsdp) else ():
+        _refuse_styles("a unit of fully_shard", unit)
+
+
+def _refuse_styles(what: str, module: nn.Module) -> None:
+    """Raise ``UsageError`` where hooks divide what a module that is rewritten is given, or gives."""
+    if any(spreads(hook) for kind in HOOKS for hook in (vars(module)[kind] or {}).values()):
+        name = type(module).__name__
         raise UsageError(
-            f"parallelize_module gave the model itself ({name}) a style, and only modules inside of it keep theirs "
-            f"when it is rewritten; put it into another module, nn.Sequential({name}) say, and optimize that."
+            f"parallelize_module gave {what} ({name}) a style, and only modules inside of it keep theirs when it is "
+            f"rewritten; put it into another module, nn.Sequential({name}) say, and optimize that."
         )
 
 
@@ -125,7 +133,7 @@ def _processes() -> int:
     return distributed.get_world_size() if there else 1
 
 
-def _before_sharding(model: nn.Module) -> tuple[nn.Module, Mesh]:
+def _before_sharding(model: nn.Module, together: bool) -> tuple[nn.Module, Mesh]:
     found, group = mesh_of(model), torch.distributed
     alone = group.get_backend() == "fake"  # where no other process is there to plan
     if not alone and group.get_world_size() != found.processes:
@@ -133,7 +141,7 @@ def _before_sharding(model: nn.Module) -> tuple[nn.Module, Mesh]:
             f"The model is sharded among {found.processes} of {group.get_world_size()} processes; it can be optimized "
             "where all of them have a part of it."
         )
-    return unsharded(model, empty=group.get_rank() > 0 and not alone), found
+    return unsharded(model, empty=together and group.get_rank() > 0 and not alone), found
 
 
 def wrapped_like(model: M, result: nn.Module) -> M | nn.Module:

@@ -79,6 +79,11 @@ class Step:
     loop: Loop = TUTORIAL_LOOP
     mesh: Mesh | None = None
 
+    @property
+    def divides_layers(self) -> bool:
+        """Whether layers are divided among processes, so that a forward pass takes all of them."""
+        return self.mesh is not None and self.mesh.divides_layers
+
     def shortest(self) -> "Step":
         """The shortest step that takes as much memory: third and later micro-batches find what the second found."""
         return replace(self, micro_batches=min(self.micro_batches, 2))

@@ -41,7 +41,8 @@ def test_the_report_says_where_it_was_verified(found: Found) -> None:
 @pytest.mark.parametrize("model", proofs.FAILING)
 def test_a_wrong_rewrite_ends_all(found: Found, model: str) -> None:
     raised = same_in_both(found, f"wrong, {model}")
-    mesh = "ddp=2,gradient-as-bucket-view" if model == "ddp" else "tp=2" if "tensor" in model else "fsdp=2"
+    meshes = {"ddp": "ddp=2,gradient-as-bucket-view", "in both": "fsdp=1,tp=2"}
+    mesh = meshes.get(model, "tp=2" if "tensor" in model else "fsdp=2")
     assert raised.startswith(
         f"NotEquivalentError: The rewritten model is not equivalent in the mesh {mesh}, by process "
     )

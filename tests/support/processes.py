@@ -1,4 +1,4 @@
-"""Work that two processes do together, over gloo on this machine."""
+"""Work that some processes do together, over gloo on this machine."""
 
 import gc
 import multiprocessing
@@ -16,18 +16,18 @@ import torch.distributed as dist
 DEADLINE_S = 300
 
 
-def together(work: Callable[..., Any], folder: Path, *given: Any) -> list[Any]:
-    """What ``work(*given)``, a function of a module, returns in each of two processes, in the order of their ranks.
+def together(work: Callable[..., Any], folder: Path, *given: Any, count: int = 2) -> list[Any]:
+    """What ``work(*given)``, a function of a module, returns in each of ``count`` processes, in the order of ranks.
 
-    Both are gone afterwards. Raises ``AssertionError`` with the traceback of one that failed. All is handed over in
+    All are gone afterwards. Raises ``AssertionError`` with the traceback of one that failed. All is handed over in
     files: starting a process that ends before it has read all of its arguments would never return.
     """
     (folder / "work").write_bytes(pickle.dumps((work, given)))
     context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=_run, args=(rank, folder), daemon=True) for rank in range(2)]
+    processes = [context.Process(target=_run, args=(rank, count, folder), daemon=True) for rank in range(count)]
     for process in processes:
         process.start()
-    answers, end = [folder / f"answer {rank}" for rank in range(2)], time.monotonic() + DEADLINE_S
+    answers, end = [folder / f"answer {rank}" for rank in range(count)], time.monotonic() + DEADLINE_S
     try:
         for process, answer in zip(processes, answers, strict=True):
             while process.is_alive() and not answer.exists() and time.monotonic() < end:
@@ -50,10 +50,10 @@ class _Failed:
         self.told = told
 
 
-def _run(rank: int, folder: Path) -> None:
+def _run(rank: int, count: int, folder: Path) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=count)
     try:
         work, given = pickle.loads((folder / "work").read_bytes())
         found = work(*given)

@@ -58,6 +58,15 @@ def convolutional() -> nn.Module:
     return ddp.Net(False)
 
 
+def in_both() -> nn.Module:
+    """A model that is tensor parallel, and sharded across that, before it is optimized."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
+    model: Any = parallelized.mlp(mesh["tensor"])
+    for unit in model.layers:
+        fully_shard(unit, mesh=mesh["data"])
+    return fully_shard(model, mesh=mesh["data"])
+
+
 def tensor_parallel() -> nn.Module:
     """A model that is tensor parallel before it is optimized."""
     return parallelized.mlp(init_device_mesh("cpu", (2,)))
@@ -76,11 +85,12 @@ MODELS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "replicas": (fsdp.Net, {"mesh": "fsdp=1,replicas=2"}),
     "sharded before": (sharded, SEGMENTS),
     "tensor parallel": (tensor_parallel, SEGMENTS),
+    "in both": (in_both, SEGMENTS),
     "tensor parallel later": (Divided, {"mesh": "tp=2"}),  # by all passes
     "ddp": (convolutional, {"mesh": "ddp=2,gradient-as-bucket-view", **SEGMENTS}),
     "wrapped before": (lambda: DistributedDataParallel(convolutional()), {}),  # by all passes: arithmetic changes
 }
-FAILING = ("fsdp", "sharded before", "tensor parallel", "tensor parallel later", "ddp")
+FAILING = ("fsdp", "sharded before", "in both", "tensor parallel", "tensor parallel later", "ddp")
 
 
 def found() -> tuple[dict[str, Proved], dict[str, str]]:

@@ -206,6 +206,10 @@ SLOW: dict[str, tuple[str, ...]] = {
     "torch_internals/test_parallelized.py::test_they_train_as_they_did": ("llama-?", "sequence-?", "transf*"),
     "torch_internals/test_parallelized.py::test_each_process_has_the_same_plan": ("llama", "sequence", "transformers"),
     "torch_internals/test_parallelized.py::test_another_step_is_planned": ("in bf16", "micro batches"),
+    "torch_internals/test_two_dimensions.py::test_a_budget_holds_in_four_processes": ("prepared-?", "*16-?", "*s-?"),
+    "torch_internals/test_two_dimensions.py::test_they_train_as_they_did": ("prepared-?", "*16-?", "*s-?"),
+    "torch_internals/test_two_dimensions.py::test_each_process_has_the_same_plan": ("prepared", "*16", "*s"),
+    "torch_internals/test_two_dimensions.py::test_each_process_estimates_what_it_takes": ("*",),
     # The whole command line once more, with children that measure; what is particular is tested without them, too.
     "capture/test_ranges.py::test_the_command_plans_saves_and_measures_at_the_largest": ("*",),
     "commands/test_together.py::test_an_error_ends_both_and_is_told_once": ("budget",),

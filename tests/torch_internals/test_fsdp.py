@@ -5,13 +5,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import memrewrite
 from memrewrite.records.errors import UsageError
 from memrewrite.records.mesh import Fsdp, Mesh
+from memrewrite.runtime.dropin import programs
 from memrewrite.simulate import simulate
 from memrewrite.torch_internals.fsdp import units
 from memrewrite.workload.step import Inputs, Step
@@ -89,6 +90,36 @@ def test_units_are_the_members_of_lists() -> None:
     assert units(blocks, Fsdp(2, units="head.0")) == [blocks.head[0]]
     with pytest.raises(UsageError, match=r"^No module has a path like 'layers\.\*', the units of the mesh\.$"):
         units(blocks, Fsdp(2, units="layers.*"))
+
+
+class Bare(nn.Module):
+    """Units alone, and no parameters beside theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = fsdp.Net().layers
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def test_a_model_of_units_alone_is_rewritten() -> None:
+    result = memrewrite.optimize(
+        Bare(), torch.ones(512, 64), budget="85%", mesh="fsdp=2", passes=["checkpoint_segments"]
+    )
+    assert result.report.verdict.startswith("bit-equal: 3 steps, 12 gradients")
+    assert sorted(programs(result)) == ["", "layers.0", "layers.1", "layers.2"]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_what_is_resharded_to_parts_takes_more_the_fewer_they_are(size: int) -> None:
+    peaks = [
+        memrewrite.estimate(fsdp.Net(), fsdp.X, mesh=f"fsdp=8{how}").peak.bytes
+        for how in ("", f",reshard={size}", ",no-reshard")
+    ]
+    assert peaks[0] < peaks[1] <= peaks[2]
 
 
 def test_what_is_not_sharded_yet_is_refused() -> None:

@@ -171,7 +171,7 @@ def test_groups_are_as_they_were(mesh: Any) -> None:
         assert mesh.get_group().name() != ""
         assert mesh._dim_group_names != names
         assert dist.get_rank() == 0
-    with meshes_in(dist.new_group([0])):
+    with meshes_in([dist.new_group([0])]):
         assert mesh._dim_group_names == names  # of another size
     assert mesh._dim_group_names == names
     assert mesh.get_group() is dist.group.WORLD or mesh.get_group().size() == 2

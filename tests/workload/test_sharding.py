@@ -65,9 +65,10 @@ def parallelized(net: Net) -> nn.Module:
     return parallelize_module(net, init_device_mesh("cpu", (2,)), styles)
 
 
-def in_two_ways(net: Net) -> nn.Module:
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("shard", "tp"))
-    parallelize_module(net, mesh["tp"], {"first": ColwiseParallel(), "second": RowwiseParallel()})
+def in_three_ways(net: Net) -> nn.Module:
+    for name, style in {"first": ColwiseParallel(), "second": RowwiseParallel()}.items():
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("shard", name))
+        parallelize_module(net, mesh[name], {name: style})
     fully_shard(net, mesh=mesh["shard"])
     return net
 
@@ -126,9 +127,9 @@ CASES: dict[str, tuple[Any, str]] = {
         lambda net: FullyShardedDataParallel(net, device_id=torch.device("cpu")),
         r"FullyShardedDataParallel is a FullyShardedDataParallel \(FSDP1\), which is not supported yet",
     ),
-    "fsdp2 and dtensor": (
-        lambda net: in_two_ways(net),
-        r'^first\.weight is tensor parallel besides; give the model before .* with mesh="fsdp=1,tp=8" say\.$',
+    "fsdp2, dtensors of two meshes": (
+        in_three_ways,
+        r"^Parameters of the model itself were spread over more than one mesh, or one of more dim.* is supported\.$",
     ),
     "dtensor, two meshes": (
         lambda net: over_two_meshes(net),
@@ -176,9 +177,10 @@ def test_a_parallelized_model_says_its_mesh() -> None:
 
 
 @pytest.mark.usefixtures("two_processes")
-def test_tensor_parallelism_beside_fsdp_is_not_rewritten_yet() -> None:
-    with pytest.raises(UsageError, match=r"^A model is not rewritten for fsdp=2,tp=2, FSDP2 and tensor parallelism"):
-        memrewrite.optimize(Net(8), X, budget="min", mesh="fsdp=2,tp=2")
+@pytest.mark.parametrize("mesh", ["tp=4", "fsdp=2,tp=2"])
+def test_as_many_processes_plan_as_there_are_to_be(mesh: str) -> None:
+    with pytest.raises(UsageError, match=rf"^The mesh {mesh} has 4 processes, and here are 2; start as many, or plan"):
+        memrewrite.optimize(Net(8), X, budget="min", mesh=mesh)
 
 
 @pytest.mark.usefixtures("two_processes")
