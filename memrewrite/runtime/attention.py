@@ -31,6 +31,8 @@ def attention_in_pieces(
     These are of the batch, or where that is smaller of the heads, those together that share keys (``enable_gqa``);
     ``attn_mask`` needs no gradient.
     """
+    if attn_mask is not None and attn_mask.dim() < 4:
+        attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
     options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
     dim = 0 if len(query) >= pieces or key.shape[1] < 2 else 1
     if torch.compiler.is_compiling() or key.shape[dim] < 2:
@@ -97,7 +99,7 @@ def _attention_pieces(ctx: Any, key: Tensor) -> Iterator[Callable[[Any], Any]]:
 
 def _piece_of(dim: int, count: int, start: int, length: int, tensor: Tensor | None) -> Tensor | None:
     """That part of a tensor, where there are ``count`` of the keys; a mask that is one for all stays what it is."""
-    if tensor is None or tensor.dim() < 4 or tensor.shape[dim] == 1:
+    if tensor is None or tensor.shape[dim] == 1:
         return tensor
     several = tensor.shape[dim] // count
     return tensor.narrow(dim, start * several, length * several)

@@ -132,10 +132,12 @@ def _around(model: nn.Module, inputs: Inputs, step: Step, units: Regions) -> Reg
 
 def _between(model: nn.Module, inputs: Inputs, step: Step, odd: Mapping[str, str], parts: Regions) -> Regions:
     """The model itself as a region, too, in which what failed, with the other regions in it, stays calls."""
-    calls = dict(odd)
-    for path, why in parts.failed.items():
-        if not any(other != path and is_below(other, path) for other in parts.failed):
-            calls[path] = why
+    failed = {
+        path: why
+        for path, why in parts.failed.items()
+        if not any(other != path and is_below(other, path) for other in parts.failed)
+    }
+    calls = {path: why for path, why in odd.items() if not any(is_below(path, above) for above in failed)} | failed
     root = _whole(model, inputs, step, calls, ())
     inside = tuple(region for region in parts.found if any(is_below(region.path, path) for path in calls))
     left = {path: why for path, why in parts.left.items() if any(is_below(path, above) for above in calls)}

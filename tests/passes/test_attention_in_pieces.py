@@ -69,6 +69,10 @@ SPELLINGS: dict[str, tuple[Function, int]] = {
         lambda m, q, k, v: F.scaled_dot_product_attention(q, k, v, m.bias.detach().expand(len(q), -1, -1, -1)),
         1,
     ),
+    "a mask for each head of all texts": (
+        lambda m, q, k, v: F.scaled_dot_product_attention(q, k, v, m.bias.detach()),
+        1,
+    ),
     "shared keys": (grouped, 2),
     "one head of keys": (grouped, HEADS),
 }
