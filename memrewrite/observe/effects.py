@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import flop_registry
 
+from memrewrite.records.errors import CaptureError
 from memrewrite.records.function_call import FunctionCall
 from memrewrite.simulate.fake.as_seen import on_fakes_or_seen
 from memrewrite.simulate.fake.fakes import fake_twin, running_on_fakes
@@ -355,4 +356,4 @@ _TOKEN = object()
 
 
 def _unpack(token: object) -> Tensor:
-    raise RuntimeError("The observing run has no backward.")
+    raise CaptureError("A part that stays a call takes gradients in forward, where what it keeps is not there to see.")

@@ -132,9 +132,11 @@ def test_the_odd_submodule_stays_opaque(function: Callable[[Any, Tensor], Tensor
     random.seed(0)  # so that a layer that may be dropped is not at first
     net = Net(function).train()
     result = memrewrite.optimize(copy.deepcopy(net), torch.randn(8, 8, 12, 12), budget="75%", verify=False)
-    assert set(programs(result)) - {"odd.inner"} == {""}
+    unseen = function is gradients  # what it keeps until then is not there to see, so nothing is planned around it
+    assert set(programs(result)) - {"odd.inner"} == ({"first", "last"} if unseen else {""})
     assert result.report.segments
-    assert any(note.startswith("odd (Odd) stays a call that the model makes: Odd ") for note in result.report.notes)
+    told = "is not captured whole:" if unseen else "(Odd) stays a call that the model makes:"
+    assert any(note.startswith(f"odd {told} Odd ") for note in result.report.notes)
     assert_same(three_steps(result), three_steps(net))
 
 
