@@ -19,7 +19,7 @@ from torch import fx
 
 from memrewrite.observe.effects import Effects
 from memrewrite.passes.matching import inherit
-from memrewrite.passes.spelling import operation, tensor
+from memrewrite.passes.spelling import by_name, operation, tensor
 from memrewrite.rewriting.contract import Findings, Result
 from memrewrite.runtime.attention import attention_in_pieces
 
@@ -41,7 +41,7 @@ class AttentionInPieces:
         for node in effects.order:
             if operation(node) != "scaled_dot_product_attention":
                 continue
-            given: dict[str, Any] = dict(zip(_NAMES, node.args, strict=False)) | node.kwargs
+            given = by_name(node, _NAMES)
             if reason := _obstacle(given):
                 findings.refuse(node, reason)
                 continue

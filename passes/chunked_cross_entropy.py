@@ -22,7 +22,7 @@ from torch import fx
 
 from memrewrite.observe.effects import Effects
 from memrewrite.passes.matching import between, erase, inherit
-from memrewrite.passes.spelling import operand, operation, tensor
+from memrewrite.passes.spelling import by_name, operand, operation, tensor
 from memrewrite.rewriting.contract import Findings, Result
 from memrewrite.runtime.cross_entropy import chunked_cross_entropy
 
@@ -120,7 +120,7 @@ def match(root: fx.Node) -> Found | None:
     names = ARGUMENTS.get(operation(root))
     if names is None:
         return None
-    given: dict[str, Any] = dict(zip(names, root.args, strict=False)) | root.kwargs
+    given = by_name(root, names)
     logits, target, reduction = given.get(names[0]), given.get("target"), given.get("reduction", "mean")
     if not isinstance(logits, fx.Node) or not isinstance(target, fx.Node):
         return None

@@ -25,7 +25,7 @@ from torch import fx
 from memrewrite.observe.effects import Effects
 from memrewrite.passes.chunked_cross_entropy import ARGUMENTS, REDUCTIONS, VIEWS, not_in_rows, rows_of
 from memrewrite.passes.matching import between, erase, inherit, shared
-from memrewrite.passes.spelling import CASTS, number, operand, operation, options, tensor
+from memrewrite.passes.spelling import CASTS, by_name, number, operand, operation, options, tensor
 from memrewrite.rewriting.contract import Findings, Result
 from memrewrite.runtime.linear_cross_entropy import linear_cross_entropy
 
@@ -110,13 +110,13 @@ def match(root: fx.Node) -> Found | None:
     names = ARGUMENTS.get(operation(root))
     if names is None:
         return None
-    given: dict[str, Any] = dict(zip(names, root.args, strict=False)) | root.kwargs
+    given = by_name(root, names)
     old = given.get("size_average") is not None or given.get("reduce") is not None
     inner = tuple(_chain(given.get(names[0])))[::-1]
     target, reduction = given.get("target"), given.get("reduction", "mean")
     if old or not inner or operation(inner[0]) != "linear" or not isinstance(target, fx.Node):
         return None
-    product: dict[str, Any] = dict(zip(("input", "weight", "bias"), inner[0].args, strict=False)) | inner[0].kwargs
+    product = by_name(inner[0], ("input", "weight", "bias"))
     return Found(
         root=root,
         hidden=product["input"],

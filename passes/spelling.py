@@ -7,7 +7,7 @@ The export front end gives ATen overloads (``aten.mul.Tensor``), Dynamo torch fu
 import inspect
 import operator
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,6 +77,11 @@ def options(node: fx.Node) -> tuple[Any, ...]:
     """Every argument but the first operand, positional ones first."""
     given = (*node.args, *(node.kwargs[name] for name in _OPERANDS if name in node.kwargs))
     return (*given[1:], *(value for name, value in node.kwargs.items() if name not in _OPERANDS))
+
+
+def by_name(node: fx.Node, names: Sequence[str]) -> dict[str, Any]:
+    """The arguments that are given, by the names that they have in order."""
+    return dict(zip(names, node.args, strict=False)) | node.kwargs
 
 
 def operand(node: fx.Node) -> Any:

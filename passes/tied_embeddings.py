@@ -23,7 +23,7 @@ from torch import fx
 
 from memrewrite.observe.effects import Effects
 from memrewrite.passes.matching import inherit
-from memrewrite.passes.spelling import operation
+from memrewrite.passes.spelling import by_name, operation
 from memrewrite.rewriting.contract import Findings, Result
 from memrewrite.runtime.tied_embedding import tied_embedding
 from memrewrite.torch_internals.operators import OpOverload
@@ -102,4 +102,4 @@ def _rewrite(readers: tuple[fx.Node, ...], graph: fx.Graph) -> None:
 def _given(node: fx.Node) -> dict[str, Any]:
     """The arguments of an embedding or a product with a weight, by name; none of any other node."""
     of = {"embedding": _OF_ATEN if isinstance(node.target, OpOverload) else _OF_FUNCTIONAL, "linear": _OF_LINEAR}
-    return dict(zip(of.get(operation(node), ()), node.args, strict=False)) | node.kwargs
+    return by_name(node, of.get(operation(node), ()))

@@ -130,9 +130,11 @@ def _parts(effects: Effects) -> Iterator[Part]:
         wide = _rows_of(last)
         if wide is None or last in done or _widening(last) >= 0:
             continue
-        together = tuple(operand(wide).users) if wide.target is getitem else (wide,)
-        starts = next((each for each in (together, (wide,)) if _down_to_products(each, _count(last), effects)), ())
+        starts = tuple(operand(wide).users) if wide.target is getitem else (wide,)
         members = _down_to_products(starts, _count(last), effects)
+        if not members and len(starts) > 1:  # not all of several results are a part's, this one may be
+            starts = (wide,)
+            members = _down_to_products(starts, _count(last), effects)
         done |= members
         waiting = [*starts]
         while members and waiting:

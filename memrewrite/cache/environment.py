@@ -13,6 +13,7 @@ import torch
 
 import memrewrite
 from memrewrite.costs.table import environment as settings_of
+from memrewrite.workload.sharding import processes
 
 _ATTENTION = ("flash", "mem_efficient", "math", "cudnn")
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING")
@@ -35,7 +36,7 @@ def environment(device: torch.device) -> dict[str, str]:
         "gradients": f"{torch.is_grad_enabled()} {torch.is_inference_mode_enabled()}",
         "autocast": f"{torch.is_autocast_enabled(device.type)} {torch.get_autocast_dtype(device.type)}",
         "allocator": str([os.environ.get(name) for name in _ALLOCATOR]),
-        "processes": str(_world_size()),
+        "processes": str(processes()),
     }
 
 
@@ -51,11 +52,6 @@ def _device(device: torch.device) -> str:
         return str(device)
     facts = torch.cuda.get_device_properties(device)
     return f"{facts.name} {facts.major}.{facts.minor} {facts.multi_processor_count} {facts.total_memory}"
-
-
-def _world_size() -> int:
-    distributed = torch.distributed
-    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
 
 
 @functools.cache

@@ -172,6 +172,12 @@ class Fsdp(Mesh):
         return self.size * self.replicas * self.tp
 
     @property
+    def dimensions(self) -> dict[str, int]:
+        """How many processes there are along each dimension of their mesh, by name."""
+        sizes = {"replicate": self.replicas, "shard": self.size, "tp": self.tp}
+        return {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
+
+    @property
     def divides_layers(self) -> bool:
         """As in ``Mesh``."""
         return self.tp > 1

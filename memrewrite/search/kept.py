@@ -64,8 +64,12 @@ def with_fixing(model: nn.Module, refusal: FixedSizeError, odd: Mapping[str, str
     for path, module in model.named_modules():
         if path and type(module) in classes and not any(is_below(path, above) for above in (*odd, *found)):
             found[path] = refusal.told
-    outside = {path: why for path, why in odd.items() if not any(is_below(path, above) for above in found)}
-    return {**outside, **found}
+    return beside(odd, found)
+
+
+def beside(odd: Mapping[str, str], calls: Mapping[str, str]) -> dict[str, str]:
+    """The ``calls``, and those ``odd`` submodules that lie in none of them, and why."""
+    return {path: why for path, why in odd.items() if not any(is_below(path, above) for above in calls)} | dict(calls)
 
 
 def told(model: nn.Module, odd: Mapping[str, str]) -> list[str]:

@@ -31,7 +31,16 @@ from memrewrite.rewriting.invariants import writes_what_is_kept
 from memrewrite.runtime.dropin import build, program_from
 from memrewrite.search.calls import Call, record
 from memrewrite.search.forward_runs import watched
-from memrewrite.search.kept import hooked, hooked_around, innermost, is_below, once_of_a_class, told, with_fixing
+from memrewrite.search.kept import (
+    beside,
+    hooked,
+    hooked_around,
+    innermost,
+    is_below,
+    once_of_a_class,
+    told,
+    with_fixing,
+)
 from memrewrite.search.repeats import names_of_operators, note_what_repeats
 from memrewrite.simulate.fake.fakes import on_fakes, tensors_of
 from memrewrite.state.random_state import preserved_rng
@@ -117,9 +126,7 @@ def find(
 def _around(model: nn.Module, inputs: Inputs, step: Step, units: Regions) -> Regions:
     """The model itself as a region, too, in which its ``units`` stay calls, as their hooks have to be called."""
     running = as_gathered(model, step.mesh)
-    inside = [region.path for region in units.found]
-    between = {path: why for path, why in hooked(model).items() if not any(is_below(path, unit) for unit in inside)}
-    calls = {**between, **dict.fromkeys(inside, "It is a unit.")}
+    calls = beside(hooked(model), dict.fromkeys((region.path for region in units.found), "It is a unit."))
     bare = running if running is model else without_casts(running)
     try:
         (whole,) = _whole(bare, cast_inputs(inputs, step.mesh), step, calls, ()).found
@@ -137,7 +144,7 @@ def _between(model: nn.Module, inputs: Inputs, step: Step, odd: Mapping[str, str
         for path, why in parts.failed.items()
         if not any(other != path and is_below(other, path) for other in parts.failed)
     }
-    calls = {path: why for path, why in odd.items() if not any(is_below(path, above) for above in failed)} | failed
+    calls = beside(odd, failed)
     root = _whole(model, inputs, step, calls, ())
     inside = tuple(region for region in parts.found if any(is_below(region.path, path) for path in calls))
     left = {path: why for path, why in parts.left.items() if any(is_below(path, above) for above in calls)}

@@ -37,7 +37,7 @@ def without_peers(mesh: Fsdp | Tp, device_type: str) -> Iterator[Callable[[nn.Mo
         with _nobody_there(mesh.processes), quietly():
             yield lambda module: _sharded_first(module, mesh, sharding)
         return
-    sizes = {"tp": mesh.size} if isinstance(mesh, Tp) else _dimensions(mesh)
+    sizes = {"tp": mesh.size} if isinstance(mesh, Tp) else mesh.dimensions
     # How results are spread is kept by meshes, which are alike where their names are, though their groups are others.
     names = {name: f"{name} of {'x'.join(map(str, sizes.values()))}" for name in sizes}
     with alone_among(mesh.processes), quietly():
@@ -69,12 +69,6 @@ def quietly() -> Iterator[None]:
 def _sharded_first(module: nn.Module, mesh: Fsdp, devices: Any) -> None:
     with _of_the_first():
         sharded(module, mesh, devices)
-
-
-def _dimensions(mesh: Fsdp) -> dict[str, int]:
-    """How many processes there are along each dimension, by name."""
-    sizes = {"replicate": mesh.replicas, "shard": mesh.size, "tp": mesh.tp}
-    return {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
 
 
 def _parallelize(module: nn.Module, devices: Any) -> None:

@@ -44,8 +44,7 @@ def device_meshes(mesh: Fsdp, device_type: str, group: Callable[[list[int]], Any
     from torch.distributed.device_mesh import DeviceMesh
 
     number = next(_NUMBERS)
-    sizes = {"replicate": mesh.replicas, "shard": mesh.size, "tp": mesh.tp}
-    sizes = {f"{name} {number}": size for name, size in sizes.items() if size > 1 or name == "shard"}
+    sizes = {f"{name} {number}": size for name, size in mesh.dimensions.items()}
     ranks, here = torch.arange(mesh.processes).reshape(*sizes.values()), dist.get_rank()
     own = []
     for dim, size in enumerate(sizes.values()):

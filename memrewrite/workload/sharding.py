@@ -91,7 +91,7 @@ def refuse_tensor_parallel(model: nn.Module, mesh: Mesh | None) -> None:
     """Raise ``UsageError`` for a mesh in which a model is not rewritten."""
     if not isinstance(mesh, Fsdp | Tp) or not mesh.divides_layers:
         return
-    count = _processes()
+    count = processes()
     if count not in (1, mesh.processes) and not mesh.applied:
         raise UsageError(
             f"The mesh {mesh} has {mesh.processes} processes, and here are {count}; start as many, or plan in one."
@@ -126,11 +126,10 @@ def _refuse_styles(what: str, module: nn.Module) -> None:
         )
 
 
-def _processes() -> int:
+def processes() -> int:
     """How many processes there are with this one, by the process group that it is in."""
     distributed = torch.distributed
-    there = distributed.is_available() and distributed.is_initialized()
-    return distributed.get_world_size() if there else 1
+    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
 
 
 def _before_sharding(model: nn.Module, together: bool) -> tuple[nn.Module, Mesh]:
@@ -184,11 +183,11 @@ def refuse_sharded(model: nn.Module) -> None:
 
 def bucket_notes(model: nn.Module) -> tuple[str, ...]:
     """What DDP's buckets would add to a step without a mesh, where several processes train; nothing elsewhere."""
-    distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
+    count = processes()
+    if count == 1:
         return ()
     size = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
-    return (_BUCKETS.format(bytes=format_bytes(size), size=distributed.get_world_size()),) if size else ()
+    return (_BUCKETS.format(bytes=format_bytes(size), size=count),) if size else ()
 
 
 def _is_a(value: object, module: str, name: str) -> bool:
