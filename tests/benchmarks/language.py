@@ -108,9 +108,8 @@ def _t5(tiny: bool) -> nn.Module:
 def _whisper(tiny: bool) -> nn.Module:
     """Whisper small: 0.24 billion parameters, 30 s of sound."""
     size, layers, heads = (32, 2, 2) if tiny else (768, 12, 12)
-    sizes = {f"{part}_{what}": n for part in ("encoder", "decoder") for what, n in (("layers", layers),)}
-    sizes |= {f"{part}_{what}": n for part in ("encoder", "decoder") for what, n in (("attention_heads", heads),)}
-    sizes |= {f"{part}_ffn_dim": 4 * size for part in ("encoder", "decoder")}
+    each = {"layers": layers, "attention_heads": heads, "ffn_dim": 4 * size}
+    sizes = {f"{part}_{what}": number for part in ("encoder", "decoder") for what, number in each.items()}
     sizes |= {"d_model": size, "use_cache": False}
     small = {"vocab_size": _TINY_VOCABULARY, "max_source_positions": 16, "pad_token_id": 0, "bos_token_id": 0}
     small |= {"eos_token_id": 0, "decoder_start_token_id": 0, "max_target_positions": _TINY_LENGTH}

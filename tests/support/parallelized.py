@@ -5,6 +5,7 @@ Models are written by hand, or come from transformers; all are parallelized as P
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -101,23 +102,6 @@ class Block(nn.Module):
         return result
 
 
-class Transformer(nn.Module):
-    """Takes tokens and returns logits."""
-
-    def __init__(self, norm: Callable[[], nn.Module]) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embedding, self.head = nn.Embedding(96, WIDTH), nn.Linear(WIDTH, 96, bias=False)
-        self.layers, self.norm = nn.ModuleList(Block(norm) for _ in range(2)), norm()
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        result: Tensor = self.head(self.norm(x))
-        return result
-
-
 def mlp(mesh: Any) -> nn.Module:
     """Divided in the first product of each layer, and summed after the second."""
     return parallelize_module(Mlp(), mesh, {"layers.*.0": ColwiseParallel(), "layers.*.3": RowwiseParallel()})
@@ -130,7 +114,7 @@ def llama(mesh: Any) -> nn.Module:
 
 def sequence(mesh: Any) -> nn.Module:
     """Sequence parallel: norms and residuals have a part of the tokens, which the products gather."""
-    model = Transformer(Norm)
+    model = tensor_parallel.Decoder(lambda: Block(Norm), Norm)
     products = dict.fromkeys((f"attention.{name}" for name in "qkv"), ColwiseParallel(input_layouts=Shard(1)))
     products |= dict.fromkeys(("feed_forward.gate", "feed_forward.up"), ColwiseParallel(input_layouts=Shard(1)))
     return _sequence_parallel(model, mesh, products)
@@ -138,7 +122,8 @@ def sequence(mesh: Any) -> nn.Module:
 
 def prepared(mesh: Any) -> nn.Module:
     """The same, but that attention and MLP are given what was gathered once, as in torchtitan."""
-    model = Transformer(lambda: nn.RMSNorm(WIDTH))
+    norm = partial(nn.RMSNorm, WIDTH)
+    model = tensor_parallel.Decoder(lambda: Block(norm), norm)
     names = (*(f"attention.{name}" for name in "qkv"), "feed_forward.gate", "feed_forward.up")
     gathered = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
     styles = {**dict.fromkeys(names, ColwiseParallel()), "attention": gathered, "feed_forward": gathered}
@@ -255,3 +240,17 @@ def train(model: nn.Module, inputs: Tensor) -> Trained:
             numbers[f"loss {number}"] = loss.detach().clone()
     numbers |= {name: local_part(parameter).detach().clone() for name, parameter in model.named_parameters()}
     return Trained(min(peaks[1:]), numbers)  # gloo's threads may let go of a buffer later than that
+
+
+def assert_budget_holds(original: Trained, rewritten: Trained) -> None:
+    """Both take what was predicted of them, and the rewritten one no more than its budget."""
+    before, after, budget = rewritten.predicted
+    assert original.peak == before
+    assert rewritten.peak == after <= budget < before
+
+
+def assert_trained_alike(original: Trained, rewritten: Trained, mesh: str) -> None:
+    """All numbers have the same bits, and the report says where that was verified."""
+    assert original.numbers.keys() == rewritten.numbers.keys()
+    assert [key for key, value in original.numbers.items() if not torch.equal(value, rewritten.numbers[key])] == []
+    assert any(note.startswith(f"Verified in each process of the mesh {mesh}") for note in rewritten.notes)

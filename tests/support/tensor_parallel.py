@@ -1,5 +1,6 @@
 """A small Llama under tensor parallelism in two processes, for ``tests/torch_internals/test_tensor_parallel.py``."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -43,8 +44,26 @@ class Block(nn.Module):
         return result
 
 
-class Llama(nn.Module):
-    """Takes tokens and returns logits; its plan has the words of transformers."""
+class Decoder(nn.Module):
+    """Takes tokens and returns logits: two blocks between an embedding and a head."""
+
+    def __init__(self, block: Callable[[], nn.Module], norm: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(96, WIDTH)
+        self.layers = nn.ModuleList(block() for _ in range(2))
+        self.norm, self.head = norm(), nn.Linear(WIDTH, 96, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        result: Tensor = self.head(self.norm(x))
+        return result
+
+
+class Llama(Decoder):
+    """Its plan has the words of transformers."""
 
     tp_plan: ClassVar[dict[str, str | ParallelStyle]] = {
         "embedding": "embedding_rowwise",
@@ -59,18 +78,7 @@ class Llama(nn.Module):
     }
 
     def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embedding = nn.Embedding(96, WIDTH)
-        self.layers = nn.ModuleList(Block() for _ in range(2))
-        self.norm, self.head = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, 96, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        result: Tensor = self.head(self.norm(x))
-        return result
+        super().__init__(Block, lambda: nn.RMSNorm(WIDTH))
 
 
 class Experts(nn.Module):

@@ -27,7 +27,7 @@ from memrewrite.search.regions import find
 from memrewrite.torch_internals.mesh_groups import meshes_in, speaking_to_nobody
 from memrewrite.workload.step import Inputs, Step
 from tests.support import parallelized
-from tests.support.parallelized import ROWS, Trained
+from tests.support.parallelized import ROWS, Trained, assert_budget_holds, assert_trained_alike
 from tests.support.processes import together
 from tests.support.tensor_parallel import TOKENS, Mixture
 
@@ -60,19 +60,13 @@ def found(name: str, request: pytest.FixtureRequest) -> Found:
 @BOTH
 @EACH
 def test_a_budget_holds_in_two_processes(found: Found, name: str, rank: int) -> None:
-    original, rewritten = found[rank][name]
-    before, after, budget = rewritten.predicted
-    assert original.peak == before
-    assert rewritten.peak == after <= budget < before
+    assert_budget_holds(*found[rank][name])
 
 
 @BOTH
 @EACH
 def test_they_train_as_they_did(found: Found, name: str, rank: int) -> None:
-    original, rewritten = found[rank][name]
-    assert original.numbers.keys() == rewritten.numbers.keys()
-    assert [key for key, value in original.numbers.items() if not torch.equal(value, rewritten.numbers[key])] == []
-    assert any(note.startswith("Verified in each process of the mesh tp=2") for note in rewritten.notes)
+    assert_trained_alike(*found[rank][name], mesh="tp=2")
 
 
 @EACH
