@@ -13,6 +13,7 @@ from memrewrite.runtime import (
     differences,
     dropin,
     guards,
+    kernels,
     likeness,
     operations,
     promise,
@@ -27,6 +28,7 @@ _OPERATIONS = (
     sys.modules[each.__module__] for each in (*operations.AROUND_NODES.values(), *operations.IN_GRAPHS.values())
 )
 _RUNTIME: tuple[ModuleType, ...] = (
+    kernels,
     *dict.fromkeys(_OPERATIONS),
     operations,
     dict_versions,

@@ -4,16 +4,15 @@ Autograd keeps what the chain is given, as far as its gradients need that; backw
 that read it. Torch only: this file's text is also pasted into generated models.
 """
 
-import contextlib
 import functools
-import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from memrewrite.runtime.cross_entropy import in_autocast
+from memrewrite.runtime.kernels import Kernel
 from memrewrite.runtime.segment import autocast_dtype
 
 Chain = Callable[..., Any]
@@ -77,7 +76,7 @@ def listed(results: Any) -> list[Tensor]:
 
 
 def _chain_slopes(
-    chain: Chain, given: list[Tensor], gradients: Sequence[Tensor | None], wanted: list[bool]
+    chain: Chain, given: Sequence[Tensor], gradients: Sequence[Tensor | None], wanted: list[bool]
 ) -> list[Tensor]:
     """The gradients of those of ``given`` that are ``wanted``, by those of the results that have one."""
 
@@ -95,64 +94,28 @@ def _compiles(tensor: Tensor) -> bool:
 
 
 @functools.cache
-def _compiled(function: Chain, name: str, kinds: tuple[Any, ...]) -> Chain:
-    """``function``, compiled once for each of the ``kinds`` that it is called with, whichever model calls it.
-
-    PyTorch's compiler runs a code as it is once it has compiled it a few times, so that each kind has its own.
-    """
-    code = function.__code__.replace(co_name=f"{name}_{hash(kinds):x}".replace("-", "_"))
-    return torch.compile(types.FunctionType(code, function.__globals__, name, None, function.__closure__))
+def _forward_of(name: str) -> Kernel:
+    chain = _CHAINS[name]
+    return Kernel(lambda given: listed(chain(*given)), name)
 
 
 @functools.cache
-def _forward_of(name: str) -> Chain:
-    chain = _CHAINS[name]
-    return lambda given: listed(chain(*given))
+def _slopes_of(name: str, count: int, wanted: tuple[bool, ...]) -> Kernel:
+    """The gradients of the ``wanted`` of ``count`` tensors, by these and the gradients of the results."""
+    chain, asked = _CHAINS[name], list(wanted)
+    return Kernel(lambda given: _chain_slopes(chain, given[:count], given[count:], asked), f"{name}_slopes")
 
 
-@functools.cache
-def _slopes_of(name: str) -> Chain:
-    chain = _CHAINS[name]
-    return lambda given, gradients, wanted: _chain_slopes(chain, given, gradients, wanted)
-
-
-def _kinds(tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    return tuple(None if t is None else (t.dtype, t.dim()) for t in tensors)
-
-
-def _plain(tensors: Sequence[Tensor | None]) -> list[Any]:
-    """The same to a compiler, whether they are parameters or need gradients."""
-    return [None if t is None else t.detach() for t in tensors]
-
-
-@contextlib.contextmanager
-def _usual_algorithms() -> Iterator[None]:
-    """Without the setting that asks for deterministic ones: a chain's are, and need not be compiled again for it."""
-    asked = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    if not asked[0]:
-        yield
-        return
-    torch.use_deterministic_algorithms(False)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(asked[0], warn_only=asked[1])
+def _run(kernel: Kernel, given: Sequence[Tensor | None], on: Tensor) -> list[Tensor]:
+    return kernel(given) if _compiles(on) else kernel.plain(given)
 
 
 def _run_chain(name: str, given: list[Tensor]) -> list[Tensor]:
-    run = _forward_of(name)
-    if _compiles(given[0]):
-        run = _compiled(run, name, _kinds(given))
-    with _usual_algorithms():
-        return list(run(_plain(given)))
+    return _run(_forward_of(name), given, given[0])
 
 
 def _run_slopes(name: str, given: list[Tensor], gradients: Sequence[Tensor | None], wanted: list[bool]) -> list[Tensor]:
-    run = _slopes_of(name)
-    if _compiles(given[0]):
-        run = _compiled(run, f"{name}_slopes", (*_kinds(given), *_kinds(gradients), *wanted))
-    with _usual_algorithms():
-        return list(run(_plain(given), _plain(gradients), wanted))
+    return _run(_slopes_of(name, len(given), tuple(wanted)), [*given, *gradients], given[0])
 
 
 def _chain_slopes_on_fakes(

@@ -1,7 +1,6 @@
 """The product with a head and its cross-entropy become one wherever the logits go nowhere else, as exact as before."""
 
 import copy
-import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -11,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounterWithBackend
 
 import memrewrite
 from memrewrite.artifact.save import save
@@ -36,6 +34,7 @@ from tests.passes.helpers import (
     saved_storages,
     targets,
 )
+from tests.support.compiled import counted_inductor
 
 Function = Callable[[Any, Tensor], Any]
 ROWS = 20
@@ -228,11 +227,9 @@ def test_half_precision_that_is_scaled_later_does_not_vanish() -> None:
 @pytest.mark.parametrize("weighted", [False, True])
 def test_compiled_in_pieces_it_computes_the_same(weighted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As it is on CUDA."""
-    torch.compiler.reset()
-    fused._compiled.cache_clear()
+    counter = counted_inductor(monkeypatch)
+    fused._forward_of.cache_clear()
     monkeypatch.setattr(fused, "_compiles", lambda tensor: True)
-    counter = CompileCounterWithBackend("aot_eager")
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter))
     class_weight = torch.rand(9) if weighted else None
     ours, theirs = small(True, True, class_weight), small(False, False, class_weight)
     torch.testing.assert_close(ours[0], theirs[0])
@@ -242,7 +239,7 @@ def test_compiled_in_pieces_it_computes_the_same(weighted: bool, monkeypatch: py
     with deterministic():
         small(True, True, class_weight)
     assert counter.frame_count == 2
-    fused._compiled.cache_clear()
+    fused._forward_of.cache_clear()
 
 
 def test_compiles_to_the_plain_form() -> None:

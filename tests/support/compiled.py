@@ -1,13 +1,15 @@
-"""What a compiled module keeps and needs, read off the two graphs that the compiler makes of a step."""
+"""What a compiled module keeps and needs, read off the two graphs that the compiler makes of a step; what compiles."""
 
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
+import pytest
 import torch
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
@@ -25,6 +27,14 @@ class CompiledBytes:
     kept: int
     peak: int
     backward: Counter[str]
+
+
+def counted_inductor(monkeypatch: pytest.MonkeyPatch) -> CompileCounterWithBackend:
+    """Counts what Inductor would compile, which would need a C++ compiler; it is run as AOTAutograd makes it."""
+    counter, found = CompileCounterWithBackend("aot_eager"), torch._dynamo.lookup_backend
+    monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda name: counter if name == "inductor" else found(name))
+    torch.compiler.reset()
+    return counter
 
 
 def compiled_bytes(module: nn.Module, loss: Callable[[nn.Module], Tensor]) -> CompiledBytes:

@@ -1,0 +1,115 @@
+"""Functions of tensors that Inductor compiles, called without Dynamo where it has seen such a call before.
+
+Dynamo looks at all that a call is given, which takes longer than a small kernel. What it decides by is the same in a
+call of the same shapes, strides, types and devices under the same settings: then the code that it chose is run as it
+was. Torch only: this file's text is also pasted into generated models.
+"""
+
+import contextlib
+import threading
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Given = Sequence[Any]  # tensors, and None where there is none
+Function = Callable[[Given], Sequence[Tensor]]
+Code = Callable[..., Sequence[Tensor]]
+_MOST = 4096  # calls that a kernel knows at once
+
+
+class _Calls(threading.local):
+    """Those of compiled code since this was emptied, in this thread: a code, what it was given and what it gave."""
+
+    def __init__(self) -> None:
+        self.made: list[tuple[Code, tuple[Any, ...], Sequence[Tensor]]] = []
+
+
+class Kernel:
+    """``function`` of a list of tensors, as it is or compiled; ``name`` is unique to it."""
+
+    def __init__(self, function: Function, name: str) -> None:
+        self._function, self._name = function, name
+        self._by_dynamo: dict[tuple[Any, ...], Function] = {}
+        self._known: dict[tuple[Any, ...], Function] = {}
+        self._calls = _Calls()
+
+    def plain(self, given: Given) -> list[Tensor]:
+        """What the function gives, uncompiled."""
+        with _usual_algorithms():
+            return list(self._function(given))
+
+    def __call__(self, given: Given) -> list[Tensor]:
+        """What the function gives, compiled."""
+        autocast = torch.is_autocast_enabled(given[0].device.type)
+        settings = autocast, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype()
+        look = (*settings, *[t if t is None else (t.shape, t.stride(), t.dtype, t.get_device()) for t in given])
+        known = self._known.get(look)
+        if known is not None:
+            return list(known(given))
+        tensors = [t if t is None else t.detach() for t in given]  # no parameter, nothing that needs a gradient
+        with _usual_algorithms():
+            results = list(self._compiled(tensors)(tensors))
+        calls, self._calls.made = self._calls.made, []
+        direct = _direct(*calls[0], tensors, results) if len(calls) == 1 and len(self._known) < _MOST else None
+        if direct is not None:
+            self._known[look] = direct
+        return results
+
+    def _compiled(self, given: Given) -> Function:
+        """The function for tensors of such types and dimensions.
+
+        PyTorch's compiler runs a code as it is once it has compiled it a few times, so that each kind has its own.
+        """
+        kinds = tuple(t if t is None else (t.dtype, t.dim()) for t in given)
+        if kinds not in self._by_dynamo:
+            old: Any = self._function
+            code = old.__code__.replace(co_name=f"{self._name}_{hash(kinds):x}".replace("-", "_"))
+            own = types.FunctionType(code, old.__globals__, self._name, None, old.__closure__)
+            self._by_dynamo[kinds] = torch.compile(own, backend=self._inductor)
+        return self._by_dynamo[kinds]
+
+    def _inductor(self, graph: Any, inputs: Any) -> Code:
+        """Inductor's code for a graph, whose calls are noted."""
+        code: Code = torch._dynamo.lookup_backend("inductor")(graph, inputs)
+
+        def noted(*args: Any) -> Sequence[Tensor]:
+            results = code(*args)
+            self._calls.made.append((code, args, results))
+            return results
+
+        return noted
+
+
+def _direct(
+    code: Code, args: tuple[Any, ...], made: Sequence[Tensor], given: Given, results: list[Tensor]
+) -> Function | None:
+    """What calls ``code`` with the likes of ``given`` for the likes of ``results``; None where more was done."""
+    places = {id(t): i for i, t in enumerate(given) if t is not None}
+    order = [(places.get(id(a)), a) for a in args]
+    found = {id(t): i for i, t in enumerate(made)}
+    if any(i is None and not isinstance(a, int) for i, a in order) or any(id(t) not in found for t in results):
+        return None
+    takes, gives = [(i, a if i is None else None) for i, a in order], [found[id(t)] for t in results]
+
+    def run(tensors: Given) -> list[Tensor]:
+        made = code(*[a if i is None else tensors[i] for i, a in takes])
+        return [made[i] for i in gives]
+
+    return run
+
+
+@contextlib.contextmanager
+def _usual_algorithms() -> Iterator[None]:
+    """Without the setting that asks for deterministic ones: these are, and need not be compiled again for it."""
+    asked = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    if not asked[0]:
+        yield
+        return
+    torch.use_deterministic_algorithms(False)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(asked[0], warn_only=asked[1])
