@@ -1,25 +1,30 @@
 """The options of the back end, read once; all others are Inductor's."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from memrewrite.records.errors import UsageError
+from memrewrite.records.loop import TUTORIAL, Loop
 from memrewrite.records.options import Budget
 from memrewrite.workload.stepspec import StepSpec
 
-OWN = ("budget", "optimizer", "reserve", "exact", "verify")
+OWN = ("budget", "optimizer", "reserve", "loop", "exact", "verify")
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What was asked: see ``memrewrite.backends.entry``. ``reserve`` is in bytes."""
+    """What was asked: see ``memrewrite.backends.entry``. ``reserve`` is in bytes.
+
+    ``keeps_output``: what the model gave is there until it gives the next, as in the loop of PyTorch's tutorials.
+    """
 
     budget: Budget | None = None
     optimizer: str = "adamw"
     reserve: int = 0
     exact: bool = False
     verify: bool = False
+    keeps_output: bool = True
 
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> tuple["Asked", dict[str, Any]]:
@@ -37,4 +42,8 @@ class Asked:
         reserve = 0 if given in (0, None) else Budget.parse(given).bytes
         if reserve is None:
             raise UsageError(f"Option reserve={given!r} is no number of bytes; write e.g. '500MB'.")
+        loop = Loop.parse(options.get("loop", TUTORIAL))
+        if replace(loop, keeps_output=True) != Loop():
+            raise UsageError(f"Option loop={str(loop)!r} has habits of which only 'drop-output' counts; use reserve=.")
+        flags["keeps_output"] = loop.keeps_output
         return cls(None if budget is None else Budget.parse(budget), optimizer, reserve, **flags), rest

@@ -7,10 +7,11 @@ Bytes are foreseen by what Inductor is expected to fuse. What its code really ta
 
 Options: ``budget`` (``"8GB"``, ``"60%"`` of what the stock partitioner's step takes, ``"min"``), ``optimizer`` (its
 name as for ``memrewrite.optimize``, ``"adamw"`` by default, ``"none"`` where its state does not count), ``reserve``
-(bytes to leave for what is not seen from here), ``exact`` (what runs again rounds as what is kept would), ``verify``
-(the first call of each graph is compared with the stock partitioner's and with eager, in more memory than the budget:
-see ``memrewrite.backends.proof``), ``mode`` (as torch.compile's own, which it takes without options only). All others
-are Inductor's.
+(bytes to leave for what is not seen from here), ``loop`` (``"drop-output"`` where the outputs of a step are let go of
+before the next one, as PyTorch's tutorials do not), ``exact`` (what runs again rounds as what is kept would),
+``verify`` (the first call of each graph is compared with the stock partitioner's and with eager, in more memory than
+the budget: see ``memrewrite.backends.proof``), ``mode`` (as torch.compile's own, which it takes without options only).
+All others are Inductor's.
 """
 
 import functools
@@ -20,12 +21,14 @@ from typing import Any
 
 from torch import fx
 
+from memrewrite.backends import steps, told
 from memrewrite.backends.asked import OWN, Asked
 from memrewrite.backends.observed import seen
-from memrewrite.backends.partition import Partition
+from memrewrite.backends.partition import InStep, Partition
 from memrewrite.backends.proof import Proof
 from memrewrite.backends.resident import resident
-from memrewrite.backends.told import forget, note
+from memrewrite.backends.steps import key_of, step_of_frame
+from memrewrite.backends.told import note
 from memrewrite.records.errors import BudgetInfeasibleError, MemrewriteError, UsageError
 from memrewrite.records.options import format_bytes
 from memrewrite.targets import transients
@@ -51,18 +54,26 @@ def memrewrite(
         asked, rest = Asked.parse(options or {})
         mode = rest.pop("mode", mode)
         rest = {**(_EXACT if asked.exact else {}), **(_VERIFIED if asked.verify else {}), **rest}
-        partition = Partition(asked, resident(graph, asked.optimizer))
+        lives = resident(graph, asked.optimizer)
+        step = step_of_frame(asked, lives)
+        partition = Partition(asked, lives, in_step=None if step is None else step.told)
         proof = Proof(graph, partition, functools.partial(inductor, mode=mode, options=rest)) if asked.verify else None
         made, cached = _fitting(graph, inputs, mode, rest, partition)
         if proof is not None:
             made = proof.first(made)
         note(partition, made, cached)
-        return made
+        return made if step is None else step.add(key_of(graph), partition, made)
     except MemrewriteError as error:
         raise let_through(error) from None
 
 
-memrewrite.reset = forget  # type: ignore[attr-defined]  # called by torch.compiler.reset
+def _reset() -> None:
+    """Dynamo was reset: what was compiled is no longer used."""
+    told.forget()
+    steps.forget()
+
+
+memrewrite.reset = _reset  # type: ignore[attr-defined]  # called by torch.compiler.reset
 
 
 def _fitting(
@@ -73,7 +84,7 @@ def _fitting(
         before = cache_hits()
         with compiled_codes() as codes:
             made = _compiled(graph, inputs, mode, options, partition)
-        over = partition.observe(seen(codes, partition.lives.kept))
+        over = partition.observe(seen(codes, partition.lives.kept, partition.held))
         if over <= 0:
             return made, cache_hits() > before
         partition.excesses.append(over)
@@ -87,15 +98,16 @@ def _compiled(
 ) -> Callable[..., Any]:
     divide = Partitioner(partition, identity(partition))
     try:
-        return inductor(graph, inputs, mode, options, divide)
+        return inductor(graph, inputs, mode, options, divide, cached=partition.in_step != InStep())
     except ValueError as error:
-        told = str(error).partition(", known options are")[0].partition(", supported modes are")[0]
+        words = str(error).partition(", known options are")[0].partition(", supported modes are")[0]
         raise UsageError(
-            f"{told}; memrewrite's options are {', '.join(OWN)} and mode, all others have to be Inductor's."
+            f"{words}; memrewrite's options are {', '.join(OWN)} and mode, all others have to be Inductor's."
         ) from error
 
 
 def identity(partition: Partition) -> str:
     """What tells the graphs of a partition from others in Inductor's cache: code, options, and the bytes there are."""
     code = digest(Path(__file__).parent, *(Path(str(each.__file__)) for each in (partitioning, transients)))
-    return f"memrewrite {__version__} {code} {partition.asked} {partition.lives} {partition.fused} {partition.excesses}"
+    known = f"{partition.asked} {partition.lives} {partition.fused} {partition.excesses} {partition.in_step}"
+    return f"memrewrite {__version__} {code} {known}"

@@ -46,6 +46,7 @@ class Facts:
     are the nodes that can run again, ``must_rerun`` those that have to, ``costly`` those that take a while, ``ms`` how
     long, ``scratch`` the bytes that each takes meanwhile besides what it makes. ``savable`` are values that can be
     handed to backward. ``outputs`` of forward and ``gradients`` stay until the end; ``tangents`` come with backward.
+    ``held`` are the bytes of what the step before gave, while forward runs.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -70,14 +71,18 @@ class Facts:
     outputs: tuple[int, ...]
     gradients: tuple[int, ...]
     tangents: tuple[int, ...]
+    held: int = 0
 
     def size(self, node: int) -> int:
         """The bytes of the storages that a node's value lies in."""
         return sum(self.bytes[storage] for storage in self.holds[node])
 
 
-def facts(joint: fx.GraphModule, divided: Divided, fused: bool = True) -> Facts:
-    """The facts of a prepared joint graph; with ``fused`` False each node is a kernel of its own."""
+def facts(joint: fx.GraphModule, divided: Divided, fused: bool = True, held: bool = False) -> Facts:
+    """The facts of a prepared joint graph; with ``fused`` False each node is a kernel of its own.
+
+    ``held``: the caller keeps the outputs until it has the next ones.
+    """
     nodes = tuple(node for node in joint.graph.nodes if node.op != "output")
     index = {node: i for i, node in enumerate(nodes)}
     storages = _Storages(nodes, index)
@@ -89,6 +94,7 @@ def facts(joint: fx.GraphModule, divided: Divided, fused: bool = True) -> Facts:
     views = {i for i in range(len(nodes)) if not storages.makes[i]}
     times = tuple(0.0 if i in given or i in views else node_ms(node) for i, node in enumerate(nodes))
     costly = {i for i in may if _is_costly(nodes[i])}
+    given_out = {storage for node in divided.forward_outputs for storage in storages.holds[index[node]]}
     return Facts(
         nodes=nodes,
         inputs=tuple(tuple(index[node] for node in each.all_input_nodes) for each in nodes),
@@ -112,6 +118,7 @@ def facts(joint: fx.GraphModule, divided: Divided, fused: bool = True) -> Facts:
         outputs=tuple(index[node] for node in divided.forward_outputs),
         gradients=tuple(index[node] for node in divided.backward_outputs),
         tangents=tuple(tangents),
+        held=sum(storages.bytes[storage] for storage in given_out) if held else 0,
     )
 
 

@@ -5,7 +5,7 @@ read. A kernel may write over what it is the last to read, as Inductor lets elem
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from memrewrite.backends.facts import Facts
 from memrewrite.backends.plan import Order
@@ -62,6 +62,7 @@ def peaks(facts: Facts, order: Order) -> Peaks:
 
     ends = {(s, -1) for s in saved | outputs}
     forward = watermark(forward_runs(facts, order), (), ends, size)
+    forward = replace(forward, peak=forward.peak + facts.held)
     given = {(s, -1) for s in saved | outputs} | {(s, -1) for t in facts.tangents for s in facts.holds[t]}
     runs, of = backward_runs(facts, order)
     last = {key for node in facts.gradients for key in of(node)}

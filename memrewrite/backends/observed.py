@@ -6,7 +6,7 @@ hands out for all of it. It takes a moment and no device memory.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,7 +25,8 @@ _GRADIENT = "tangents"  # what the names of the gradients begin with that backwa
 class Seen:
     """The peaks in bytes of the forward and the backward code of a graph, besides what lives anyway.
 
-    Of backward what is kept for it counts, the gradients that it is given, and outputs of forward, which may be held.
+    Of backward what is kept for it counts, the gradients that it is given, and outputs of forward, which may be held;
+    where they are, those of the step before count in forward.
     By how much blocks are larger than the inputs, parameters, buffers and optimizer state in them counts for both.
     """
 
@@ -33,10 +34,10 @@ class Seen:
     backward: int
 
 
-def seen(codes: Sequence[CompiledCode], state: Sequence[int] = ()) -> Seen | str:
+def seen(codes: Sequence[CompiledCode], state: Sequence[int] = (), held: bool = False) -> Seen | str:
     """The peaks of a graph's codes, or in words why they cannot be told, "" where it has no backward.
 
-    ``state`` has the bytes of each tensor that the optimizer keeps.
+    ``state`` has the bytes of each tensor that the optimizer keeps; ``held`` as in ``facts``.
     """
     if not any(code.is_backward for code in codes):
         return ""
@@ -46,25 +47,30 @@ def seen(codes: Sequence[CompiledCode], state: Sequence[int] = ()) -> Seen | str
         return "it is not in Python"
     forward, backward = sorted(codes, key=lambda code: code.is_backward)
     try:
-        return _counted(forward, backward, state)
+        return _counted(forward, backward, state, held)
     except Exception as error:  # whatever stands in the code; the graph itself is as good as ever
         return f"it does not run on fake tensors ({type(error).__name__}: {next(iter(str(error).splitlines()), '')})"
 
 
-def _counted(forward: CompiledCode, backward: CompiledCode, state: Sequence[int]) -> Seen:
+def _counted(forward: CompiledCode, backward: CompiledCode, state: Sequence[int], held: bool) -> Seen:
     """The peaks; run again where there are calls that had to be measured."""
     with FakeTensorMode():
         devices = {each.device for each in _tensors(forward.named_arguments().values())}
     device = next((each for each in devices if each.type != "cpu"), torch.device("cpu"))
     table = transients_on(device)
-    found = _run(forward, backward, device.type, table, state)
-    return _run(forward, backward, device.type, table, state) if table is not None and table.probe() else found
+    found, given_out = _run(forward, backward, device.type, table, state)
+    if table is not None and table.probe():
+        found, given_out = _run(forward, backward, device.type, table, state)
+    return replace(found, forward=found.forward + given_out) if held else found
 
 
 def _run(
     forward: CompiledCode, backward: CompiledCode, kind: str, table: Transients | None, state: Sequence[int]
-) -> Seen:
-    """The peaks of a second step: optimizer state is made between the two, where the first one left room."""
+) -> tuple[Seen, int]:
+    """The peaks of a second step, and the bytes of its outputs.
+
+    Optimizer state is made between the two steps, where the first one left room.
+    """
     tracker = Tracker(kind, table, blocks=allocator_on(kind))
     with FakeTensorMode() as mode:
         given = list(forward.named_arguments().values())
@@ -88,8 +94,8 @@ def _step(
     tracker: Tracker,
     there: int,
     gradients: list[Any] | None = None,
-) -> Seen:
-    """The peaks in bytes beyond ``there``; what backward gives is put into ``gradients``."""
+) -> tuple[Seen, int]:
+    """The peaks in bytes beyond ``there``, and the outputs' bytes; what backward gives is put into ``gradients``."""
     tracker.reset_peak()
     outputs = forward.run([*given])
     first = tracker.peak - there
@@ -97,13 +103,20 @@ def _step(
         named = backward.named_arguments()
     arguments, results = _handed_on(outputs, named)
     del outputs, named
+    given_out = _bytes_beside(given, results)
     tracker.register(_tensors(arguments), "kept")
     tracker.reset_peak()
     made = backward.run(arguments)
     del results
     if gradients is not None:
         gradients += made
-    return Seen(max(first, 0), max(tracker.peak - there, 0))
+    return Seen(max(first, 0), max(tracker.peak - there, 0)), given_out
+
+
+def _bytes_beside(given: list[Any], results: list[Any]) -> int:
+    """Those of the storages that results lie in, and nothing that was given."""
+    there = {each.untyped_storage() for each in _tensors(given)}
+    return sum(rounded(each.nbytes()) for each in {each.untyped_storage() for each in _tensors(results)} - there)
 
 
 def _handed_on(outputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[list[Any], list[Any]]:

@@ -1,7 +1,7 @@
 """The partitioner: divides a joint graph so that the step stays within its budget, at the least time."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx
@@ -38,18 +38,45 @@ class Foreseen:
     reruns: dict[str, int]
 
 
+@dataclass(frozen=True)
+class InStep:
+    """What a graph of several in a step is to know of the others: nothing, until a first step is over.
+
+    ``room`` are the bytes that its plan may take, with what later graphs keep, and ``limit`` those of the whole step.
+    """
+
+    room: int | None = None
+    limit: int | None = None
+
+
+@dataclass(frozen=True)
+class Options:
+    """The plans that there are for a graph; ``usual`` is PyTorch's own."""
+
+    frontier: Frontier
+    usual: Found
+
+    def within(self, room: int) -> Found | None:
+        """PyTorch's own plan where it takes at most ``room`` bytes, else the cheapest that does; None without one."""
+        return self.usual if self.frontier.takes(self.usual) <= room else self.frontier.within(room)
+
+
 class Partition:
     """Divides the joint graph of one graph of Dynamo's; ``choice`` and ``foreseen`` tell how, once it has.
 
     ``choice`` is one of ``memrewrite.records.compiled.CHOICES``; ``verified`` says how the graph was compared.
     ``observed`` is the peak of the step by the code that was compiled, None where it is not known, for which ``unseen``
     has the reason; ``excesses`` has for each plan that was compiled and given up by how many bytes its code was beyond
-    the budget.
+    the budget. ``options`` are the plans that it had, where it is one of several graphs ``in_step``; ``replaced`` says
+    that there is another of the same graph.
     """
 
-    def __init__(self, asked: Asked, lives: Resident, fused: bool = True) -> None:
-        self.asked, self.lives, self.fused = asked, lives, fused
+    def __init__(self, asked: Asked, lives: Resident, fused: bool = True, in_step: InStep | None = None) -> None:
+        self.asked, self.lives, self.fused, self.in_step = asked, lives, fused, in_step
+        self.options: Options | None = None
+        self.replaced = False
         self.base = lives.base + asked.reserve
+        self.held = asked.keeps_output and not lives.later  # what later graphs are given dies with the step
         self.foreseen: Foreseen | None = None
         self.choice, self.verified = "no backward", ""
         self.excesses: list[int] = []
@@ -73,7 +100,7 @@ class Partition:
             outputs: Any = {"num_fwd_outputs": num_fwd_outputs, "static_lifetime_input_indices": static}
             pair: tuple[fx.GraphModule, fx.GraphModule] = stock_partition(joint, inputs, **outputs)
             return pair
-        known = facts(joint, divided, self.fused)
+        known = facts(joint, divided, self.fused, self.held)
         usual = stock_saved(joint, divided)
         stock = {i for i, node in enumerate(known.nodes) if node in usual}
         try:
@@ -89,14 +116,19 @@ class Partition:
         kept = frozenset(i for i in stock if i not in known.symbols)
         order = frontier.planner.given(kept)
         usual = Found(order, peaks(known, order), order.ms(known))
+        options = Options(frontier, usual)
         original = self._of_step(usual)
-        limit = self.asked.budget.resolve(original)
-        if limit is None:
+        limit = self._limit(self._with_optimizer(frontier.takes(usual)))
+        if self.in_step is not None and self.in_step.room is None:
+            self.choice, self.options, found = "first step", options, frontier.lowest()
+            if self.asked.budget.bytes is not None and found.peaks.peak > self.asked.budget.bytes - self.base:
+                raise self._infeasible(self.asked.budget.bytes, found)
+        elif limit is None:
             self.choice, found = "lowest", frontier.lowest()
             room = max(found.peaks.peak, self.lives.of_optimizer - self.lives.base)
             found = frontier.within(room) or found
         else:
-            found = self._fitting(frontier, usual, limit)
+            found = self._fitting(options, limit)
         if limit is not None and self.lives.of_optimizer + self.asked.reserve > limit:
             raise self._infeasible(limit, found)
         self.foreseen = Foreseen(
@@ -111,17 +143,25 @@ class Partition:
         )
         return found
 
-    def _fitting(self, frontier: Frontier, usual: Found, limit: int) -> Found:
+    def _limit(self, original: int) -> int | None:
+        """The bytes of the budget; None for the lowest peak."""
+        assert self.asked.budget is not None  # noqa: S101  (see there)
+        told = None if self.in_step is None else self.in_step.limit
+        return self.asked.budget.resolve(original) if told is None else told
+
+    def _fitting(self, options: Options, limit: int) -> Found:
         """What fits, after the plans whose code did not: each next one is foreseen to take so much less."""
-        room, beyond = limit - self.base, 0
+        frontier, beyond = options.frontier, 0
+        told = None if self.in_step is None else self.in_step.room
+        room = limit - self.base if told is None else told
         given_up = iter(self.excesses)
         while True:
-            found = usual if frontier.takes(usual) <= room else frontier.within(room)
+            found = options.within(room)
             if found is None:  # perhaps later graphs keep less
                 found = frontier.lowest()
-                if found.peaks.peak > room:
+                if found.peaks.peak > (room if told is None else limit - self.base):
                     raise self._infeasible(limit, found, beyond)
-            self.choice = "usual" if found is usual else "cheapest"
+            self.choice = "usual" if found is options.usual else "cheapest"
             if (excess := next(given_up, None)) is None:
                 return found
             beyond = excess + limit - self.base - found.peaks.peak
@@ -138,6 +178,19 @@ class Partition:
         self.unseen, self.observed = "", self._with_optimizer(max(found.forward, found.backward))
         limit = None if self.asked.budget is None else self.asked.budget.bytes
         return 0 if limit is None else self.observed - limit
+
+    def keep(self, choice: str, peak: int) -> None:
+        """What was compiled stays, in a step that takes ``peak`` bytes."""
+        self.choice = choice
+        if self.observed is not None:
+            self.observed = peak
+        elif self.foreseen is not None:
+            self.foreseen = replace(self.foreseen, after=peak)
+
+    def peak_of(self, found: Found) -> int:
+        """The bytes of the step at its peak with another plan; code that took more than was foreseen will again."""
+        beyond = 0 if self.foreseen is None or self.observed is None else self.observed - self.foreseen.after
+        return self._of_step(found) + max(beyond, 0)
 
     def _of_step(self, found: Found) -> int:
         """The bytes of the step at its peak, in this graph or in the optimizer."""

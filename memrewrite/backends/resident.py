@@ -18,9 +18,10 @@ from memrewrite.records.errors import UsageError
 from memrewrite.simulate.memory.tracker import Tracker
 from memrewrite.targets.allocator import rounded
 from memrewrite.targets.workspaces import measured_here
-from memrewrite.torch_internals.compiling import module_of_frame, real_tensors_of, saved_by
+from memrewrite.torch_internals.compiling import model_of_frame, real_tensors_of, saved_by
 from memrewrite.torch_internals.fake_tensors import FAKE_TENSOR_ERRORS, FakeTensorMode
 from memrewrite.torch_internals.foreach import foreach_on_fake_tensors
+from memrewrite.torch_internals.spread import local_part
 from memrewrite.workload.stepspec import optimizer_factory
 
 
@@ -61,7 +62,7 @@ def resident(graph: fx.GraphModule, optimizer: str) -> Resident:
     """What lives besides what the graph of Dynamo's makes; ``optimizer`` is a name as in ``StepSpec``."""
     given = [tensor for tensor in real_tensors_of(graph) if tensor is not None]
     saved, leaves = _behind(given)
-    model = module_of_frame()
+    model = model_of_frame()
     whole: list[Tensor] = [*model.parameters(), *model.buffers()] if model is not None else []
     mine = [tensor for tensor in given if isinstance(tensor, nn.Parameter)]
     every = _unique([*whole, *mine, *leaves])
@@ -127,7 +128,8 @@ def _kept(optimizer: torch.optim.Optimizer, device_type: str, total: int) -> tup
     return found if sum(map(rounded, found)) == total else (total,)
 
 
-def _like(tensor: Tensor) -> Tensor:
+def _like(parameter: Tensor) -> Tensor:
+    tensor = local_part(parameter)
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
 
@@ -150,7 +152,7 @@ def _behind(given: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def _key(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return local_part(tensor).untyped_storage()._cdata
 
 
 def _unique(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -158,8 +160,8 @@ def _unique(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    storages = {_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(map(rounded, storages.values()))
+    storages = {each.untyped_storage() for each in map(local_part, tensors)}
+    return sum(rounded(each.nbytes()) for each in storages)
 
 
 def parts(found: Resident) -> Iterator[tuple[str, int]]:

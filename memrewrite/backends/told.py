@@ -96,7 +96,8 @@ def report(made: Any) -> CompiledReport | None:
     if not ours:
         other = getattr(backends[0], "compiler_name", type(backends[0]).__name__)
         raise UsageError(f"This {name} is compiled by backend {other!r}, of which there is no report.")
-    found = {each.number: each for backend in ours for each in _of(backend, model) if each.there() is not None}
+    noted = (each for backend in ours for each in _of(backend, model))
+    found = {each.number: each for each in noted if each.there() is not None and not each.partition.replaced}
     graphs = [found[number] for number in sorted(found)]
     if not graphs:
         raise UsageError(

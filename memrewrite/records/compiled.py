@@ -11,6 +11,7 @@ CHOICES = {
     "usual": "what PyTorch keeps fits",
     "cheapest": "the cheapest plan found that fits",
     "lowest": "the lowest peak found",
+    "first step": "the lowest peak found, until a first step shows how much other graphs keep",
     "no budget": "left to PyTorch: no budget was given",
     "not ours": "left to PyTorch: its backward draws random numbers again, or takes what is no tensor",
     "no backward": "has no backward",

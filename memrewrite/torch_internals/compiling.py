@@ -5,8 +5,10 @@ another's words, but for one class of Dynamo's own; whose frame a graph is of, a
 given, stand in Dynamo's own records alone.
 """
 
+import contextlib
 import hashlib
 import inspect
+import types
 import weakref
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -21,6 +23,7 @@ from memrewrite.torch_internals.versions import private_imports, require
 
 require("_TorchCompileInductorWrapper")
 with private_imports():
+    from torch._C._dynamo.eval_frame import reset_code
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 # What Dynamo makes of torch.utils.checkpoint: operators on graphs, which no dispatch mode knows.
@@ -35,8 +38,11 @@ def inductor(
     mode: str | None,
     options: dict[str, Any],
     partitioner: "Partitioner | None" = None,
+    cached: bool = True,
 ) -> Callable[..., Any]:
     """What Inductor makes of a graph with a mode and options of its own, and with a partitioner, else the stock one.
+
+    Where it must not be ``cached`` the partitioner is asked even for a graph that was compiled before.
 
     Raises ``ValueError`` with Inductor's words for a mode or an option that it does not know.
     """
@@ -46,7 +52,8 @@ def inductor(
         raise ValueError(str(error)) from error
     if partitioner is not None:
         compiler.config["custom_partitioner_fn"] = partitioner
-    result: Callable[..., Any] = compiler(graph, inputs)
+    with contextlib.nullcontext() if cached else torch._functorch.config.patch(enable_autograd_cache=False):
+        result: Callable[..., Any] = compiler(graph, inputs)
     return result
 
 
@@ -133,17 +140,45 @@ def copied(graph: fx.GraphModule, plain: bool) -> fx.GraphModule:
 
 def module_of_frame() -> nn.Module | None:
     """The ``self`` of the outermost frame that Dynamo is in, where that is a module."""
-    translator = _translator()
-    while getattr(translator, "parent", None) is not None:
-        translator = translator.parent
+    translator = _outermost()
     found = None if translator is None else translator.f_locals.get("self")
     return found if isinstance(found, nn.Module) else None
+
+
+def model_of_frame() -> nn.Module | None:
+    """The outermost module that is at work: where graphs break, or parts are compiled one by one, the code around them
+    runs as it is, in methods of the modules that they are parts of."""
+    found, caller = module_of_frame(), inspect.currentframe()
+    while caller is not None:
+        if isinstance(own := caller.f_locals.get("self"), nn.Module):
+            found = own
+        caller = caller.f_back
+    return found
+
+
+def code_of_frame() -> types.CodeType | None:
+    """The code of the outermost frame that Dynamo is in; None outside of Dynamo."""
+    found: types.CodeType | None = getattr(_outermost(), "f_code", None)
+    return found
+
+
+def forget_code(code: types.CodeType) -> None:
+    """Let Dynamo translate a code anew when it is next called."""
+    reset_code(code)
 
 
 def backend_of_frame() -> Any:
     """The back end as ``torch.compile`` holds it that Dynamo compiles the present frame for; None outside of Dynamo."""
     translator = _translator()
     return None if translator is None else _innermost(translator.output.compiler_fn)
+
+
+def _outermost() -> Any:
+    """What Dynamo translates the outermost frame by that it is in; None outside of Dynamo."""
+    translator = _translator()
+    while getattr(translator, "parent", None) is not None:
+        translator = translator.parent
+    return translator
 
 
 def _translator() -> Any:

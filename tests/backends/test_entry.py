@@ -35,6 +35,7 @@ def run(model: nn.Module, x: Tensor, **options: Any) -> Any:
         ({"budget": "8Gb"}, "Budget '8Gb' has no known unit"),
         ({"budget": "8GB", "optimizer": "adamx"}, "Optimizer 'adamx' is unknown"),
         ({"budget": "8GB", "optimizer": 3}, "Option optimizer=3 is no name"),
+        ({"budget": "8GB", "loop": "prefetch"}, "Option loop='prefetch' has habits of which only 'drop-output' counts"),
         ({"budget": "8GB", "reserve": "10%"}, "Option reserve='10%' is no number of bytes"),
         ({"budget": "8GB", "exact": 1}, "Option exact=1 is neither True nor False"),
         ({"budget": "8GB", "verify": "yes"}, "Option verify='yes' is neither True nor False"),

@@ -1,4 +1,4 @@
-"""Several graphs of one model: earlier ones leave room for what later ones keep."""
+"""Several graphs of one model: the first step takes little, and shows how much each may keep."""
 
 from typing import Any
 
@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 import memrewrite
 from memrewrite.backends import entry
-from memrewrite.backends.partition import Partition
+from memrewrite.backends.partition import InStep, Partition
+from memrewrite.records.errors import BudgetInfeasibleError
 from tests.backends.test_partition import Block
 
 
@@ -28,26 +29,94 @@ class Three(nn.Module):
         return result.square().mean()
 
 
-def trained(model: Three, x: Tensor, budget: str | int) -> tuple[Tensor, Any]:
-    """The loss of a step, and the report."""
+class Stack(nn.Module):
+    """Blocks that are compiled one by one, as one code, and a head that takes more than any of them."""
+
+    def __init__(self, depth: int = 6) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Block(32) for _ in range(depth)), nn.Linear(32, 512)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+            torch._dynamo.graph_break()
+        return of_logits(self.head(x))
+
+
+def of_logits(logits: Tensor) -> Tensor:
+    """A function of its own, in which no module is."""
+    return logits.exp().sum(-1).log().mean()
+
+
+def trained(model: nn.Module, x: Tensor, budget: str | int, steps: int = 3) -> tuple[list[Tensor], Any]:
+    """The losses of steps, and the report."""
     torch._dynamo.reset()
     compiled = torch.compile(model, backend=entry.memrewrite, options={"optimizer": "none", "budget": budget})
-    loss: Tensor = compiled(x)
-    loss.backward()
-    model.zero_grad()
-    return loss.detach(), memrewrite.report_of(compiled)
+    losses = []
+    for _ in range(steps):
+        loss: Tensor = compiled(x)
+        loss.backward()
+        model.zero_grad()
+        losses.append(loss.detach())
+    return losses, memrewrite.report_of(compiled)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo's own, where it resumes
-def test_the_step_stays_within_the_budget(partitions: list[Partition]) -> None:
-    """No graph is left without room by those before it."""
+@pytest.fixture(params=[Three, Stack])
+def model(request: pytest.FixtureRequest) -> nn.Module:
     torch.manual_seed(0)
-    model, x = Three(), torch.randn(4, 64, 32)
-    expected, report = trained(model, x, "100%")
+    made: nn.Module = request.param()
+    return made
+
+
+X = torch.randn(4, 64, 32)
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo's own, where it resumes
+
+
+@pytest.mark.usefixtures("partitions")
+def test_the_step_stays_within_the_budget(model: nn.Module) -> None:
+    """No graph is left without room by those before it, nor leaves more than it has to."""
+    expected, report = trained(model, X, "100%")
     usual = report.peak
-    assert len(report.graphs) == 3
-    assert [each.lives.later for each in partitions] == [2.0, 1.0, 0.0]
-    for share in (0.8, 0.6):
-        loss, report = trained(model, x, int(share * usual))
-        assert torch.equal(loss, expected)
-        assert report.peak <= share * usual
+    assert {graph.choice for graph in report.graphs if graph.kept_before} == {"usual"}
+    lowest = trained(model, X, "min")[1].peak
+    before = lowest
+    for share in (0.1, 0.4, 0.7):
+        budget = int(lowest + share * (usual - lowest))
+        losses, report = trained(model, X, budget)
+        assert all(map(torch.equal, losses, expected))
+        assert before <= report.peak <= budget
+        before = report.peak
+    assert before > lowest + 0.3 * (usual - lowest)
+
+
+def test_the_second_step_is_the_last_to_compile(model: nn.Module, partitions: list[Partition]) -> None:
+    compiled = []
+    for steps in (1, 2, 4):
+        partitions.clear()
+        trained(model, X, "80%", steps)
+        compiled.append([partition.in_step for partition in partitions])
+    first, second, fourth = compiled
+    assert {*first} == {InStep()}
+    assert {*second[len(first) :]} == {partitions[-1].in_step}
+    assert len(first) < len(second) == len(fourth) <= 2 * len(first)
+
+
+@pytest.mark.usefixtures("partitions")
+def test_the_lowest_peak_that_is_named_is_reached(model: nn.Module) -> None:
+    with pytest.raises(BudgetInfeasibleError) as caught:
+        trained(model, X, 400_000)
+    lowest = trained(model, X, "min")[1].peak
+    assert caught.value.lowest is not None
+    assert 400_000 < caught.value.lowest <= lowest  # of the first graph that does not fit
+    assert trained(model, X, lowest)[1].peak <= lowest
+
+
+@pytest.mark.usefixtures("partitions")
+def test_a_part_is_planned_as_one_of_the_model_around_it() -> None:
+    torch._dynamo.reset()
+    outer = nn.Sequential(nn.Sequential(Block(32), Block(32)), nn.Linear(32, 32))
+    outer[0].compile(backend=entry.memrewrite, options={"optimizer": "none", "budget": "1GB"})
+    outer(X).mean().backward()
+    report: Any = memrewrite.report_of(outer)
+    graph, *_ = report.graphs
+    assert graph.resident["parameters and buffers"] == sum(-(-p.nbytes // 512) * 512 for p in outer.parameters())

@@ -62,6 +62,26 @@ def test_blocks_of_the_allocator_count_as_what_they_are(monkeypatch: pytest.Monk
     assert with_state.backward == with_weight.backward + 2 * 2**19
 
 
+def test_outputs_of_the_step_before_count_in_forward() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(32, 4096)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            values = self.head(x)
+            return values, values.square().mean()
+
+    torch._dynamo.reset()
+    with compiled_codes() as codes:
+        torch.compile(Both())(torch.randn(256, 32))[1].backward()
+    dropped, held = seen(codes), seen(codes, held=True)
+    assert isinstance(dropped, Seen)
+    assert isinstance(held, Seen)
+    assert held.forward == dropped.forward + 256 * 4096 * 4 + 512
+    assert held.backward == dropped.backward
+
+
 def test_code_of_which_nothing_can_be_told_says_why() -> None:
     forward, backward = compiled(*made("mlp"))
     assert seen([forward]) == ""
@@ -83,7 +103,7 @@ def beyond(monkeypatch: pytest.MonkeyPatch, partitions: list[Partition]) -> list
     """By how many bytes code takes more than the budget, try by try; after that it takes what is foreseen."""
     more: list[int] = []
 
-    def told(codes: Sequence[CompiledCode], state: Sequence[int]) -> Seen:
+    def told(codes: Sequence[CompiledCode], state: Sequence[int], held: bool) -> Seen:
         partition = partitions[-1]
         assert partition.foreseen is not None
         limit = partition.asked.budget.bytes if partition.asked.budget else None
@@ -137,8 +157,8 @@ def test_code_that_never_fits_is_refused(partitions: list[Partition], beyond: li
 def test_graphs_from_caches_are_given_up_for_the_same_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing divides them there; what their code takes tells which graph was made next."""
 
-    def told(codes: Sequence[CompiledCode], state: Sequence[int]) -> Seen | str:
-        found = seen(codes, state)
+    def told(codes: Sequence[CompiledCode], state: Sequence[int], held: bool) -> Seen | str:
+        found = seen(codes, state, held)
         return Seen(found.forward + 30_000, found.backward + 30_000) if isinstance(found, Seen) else found
 
     x = torch.randn(256, 32)

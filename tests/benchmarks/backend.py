@@ -117,8 +117,8 @@ def trained(name: str, contender: str, setting: Any, tiny: bool, lock: Path | No
 def _watched(found: list[Partition]) -> AbstractContextManager[object]:
     """The partitions that are made meanwhile."""
 
-    def made(*args: Any) -> Partition:
-        found.append(Partition(*args))
+    def made(*args: Any, **kwargs: Any) -> Partition:
+        found.append(Partition(*args, **kwargs))
         return found[-1]
 
     return mock.patch.object(entry, "Partition", made)

@@ -1,0 +1,164 @@
+"""Training steps of several graphs: the first one takes as little as can be, and shows what the next ones may take.
+
+Where a graph breaks, or where blocks are compiled one by one, a graph is divided before anything is known of those that
+come later. So all are at first divided for their lowest peak. When the first backward begins it is known which graph is
+called how often, and after which others: then the cheapest plans are found with which the whole step stays within its
+budget, and graphs for which these are others are compiled once more, when they are next called.
+"""
+
+import hashlib
+import sys
+import types
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from memrewrite.backends.asked import Asked
+from memrewrite.backends.frontier import Found
+from memrewrite.backends.partition import InStep, Partition
+from memrewrite.backends.resident import Resident
+from memrewrite.torch_internals.compiling import code_of_frame, forget_code, model_of_frame
+from memrewrite.torch_internals.pytrees import tree_leaves
+
+_HALVINGS = 6  # of the bytes between the most room with which a step fits and the least with which it does not
+
+
+@dataclass
+class Part:
+    """A graph of a step: what divided it, what was ``made`` of it, and the code that Dynamo has it from.
+
+    ``before`` are the bytes that were kept as it was compiled, ``at`` how many calls of the step had been, ``kept``
+    what these were known to keep. ``again``: it is to be compiled once more.
+    """
+
+    partition: Partition
+    made: Callable[..., Any]  # which is told of until there is another
+    code: types.CodeType | None
+    before: int
+    at: int
+    kept: int
+    again: bool = False
+
+    def plan(self, room: int) -> Found:
+        """The cheapest plan that takes so much, with what later graphs keep; the lowest where none does."""
+        options = self.partition.options
+        assert options is not None  # noqa: S101  (of those that are asked)
+        return options.within(room) or options.frontier.lowest()
+
+    def settle(self, room: int, peak: int) -> None:
+        """Have it compiled again where that gives another plan than the lowest, which it has; else its step takes
+        ``peak`` bytes."""
+        found, options = self.plan(room), self.partition.options
+        assert options is not None  # noqa: S101  (see there)
+        self.again = found.order.saved != options.frontier.lowest().order.saved and self.code is not None
+        if self.again and self.code is not None:
+            forget_code(self.code)
+        else:
+            self.partition.keep("usual" if found is options.usual else "cheapest", peak)
+        self.partition.options = None  # holds graphs
+
+
+class Step:
+    """The graphs of a step. ``told`` is what each is to know; ``calls`` are those of forward in their order."""
+
+    def __init__(self, asked: Asked) -> None:
+        self.asked, self.told = asked, InStep()
+        self.calls: list[str] = []
+        self._parts: dict[str, Part] = {}
+        self._ended = True
+
+    def add(self, key: str, partition: Partition, made: Callable[..., Any]) -> Callable[..., Any]:
+        """``made`` of the graph ``key``, whose calls are noted until the step is settled."""
+        before = [] if self._ended else [self._parts[call] for call in self.calls]
+        kept = sum(part.partition.foreseen.kept for part in before if part.partition.foreseen is not None)
+        if key in self._parts and self._parts[key].again:
+            self._parts[key].partition.replaced = True
+        self._parts[key] = Part(partition, made, code_of_frame(), partition.lives.earlier, len(before), kept)
+
+        def run(*args: Any) -> Any:
+            results = made(*args)
+            if self.told.room is None and torch.is_grad_enabled():
+                self._note(key, results)
+            return results
+
+        return run if self.told.room is None else made
+
+    def _note(self, key: str, results: Any) -> None:
+        if self._ended:
+            self.calls, self._ended = [], False
+        self.calls.append(key)
+        for each in tree_leaves(results):
+            if isinstance(each, Tensor) and each.grad_fn is not None:
+                each.register_hook(self._backward)
+                return
+
+    def _backward(self, gradient: Tensor) -> None:
+        """The first gradient of a step: it has no more calls of forward."""
+        if not self._ended:
+            self._ended = True
+            self._settle()
+
+    def _settle(self) -> None:
+        assert self.asked.budget is not None  # noqa: S101  (there is no step without)
+        parts = {key: part for key, part in self._parts.items() if part.partition.options is not None}
+
+        def peaks(room: int) -> dict[str, int]:
+            return self._peaks({key: part.plan(room) for key, part in parts.items()})
+
+        low, usual = sys.maxsize, max(peaks(sys.maxsize).values(), default=0)
+        limit = self.asked.budget.resolve(usual)
+        assert limit is not None  # noqa: S101  (nor for the lowest peak)
+        if usual > limit:
+            low, high = 0, limit
+            for _ in range(_HALVINGS):
+                room = (low + high) // 2
+                low, high = (room, high) if max(peaks(room).values()) <= limit else (low, room)
+        self.told = InStep(low, limit)
+        found = peaks(low)
+        for key, part in parts.items():
+            part.settle(low, found.get(key, 0))
+
+    def _peaks(self, plans: Mapping[str, Found]) -> dict[str, int]:
+        """The peaks of the step in bytes while each graph runs with these plans, by what the first step showed."""
+        first = self._parts[self.calls[0]]
+        unknown = [(part.before - first.before - part.kept) / part.at for part in self._parts.values() if part.at]
+        each_keeps = max([0.0, *unknown])  # of what no plan told, such as what one graph makes and the next one keeps
+        kept, peaks = first.before, dict[str, int]()
+        for key in self.calls:
+            part = self._parts[key]
+            found, lives = plans.get(key), part.partition.lives
+            if found is not None:
+                peaks[key] = max(peaks.get(key, 0), part.partition.peak_of(found) - lives.earlier + kept)
+                kept += found.peaks.saved
+            kept += int(each_keeps)
+        return peaks
+
+
+_STEPS: "weakref.WeakKeyDictionary[nn.Module, dict[Asked, Step]]" = weakref.WeakKeyDictionary()
+
+
+def step_of_frame(asked: Asked, lives: Resident) -> Step | None:
+    """The step of the graph that Dynamo gives just now; None where it is the only one, and without a budget."""
+    model = model_of_frame()
+    if model is None or asked.budget is None or asked.budget.minimum:
+        return None
+    steps = _STEPS.setdefault(model, {})
+    if lives.later:
+        steps.setdefault(asked, Step(asked))
+    return steps.get(asked)
+
+
+def key_of(graph: fx.GraphModule) -> str:
+    """What is the same for a graph that Dynamo gives again."""
+    values = [node.meta.get("example_value") for node in graph.graph.nodes]
+    looks = [(getattr(each, "shape", ""), getattr(each, "requires_grad", "")) for each in values]
+    return hashlib.sha256(f"{graph.code} {looks}".encode()).hexdigest()
+
+
+def forget() -> None:
+    """Dynamo was reset: what was compiled is no longer used."""
+    _STEPS.clear()
