@@ -38,7 +38,7 @@ from memrewrite.torch_internals.compiling import Partitioner, cache_hits, digest
 from memrewrite.version import __version__
 
 _EXACT = {"emulate_precision_casts": True}
-_TRIES = 4  # of plans for a graph, each with less room by what the code of the one before took too much
+_TRIES = 5  # with what is made apart, then with less room by what the code of the one before took too much
 _VERIFIED = {"fallback_random": True}  # random numbers as eager draws them
 
 
@@ -80,16 +80,23 @@ def _fitting(
     graph: fx.GraphModule, inputs: Sequence[Any], mode: str | None, options: dict[str, Any], partition: Partition
 ) -> tuple[Callable[..., Any], bool]:
     """What is compiled within the budget, and whether it comes from a cache."""
+    tried = []
     for _ in range(_TRIES):
         before = cache_hits()
         with compiled_codes() as codes:
             made = _compiled(graph, inputs, mode, options, partition)
         over = partition.observe(seen(codes, partition.lives.kept, partition.held))
+        tried.append((partition.observed or 0, made, cache_hits() > before))
         if over <= 0:
-            return made, cache_hits() > before
-        partition.excesses.append(over)
-    taken = partition.observed or 0
+            return made, tried[-1][2]
+        if partition.apart and partition.asked.budget is not None and partition.asked.budget.minimum:
+            partition.observed, made, cached = min(tried, key=lambda each: each[0])
+            return made, cached
+        if partition.apart:
+            partition.excesses.append(over)
+        partition.apart = True
     message = f"What Inductor makes of {_TRIES} plans for {partition.asked.budget} takes more, at last"
+    taken = tried[-1][0]
     raise BudgetInfeasibleError(f"{message} {format_bytes(taken)}; give it that much.", taken)
 
 
@@ -109,5 +116,5 @@ def _compiled(
 def identity(partition: Partition) -> str:
     """What tells the graphs of a partition from others in Inductor's cache: code, options, and the bytes there are."""
     code = digest(Path(__file__).parent, *(Path(str(each.__file__)) for each in (partitioning, transients)))
-    known = f"{partition.asked} {partition.lives} {partition.fused} {partition.excesses} {partition.in_step}"
-    return f"memrewrite {__version__} {code} {known}"
+    whole = (partition.asked, partition.lives, partition.fused, partition.excesses, partition.apart, partition.in_step)
+    return f"memrewrite {__version__} {code} {' '.join(map(str, whole))}"

@@ -1,24 +1,36 @@
 """A planned order as the two graphs that are compiled."""
 
-from torch import fx
+from bisect import bisect_right
+
+from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from memrewrite.backends.facts import Facts
-from memrewrite.backends.plan import Order
+from memrewrite.backends.frontier import divisions
+from memrewrite.backends.plan import Order, Planner
+from memrewrite.runtime.compiled import SETTLE
 from memrewrite.torch_internals.partitioning import Divided, modules
+
+_PARTS = 32  # of backward that settle, at most
 
 
 def graphs(
-    joint: fx.GraphModule, divided: Divided, facts: Facts, order: Order, outputs: int
+    joint: fx.GraphModule, divided: Divided, facts: Facts, order: Order, outputs: int, apart: bool = False
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Forward and backward; what runs again is written into the joint graph first, each copy before its reader.
 
-    Nothing else of the joint graph changes, so that what PyTorch knows of it stays.
+    Nothing else of the joint graph changes, so that what PyTorch knows of it stays; but for ``apart``, with which
+    backward settles what it has made in many places.
     """
+    settled = settles(facts, order) if apart else {}
     following = _following(joint, facts, order)
     stand: list[fx.Node] = []  # what stands at each place of the order
     for place, item in enumerate(order.items):
         node = facts.nodes[item.node]
+        if place in settled:
+            args = tuple([stand[where] for where in places] for places in settled[place])
+            with joint.graph.inserting_before(following[place]):
+                joint.graph.call_function(SETTLE, args).meta = {"partitioner_tag": "is_backward", "val": None}
         now = [stand[where] if where >= 0 else facts.nodes[-1 - where] for where in item.reads]
         made = {facts.nodes[i]: each for i, each in zip(facts.inputs[item.node], now, strict=True)}
         if item.region is None:
@@ -31,6 +43,33 @@ def graphs(
         stand.append(copy)
     joint.recompile()
     return modules(joint, [facts.nodes[i] for i in handed(facts, order)], outputs, divided.static)
+
+
+def settles(facts: Facts, order: Order) -> dict[int, tuple[list[int], list[int]]]:
+    """The places of the order before which backward settles, with those of what is read later and of new gradients.
+
+    Inductor fuses reductions for gradients of layers that lie far apart, and holds all that they read until then. Where
+    few bytes cross, what crosses is said to be written once the gradients before it are there, so that neither these
+    nor what they read waits.
+    """
+    cuts = [each for each in divisions(facts) if len(each) < _PARTS][-1]
+    planner = Planner(facts)
+    part = {i: bisect_right(cuts, latest) for i, latest in zip(planner.backward, planner.latest, strict=True)}
+    read_last = {where: place for place, item in enumerate(order.items) for where in item.reads}
+    made: list[int] = []
+    new: list[int] = []
+    found = {}
+    for place, item in enumerate(order.items):
+        if item.region is not None or not isinstance(facts.nodes[item.node].meta.get("val"), Tensor):
+            continue
+        if made and part[item.node] != part[order.items[made[-1]].node]:
+            crossing = [each for each in made if read_last.get(each, -1) >= place]
+            if crossing and new:
+                found[place] = (crossing, new)
+            new = []
+        made += [] if item.node in facts.views else [place]
+        new += [place] if item.node in facts.gradients else []
+    return found
 
 
 def handed(facts: Facts, order: Order) -> list[int]:

@@ -19,6 +19,8 @@ from memrewrite.records.options import format_bytes
 from memrewrite.torch_internals.compiling import let_through
 from memrewrite.torch_internals.partitioning import is_ours, prepared, stock_partition, stock_saved
 
+_NEAR = 1.02  # of the bytes foreseen for the lowest peak
+
 
 @dataclass(frozen=True)
 class Foreseen:
@@ -67,14 +69,15 @@ class Partition:
     ``choice`` is one of ``memrewrite.records.compiled.CHOICES``; ``verified`` says how the graph was compared.
     ``observed`` is the peak of the step by the code that was compiled, None where it is not known, for which ``unseen``
     has the reason; ``excesses`` has for each plan that was compiled and given up by how many bytes its code was beyond
-    the budget. ``options`` are the plans that it had, where it is one of several graphs ``in_step``; ``replaced`` says
+    the budget; ``apart``: gradients are kept from being made together, which takes less where they lie far apart.
+    ``options`` are the plans that it had, where it is one of several graphs ``in_step``; ``replaced`` says
     that there is another of the same graph.
     """
 
     def __init__(self, asked: Asked, lives: Resident, fused: bool = True, in_step: InStep | None = None) -> None:
         self.asked, self.lives, self.fused, self.in_step = asked, lives, fused, in_step
         self.options: Options | None = None
-        self.replaced = False
+        self.replaced = self.apart = False
         self.base = lives.base + asked.reserve
         self.held = asked.keeps_output and not lives.later  # what later graphs are given dies with the step
         self.foreseen: Foreseen | None = None
@@ -107,7 +110,7 @@ class Partition:
             found = self.chosen(known, frozenset(stock))
         except MemrewriteError as error:
             raise let_through(error) from None
-        return graphs(joint, divided, known, found.order, num_fwd_outputs)
+        return graphs(joint, divided, known, found.order, num_fwd_outputs, self.apart)
 
     def chosen(self, known: Facts, stock: frozenset[int]) -> Found:
         """PyTorch's own choice where it fits, else the cheapest that does."""
@@ -170,13 +173,17 @@ class Partition:
     def observe(self, found: Seen | str) -> int:
         """Take over what the compiled code takes, or why that is not known; returns the bytes beyond the budget.
 
-        A budget in percent is one of what is foreseen, and is compared with that alone.
+        A budget in percent is one of what is foreseen, and is compared with that alone; so is the lowest peak, of which
+        a few percent more are none, where it is known: Inductor's caches do not tell.
         """
         if isinstance(found, str):
             self.unseen, self.observed = found, None
             return 0
         self.unseen, self.observed = "", self._with_optimizer(max(found.forward, found.backward))
-        limit = None if self.asked.budget is None else self.asked.budget.bytes
+        budget = self.asked.budget
+        limit = None if budget is None else budget.bytes
+        if budget is not None and budget.minimum:
+            limit = 0 if self.foreseen is None else int(self.foreseen.after * _NEAR)
         return 0 if limit is None else self.observed - limit
 
     def keep(self, choice: str, peak: int) -> None:

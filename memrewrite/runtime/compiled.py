@@ -108,6 +108,7 @@ if not hasattr(torch.ops.memrewrite, "settle"):  # it says that it writes: nothi
     torch.library.define("memrewrite::settle", "(Tensor(a!)[] gradients, Tensor[] before) -> ()", tags=tags)
     torch.library.impl("memrewrite::settle", "CompositeExplicitAutograd", lambda gradients, before: None)
     torch.library.register_fake("memrewrite::settle", lambda gradients, before: None)
+SETTLE = torch.ops.memrewrite.settle.default
 
 
 def stays(operator: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -126,16 +126,16 @@ def test_a_graph_is_compiled_again_with_less_room_where_its_code_takes_more(
     assert report.peak is not None
     budget = int(report.peak * 0.9)
     torch._dynamo.reset()
-    beyond += [budget]
+    beyond += [budget, budget]
     with pytest.raises(BudgetInfeasibleError, match=r"No plan for torch\.compile fits"):
         steps(torch.compile(model, backend=entry.memrewrite, options={"budget": budget, "optimizer": "none"}), x)
     torch._dynamo.reset()
     partitions.clear()
-    beyond += [2_000, 1_000]
+    beyond += [3_000, 2_000, 1_000]  # the first plan is tried once more with what is made apart
     fitting = torch.compile(model, backend=entry.memrewrite, options={"budget": budget, "optimizer": "none"})
     assert torch.equal(steps(fitting, x), expected)
     first = partitions[0]
-    assert len(partitions) == 3
+    assert len(partitions) == 4
     assert all(each is first for each in partitions)
     (graph,) = memrewrite.report_of(fitting).graphs
     assert graph.peak == first.observed
@@ -148,10 +148,31 @@ def test_code_that_never_fits_is_refused(partitions: list[Partition], beyond: li
     x = torch.randn(256, 32)
     model = mlp()
     options: dict[str, Any] = {"budget": "1GB", "optimizer": "none"}
-    beyond += itertools.repeat(1_000, 4)
+    beyond += itertools.repeat(1_000, 5)
     with pytest.raises(BudgetInfeasibleError, match="takes more, at last"):
         steps(torch.compile(model, backend=entry.memrewrite, options=options), x)
-    assert len(partitions) == 4
+    assert len(partitions) == 5
+
+
+@pytest.mark.parametrize("more", [-1_000, 1_000])
+def test_the_lowest_peak_is_that_of_the_lower_code(more: int, beyond: list[int], partitions: list[Partition]) -> None:
+    """Gradients that are made apart may take more or less than others."""
+    x, model = torch.randn(256, 32), mlp()
+    told: Any = vars(entry)["seen"]
+
+    def first_more(codes: Any, state: Any, held: bool) -> Seen | str:
+        found = told(codes, state, held)
+        assert isinstance(found, Seen)
+        return Seen(found.forward + 50_000 + (more if partitions[-1].apart else 0), 0)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(entry, "seen", first_more)
+        lowest = torch.compile(model, backend=entry.memrewrite, options={"budget": "min", "optimizer": "none"})
+        steps(lowest, x)
+    assert len(partitions) == 2
+    (graph,) = memrewrite.report_of(lowest).graphs
+    assert partitions[-1].foreseen is not None
+    assert graph.peak == partitions[-1].foreseen.after + 50_000 + min(more, 0)
 
 
 def test_graphs_from_caches_are_given_up_for_the_same_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,6 +198,6 @@ def test_graphs_from_caches_are_given_up_for_the_same_others(monkeypatch: pytest
         (graph,) = memrewrite.report_of(fitting).graphs
         found.append((graph.choice, graph.peak, cache_hits() - before))
     (_, peak, _), again = found
-    assert again == ("from cache", peak, 2)
+    assert again == ("from cache", peak, 3)
     assert peak is not None
     assert peak <= budget

@@ -129,6 +129,22 @@ def test_more_recomputation_never_takes_more() -> None:
     assert peaks[-1] < 0.6 * peaks[0]
 
 
+@pytest.mark.parametrize("name", ["transformer", "dropout", "batch norm"])
+def test_gradients_that_are_made_apart_are_the_same(name: str) -> None:
+    model, x = made(name)
+    found = []
+    for apart in (False, True):
+        tried = copy.deepcopy(model)
+        ours = Divided(tried, "min")
+        ours.partition.apart = apart
+        found.append((ours.step(x), gradients(tried), ours.nodes.count("memrewrite.settle.default")))
+    (loss, expected, none), (other, got, some) = found
+    assert torch.equal(loss, other)
+    assert all(map(torch.equal, got, expected))
+    assert none == 0
+    assert some >= 1
+
+
 def test_a_value_may_run_again_in_several_places() -> None:
     model, x = made("mlp")
     ours = Divided(model, "min")
