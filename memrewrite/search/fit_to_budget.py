@@ -8,6 +8,7 @@ from memrewrite.plan.refine import Fitted
 from memrewrite.records.errors import UsageError
 from memrewrite.records.options import Budget, format_bytes
 from memrewrite.records.outcomes import Measured
+from memrewrite.search import registry
 from memrewrite.search.asked import RESERVE, Asked, Fit, Unmet
 from memrewrite.search.candidate import Candidate
 from memrewrite.search.inplace import marked_inplace
@@ -88,8 +89,9 @@ def _with_lower(asked: Asked, candidate: Candidate) -> Fit | Unmet:
     in_segments = any(region.marks for region in found.candidate.regions)
     if not needed and (not in_segments or found.candidate.times() is None):
         return found
-    known = {candidate.programs}
-    for lower in _lower_ones(asked, candidate, lowest=needed):
+    known, made = {candidate.programs}, []
+    for lower in _lower_ones(asked, candidate):
+        made.append(lower)
         if lower.programs in known:
             continue
         known.add(lower.programs)
@@ -98,6 +100,13 @@ def _with_lower(asked: Asked, candidate: Candidate) -> Fit | Unmet:
             return found
     if not needed:
         return found
+    for less in made:
+        lower = rewritten_lowest(less, asked.names)
+        if lower.programs in known:
+            continue
+        found = min(found, _found(asked, lower), key=_bytes(asked))
+        if isinstance(found, Fit):
+            return _with_fewer(asked, less, found)
     return _told(min(_looked_for_on(asked, candidate, without), found, key=_bytes(asked)), lower)
 
 
@@ -108,27 +117,34 @@ def _looked_for_on(asked: Asked, candidate: Candidate, found: Fit | Unmet) -> Fi
 
 def _lowest(asked: Asked, candidate: Candidate) -> Fit | Unmet:
     """What takes the fewest bytes, with the rewrites for a lower peak or without them."""
-    lower = [rewritten_lowest(each, asked.names) for each in _lower_ones(asked, candidate, lowest=False)]
+    lower = [rewritten_lowest(each, asked.names) for each in _lower_ones(asked, candidate)]
     found = [_found(asked, each) for each in lower if each.programs != candidate.programs]
     near = asked.unless_far(min(map(_bytes(asked), found))[1]) if found else asked
     return _told(min([_found(near, candidate), *found], key=_bytes(asked)), lower[0])
 
 
-def _lower_ones(asked: Asked, candidate: Candidate, lowest: bool) -> Iterator[Candidate]:
+def _with_fewer(asked: Asked, candidate: Candidate, found: Fit) -> Fit:
+    """What fits in the least time, with some of the rewrites for the lowest peak or, as ``found``, with all of them."""
+    fitting = [found]
+    for names in registry.without_one_of_the_lowest(asked.names):
+        lower = rewritten_lowest(candidate, names)
+        other = None if lower.programs == candidate.programs else _found(asked.unless_far(asked.budget), lower)
+        if isinstance(other, Fit):
+            fitting.insert(0, other)  # which is taken where times are not known
+    return min(fitting, key=_time)
+
+
+def _lower_ones(asked: Asked, candidate: Candidate) -> Iterator[Candidate]:
     """The candidate after the rewrites for a lower peak: of many rows at once, then, where that differs, of few.
 
-    One alone, that is the candidate as it was, where none is made. Then the same with those for the ``lowest`` peak.
+    One alone, that is the candidate as it was, where none is made.
     """
     wide = rewritten_lower(candidate, asked.names, wide=True)
-    made = [wide]
     yield wide
     if wide.programs != candidate.programs:
         narrow = rewritten_lower(candidate, asked.names, wide=False)
         if narrow.programs != wide.programs:
-            made.append(narrow)
             yield narrow
-    if lowest:
-        yield from (rewritten_lowest(each, asked.names) for each in made)
 
 
 def _told(found: Fit | Unmet, lower: Candidate) -> Fit | Unmet:

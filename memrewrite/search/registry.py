@@ -65,6 +65,16 @@ def lowest(names: tuple[str, ...] | None, rows: int) -> list[Pass]:
     return [make(rows) for name, make in LOWEST.items() if names is None or name in names]
 
 
+def without_one_of_the_lowest(names: tuple[str, ...] | None) -> list[tuple[str, ...]]:
+    """The names asked for, None for all, without each in turn of the rewrites for the lowest peak, the last one first.
+
+    None where there are fewer than two of these.
+    """
+    asked = NAMES if names is None else names
+    there = [name for name in LOWEST if name in asked]
+    return [tuple(n for n in asked if n != name) for name in reversed(there)] if len(there) > 1 else []
+
+
 def allowed(names: tuple[str, ...] | None, exact: bool) -> tuple[str, ...] | None:
     """Of the names asked for, None for all, those that may be used where every bit has to stay."""
     if not exact:

@@ -13,8 +13,10 @@ from torch import Tensor, nn
 import memrewrite
 from memrewrite.artifact.save import save
 from memrewrite.passes.attention_in_pieces import AttentionInPieces
+from memrewrite.passes.tiles import Tiles
 from memrewrite.runtime.attention import attention_in_pieces
 from memrewrite.runtime.dropin import programs
+from memrewrite.search import registry
 from memrewrite.simulate.memory.tracker import Tracker
 from tests.passes.helpers import FRONT_ENDS, assert_as_good, functional, numbers, rewrite, rewrites, targets
 
@@ -203,9 +205,35 @@ class Texts(nn.Module):
         return x
 
 
-def optimized(**options: Any) -> Any:
+class Mixed(Texts):
+    """With a wide part for each token, which may run some rows at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 256), nn.Linear(256, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return x + self.down(F.gelu(self.up(x)))
+
+
+def optimized(make: Callable[[], nn.Module] = Texts, budget: str | int = "min", **options: Any) -> Any:
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        return memrewrite.optimize(Texts(), torch.randn(2, 64, 16), optimizer="sgd", budget="min", **options)
+        return memrewrite.optimize(make(), torch.randn(2, 64, 16), optimizer="sgd", budget=budget, **options)
+
+
+def test_other_rewrites_for_the_lowest_peak_are_left_where_it_alone_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry.LOWEST, Tiles.name, lambda _: Tiles(rows=32))
+    both = optimized(Mixed, verify=False).report
+    assert {AttentionInPieces.name, Tiles.name} <= {*rewrites(both)}
+    found = []
+    for name in (Tiles.name, AttentionInPieces.name):
+        without = tuple(each for each in registry.NAMES if each != name)
+        peak = optimized(Mixed, passes=without, verify=False).report.predicted_after.peak
+        found.append({*rewrites(optimized(Mixed, budget=peak, verify=False).report)} & {*registry.LOWEST})
+        assert both.predicted_after.peak < peak
+    assert found[0] == {AttentionInPieces.name}
+    assert found[1] <= {AttentionInPieces.name}
 
 
 def test_the_lowest_peak_has_it(tmp_path: Path) -> None:
