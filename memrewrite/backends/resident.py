@@ -3,8 +3,8 @@
 Parameters, buffers and optimizer state live always; the inputs of the graph and what earlier graphs of the step keep
 for backward live while it runs. All of it is read off real tensors: the model's own, those the graph is given, and the
 autograd graph behind these, in which earlier graphs, and code between them that is not compiled, keep what they do.
-Of gradients, those of parameters of other graphs count as if all were there: where later ones run backward first, they
-are. Graphs that come later are not known yet: what they keep is taken to be as much more as they have more parameters.
+Of gradients, those of parameters of later graphs count as if all were there: these run backward first. Graphs that come
+later are not known yet: what they keep is taken to be as much more as they have more parameters.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -31,8 +31,8 @@ class Resident:
 
     ``model`` are parameters and buffers, ``state`` is what the optimizer keeps and ``transient`` what its step takes
     besides, ``inputs`` what the graph is given, ``earlier`` what is kept for the backward of what ran before,
-    ``gradients`` those of all parameters, ``others`` those that other graphs make and ``libraries`` what cuBLAS holds,
-    whether or not this graph is the one that multiplies. ``kept`` are the bytes of each tensor in the state, ``later``
+    ``gradients`` those of all parameters, ``own`` those that this graph makes, ``others`` those that later graphs make
+    and ``libraries`` what cuBLAS holds, whether or not this graph is the one that multiplies. ``kept`` are the bytes of each tensor in the state, ``later``
     how many times the parameters of this graph those are of which nothing has run yet.
     """
 
@@ -42,6 +42,7 @@ class Resident:
     inputs: int
     earlier: int
     gradients: int
+    own: int
     others: int
     libraries: int
     kept: tuple[int, ...] = ()
@@ -71,7 +72,7 @@ def resident(graph: fx.GraphModule, optimizer: str) -> Resident:
     inputs = [tensor for tensor in given if _key(tensor) not in known]
     held = known | {_key(tensor) for tensor in inputs}
     earlier = [tensor for tensor in saved if _key(tensor) not in held]
-    there = {id(each) for each in mine}
+    before = {id(each) for each in [*mine, *leaves]}
     kept, transient = optimizer_bytes(parameters, optimizer)
     return Resident(
         model=_bytes(every),
@@ -80,7 +81,8 @@ def resident(graph: fx.GraphModule, optimizer: str) -> Resident:
         inputs=_bytes(inputs),
         earlier=_bytes(earlier),
         gradients=_bytes(parameters),
-        others=_bytes([each for each in parameters if id(each) not in there]),
+        own=_bytes([each for each in mine if each.requires_grad]),
+        others=_bytes([each for each in parameters if id(each) not in before]),
         libraries=max((measured_here(each) for each in {tensor.device for tensor in [*given, *every]}), default=0),
         kept=kept,
         later=_later(whole, mine, leaves),

@@ -10,6 +10,7 @@ import hashlib
 import sys
 import types
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -128,13 +129,17 @@ class Step:
         unknown = [(part.before - first.before - part.kept) / part.at for part in self._parts.values() if part.at]
         each_keeps = max([0.0, *unknown])  # of what no plan told, such as what one graph makes and the next one keeps
         kept, peaks = first.before, dict[str, int]()
+        seen = Counter[str]()
         for key in self.calls:
             part = self._parts[key]
             found, lives = plans.get(key), part.partition.lives
             if found is not None:
-                peaks[key] = max(peaks.get(key, 0), part.partition.peak_of(found) - lives.earlier + kept)
+                gone = min(seen[key] * lives.own, lives.others)  # gradients that earlier backwards have yet to make
+                peak = part.partition.peak_of(found) - lives.earlier - gone + kept
+                peaks[key] = max(peaks.get(key, 0), peak)
                 kept += found.peaks.saved
             kept += int(each_keeps)
+            seen[key] += 1
         return peaks
 
 

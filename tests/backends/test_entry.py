@@ -115,11 +115,11 @@ def test_without_a_budget_nothing_is_planned(partitions: list[Partition]) -> Non
 
 
 def test_identities_tell_options_and_bytes_apart() -> None:
-    lives = Resident(1, 2, 3, 4, 5, 6, 7, 8)
+    lives = Resident(1, 2, 3, 4, 5, 6, 7, 8, 9)
     asked = [Asked.parse(options)[0] for options in ({"budget": "1GB"}, {"budget": "2GB"}, {"budget": "1GB"})]
     found = [entry.identity(Partition(each, lives)) for each in asked]
     assert found[0] == found[2] != found[1]
-    assert entry.identity(Partition(asked[0], Resident(2, 2, 3, 4, 5, 6, 7, 8))) != found[0]
+    assert entry.identity(Partition(asked[0], Resident(2, 2, 3, 4, 5, 6, 7, 8, 9))) != found[0]
 
 
 def test_the_entry_point_leads_here() -> None:

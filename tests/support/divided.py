@@ -14,7 +14,7 @@ from memrewrite.backends.resident import Resident
 from memrewrite.records.options import Budget
 from memrewrite.simulate.memory.tracker import Tracker
 
-NOTHING = Resident(0, 0, 0, 0, 0, 0, 0, 0)
+NOTHING = Resident(0, 0, 0, 0, 0, 0, 0, 0, 0)
 
 
 class Divided:
