@@ -50,6 +50,11 @@ class Frontier:
         found = (row.lowest for row in self.rows)
         return min(found, key=lambda each: (self.takes(each), each.ms))
 
+    def least(self, room: int) -> Found | None:
+        """The plan that keeps least for backward of those whose own peak is at most ``room`` bytes."""
+        found = (each for row in self.rows for each in row.all if each.peaks.peak <= room)
+        return min(found, key=lambda each: (each.peaks.saved, each.peaks.peak, each.ms), default=None)
+
     def takes(self, found: Found) -> int:
         """The peak in bytes of a plan, with what later graphs keep."""
         return found.peaks.peak + int(self.later * found.peaks.saved)
@@ -75,10 +80,15 @@ class _Row:
         self.last = frontier.look(Ways(cuts, frontier.facts.costly & frontier.facts.may_rerun))
 
     @property
+    def all(self) -> list[Found]:
+        """All plans but those between two steps."""
+        self._found += self._falling
+        return [*self._found, self.last]
+
+    @property
     def lowest(self) -> Found:
         """The plan of the lowest peak."""
-        self._found += self._falling
-        return min([*self._found, self.last], key=lambda each: (self._all.takes(each), each.ms))
+        return min(self.all, key=lambda each: (self._all.takes(each), each.ms))
 
     def within(self, room: int) -> Found | None:
         """The cheapest within ``room``, with as much kept as there is room for of what its last step gave."""

@@ -44,7 +44,8 @@ class Foreseen:
 class InStep:
     """What a graph of several in a step is to know of the others: nothing, until a first step is over.
 
-    ``room`` are the bytes that its plan may take, with what later graphs keep, and ``limit`` those of the whole step.
+    ``room`` are the bytes that its plan may take, with what later graphs keep, and ``limit`` those of the whole step,
+    None where that is to be as low as can be and nothing is known of it.
     """
 
     room: int | None = None
@@ -61,6 +62,11 @@ class Options:
     def within(self, room: int) -> Found | None:
         """PyTorch's own plan where it takes at most ``room`` bytes, else the cheapest that does; None without one."""
         return self.usual if self.frontier.takes(self.usual) <= room else self.frontier.within(room)
+
+    def least(self, room: int | None) -> Found:
+        """What leaves most to other graphs: what keeps least with a peak of at most ``room`` bytes, where that is known
+        and there is any, else the lowest."""
+        return (None if room is None else self.frontier.least(room)) or self.frontier.lowest()
 
 
 class Partition:
@@ -123,16 +129,19 @@ class Partition:
         original = self._of_step(usual)
         limit = self._limit(self._with_optimizer(frontier.takes(usual)))
         if self.in_step is not None and self.in_step.room is None:
-            self.choice, self.options, found = "first step", options, frontier.lowest()
-            if self.asked.budget.bytes is not None and found.peaks.peak > self.asked.budget.bytes - self.base:
-                raise self._infeasible(self.asked.budget.bytes, found)
+            size = self.asked.budget.bytes
+            self.choice, self.options, found = "first step", options, options.least(self._room(size))
+            if size is not None and found.peaks.peak > size - self.base:
+                raise self._infeasible(size, found)
+        elif self.in_step is not None and self.asked.budget.minimum:
+            self.choice, found = "lowest", options.least(self._room(limit))
         elif limit is None:
             self.choice, found = "lowest", frontier.lowest()
             room = max(found.peaks.peak, self.lives.of_optimizer - self.lives.base)
             found = frontier.within(room) or found
         else:
             found = self._fitting(options, limit)
-        if limit is not None and self.lives.of_optimizer + self.asked.reserve > limit:
+        if limit is not None and self.lives.of_optimizer + self.asked.reserve > limit and self.choice != "lowest":
             raise self._infeasible(limit, found)
         self.foreseen = Foreseen(
             before=original,
@@ -145,6 +154,9 @@ class Partition:
             reruns=reruns(known, found.order),
         )
         return found
+
+    def _room(self, limit: int | None) -> int | None:
+        return None if limit is None else limit - self.base
 
     def _limit(self, original: int) -> int | None:
         """The bytes of the budget; None for the lowest peak."""
@@ -161,7 +173,7 @@ class Partition:
         while True:
             found = options.within(room)
             if found is None:  # perhaps later graphs keep less
-                found = frontier.lowest()
+                found = options.least(None if told is None else limit - self.base)
                 if found.peaks.peak > (room if told is None else limit - self.base):
                     raise self._infeasible(limit, found, beyond)
             self.choice = "usual" if found is options.usual else "cheapest"

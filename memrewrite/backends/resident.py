@@ -32,8 +32,9 @@ class Resident:
     ``model`` are parameters and buffers, ``state`` is what the optimizer keeps and ``transient`` what its step takes
     besides, ``inputs`` what the graph is given, ``earlier`` what is kept for the backward of what ran before,
     ``gradients`` those of all parameters, ``own`` those that this graph makes, ``others`` those that later graphs make
-    and ``libraries`` what cuBLAS holds, whether or not this graph is the one that multiplies. ``kept`` are the bytes of each tensor in the state, ``later``
-    how many times the parameters of this graph those are of which nothing has run yet.
+    and ``libraries`` what cuBLAS holds, whether or not this graph is the one that multiplies. ``kept`` are the bytes of
+    each tensor in the state, ``later`` how many times the parameters of this graph those are of which nothing has run
+    yet.
     """
 
     model: int

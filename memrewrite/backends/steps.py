@@ -44,22 +44,22 @@ class Part:
     kept: int
     again: bool = False
 
-    def plan(self, room: int) -> Found:
-        """The cheapest plan that takes so much, with what later graphs keep; the lowest where none does."""
-        options = self.partition.options
+    def plan(self, told: InStep) -> Found:
+        """The cheapest plan for what is told; where none takes so little, or there is no room, what leaves most."""
+        options, room = self.partition.options, told.room
         assert options is not None  # noqa: S101  (of those that are asked)
-        return options.within(room) or options.frontier.lowest()
+        within = None if room is None else options.within(room)
+        return within or options.least(None if told.limit is None else told.limit - self.partition.base)
 
-    def settle(self, room: int, peak: int) -> None:
-        """Have it compiled again where that gives another plan than the lowest, which it has; else its step takes
-        ``peak`` bytes."""
-        found, options = self.plan(room), self.partition.options
+    def settle(self, first: InStep, told: InStep, peak: int) -> None:
+        """Have it compiled again where what is told now gives another plan; else its step takes ``peak`` bytes."""
+        found, options = self.plan(told), self.partition.options
         assert options is not None  # noqa: S101  (see there)
-        self.again = found.order.saved != options.frontier.lowest().order.saved and self.code is not None
+        self.again = found.order.saved != self.plan(first).order.saved and self.code is not None
         if self.again and self.code is not None:
             forget_code(self.code)
         else:
-            self.partition.keep("usual" if found is options.usual else "cheapest", peak)
+            self.partition.keep("lowest" if not told.room else "usual" if found is options.usual else "cheapest", peak)
         self.partition.options = None  # holds graphs
 
 
@@ -107,21 +107,25 @@ class Step:
         assert self.asked.budget is not None  # noqa: S101  (there is no step without)
         parts = {key: part for key, part in self._parts.items() if part.partition.options is not None}
 
-        def peaks(room: int) -> dict[str, int]:
-            return self._peaks({key: part.plan(room) for key, part in parts.items()})
+        def peaks(told: InStep) -> dict[str, int]:
+            return self._peaks({key: part.plan(told) for key, part in parts.items()})
 
-        low, usual = sys.maxsize, max(peaks(sys.maxsize).values(), default=0)
-        limit = self.asked.budget.resolve(usual)
-        assert limit is not None  # noqa: S101  (nor for the lowest peak)
-        if usual > limit:
-            low, high = 0, limit
-            for _ in range(_HALVINGS):
+        def peak(told: InStep) -> int:
+            return max(peaks(told).values(), default=0)
+
+        first = InStep(limit=self.asked.budget.bytes)
+        limit = self.asked.budget.resolve(usual := peak(InStep(sys.maxsize)))
+        if limit is None:
+            told = min(InStep(0), InStep(0, peak(InStep(0))), key=peak)
+        else:
+            low, high = (sys.maxsize, 0) if usual <= limit else (0, limit)
+            for _ in range(_HALVINGS if low < high else 0):
                 room = (low + high) // 2
-                low, high = (room, high) if max(peaks(room).values()) <= limit else (low, room)
-        self.told = InStep(low, limit)
-        found = peaks(low)
+                low, high = (room, high) if peak(InStep(room, limit)) <= limit else (low, room)
+            told = InStep(low, limit)
+        self.told, found = told, peaks(told)
         for key, part in parts.items():
-            part.settle(low, found.get(key, 0))
+            part.settle(first, told, found.get(key, 0))
 
     def _peaks(self, plans: Mapping[str, Found]) -> dict[str, int]:
         """The peaks of the step in bytes while each graph runs with these plans, by what the first step showed."""
@@ -149,7 +153,7 @@ _STEPS: "weakref.WeakKeyDictionary[nn.Module, dict[Asked, Step]]" = weakref.Weak
 def step_of_frame(asked: Asked, lives: Resident) -> Step | None:
     """The step of the graph that Dynamo gives just now; None where it is the only one, and without a budget."""
     model = model_of_frame()
-    if model is None or asked.budget is None or asked.budget.minimum:
+    if model is None or asked.budget is None:
         return None
     steps = _STEPS.setdefault(model, {})
     if lives.later:

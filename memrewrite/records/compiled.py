@@ -11,7 +11,7 @@ CHOICES = {
     "usual": "what PyTorch keeps fits",
     "cheapest": "the cheapest plan found that fits",
     "lowest": "the lowest peak found",
-    "first step": "the lowest peak found, until a first step shows how much other graphs keep",
+    "first step": "leaves most to other graphs, until a first step shows what they take",
     "no budget": "left to PyTorch: no budget was given",
     "not ours": "left to PyTorch: its backward draws random numbers again, or takes what is no tensor",
     "no backward": "has no backward",
