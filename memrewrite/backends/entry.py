@@ -24,7 +24,7 @@ from torch import fx
 from memrewrite.backends import steps, told
 from memrewrite.backends.asked import OWN, Asked
 from memrewrite.backends.observed import seen
-from memrewrite.backends.partition import InStep, Partition
+from memrewrite.backends.partition import Partition
 from memrewrite.backends.proof import Proof
 from memrewrite.backends.resident import resident
 from memrewrite.backends.steps import key_of, step_of_frame
@@ -55,8 +55,8 @@ def memrewrite(
         mode = rest.pop("mode", mode)
         rest = {**(_EXACT if asked.exact else {}), **(_VERIFIED if asked.verify else {}), **rest}
         lives = resident(graph, asked.optimizer)
-        step = step_of_frame(asked, lives)
-        partition = Partition(asked, lives, in_step=None if step is None else step.told)
+        step = step_of_frame(asked)
+        partition = Partition(asked, lives, in_step=None if step is None else step.tells(lives))
         proof = Proof(graph, partition, functools.partial(inductor, mode=mode, options=rest)) if asked.verify else None
         made, cached = _fitting(graph, inputs, mode, rest, partition)
         if proof is not None:
@@ -105,7 +105,7 @@ def _compiled(
 ) -> Callable[..., Any]:
     divide = Partitioner(partition, identity(partition))
     try:
-        return inductor(graph, inputs, mode, options, divide, cached=partition.in_step != InStep())
+        return inductor(graph, inputs, mode, options, divide, cached=not partition.tells_options)
     except ValueError as error:
         words = str(error).partition(", known options are")[0].partition(", supported modes are")[0]
         raise UsageError(

@@ -1,5 +1,6 @@
 """The partitioner: divides a joint graph so that the step stays within its budget, at the least time."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -45,19 +46,22 @@ class InStep:
     """What a graph of several in a step is to know of the others: nothing, until a first step is over.
 
     ``room`` are the bytes that its plan may take, with what later graphs keep, and ``limit`` those of the whole step,
-    None where that is to be as low as can be and nothing is known of it.
+    None where that is to be as low as can be and nothing is known of it. ``late``: it comes after graphs that were
+    divided as if there were no others, so that the first step may take more than its budget.
     """
 
     room: int | None = None
     limit: int | None = None
+    late: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass
 class Options:
-    """The plans that there are for a graph; ``usual`` is PyTorch's own."""
+    """The plans that there are for a graph; ``usual`` is PyTorch's own, ``chosen`` the one that it was given."""
 
     frontier: Frontier
     usual: Found
+    chosen: Found | None = None
 
     def within(self, room: int) -> Found | None:
         """PyTorch's own plan where it takes at most ``room`` bytes, else the cheapest that does; None without one."""
@@ -92,6 +96,11 @@ class Partition:
         self.observed: int | None = None
         self.unseen = ""
 
+    @property
+    def tells_options(self) -> bool:
+        """Whether it is to be asked for another plan once more is known of the step."""
+        return self.in_step is not None and self.in_step.room is None
+
     def __call__(
         self,
         joint: fx.GraphModule,
@@ -125,13 +134,15 @@ class Partition:
         kept = frozenset(i for i in stock if i not in known.symbols)
         order = frontier.planner.given(kept)
         usual = Found(order, peaks(known, order), order.ms(known))
-        options = Options(frontier, usual)
+        self.options = options = Options(frontier, usual)
         original = self._of_step(usual)
         limit = self._limit(self._with_optimizer(frontier.takes(usual)))
-        if self.in_step is not None and self.in_step.room is None:
+        if self.tells_options and self.in_step is not None:
             size = self.asked.budget.bytes
-            self.choice, self.options, found = "first step", options, options.least(self._room(size))
-            if size is not None and found.peaks.peak > size - self.base:
+            self.choice = "first step"
+            late = options.within(self._room(size) or sys.maxsize) if self.in_step.late else None
+            found = late or options.least(self._room(size))
+            if size is not None and found.peaks.peak > size - self.base and not self.in_step.late:
                 raise self._infeasible(size, found)
         elif self.in_step is not None and self.asked.budget.minimum:
             self.choice, found = "lowest", options.least(self._room(limit))
@@ -143,6 +154,7 @@ class Partition:
             found = self._fitting(options, limit)
         if limit is not None and self.lives.of_optimizer + self.asked.reserve > limit and self.choice != "lowest":
             raise self._infeasible(limit, found)
+        options.chosen = found
         self.foreseen = Foreseen(
             before=original,
             after=self._of_step(found),

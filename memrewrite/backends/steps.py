@@ -4,6 +4,9 @@ Where a graph breaks, or where blocks are compiled one by one, a graph is divide
 come later. So all are at first divided for their lowest peak. When the first backward begins it is known which graph is
 called how often, and after which others: then the cheapest plans are found with which the whole step stays within its
 budget, and graphs for which these are others are compiled once more, when they are next called.
+
+A graph that has all of a model's parameters is taken for the whole step. Where others follow all the same, such as that
+of a loss, these get what room it left, and the first step may take more than its budget.
 """
 
 import hashlib
@@ -51,11 +54,12 @@ class Part:
         within = None if room is None else options.within(room)
         return within or options.least(None if told.limit is None else told.limit - self.partition.base)
 
-    def settle(self, first: InStep, told: InStep, peak: int) -> None:
+    def settle(self, told: InStep, peak: int) -> None:
         """Have it compiled again where what is told now gives another plan; else its step takes ``peak`` bytes."""
         found, options = self.plan(told), self.partition.options
         assert options is not None  # noqa: S101  (see there)
-        self.again = found.order.saved != self.plan(first).order.saved and self.code is not None
+        assert options.chosen is not None  # noqa: S101  (it was compiled)
+        self.again = found.order.saved != options.chosen.order.saved and self.code is not None
         if self.again and self.code is not None:
             forget_code(self.code)
         else:
@@ -70,7 +74,16 @@ class Step:
         self.asked, self.told = asked, InStep()
         self.calls: list[str] = []
         self._parts: dict[str, Part] = {}
-        self._ended = True
+        self._ended, self._careful = True, False
+
+    def tells(self, lives: Resident) -> InStep | None:
+        """What a graph is to know that is compiled now; None where it seems to be the whole step."""
+        if self.told.room is not None:
+            return self.told
+        if self._ended and not lives.later:
+            return None
+        self._careful = self._careful or self._ended
+        return InStep(late=not self._careful)
 
     def add(self, key: str, partition: Partition, made: Callable[..., Any]) -> Callable[..., Any]:
         """``made`` of the graph ``key``, whose calls are noted until the step is settled."""
@@ -104,6 +117,9 @@ class Step:
             self._settle()
 
     def _settle(self) -> None:
+        if len(self.calls) == 1:  # alone, so far
+            self._parts[self.calls[0]].partition.options = None
+            return
         assert self.asked.budget is not None  # noqa: S101  (there is no step without)
         parts = {key: part for key, part in self._parts.items() if part.partition.options is not None}
 
@@ -113,7 +129,6 @@ class Step:
         def peak(told: InStep) -> int:
             return max(peaks(told).values(), default=0)
 
-        first = InStep(limit=self.asked.budget.bytes)
         limit = self.asked.budget.resolve(usual := peak(InStep(sys.maxsize)))
         if limit is None:
             told = min(InStep(0), InStep(0, peak(InStep(0))), key=peak)
@@ -125,7 +140,7 @@ class Step:
             told = InStep(low, limit)
         self.told, found = told, peaks(told)
         for key, part in parts.items():
-            part.settle(first, told, found.get(key, 0))
+            part.settle(told, found.get(key, 0))
 
     def _peaks(self, plans: Mapping[str, Found]) -> dict[str, int]:
         """The peaks of the step in bytes while each graph runs with these plans, by what the first step showed."""
@@ -137,7 +152,9 @@ class Step:
         for key in self.calls:
             part = self._parts[key]
             found, lives = plans.get(key), part.partition.lives
-            if found is not None:
+            if found is None:  # it is as it was
+                kept += 0 if part.partition.foreseen is None else part.partition.foreseen.kept
+            else:
                 gone = min(seen[key] * lives.own, lives.others)  # gradients that earlier backwards have yet to make
                 peak = part.partition.peak_of(found) - lives.earlier - gone + kept
                 peaks[key] = max(peaks.get(key, 0), peak)
@@ -150,15 +167,12 @@ class Step:
 _STEPS: "weakref.WeakKeyDictionary[nn.Module, dict[Asked, Step]]" = weakref.WeakKeyDictionary()
 
 
-def step_of_frame(asked: Asked, lives: Resident) -> Step | None:
-    """The step of the graph that Dynamo gives just now; None where it is the only one, and without a budget."""
+def step_of_frame(asked: Asked) -> Step | None:
+    """The step of the graph that Dynamo gives just now; None without a budget, and where no module is at work."""
     model = model_of_frame()
     if model is None or asked.budget is None:
         return None
-    steps = _STEPS.setdefault(model, {})
-    if lives.later:
-        steps.setdefault(asked, Step(asked))
-    return steps.get(asked)
+    return _STEPS.setdefault(model, {}).setdefault(asked, Step(asked))
 
 
 def key_of(graph: fx.GraphModule) -> str:
