@@ -107,9 +107,13 @@ def test_the_second_step_is_the_last_to_compile(model: nn.Module, partitions: li
         trained(model, X, "80%", steps)
         compiled.append([partition.in_step for partition in partitions])
     first, second, third = compiled
-    assert [*first] == ([None, InStep(late=True)] if isinstance(model, Late) else [InStep()] * len(first))
-    assert {*second[len(first) :]} == {partitions[-1].in_step}
-    assert len(first) < len(second) == len(third) <= 2 * len(first)
+    assert first == ([None, InStep(late=True)] if isinstance(model, Late) else [InStep()] * len(first))
+    assert second[: len(first)] == first
+    settled = second[len(first) :]
+    assert len({*settled}) <= 1
+    assert InStep() not in settled
+    assert len(second) == len(third) <= 2 * len(first)
+    assert settled or isinstance(model, Late)
 
 
 @pytest.mark.usefixtures("partitions")
