@@ -14,6 +14,7 @@ from memrewrite.optimizing.by_size import when_written
 from memrewrite.optimizing.foresight import foresee_in, held
 from memrewrite.optimizing.proof import Proof, prove
 from memrewrite.optimizing.request import Request
+from memrewrite.process.garbage import sought_seldom
 from memrewrite.records.options import Budget
 from memrewrite.records.outcomes import Measured
 from memrewrite.records.report import Report
@@ -131,6 +132,7 @@ def _loss_alone(found: Regions, step: Step) -> Regions:
     return replace(found, found=(replace(whole, captured=captured), *others), notes=(*found.notes, *told))
 
 
+@sought_seldom()
 def _rewritten(
     candidate: Candidate,
     limit: Budget | None,

@@ -30,9 +30,14 @@ class Guide:
         """About the least cost from ``position`` on of plans that hold ``held`` bytes there, at most the heaviest."""
         lightest, values = self.lightest[position], self.rest[position]
         width = max((self.heaviest[position] - lightest) / _POINTS, _ROUNDING)
-        place: NDArray[np.float64] = (held - lightest) / width
-        below = np.minimum(place.astype(np.int64), _POINTS - 1)
-        return values[below] + (place - below) * np.diff(values)[below]
+        found: NDArray[np.float64] = np.subtract(held, lightest, dtype=np.float64)
+        found /= width  # the place among the points, of which the one below is:
+        below = found.astype(np.int64)
+        np.minimum(below, _POINTS - 1, out=below)
+        found -= below
+        found *= np.diff(values).take(below)
+        found += values.take(below)
+        return found
 
     def best(self, position: int, held: Bytes, ms: NDArray[np.float64], most: int) -> Bytes:
         """The numbers of the ``most`` labels, given in order of bytes, that promise the cheapest plans."""
@@ -58,10 +63,12 @@ def guide(among: Space, bound: int) -> Guide | None:
         a, held, needed, ms = (each[fits] for each in (arcs.a, arcs.held, arcs.needed, arcs.ms))
         if not len(a):
             continue
-        cost = found.ms(int(b), points[a] + held[:, None]) + ms[:, None]
-        possible = points[a] <= np.minimum(bound - needed, heavy[b] - held)[:, None] + _ROUNDING
+        at = points[a]
+        cost = found.ms(int(b), at + held[:, None])
+        cost += ms[:, None]
+        cost[~(at <= np.minimum(bound - needed, heavy[b] - held)[:, None] + _ROUNDING)] = np.inf
         first = np.flatnonzero(np.diff(a, prepend=-1))  # of the arcs from each position
-        least = np.fmin.reduceat(np.where(possible, cost, np.inf), first)
+        least = np.fmin.reduceat(cost, first)
         found.rest[a[first]] = np.fmin(found.rest[a[first]], least)
     return found
 

@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memrewrite.plan.segments import Bytes
-from memrewrite.plan.tables import Intervals
+from memrewrite.plan.tables import NEVER, Intervals
 
 Costs = NDArray[np.float64]
-_PARTS = 256  # of the highest bound, within which labels are compared before they are sorted
+_PARTS = 512  # of the highest bound, within which labels are compared before they are sorted
 
 
 def cheapest_under_each(
@@ -28,27 +28,36 @@ def cheapest_under_each(
     labels = _Labels(stop - start, slots, levels)
     lanes = np.arange(len(levels))
     nothing = np.zeros(len(levels), dtype=np.int64)
-    labels.add(_Moves(nothing, nothing, np.zeros(len(levels)), nothing - 1, lanes))
+    labels.add(_Moves(nothing, np.zeros(len(levels)), nothing - 1, lanes), nothing)
     unsaved = table.unsaved[start]
     for b in range(start + 1, stop + 1):
-        need = max(int(table.work[b - 1] + unsaved[b]), int(table.forward[b - 1]))
+        need = max(int(table.work[b - 1] + unsaved[b]), int(table.forward[b - 1]), 0)
         kept = _kept(labels, b - start, int(table.keep[b - 1]), need)
-        if not labels.add(kept.and_then(_whole(labels, table, start, b, outside))) and _stuck(
-            labels, table, start, b, outside
-        ):
+        whole, needed = _whole(labels, table, start, b, outside)
+        moves = kept.and_then(whole)
+        order = labels.best(moves)
+        chosen = moves.taking(order)
+        by_interval = labels.held[chosen.origin] + needed[labels.position[chosen.origin]]
+        labels.add(chosen, np.where(order < len(kept), chosen.held + need, by_interval))
+        if not len(order) and _stuck(labels, table, start, b, outside):
             break
     return labels.least()
 
 
 @dataclass(frozen=True)
 class _Moves:
-    """Ways to reach a position, as in ``dp``; ``lane`` is the number of the bound that each is under."""
+    """Ways to reach a position: bytes held then, cost, the label each starts from, the number of the bound it is under.
+
+    There are many, of which few lead on: what else is to be known is looked up for those.
+    """
 
     held: Bytes
-    needed: Bytes
     ms: Costs
     origin: Bytes
     lane: Bytes
+
+    def __len__(self) -> int:
+        return len(self.ms)
 
     def and_then(self, other: "_Moves") -> "_Moves":
         """These, then those."""
@@ -60,26 +69,27 @@ class _Moves:
 
     @property
     def _each(self) -> tuple[NDArray[Any], ...]:
-        return self.held, self.needed, self.ms, self.origin, self.lane
+        return self.held, self.ms, self.origin, self.lane
 
 
 def _kept(labels: "_Labels", position: int, more: int, need: int) -> _Moves:
     """The node before ``position``, kept, from each label before it."""
     before = slice(labels.first[position - 1], labels.first[position])
-    fits = np.flatnonzero(labels.room[before] >= more + max(need, 0))
-    origin = fits + before.start
-    total = labels.held[origin] + more
-    return _Moves(total, total + need, labels.ms[origin], origin, labels.lane[origin])
+    origin = np.flatnonzero(labels.room[before] >= more + need) + before.start
+    return _Moves(labels.held[origin] + more, labels.ms[origin], origin, labels.lane[origin])
 
 
-def _whole(labels: "_Labels", table: Intervals, start: int, b: int, outside: Bytes) -> _Moves:
-    """Intervals that end at ``b`` and begin at ``start`` or later, all kept as they run again."""
+def _whole(labels: "_Labels", table: Intervals, start: int, b: int, outside: Bytes) -> tuple[_Moves, Bytes]:
+    """Intervals that end at ``b`` and begin at ``start`` or later, all kept as they run again.
+
+    Besides, the bytes that they need beyond those held before, by where they begin.
+    """
     ms, needed, held = table.ending_at(b, start, outside)
     most = np.maximum(needed, held)
     first, last = labels.first[(most <= labels.roomiest[: b - start]).argmax()], labels.first[b - start]
     origin = first + np.flatnonzero(most[labels.position[first:last]] <= labels.room[first:last])
-    a, before = labels.position[origin], labels.held[origin]
-    return _Moves(before + held[a], before + needed[a], labels.ms[origin] + ms[a], origin, labels.lane[origin])
+    a = labels.position[origin]
+    return _Moves(labels.held[origin] + held[a], labels.ms[origin] + ms[a], origin, labels.lane[origin]), needed
 
 
 def _stuck(labels: "_Labels", table: Intervals, start: int, b: int, outside: Bytes) -> bool:
@@ -104,27 +114,40 @@ class _Labels:
         self._part = int(levels.max()) // _PARTS + 1
         self._rows = np.arange(lanes)
 
-    def add(self, moves: _Moves) -> int:
-        """Add the labels of the next position, less those that another one makes needless; returns how many."""
+    def best(self, moves: _Moves) -> Bytes:
+        """The numbers of the moves that no other one makes needless, by bound, then by bytes held; few of each slot."""
+        order = self._sifted(moves)
+        order = order[np.lexsort((moves.ms[order], moves.held[order], moves.lane[order]))]
+        order = order[self._falling(moves.lane[order], moves.ms[order])]
+        return self._far(order, moves.lane[order], moves.held[order])
+
+    def add(self, chosen: _Moves, needed: Bytes) -> None:
+        """Add the labels of the next position; what leads there takes as many bytes of the bound."""
+        start = self.first[self._next]
+        self.first[self._next + 1 :] = end = start + len(chosen)
+        self.position[start:end], self.lane[start:end] = self._next, chosen.lane
+        self.held[start:end], self.ms[start:end] = chosen.held, chosen.ms
+        self.room[start:end] = self._levels[chosen.lane] - chosen.held
+        self.roomiest[self._next] = self.room[start:end].max(initial=-1)
+        self._needed[start:end] = np.maximum(self._needed[chosen.origin], needed)
+        self._next += 1
+
+    def _sifted(self, moves: _Moves) -> Bytes:
+        """The numbers of the moves that may be among the best: of most that is seen without sorting them.
+
+        None that costs as much as one that holds parts less, or holds as much as the cheapest of its part.
+        """
         part = moves.lane * _PARTS + moves.held // self._part
         cheapest = np.full(len(self._levels) * _PARTS, np.inf)
         np.minimum.at(cheapest, part, moves.ms)  # of a part, then of those below it
         below = np.full((len(self._levels), _PARTS), np.inf)
         np.minimum.accumulate(cheapest.reshape(below.shape)[:, :-1], axis=1, out=below[:, 1:])
         order = np.flatnonzero(moves.ms < below.ravel()[part])
-        order = order[np.lexsort((moves.ms[order], moves.held[order], moves.lane[order]))]
-        order = order[self._falling(moves.lane[order], moves.ms[order])]
-        order = self._far(order, moves.lane[order], moves.held[order])
-        start = self.first[self._next]
-        self.first[self._next + 1 :] = end = start + len(order)
-        chosen = moves.taking(order)
-        self.position[start:end], self.lane[start:end] = self._next, chosen.lane
-        self.held[start:end], self.ms[start:end] = chosen.held, chosen.ms
-        self.room[start:end] = self._levels[chosen.lane] - chosen.held
-        self.roomiest[self._next] = self.room[start:end].max(initial=-1)
-        self._needed[start:end] = np.maximum(self._needed[chosen.origin], chosen.needed)
-        self._next += 1
-        return len(order)
+        part, held = part[order], moves.held[order]
+        cheap = moves.ms[order] == cheapest[part]
+        lightest = np.full(len(cheapest), NEVER)  # of the cheapest
+        np.minimum.at(lightest, part[cheap], held[cheap])
+        return order[(held < lightest[part]) | cheap & (held == lightest[part])]
 
     def _falling(self, lane: Bytes, ms: Costs) -> NDArray[np.bool_]:
         """Which cost less than all before them under the same bound."""

@@ -1,6 +1,7 @@
 """Where candidates for one step of one model are costed, simulated and measured, each program once."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -18,8 +19,9 @@ from memrewrite.plan.segments import Plan
 from memrewrite.records.errors import DataDependentError
 from memrewrite.records.mesh import Fsdp, Tp
 from memrewrite.records.outcomes import Measured
-from memrewrite.simulate import Timeline, simulate
+from memrewrite.simulate import Timeline, requests
 from memrewrite.state.random_state import preserved_rng
+from memrewrite.targets.allocator import Requests
 from memrewrite.targets.eager import Target
 from memrewrite.torch_internals.pytrees import TreeSpec, tree_unflatten
 from memrewrite.workload.step import Inputs, Step, device_of, device_type
@@ -54,7 +56,7 @@ class Bench:
     tried: list[Tried] = field(default_factory=list, compare=False)
     _simulated: _Simulated = field(default_factory=dict, compare=False)
     _beside: _Simulated = field(default_factory=dict, compare=False)  # what came with it, until it is asked for
-    _reserved: dict[tuple[int, tuple[str, ...]], int] = field(default_factory=dict, compare=False)
+    _requests: dict[tuple[str, ...], Requests | None] = field(default_factory=dict, compare=False)  # None: unknown
     _remembered: dict[object, tuple[object, Any]] = field(default_factory=dict, compare=False)
 
     @property
@@ -157,17 +159,20 @@ class Bench:
         once = measuring.predict(module, self.inputs, step, workspace_bytes=self.workspace, steps=1, blocks=False)
         return once.repeated(usual, self.step.mode)
 
-    def reserved_under(self, programs: tuple[str, ...], build: Callable[[], nn.Module], cap: int) -> int:
-        """What CUDA's allocator reserves in bytes for ``programs``, as ``Candidate.reserved_under`` says."""
-        if (cap, programs) not in self._reserved:
-            self._reserved[cap, programs] = self._reserved_by(build(), cap)
-        return self._reserved[cap, programs]
+    def reserved_under(self, programs: tuple[str, ...], build: Callable[[], nn.Module], cap: int, room: int) -> int:
+        """What CUDA's allocator reserves in bytes for ``programs``, as ``Candidate.reserved_under`` says.
 
-    def _reserved_by(self, module: nn.Module, cap: int) -> int:
-        try:
-            return simulate(module, self.inputs, self.step, workspace_bytes=self.workspace, cap=cap).reserved
-        except DataDependentError:
-            return cap
+        ``room`` is for how many bytes they make room, which they do for any number of them.
+        """
+        if programs not in self._requests:
+            self._requests[programs] = self._requests_of(build())
+        asked = self._requests[programs]
+        return cap if asked is None else asked.reserved_under(cap, room)
+
+    def _requests_of(self, module: nn.Module) -> Requests | None:
+        with suppress(DataDependentError):
+            return requests(module, self.inputs, self.step, workspace_bytes=self.workspace)
+        return None
 
     def remembered(self, slot: object, asked: object, make: Callable[[], T]) -> T:
         """What ``make`` gave when the same was asked last for this slot, else what it gives now."""

@@ -274,7 +274,8 @@ class Candidate:
         A process that may reserve no more runs out of memory then. ``cap`` where the step depends on values, and this
         is not known.
         """
-        return self.bench.reserved_under(self.programs, self.build, cap)
+        at_all = self.making_room(1)  # a byte: none is made, and where is seen
+        return self.bench.reserved_under(at_all.programs, at_all.build, cap, self.room)
 
     def costs(self, region: CandidateRegion) -> Costs:
         """What the nodes of a region's graph take."""

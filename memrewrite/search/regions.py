@@ -24,6 +24,7 @@ from memrewrite.capture.varying import length_left
 from memrewrite.codegen.writer import generate
 from memrewrite.observe.any_gradient import observe_trained
 from memrewrite.observe.effects import observe
+from memrewrite.process.garbage import sought_seldom
 from memrewrite.records.errors import CaptureError, FixedSizeError
 from memrewrite.records.mesh import Fsdp
 from memrewrite.records.ranges import Range
@@ -82,6 +83,7 @@ class Regions:
     failed: dict[str, str] = field(default_factory=dict)
 
 
+@sought_seldom()
 def find(
     model: nn.Module,
     inputs: Inputs,

@@ -5,11 +5,11 @@ from birth to death. ``run_tracked`` does the same on real tensors, which is how
 """
 
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +38,7 @@ from memrewrite.simulate.memory.recorder import (
 )
 from memrewrite.simulate.memory.tracker import COMMUNICATION, OPERATOR_WORKSPACE, Life, Tracker
 from memrewrite.state.random_state import preserved_rng
-from memrewrite.targets.allocator import Allocator, allocator_on
+from memrewrite.targets.allocator import Allocator, Requests, allocator_on, cuda_allocator
 from memrewrite.targets.transients import Transients
 from memrewrite.targets.workspaces import library_requests
 from memrewrite.torch_internals.fake_tensors import FAKE_TENSOR_ERRORS
@@ -58,11 +58,13 @@ __all__ = [
     "WORKSPACES",
     "Life",
     "Timeline",
+    "requests",
     "run_tracked",
     "simulate",
     "with_workspaces",
 ]
 
+T = TypeVar("T")
 _SMALLER = (0.75, 0.5)  # of a batch
 
 
@@ -163,7 +165,6 @@ def simulate(
     probe: bool = True,
     blocks: bool = True,
     both: bool = False,
-    cap: int | None = None,
 ) -> Timeline:
     """Run ``steps`` steps on a fake twin of ``module`` and count.
 
@@ -172,11 +173,50 @@ def simulate(
     one operator at a time, the first time its signature is met; for a target without it, or with ``probe`` False, it is
     known of attention and of sums alone and the device is left alone. ``attribute`` says by which submodule every
     storage was made. With ``blocks`` False what is asked for counts, and not what the caching allocator of CUDA hands
-    out for it; with ``both`` the timeline has that besides, as ``asked_for``, in a quarter more time. ``cap`` is how
-    many bytes the allocator may reserve, workspaces included (see ``Allocator``): then steps with smaller batches are
-    among those that what is reserved is for. The module, its tensors and the random state stay as they are.
+    out for it; with ``both`` the timeline has that besides, as ``asked_for``, in a quarter more time. The module, its
+    tensors and the random state stay as they are.
     Raises ``UsageError`` for CUDA tensors without CUDA, ``DataDependentError`` where the step depends on data.
     """
+    kind = step.device_type(module, inputs)
+
+    def once(transients: Transients | None) -> Timeline:
+        allocator = allocator_on(kind) if blocks else None
+        counted = transients, steps, attribute, allocator, workspace_bytes
+        with _on_fakes(module, inputs, step, allocator) as (twin, fakes, targets):
+            return run_tracked(twin, fakes, step, *counted, targets, both)
+
+    return with_workspaces(_counting_transients(module, inputs, step, probe, once), workspace_bytes)
+
+
+def requests(module: nn.Module, inputs: Inputs, step: Step, *, workspace_bytes: int = 0) -> Requests:
+    """What CUDA's allocator is asked for in two steps of ``module``, and in more with smaller batches between.
+
+    Without those where the model, its program or the loss function takes none; otherwise like ``simulate``.
+    """
+
+    def once(transients: Transients | None) -> Requests:
+        allocator = cuda_allocator()
+        with _on_fakes(module, inputs, step, allocator) as (twin, fakes, targets):
+            tracker = Tracker(device_type(twin, fakes), transients, None, step.target, allocator)
+            loop, _ = _taken(twin, fakes, step, [tracker], 2, workspace_bytes, targets)
+            asked = allocator.asked()
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("error", FallbackWarning)
+                    others = [part_of(fakes, share) for share in _SMALLER]
+                    for other in (*others, fakes):
+                        _take_other(loop, other, tracker, allocator, fakes)
+            except Exception:  # whatever the user's code says of a batch of another size
+                return asked
+            return allocator.asked(len(others) + 1)
+
+    return _counting_transients(module, inputs, step, True, once)
+
+
+def _counting_transients(
+    module: nn.Module, inputs: Inputs, step: Step, probe: bool, once: Callable[[Transients | None], T]
+) -> T:
+    """What ``once`` gives for what operators take, again once that was measured."""
     tensors = [*tensors_of(module), *inputs.tensors()]
     if any(tensor.is_cuda for tensor in tensors) and not torch.cuda.is_available():
         # Autograd on fake CUDA tensors ends the process there.
@@ -186,43 +226,15 @@ def simulate(
     with preserved_rng(tensors):
         device = next((tensor.device for tensor in tensors if tensor.is_cuda), torch.device("cpu"))
         transients = step.target.transients(device, probe)
-        kind = step.device_type(module, inputs)
-
-        def once(smaller: bool) -> Timeline:
-            allocator = allocator_on(kind, cap) if blocks else None
-            counted = transients, steps, attribute, allocator, workspace_bytes
-            return _on_fakes(module, inputs, step, *counted, smaller, both)
-
-        def run(smaller: bool) -> Timeline:
-            timeline = once(smaller)
-            return once(smaller) if transients is not None and transients.probe() else timeline
-
-        timeline = (_or_none(run) if cap is not None else None) or run(False)
-    return with_workspaces(timeline, workspace_bytes)
+        found = once(transients)
+        return once(transients) if transients is not None and transients.probe() else found
 
 
-def _or_none(run: Callable[[bool], Timeline]) -> Timeline | None:
-    """``run`` with smaller batches; None where the model, its program or the loss function takes none."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", FallbackWarning)
-            return run(True)
-    except Exception:  # whatever the user's code says of a batch of another size
-        return None
-
-
+@contextmanager
 def _on_fakes(
-    module: nn.Module,
-    inputs: Inputs,
-    step: Step,
-    transients: Transients | None,
-    steps: int,
-    attribute: bool,
-    allocator: Allocator | None,
-    libraries: int,
-    smaller: bool,
-    both: bool,
-) -> Timeline:
+    module: nn.Module, inputs: Inputs, step: Step, allocator: Allocator | None
+) -> Iterator[tuple[nn.Module, Inputs, Targets]]:
+    """The fake twin of a module, its inputs and the targets, where the step runs on them."""
     targets = step.targets(module, inputs)
     try:
         with (
@@ -234,10 +246,7 @@ def _on_fakes(
         ):
             given = [*fakes.tensors(), *twin.parameters()]
             shard(twin)
-            seen = Targets(fakes_of(targets.of_batch, given), fakes_of(targets.fixed, given))
-            others = [part_of(fakes, share) for share in _SMALLER] if smaller else []
-            counted = transients, steps, attribute, allocator, libraries
-            return run_tracked(twin, fakes, step, *counted, seen, others, both)
+            yield twin, fakes, Targets(fakes_of(targets.of_batch, given), fakes_of(targets.fixed, given))
     except FAKE_TENSOR_ERRORS as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise DataDependentError(
@@ -264,41 +273,53 @@ def run_tracked(
     allocator: Allocator | None = None,
     libraries: int = 0,
     targets: Targets | None = None,
-    others: Sequence[Inputs] = (),
     both: bool = False,
 ) -> Timeline:
     """Run ``steps`` steps on the module itself, real or fake, and count the storages on its device type.
 
     With an ``allocator`` the bytes reserved are those after more steps like the last, once these reserve no more; among
     them the ``libraries`` bytes that cuBLAS asks it for at the first products. ``targets`` are by default those of the
-    step. Where there are ``others``, further steps take those inputs and its own in turn. ``both`` counts by what is
-    asked for besides.
+    step. ``both`` counts by what is asked for besides.
     """
     places = Places(module) if attribute else None
     kind, targets = device_type(module, inputs), step.targets(module, inputs) if targets is None else targets
-    tracker = Tracker(kind, transients, places, step.target, allocator)
-    trackers = [tracker, Tracker(kind, transients, None, step.target)] if both else [tracker]
-    for each in trackers:
-        _register(each, module, inputs, targets)
-    loop = step.shortest().begin(module, inputs, step.make_optimizer(module), targets, _communicated(tracker, module))
-    for each in trackers:
-        each.register(loop.batches, INPUTS)
-        each.register([] if loop.average is None else loop.average.tensors, AVERAGE)
-    recorders = [Recorder(each, loop, library_requests(libraries, step.mode)) for each in trackers]
-    sharded = seen_by(tracker) if isinstance(step.mesh, Fsdp | Tp) else nullcontext()
-    with places.followed() if places else nullcontext(), step.target.around(module), sharded:
-        for number in range(1, steps + 1):
-            take_step(loop, recorders, number)
+    trackers = [Tracker(kind, transients, places, step.target, allocator)]
+    trackers += [Tracker(kind, transients, None, step.target)] * both
+    with places.followed() if places else nullcontext():
+        loop, recorders = _taken(module, inputs, step, trackers, steps, libraries, targets)
     stand = [(each.categories(), each.current, each.events[:]) for each in trackers]
-    for other in (*others, inputs) if others else ():
-        _take_other(loop, other, tracker, allocator, inputs)
-    tracker.blocks = None  # what dies from here on was counted
+    trackers[0].blocks = None  # what dies from here on was counted
     loop.release()
     found = [
         _timeline(recorder, *at_end, attribute, libraries) for recorder, at_end in zip(recorders, stand, strict=True)
     ]
-    reserved = found[0].reserved if allocator is None else allocator.settle(len(others) + 1)
+    reserved = found[0].reserved if allocator is None else allocator.settle()
     return replace(found[0], reserved=reserved, asked_for=found[1] if both else None)
+
+
+def _taken(
+    module: nn.Module,
+    inputs: Inputs,
+    step: Step,
+    trackers: Sequence[Tracker],
+    steps: int,
+    libraries: int,
+    targets: Targets,
+) -> tuple[Running, list[Recorder]]:
+    """The loop after so many steps under ``trackers``, and what was recorded of each."""
+    for each in trackers:
+        _register(each, module, inputs, targets)
+    sent = _communicated(trackers[0], module)
+    loop = step.shortest().begin(module, inputs, step.make_optimizer(module), targets, sent)
+    for each in trackers:
+        each.register(loop.batches, INPUTS)
+        each.register([] if loop.average is None else loop.average.tensors, AVERAGE)
+    recorders = [Recorder(each, loop, library_requests(libraries, step.mode)) for each in trackers]
+    sharded = seen_by(trackers[0]) if isinstance(step.mesh, Fsdp | Tp) else nullcontext()
+    with step.target.around(module), sharded:
+        for number in range(1, steps + 1):
+            take_step(loop, recorders, number)
+    return loop, recorders
 
 
 def _timeline(
@@ -348,11 +369,10 @@ def _communicated(tracker: Tracker, module: nn.Module) -> Callable[[list[Tensor]
     return sent
 
 
-def _take_other(loop: Running, other: Inputs, tracker: Tracker, allocator: Allocator | None, usual: Inputs) -> None:
+def _take_other(loop: Running, other: Inputs, tracker: Tracker, allocator: Allocator, usual: Inputs) -> None:
     """A step on other inputs, which come to lie where the allocator has room, as do the usual ones when they return."""
-    if allocator is not None:
-        allocator.record()
-        tracker.exchange(usual.tensors(), [tensor.nbytes for tensor in other.tensors()])
+    allocator.record()
+    tracker.exchange(usual.tensors(), [tensor.nbytes for tensor in other.tensors()])
     loop.inputs = other
     with tracker:
         loop.take()

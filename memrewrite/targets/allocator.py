@@ -133,6 +133,31 @@ class Allocator:
         """From here on another step runs."""
         self._steps.append([])
 
+    def asked(self, repeated: int = 1) -> "Requests":
+        """What it was asked for until now; the last ``repeated`` steps come again and again."""
+        return Requests(tuple(map(tuple, self._steps)), repeated, self.expandable)
+
+    def serve(
+        self, step: Sequence[_Request], given: dict[Block, Block | None], standing: list[Block] | None = None
+    ) -> None:
+        """Serve what another allocator, or this one earlier, was asked for.
+
+        ``given`` is what stands for its blocks, None for one that it goes without. What it gives back besides is one of
+        ``standing``, of about that size.
+        """
+        for block, size, spare in step:
+            if block is _ROOM:
+                self.make_room(size)
+            elif size > 0:
+                given[block] = None if spare and not self._has_room(size) else self.allocate(size, spare)
+            elif block in given:
+                if (known := given.pop(block)) is not None:
+                    self.release(known)
+            elif standing:
+                old = min(standing, key=lambda each, size=size: abs(each.size + size))  # type: ignore[misc]
+                standing.remove(old)
+                self.release(old)
+
     def settle(self, steps: int = 1) -> int:
         """The most bytes that are reserved once more ``steps`` like the last ones, over and over, reserve no more.
 
@@ -156,18 +181,7 @@ class Allocator:
     def _repeat(self, step: list[_Request], standing: list[Block]) -> dict[Block, None]:
         """Serve a step again, which lets go of the blocks that the one before left ``standing``; returns its own."""
         now: dict[Block, Block | None] = {}
-        for block, size, spare in step:
-            if block is _ROOM:
-                self.make_room(size)
-            elif size > 0:
-                now[block] = None if spare and not self._has_room(size) else self.allocate(size, spare)
-            elif block in now:
-                if (given := now.pop(block)) is not None:
-                    self.release(given)
-            elif standing:
-                old = min(standing, key=lambda each, size=size: abs(each.size + size))  # type: ignore[misc]
-                standing.remove(old)
-                self.release(old)
+        self.serve(step, now, standing)
         return dict.fromkeys(block for block in now.values() if block is not None)
 
     def _has_room(self, size: int) -> bool:
@@ -263,9 +277,40 @@ class Allocator:
         del free[bisect_left(free, (block.size, block.address))]
 
 
-def allocator_on(device_type: str, limit: int | None = None) -> Allocator | None:
-    """An empty allocator as PyTorch's environment configures it; None on other devices than CUDA."""
-    if device_type != "cuda":
-        return None
+@dataclass(frozen=True)
+class Requests:
+    """What an allocator was asked for, step by step, of which the last ``repeated`` come over and over.
+
+    A step asks for the same whatever it gets, so one look at it tells what any allocator reserves for it.
+    """
+
+    steps: tuple[tuple[_Request, ...], ...]
+    repeated: int
+    expandable: bool
+
+    def reserved_under(self, limit: int | None, room: int | None = None) -> int:
+        """The most bytes that are reserved where no more than ``limit`` may be.
+
+        Where room was made, it is for ``room`` bytes, None for as many as it was.
+        """
+        allocator, given = Allocator(self.expandable, limit), dict[Block, Block | None]()
+        for number, step in enumerate(self.steps):
+            if number:
+                allocator.record()
+            allocator.serve(step if room is None else _with_room(step, room), given)
+        return allocator.settle(self.repeated)
+
+
+def _with_room(step: Sequence[_Request], total: int) -> list[_Request]:
+    return [(block, total if block is _ROOM else size, spare) for block, size, spare in step]
+
+
+def cuda_allocator() -> Allocator:
+    """An empty allocator as PyTorch's environment configures it."""
     settings = (os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
-    return Allocator(any(map(_EXPANDABLE.search, settings)), limit)
+    return Allocator(any(map(_EXPANDABLE.search, settings)))
+
+
+def allocator_on(device_type: str) -> Allocator | None:
+    """The same; None on other devices than CUDA."""
+    return cuda_allocator() if device_type == "cuda" else None

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from memrewrite.targets.allocator import rounded
-from memrewrite.targets.transients import Taken, Transients
+from memrewrite.targets.transients import NOTHING, Taken, Transients
 from memrewrite.torch_internals.operators import named_arguments
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -25,7 +25,7 @@ class Scratch(Transients):
     def lookup(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Taken:
         """Bytes by the sources of the kernels."""
         count = _SCRATCH.get(func)
-        return Taken() if count is None else Taken(count(named_arguments(func, args, kwargs)))
+        return NOTHING if count is None else Taken(count(named_arguments(func, args, kwargs)))
 
 
 def _flash_backward(given: dict[str, Any]) -> int:

@@ -39,7 +39,7 @@ class Taken:
 # for (``try_plans`` in ``aten/src/ATen/native/cudnn/Conv_v8.cpp``).
 _CHOOSES = "convolution"
 Measure = Callable[[Sequence[Call]], Sequence[Taken]]
-_NOTHING = Taken()
+NOTHING = Taken()
 
 
 class Transients:
@@ -57,15 +57,15 @@ class Transients:
             or func.namespace not in ("aten", "memrewrite")
             or func.__name__.startswith("_foreach")
         ):
-            return _NOTHING  # foreach operators work tensor by tensor and would each be a signature of its own
+            return NOTHING  # foreach operators work tensor by tensor and would each be a signature of its own
         call = (func, like(args), like(tuple(kwargs.items())))
         try:
             known = self._known.get(call)
         except TypeError:  # an argument that cannot be part of a signature
-            return _NOTHING
+            return NOTHING
         if known is None:
             self._unknown[call] = call
-        return known or _NOTHING
+        return known or NOTHING
 
     def probe(self) -> bool:
         """Measure what ``lookup`` was asked and did not know; returns whether any of it makes a difference."""

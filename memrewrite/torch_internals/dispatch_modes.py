@@ -93,12 +93,12 @@ class Recall(Layer):
         if func.namespace == "profiler":  # whose ranges have no tensors
             with torch._C._DisableTorchDispatch():
                 return func(*args, **kwargs)
-        known = None if func in _UNKEPT else self._known(func, args, kwargs)
+        known = self._known(func, args, kwargs)
         if known is None:
             return func(*args, **kwargs)
-        if known not in _RESULTS:
-            return self._learn(known, func, args, kwargs)
-        results = _RESULTS[known]
+        results = _RESULTS.get(known, _UNSEEN)
+        if results is _UNSEEN:
+            return func(*args, **kwargs) if func in _UNKEPT else self._learn(known, func, args, kwargs)
         if results is None:
             return func(*args, **kwargs)
         if results.kind is None:
@@ -107,7 +107,7 @@ class Recall(Layer):
 
     def _known(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
         """By what a call is known; None where something is out of the ordinary."""
-        call: list[Any] = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
+        call: list[Any] = [id(func), torch.get_default_dtype(), torch.is_inference_mode_enabled()]
         if func.namespace not in _BELOW_AUTOCAST:  # which may ask what autocast casts to
             call += [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
         ordinary = self._describe(args, call) and (not kwargs or self._describe(kwargs.items(), call))
@@ -137,6 +137,7 @@ class Recall(Layer):
     def _learn(self, known: tuple[Any, ...], func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the operator, and keep what the mode has kept of it."""
         mode = self._mode
+        _LEARNED.add(func)
         try:
             key = mode._cache_key(_CacheKeyState(mode.shape_env), func, args, kwargs)
         except _BypassDispatchCache:
@@ -157,7 +158,9 @@ class Recall(Layer):
             _RESULTS[known] = _results(kept) if isinstance(kept, _DispatchCacheValidEntry) else None
         return result
 
-    def _make(self, result: "_Result | int | None", args: tuple[Any, ...]) -> Any:
+    def _make(self, result: "_Given", args: tuple[Any, ...]) -> Any:
+        if isinstance(result, _Number):
+            return result.value
         if not isinstance(result, _Result):
             return None if result is None else args[result]
         with torch._C._DisableTorchDispatch():
@@ -192,14 +195,26 @@ class _Result:
 
 
 @dataclass(frozen=True, slots=True)
+class _Number:
+    """A number that is given beside tensors, as attention gives how long texts are."""
+
+    value: int
+
+
+_Given = _Result | _Number | int | None  # an int is the number of an argument that is given back
+
+
+@dataclass(frozen=True, slots=True)
 class _Results:
-    """What a call gives: tensors to make, numbers of arguments given back, and None; one of them where ``kind`` is."""
+    """What a call gives; one of them where ``kind`` is None."""
 
     kind: type[list[Any]] | type[tuple[Any, ...]] | None
-    each: tuple[_Result | int | None, ...]
+    each: tuple[_Given, ...]
 
 
+_UNSEEN = _Results(None, ())
 _RESULTS: dict[tuple[Any, ...], _Results | None] = {}  # None for calls that are to be left to the mode
+_LEARNED: set[Any] = set()  # the operators in there, so that no other one gets their ids, which are found sooner
 _UNKEPT: set[Any] = set()  # operators that nothing is kept of
 _BELOW_AUTOCAST = {"aten", "prims", "prim"}
 _SHARDING = "fsdp"  # the operators that units copy by; the mode keeps nothing of operators that are not PyTorch's core
@@ -210,14 +225,16 @@ _VIEWS |= {torch.ops.aten.unbind.int}
 
 
 def _results(kept: _DispatchCacheValidEntry) -> _Results | None:
-    found: list[_Result | int | None] = []
+    found: list[_Given] = []
     for info in kept.output_infos:
         made: Any = info.metadata
-        if made is None and info.inplace_idx is None and info.constant_value is not None:
-            return None  # a number
         if made is not None and (made.requires_grad or made.is_quantized or made.is_conj or made.is_neg):
             return None
-        if made is None:
+        if made is None and info.inplace_idx is None and info.constant_value is not None:
+            if type(info.constant_value) is not int:
+                return None  # it varies
+            found.append(_Number(info.constant_value))
+        elif made is None:
             found.append(info.inplace_idx)
         else:
             found.append(_Result(made.dtype, made.shape, made.stride, made.device, made.storage_offset, info.view_idx))

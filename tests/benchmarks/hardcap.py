@@ -26,7 +26,7 @@ from torch import nn
 from memrewrite.measurement.original import simulate_original
 from memrewrite.records.errors import BudgetInfeasibleError
 from memrewrite.runtime.promise import FallbackWarning
-from memrewrite.simulate import simulate
+from memrewrite.simulate import requests
 from memrewrite.workload.inputs import to_device
 from memrewrite.workload.step import Inputs
 from tests.benchmarks.contenders import rewritten
@@ -74,9 +74,9 @@ class Capped:
             budget = int(1.02 * error.lowest)
             ready = rewritten(budget, step, model, inputs, reserved=self.reserved)
         cap = int(_ROOM * budget)
-        capped = simulate(ready.module, inputs, step, workspace_bytes=workspace, cap=cap)
+        reserved = requests(ready.module, inputs, step, workspace_bytes=workspace).reserved_under(cap)
         torch.save(ready.module, file)
-        return self.row(ok=True, budget=budget, cap=cap, predicted=ready.predicted, predicted_reserved=capped.reserved)
+        return self.row(ok=True, budget=budget, cap=cap, predicted=ready.predicted, predicted_reserved=reserved)
 
     def train(self, file: Path, planned: CapRow) -> CapRow:
         """Train what ``file`` has under the cap; running out of memory is a result."""

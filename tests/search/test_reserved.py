@@ -20,8 +20,8 @@ from memrewrite.records.outcomes import Measured
 from memrewrite.report.tables import over_budget
 from memrewrite.runtime.dropin import programs
 from memrewrite.search import bench
-from memrewrite.simulate import Timeline, simulate
-from memrewrite.targets.allocator import Allocator
+from memrewrite.simulate import Timeline, requests, simulate
+from memrewrite.targets.allocator import Allocator, Requests
 from memrewrite.targets.cuda_from_cpu import CUDA_FROM_CPU
 from memrewrite.workload.step import Inputs, Step
 
@@ -59,14 +59,22 @@ def optimized(inputs: Tensor, **options: Any) -> memrewrite.Report:
     return planned(inputs, **options).report
 
 
-def simulated(module: nn.Module, inputs: Tensor, cap: int | None = None) -> Timeline:
-    step = Step("train", torch.optim.AdamW, target=CUDA_FROM_CPU)
-    workspace = step.target.workspace_bytes(torch.device("cpu"), None, "train")
-    return simulate(module, Inputs((inputs,), {}), step, workspace_bytes=workspace, cap=cap)
+STEP = Step("train", torch.optim.AdamW, target=CUDA_FROM_CPU)
+LIBRARIES = STEP.target.workspace_bytes(torch.device("cpu"), None, "train")
+
+
+def simulated(module: nn.Module, inputs: Tensor) -> Timeline:
+    return simulate(module, Inputs((inputs,), {}), STEP, workspace_bytes=LIBRARIES)
+
+
+def asked_by(module: nn.Module, inputs: Tensor) -> Requests:
+    return requests(module, Inputs((inputs,), {}), STEP, workspace_bytes=LIBRARIES)
 
 
 def reserved_under(cap: int | None, module: nn.Module, inputs: Tensor) -> int:
-    return simulated(module, inputs, cap).reserved
+    if cap is None:
+        return simulated(module, inputs).reserved
+    return asked_by(module, inputs).reserved_under(cap)
 
 
 def test_what_is_reserved_is_within_the_budget(inputs: Tensor) -> None:

@@ -231,6 +231,28 @@ def test_a_workspace_that_had_room_once_is_left_out_later(limit: int | None, mos
     assert (allocator.settle(), allocator.allocated) == (most * MIB, 30 * MIB)
 
 
+@pytest.mark.parametrize("limit", [None, 200 * MIB, 150 * MIB, 110 * MIB, 70 * MIB])
+@pytest.mark.parametrize("total", [0, 120 * MIB, 180 * MIB])
+def test_requests_tell_what_any_allocator_would_reserve_for_them(limit: int | None, total: int) -> None:
+    def run(allocator: Allocator, room: int) -> Allocator:
+        left: Block | None = None
+        (weight,), _ = allocator.follow([10 * MIB])
+        for _ in range(3):
+            allocator.record()
+            allocator.make_room(room)
+            kept, _ = allocator.follow([40 * MIB, 60 * MIB, -2, 30 * MIB, 50 * MIB, -4], spare=True)
+            allocator.release(kept[0][1])
+            if left is not None:
+                allocator.release(left)
+            left = kept[1][1]
+        allocator.release(weight[1])
+        return allocator
+
+    asked = run(Allocator(), 1).asked(2)
+    assert asked.reserved_under(limit, total) == run(Allocator(limit=limit), total).settle(2)
+    assert asked.reserved_under(limit) == asked.reserved_under(limit, 1)
+
+
 @pytest.mark.parametrize("early", [False, True], ids=["the result first", "its scratch first"])
 def test_what_is_reserved_depends_on_the_order_of_requests(early: bool) -> None:
     """The result of a product, made before or after its scratch memory is there."""

@@ -94,6 +94,12 @@ def norm(x: Tensor) -> Any:
     return torch.ops.aten.native_batch_norm(x, torch.ones(3), torch.zeros(3), None, None, True, 0.1, 1e-5)
 
 
+def attention(x: Tensor) -> Any:
+    """Numbers beside tensors: how long texts are."""
+    half = x[None].half()
+    return torch.ops.aten._scaled_dot_product_flash_attention(half, half, half)
+
+
 def units(x: Tensor) -> Any:
     """What ``fully_shard`` does around its collectives."""
     with torch.profiler.record_function("gathered"):
@@ -123,6 +129,7 @@ CALLS: dict[str, Callable[[Tensor], Any]] = {
     "other operator": several,
     "other list": lambda x: [*x.unbind(1), *x.transpose(0, 1).split([1, 2])],
     "product": lambda x: x @ x[0].t(),
+    "numbers beside": attention,
     "factory": lambda x: torch.zeros(3, dtype=torch.float16),
     "like": lambda x: torch.empty_like(x, dtype=torch.bfloat16),
     "joined": lambda x: torch.cat([x, x]),
@@ -169,9 +176,11 @@ def test_recalled_is_without_the_mode(monkeypatch: pytest.MonkeyPatch) -> None:
         for _ in range(2):  # the first time it is learned
             norm(x[None].transpose(1, 2)[:, :3])
             several(x)
+            attention(x[None].transpose(1, 2))
         monkeypatch.setattr(mode, "dispatch", lambda func, *rest: asked.append(func))
         result = norm(x[None].transpose(1, 2)[:, :3])
         several(x)
+        attention(x[None].transpose(1, 2))
     assert asked == []
     assert [type(each) for each in result] == [FakeTensor] * 3
 

@@ -110,7 +110,8 @@ class KnownValues(Layer):
                 return answer
         if kind != "write":
             result = self.below(func, types, args, kwargs)
-            if kind == "function" and any(map(_is_small_fake, _results(result))):
+            fraction = type(result) is FakeTensor and result.is_floating_point()  # as most are: no value is kept
+            if kind == "function" and not fraction and any(map(_is_small_fake, _results(result))):
                 self._follow(func, args, kwargs, result)
             return result
         written = _written(func, args, kwargs)

@@ -16,7 +16,7 @@ from torch import Tensor
 from memrewrite.simulate.memory.places import Places
 from memrewrite.targets.allocator import Allocator, Block, rounded
 from memrewrite.targets.eager import EAGER, Target
-from memrewrite.targets.transients import Taken, Transients
+from memrewrite.targets.transients import NOTHING, Taken, Transients
 from memrewrite.torch_internals.autograd_nodes import backward_number
 from memrewrite.torch_internals.dispatch_modes import Layer
 from memrewrite.torch_internals.fake_tensors import FakeTensor
@@ -233,7 +233,7 @@ class Tracker(Layer):
         if size := self.target.read_as(func, args, result):
             self._see(result, size)
         known = self._transients if first is None else None  # in place, a sum asks for nothing
-        taken = Taken() if known is None else known.lookup(func, args, dict(kwargs or {}))
+        taken = NOTHING if known is None else known.lookup(func, args, dict(kwargs or {}))
         extra = self._made(result, taken)
         if self.current + extra > self.peak:
             self._clock += 1  # a moment of its own: storages may have died since the last birth
@@ -324,7 +324,9 @@ class Tracker(Layer):
         return max(0, highest - self.blocks.allocated)
 
     def _see_all(self, result: Any) -> None:
-        if isinstance(result, Tensor):
+        if type(result) is FakeTensor and result.layout is torch.strided:  # as most are: it has one storage
+            self._see(result)
+        elif isinstance(result, Tensor):
             for part in _parts(result):
                 self._see(part)
         elif isinstance(result, list | tuple):

@@ -1,0 +1,23 @@
+"""Garbage is sought seldom while plans are made, and as before afterwards."""
+
+import contextlib
+import gc
+
+import pytest
+
+from memrewrite.process.garbage import sought_seldom
+
+
+@pytest.mark.parametrize(("before", "within"), [((700, 10, 10), (700, 10, 200)), ((500, 5, 1000), (500, 5, 1000))])
+def test_all_objects_are_looked_through_seldom_until_it_ends(
+    before: tuple[int, int, int], within: tuple[int, int, int]
+) -> None:
+    usual = gc.get_threshold()
+    gc.set_threshold(*before)
+    try:
+        with contextlib.suppress(ZeroDivisionError), sought_seldom():
+            assert gc.get_threshold() == within
+            raise ZeroDivisionError
+        assert gc.get_threshold() == before
+    finally:
+        gc.set_threshold(*usual)
