@@ -1,9 +1,9 @@
 """Training steps of several graphs: the first one takes as little as can be, and shows what the next ones may take.
 
 Where a graph breaks, or where blocks are compiled one by one, a graph is divided before anything is known of those that
-come later. So all are at first divided for their lowest peak. When the first backward begins it is known which graph is
-called how often, and after which others: then the cheapest plans are found with which the whole step stays within its
-budget, and graphs for which these are others are compiled once more, when they are next called.
+come later. So all are at first divided so that they leave most to others. When the first backward begins it is known
+which graph is called how often, and after which others: then the cheapest plans are found with which the whole step
+stays within its budget, and graphs for which these are others are compiled once more, when they are next called.
 
 A graph that has all of a model's parameters is taken for the whole step. Where others follow all the same, such as that
 of a loss, these get what room it left, and the first step may take more than its budget.

@@ -2,7 +2,7 @@
 
 Dynamo looks at all that a call is given, which takes longer than a small kernel. What it decides by is the same in a
 call of the same shapes, strides, types and devices under the same settings: then the code that it chose is run as it
-was. Torch only: this file's text is also pasted into generated models.
+was, while autograd records nothing. Torch only: this file's text is also pasted into generated models.
 """
 
 import contextlib
@@ -43,17 +43,18 @@ class Kernel:
 
     def __call__(self, given: Given) -> list[Tensor]:
         """What the function gives, compiled."""
-        autocast = torch.is_autocast_enabled(given[0].device.type)
-        settings = autocast, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype()
+        autocast, records = torch.is_autocast_enabled(given[0].device.type), torch.is_grad_enabled()
+        settings = autocast, torch.is_inference_mode_enabled(), torch.get_default_dtype()
         look = (*settings, *[t if t is None else (t.shape, t.stride(), t.dtype, t.get_device()) for t in given])
-        known = self._known.get(look)
+        known = None if records else self._known.get(look)
         if known is not None:
             return list(known(given))
         tensors = [t if t is None else t.detach() for t in given]  # no parameter, nothing that needs a gradient
         with _usual_algorithms():
             results = list(self._compiled(tensors)(tensors))
         calls, self._calls.made = self._calls.made, []
-        direct = _direct(*calls[0], tensors, results) if len(calls) == 1 and len(self._known) < _MOST else None
+        once = len(calls) == 1 and not records and len(self._known) < _MOST
+        direct = _direct(*calls[0], tensors, results) if once else None
         if direct is not None:
             self._known[look] = direct
         return results

@@ -1,6 +1,6 @@
 """Compiled functions of tensors, called without Dynamo where it has seen such a call."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -14,8 +14,9 @@ from tests.support.compiled import counted_inductor
 
 
 @pytest.fixture
-def counter(monkeypatch: pytest.MonkeyPatch) -> CompileCounterWithBackend:
-    return counted_inductor(monkeypatch)
+def counter(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileCounterWithBackend]:
+    with torch.no_grad():  # as in a Function
+        yield counted_inductor(monkeypatch)
 
 
 def scaled(given: Given) -> list[Tensor]:
@@ -75,7 +76,7 @@ def test_another_look_is_looked_at(changed: Callable[[list[Tensor]], list[Tensor
 
 @pytest.mark.usefixtures("counter")
 @pytest.mark.parametrize(
-    "setting", [torch.inference_mode, torch.no_grad, lambda: torch.autocast("cpu", torch.bfloat16)]
+    "setting", [torch.inference_mode, torch.enable_grad, lambda: torch.autocast("cpu", torch.bfloat16)]
 )
 def test_other_settings_are_looked_at(setting: Any) -> None:
     kernel, given = Kernel(scaled, "scaled"), pair(4)
@@ -117,6 +118,9 @@ def test_what_is_missing_is_handed_on() -> None:
 @pytest.mark.usefixtures("counter")
 def test_parameters_are_tensors_like_others() -> None:
     kernel, given = Kernel(scaled, "scaled"), pair(4)
-    with torch.no_grad():
-        kernel(given)
-        without_dynamo(kernel, [torch.nn.Parameter(t) for t in given])
+    kernel(given)
+    parameters = [torch.nn.Parameter(t) for t in given]
+    for found in (without_dynamo(kernel, parameters), *[kernel(parameters) for _ in range(2)]):
+        assert all(map(torch.equal, found, kernel.plain(given)))
+    with torch.enable_grad():
+        assert not any(t.requires_grad for t in kernel(parameters))
