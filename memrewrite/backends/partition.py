@@ -70,7 +70,13 @@ class Options:
     def least(self, room: int | None) -> Found:
         """What leaves most to other graphs: what keeps least with a peak of at most ``room`` bytes, where that is known
         and there is any, else the lowest."""
-        return (None if room is None else self.frontier.least(room)) or self.frontier.lowest()
+        known = [] if room is None else [self.frontier.least(room), self.usual]
+        fitting = [each for each in known if each is not None and room is not None and each.peaks.peak <= room]
+        return min(fitting, key=lambda each: (each.peaks.saved, each.peaks.peak), default=self.lowest())
+
+    def lowest(self) -> Found:
+        """The plan of the lowest peak, with what later graphs keep."""
+        return min(self.usual, self.frontier.lowest(), key=lambda each: (self.frontier.takes(each), each.ms))
 
 
 class Partition:
@@ -145,9 +151,9 @@ class Partition:
             if size is not None and found.peaks.peak > size - self.base and not self.in_step.late:
                 raise self._infeasible(size, found)
         elif self.in_step is not None and self.asked.budget.minimum:
-            self.choice, found = "lowest", options.least(self._room(limit))
+            self.choice, found = "lowest", options.within(self.in_step.room or 0) or options.least(self._room(limit))
         elif limit is None:
-            self.choice, found = "lowest", frontier.lowest()
+            self.choice, found = "lowest", options.lowest()
             room = max(found.peaks.peak, self.lives.of_optimizer - self.lives.base)
             found = frontier.within(room) or found
         else:

@@ -28,7 +28,7 @@ from memrewrite.backends.resident import Resident
 from memrewrite.torch_internals.compiling import code_of_frame, forget_code, model_of_frame
 from memrewrite.torch_internals.pytrees import tree_leaves
 
-_HALVINGS = 6  # of the bytes between the most room with which a step fits and the least with which it does not
+_HALVINGS = 7  # of the bytes between the most room with which a step fits and the least with which it does not
 
 
 @dataclass
@@ -54,12 +54,21 @@ class Part:
         within = None if room is None else options.within(room)
         return within or options.least(None if told.limit is None else told.limit - self.partition.base)
 
-    def settle(self, told: InStep, peak: int) -> None:
-        """Have it compiled again where what is told now gives another plan; else its step takes ``peak`` bytes."""
+    @property
+    def most(self) -> int:
+        """The room with which nothing is to be gained by more."""
+        assert self.partition.options is not None  # noqa: S101  (see there)
+        return self.partition.options.frontier.takes(self.partition.options.usual)
+
+    def settle(self, told: InStep, peak: int, above: bool) -> None:
+        """Have it compiled again where what is told now gives another plan; else its step takes ``peak`` bytes.
+
+        That is a guess: where it is ``above`` the budget, what is kept by then tells.
+        """
         found, options = self.plan(told), self.partition.options
         assert options is not None  # noqa: S101  (see there)
         assert options.chosen is not None  # noqa: S101  (it was compiled)
-        self.again = found.order.saved != options.chosen.order.saved and self.code is not None
+        self.again = (above or found.order.saved != options.chosen.order.saved) and self.code is not None
         if self.again and self.code is not None:
             forget_code(self.code)
         else:
@@ -117,8 +126,9 @@ class Step:
             self._settle()
 
     def _settle(self) -> None:
-        if len(self.calls) == 1:  # alone, so far
-            self._parts[self.calls[0]].partition.options = None
+        alone = self._parts[self.calls[0]].partition if len(self.calls) == 1 else None
+        if alone is not None and alone.in_step is None:  # as far as is known, and divided so
+            alone.options = None
             return
         assert self.asked.budget is not None  # noqa: S101  (there is no step without)
         parts = {key: part for key, part in self._parts.items() if part.partition.options is not None}
@@ -131,16 +141,16 @@ class Step:
 
         limit = self.asked.budget.resolve(usual := peak(InStep(sys.maxsize)))
         if limit is None:
-            told = min(InStep(0), InStep(0, peak(InStep(0))), key=peak)
+            told = min(InStep(0), InStep(0, peak(InStep(0))), InStep(sys.maxsize), key=peak)
         else:
-            low, high = (sys.maxsize, 0) if usual <= limit else (0, limit)
+            low, high = (sys.maxsize, 0) if usual <= limit else (0, max(part.most for part in parts.values()))
             for _ in range(_HALVINGS if low < high else 0):
                 room = (low + high) // 2
                 low, high = (room, high) if peak(InStep(room, limit)) <= limit else (low, room)
             told = InStep(low, limit)
         self.told, found = told, peaks(told)
         for key, part in parts.items():
-            part.settle(told, found.get(key, 0))
+            part.settle(told, found.get(key, 0), above=limit is not None and max(found.values()) > limit)
 
     def _peaks(self, plans: Mapping[str, Found]) -> dict[str, int]:
         """The peaks of the step in bytes while each graph runs with these plans, by what the first step showed."""
