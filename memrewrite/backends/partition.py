@@ -86,8 +86,8 @@ class Partition:
     ``observed`` is the peak of the step by the code that was compiled, None where it is not known, for which ``unseen``
     has the reason; ``excesses`` has for each plan that was compiled and given up by how many bytes its code was beyond
     the budget; ``apart``: gradients are kept from being made together, which takes less where they lie far apart.
-    ``options`` are the plans that it had, where it is one of several graphs ``in_step``; ``replaced`` says
-    that there is another of the same graph.
+    ``options`` are the plans that it had, until those of its step are settled, and ``in_step`` what it knew of other
+    graphs, None where it seemed to be alone; ``replaced`` says that there is another of the same graph.
     """
 
     def __init__(self, asked: Asked, lives: Resident, fused: bool = True, in_step: InStep | None = None) -> None:
@@ -141,28 +141,13 @@ class Partition:
         order = frontier.planner.given(kept)
         usual = Found(order, peaks(known, order), order.ms(known))
         self.options = options = Options(frontier, usual)
-        original = self._of_step(usual)
         limit = self._limit(self._with_optimizer(frontier.takes(usual)))
-        if self.tells_options and self.in_step is not None:
-            size = self.asked.budget.bytes
-            self.choice = "first step"
-            late = options.within(self._room(size) or sys.maxsize) if self.in_step.late else None
-            found = late or options.least(self._room(size))
-            if size is not None and found.peaks.peak > size - self.base and not self.in_step.late:
-                raise self._infeasible(size, found)
-        elif self.in_step is not None and self.asked.budget.minimum:
-            self.choice, found = "lowest", options.within(self.in_step.room or 0) or options.least(self._room(limit))
-        elif limit is None:
-            self.choice, found = "lowest", options.lowest()
-            room = max(found.peaks.peak, self.lives.of_optimizer - self.lives.base)
-            found = frontier.within(room) or found
-        else:
-            found = self._fitting(options, limit)
-        if limit is not None and self.lives.of_optimizer + self.asked.reserve > limit and self.choice != "lowest":
+        found = self._picked(options, limit)
+        if limit is not None and self.lives.of_optimizer + self.asked.reserve > limit and not self.asked.budget.minimum:
             raise self._infeasible(limit, found)
         options.chosen = found
         self.foreseen = Foreseen(
-            before=original,
+            before=self._of_step(usual),
             after=self._of_step(found),
             kept_before=usual.peaks.saved,
             kept=found.peaks.saved,
@@ -173,14 +158,31 @@ class Partition:
         )
         return found
 
-    def _room(self, limit: int | None) -> int | None:
-        return None if limit is None else limit - self.base
-
     def _limit(self, original: int) -> int | None:
-        """The bytes of the budget; None for the lowest peak."""
+        """The bytes of the budget; None for the lowest peak, and for a share of a step of which too little is known."""
         assert self.asked.budget is not None  # noqa: S101  (see there)
-        told = None if self.in_step is None else self.in_step.limit
-        return self.asked.budget.resolve(original) if told is None else told
+        if self.in_step is None:
+            return self.asked.budget.resolve(original)
+        return self.asked.budget.bytes if self.in_step.room is None else self.in_step.limit
+
+    def _picked(self, options: Options, limit: int | None) -> Found:
+        """The plan of ``options`` for what is asked for, and known of the step."""
+        assert self.asked.budget is not None  # noqa: S101  (see there)
+        own = None if limit is None else limit - self.base
+        if self.tells_options and self.in_step is not None:
+            self.choice = "first step"
+            found = (options.within(own or sys.maxsize) if self.in_step.late else None) or options.least(own)
+            if limit is not None and found.peaks.peak > limit - self.base and not self.in_step.late:
+                raise self._infeasible(limit, found)
+            return found
+        if self.in_step is not None and self.asked.budget.minimum:
+            self.choice = "lowest"
+            return options.within(self.in_step.room or 0) or options.least(own)
+        if limit is None:
+            self.choice, found = "lowest", options.lowest()
+            room = max(found.peaks.peak, self.lives.of_optimizer - self.lives.base)
+            return options.frontier.within(room) or found
+        return self._fitting(options, limit)
 
     def _fitting(self, options: Options, limit: int) -> Found:
         """What fits, after the plans whose code did not: each next one is foreseen to take so much less."""
@@ -211,7 +213,7 @@ class Partition:
             return 0
         self.unseen, self.observed = "", self._with_optimizer(max(found.forward, found.backward))
         budget = self.asked.budget
-        limit = None if budget is None else budget.bytes
+        limit = None if budget is None or (self.in_step is not None and self.in_step.late) else budget.bytes
         if budget is not None and budget.minimum:
             limit = 0 if self.foreseen is None else int(self.foreseen.after * _NEAR)
         return 0 if limit is None else self.observed - limit
