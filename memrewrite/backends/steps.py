@@ -33,14 +33,14 @@ _HALVINGS = 7  # of the bytes between the most room with which a step fits and t
 
 @dataclass
 class Part:
-    """A graph of a step: what divided it, what was ``made`` of it, and the code that Dynamo has it from.
+    """A graph of a step: what divided it, and the code that Dynamo has it from.
 
     ``before`` are the bytes that were kept as it was compiled, ``at`` how many calls of the step had been, ``kept``
-    what these were known to keep. ``again``: it is to be compiled once more.
+    what these were known to keep. ``again``: it is to be compiled once more; until then what was ``made`` is told of.
     """
 
     partition: Partition
-    made: Callable[..., Any]  # which is told of until there is another
+    made: Callable[..., Any] | None
     code: types.CodeType | None
     before: int
     at: int
@@ -73,6 +73,7 @@ class Part:
             forget_code(self.code)
         else:
             self.partition.keep("lowest" if not told.room else "usual" if found is options.usual else "cheapest", peak)
+            self.made = None
         self.partition.options = None  # holds graphs
 
 
@@ -126,9 +127,9 @@ class Step:
             self._settle()
 
     def _settle(self) -> None:
-        alone = self._parts[self.calls[0]].partition if len(self.calls) == 1 else None
-        if alone is not None and alone.in_step is None:  # as far as is known, and divided so
-            alone.options = None
+        alone = self._parts[self.calls[0]] if len(self.calls) == 1 else None
+        if alone is not None and alone.partition.in_step is None:  # as far as is known, and divided so
+            alone.partition.options = alone.made = None
             return
         assert self.asked.budget is not None  # noqa: S101  (there is no step without)
         parts = {key: part for key, part in self._parts.items() if part.partition.options is not None}
