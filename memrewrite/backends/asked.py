@@ -26,6 +26,11 @@ class Asked:
     verify: bool = False
     keeps_output: bool = True
 
+    @property
+    def lowest(self) -> bool:
+        """Whether the lowest peak is asked for."""
+        return self.budget is not None and self.budget.minimum
+
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> tuple["Asked", dict[str, Any]]:
         """What is memrewrite's of ``options``, and the rest; raises ``UsageError`` for a value that means nothing."""

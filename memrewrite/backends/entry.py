@@ -27,14 +27,21 @@ from memrewrite.backends.observed import seen
 from memrewrite.backends.partition import Partition
 from memrewrite.backends.proof import Proof
 from memrewrite.backends.resident import resident
-from memrewrite.backends.steps import key_of, step_of_frame
+from memrewrite.backends.steps import key_of, step_of
 from memrewrite.backends.told import note
 from memrewrite.records.errors import BudgetInfeasibleError, MemrewriteError, UsageError
 from memrewrite.records.options import format_bytes
 from memrewrite.targets import transients
 from memrewrite.torch_internals import partitioning
 from memrewrite.torch_internals.compiled_code import compiled_codes
-from memrewrite.torch_internals.compiling import Partitioner, cache_hits, digest, inductor, let_through
+from memrewrite.torch_internals.compiling import (
+    Partitioner,
+    cache_hits,
+    digest,
+    inductor,
+    let_through,
+    model_of_frame,
+)
 from memrewrite.version import __version__
 
 _EXACT = {"emulate_precision_casts": True}
@@ -54,8 +61,9 @@ def memrewrite(
         asked, rest = Asked.parse(options or {})
         mode = rest.pop("mode", mode)
         rest = {**(_EXACT if asked.exact else {}), **(_VERIFIED if asked.verify else {}), **rest}
-        lives = resident(graph, asked.optimizer)
-        step = step_of_frame(asked)
+        model = model_of_frame()
+        lives = resident(graph, model, asked.optimizer)
+        step = step_of(model, asked)
         partition = Partition(asked, lives, in_step=None if step is None else step.tells(lives))
         proof = Proof(graph, partition, functools.partial(inductor, mode=mode, options=rest)) if asked.verify else None
         made, cached = _fitting(graph, inputs, mode, rest, partition)
@@ -89,7 +97,7 @@ def _fitting(
         tried.append((partition.observed or 0, made, cache_hits() > before))
         if over <= 0:
             return made, tried[-1][2]
-        if partition.apart and partition.asked.budget is not None and partition.asked.budget.minimum:
+        if partition.apart and partition.asked.lowest:
             partition.observed, made, cached = min(tried, key=lambda each: each[0])
             return made, cached
         if partition.apart:

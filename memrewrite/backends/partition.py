@@ -70,9 +70,16 @@ class Options:
     def least(self, room: int | None) -> Found:
         """What leaves most to other graphs: what keeps least with a peak of at most ``room`` bytes, where that is known
         and there is any, else the lowest."""
-        known = [] if room is None else [self.frontier.least(room), self.usual]
-        fitting = [each for each in known if each is not None and room is not None and each.peaks.peak <= room]
-        return min(fitting, key=lambda each: (each.peaks.saved, each.peaks.peak), default=self.lowest())
+        if room is None:
+            return self.lowest()
+        fitting = [each for each in (self.frontier.least(room), self.usual) if each and each.peaks.peak <= room]
+        return min(fitting, key=lambda each: (each.peaks.saved, each.peaks.peak)) if fitting else self.lowest()
+
+    def told(self, told: InStep, base: int) -> Found:
+        """The cheapest plan for what is told of a step of which ``base`` bytes live besides what the graph makes; where
+        none takes so little, or no room is told, what leaves most."""
+        within = None if told.room is None else self.within(told.room)
+        return within or self.least(None if told.limit is None else told.limit - base)
 
     def lowest(self) -> Found:
         """The plan of the lowest peak, with what later graphs keep."""
@@ -141,9 +148,9 @@ class Partition:
         order = frontier.planner.given(kept)
         usual = Found(order, peaks(known, order), order.ms(known))
         self.options = options = Options(frontier, usual)
-        limit = self._limit(self._with_optimizer(frontier.takes(usual)))
+        limit = self._limit(self._of_step(usual))
         found = self._picked(options, limit)
-        if limit is not None and self.lives.of_optimizer + self.asked.reserve > limit and not self.asked.budget.minimum:
+        if limit is not None and self.lives.of_optimizer + self.asked.reserve > limit and not self.asked.lowest:
             raise self._infeasible(limit, found)
         options.chosen = found
         self.foreseen = Foreseen(
@@ -167,17 +174,17 @@ class Partition:
 
     def _picked(self, options: Options, limit: int | None) -> Found:
         """The plan of ``options`` for what is asked for, and known of the step."""
-        assert self.asked.budget is not None  # noqa: S101  (see there)
-        own = None if limit is None else limit - self.base
-        if self.tells_options and self.in_step is not None:
+        told = self.in_step
+        if told is not None and self.tells_options:
+            own = None if limit is None else limit - self.base
             self.choice = "first step"
-            found = (options.within(own or sys.maxsize) if self.in_step.late else None) or options.least(own)
-            if limit is not None and found.peaks.peak > limit - self.base and not self.in_step.late:
+            found = (options.within(own or sys.maxsize) if told.late else None) or options.least(own)
+            if limit is not None and found.peaks.peak > limit - self.base and not told.late:
                 raise self._infeasible(limit, found)
             return found
-        if self.in_step is not None and self.asked.budget.minimum:
+        if told is not None and self.asked.lowest:
             self.choice = "lowest"
-            return options.within(self.in_step.room or 0) or options.least(own)
+            return options.told(told, self.base)
         if limit is None:
             self.choice, found = "lowest", options.lowest()
             room = max(found.peaks.peak, self.lives.of_optimizer - self.lives.base)
@@ -186,21 +193,21 @@ class Partition:
 
     def _fitting(self, options: Options, limit: int) -> Found:
         """What fits, after the plans whose code did not: each next one is foreseen to take so much less."""
-        frontier, beyond = options.frontier, 0
+        own, beyond = limit - self.base, 0
         told = None if self.in_step is None else self.in_step.room
-        room = limit - self.base if told is None else told
+        room = own if told is None else told
         given_up = iter(self.excesses)
         while True:
             found = options.within(room)
             if found is None:  # perhaps later graphs keep less
-                found = options.least(None if told is None else limit - self.base)
-                if found.peaks.peak > (room if told is None else limit - self.base):
+                found = options.least(None if told is None else own)
+                if found.peaks.peak > (room if told is None else own):
                     raise self._infeasible(limit, found, beyond)
             self.choice = "usual" if found is options.usual else "cheapest"
             if (excess := next(given_up, None)) is None:
                 return found
-            beyond = excess + limit - self.base - found.peaks.peak
-            room = min(room - 1, frontier.takes(found) - excess)
+            beyond = excess + own - found.peaks.peak
+            room = min(room - 1, options.frontier.takes(found) - excess)
 
     def observe(self, found: Seen | str) -> int:
         """Take over what the compiled code takes, or why that is not known; returns the bytes beyond the budget.
@@ -214,7 +221,7 @@ class Partition:
         self.unseen, self.observed = "", self._with_optimizer(max(found.forward, found.backward))
         budget = self.asked.budget
         limit = None if budget is None or (self.in_step is not None and self.in_step.late) else budget.bytes
-        if budget is not None and budget.minimum:
+        if self.asked.lowest:
             limit = 0 if self.foreseen is None else int(self.foreseen.after * _NEAR)
         return 0 if limit is None else self.observed - limit
 

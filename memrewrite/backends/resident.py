@@ -18,7 +18,7 @@ from memrewrite.records.errors import UsageError
 from memrewrite.simulate.memory.tracker import Tracker
 from memrewrite.targets.allocator import rounded
 from memrewrite.targets.workspaces import measured_here
-from memrewrite.torch_internals.compiling import model_of_frame, real_tensors_of, saved_by
+from memrewrite.torch_internals.compiling import real_tensors_of, saved_by
 from memrewrite.torch_internals.fake_tensors import FAKE_TENSOR_ERRORS, FakeTensorMode
 from memrewrite.torch_internals.foreach import foreach_on_fake_tensors
 from memrewrite.torch_internals.spread import local_part
@@ -60,11 +60,11 @@ class Resident:
         return self.model + self.state + self.gradients + self.transient + self.libraries
 
 
-def resident(graph: fx.GraphModule, optimizer: str) -> Resident:
-    """What lives besides what the graph of Dynamo's makes; ``optimizer`` is a name as in ``StepSpec``."""
+def resident(graph: fx.GraphModule, model: nn.Module | None, optimizer: str) -> Resident:
+    """What lives besides what the graph of Dynamo's makes, which is of ``model`` or a part of it; ``optimizer`` is a
+    name as in ``StepSpec``."""
     given = [tensor for tensor in real_tensors_of(graph) if tensor is not None]
     saved, leaves = _behind(given)
-    model = model_of_frame()
     whole: list[Tensor] = [*model.parameters(), *model.buffers()] if model is not None else []
     mine = [tensor for tensor in given if isinstance(tensor, nn.Parameter)]
     every = _unique([*whole, *mine, *leaves])

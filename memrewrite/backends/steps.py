@@ -23,9 +23,9 @@ from torch import Tensor, fx, nn
 
 from memrewrite.backends.asked import Asked
 from memrewrite.backends.frontier import Found
-from memrewrite.backends.partition import InStep, Partition
+from memrewrite.backends.partition import InStep, Options, Partition
 from memrewrite.backends.resident import Resident
-from memrewrite.torch_internals.compiling import code_of_frame, forget_code, model_of_frame
+from memrewrite.torch_internals.compiling import code_of_frame, forget_code
 from memrewrite.torch_internals.pytrees import tree_leaves
 
 _HALVINGS = 7  # of the bytes between the most room with which a step fits and the least with which it does not
@@ -47,26 +47,27 @@ class Part:
     kept: int
     again: bool = False
 
+    @property
+    def options(self) -> Options:
+        """The plans that it had; to be asked for until it is settled."""
+        assert self.partition.options is not None  # noqa: S101  (see there)
+        return self.partition.options
+
     def plan(self, told: InStep) -> Found:
-        """The cheapest plan for what is told; where none takes so little, or there is no room, what leaves most."""
-        options, room = self.partition.options, told.room
-        assert options is not None  # noqa: S101  (of those that are asked)
-        within = None if room is None else options.within(room)
-        return within or options.least(None if told.limit is None else told.limit - self.partition.base)
+        """What its partition makes of what is told."""
+        return self.options.told(told, self.partition.base)
 
     @property
     def most(self) -> int:
         """The room with which nothing is to be gained by more."""
-        assert self.partition.options is not None  # noqa: S101  (see there)
-        return self.partition.options.frontier.takes(self.partition.options.usual)
+        return self.options.frontier.takes(self.options.usual)
 
     def settle(self, told: InStep, peak: int, above: bool) -> None:
         """Have it compiled again where what is told now gives another plan; else its step takes ``peak`` bytes.
 
         That is a guess: where it is ``above`` the budget, what is kept by then tells.
         """
-        found, options = self.plan(told), self.partition.options
-        assert options is not None  # noqa: S101  (see there)
+        found, options = self.plan(told), self.options
         assert options.chosen is not None  # noqa: S101  (it was compiled)
         self.again = (above or found.order.saved != options.chosen.order.saved) and self.code is not None
         if self.again and self.code is not None:
@@ -150,8 +151,9 @@ class Step:
                 low, high = (room, high) if peak(InStep(room, limit)) <= limit else (low, room)
             told = InStep(low, limit)
         self.told, found = told, peaks(told)
+        above = limit is not None and max(found.values(), default=0) > limit
         for key, part in parts.items():
-            part.settle(told, found.get(key, 0), above=limit is not None and max(found.values()) > limit)
+            part.settle(told, found.get(key, 0), above)
 
     def _peaks(self, plans: Mapping[str, Found]) -> dict[str, int]:
         """The peaks of the step in bytes while each graph runs with these plans, by what the first step showed."""
@@ -178,9 +180,8 @@ class Step:
 _STEPS: "weakref.WeakKeyDictionary[nn.Module, dict[Asked, Step]]" = weakref.WeakKeyDictionary()
 
 
-def step_of_frame(asked: Asked) -> Step | None:
-    """The step of the graph that Dynamo gives just now; None without a budget, and where no module is at work."""
-    model = model_of_frame()
+def step_of(model: nn.Module | None, asked: Asked) -> Step | None:
+    """The step of a model that is at work; None without a budget, and where no module is."""
     if model is None or asked.budget is None:
         return None
     return _STEPS.setdefault(model, {}).setdefault(asked, Step(asked))

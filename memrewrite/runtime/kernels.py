@@ -16,6 +16,7 @@ from torch import Tensor
 
 Given = Sequence[Any]  # tensors, and None where there is none
 Function = Callable[[Given], Sequence[Tensor]]
+Direct = Callable[[Given], list[Tensor]]
 Code = Callable[..., Sequence[Tensor]]
 _MOST = 4096  # calls that a kernel knows at once
 
@@ -33,7 +34,7 @@ class Kernel:
     def __init__(self, function: Function, name: str) -> None:
         self._function, self._name = function, name
         self._by_dynamo: dict[tuple[Any, ...], Function] = {}
-        self._known: dict[tuple[Any, ...], Function] = {}
+        self._known: dict[tuple[Any, ...], Direct] = {}
         self._calls = _Calls()
 
     def plain(self, given: Given) -> list[Tensor]:
@@ -48,7 +49,7 @@ class Kernel:
         look = (*settings, *[t if t is None else (t.shape, t.stride(), t.dtype, t.get_device()) for t in given])
         known = None if records else self._known.get(look)
         if known is not None:
-            return list(known(given))
+            return known(given)
         tensors = [t if t is None else t.detach() for t in given]  # no parameter, nothing that needs a gradient
         with _usual_algorithms():
             results = list(self._compiled(tensors)(tensors))
@@ -86,7 +87,7 @@ class Kernel:
 
 def _direct(
     code: Code, args: tuple[Any, ...], made: Sequence[Tensor], given: Given, results: list[Tensor]
-) -> Function | None:
+) -> Direct | None:
     """What calls ``code`` with the likes of ``given`` for the likes of ``results``; None where more was done."""
     places = {id(t): i for i, t in enumerate(given) if t is not None}
     order = [(places.get(id(a)), a) for a in args]
