@@ -53,7 +53,7 @@ class Peaks:
 
 
 def peaks(facts: Facts, order: Order) -> Peaks:
-    """The peaks of an order."""
+    """The peaks of an order; autograd lets go of what backward was given only when that is through."""
     saved = {s for node in order.saved for s in facts.holds[node]}
     outputs = {s for node in facts.outputs for s in facts.holds[node]}
 
@@ -63,10 +63,10 @@ def peaks(facts: Facts, order: Order) -> Peaks:
     ends = {(s, -1) for s in saved | outputs}
     forward = watermark(forward_runs(facts, order), (), ends, size)
     forward = replace(forward, peak=forward.peak + facts.held)
-    given = {(s, -1) for s in saved | outputs} | {(s, -1) for t in facts.tangents for s in facts.holds[t]}
+    held = {(s, -1) for s in outputs} | {(s, -1) for t in facts.tangents for s in facts.holds[t]}
+    given = {(s, -1) for s in saved} | held
     runs, of = backward_runs(facts, order)
     last = {key for node in facts.gradients for key in of(node)}
-    held = {(s, -1) for s in outputs}
     backward = watermark(runs, given, last | held, size)
     return Peaks(forward, backward, sum(facts.bytes[s] for s in saved))
 

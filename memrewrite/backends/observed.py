@@ -102,8 +102,9 @@ def _step(
     with tracker.looking_away():
         named = backward.named_arguments()
     arguments, results = _handed_on(outputs, named)
-    del outputs, named
     given_out = _bytes_beside(given, results)
+    results += [each for name, each in named.items() if name.startswith(_GRADIENT)]  # autograd holds them
+    del outputs, named
     tracker.register(_tensors(arguments), "kept")
     tracker.reset_peak()
     made = backward.run(arguments)

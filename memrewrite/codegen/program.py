@@ -29,7 +29,7 @@ def program(captured: Captured, prefix: str, marks: Marks) -> str:
     constants = "\n".join(trees.lines())
     reads = "".join(f"\n        {row!r}," for row in captured.reads)
     look = "".join(f"\n        {each}," for each in captured.looks)
-    same = " and".join(f"\n        {each} == then[{i}]" for i, each in enumerate(captured.looks)) or "True"
+    same = " and".join(f"\n        {each} {_same(each)} then[{i}]" for i, each in enumerate(captured.looks)) or "True"
     return f"""
 
 {constants}PROGRAM = Program(
@@ -49,3 +49,9 @@ def program(captured: Captured, prefix: str, marks: Marks) -> str:
     run={prefix}graph,{fits}{planned}{ranges}{promise}{shared}{gradients}{returns}{divided}
 )
 """
+
+
+def _same(look: str) -> str:
+    """How what was looked at is compared: types by identity, as Dynamo of 2.11 takes ``==`` for that of the type's own
+    instances where it defines one."""
+    return "is" if look.startswith("type(") else "=="

@@ -10,6 +10,7 @@ This file needs torch only, because its text is also pasted into generated model
 
 import functools
 import hashlib
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -42,13 +43,16 @@ def linear_cross_entropy(
     lead to what cross-entropy is given, each a name and its arguments: ``(("to", torch.float32), ("div", 30.0))``.
     ``reduction`` is 0 for none, 1 for the mean, 2 for the sum, as ATen counts. ``early`` makes gradients in forward,
     but not in float16, in which they would be nothing until a scaler has scaled them. ``fused`` compiles what is
-    computed of logits then.
+    computed of logits then. Compiled, the logits are whole unless it is ``early``: then it is an operator to compilers.
     """
     options = steps, ignore_index, label_smoothing
     given = hidden, weight, bias, target, class_weight
-    if torch.compiler.is_compiling():  # compilers fuse what they can
+    early = early and torch.is_grad_enabled() and not _underflows(hidden)
+    if torch.compiler.is_compiling():
+        if early:
+            return _as_operator(given, options, reduction, rows)
         return _loss_of(_head_losses(*given, *options), target, class_weight, reduction, ignore_index)
-    if early and torch.is_grad_enabled() and not _underflows(hidden):
+    if early:
         loss: Tensor = _EarlyLoss.apply(*given, options, reduction, rows, fused)  # type: ignore[no-untyped-call]
         return loss
     losses = _LinearLosses.apply(*given, options, rows)  # type: ignore[no-untyped-call]
@@ -270,3 +274,73 @@ def _logit_losses(
 def _cast_once(tensor: Any, dtype: torch.dtype | None) -> Any:
     """As autocast casts it, once for all rows."""
     return tensor if tensor is None or dtype is None or tensor.dtype == torch.float64 else tensor.to(dtype)
+
+
+def _as_operator(given: tuple[Any, ...], options: Any, reduction: int, rows: int) -> Tensor:
+    """The loss by one operator, which compilers leave as it is; it makes the gradients that are asked for, too."""
+    name = _noted(options)
+    autocast = autocast_dtype(given[0].device.type)
+    wanted = [tensor is not None and tensor.requires_grad for tensor in given[:3]]
+    loss: Tensor = torch.ops.memrewrite.linear_loss(*given, name, reduction, rows, autocast, wanted)[0]
+    return loss
+
+
+_OPTIONS: dict[str, Any] = {}  # of losses, by names, which say all that is in them
+
+
+@torch.compiler.assume_constant_result
+def _noted(options: Any) -> str:
+    name = hashlib.sha256(repr(options).encode()).hexdigest()[:12]
+    _OPTIONS[name] = options
+    return name
+
+
+def _run_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    class_weight: Tensor | None,
+    name: str,
+    reduction: int,
+    rows: int,
+    autocast: torch.dtype | None,
+    wanted: list[bool],
+) -> list[Tensor]:
+    """The loss, and the gradients by the head and what it is given that are ``wanted``."""
+    how = {"options": _OPTIONS[name], "reduction": reduction, "rows": rows, "autocast": autocast}
+    ctx = types.SimpleNamespace(**how, needs_input_grad=wanted, fused=hidden.is_cuda)
+    with torch.no_grad(), in_autocast(hidden, autocast):
+        losses, slopes = _early(ctx, (hidden, weight, bias), target, class_weight)
+        loss = _loss_of(losses, target, class_weight, reduction, ctx.options[1])
+    return [loss, *(slope for slope in slopes if slope is not None)]
+
+
+def _loss_on_fakes(*given: Any) -> list[Tensor]:
+    hidden, weight, bias, target, class_weight, name, reduction, _, autocast, wanted = given
+    options = _OPTIONS[name]
+    with in_autocast(hidden, autocast):
+        losses = _head_losses(hidden, weight, bias, target, class_weight, *options)
+        loss = _loss_of(losses, target, class_weight, reduction, options[1])
+    return [loss, *(torch.empty_like(tensor) for tensor, need in zip(given, wanted, strict=False) if need)]
+
+
+def _keep_slopes(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    ctx.wanted = inputs[-1]
+    ctx.save_for_backward(*output[1:])
+
+
+def _scaled(ctx: Any, gradients: list[Tensor]) -> tuple[Tensor | None, ...]:
+    slopes = iter(ctx.saved_tensors)
+    return *(next(slopes) * gradients[0] if need else None for need in ctx.wanted), *[None] * 7
+
+
+if not hasattr(torch.ops.memrewrite, "linear_loss"):
+    torch.library.define(
+        "memrewrite::linear_loss",
+        "(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight, str name, int reduction, "
+        "int rows, ScalarType? autocast, bool[] wanted) -> Tensor[]",
+    )
+    torch.library.impl("memrewrite::linear_loss", "CompositeExplicitAutograd", _run_loss)
+    torch.library.register_fake("memrewrite::linear_loss", _loss_on_fakes)
+    torch.library.register_autograd("memrewrite::linear_loss", _scaled, setup_context=_keep_slopes)

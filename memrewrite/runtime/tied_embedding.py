@@ -14,10 +14,13 @@ from torch import Tensor
 def tied_embedding(weight: Tensor, indices: Tensor, padding_idx: int = -1) -> tuple[Tensor, Tensor]:
     """``F.embedding(indices, weight, padding_idx)``, and ``weight`` for what else reads it.
 
-    What reads that has to give a gradient of its own, that nothing else holds, as products do.
+    What reads that has to give a gradient of its own, that nothing else holds, as products do. Compiled, there are two
+    gradients, of which this one is left to ATen: Inductor's would be made in float32.
     """
-    if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and weight.requires_grad):
+    if not (torch.is_grad_enabled() and weight.requires_grad):
         return torch.ops.aten.embedding(weight, indices, padding_idx), weight
+    if torch.compiler.is_compiling():
+        return torch.ops.memrewrite.embedding(weight, indices, padding_idx), weight
     found: tuple[Tensor, Tensor] = _TiedEmbedding.apply(weight, indices, padding_idx)  # type: ignore[no-untyped-call]
     return found
 
@@ -69,3 +72,31 @@ def _add_rows(total: Any, rows: Tensor, indices: Tensor, padding_idx: int) -> No
         numbers = numbers.where(flat != padding_idx, count)
     sums = torch.ops.aten.embedding_dense_backward(rows, numbers.view_as(indices), count + 1, count, False)
     total.index_add_(0, places, sums[:count])
+
+
+def _keep_indices(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    weight, indices, ctx.padding_idx = inputs
+    ctx.count = len(weight)
+    ctx.save_for_backward(indices)
+
+
+def _gradient(ctx: Any, of_rows: Tensor) -> tuple[Tensor, None, None]:
+    (indices,) = ctx.saved_tensors
+    return torch.ops.memrewrite.embedding_gradient(of_rows, indices, ctx.count, ctx.padding_idx), None, None
+
+
+def _dense(of_rows: Tensor, indices: Tensor, count: int, padding_idx: int) -> Tensor:
+    return torch.ops.aten.embedding_dense_backward(of_rows, indices, count, padding_idx, False)
+
+
+if not hasattr(torch.ops.memrewrite, "embedding"):
+    torch.library.define("memrewrite::embedding", "(Tensor weight, Tensor indices, int padding_idx) -> Tensor")
+    torch.library.impl("memrewrite::embedding", "CompositeExplicitAutograd", torch.ops.aten.embedding.default)
+    torch.library.register_fake("memrewrite::embedding", torch.ops.aten.embedding.default)
+    torch.library.register_autograd("memrewrite::embedding", _gradient, setup_context=_keep_indices)
+    gradient = "(Tensor of_rows, Tensor indices, SymInt count, int padding_idx) -> Tensor"
+    torch.library.define("memrewrite::embedding_gradient", gradient)
+    torch.library.impl("memrewrite::embedding_gradient", "CompositeExplicitAutograd", _dense)
+    torch.library.register_fake(
+        "memrewrite::embedding_gradient", lambda of_rows, _, count, __: of_rows.new_empty((count, of_rows.shape[-1]))
+    )

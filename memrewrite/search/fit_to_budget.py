@@ -60,7 +60,7 @@ def fit_to_budget(candidate: Candidate, limit: Budget, original: int, names: tup
     budget = limit.resolve(original)
     asked = Asked(candidate.bench, limit, budget or 0, original, names)
     bench = candidate.bench
-    found = _found(asked, candidate) if bench.target.fuses else _with_lower(asked, candidate)
+    found = _compiled(asked, candidate) if bench.target.fuses else _with_lower(asked, candidate)
     if isinstance(found, Unmet):
         return found
     if budget is None or bench.target.fuses or bench.device != "cuda":
@@ -75,6 +75,20 @@ def _found(asked: Asked, candidate: Candidate) -> Fit | Unmet:
     if asked.limit.of(candidate.simulate()) > asked.budget:
         candidate = rewritten_slower(candidate, asked.names)
     return _above_the_optimizer(asked, candidate) or _corrected(asked, candidate)
+
+
+def _compiled(asked: Asked, candidate: Candidate) -> Fit | Unmet:
+    """What there is within the budget for the compiler, with the rewrites for a lower peak where that is needed.
+
+    To compile takes long: the lowest peak is looked for with these alone, where any are made.
+    """
+    lower = rewritten_lower(candidate, asked.names, wide=True)
+    if lower.programs == candidate.programs:
+        return _told(_found(asked, candidate), lower)
+    if asked.limit.minimum:
+        return _found(asked, lower)
+    found = _found(asked.unless_far(asked.budget), candidate)
+    return min(found, _found(asked, lower), key=_bytes(asked)) if isinstance(found, Unmet) else _told(found, lower)
 
 
 def _with_lower(asked: Asked, candidate: Candidate) -> Fit | Unmet:

@@ -10,10 +10,11 @@ import hashlib
 import inspect
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
@@ -42,7 +43,8 @@ def inductor(
 ) -> Callable[..., Any]:
     """What Inductor makes of a graph with a mode and options of its own, and with a partitioner, else the stock one.
 
-    Where it must not be ``cached`` the partitioner is asked even for a graph that was compiled before.
+    Where it must not be ``cached`` the partitioner is asked even for a graph that was compiled before. With one the
+    gradients of embeddings are left to ATen: Inductor's own are made in float32, of the size of the whole weight.
 
     Raises ``ValueError`` with Inductor's words for a mode or an option that it does not know.
     """
@@ -50,11 +52,25 @@ def inductor(
         compiler: Any = torch._TorchCompileInductorWrapper(mode, options, None)
     except (RuntimeError, KeyError) as error:
         raise ValueError(str(error)) from error
-    if partitioner is not None:
-        compiler.config["custom_partitioner_fn"] = partitioner
-    with contextlib.nullcontext() if cached else torch._functorch.config.patch(enable_autograd_cache=False):
-        result: Callable[..., Any] = compiler(graph, inputs)
-    return result
+    if partitioner is None:
+        return cast(Callable[..., Any], compiler(graph, inputs))
+    compiler.config["custom_partitioner_fn"] = partitioner
+    of_cache = contextlib.nullcontext() if cached else torch._functorch.config.patch(enable_autograd_cache=False)
+    with of_cache, _embeddings_of_aten(compiler.config):
+        return cast(Callable[..., Any], compiler(graph, inputs))
+
+
+@contextlib.contextmanager
+def _embeddings_of_aten(config: dict[str, Any]) -> Iterator[None]:
+    """Without Inductor's decomposition of their gradients, in its own table: with another one it caches nothing."""
+    with private_imports():
+        from torch._inductor import config as settings
+        from torch._inductor.decomposition import select_decomp_table
+    with settings.patch(config):
+        table = select_decomp_table()
+    with mock.patch.dict(table):
+        table.pop(torch.ops.aten.embedding_dense_backward.default, None)
+        yield
 
 
 class Partitioner(CustomPartitionerFn):

@@ -34,7 +34,7 @@ from tests.passes.helpers import (
     saved_storages,
     targets,
 )
-from tests.support.compiled import counted_inductor
+from tests.support.compiled import compiled_bytes, counted_inductor
 
 Function = Callable[[Any, Tensor], Any]
 ROWS = 20
@@ -248,6 +248,40 @@ def test_compiles_to_the_plain_form() -> None:
     compiled = torch.compile(linear_cross_entropy, backend="eager", fullgraph=True)
     found = compiled(hidden, weight, None, target, None, (), 1, -100, 0.0, 8)
     torch.testing.assert_close(found, plain(hidden, weight, None, target))
+
+
+@pytest.mark.parametrize("amp", [None, torch.bfloat16], ids=["float32", "autocast"])
+@pytest.mark.parametrize("trained", ["hidden weight bias", "hidden", "weight"])
+def test_compilers_have_it_as_one_operator_with_its_gradients(trained: str, amp: torch.dtype | None) -> None:
+    """Bit for bit as it is without a compiler."""
+    torch.manual_seed(0)
+    target, class_weight = torch.arange(20) % 9, torch.rand(9)
+    given = {name: torch.randn(size) for name, size in {"hidden": (20, 4), "weight": (9, 4), "bias": (9,)}.items()}
+    leaves = [given[name].requires_grad_() for name in trained.split()]
+
+    def loss() -> Tensor:
+        steps = ("to", torch.float32), ("mul", 3.0), ("tanh",)
+        return 2.0 * linear_cross_entropy(*given.values(), target, class_weight, steps, 1, 2, 0.1, 8, True)
+
+    torch.compiler.reset()
+    with torch.autocast("cpu", amp, enabled=amp is not None):
+        ours, theirs = torch.compile(loss, backend="aot_eager", fullgraph=True)(), loss()
+    assert torch.equal(ours, theirs)
+    for mine, other in zip(torch.autograd.grad(ours, leaves), torch.autograd.grad(theirs, leaves), strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_compiled_there_are_no_logits() -> None:
+    rows, width, count = 512, 16, 4096
+
+    class Head(nn.Linear):
+        def forward(self, hidden: Tensor) -> Tensor:
+            return linear_cross_entropy(
+                *(hidden, self.weight, None, torch.arange(rows), None), (("to", torch.float32),), 1, -100, 0.0, 8, True
+            )
+
+    hidden = torch.randn(rows, width)
+    assert compiled_bytes(Head(width, count), lambda head: head(hidden)).peak < rows * count * 4 / 2
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])

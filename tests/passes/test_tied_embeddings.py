@@ -28,6 +28,7 @@ from tests.passes.helpers import (
     rewrites,
     targets,
 )
+from tests.support.compiled import compiled_bytes
 
 WORDS, WIDTH, PADDING = 40, 6, 3
 Function = Callable[[Any, Tensor], Any]
@@ -162,9 +163,24 @@ def test_under_function_transforms() -> None:
 
 def test_compiles_to_the_whole() -> None:
     weight, tokens = weight_of(), example()
+    torch.compiler.reset()
     compiled = torch.compile(by_hand, backend="aot_eager", fullgraph=True)
     ours, theirs = (torch.autograd.grad(f(weight, tokens).sum(), weight)[0] for f in (compiled, plainly))
     torch.testing.assert_close(ours, theirs)
+
+
+def test_compiled_the_gradient_of_the_embedding_is_made_in_its_own_type() -> None:
+    tokens = torch.randint(4096, (8, 4))
+
+    def peak(function: Callable[[Tensor, Tensor], Tensor]) -> int:
+        class Looked(nn.Embedding):
+            def forward(self, tokens: Tensor) -> Tensor:
+                return function(self.weight, tokens)
+
+        words = Looked(4096, 64, dtype=torch.bfloat16)
+        return compiled_bytes(words, lambda module: module(tokens).float().sum()).peak
+
+    assert peak(by_hand) < peak(plainly) - 4096 * 64 * 2
 
 
 def test_there_is_one_gradient_of_that_size() -> None:

@@ -316,3 +316,33 @@ def test_a_model_that_returns_a_class_of_its_own_compiles_as_one_graph() -> None
     expected = model(x)
     assert type(found) is Scores
     torch.testing.assert_close(dict(found), dict(expected))
+
+
+@dataclass
+class Settings:
+    """As those of transformers' models: it says itself when two are equal."""
+
+    slope: float = 0.5
+
+
+class Asking(nn.Module):
+    """A model with settings, which looks at autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.settings = nn.Linear(8, 8), Settings()
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.linear(x)
+        found = found.float() if torch.is_autocast_enabled("cpu") else found
+        return found * torch.sigmoid(found) * self.settings.slope
+
+
+def test_what_a_compiled_result_looks_at_can_be_traced() -> None:
+    model, x = Asking(), torch.randn(8, 8)
+    result: Any = memrewrite.optimize(model, x, optimizer="none", verify=False, compiled=True)
+    assert "settings" in result._memrewrite.source
+    torch.compiler.reset()
+    found = torch.compile(result, backend="eager", fullgraph=True)(x)
+    torch.compiler.reset()
+    torch.testing.assert_close(found, model(x))
