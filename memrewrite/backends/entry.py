@@ -46,6 +46,8 @@ from memrewrite.version import __version__
 
 _EXACT = {"emulate_precision_casts": True}
 _TRIES = 5  # with what is made apart, then with less room by what the code of the one before took too much
+# A buffer that waits for another use lives on meanwhile; where Inductor thinks there is room for it, libraries need it.
+_LEAN = {"allow_buffer_reuse": False}
 _VERIFIED = {"fallback_random": True}  # random numbers as eager draws them
 
 
@@ -60,7 +62,12 @@ def memrewrite(
     try:
         asked, rest = Asked.parse(options or {})
         mode = rest.pop("mode", mode)
-        rest = {**(_EXACT if asked.exact else {}), **(_VERIFIED if asked.verify else {}), **rest}
+        rest = {
+            **(_LEAN if asked.budget else {}),
+            **(_EXACT if asked.exact else {}),
+            **(_VERIFIED if asked.verify else {}),
+            **rest,
+        }
         model = model_of_frame()
         lives = resident(graph, model, asked.optimizer)
         step = step_of(model, asked)
@@ -73,6 +80,12 @@ def memrewrite(
         return made if step is None else step.add(key_of(graph), partition, made)
     except MemrewriteError as error:
         raise let_through(error) from None
+
+
+def _settings(asked: Asked) -> dict[str, Any]:
+    """Inductor's, where nobody says otherwise."""
+    lean = {} if asked.budget is None else _LEAN
+    return {**lean, **(_EXACT if asked.exact else {}), **(_VERIFIED if asked.verify else {})}
 
 
 def _reset() -> None:

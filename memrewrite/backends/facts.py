@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, fx
-from torch.utils.flop_counter import flop_registry
 
 from memrewrite.backends.scratch import scratch
 from memrewrite.costs import ROOFLINES, Roofline
+from memrewrite.observe.flops import FLOPS
 from memrewrite.targets.allocator import rounded
 from memrewrite.torch_internals.operators import OpOverload, written_arguments
 from memrewrite.torch_internals.partitioning import (
@@ -185,7 +185,7 @@ def _tensors(value: object) -> list[Tensor | None]:
 def _is_costly(node: fx.Node) -> bool:
     """Whether to run a node again takes more than to read what it reads: products, reductions, numbers drawn."""
     packet = getattr(node.target, "overloadpacket", None)
-    if packet in flop_registry or not (fuses(node) or _makes_nothing(node)):
+    if packet in FLOPS or not (fuses(node) or _makes_nothing(node)):
         return True
     return draws(node)
 
@@ -222,7 +222,7 @@ def _ms(roofline: Roofline, flops: int, moved: int, dtype: torch.dtype) -> float
 
 def _flops(node: fx.Node) -> int:
     """The floating-point operations of a product, of its sizes while the graph is traced; 0 of what is none."""
-    count = flop_registry.get(getattr(node.target, "overloadpacket", None))
+    count = FLOPS.get(getattr(node.target, "overloadpacket", None))
     if count is None:
         return 0
 

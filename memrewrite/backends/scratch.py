@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.fx.node import map_aggregate
-from torch.utils.flop_counter import flop_registry
 
+from memrewrite.observe.flops import FLOPS
 from memrewrite.records.tensor_like import TensorLike
 from memrewrite.targets.transients import Call, transients_on
 from memrewrite.torch_internals.fake_tensors import real_tensors
@@ -39,7 +39,7 @@ def scratch(nodes: tuple[fx.Node, ...]) -> tuple[int, ...]:
 def _calls(node: fx.Node) -> Iterator[Call]:
     """What a node may call."""
     target = node.target
-    if not isinstance(target, OpOverload) or target.overloadpacket not in flop_registry:
+    if not isinstance(target, OpOverload) or target.overloadpacket not in FLOPS:
         return
     args, kwargs = map_aggregate((node.args, dict(node.kwargs)), _as_traced)
     yield target, args, kwargs

@@ -5,7 +5,6 @@ graph (ATen overloads, torch functions, methods, higher-order ops) does not matt
 """
 
 import functools
-import math
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,8 +13,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.flop_counter import flop_registry
 
+from memrewrite.observe.flops import FLOPS
 from memrewrite.records.errors import CaptureError
 from memrewrite.records.function_call import FunctionCall
 from memrewrite.simulate.fake.as_seen import on_fakes_or_seen
@@ -171,18 +170,6 @@ _UNDECLARED_WRITES = {
 }
 
 
-def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> int:
-    """Two products over all pairs of positions; PyTorch's counter refuses fewer heads of keys than of queries."""
-    return 2 * math.prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1])
-
-
-_ATTENTION = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
-_FLOPS = {
-    **flop_registry,
-    **{getattr(torch.ops.aten, f"_scaled_dot_product_{name}"): _attention_flops for name in _ATTENTION},
-}
-
-
 _COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd"}
 # How many times slower than memory a link to another device is: 4.2 TB/s of an H200 against 450 GB/s in a direction of
 # its NVLink (NVIDIA's data). What a collective is given and gives is about what it sends.
@@ -244,7 +231,7 @@ class _Recorder(Layer):
         if self.writes or any(key not in touched for key, _ in outputs):  # a pure view moves nothing
             slower = _LINK if func.namespace in _COLLECTIVES else 1
             self.moved += slower * sum(t.nbytes for _, t in inputs + outputs)
-        if (count := _FLOPS.get(func.overloadpacket)) is not None:
+        if (count := FLOPS.get(func.overloadpacket)) is not None:
             self.flops += int(count(*args, **kwargs, out_val=result))
         return result
 

@@ -27,7 +27,7 @@ from memrewrite.search.candidate import Candidate, CandidateRegion
 from memrewrite.search.fit_to_budget import fit_to_budget, limit_for
 from memrewrite.search.graphs import ObservedGraph
 from memrewrite.search.inplace import marked_inplace
-from memrewrite.search.planning import rewritten
+from memrewrite.search.planning import rewritten, rewritten_lower, rewritten_slower
 from memrewrite.search.regions import Regions, find
 from memrewrite.search.so_far import Offer, best_so_far
 from memrewrite.simulate import Timeline
@@ -145,7 +145,7 @@ def _rewritten(
     candidate = rewritten(candidate, asked.names, asked.exact)
     names = registry.allowed(asked.names, asked.exact)
     if limit is None:
-        return marked_inplace(candidate, names), None
+        return marked_inplace(_with_named(candidate, names), names), None
     progress("plan")
     original = limit.of(before)
     try:
@@ -158,6 +158,13 @@ def _rewritten(
     if isinstance(found, Unmet):
         raise infeasible(found.candidate, limit, limit.resolve(original) or 0, found.lowest)
     return found.candidate, found.measured
+
+
+def _with_named(candidate: Candidate, names: tuple[str, ...] | None) -> Candidate:
+    """After the rewrites for a lower peak that are named one by one: no budget says whether they are needed."""
+    if names is None or set(names) >= set(registry.NAMES):
+        return candidate
+    return rewritten_slower(rewritten_lower(candidate, names, wide=True), names)
 
 
 def _first(bench: Bench, found: Regions, progress: Progress) -> Candidate:

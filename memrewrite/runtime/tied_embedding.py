@@ -81,8 +81,13 @@ def _keep_indices(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _gradient(ctx: Any, of_rows: Tensor) -> tuple[Tensor, None, None]:
-    (indices,) = ctx.saved_tensors
-    return torch.ops.memrewrite.embedding_gradient(of_rows, indices, ctx.count, ctx.padding_idx), None, None
+    return embedding_gradient(of_rows, *ctx.saved_tensors, ctx.count, ctx.padding_idx), None, None
+
+
+def embedding_gradient(of_rows: Tensor, indices: Tensor, count: int, padding_idx: int) -> Tensor:
+    """The gradient of a weight of ``count`` rows by ATen's kernel, which compilers leave as it is."""
+    found: Tensor = torch.ops.memrewrite.embedding_gradient(of_rows, indices, count, padding_idx)
+    return found
 
 
 def _dense(of_rows: Tensor, indices: Tensor, count: int, padding_idx: int) -> Tensor:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import map_arg
 
+from memrewrite.runtime.tied_embedding import embedding_gradient
 from memrewrite.torch_internals.versions import private_imports, require
 
 require("_TorchCompileInductorWrapper")
@@ -29,6 +30,8 @@ with private_imports():
 
 # What Dynamo makes of torch.utils.checkpoint: operators on graphs, which no dispatch mode knows.
 _CHECKPOINTS = {"tag_activation_checkpoint", "wrap_activation_checkpoint"}
+
+_EMBEDDING = torch.ops.aten.embedding_dense_backward.default
 
 Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 
@@ -62,14 +65,20 @@ def inductor(
 
 @contextlib.contextmanager
 def _embeddings_of_aten(config: dict[str, Any]) -> Iterator[None]:
-    """Without Inductor's decomposition of their gradients, in its own table: with another one it caches nothing."""
+    """With another decomposition of their gradients, in Inductor's own table: with another table it caches nothing."""
     with private_imports():
         from torch._inductor import config as settings
         from torch._inductor.decomposition import select_decomp_table
     with settings.patch(config):
         table = select_decomp_table()
-    with mock.patch.dict(table):
-        table.pop(torch.ops.aten.embedding_dense_backward.default, None)
+    usual = table[_EMBEDDING]
+
+    def decomposed(of_rows: Tensor, indices: Tensor, count: int, padding_idx: int, by_frequency: bool) -> Tensor:
+        if by_frequency:
+            return cast(Tensor, usual(of_rows, indices, count, padding_idx, by_frequency))
+        return embedding_gradient(of_rows, indices, count, padding_idx)
+
+    with mock.patch.dict(table, {_EMBEDDING: decomposed}):
         yield
 
 

@@ -82,6 +82,32 @@ def test_outputs_of_the_step_before_count_in_forward() -> None:
     assert held.backward == dropped.backward
 
 
+@pytest.mark.parametrize("by", ["its code", "the plan"])
+def test_the_gradient_of_an_output_lives_as_long_as_backward(by: str, request: pytest.FixtureRequest) -> None:
+    """Autograd hands it over and holds it; the peak here lies at the end, where nothing reads it any more."""
+
+    class Wide(nn.Module):
+        def __init__(self, returns_all: bool) -> None:
+            super().__init__()
+            self.wide = nn.Sequential(nn.Linear(32, 8192), nn.Tanh(), nn.Linear(8192, 32))
+            self.head, self.returns_all = nn.Linear(32, 1024), returns_all
+
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            values = self.head(self.wide(x))
+            return (values.square().mean(), values) if self.returns_all else (values.square().mean(),)
+
+    if by == "the plan":
+        request.getfixturevalue("partitions")  # without code
+    found = []
+    for returns_all in (True, False):
+        torch._dynamo.reset()
+        options = {"budget": "100%", "optimizer": "none"}
+        compiled: Any = torch.compile(Wide(returns_all), backend=entry.memrewrite, options=options)
+        compiled(torch.randn(256, 32))[0].backward()
+        found.append(memrewrite.report_of(compiled).peak or 0)
+    assert found[0] - found[1] >= 2 * 256 * 1024 * 4
+
+
 def test_code_of_which_nothing_can_be_told_says_why() -> None:
     forward, backward = compiled(*made("mlp"))
     assert seen([forward]) == ""

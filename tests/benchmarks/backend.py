@@ -105,6 +105,7 @@ def trained(name: str, contender: str, setting: Any, tiny: bool, lock: Path | No
                 figures["lengths"] = _at_other_lengths(module, inputs, workload, others)
         except BudgetInfeasibleError as error:
             return {**row, "ok": False, "note": "infeasible", "lowest": error.lowest}
+    partitions = [p for p in partitions if not p.replaced]
     foreseen = [p.foreseen for p in partitions if p.foreseen is not None]
     row["foreseen"] = max((each.after for each in foreseen), default=None)
     row["observed"] = max((p.observed for p in partitions if p.observed is not None), default=None)

@@ -26,7 +26,7 @@ import torch
 
 from memrewrite.records.errors import BudgetInfeasibleError
 from tests.benchmarks import contenders
-from tests.benchmarks.contenders import BOTH, CONTENDERS, EAGER, MINIMUM, OURS, bound, kind, phase
+from tests.benchmarks.contenders import BACKEND, BOTH, CONTENDERS, EAGER, MINIMUM, OURS, bound, kind, phase
 from tests.benchmarks.models import WORKLOADS
 from tests.benchmarks.rows import INFEASIBLE, PARETO, ParetoRow, append, attempt, machine, read
 from tests.benchmarks.trial import Trial, clear
@@ -98,7 +98,7 @@ class Bench:
         seconds = time.perf_counter() - started
         if self.gate is not None:
             self.gate()
-        about = {"budget": ready.budget, "predicted": ready.predicted, "segments": ready.segments, "note": ready.note}
+        about = {"budget": ready.budget, "predicted": ready.told(), "segments": ready.segments, "note": ready.note}
         return self.row(contender, ok=True, setup_s=seconds, **about, **trial.figures(_STEPS[self.device.type]))
 
     def _failed(self, contender: str, why: str) -> ParetoRow:
@@ -187,7 +187,7 @@ class _Parent:
         """About how many bytes of the device a contender takes: its budget, else what it would without one."""
         rows = self.bench.rows()
         eager = rows[EAGER].peak if EAGER in rows else None
-        if kind(contender) not in (OURS, BOTH):
+        if kind(contender) not in (OURS, BOTH, BACKEND):
             return eager or 0
         try:
             return bound(contender, rows) or min((row.peak for row in rows.values() if row.peak), default=0)
