@@ -18,6 +18,7 @@ import torch._functorch.config as functorch
 from torch import nn
 
 from memrewrite.api import optimize
+from memrewrite.backends import entry
 from memrewrite.optimizing import run as optimizing
 from memrewrite.records.attached import report_of
 from memrewrite.records.errors import BudgetInfeasibleError
@@ -155,7 +156,7 @@ def _by_backend(contender: str, workload: Workload, model: nn.Module, inputs: In
         about |= {"example_kwargs": inputs.kwargs, "returns": "loss", "compiled": True}
         model = optimize(model, inputs.args, passes=_LOSS, **about)
     options = {"budget": "min" if budget is None else budget, "optimizer": workload.optimizer}
-    return Ready(cast(nn.Module, torch.compile(model, backend="memrewrite", options=options)), budget, by_backend=True)
+    return Ready(cast(nn.Module, torch.compile(model, backend=entry.memrewrite, options=options)), budget, by_backend=True)
 
 
 def _infeasible(line: object, limit: Budget, budget: int, lowest: int) -> BudgetInfeasibleError:
