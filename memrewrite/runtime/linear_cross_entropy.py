@@ -278,21 +278,26 @@ def _cast_once(tensor: Any, dtype: torch.dtype | None) -> Any:
 
 def _as_operator(given: tuple[Any, ...], options: Any, reduction: int, rows: int) -> Tensor:
     """The loss by one operator, which compilers leave as it is; it makes the gradients that are asked for, too."""
-    name = _noted(options)
+    steps, ignore_index, smoothing = options
+    names = [_TYPES[step[1]] if step[0] == "to" else step[0] for step in steps]
+    numbers = [float(step[1]) if step[0] in ("mul", "div") else 0.0 for step in steps]
     autocast = autocast_dtype(given[0].device.type)
     wanted = [tensor is not None and tensor.requires_grad for tensor in given[:3]]
-    loss: Tensor = torch.ops.memrewrite.linear_loss(*given, name, reduction, rows, autocast, wanted)[0]
+    how = names, numbers, ignore_index, smoothing, reduction, rows, autocast, wanted
+    loss: Tensor = torch.ops.memrewrite.linear_loss(*given, *how)[0]
     return loss
 
 
-_OPTIONS: dict[str, Any] = {}  # of losses, by names, which say all that is in them
+_TYPES = {getattr(torch, name): name for name in ("float64", "float32", "bfloat16", "float16")}
 
 
-@torch.compiler.assume_constant_result
-def _noted(options: Any) -> str:
-    name = hashlib.sha256(repr(options).encode()).hexdigest()[:12]
-    _OPTIONS[name] = options
-    return name
+def _steps(names: list[str], numbers: list[float]) -> tuple[tuple[Any, ...], ...]:
+    """The methods of logits that the operator was given."""
+    dtypes = {name: dtype for dtype, name in _TYPES.items()}
+    found: list[tuple[Any, ...]] = []
+    for name, number in zip(names, numbers, strict=True):
+        found.append(("to", dtypes[name]) if name in dtypes else (name,) if name == "tanh" else (name, number))
+    return tuple(found)
 
 
 def _run_loss(
@@ -301,27 +306,32 @@ def _run_loss(
     bias: Tensor | None,
     target: Tensor,
     class_weight: Tensor | None,
-    name: str,
+    names: list[str],
+    numbers: list[float],
+    ignore_index: int,
+    smoothing: float,
     reduction: int,
     rows: int,
     autocast: torch.dtype | None,
     wanted: list[bool],
 ) -> list[Tensor]:
     """The loss, and the gradients by the head and what it is given that are ``wanted``."""
-    how = {"options": _OPTIONS[name], "reduction": reduction, "rows": rows, "autocast": autocast}
+    options = _steps(names, numbers), ignore_index, smoothing
+    how = {"options": options, "reduction": reduction, "rows": rows, "autocast": autocast}
     ctx = types.SimpleNamespace(**how, needs_input_grad=wanted, fused=hidden.is_cuda)
     with torch.no_grad(), in_autocast(hidden, autocast):
         losses, slopes = _early(ctx, (hidden, weight, bias), target, class_weight)
-        loss = _loss_of(losses, target, class_weight, reduction, ctx.options[1])
+        loss = _loss_of(losses, target, class_weight, reduction, ignore_index)
     return [loss, *(slope for slope in slopes if slope is not None)]
 
 
 def _loss_on_fakes(*given: Any) -> list[Tensor]:
-    hidden, weight, bias, target, class_weight, name, reduction, _, autocast, wanted = given
-    options = _OPTIONS[name]
+    hidden, weight, bias, target, class_weight, *how, reduction, _, autocast, wanted = given
+    names, numbers, ignore_index, smoothing = how
     with in_autocast(hidden, autocast):
-        losses = _head_losses(hidden, weight, bias, target, class_weight, *options)
-        loss = _loss_of(losses, target, class_weight, reduction, options[1])
+        head = hidden, weight, bias
+        losses = _head_losses(*head, target, class_weight, _steps(names, numbers), ignore_index, smoothing)
+        loss = _loss_of(losses, target, class_weight, reduction, ignore_index)
     return [loss, *(torch.empty_like(tensor) for tensor, need in zip(given, wanted, strict=False) if need)]
 
 
@@ -332,14 +342,15 @@ def _keep_slopes(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> Non
 
 def _scaled(ctx: Any, gradients: list[Tensor]) -> tuple[Tensor | None, ...]:
     slopes = iter(ctx.saved_tensors)
-    return *(next(slopes) * gradients[0] if need else None for need in ctx.wanted), *[None] * 7
+    return *(next(slopes) * gradients[0] if need else None for need in ctx.wanted), *[None] * 10
 
 
 if not hasattr(torch.ops.memrewrite, "linear_loss"):
     torch.library.define(
         "memrewrite::linear_loss",
-        "(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight, str name, int reduction, "
-        "int rows, ScalarType? autocast, bool[] wanted) -> Tensor[]",
+        "(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight, str[] names, "
+        "float[] numbers, int ignore_index, float smoothing, int reduction, int rows, ScalarType? autocast, "
+        "bool[] wanted) -> Tensor[]",
     )
     torch.library.impl("memrewrite::linear_loss", "CompositeExplicitAutograd", _run_loss)
     torch.library.register_fake("memrewrite::linear_loss", _loss_on_fakes)

@@ -277,14 +277,11 @@ def as_autocast(value: Any) -> Any:
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
     """What autocast casts to there; None where it is off, or there is none."""
-    on = _has_autocast(device_type) and torch.is_autocast_enabled(device_type)
+    there = torch.compiler.is_compiling() or torch.amp.is_autocast_available(
+        device_type
+    )  # PyTorch 2.11 cannot trace it
+    on = there and torch.is_autocast_enabled(device_type)
     return torch.get_autocast_dtype(device_type) if on else None
-
-
-@torch.compiler.assume_constant_result
-def _has_autocast(device_type: str) -> bool:
-    """Whether there is any, which Dynamo of PyTorch 2.11 cannot trace."""
-    return torch.amp.is_autocast_available(device_type)
 
 
 def _in_one(a: Tensor, b: Tensor) -> bool:

@@ -81,7 +81,8 @@ def _keep_indices(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _gradient(ctx: Any, of_rows: Tensor) -> tuple[Tensor, None, None]:
-    return embedding_gradient(of_rows, *ctx.saved_tensors, ctx.count, ctx.padding_idx), None, None
+    (indices,) = ctx.saved_tensors
+    return embedding_gradient(of_rows, indices, ctx.count, ctx.padding_idx), None, None
 
 
 def embedding_gradient(of_rows: Tensor, indices: Tensor, count: int, padding_idx: int) -> Tensor:

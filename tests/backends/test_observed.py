@@ -101,7 +101,7 @@ def test_the_gradient_of_an_output_lives_as_long_as_backward(by: str, request: p
     found = []
     for returns_all in (True, False):
         torch._dynamo.reset()
-        options = {"budget": "100%", "optimizer": "none"}
+        options: Any = {"budget": "100%", "optimizer": "none"}
         compiled: Any = torch.compile(Wide(returns_all), backend=entry.memrewrite, options=options)
         compiled(torch.randn(256, 32))[0].backward()
         found.append(memrewrite.report_of(compiled).peak or 0)

@@ -21,6 +21,7 @@ from memrewrite.api import optimize
 from memrewrite.backends import entry
 from memrewrite.optimizing import run as optimizing
 from memrewrite.records.attached import report_of
+from memrewrite.records.compiled import CompiledReport
 from memrewrite.records.errors import BudgetInfeasibleError
 from memrewrite.records.options import Budget
 from memrewrite.workload.step import Inputs, Step
@@ -63,7 +64,7 @@ class Ready:
 
     def told(self) -> int | None:
         """What memrewrite says of the peak, by the back end once the step is compiled."""
-        return report_of(self.module).peak if self.by_backend else self.predicted
+        return cast(CompiledReport, report_of(self.module)).peak if self.by_backend else self.predicted
 
 
 def kind(contender: str) -> str:
@@ -155,8 +156,9 @@ def _by_backend(contender: str, workload: Workload, model: nn.Module, inputs: In
         about: dict[str, Any] = {"optimizer": step.optimizer, "amp": step.amp, "verify": False, "cache": False}
         about |= {"example_kwargs": inputs.kwargs, "returns": "loss", "compiled": True}
         model = optimize(model, inputs.args, passes=_LOSS, **about)
-    options = {"budget": "min" if budget is None else budget, "optimizer": workload.optimizer}
-    return Ready(cast(nn.Module, torch.compile(model, backend=entry.memrewrite, options=options)), budget, by_backend=True)
+    options: Any = {"budget": "min" if budget is None else budget, "optimizer": workload.optimizer}
+    module = torch.compile(model, backend=entry.memrewrite, options=options)
+    return Ready(cast(nn.Module, module), budget, by_backend=True)
 
 
 def _infeasible(line: object, limit: Budget, budget: int, lowest: int) -> BudgetInfeasibleError:

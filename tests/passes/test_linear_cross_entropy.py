@@ -261,7 +261,8 @@ def test_compilers_have_it_as_one_operator_with_its_gradients(trained: str, amp:
 
     def loss() -> Tensor:
         steps = ("to", torch.float32), ("mul", 3.0), ("tanh",)
-        return 2.0 * linear_cross_entropy(*given.values(), target, class_weight, steps, 1, 2, 0.1, 8, True)
+        head = given["hidden"], given["weight"], given["bias"]
+        return 2.0 * linear_cross_entropy(*head, target, class_weight, steps, 1, 2, 0.1, 8, True)
 
     torch.compiler.reset()
     with torch.autocast("cpu", amp, enabled=amp is not None):

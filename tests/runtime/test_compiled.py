@@ -343,6 +343,7 @@ def test_what_a_compiled_result_looks_at_can_be_traced() -> None:
     result: Any = memrewrite.optimize(model, x, optimizer="none", verify=False, compiled=True)
     assert "settings" in result._memrewrite.source
     torch.compiler.reset()
-    found = torch.compile(result, backend="eager", fullgraph=True)(x)
+    compiled: Any = torch.compile(result, backend="eager", fullgraph=True)
+    found = compiled(x)
     torch.compiler.reset()
     torch.testing.assert_close(found, model(x))
