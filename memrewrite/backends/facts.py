@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from memrewrite.backends.scratch import scratch
 from memrewrite.costs import ROOFLINES, Roofline
 from memrewrite.observe.flops import FLOPS
+from memrewrite.runtime.tied_embedding import ADDED
 from memrewrite.targets.allocator import rounded
 from memrewrite.torch_internals.operators import OpOverload, written_arguments
 from memrewrite.torch_internals.partitioning import (
@@ -91,7 +92,7 @@ def facts(joint: fx.GraphModule, divided: Divided, fused: bool = True, held: boo
     may = {i for i, node in enumerate(nodes) if repeats(node) and not must_save(node) and node not in divided.backward}
     may -= _reading_written(nodes, index, storages.holds, divided)
     symbols = {i for i, node in enumerate(nodes) if is_symbol(node)}
-    views = {i for i in range(len(nodes)) if not storages.makes[i]}
+    views = {i for i in range(len(nodes)) if not storages.makes[i] and nodes[i].target is not ADDED}
     times = tuple(0.0 if i in given or i in views else node_ms(node) for i, node in enumerate(nodes))
     costly = {i for i in may if _is_costly(nodes[i])}
     given_out = {storage for node in divided.forward_outputs for storage in storages.holds[index[node]]}
@@ -191,8 +192,8 @@ def _is_costly(node: fx.Node) -> bool:
 
 
 def _makes_nothing(node: fx.Node) -> bool:
-    """Whether what a node gives lies in what it reads: a view, or a part of a tuple."""
-    return is_view(node) or node.target is operator.getitem
+    """Whether what a node gives lies in what it reads: a view, a part of a tuple, or what it adds to."""
+    return is_view(node) or node.target in (operator.getitem, ADDED)
 
 
 def _first(node: fx.Node) -> Tensor | None:

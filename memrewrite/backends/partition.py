@@ -15,6 +15,7 @@ from memrewrite.backends.listed import kept_by, reruns
 from memrewrite.backends.live import peaks
 from memrewrite.backends.observed import Seen
 from memrewrite.backends.resident import Resident, parts
+from memrewrite.backends.rows import sum_in_place, written
 from memrewrite.records.errors import BudgetInfeasibleError, MemrewriteError
 from memrewrite.records.options import format_bytes
 from memrewrite.torch_internals.compiling import let_through
@@ -125,12 +126,14 @@ class Partition:
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """The forward and the backward graph; raises ``BudgetInfeasibleError``, as Dynamo lets it through."""
         static = static_lifetime_input_indices or []
+        if self.asked.budget is not None:
+            sum_in_place(joint)
         joint, divided = prepared(joint, static, num_fwd_outputs)
         if self.asked.budget is None or not is_ours(joint, divided):
             self.choice = "no budget" if self.asked.budget is None else "not ours"
             outputs: Any = {"num_fwd_outputs": num_fwd_outputs, "static_lifetime_input_indices": static}
-            pair: tuple[fx.GraphModule, fx.GraphModule] = stock_partition(joint, inputs, **outputs)
-            return pair
+            forward, backward = stock_partition(joint, inputs, **outputs)
+            return forward, written(backward)
         known = facts(joint, divided, self.fused, self.held)
         usual = stock_saved(joint, divided)
         stock = {i for i, node in enumerate(known.nodes) if node in usual}
@@ -138,7 +141,8 @@ class Partition:
             found = self.chosen(known, frozenset(stock))
         except MemrewriteError as error:
             raise let_through(error) from None
-        return graphs(joint, divided, known, found.order, num_fwd_outputs, self.apart)
+        forward, backward = graphs(joint, divided, known, found.order, num_fwd_outputs, self.apart)
+        return forward, written(backward)
 
     def chosen(self, known: Facts, stock: frozenset[int]) -> Found:
         """PyTorch's own choice where it fits, else the cheapest that does."""

@@ -95,6 +95,12 @@ def _dense(of_rows: Tensor, indices: Tensor, count: int, padding_idx: int) -> Te
     return torch.ops.aten.embedding_dense_backward(of_rows, indices, count, padding_idx, False)
 
 
+def _added(total: Tensor, of_rows: Tensor, indices: Tensor, padding_idx: int) -> Tensor:
+    found = total.clone()
+    _add_rows(found, of_rows, indices, padding_idx)
+    return found
+
+
 if not hasattr(torch.ops.memrewrite, "embedding"):
     torch.library.define("memrewrite::embedding", "(Tensor weight, Tensor indices, int padding_idx) -> Tensor")
     torch.library.impl("memrewrite::embedding", "CompositeExplicitAutograd", torch.ops.aten.embedding.default)
@@ -106,3 +112,14 @@ if not hasattr(torch.ops.memrewrite, "embedding"):
     torch.library.register_fake(
         "memrewrite::embedding_gradient", lambda of_rows, _, count, __: of_rows.new_empty((count, of_rows.shape[-1]))
     )
+    onto = "(Tensor{} total, Tensor of_rows, Tensor indices, int padding_idx) -> {}"
+    torch.library.define("memrewrite::add_rows", onto.format("(a!)", "()"))
+    torch.library.impl("memrewrite::add_rows", "CompositeExplicitAutograd", _add_rows)
+    torch.library.register_fake("memrewrite::add_rows", _add_rows)
+    torch.library.define("memrewrite::rows_added", onto.format("", "Tensor"))
+    torch.library.impl("memrewrite::rows_added", "CompositeExplicitAutograd", _added)
+    torch.library.register_fake("memrewrite::rows_added", lambda total, *_: torch.empty_like(total))
+
+GRADIENT = torch.ops.memrewrite.embedding_gradient.default
+ADD = torch.ops.memrewrite.add_rows.default
+ADDED = torch.ops.memrewrite.rows_added.default
