@@ -20,7 +20,6 @@ from memrewrite.capture.captured import Captured
 from memrewrite.capture.normal import bind, constants, dynamic, rebuild
 from memrewrite.capture.opaque import opaque
 from memrewrite.capture.varying import Shapes, attempts, ranged
-from memrewrite.records.errors import CaptureError
 from memrewrite.records.lines import line_now
 from memrewrite.records.ranges import Range
 from memrewrite.simulate.fake.constant_values import known_values
@@ -179,12 +178,13 @@ def _export(
         quiet(),
         _unmarked(inputs.tensors()),
         opaque(functions) as calls,
-        known_values() as values,
+        known_values(whatever_sizes=True) as values,
         _CastsStayApart(),
     ):
-        program = torch.export.export(model, inputs.args, inputs.kwargs, dynamic_shapes=shapes, strict=False)
-    if values.would_know:
-        raise CaptureError("The sizes decide values that forward asks for.")
+        try:
+            program = torch.export.export(model, inputs.args, inputs.kwargs, dynamic_shapes=shapes, strict=False)
+        finally:
+            values.check()  # whatever forward made of what it was told
     exported = program.module()
     if not isinstance(exported, fx.GraphModule):
         raise TypeError(f"export gave a {type(exported).__name__}")

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from memrewrite.records.errors import CaptureError
 from memrewrite.simulate.fake.rows import has_symbols, symbolic, two_rows, value_by_rows
 from memrewrite.torch_internals.dispatch_modes import Layer
 from memrewrite.torch_internals.fake_tensors import FakeTensor, in_place_of_modes, known_as_real
@@ -34,12 +35,15 @@ _PLACE = {"device": torch.device("cpu"), "pin_memory": None, "non_blocking": Fal
 
 
 @contextmanager
-def known_values(given: Iterable[tuple[Tensor, Tensor]] = ()) -> Iterator["KnownValues"]:
+def known_values(
+    given: Iterable[tuple[Tensor, Tensor]] = (), whatever_sizes: bool = False
+) -> Iterator["KnownValues"]:
     """Know values while a fake mode, which must be on, runs a model; to others a known tensor seems a real one.
 
-    ``given`` are fake tensors and the real ones they stand for, if the run is about these alone.
+    ``given`` are fake tensors and the real ones they stand for, if the run is about these alone. With
+    ``whatever_sizes`` code that asks for a value which is not known only because sizes vary gets a ``CaptureError``.
     """
-    mode = KnownValues()
+    mode = KnownValues(whatever_sizes)
     for fake, real in given:
         mode.copy(fake, real)
     with known_as_real(mode.seems_real), mode:
@@ -55,9 +59,10 @@ class KnownValues(Layer):
 
     supports_higher_order_operators = True
 
-    def __init__(self) -> None:
+    def __init__(self, whatever_sizes: bool = False) -> None:
         super().__init__()
         self._values: Any = WeakTensorKeyDictionary()
+        self._whatever_sizes = whatever_sizes
         self.asked = False  # whether code outside PyTorch has asked for values that are not known
         self.would_know = False  # whether one of them is not known only because sizes vary
 
@@ -70,7 +75,14 @@ class KnownValues(Layer):
         known = self.knows(tensor)
         self.asked |= not known
         self.would_know |= isinstance(tensor, Tensor) and not known and self._decided(tensor)
+        if self._whatever_sizes:
+            self.check()
         return known
+
+    def check(self) -> None:
+        """Raise ``CaptureError`` where a value was asked for that is not known only because sizes vary."""
+        if self.would_know:
+            raise CaptureError("The sizes decide values that forward asks for.")
 
     def value(self, tensor: Tensor) -> Tensor | None:
         """The value of ``tensor``, on the CPU; None where it is not known."""
