@@ -91,9 +91,10 @@ class Asked:
         return planned
 
     def _may_do_in_place(self, candidate: Candidate) -> bool:
-        """Whether a candidate that is far off is not with activations in place."""
+        """Whether a candidate that is far off is not with activations in place, or may not be where none was planned."""
         ready = marked_inplace(candidate, self.names)
-        return ready.programs != candidate.programs and ready.peak() <= self.hopeless
+        planned = any(region.marks for region in candidate.regions)
+        return ready.programs != candidate.programs and not (planned and ready.peak() > self.hopeless)
 
     def unless_far(self, size: int) -> "Asked":
         """The same, given up where the peak stays far above ``size`` bytes."""
