@@ -91,7 +91,7 @@ class Asked:
         return planned
 
     def _may_do_in_place(self, candidate: Candidate) -> bool:
-        """Whether a candidate that is far off is not with activations in place, or may not be where none was planned."""
+        """Whether a candidate that is far off may not be with activations in place; one that was planned is tried."""
         ready = marked_inplace(candidate, self.names)
         planned = any(region.marks for region in candidate.regions)
         return ready.programs != candidate.programs and not (planned and ready.peak() > self.hopeless)

@@ -35,9 +35,7 @@ _PLACE = {"device": torch.device("cpu"), "pin_memory": None, "non_blocking": Fal
 
 
 @contextmanager
-def known_values(
-    given: Iterable[tuple[Tensor, Tensor]] = (), whatever_sizes: bool = False
-) -> Iterator["KnownValues"]:
+def known_values(given: Iterable[tuple[Tensor, Tensor]] = (), whatever_sizes: bool = False) -> Iterator["KnownValues"]:
     """Know values while a fake mode, which must be on, runs a model; to others a known tensor seems a real one.
 
     ``given`` are fake tensors and the real ones they stand for, if the run is about these alone. With
