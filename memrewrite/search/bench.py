@@ -57,6 +57,7 @@ class Bench:
     tried: list[Tried] = field(default_factory=list, compare=False)
     _simulated: _Simulated = field(default_factory=dict, compare=False)
     _beside: _Simulated = field(default_factory=dict, compare=False)  # what came with it, until it is asked for
+    _passes: dict[tuple[str, ...], tuple[Timeline, int]] = field(default_factory=dict, compare=False)
     _requests: dict[tuple[str, ...], Requests | None] = field(default_factory=dict, compare=False)  # None: unknown
     _remembered: dict[object, tuple[object, Any]] = field(default_factory=dict, compare=False)
 
@@ -154,11 +155,13 @@ class Bench:
         """Whether the second step differs from the first: then there are gradients to add to in place."""
         return self.step.loop.zero_grad == "in place"
 
-    def one_pass(self, written: Written, usual: Timeline) -> int:
+    def one_pass(self, programs: tuple[str, ...], written: Callable[[], Written], usual: Timeline) -> int:
         """The peak in bytes of forward and backward in a later step, by one pass; ``usual`` is another's timeline."""
-        step = replace(self.step, optimizer=None)
-        once = self.predict(self.model, step, written=written, steps=1, blocks=False)
-        return once.repeated(usual, self.step.mode)
+        if programs not in self._passes or self._passes[programs][0] is not usual:
+            step = replace(self.step, optimizer=None)
+            once = self.predict(self.model, step, written=written(), steps=1, blocks=False)
+            self._passes[programs] = usual, once.repeated(usual, self.step.mode)
+        return self._passes[programs][1]
 
     def reserved_under(self, programs: tuple[str, ...], written: Callable[[], Written], cap: int, room: int) -> int:
         """What CUDA's allocator reserves in bytes for ``programs``, as ``Candidate.reserved_under`` says.

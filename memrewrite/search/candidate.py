@@ -266,7 +266,7 @@ class Candidate:
         """
         if self.bench.one_pass_tells_nothing or self.bench.has_simulated(self.programs):
             return self.peak(spare)
-        return max(self.bench.one_pass(self.written(), usual) + spare, usual.peak_of_optimizer)
+        return max(self.bench.one_pass(self.programs, self.written, usual) + spare, usual.peak_of_optimizer)
 
     def attributed(self) -> Timeline:
         """What ``simulate`` gives, with the submodule that made each storage."""
