@@ -108,7 +108,7 @@ class KnownValues(Layer):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        kwargs = dict(kwargs or {})
+        kwargs = kwargs or {}
         kind = _kind(func)
         if kind == "body":
             result = self.below(func, types, args, kwargs)
