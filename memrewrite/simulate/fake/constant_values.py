@@ -39,7 +39,8 @@ def known_values(given: Iterable[tuple[Tensor, Tensor]] = (), whatever_sizes: bo
     """Know values while a fake mode, which must be on, runs a model; to others a known tensor seems a real one.
 
     ``given`` are fake tensors and the real ones they stand for, if the run is about these alone. With
-    ``whatever_sizes`` code that asks for a value which is not known only because sizes vary gets a ``CaptureError``.
+    ``whatever_sizes`` nothing runs any more, but a ``CaptureError`` is raised, once the model has asked for a value
+    which is not known only because sizes vary.
     """
     mode = KnownValues(whatever_sizes)
     for fake, real in given:
@@ -73,8 +74,6 @@ class KnownValues(Layer):
         known = self.knows(tensor)
         self.asked |= not known
         self.would_know |= isinstance(tensor, Tensor) and not known and self._decided(tensor)
-        if self._whatever_sizes:
-            self.check()
         return known
 
     def check(self) -> None:
@@ -108,6 +107,8 @@ class KnownValues(Layer):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if self._whatever_sizes:
+            self.check()
         kwargs = kwargs or {}
         kind = _kind(func)
         if kind == "body":
