@@ -199,9 +199,8 @@ class _Rehearsal:
         inputs = inputs or self._given
         leaves, nesting = tree_flatten((inputs.args, inputs.kwargs))
         reads = ReadsOfForward(self._twin)
-        unseen = forwards_replaced(self.functions, watch.unseen)
-        seen = watch, unseen, reads.observed()
-        with self._explained(), self._mode, Recall(self._mode), known_values(given) as values, seen[0], seen[1], seen[2]:
+        unseen, recall = forwards_replaced(self.functions, watch.unseen), Recall(self._mode)
+        with self._explained(), self._mode, recall, known_values(given) as values, watch, unseen, reads.observed():
             watch.output = self._twin.forward(*inputs.args, **inputs.kwargs)
         watch.reads = reads
         self._asked |= values.asked
