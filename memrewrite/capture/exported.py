@@ -26,7 +26,7 @@ from memrewrite.simulate.fake.constant_values import known_values
 from memrewrite.torch_internals.logs import quiet
 from memrewrite.torch_internals.operators import OpOverload, is_mutable, named_arguments
 from memrewrite.torch_internals.pytrees import tree_leaves
-from memrewrite.torch_internals.tracing import settled_on
+from memrewrite.torch_internals.tracing import code_when_run, settled_on
 from memrewrite.workload.step import Inputs
 
 aten = torch.ops.aten
@@ -180,6 +180,7 @@ def _export(
         opaque(functions) as calls,
         known_values(whatever_sizes=True) as values,
         _CastsStayApart(),
+        code_when_run(),
     ):
         try:
             program = torch.export.export(model, inputs.args, inputs.kwargs, dynamic_shapes=shapes, strict=False)

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from memrewrite.simulate.memory.tracker import Tracker
 from memrewrite.torch_internals.autograd_nodes import gives_gradient_of_leaf
@@ -24,6 +25,7 @@ from memrewrite.torch_internals.fake_tensors import (
 from memrewrite.torch_internals.foreach import foreach_on_fake_tensors
 from memrewrite.torch_internals.pytrees import TreeSpec, tree_flatten, tree_iter, tree_leaves, tree_map, tree_unflatten
 from memrewrite.torch_internals.scaler import Scaler
+from memrewrite.torch_internals.tracing import code_when_run
 
 
 class Ops(TorchDispatchMode):
@@ -36,6 +38,20 @@ class Ops(TorchDispatchMode):
     ) -> Any:
         self.names.append(str(func))
         return func(*args, **(kwargs or {}))
+
+
+def test_code_is_made_of_a_traced_graph_when_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    recompile = fx.GraphModule.recompile
+    monkeypatch.setattr(fx.GraphModule, "recompile", lambda self: made.append(str(self.graph)) or recompile(self))
+    with code_when_run():
+        traced = make_fx(torch.sin)(torch.ones(3))
+        traced.recompile()
+    assert made == []
+    assert torch.equal(traced(torch.zeros(3)), torch.zeros(3))
+    assert len(made) == 1
+    make_fx(torch.sin)(torch.ones(3))
+    assert len(made) == 2
 
 
 @pytest.mark.parametrize("fused", [False, True])
