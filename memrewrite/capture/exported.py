@@ -22,7 +22,7 @@ from memrewrite.capture.opaque import opaque
 from memrewrite.capture.varying import Shapes, attempts, ranged
 from memrewrite.records.lines import line_now
 from memrewrite.records.ranges import Range
-from memrewrite.simulate.fake.constant_values import known_values
+from memrewrite.simulate.fake.constant_values import KnownValues, known_values
 from memrewrite.torch_internals.logs import quiet
 from memrewrite.torch_internals.operators import OpOverload, is_mutable, named_arguments
 from memrewrite.torch_internals.pytrees import tree_leaves
@@ -122,10 +122,16 @@ class _CastsStayApart(TorchFunctionMode):
 
     The tracer would take all later uses of that input for uses of the cast, which under autocast has another type.
     PyTorch lets no alias be detached in place, as it does what ``torch.tensor`` makes of a size that varies; where
-    there is no gradient, nothing is to be done.
+    there is no gradient, nothing is to be done. Once the model has asked for one of ``values`` that sizes decide,
+    nothing is called any more: export is in vain.
     """
 
+    def __init__(self, values: KnownValues) -> None:
+        super().__init__()
+        self._values = values
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._values.check()
         if func is Tensor.detach_ and not args[0].requires_grad:
             return args[0]
         if func in _CASTS and isinstance(args[0], Tensor):
@@ -178,8 +184,8 @@ def _export(
         quiet(),
         _unmarked(inputs.tensors()),
         opaque(functions) as calls,
-        known_values(whatever_sizes=True) as values,
-        _CastsStayApart(),
+        known_values() as values,
+        _CastsStayApart(values),
         code_when_run(),
     ):
         try:

@@ -35,14 +35,12 @@ _PLACE = {"device": torch.device("cpu"), "pin_memory": None, "non_blocking": Fal
 
 
 @contextmanager
-def known_values(given: Iterable[tuple[Tensor, Tensor]] = (), whatever_sizes: bool = False) -> Iterator["KnownValues"]:
+def known_values(given: Iterable[tuple[Tensor, Tensor]] = ()) -> Iterator["KnownValues"]:
     """Know values while a fake mode, which must be on, runs a model; to others a known tensor seems a real one.
 
-    ``given`` are fake tensors and the real ones they stand for, if the run is about these alone. With
-    ``whatever_sizes`` nothing runs any more, but a ``CaptureError`` is raised, once the model has asked for a value
-    which is not known only because sizes vary.
+    ``given`` are fake tensors and the real ones they stand for, if the run is about these alone.
     """
-    mode = KnownValues(whatever_sizes)
+    mode = KnownValues()
     for fake, real in given:
         mode.copy(fake, real)
     with known_as_real(mode.seems_real), mode:
@@ -58,10 +56,9 @@ class KnownValues(Layer):
 
     supports_higher_order_operators = True
 
-    def __init__(self, whatever_sizes: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self._values: Any = WeakTensorKeyDictionary()
-        self._whatever_sizes = whatever_sizes
         self.asked = False  # whether code outside PyTorch has asked for values that are not known
         self.would_know = False  # whether one of them is not known only because sizes vary
 
@@ -107,8 +104,6 @@ class KnownValues(Layer):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if self._whatever_sizes:
-            self.check()
         kwargs = kwargs or {}
         kind = _kind(func)
         if kind == "body":
