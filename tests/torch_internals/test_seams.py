@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,7 +24,15 @@ from memrewrite.torch_internals.fake_tensors import (
     real_tensors,
 )
 from memrewrite.torch_internals.foreach import foreach_on_fake_tensors
-from memrewrite.torch_internals.pytrees import TreeSpec, tree_flatten, tree_iter, tree_leaves, tree_map, tree_unflatten
+from memrewrite.torch_internals.pytrees import (
+    TreeSpec,
+    tensors_in,
+    tree_flatten,
+    tree_iter,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+)
 from memrewrite.torch_internals.scaler import Scaler
 from memrewrite.torch_internals.tracing import code_when_run
 
@@ -38,6 +47,14 @@ class Ops(TorchDispatchMode):
     ) -> Any:
         self.names.append(str(func))
         return func(*args, **(kwargs or {}))
+
+
+def test_tensors_are_found_where_leaves_are() -> None:
+    a, b, c = torch.ones(3).unbind()
+    pair = torch.return_types.max((a, b))
+    tree = ([a, (1, None, {"k": c, "a": b})], OrderedDict(x=b), pair, torch.Size([2]), "text", torch.float32, slice(1, 2))
+    assert [*map(id, tensors_in(tree))] == [id(leaf) for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    assert len(tensors_in(tree)) == 6
 
 
 def test_code_is_made_of_a_traced_graph_when_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
