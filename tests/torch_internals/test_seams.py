@@ -60,7 +60,12 @@ def test_tensors_are_found_where_leaves_are() -> None:
 def test_code_is_made_of_a_traced_graph_when_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
     recompile = fx.GraphModule.recompile
-    monkeypatch.setattr(fx.GraphModule, "recompile", lambda self: made.append(str(self.graph)) or recompile(self))
+
+    def noted(graph_module: fx.GraphModule) -> Any:
+        made.append(str(graph_module.graph))
+        return recompile(graph_module)
+
+    monkeypatch.setattr(fx.GraphModule, "recompile", noted)
     with code_when_run():
         traced = make_fx(torch.sin)(torch.ones(3))
         traced.recompile()
