@@ -95,7 +95,7 @@ class Asked:
     def exceeded_by(self, candidate: Candidate) -> bool:
         """Whether a candidate as it is takes more than the budget; by one pass where that is clear."""
         usual = None if self.limit.reserved else candidate.bench.usual
-        if usual is not None and candidate.rehearse(usual) > _CLEAR * self.budget:
+        if usual is not None and candidate.rehearse(usual, 0) > _CLEAR * self.budget:
             return True
         return self.limit.of(candidate.simulate()) > self.budget
 
