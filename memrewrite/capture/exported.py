@@ -20,14 +20,13 @@ from memrewrite.capture.captured import Captured
 from memrewrite.capture.normal import bind, constants, dynamic, rebuild
 from memrewrite.capture.opaque import opaque
 from memrewrite.capture.varying import Shapes, attempts, ranged
-from memrewrite.records.errors import CaptureError
 from memrewrite.records.lines import line_now
 from memrewrite.records.ranges import Range
-from memrewrite.simulate.fake.constant_values import known_values
+from memrewrite.simulate.fake.constant_values import KnownValues, known_values
 from memrewrite.torch_internals.logs import quiet
 from memrewrite.torch_internals.operators import OpOverload, is_mutable, named_arguments
 from memrewrite.torch_internals.pytrees import tree_leaves
-from memrewrite.torch_internals.tracing import settled_on
+from memrewrite.torch_internals.tracing import code_when_run, settled_on
 from memrewrite.workload.step import Inputs
 
 aten = torch.ops.aten
@@ -123,10 +122,16 @@ class _CastsStayApart(TorchFunctionMode):
 
     The tracer would take all later uses of that input for uses of the cast, which under autocast has another type.
     PyTorch lets no alias be detached in place, as it does what ``torch.tensor`` makes of a size that varies; where
-    there is no gradient, nothing is to be done.
+    there is no gradient, nothing is to be done. Once the model has asked for one of ``values`` that sizes decide,
+    nothing is called any more: export is in vain.
     """
 
+    def __init__(self, values: KnownValues) -> None:
+        super().__init__()
+        self._values = values
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._values.check()
         if func is Tensor.detach_ and not args[0].requires_grad:
             return args[0]
         if func in _CASTS and isinstance(args[0], Tensor):
@@ -180,11 +185,13 @@ def _export(
         _unmarked(inputs.tensors()),
         opaque(functions) as calls,
         known_values() as values,
-        _CastsStayApart(),
+        _CastsStayApart(values),
+        code_when_run(),
     ):
-        program = torch.export.export(model, inputs.args, inputs.kwargs, dynamic_shapes=shapes, strict=False)
-    if values.would_know:
-        raise CaptureError("The sizes decide values that forward asks for.")
+        try:
+            program = torch.export.export(model, inputs.args, inputs.kwargs, dynamic_shapes=shapes, strict=False)
+        finally:
+            values.check()  # whatever forward made of what it was told
     exported = program.module()
     if not isinstance(exported, fx.GraphModule):
         raise TypeError(f"export gave a {type(exported).__name__}")

@@ -32,6 +32,7 @@ from memrewrite.simulate.fake.stand_ins import functions_on_fakes
 from memrewrite.state.attributes import Attributes
 from memrewrite.state.random_state import RandomState, draws, seed_all
 from memrewrite.torch_internals.custom_functions import Forward, forwards_replaced, function_calls, functions_behind
+from memrewrite.torch_internals.dispatch_modes import Recall
 from memrewrite.torch_internals.fake_tensors import FAKE_TENSOR_ERRORS, FakeTensorMode
 from memrewrite.torch_internals.logs import quiet
 from memrewrite.torch_internals.pytrees import tree_flatten, tree_leaves, tree_map
@@ -198,8 +199,8 @@ class _Rehearsal:
         inputs = inputs or self._given
         leaves, nesting = tree_flatten((inputs.args, inputs.kwargs))
         reads = ReadsOfForward(self._twin)
-        unseen = forwards_replaced(self.functions, watch.unseen)
-        with self._explained(), self._mode, known_values(given) as values, watch, unseen, reads.observed():
+        unseen, recall = forwards_replaced(self.functions, watch.unseen), Recall(self._mode)
+        with self._explained(), self._mode, recall, known_values(given) as values, watch, unseen, reads.observed():
             watch.output = self._twin.forward(*inputs.args, **inputs.kwargs)
         watch.reads = reads
         self._asked |= values.asked

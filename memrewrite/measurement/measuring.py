@@ -22,6 +22,7 @@ from memrewrite.process.child import run_job
 from memrewrite.records.errors import DataDependentError, DoesNotFitError, MeasurementError, UsageError
 from memrewrite.records.mesh import Fsdp, Tp
 from memrewrite.records.outcomes import Measured
+from memrewrite.runtime.assembled import Written, assembled
 from memrewrite.runtime.promise import BeyondPlanWarning
 from memrewrite.simulate import Timeline, run_tracked, simulate, with_workspaces
 from memrewrite.simulate.fake.fakes import tensors_of
@@ -84,6 +85,7 @@ def predict(
     probe: bool = True,
     blocks: bool = True,
     both: bool = False,
+    written: Written | None = None,
 ) -> Timeline:
     """``simulate``, or where the step depends on values real steps under the tracker, after which all is put back.
 
@@ -103,11 +105,13 @@ def predict(
             probe=probe,
             blocks=blocks or both,
             both=both,
+            written=written,
         )
     except DataDependentError:
         left_alone = not probe and device_type(module, inputs) != "cpu"
         if not step.target.measurable or left_alone or isinstance(step.mesh, Fsdp | Tp):
             raise
+        module = module if written is None else assembled(module, written)
         timeline = _tracked(module, inputs, step, steps, attribute, blocks, workspace_bytes)
         return with_workspaces(timeline, workspace_bytes)
 

@@ -6,7 +6,6 @@ graph (ATen overloads, torch functions, methods, higher-order ops) does not matt
 
 import functools
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -26,7 +25,7 @@ from memrewrite.torch_internals.custom_functions import kept_as_attributes
 from memrewrite.torch_internals.dispatch_modes import Layer
 from memrewrite.torch_internals.fake_tensors import FakeTensorMode
 from memrewrite.torch_internals.operators import name_of_others, schema_name, written_arguments
-from memrewrite.torch_internals.pytrees import tree_iter
+from memrewrite.torch_internals.pytrees import tensors_in, tree_iter
 from memrewrite.torch_internals.spread import local_part, wraps_local
 from memrewrite.workload.step import autocast
 
@@ -216,14 +215,14 @@ class _Recorder(Layer):
         if any(map(wraps_local, types)):
             return NotImplemented  # its own rules come first, and lead here again with local parts
         kwargs = kwargs or {}
-        inputs = [(self.storage(t), t) for t in _tensors((args, kwargs))]
-        written = {self.storage(t) for t in _tensors(written_arguments(func, args, kwargs))}
+        inputs = [(self.storage(t), t) for t in tensors_in((args, kwargs))]
+        written = {self.storage(t) for t in tensors_in(written_arguments(func, args, kwargs))}
         self.stale_save |= bool(written & self.saved)
-        self.statistics |= {self.storage(t) for t in _tensors(_statistics(func, args))}
+        self.statistics |= {self.storage(t) for t in tensors_in(_statistics(func, args))}
         result = self.below(func, types, args, kwargs)
         if size := self.target.read_as(func, args, result):
             self.storage(result, size=size)
-        outputs = [(self.storage(t), t) for t in _tensors(result)]
+        outputs = [(self.storage(t), t) for t in tensors_in(result)]
         self.reads |= {key for key, _ in inputs}
         self.writes |= written | self.statistics
         self.random |= torch.Tag.nondeterministic_seeded in func.tags
@@ -278,7 +277,7 @@ class _Observer(fx.Interpreter):
         given: set[int] = set()
         if n.op not in ("placeholder", "get_attr"):
             args, kwargs = self.fetch_args_kwargs_from_env(n)
-            given = {recorder.storage(t) for t in _tensors((args, kwargs))}
+            given = {recorder.storage(t) for t in tensors_in((args, kwargs))}
         result = self._submodule(n) if n.op == "call_module" else super().run_node(n)
         if n.op in ("placeholder", "get_attr"):
             recorder.begin(index)
@@ -292,7 +291,7 @@ class _Observer(fx.Interpreter):
         self.facts[n] = NodeEffects(
             reads=before(recorder.reads) | given,
             writes=before(recorder.writes),
-            outputs=frozenset(recorder.storage(t) for t in _tensors(result)),
+            outputs=frozenset(recorder.storage(t) for t in tensors_in(result)),
             saved=frozenset(recorder.saved),
             saves_output=before(recorder.saved) != recorder.saved or bool(recorder.saved & recorder.writes),
             random=recorder.random or n.meta.get(_DRAWS, False),
@@ -327,10 +326,6 @@ def _is_opaque(node: fx.Node) -> bool:
 
 def _submodules_called(graph: fx.Graph) -> list[str]:
     return list(dict.fromkeys(str(node.target) for node in graph.find_nodes(op="call_module")))
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in tree_iter(tree) if isinstance(leaf, Tensor))
 
 
 def _statistics(func: Any, args: Any) -> list[Any]:

@@ -14,7 +14,7 @@ from memrewrite.optimizing.by_size import when_written
 from memrewrite.optimizing.foresight import foresee_in, held
 from memrewrite.optimizing.proof import Proof, prove
 from memrewrite.optimizing.request import Request
-from memrewrite.process.garbage import sought_seldom
+from memrewrite.process.garbage import sought_as_before, sought_seldom
 from memrewrite.records.options import Budget
 from memrewrite.records.outcomes import Measured
 from memrewrite.records.report import Report
@@ -69,6 +69,7 @@ class Outcome:
         return replace(self.bench, step=replace(self.bench.step, target=self.bench.target.of_original))
 
 
+@sought_seldom()
 def run(work: Workload, asked: Request, progress: Progress, offer: Offer = declined) -> Outcome:
     """Carry out a request; raises what ``optimize`` says.
 
@@ -107,7 +108,7 @@ def run(work: Workload, asked: Request, progress: Progress, offer: Offer = decli
     proof = None
     if asked.verify:
         progress("verify")
-        with blaming(bare.model):  # for whatever shapes alone do not tell
+        with sought_as_before(), blaming(bare.model):  # for whatever shapes alone do not tell
             proof = prove(candidate, result, asked.seed, asked.exact)
     progress("report")
     verdict = None if proof is None else proof.verdict
@@ -132,7 +133,6 @@ def _loss_alone(found: Regions, step: Step) -> Regions:
     return replace(found, found=(replace(whole, captured=captured), *others), notes=(*found.notes, *told))
 
 
-@sought_seldom()
 def _rewritten(
     candidate: Candidate,
     limit: Budget | None,

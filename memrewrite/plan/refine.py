@@ -51,8 +51,11 @@ class Search:
         """The cheapest plan found whose simulated peak is at most ``budget`` bytes; else that of the lowest, to 0.5 %.
 
         Where none is found, or a cheaper one may be, ``others`` are asked too, and last those that are ``hopeful``, as
-        long as hope helps; none where the lowest peak of its own is more than ``hopeless`` bytes.
+        long as hope helps; none where the lowest peak of its own is more than ``hopeless`` bytes. Where one node alone
+        takes more than these, nothing is planned, and the model is left without segments.
         """
+        if budget < self.kept and min(self.kept, self.fixed + self.of_one_node) > hopeless:
+            return Fitted(Plan(), self.kept, False)
         found = self._fit(budget)
         if not found.fits and found.peak > hopeless:
             return found
@@ -139,6 +142,18 @@ class Search:
         other = Search(chain, self.kept, self.fixed, self.simulate, self.least)
         other.peaks = self.peaks
         return other
+
+    @property
+    def of_one_node(self) -> int:
+        """The bytes that one node takes at most besides what no plan moves: no bound below it has a plan.
+
+        While the backward of a node runs, what autograd keeps for it first of all is there, kept or made again.
+        """
+        backward = self.chain.work.copy()
+        for storage in self.chain.storages:
+            if storage.saver is not None:
+                backward[storage.saver] += storage.bytes
+        return int(max(backward.max(initial=0), self.chain.forward.max(initial=0)))
 
     @functools.cached_property
     def coarse(self) -> Coarse:

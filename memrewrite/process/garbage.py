@@ -14,8 +14,24 @@ def sought_seldom() -> Iterator[None]:
     With graphs of thousands of nodes and the libraries around, each look takes a third of a second.
     """
     before = gc.get_threshold()
+    _BEFORE.append(before)
     gc.set_threshold(*before[:2], max(before[2], _SELDOM))
     try:
         yield
     finally:
+        _BEFORE.pop()
         gc.set_threshold(*before)
+
+
+@contextmanager
+def sought_as_before() -> Iterator[None]:
+    """Let Python look through all there is as often as before it was to do so seldom, where large things are made."""
+    within = gc.get_threshold()
+    gc.set_threshold(*(_BEFORE[0] if _BEFORE else within))
+    try:
+        yield
+    finally:
+        gc.set_threshold(*within)
+
+
+_BEFORE: list[tuple[int, int, int]] = []  # how often it did so outside of each scope

@@ -1,18 +1,18 @@
 """A model whose parts run programs, and itself one that calls them. Torch only."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 from memrewrite.runtime.dropin import Program, build, graft
 
+Written = Mapping[str, tuple[Program, dict[str, Tensor]]]
+"""Programs and the constants they hold, by the path of the submodule that runs them, "" for the model itself."""
 
-def assembled(
-    model: nn.Module,
-    written: dict[str, tuple[Program, dict[str, Tensor]]],
-    plain: dict[str, list[Any]] | None = None,
-) -> nn.Module:
-    """A drop-in for ``model`` by programs and constants, by the path of what runs them; ``plain`` as in ``build``.
+
+def assembled(model: nn.Module, written: Written, plain: dict[str, list[Any]] | None = None) -> nn.Module:
+    """A drop-in for ``model`` that runs what is ``written`` for its parts; ``plain`` as in ``build``.
 
     Parts are built first, so that the program of the model, if there is one beside theirs, finds them.
     """

@@ -19,6 +19,7 @@ from memrewrite.plan.segments import Plan
 from memrewrite.records.errors import DataDependentError
 from memrewrite.records.mesh import Fsdp, Tp
 from memrewrite.records.outcomes import Measured
+from memrewrite.runtime.assembled import Written
 from memrewrite.simulate import Timeline, requests
 from memrewrite.state.random_state import preserved_rng
 from memrewrite.targets.allocator import Requests
@@ -56,6 +57,7 @@ class Bench:
     tried: list[Tried] = field(default_factory=list, compare=False)
     _simulated: _Simulated = field(default_factory=dict, compare=False)
     _beside: _Simulated = field(default_factory=dict, compare=False)  # what came with it, until it is asked for
+    _passes: dict[tuple[str, ...], tuple[Timeline, int]] = field(default_factory=dict, compare=False)
     _requests: dict[tuple[str, ...], Requests | None] = field(default_factory=dict, compare=False)  # None: unknown
     _remembered: dict[object, tuple[object, Any]] = field(default_factory=dict, compare=False)
 
@@ -112,19 +114,19 @@ class Bench:
         passes = self.step.micro_batches
         return step_times(effects, self.costs(effects), [*[loss] * passes, optimizer], passes, marks)
 
-    def simulate(self, programs: tuple[str, ...], build: Callable[[], nn.Module], blocks: bool) -> Timeline:
-        """The exact timeline of two steps of what ``build`` makes of ``programs``; ``blocks`` counts on CUDA alone."""
+    def simulate(self, programs: tuple[str, ...], written: Callable[[], Written], blocks: bool) -> Timeline:
+        """The exact timeline of two steps of ``programs``, as they are ``written``; ``blocks`` counts on CUDA alone."""
         blocks = blocks and self.device == "cuda"
         if (blocks, programs) not in self._simulated:
             if (blocks, programs) not in self._beside:
-                self._look(programs, build, blocks)
+                self._look(programs, written(), blocks)
             self._simulated[blocks, programs] = self._beside.pop((blocks, programs))
         return self._simulated[blocks, programs]
 
-    def _look(self, programs: tuple[str, ...], build: Callable[[], nn.Module], blocks: bool) -> None:
+    def _look(self, programs: tuple[str, ...], written: Written, blocks: bool) -> None:
         """Simulate, on CUDA with and without blocks at once: who asks for one asks for the other sooner or later."""
         both = self.device == "cuda" and self.step.mesh is None
-        found = self.predict(build(), blocks=blocks, both=both)
+        found = self.predict(self.model, written=written, blocks=blocks, both=both)
         if found.asked_for is None:
             self._beside[blocks, programs] = found
         else:
@@ -140,38 +142,40 @@ class Bench:
         """The first timeline that was simulated, blocks aside."""
         return next((timeline for (blocks, _), timeline in self._simulated.items() if not blocks), None)
 
-    def predict(self, module: nn.Module, **how: Any) -> Timeline:
-        """``measuring.predict`` of a module in the step."""
-        return measuring.predict(module, self.inputs, self.step, workspace_bytes=self.workspace, **how)
+    def predict(self, module: nn.Module, step: Step | None = None, **how: Any) -> Timeline:
+        """``measuring.predict`` of a module in the step, or in another one on the same inputs."""
+        return measuring.predict(module, self.inputs, step or self.step, workspace_bytes=self.workspace, **how)
 
     def peak_of(self, module: nn.Module, step: Step) -> int:
         """The predicted peak in bytes of another step of a module, on the same inputs."""
-        return measuring.predict(module, self.inputs, step, workspace_bytes=self.workspace).peak
+        return self.predict(module, step).peak
 
     @property
     def one_pass_tells_nothing(self) -> bool:
         """Whether the second step differs from the first: then there are gradients to add to in place."""
         return self.step.loop.zero_grad == "in place"
 
-    def one_pass(self, module: nn.Module, usual: Timeline) -> int:
+    def one_pass(self, programs: tuple[str, ...], written: Callable[[], Written], usual: Timeline) -> int:
         """The peak in bytes of forward and backward in a later step, by one pass; ``usual`` is another's timeline."""
-        step = replace(self.step, optimizer=None)
-        once = measuring.predict(module, self.inputs, step, workspace_bytes=self.workspace, steps=1, blocks=False)
-        return once.repeated(usual, self.step.mode)
+        if programs not in self._passes or self._passes[programs][0] is not usual:
+            step = replace(self.step, optimizer=None)
+            once = self.predict(self.model, step, written=written(), steps=1, blocks=False)
+            self._passes[programs] = usual, once.repeated(usual, self.step.mode)
+        return self._passes[programs][1]
 
-    def reserved_under(self, programs: tuple[str, ...], build: Callable[[], nn.Module], cap: int, room: int) -> int:
+    def reserved_under(self, programs: tuple[str, ...], written: Callable[[], Written], cap: int, room: int) -> int:
         """What CUDA's allocator reserves in bytes for ``programs``, as ``Candidate.reserved_under`` says.
 
         ``room`` is for how many bytes they make room, which they do for any number of them.
         """
         if programs not in self._requests:
-            self._requests[programs] = self._requests_of(build())
+            self._requests[programs] = self._requests_of(written())
         asked = self._requests[programs]
         return cap if asked is None else asked.reserved_under(cap, room)
 
-    def _requests_of(self, module: nn.Module) -> Requests | None:
+    def _requests_of(self, written: Written) -> Requests | None:
         with suppress(DataDependentError):
-            return requests(module, self.inputs, self.step, workspace_bytes=self.workspace)
+            return requests(self.model, self.inputs, self.step, workspace_bytes=self.workspace, written=written)
         return None
 
     def remembered(self, slot: object, asked: object, make: Callable[[], T]) -> T:

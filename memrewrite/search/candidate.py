@@ -19,7 +19,7 @@ from memrewrite.plan_facts.nested import Layout
 from memrewrite.records.errors import InternalError
 from memrewrite.rewriting.contract import Applied, Pass, Refused, Result
 from memrewrite.rewriting.invariants import broken, health
-from memrewrite.runtime.assembled import assembled
+from memrewrite.runtime.assembled import Written, assembled
 from memrewrite.runtime.dropin import Program, program_from
 from memrewrite.search.bench import Bench
 from memrewrite.search.graphs import ObservedGraph
@@ -234,7 +234,11 @@ class Candidate:
 
     def build_on(self, model: nn.Module) -> nn.Module:
         """The drop-in for another model with the same parts."""
-        return assembled(model, {region.region.path: region.program for region in self.regions})
+        return assembled(model, self.written())
+
+    def written(self) -> Written:
+        """The programs that are the drop-in, to be simulated without making it."""
+        return {region.region.path: region.program for region in self.regions}
 
     @property
     def programs(self) -> tuple[str, ...]:
@@ -247,7 +251,7 @@ class Candidate:
         Plans are made and compared by what is asked for, ``blocks`` False: which block the allocator has for it depends
         on all that was there before, and is seen once a plan is chosen.
         """
-        return self.bench.simulate(self.programs, self.build, blocks)
+        return self.bench.simulate(self.programs, self.written, blocks)
 
     def peak(self, spare: int = 0) -> int:
         """The simulated peak in bytes, with ``spare`` more in forward and backward."""
@@ -262,11 +266,11 @@ class Candidate:
         """
         if self.bench.one_pass_tells_nothing or self.bench.has_simulated(self.programs):
             return self.peak(spare)
-        return max(self.bench.one_pass(self.build(), usual) + spare, usual.peak_of_optimizer)
+        return max(self.bench.one_pass(self.programs, self.written, usual) + spare, usual.peak_of_optimizer)
 
     def attributed(self) -> Timeline:
         """What ``simulate`` gives, with the submodule that made each storage."""
-        return self.bench.predict(self.build(), attribute=True)
+        return self.bench.predict(self.bench.model, written=self.written(), attribute=True)
 
     def reserved_under(self, cap: int) -> int:
         """What CUDA's allocator reserves in bytes if it is to be at most ``cap``; more than that where it cannot be.
@@ -275,7 +279,7 @@ class Candidate:
         is not known.
         """
         at_all = self.making_room(1)  # a byte: none is made, and where is seen
-        return self.bench.reserved_under(at_all.programs, at_all.build, cap, self.room)
+        return self.bench.reserved_under(at_all.programs, at_all.written, cap, self.room)
 
     def costs(self, region: CandidateRegion) -> Costs:
         """What the nodes of a region's graph take."""

@@ -72,7 +72,7 @@ def fit_to_budget(candidate: Candidate, limit: Budget, original: int, names: tup
 
 def _found(asked: Asked, candidate: Candidate) -> Fit | Unmet:
     """What there is within the budget, after the rewrites that cost time where it takes more without them."""
-    if asked.limit.of(candidate.simulate()) > asked.budget:
+    if asked.exceeded_by(candidate):
         candidate = rewritten_slower(candidate, asked.names)
     return _above_the_optimizer(asked, candidate) or _corrected(asked, candidate)
 
@@ -187,7 +187,7 @@ def _above_the_optimizer(asked: Asked, candidate: Candidate) -> Unmet | None:
 
     What else would fit is then simulated with a plan whose forward and backward are within the budget.
     """
-    alone = candidate.simulate(blocks=False).peak_of_optimizer
+    alone = (asked.bench.usual or candidate.simulate(blocks=False)).peak_of_optimizer  # whatever ran before
     if asked.limit.minimum or alone <= asked.budget + asked.reserve or not asked.binds:
         return None
     if asked.may_checkpoint:

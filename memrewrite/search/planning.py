@@ -171,7 +171,7 @@ def _outside(bare: Candidate) -> list[Chain]:
     There all regions hold what they keep and the head and the loss take most of what they take, which is observed.
     """
     paths = [region.region.path for region in bare.regions]
-    timeline = bare.bench.predict(bare.build(), attribute=True, blocks=False)
+    timeline = bare.bench.predict(bare.bench.model, written=bare.written(), attribute=True, blocks=False)
     inside = [
         any(module == path or (module or "").startswith(f"{path}.") for path in paths) for module in timeline.modules
     ]

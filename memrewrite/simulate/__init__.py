@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from memrewrite.records.errors import DataDependentError, UsageError
 from memrewrite.records.mesh import Fsdp, Tp
+from memrewrite.runtime.assembled import Written
 from memrewrite.runtime.promise import FallbackWarning
 from memrewrite.runtime.room import room_simulated
 from memrewrite.simulate.fake.batch import part_of
@@ -165,16 +166,16 @@ def simulate(
     probe: bool = True,
     blocks: bool = True,
     both: bool = False,
+    written: Written | None = None,
 ) -> Timeline:
-    """Run ``steps`` steps on a fake twin of ``module`` and count.
+    """Run ``steps`` steps on a fake twin of ``module``, or of what is ``written`` for it, and count.
 
     ``workspace_bytes`` is what libraries hold on the device besides tensors (``simulate.workspaces``); it is added
     throughout, unless there is nothing for them to do. On CUDA, what operators take while they run is measured there,
     one operator at a time, the first time its signature is met; for a target without it, or with ``probe`` False, it is
     known of attention and of sums alone and the device is left alone. ``attribute`` says by which submodule every
     storage was made. With ``blocks`` False what is asked for counts, and not what the caching allocator of CUDA hands
-    out for it; with ``both`` the timeline has that besides, as ``asked_for``, in a quarter more time. The module, its
-    tensors and the random state stay as they are.
+    out for it; with ``both`` the timeline has that besides, as ``asked_for``. Module, tensors and random state stay.
     Raises ``UsageError`` for CUDA tensors without CUDA, ``DataDependentError`` where the step depends on data.
     """
     kind = step.device_type(module, inputs)
@@ -182,13 +183,15 @@ def simulate(
     def once(transients: Transients | None) -> Timeline:
         allocator = allocator_on(kind) if blocks else None
         counted = transients, steps, attribute, allocator, workspace_bytes
-        with _on_fakes(module, inputs, step, allocator) as (twin, fakes, targets):
+        with _on_fakes(module, inputs, step, allocator, written) as (twin, fakes, targets):
             return run_tracked(twin, fakes, step, *counted, targets, both)
 
     return with_workspaces(_counting_transients(module, inputs, step, probe, once), workspace_bytes)
 
 
-def requests(module: nn.Module, inputs: Inputs, step: Step, *, workspace_bytes: int = 0) -> Requests:
+def requests(
+    module: nn.Module, inputs: Inputs, step: Step, *, workspace_bytes: int = 0, written: Written | None = None
+) -> Requests:
     """What CUDA's allocator is asked for in two steps of ``module``, and in more with smaller batches between.
 
     Without those where the model, its program or the loss function takes none; otherwise like ``simulate``.
@@ -196,7 +199,7 @@ def requests(module: nn.Module, inputs: Inputs, step: Step, *, workspace_bytes: 
 
     def once(transients: Transients | None) -> Requests:
         allocator = cuda_allocator()
-        with _on_fakes(module, inputs, step, allocator) as (twin, fakes, targets):
+        with _on_fakes(module, inputs, step, allocator, written) as (twin, fakes, targets):
             tracker = Tracker(device_type(twin, fakes), transients, None, step.target, allocator)
             loop, _ = _taken(twin, fakes, step, [tracker], 2, workspace_bytes, targets)
             asked = allocator.asked()
@@ -232,7 +235,7 @@ def _counting_transients(
 
 @contextmanager
 def _on_fakes(
-    module: nn.Module, inputs: Inputs, step: Step, allocator: Allocator | None
+    module: nn.Module, inputs: Inputs, step: Step, allocator: Allocator | None, written: Written | None
 ) -> Iterator[tuple[nn.Module, Inputs, Targets]]:
     """The fake twin of a module, its inputs and the targets, where the step runs on them."""
     targets = step.targets(module, inputs)
@@ -240,7 +243,7 @@ def _on_fakes(
         with (
             step.target.optimizer_kernels(),
             _sharding(step, module, device_type(module, inputs)) as shard,
-            on_fakes(module, inputs, step.target, these=True) as (twin, fakes),
+            on_fakes(module, inputs, step.target, True, written) as (twin, fakes),
             TrueResults(),
             room_simulated(lambda wanted: None if allocator is None else allocator.make_room(wanted)),
         ):

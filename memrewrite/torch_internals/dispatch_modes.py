@@ -7,7 +7,7 @@ takes longer to look that up than most operators take on real tensors: ``Recall`
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -42,7 +42,7 @@ class Layer(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._under: Layer | None = None
+        self._under: Any = None  # a layer; called for every operator, which a cast would make dearer
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -64,9 +64,8 @@ class Layer(TorchDispatchMode):
 
     def below(self, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run an operator as if this layer were not there."""
-        if self._under is None:
-            return func(*args, **kwargs)
-        return cast(Any, self._under).__torch_dispatch__(func, types, args, kwargs)
+        under = self._under
+        return func(*args, **kwargs) if under is None else under.__torch_dispatch__(func, types, args, kwargs)
 
 
 class Recall(Layer):

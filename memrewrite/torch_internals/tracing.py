@@ -16,11 +16,22 @@ import torch.utils.checkpoint as checkpoint_module
 from memrewrite.torch_internals.patches import process_wide
 from memrewrite.torch_internals.versions import private_imports, require, require_module
 
+with private_imports():
+    from torch.fx._lazy_graph_module import _use_lazy_graph_module
+
 require(
     "utils.checkpoint._checkpoint_without_reentrant_generator",
     "utils.checkpoint.CheckpointFunction",
 )
 require_module("torch.utils._sympy.printers")  # which imports sympy, in twice the time that all of memrewrite takes
+
+
+@process_wide
+@contextlib.contextmanager
+def code_when_run() -> Iterator[None]:
+    """Make code of what is traced meanwhile when that runs: export changes a graph thirty times and runs it never."""
+    with _use_lazy_graph_module(True):
+        yield
 
 
 @process_wide

@@ -456,10 +456,28 @@ def test_no_other_estimate_is_asked_where_the_lowest_peak_is_hopeless() -> None:
     chain = replace(LAYERS, work=LAYERS.work + 4000)
     machine = Machine(chain, lambda estimate, segments: estimate)
     search = Search(chain, machine(Plan()), 0, machine)
-    own = search.fit(1, hopeless=1.0)
+    own = search.fit(1, hopeless=search.of_one_node)
     assert not {"hopeful", "others"} & vars(search).keys()
     assert search.fit(1, hopeless=own.peak).peak <= own.peak
     assert {"hopeful", "others"} <= vars(search).keys()
+
+
+def test_nothing_is_planned_where_one_node_alone_is_hopeless() -> None:
+    search = Search(LAYERS, 50_000, 700, lambda plan: pytest.fail("simulated"))
+    assert search.of_one_node == 1024
+    assert search.fit(1, hopeless=700 + 1023) == Fitted(Plan(), 50_000, fits=False)
+    assert not {"lowest", "flat"} & vars(search).keys()
+    assert search.fit(50_000, hopeless=0).fits
+
+
+@SMALL
+@given(chains())
+def test_no_plan_takes_less_than_one_node_does(chain: Chain) -> None:
+    read = tuple(replace(s, saver=s.saver and min(max(s.saver, s.first_use), len(chain) - 1)) for s in chain.storages)
+    read = tuple(s for s in read if s.saver is None or s.producer == s.saver or s.first_use <= s.saver)
+    chain = replace(chain, storages=read)
+    search = Search(chain, 0, 0, lambda plan: 0)
+    assert search.of_one_node <= min(evaluate(chain, chosen)[0] for chosen in all_plans(chain))
 
 
 @pytest.mark.parametrize("budget", [1, 8999])

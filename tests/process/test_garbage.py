@@ -5,7 +5,7 @@ import gc
 
 import pytest
 
-from memrewrite.process.garbage import sought_seldom
+from memrewrite.process.garbage import sought_as_before, sought_seldom
 
 
 @pytest.mark.parametrize(("before", "within"), [((700, 10, 10), (700, 10, 200)), ((500, 5, 1000), (500, 5, 1000))])
@@ -17,7 +17,12 @@ def test_all_objects_are_looked_through_seldom_until_it_ends(
     try:
         with contextlib.suppress(ZeroDivisionError), sought_seldom():
             assert gc.get_threshold() == within
+            with sought_seldom(), sought_as_before():
+                assert gc.get_threshold() == before
+            assert gc.get_threshold() == within
             raise ZeroDivisionError
         assert gc.get_threshold() == before
+        with sought_as_before():
+            assert gc.get_threshold() == before
     finally:
         gc.set_threshold(*usual)

@@ -10,7 +10,9 @@ import memrewrite
 from memrewrite.observe import effects
 from memrewrite.plan.segments import Plan
 from memrewrite.records.loop import HABITS, Loop
+from memrewrite.records.options import Budget
 from memrewrite.search import graphs
+from memrewrite.search.asked import Asked
 from memrewrite.search.candidate import Candidate
 from memrewrite.search.inplace import marked_inplace
 from memrewrite.search.planning import plan, rewritten
@@ -44,6 +46,29 @@ def test_one_pass_tells_the_peak_of_two_steps(name: str, optimizer: str) -> None
     for segments in some_plans(under_test):
         planned = under_test.with_segments(segments)
         assert planned.rehearse(usual) == planned.simulate().peak
+
+
+@pytest.mark.parametrize("name", ["residual", "transformer", "tied"])
+def test_what_is_simulated_without_making_the_drop_in_is_what_the_drop_in_does(name: str) -> None:
+    under_test = first(name, Step(optimizer=torch.optim.AdamW))
+    for segments in some_plans(under_test):
+        planned = under_test.with_segments(segments).promising(10**9, strict=True)
+        made = planned.bench.predict(planned.build(), attribute=True)
+        assert planned.attributed() == made
+        assert planned.simulate().events == made.events
+
+
+def test_one_pass_tells_that_a_candidate_is_clearly_above_its_budget() -> None:
+    under_test = first("residual", Step(optimizer=torch.optim.AdamW))
+    usual = under_test.simulate()
+    planned = under_test.with_segments(Plan(((0, 3),)))
+    above, limit = planned.rehearse(usual), Budget(bytes=1)
+    asked = Asked(under_test.bench, limit, above // 2, usual.peak, None)
+    assert asked.exceeded_by(planned)
+    assert not planned.bench.has_simulated(planned.programs)
+    assert replace(asked, budget=above - 1).exceeded_by(planned)
+    assert not replace(asked, budget=above).exceeded_by(planned)
+    assert planned.bench.has_simulated(planned.programs)
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])

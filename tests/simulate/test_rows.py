@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim
 
-from memrewrite.capture import capture
+from memrewrite.capture import capture, exported
 from memrewrite.simulate.fake.constant_values import known_values
 from memrewrite.workload.step import Inputs
 from tests.capture.test_capture import drop_in
@@ -126,6 +126,20 @@ def test_what_hangs_on_the_length_is_not_known_and_the_way_of_the_example_is_tak
     captured = capture(module, Inputs((tokens(),), {}))
     assert captured.inputs.leaves[0].shape[1] == LENGTH
     assert torch.equal(drop_in(module, captured)(tokens()), module(tokens()))
+
+
+def test_export_ends_where_a_value_is_asked_for_that_the_length_decides() -> None:
+    asked, through = list[bool](), list[bool]()
+
+    def noted(given: Tensor) -> Tensor:
+        asked.append(True)
+        return UNKNOWN["the last"](given)
+
+    module = Asks(noted)
+    module.embedding.register_forward_hook(lambda *called: through.append(True))
+    captured = exported.capture(module, Inputs((tokens(),), {}))
+    assert captured.inputs.leaves[0].shape[1] == LENGTH
+    assert len(asked) > len(through) == 1
 
 
 def test_questions_that_inputs_decide_leave_lengths_free() -> None:

@@ -3,13 +3,15 @@
 import contextlib
 import gc
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from memrewrite.simulate.memory.tracker import Tracker
 from memrewrite.torch_internals.autograd_nodes import gives_gradient_of_leaf
@@ -22,8 +24,17 @@ from memrewrite.torch_internals.fake_tensors import (
     real_tensors,
 )
 from memrewrite.torch_internals.foreach import foreach_on_fake_tensors
-from memrewrite.torch_internals.pytrees import TreeSpec, tree_flatten, tree_iter, tree_leaves, tree_map, tree_unflatten
+from memrewrite.torch_internals.pytrees import (
+    TreeSpec,
+    tensors_in,
+    tree_flatten,
+    tree_iter,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+)
 from memrewrite.torch_internals.scaler import Scaler
+from memrewrite.torch_internals.tracing import code_when_run
 
 
 class Ops(TorchDispatchMode):
@@ -36,6 +47,33 @@ class Ops(TorchDispatchMode):
     ) -> Any:
         self.names.append(str(func))
         return func(*args, **(kwargs or {}))
+
+
+def test_tensors_are_found_where_leaves_are() -> None:
+    a, b, c = torch.ones(3).unbind()
+    pair = torch.return_types.max((a, b))
+    tree = ([a, (1, None, {"k": c, "a": b})], OrderedDict(x=b), pair, torch.Size([2]), "text", torch.float32)
+    assert [*map(id, tensors_in(tree))] == [id(leaf) for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    assert len(tensors_in(tree)) == 6
+
+
+def test_code_is_made_of_a_traced_graph_when_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    recompile = fx.GraphModule.recompile
+
+    def noted(graph_module: fx.GraphModule) -> Any:
+        made.append(str(graph_module.graph))
+        return recompile(graph_module)
+
+    monkeypatch.setattr(fx.GraphModule, "recompile", noted)
+    with code_when_run():
+        traced = make_fx(torch.sin)(torch.ones(3))
+        traced.recompile()
+    assert made == []
+    assert torch.equal(traced(torch.zeros(3)), torch.zeros(3))
+    assert len(made) == 1
+    make_fx(torch.sin)(torch.ones(3))
+    assert len(made) == 2
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -17,11 +17,12 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from memrewrite.records.errors import CaptureError
 from memrewrite.simulate.fake.rows import has_symbols, symbolic, two_rows, value_by_rows
 from memrewrite.torch_internals.dispatch_modes import Layer
 from memrewrite.torch_internals.fake_tensors import FakeTensor, in_place_of_modes, known_as_real
 from memrewrite.torch_internals.operators import OpOverload, is_mutable, named_arguments, schema_name, written_arguments
-from memrewrite.torch_internals.pytrees import tree_iter, tree_map
+from memrewrite.torch_internals.pytrees import tensors_in, tree_map
 
 LIMIT = 2**20  # elements, at most 8 MiB; what is larger is not what a model asks
 _FACTORIES = {"arange", "eye", "tril_indices", "triu_indices"}
@@ -72,6 +73,11 @@ class KnownValues(Layer):
         self.would_know |= isinstance(tensor, Tensor) and not known and self._decided(tensor)
         return known
 
+    def check(self) -> None:
+        """Raise ``CaptureError`` where a value was asked for that is not known only because sizes vary."""
+        if self.would_know:
+            raise CaptureError("The sizes decide values that forward asks for.")
+
     def value(self, tensor: Tensor) -> Tensor | None:
         """The value of ``tensor``, on the CPU; None where it is not known."""
         value, storage = self._values.get(tensor, (None, None))
@@ -98,13 +104,13 @@ class KnownValues(Layer):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        kwargs = dict(kwargs or {})
+        kwargs = kwargs or {}
         kind = _kind(func)
         if kind == "body":
             result = self.below(func, types, args, kwargs)
-            self._forget(_tensors((args, kwargs)))  # it may have written them
+            self._forget(tensors_in((args, kwargs)))  # it may have written them
             return result
-        if kind == "question" and not any(map(symbolic, _tensors((args, kwargs)))):
+        if kind == "question" and not any(map(symbolic, tensors_in((args, kwargs)))):
             answer = self._compute(func, args, kwargs)
             if isinstance(answer, int | float):
                 return answer
@@ -128,7 +134,7 @@ class KnownValues(Layer):
         there = {tensor: value for tensor, (value, storage) in self._values.items() if storage in places}
         if not there:
             return
-        tensors = _tensors((args, kwargs))
+        tensors = tensors_in((args, kwargs))
         varies = any(map(symbolic, (*tensors, *there))) or any(value is None for value in there.values())
         decided = varies and all(map(self._decided, tensors))
         # Where the shape of a tensor itself has just changed, its value has not followed yet; nor has a value that is
@@ -153,7 +159,7 @@ class KnownValues(Layer):
         if name in _LIFTS:
             self.copy(result, args[0])
             return
-        tensors = _tensors((args, kwargs))
+        tensors = tensors_in((args, kwargs))
         if (not tensors and name not in _FACTORIES) or not all(map(self._decided, tensors)):
             return
         results = _results(result)
@@ -167,7 +173,7 @@ class KnownValues(Layer):
                 self._values[fake] = (None, _storage(fake))
 
     def _by_rows(self, func: OpOverload, name: str, call: Any, result: Any) -> Any:
-        if not all(map(self.knows, _tensors(call))) or not isinstance(result, Tensor):
+        if not all(map(self.knows, tensors_in(call))) or not isinstance(result, Tensor):
             return None
         with suppress(Exception), in_place_of_modes():  # what cannot be computed is not known
             return value_by_rows(func, name, call, result, self._values, lambda *call: self._compute(func, *call))
@@ -175,7 +181,7 @@ class KnownValues(Layer):
 
     def _compute(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
         """What the operator gives for the values, on which it does what it does; None where that is not known."""
-        if torch.Tag.nondeterministic_seeded in func.tags or not all(map(self.knows, _tensors((args, kwargs)))):
+        if torch.Tag.nondeterministic_seeded in func.tags or not all(map(self.knows, tensors_in((args, kwargs)))):
             return None
         values = tree_map(lambda leaf: self.value(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
         there = {name: _PLACE.get(name, value) if value is not None else None for name, value in values[1].items()}
@@ -209,16 +215,12 @@ def _kind(func: Any) -> str:
     return "function" if own and "empty" not in schema_name(func) else "other"
 
 
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_iter(tree) if isinstance(leaf, Tensor)]
-
-
 def _results(result: Any) -> list[Any]:
     return [result] if isinstance(result, Tensor) else list(result) if isinstance(result, list | tuple) else []
 
 
 def _written(func: OpOverload, args: Any, kwargs: Any) -> list[Tensor]:
-    return _tensors(written_arguments(func, args, kwargs))
+    return tensors_in(written_arguments(func, args, kwargs))
 
 
 def _share(one: Tensor, other: Tensor | None) -> bool:

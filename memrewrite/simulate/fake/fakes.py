@@ -16,7 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from memrewrite.runtime.assembled import Written, assembled
 from memrewrite.runtime.dropin import empty_like, own, prepare
+from memrewrite.runtime.promise import Promise
 from memrewrite.simulate.fake.constant_values import known_values
 from memrewrite.simulate.fake.refusals import takes_data
 from memrewrite.simulate.fake.stand_ins import functions_on_fakes
@@ -46,7 +48,19 @@ def fake_twin(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
     What is tied stays tied, on the level of tensors and of storages. The real tensors are not touched or copied,
     gradients are left out, and the copy can change its buffers and attributes without the original seeing it.
     """
-    twin: nn.Module = _Copier(lambda tensor: _fake(tensor, mode)).copy(module)
+    return _twin(module, mode, None)
+
+
+def _twin(module: nn.Module, mode: FakeTensorMode, written: Written | None) -> nn.Module:
+    """``fake_twin`` of what is ``written`` for a module; it promises nothing."""
+    copier = _Copier(lambda tensor: _fake(tensor, mode))
+    twin: nn.Module = copier.copy(module)
+    if written is None:
+        return twin
+    fakes = {path: (program, copier.copy(dict(constants))) for path, (program, constants) in written.items()}
+    twin = assembled(twin, fakes)
+    for kept in filter(None, (own(twin.get_submodule(path)) for path in written)):
+        kept.promise = Promise(kept.promise.name, None, False, {})
     return twin
 
 
@@ -74,16 +88,21 @@ def fakes_of(tensors: Sequence[Tensor], like: Sequence[Tensor]) -> tuple[Tensor,
 
 @contextmanager
 def on_fakes(
-    module: nn.Module, inputs: Inputs, target: Target = EAGER, these: bool = False
+    module: nn.Module,
+    inputs: Inputs,
+    target: Target = EAGER,
+    these: bool = False,
+    written: Written | None = None,
 ) -> Iterator[tuple[nn.Module, Inputs]]:
     """The fake twin of a module and its fake inputs, in the mode they run in, as on ``target``.
 
-    With ``these``, the run is about these inputs alone, and the values of small ones without fractions are known.
+    With ``these``, the run is about these inputs alone, and the values of small ones without fractions are known. What
+    is ``written`` makes of the twin what it makes of the module, which is never made then.
     """
     # Constants outside the module (globals of its file) are real; they are read as fakes and not counted.
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     device = next((parameter.device for parameter in module.parameters() if not parameter.is_meta), _CPU)
-    twin, fakes = fake_twin(module, mode), fake_inputs(inputs, mode, device)
+    twin, fakes = _twin(module, mode, written), fake_inputs(inputs, mode, device)
     pairs = zip(fakes.tensors(), inputs.tensors(), strict=True)
     given = [(fake, real) for fake, real in pairs if these and not real.is_meta]
     with running_on_fakes(mode, target, given):

@@ -28,10 +28,9 @@ class TrueResults(Layer):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        kwargs = dict(kwargs or {})
-        results = self.below(func, types, args, kwargs)
+        results = self.below(func, types, args, kwargs or {})
         rule = _rule(func)
-        return results if rule is None else rule(results, func, args, kwargs)
+        return results if rule is None else rule(results, func, args, dict(kwargs or {}))
 
 
 def _only_wanted(results: Any, func: Any, args: Any, kwargs: Any) -> Any:
