@@ -34,6 +34,14 @@ def local_part(tensor: Tensor) -> Tensor:
     return getattr(tensor, "elem", tensor) if wraps_local(kind) else tensor
 
 
+def computed_on(tensor: Tensor) -> torch.device:
+    """Where a parameter is when it is computed with: of one that waits on the host, where its mesh is."""
+    kind = tensor.device_mesh.device_type if is_spread(type(tensor)) else tensor.device.type  # type: ignore[attr-defined]
+    if kind == tensor.device.type:
+        return tensor.device
+    return torch.device(kind, torch.get_device_module(kind).current_device())
+
+
 @dataclass(frozen=True)
 class Spread:
     """How a tensor is spread over a mesh: the whole one's sizes and strides, and what each process has of it."""
