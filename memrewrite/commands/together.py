@@ -29,8 +29,8 @@ def run(mesh: str, work: Callable[[Callable[[], None]], int]) -> int:
     asked, count = Mesh.parse(mesh), processes()
     if asked.processes != count:
         raise UsageError(
-            f"A launcher started {count} processes, and the mesh {asked} has {asked.processes}; give --mesh ddp={count} "
-            f"or fsdp={count} say, or start one process."
+            f"A launcher started {count} processes, and the mesh {asked} has {asked.processes}; give --mesh "
+            f"ddp={count} or fsdp={count} say, or start one process."
         )
     loaded = False
 

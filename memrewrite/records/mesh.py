@@ -137,17 +137,20 @@ class Fsdp(Mesh):
     """Processes that have a part of each parameter; the rest are arguments of ``fully_shard`` (FSDP2).
 
     ``param_dtype``, ``reduce_dtype`` and ``output_dtype`` (``bf16``, ``fp16``, ``fp32`` or None) are its mixed
-    precision, and ``cast_inputs`` whether inputs of units become ``param_dtype``. ``reshard`` is whether the parameters of units are freed after forward, or to how many parts of them,
-    ``reshard_root`` whether those of the model's own are. With ``replicas`` there are so many times ``size`` processes,
-    which have the parts once each (HSDP); with ``tp`` so many times again, which are tensor parallel as in ``Tp``.
-    ``units`` is a pattern of the paths of the modules that are sharded one by one before the model is
-    (``model.layers.*``), "" for the members of lists of modules of one class. What text cannot say is known of a model
-    that is sharded already: ``paths`` are those of its units, ``groups`` those of them that are sharded as one,
-    ``reshards`` are the units that differ from ``reshard``, and for those ``prefetched`` says which others they gather
-    ahead in "forward" or "backward". With ``offload`` what each process has of the parameters, their gradients and the
-    optimizer's state lies in the memory of the host (``CPUOffloadPolicy``). ``ignored`` are patterns of the paths of
-    parameters that every process keeps whole (``ignored_params``). ``devices`` are the meshes of PyTorch's that ``fully_shard`` is called with and
-    that layers are divided over, of a model that is tensor parallel already.
+    precision, and ``cast_inputs`` whether inputs of units become ``param_dtype``. ``reshard`` is whether the parameters
+    of units are freed after forward, or to how many parts of them, ``reshard_root`` whether those of the model's own
+    are. With ``replicas`` there are so many times ``size`` processes, which have the parts once each (HSDP); with
+    ``tp`` so many times again, which are tensor parallel as in ``Tp``. ``units`` is a pattern of the paths of the
+    modules that are sharded one by one before the model is (``model.layers.*``), "" for the members of lists of modules
+    of one class. With ``offload`` what each process has of the parameters, their gradients and the optimizer's state
+    lies in the memory of the host (``CPUOffloadPolicy``). ``ignored`` are patterns of the paths of parameters that
+    every process keeps whole (``ignored_params``).
+
+    What text cannot say is known of a model that is sharded already: ``paths`` are those of its units, ``groups`` those
+    of them that are sharded as one, ``reshards`` are the units that differ from ``reshard``, and for those
+    ``prefetched`` says which others they gather ahead in "forward" or "backward". ``devices`` are the meshes of
+    PyTorch's that ``fully_shard`` is called with and that layers are divided over, of a model that is tensor parallel
+    already.
     """
 
     param_dtype: str | None = None

@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import Literal, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from memrewrite.records.errors import DataDependentError, UsageError
 from memrewrite.records.mesh import Fsdp, Tp
@@ -36,7 +36,7 @@ from memrewrite.simulate.memory.recorder import (
     Recorder,
     take_step,
 )
-from memrewrite.simulate.memory.tracker import COMMUNICATION, OPERATOR_WORKSPACE, Life, Tracker
+from memrewrite.simulate.memory.tracker import OPERATOR_WORKSPACE, Life, Tracker
 from memrewrite.state.random_state import preserved_rng
 from memrewrite.targets.allocator import Allocator, Requests, allocator_on, cuda_allocator
 from memrewrite.targets.transients import Transients

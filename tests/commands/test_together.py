@@ -57,15 +57,14 @@ QUICK = ["--budget", "min", "--passes", "swish", "--no-verify", "--no-measure", 
 SEGMENTS = ["--passes", "checkpoint_segments", "--json", "-", "--verify", "--measure"]
 
 
-def launched(
-    folder: Path, *options: str, broken: str = "", count: int = 2
-) -> tuple[list[int], list[str], list[str]]:
+def launched(folder: Path, *options: str, broken: str = "", count: int = 2) -> tuple[list[int], list[str], list[str]]:
     """The exit codes of the processes that run the command together, what each printed, and what each told."""
     (folder / "net.py").write_text(NET)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    together = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    together = {"WORLD_SIZE": str(count), **address}
     command = [sys.executable, "-m", "memrewrite", "optimize", "net.py", *QUICK, *options]
     processes = [
         subprocess.Popen(
