@@ -320,7 +320,8 @@ def _taken(
             each.register(loop.average.tensors, AVERAGE)
     recorders = [Recorder(each, loop, library_requests(libraries, step.mode), apart) for each in trackers]
     sharded = seen_by(trackers[0]) if isinstance(step.mesh, Fsdp | Tp) else nullcontext()
-    copies = copies_seen(trackers[0]) if apart else nullcontext()
+    one_device = device_type(module, inputs) == "cpu"  # where the host is simulated on what stands for the other one
+    copies = copies_seen(trackers[0]) if apart and one_device else nullcontext()
     with step.target.around(module), sharded, copies:
         for number in range(1, steps + 1):
             take_step(loop, recorders, number)

@@ -36,10 +36,11 @@ def local_part(tensor: Tensor) -> Tensor:
 
 def computed_on(tensor: Tensor) -> torch.device:
     """Where a parameter is when it is computed with: of one that waits on the host, where its mesh is."""
-    kind = tensor.device_mesh.device_type if is_spread(type(tensor)) else tensor.device.type  # type: ignore[attr-defined]
-    if kind == tensor.device.type:
-        return tensor.device
-    return torch.device(kind, torch.get_device_module(kind).current_device())
+    here = tensor.device
+    if here.type != "cpu" or not is_spread(type(tensor)):
+        return here
+    kind = tensor.device_mesh.device_type  # type: ignore[attr-defined]
+    return here if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
 
 
 @dataclass(frozen=True)

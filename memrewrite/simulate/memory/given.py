@@ -8,13 +8,13 @@ from memrewrite.records.mesh import Fsdp
 from memrewrite.simulate.fake.fakes import tensors_of
 from memrewrite.simulate.memory.recorder import BUFFERS, INPUTS, PARAMETERS, owner
 from memrewrite.simulate.memory.tracker import COMMUNICATION, Tracker
-from memrewrite.workload.step import Inputs, Step, Targets, device_type
+from memrewrite.workload.step import Inputs, Step, Targets
 
 
 def parameters_apart(step: Step, module: nn.Module, inputs: Inputs) -> bool:
-    """Whether parameters lie on the host, which is to be another device than the step's and is the same one here."""
+    """Whether parameters lie on the host, and the optimizer works there, while the step runs elsewhere."""
     offload = isinstance(step.mesh, Fsdp) and step.mesh.offload
-    return offload and step.device_type(module, inputs) != device_type(module, inputs)
+    return offload and step.device_type(module, inputs) != "cpu"
 
 
 def register_apart(tracker: Tracker, tensors: Iterable[Tensor], category: str, apart: bool) -> None:
