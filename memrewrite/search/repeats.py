@@ -1,6 +1,6 @@
 """Which calls that nobody looks into give the same twice: tried on real tensors, as only those may run again."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,14 +33,18 @@ class _Runs:
 
 
 @preserved_everywhere()
-def note_what_repeats(graph_module: fx.GraphModule, example: list[Tensor], step: Step) -> None:
+def note_what_repeats(
+    graph_module: fx.GraphModule, example: list[Tensor], step: Step, once: Collection[str] = ()
+) -> None:
     """Say of each call that nobody looks into, given one tensor per placeholder, whether it may run again.
+
+    Submodules with the paths ``once`` may not.
 
     The random state is as it was afterwards: the numbers that the calls are tried on are drawn from it.
     """
     nodes = graph_module.graph.nodes
     functions = [n for n in nodes if isinstance(n.target, FunctionCall) or name_of_others(n.target)]
-    submodules = [node for node in nodes if node.op == "call_module"]
+    submodules = [node for node in nodes if node.op == "call_module" and node.target not in once]
     if not functions and not submodules:
         return
     effects = observe(graph_module, example, step.amp, target=step.target)

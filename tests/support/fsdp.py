@@ -16,6 +16,7 @@ from memrewrite.runtime.promise import FallbackWarning
 from memrewrite.simulate.memory.tracker import Tracker
 from memrewrite.torch_internals.fsdp import seen_by
 from memrewrite.torch_internals.spread import local_part
+from tests.support.parallelized import ROWS, Mlp
 
 MESHES: dict[str, dict[str, Any]] = {
     "fsdp=2": {},
@@ -28,6 +29,7 @@ MESHES: dict[str, dict[str, Any]] = {
     "fsdp=2,units=layers.1": {},
 }
 BF16 = "fsdp=2,param-dtype=bf16,output-dtype=bf16,no-cast-inputs"
+NESTED = "fsdp=2,nested"  # of Mlp, whose layers have a unit in them and a hook at their ends
 IGNORED = "fsdp=2,ignored=outward.weight,ignored=layers.1.0.*"
 OTHERWISE: dict[str, dict[str, Any]] = {
     "fsdp=2,cpu-offload": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},  # to the memory of the same CPU
@@ -90,22 +92,29 @@ def optimized(model: nn.Module, x: Tensor = X) -> nn.Module:
 
 def trainings_otherwise(models: dict[str, nn.Module]) -> dict[str, tuple[Trained, ...]]:
     """The model as it is, what was made of it before it was sharded, and what is made of it afterwards."""
-    return {
+    found = {
         name: (train(Net(), name), train(model, name), train(Net(), name, optimized)) for name, model in models.items()
     }
+    return found | {NESTED: (train(Mlp(), NESTED), train(Mlp(), NESTED, optimized))}
 
 
 def input_of(name: str) -> Tensor:
     """The input of a training."""
-    return X.bfloat16() if name == BF16 else X
+    return X.bfloat16() if name == BF16 else ROWS if name == NESTED else X
 
 
 def train(model: Any, name: str, then: Callable[..., Any] = lambda model, x: model) -> Trained:
     """Steps of PyTorch's tutorial loop with the model sharded for one mesh, and changed then."""
-    given, twice = (MESHES | OTHERWISE)[name.removesuffix(PREFETCH).removesuffix(GROUPED)], "replicas" in name
+    known, twice = MESHES | OTHERWISE | {NESTED: {}}, "replicas" in name
+    given = known[name.removesuffix(PREFETCH).removesuffix(GROUPED)]
+    calls: list[int] = []
     if name == IGNORED:
         given = {"ignored_params": {model.outward.weight, *model.layers[1][0].parameters()}}
     mesh = init_device_mesh("cpu", (2, 1) if twice else (2,), mesh_dim_names=("outer", "inner") if twice else None)
+    if name == NESTED:
+        for layer in model.layers:
+            fully_shard(layer[0], mesh=mesh)
+            layer[4].register_forward_hook(lambda *_: calls.append(1))
     for unit in model.layers if "units" not in name else [model.layers[1]]:
         fully_shard(unit, mesh=mesh, **given)
     if name.endswith(GROUPED):  # the first and the last parameters as one, as accelerate does it
@@ -121,6 +130,7 @@ def train(model: Any, name: str, then: Callable[..., Any] = lambda model, x: mod
     tracker.register([x], "inputs")
     peaks: list[int] = []
     numbers: dict[str, Tensor] = {}
+    calls.clear()
     with seen_by(tracker), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always", FallbackWarning)
         for number in range(5):
@@ -137,6 +147,7 @@ def train(model: Any, name: str, then: Callable[..., Any] = lambda model, x: mod
                 optimizer.zero_grad()
             peaks.append(tracker.peak)
             numbers[f"loss {number}"] = loss.detach().clone()
+            numbers[f"hooks {number}"] = torch.tensor(len(calls))
     numbers |= {name: local_part(parameter).detach().clone() for name, parameter in model.named_parameters()}
     told = [str(each.message) for each in said if issubclass(each.category, FallbackWarning)]
     predicted = (0, 0, 0)

@@ -9,7 +9,7 @@ from memrewrite.records.errors import UsageError
 from memrewrite.records.mesh import Fsdp
 from memrewrite.torch_internals.fsdp import ignored
 from tests.support import fsdp
-from tests.support.fsdp import OTHERWISE, Trained, input_of
+from tests.support.fsdp import NESTED, OTHERWISE, Trained, input_of
 from tests.support.processes import together
 
 Found = list[dict[str, tuple[Trained, ...]]]
@@ -30,8 +30,15 @@ def test_a_budget_holds_in_two_processes(found: Found, name: str) -> None:
     assert before.peak == after.peak == sharded <= budget < unsharded
 
 
+def test_a_budget_holds_for_units_in_units_and_hooks_in_units(found: Found) -> None:
+    original, result = found[0][NESTED]
+    before, after, budget = result.predicted
+    assert original.peak == before
+    assert result.peak == after <= budget < before
+
+
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("name", OTHERWISE)
+@pytest.mark.parametrize("name", [*OTHERWISE, NESTED])
 def test_they_train_as_they_did(found: Found, name: str, rank: int) -> None:
     original, *others = found[rank][name]
     for other in others:
