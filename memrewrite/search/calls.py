@@ -98,7 +98,7 @@ def _unfit_now(module: nn.Module, known: Mapping[int, int]) -> str:
         return "the model runs it under its own torch.utils.checkpoint"
     for path, inner in module.named_modules():
         if path and _hooks_of(inner) > 1 + known.get(id(inner), 0):
-            return f"there is a hook on its {path} when it runs, which a region would not call"
+            return f"the model has a hook on its {path} when it runs, which a region would not call"
     return ""
 
 
