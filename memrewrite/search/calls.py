@@ -12,7 +12,7 @@ from memrewrite.capture.hazards import in_checkpoint
 from memrewrite.capture.kept_calls import other_sizes
 from memrewrite.records.mesh import Fsdp
 from memrewrite.records.tensor_like import TensorLike
-from memrewrite.runtime.guards import HOOKS
+from memrewrite.runtime.guards import hooks_of
 from memrewrite.search.forward_runs import forward_once, with_or_without
 from memrewrite.torch_internals.pytrees import tree_flatten, tree_map
 from memrewrite.workload.step import Inputs, Step
@@ -72,7 +72,7 @@ def _kind(call: Call) -> Any:
 def _calls(model: nn.Module, inputs: Inputs, step: Step, grad: bool) -> dict[nn.Module, list[Call]]:
     calls: dict[nn.Module, list[Call]] = defaultdict(list)
     numbers, sharded = iter(range(10**9)), isinstance(step.mesh, Fsdp)  # whose units hold what has hooks as calls
-    known = {id(module): _hooks_of(module) for module in model.modules()} if sharded else {}
+    known = {id(module): len([*hooks_of(module)]) for module in model.modules()} if sharded else {}
 
     def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
         described = tree_map(_in_words, args), tree_map(_in_words, kwargs)
@@ -97,10 +97,6 @@ def _unfit_now(module: nn.Module, known: Mapping[int, int]) -> str:
     if in_checkpoint():
         return "the model runs it under its own torch.utils.checkpoint"
     for path, inner in module.named_modules():
-        if path and _hooks_of(inner) > 1 + known.get(id(inner), 0):
+        if path and len([*hooks_of(inner)]) > 1 + known.get(id(inner), 0):
             return f"the model has a hook on its {path} when it runs, which a region would not call"
     return ""
-
-
-def _hooks_of(module: nn.Module) -> int:
-    return sum(map(len, (vars(module)[kind] or () for kind in HOOKS)))

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -96,6 +97,22 @@ def test_segments_hold_products_and_what_is_sent_for_them(mesh: Any) -> None:
     assert not [line for line in products if "random=True" in line]  # they draw nothing, whatever they are given
     assert result.report.verdict.startswith("bit-equal: 3 steps, 27 gradients")
     assert not [note for note in result.report.notes if "_FromTorchTensor" in note]
+    assert "15 calls of layers that are divided among processes stand in segments and run again; what" in str(
+        result.report.notes
+    )
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # one of the mode that counts
+def test_sums_after_products_are_sent_once(mesh: Any) -> None:
+    def sent(model: nn.Module) -> dict[Any, int]:
+        with CommDebugMode() as seen:
+            model(TOKENS).mean().backward()
+        return dict(seen.get_comm_counts())
+
+    asked: dict[str, Any] = {"budget": "75%", "passes": ["checkpoint_segments"], "verify": False}
+    result = memrewrite.optimize(parallelized.llama(mesh), TOKENS, **asked)
+    assert "self_layers_0.o(" in programs(result)[""].source.partition("def graph(")[0]
+    assert sent(result) == sent(parallelized.llama(mesh))
 
 
 def test_what_has_a_hook_of_the_users_runs_once(mesh: Any) -> None:
