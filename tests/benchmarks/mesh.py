@@ -7,8 +7,8 @@ budget the peak that block checkpointing takes and 0.5 % more, ``ours 50%`` half
 floor, ``ours min`` the lowest peak there is. Bytes are predicted before anything runs, and measured by
 ``torch.cuda.max_memory_allocated`` over steady steps, the highest of all GPUs; ms are a median, of the slowest GPU.
 ``same`` says that all made the same plan. Names with ``-fsdp`` are sharded by ``fully_shard``, block by block, with no
-mixed precision but autocast's; with ``-offload`` after that, parameters lie on the host. The file is written after every
-row; where the deadline is passed no further one is begun.
+mixed precision but autocast's; with ``-offload`` after that, parameters lie on the host. The file is written after
+every row; where the deadline is passed no further one is begun.
 """
 
 import argparse
