@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
@@ -25,6 +26,7 @@ from memrewrite.records.errors import UsageError
 from memrewrite.records.mesh import Tp
 from memrewrite.runtime.dropin import programs
 from memrewrite.search.regions import find
+from memrewrite.torch_internals.groups import alone_among
 from memrewrite.torch_internals.mesh_groups import meshes_in, speaking_to_nobody
 from memrewrite.workload.step import Inputs, Step
 from tests.support import parallelized
@@ -174,6 +176,19 @@ def test_what_is_sent_in_a_group_that_a_hook_holds_is_refused(mesh: Any) -> None
 def test_a_mixture_of_experts_is_planned() -> None:
     result = memrewrite.optimize(Mixture(), TOKENS, budget="92%", mesh="tp=2")
     assert result.report.verdict.startswith("bit-equal: 3 steps, 10 gradients")
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of the older name, which is that of every version
+@pytest.mark.parametrize("dim", [0, 1])
+def test_what_is_scattered_without_peers_is_a_part_of_it(dim: int) -> None:
+    whole = torch.arange(16.0).reshape(4, 4)
+    with alone_among(2):
+        group: Any = dist.group.WORLD
+        part = functional.reduce_scatter_tensor(whole, "sum", dim, group) + 0
+        into = torch.full((2, 4), torch.nan)
+        dist.reduce_scatter_tensor(into, whole)
+    assert torch.equal(part, whole.narrow(dim, 0, 2))
+    assert torch.equal(into, whole[:2])
 
 
 def test_groups_are_as_they_were(mesh: Any) -> None:
