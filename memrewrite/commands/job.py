@@ -82,6 +82,8 @@ def _loaded(request: R, on_device: bool) -> Iterator[Job[R]]:
     wanted = device_named(request.device)
     without = wanted.type == "cuda" and not (on_device and torch.cuda.is_available())
     device = torch.device("cpu") if without else wanted
+    if device.type == "cuda" and launched.processes() > 1:
+        torch.cuda.set_device(device)  # where FSDP2 puts what its units gather
     found = target.load(request.target, request.input, request.batch_size, request.ranges)
     with target.importable(found.folder), memory_errors(), _quiet_logs(request.verbose):
         module = found.module.to(device)

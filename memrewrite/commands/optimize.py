@@ -26,6 +26,7 @@ from memrewrite.optimizing.by_size import by_size
 from memrewrite.optimizing.ranks import planned
 from memrewrite.optimizing.request import Request
 from memrewrite.records.errors import DoesNotFitError, UsageError
+from memrewrite.records.mesh import Fsdp, Tp
 from memrewrite.records.options import Budget, format_bytes
 from memrewrite.records.outcomes import Measured, Option
 from memrewrite.records.report import Report
@@ -39,6 +40,7 @@ from memrewrite.simulate import Timeline
 from memrewrite.workload.workload import Workload
 
 EXIT_OVER_BUDGET = 1
+_NOT_MEASURED = "Not measured: one process cannot take its part of a step in {mesh}, which is predicted."
 _NOTHING = Outcome({}, lambda console: None)  # of a process that another one answers for
 Job = jobs.Job[OptimizeRequest]
 
@@ -105,6 +107,8 @@ def _told(job: Job, outcome: optimizing.Outcome, stage: Stages) -> Outcome:
     """Measure, save and report what came of the request, as it asks."""
     request, optimized = job.request, outcome.module
     report: Report = replace(outcome.report, model=job.name, command_line=request.typed)
+    if request.measure and not _takes_a_step_alone(job):
+        report = replace(report, notes=(*report.notes, _NOT_MEASURED.format(mesh=job.step.mesh)))
     if request.advise and report.budget is not None:
         stage("advise")
         report = replace(report, options=_options(job, report, report.budget))
@@ -190,8 +194,12 @@ def _finish(job: Job, optimized: nn.Module, report: Report, stage: Stages) -> Re
 
 
 def _measures(job: Job) -> bool:
-    """Whether to measure: it is asked for, and the device is there."""
-    return job.request.measure and job.step.target.measurable
+    """Whether to measure: it is asked for, the device is there, and no other process has a part of the step."""
+    return job.request.measure and job.step.target.measurable and _takes_a_step_alone(job)
+
+
+def _takes_a_step_alone(job: Job) -> bool:
+    return not isinstance(job.step.mesh, Fsdp | Tp)
 
 
 def _measured(job: Job, report: Report, artifact: Path | None, stage: Stages) -> Report:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from memrewrite.commands.launched import is_first, processes
 from memrewrite.optimizing.ranks import PATIENCE
 from memrewrite.records.errors import InternalError, MeasurementError, MemrewriteError, UsageError
-from memrewrite.records.mesh import Ddp, Mesh, Tp
+from memrewrite.records.mesh import Mesh
 
 
 class _AgreedError(Exception):
@@ -27,10 +27,10 @@ def run(mesh: str, work: Callable[[Callable[[], None]], int]) -> int:
     ``work`` is given what it calls once the model is loaded, and nothing but a plan is left to be made together.
     """
     asked, count = Mesh.parse(mesh), processes()
-    if not isinstance(asked, Ddp | Tp) or asked.size != count:
+    if asked.processes != count:
         raise UsageError(
-            f"A launcher started {count} processes, and the mesh is {asked}; give --mesh ddp={count} or tp={count}, or "
-            "start one process."
+            f"A launcher started {count} processes, and the mesh {asked} has {asked.processes}; give --mesh "
+            f"ddp={count} or fsdp={count} say, or start one process."
         )
     loaded = False
 

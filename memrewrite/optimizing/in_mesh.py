@@ -23,6 +23,7 @@ from memrewrite.records.errors import MeasurementError, NotEquivalentError
 from memrewrite.records.mesh import Ddp, Fsdp, Mesh, Tp
 from memrewrite.runtime.assembled import assembled
 from memrewrite.runtime.dropin import Program, own, programs, rewrite
+from memrewrite.torch_internals.fsdp import ignored
 from memrewrite.torch_internals.fsdp_states import is_sharded
 from memrewrite.torch_internals.mesh_groups import lines_of
 from memrewrite.torch_internals.peers import among_peers
@@ -58,13 +59,15 @@ class Pair:
         written = written_in(self.result) if rewritten else self.plain
         if is_sharded(self.given):
             return self._sharded(written, wrap)
-        these = not isinstance(self.mesh, Fsdp)  # which trains parts of the parameters, and not them themselves
-        made = copy_of(self.work.model, lambda parameter: parameter.detach().clone() if these else parameter.detach())
+        model, mesh = self.work.model, self.mesh
+        # FSDP2 trains parts of the parameters, and not them themselves but for those that it ignores.
+        these = {id(each) for each in (ignored(model, mesh) if isinstance(mesh, Fsdp) else model.parameters())}
+        made = copy_of(model, lambda each: each.detach().clone() if id(each) in these else each.detach())
         return wrap(assembled(made, written) if written else made)
 
     def _sharded(self, written: Written, wrap: Wrap) -> nn.Module:
         """One that was sharded first, without room for the whole parameters, with those that the model has."""
-        place = device_of(self.given, self.work.inputs)
+        place = next(self.given.parameters()).device  # the host, it may be
         found = wrap(copy_of(self.work.model, lambda parameter: torch.empty_like(parameter, device="meta")))
         found._apply(lambda tensor: torch.empty_like(tensor, device=place) if tensor.is_meta else tensor)
         theirs = dict(self.given.named_parameters())

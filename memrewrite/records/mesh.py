@@ -18,6 +18,13 @@ _CAP = re.compile(r"bucket-cap-mb=(\d{1,6}(?:\.\d+)?)")
 _DTYPE = re.compile(r"(param|reduce|output)-dtype=(bf16|fp16|fp32)")
 _NUMBER = re.compile(r"(reshard|replicas)=([1-9]\d{0,5})")
 _UNITS = re.compile(r"units=([\w.*]+)")
+_IGNORED = re.compile(r"ignored=([\w.*]+)")
+_SWITCHES: dict[str, tuple[str, bool]] = {
+    "no-cast-inputs": ("cast_inputs", False),
+    "no-reshard": ("reshard", False),
+    "reshard-root": ("reshard_root", True),
+    "cpu-offload": ("offload", True),
+}
 _OTHERS = re.compile(r"(ddp|fsdp|tp|hsdp|pp|cp|ep)(=.*)?")
 
 
@@ -130,25 +137,33 @@ class Fsdp(Mesh):
     """Processes that have a part of each parameter; the rest are arguments of ``fully_shard`` (FSDP2).
 
     ``param_dtype``, ``reduce_dtype`` and ``output_dtype`` (``bf16``, ``fp16``, ``fp32`` or None) are its mixed
-    precision. ``reshard`` is whether the parameters of units are freed after forward, or to how many parts of them,
-    ``reshard_root`` whether those of the model's own are. With ``replicas`` there are so many times ``size`` processes,
-    which have the parts once each (HSDP); with ``tp`` so many times again, which are tensor parallel as in ``Tp``.
-    ``units`` is a pattern of the paths of the modules that are sharded one by one before the model is
-    (``model.layers.*``), "" for the members of lists of modules of one class. What text cannot say is known of a model
-    that is sharded already: ``paths`` are those of its units, ``groups`` those of them that are sharded as one,
-    ``reshards`` are the units that differ from ``reshard``, and for those ``prefetched`` says which others they gather
-    ahead in "forward" or "backward". ``devices`` are the meshes of PyTorch's that ``fully_shard`` is called with and
-    that layers are divided over, of a model that is tensor parallel already.
+    precision, and ``cast_inputs`` whether inputs of units become ``param_dtype``. ``reshard`` is whether the parameters
+    of units are freed after forward, or to how many parts of them, ``reshard_root`` whether those of the model's own
+    are. With ``replicas`` there are so many times ``size`` processes, which have the parts once each (HSDP); with
+    ``tp`` so many times again, which are tensor parallel as in ``Tp``. ``units`` is a pattern of the paths of the
+    modules that are sharded one by one before the model is (``model.layers.*``), "" for the members of lists of modules
+    of one class. With ``offload`` what each process has of the parameters, their gradients and the optimizer's state
+    lies in the memory of the host (``CPUOffloadPolicy``). ``ignored`` are patterns of the paths of parameters that
+    every process keeps whole (``ignored_params``).
+
+    What text cannot say is known of a model that is sharded already: ``paths`` are those of its units, ``groups`` those
+    of them that are sharded as one, ``reshards`` are the units that differ from ``reshard``, and for those
+    ``prefetched`` says which others they gather ahead in "forward" or "backward". ``devices`` are the meshes of
+    PyTorch's that ``fully_shard`` is called with and that layers are divided over, of a model that is tensor parallel
+    already.
     """
 
     param_dtype: str | None = None
     reduce_dtype: str | None = None
     output_dtype: str | None = None
+    cast_inputs: bool = True
     reshard: bool | int = True
     reshard_root: bool = False
     replicas: int = 1
     tp: int = 1
     units: str = ""
+    offload: bool = False
+    ignored: tuple[str, ...] = ()
     paths: tuple[str, ...] | None = None
     groups: tuple[tuple[str, ...], ...] = ()
     reshards: tuple[tuple[str, bool | int], ...] = ()
@@ -159,12 +174,22 @@ class Fsdp(Mesh):
         "param-dtype=bf16",
         "reduce-dtype=fp32",
         "output-dtype=bf16",
+        "no-cast-inputs",
         "no-reshard",
         "reshard=PARTS",
         "reshard-root",
         "replicas=2",
         "units=PATTERN",
+        "cpu-offload",
+        "ignored=PATTERN",
     )
+
+    def __post_init__(self) -> None:
+        if self.offload and self.ignored:
+            raise UsageError(
+                "Parameters on the host (cpu-offload, CPUOffloadPolicy) beside others that are whole on the device "
+                "(ignored, ignored_params) are not supported; leave out one of the two."
+            )
 
     @property
     def processes(self) -> int:
@@ -202,14 +227,13 @@ class Fsdp(Mesh):
             return self._dividing(replace(self, **given))
         if match := _UNITS.fullmatch(word):
             return replace(self, units=match[1])
-        if word == "cpu-offload":
-            raise UsageError(
-                "Parameters that lie in the memory of the CPU (CPUOffloadPolicy) are not counted yet, nor is what of "
-                "them is on the GPU meanwhile; leave out cpu-offload."
-            )
-        if word not in ("no-reshard", "reshard-root"):
+        if match := _IGNORED.fullmatch(word):
+            return replace(self, ignored=(*self.ignored, match[1]))
+        if word not in _SWITCHES:
             raise _unknown(word, self.words)
-        return replace(self, reshard=False) if word == "no-reshard" else replace(self, reshard_root=True)
+        field, value = _SWITCHES[word]
+        given = {field: value}
+        return replace(self, **given)
 
     def _dividing(self, found: Self) -> Self:
         """``found``, where it is one that ``fully_shard`` takes."""
@@ -224,10 +248,13 @@ class Fsdp(Mesh):
         return [
             f"tp={self.tp}" if self.tp > 1 else "",
             *(f"{kind}-dtype={dtype}" for kind, dtype in kinds.items() if dtype is not None),
+            "" if self.cast_inputs else "no-cast-inputs",
             parts,
             "reshard-root" if self.reshard_root else "",
             f"replicas={self.replicas}" if self.replicas > 1 else "",
             f"units={self.units}" if self.units else "",
+            "cpu-offload" if self.offload else "",
+            *(f"ignored={pattern}" for pattern in self.ignored),
         ]
 
 

@@ -15,11 +15,18 @@ from memrewrite.records.options import Budget
 from memrewrite.records.outcomes import Measured, Peaks, Segment, Share
 from memrewrite.records.report import Report
 from memrewrite.report.curves import by_module, curve
+from memrewrite.runtime.guards import hooks_of
 from memrewrite.search.candidate import Candidate, CandidateRegion
 from memrewrite.search.coverage import kept
 from memrewrite.simulate import Timeline, habits
+from memrewrite.torch_internals.spread import spreads
 from memrewrite.version import __version__
 from memrewrite.workload.step import device_type
+
+_SENT_AGAIN = (
+    "{count} calls of layers that are divided among processes stand in segments and run again; what these send before "
+    "they are through with what backward takes is sent again, as no result of a collective is kept in a segment."
+)
 
 
 def report_on(
@@ -90,7 +97,17 @@ def _longer(times: tuple[float, float] | None) -> float | None:
 
 def _notes(candidate: Candidate) -> tuple[str, ...]:
     bench = candidate.bench
-    return (*candidate.notes, *bench.target.notes(device_type(bench.model, bench.inputs)))
+    again = sum(map(_sent_again, candidate.regions)) if bench.step.divides_layers else 0
+    sent = (_SENT_AGAIN.format(count=again),) if again else ()
+    return (*candidate.notes, *sent, *bench.target.notes(device_type(bench.model, bench.inputs)))
+
+
+def _sent_again(region: CandidateRegion) -> int:
+    """How many calls of layers that are divided among processes stand in segments."""
+    graph_module = region.graph.graph_module
+    calls = (n for n in graph_module.graph.nodes if n.op == "call_module" and region.marks[n.name].segment)
+    modules = (graph_module.get_submodule(str(node.target)) for node in calls)
+    return sum(any(spreads(hook) for inner in module.modules() for hook in hooks_of(inner)) for module in modules)
 
 
 def _versions() -> dict[str, str]:

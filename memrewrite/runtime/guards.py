@@ -44,6 +44,13 @@ Reads = tuple[tuple[tuple[str, ...], tuple[Holder, ...]], ...]
 
 TABLES = ("_modules", "_parameters", "_buffers")
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def hooks_of(module: nn.Module) -> Iterator[Any]:
+    """All hooks of a module itself."""
+    return (hook for kind in HOOKS for hook in (vars(module)[kind] or {}).values())
+
+
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 _NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format)  # equal wherever they come from
 

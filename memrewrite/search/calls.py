@@ -1,6 +1,7 @@
 """What each submodule is called with in a forward pass, and where it cannot be a region for that."""
 
 from collections import defaultdict
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,9 +12,9 @@ from memrewrite.capture.hazards import in_checkpoint
 from memrewrite.capture.kept_calls import other_sizes
 from memrewrite.records.mesh import Fsdp
 from memrewrite.records.tensor_like import TensorLike
+from memrewrite.runtime.guards import hooks_of
 from memrewrite.search.forward_runs import forward_once, with_or_without
 from memrewrite.torch_internals.pytrees import tree_flatten, tree_map
-from memrewrite.torch_internals.spread import spreads
 from memrewrite.workload.step import Inputs, Step
 
 
@@ -70,11 +71,12 @@ def _kind(call: Call) -> Any:
 
 def _calls(model: nn.Module, inputs: Inputs, step: Step, grad: bool) -> dict[nn.Module, list[Call]]:
     calls: dict[nn.Module, list[Call]] = defaultdict(list)
-    numbers, divided = iter(range(10**9)), isinstance(step.mesh, Fsdp)  # whose units hold what is divided as calls
+    numbers, sharded = iter(range(10**9)), isinstance(step.mesh, Fsdp)  # whose units hold what has hooks as calls
+    known = {id(module): len([*hooks_of(module)]) for module in model.modules()} if sharded else {}
 
     def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
         described = tree_map(_in_words, args), tree_map(_in_words, kwargs)
-        calls[module].append(Call(next(numbers), *described, _unfit_now(module, divided)))
+        calls[module].append(Call(next(numbers), *described, _unfit_now(module, known)))
 
     with ExitStack() as stack:
         for _, module in model.named_modules():
@@ -87,15 +89,14 @@ def _in_words(leaf: Any) -> Any:
     return TensorLike.of(leaf) if isinstance(leaf, Tensor) else leaf
 
 
-def _unfit_now(module: nn.Module, divided: bool) -> str:
+def _unfit_now(module: nn.Module, known: Mapping[int, int]) -> str:
     """Why a submodule can be no region when it is called now, while one hook of ours is on every module.
 
-    It may have ``divided`` layers, or not.
+    Inside of it there may be so many others as are ``known``, by the ``id`` of their module.
     """
     if in_checkpoint():
         return "the model runs it under its own torch.utils.checkpoint"
     for path, inner in module.named_modules():
-        kinds = (inner._forward_pre_hooks, inner._forward_hooks, inner._backward_hooks, inner._backward_pre_hooks)
-        if path and sum(not (divided and spreads(hook)) for kind in kinds for hook in kind.values()) > 1:
-            return f"the model registers a hook on its {path} when it runs, which a region would not call"
+        if path and len([*hooks_of(inner)]) > 1 + known.get(id(inner), 0):
+            return f"the model has a hook on its {path} when it runs, which a region would not call"
     return ""

@@ -13,7 +13,7 @@ from torch import nn
 
 from memrewrite.capture.at_sight import refuse_weight_hooks
 from memrewrite.records.errors import CaptureError, FixedSizeError
-from memrewrite.runtime.guards import HOOKS
+from memrewrite.runtime.guards import HOOKS, hooks_of
 from memrewrite.torch_internals.spread import spreads
 
 Refusal = Callable[[str, nn.Module], str | None]
@@ -47,7 +47,7 @@ def _of_hooks(path: str, module: nn.Module) -> str:
         refuse_weight_hooks(module, path)
     except CaptureError as error:  # which says what to use instead
         return str(error)
-    hooks = [hook for kind in HOOKS for hook in (vars(module)[kind] or {}).values()]
+    hooks = [*hooks_of(module)]
     if hooks and all(map(spreads, hooks)):
         return "it is tensor parallel."
     kinds = [kind.strip("_").replace("_", " ") for kind in HOOKS if vars(module)[kind]]

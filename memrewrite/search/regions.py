@@ -7,7 +7,7 @@ checkpoint of its own.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -203,7 +203,9 @@ def _named(model: nn.Module, inputs: Inputs, step: Step, names: Sequence[str]) -
             raise CaptureError(f"{path} is called {len(calls[module])} times in a step; a region is called once.")
         if reason := calls[module][0].unfit:
             raise CaptureError(f"{path} cannot be a region: {reason}.")
-        region = _region(path, module if running is model else without_casts(module), calls[module][0], step)
+        bare = module if running is model else without_casts(module)
+        inside = _inside(wanted, path) if isinstance(step.mesh, Fsdp) else {}
+        region = _region(path, bare, calls[module][0], step, inside)
         found.append(replace(region, module=model.get_submodule(path)))
         calls[found[-1].module] = calls[module]
     return Regions(_ordered(found, calls), _told(found), {"": "Other regions were asked for."})
@@ -261,11 +263,15 @@ def _captured(
     kept: Mapping[str, KeptCalls] = MappingProxyType({}),
     ranges: Sequence[Range] = (),
     elsewhere: Inputs | None = None,
+    once: Collection[str] = (),
 ) -> Captured:
-    """Capture a module on ``inputs``; raises ``CaptureError`` also for a graph that cannot stand for it in the step."""
+    """Capture a module on ``inputs``, whose calls to ``once`` are made once.
+
+    Raises ``CaptureError`` also for a graph that cannot stand for it in the step.
+    """
     captured = capture(module, inputs, amp=step.amp, kept=kept, ranges=ranges, elsewhere=elsewhere)
     captured = replace(captured, differentiable=step.mode == "train")
-    note_what_repeats(captured.graph_module, leaf_tensors(module, inputs), step)
+    note_what_repeats(captured.graph_module, leaf_tensors(module, inputs), step, once)
     if note := names_of_operators(captured.graph_module):
         captured = replace(captured, notes=(*captured.notes, note))
     source, constants = generate(captured)
@@ -312,12 +318,27 @@ def _types(module: nn.Module, inputs: Inputs, step: Step) -> str:
     return ", ".join(str(leaf.dtype) for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
 
 
-def _region(path: str, module: nn.Module, call: Call, step: Step) -> Region:
-    """Capture a submodule on inputs like those it is called with."""
+def _inside(units: Sequence[str], path: str) -> dict[str, str]:
+    """The outermost units inside of another one, whose hooks gather what they have, by their paths from there."""
+    found: dict[str, str] = {}
+    for unit in units:
+        name = unit.removeprefix(f"{path}.")
+        if name != unit and not any(is_below(name, above) for above in found):
+            found[name] = "It is a unit."
+    return found
+
+
+def _region(
+    path: str, module: nn.Module, call: Call, step: Step, units: Mapping[str, str] = MappingProxyType({})
+) -> Region:
+    """Capture a submodule on inputs like those it is called with; ``units`` inside stay calls that run once."""
     grad = step.mode == "train"
     inputs = call.inputs(grad)
-    kept = watched(module, inputs, step, [*hooked_around(module, ())], ()) if step.divides_layers else {}
-    captured = _captured(module, inputs, step, kept, elsewhere=call.elsewhere)
+    calls = beside(hooked_around(module, ()), units) if isinstance(step.mesh, Fsdp) else {}
+    kept = watched(module, inputs, step, [*calls], ()) if calls else {}
+    captured = _captured(module, inputs, step, kept, elsewhere=call.elsewhere, once=units)
+    if not step.divides_layers:
+        captured = replace(captured, notes=(*told(module, calls), *captured.notes))
     for node in captured.graph_module.graph.nodes:
         set_origin(node, origin(node).below(path))
     return Region(path, module, captured, lambda: call.inputs(grad))

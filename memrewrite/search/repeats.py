@@ -1,6 +1,6 @@
 """Which calls that nobody looks into give the same twice: tried on real tensors, as only those may run again."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from memrewrite.costs.calls import Call, call_of
 from memrewrite.observe.effects import note_runs, observe
 from memrewrite.records.function_call import FunctionCall
-from memrewrite.runtime.guards import HOOKS
+from memrewrite.runtime.guards import hooks_of
 from memrewrite.simulate.fake.as_seen import note_kept
 from memrewrite.state.attributes import Attributes
 from memrewrite.state.bits import same_bits
@@ -33,14 +33,18 @@ class _Runs:
 
 
 @preserved_everywhere()
-def note_what_repeats(graph_module: fx.GraphModule, example: list[Tensor], step: Step) -> None:
+def note_what_repeats(
+    graph_module: fx.GraphModule, example: list[Tensor], step: Step, once: Collection[str] = ()
+) -> None:
     """Say of each call that nobody looks into, given one tensor per placeholder, whether it may run again.
+
+    Submodules with the paths ``once`` may not.
 
     The random state is as it was afterwards: the numbers that the calls are tried on are drawn from it.
     """
     nodes = graph_module.graph.nodes
     functions = [n for n in nodes if isinstance(n.target, FunctionCall) or name_of_others(n.target)]
-    submodules = [node for node in nodes if node.op == "call_module"]
+    submodules = [node for node in nodes if node.op == "call_module" and node.target not in once]
     if not functions and not submodules:
         return
     effects = observe(graph_module, example, step.amp, target=step.target)
@@ -71,7 +75,7 @@ def _leaves_no_trace(module: nn.Module, call: Call) -> bool:
     No hook is called but that of ``weight_norm``, which makes the same weight again, and those that spread what the
     submodule is given over a mesh and gather what it gives.
     """
-    hooks = [(path, hook) for path, inner in module.named_modules() for hook in _hooks(inner)]
+    hooks = [(path, hook) for path, inner in module.named_modules() for hook in hooks_of(inner)]
     if not all(isinstance(hook, WeightNorm) or spreads(hook) for _, hook in hooks):
         return False
     normed = {f"{path}.{hook.name}".lstrip(".") for path, hook in hooks if isinstance(hook, WeightNorm)}
@@ -88,11 +92,6 @@ def _leaves_no_trace(module: nn.Module, call: Call) -> bool:
             for buffer, value in zip(module.buffers(), values, strict=True):
                 buffer.copy_(value)
         before.restore()
-
-
-def _hooks(module: nn.Module) -> Iterator[Any]:
-    """All hooks of a module itself."""
-    return (hook for kind in HOOKS for hook in (vars(module)[kind] or {}).values())
 
 
 def _is_layer(module: nn.Module) -> bool:

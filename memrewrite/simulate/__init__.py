@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import Literal, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from memrewrite.records.errors import DataDependentError, UsageError
 from memrewrite.records.mesh import Fsdp, Tp
@@ -22,6 +22,7 @@ from memrewrite.runtime.room import room_simulated
 from memrewrite.simulate.fake.batch import part_of
 from memrewrite.simulate.fake.fakes import fakes_of, on_fakes, tensors_of
 from memrewrite.simulate.fake.true_results import TrueResults
+from memrewrite.simulate.memory.given import communicated, parameters_apart, register_apart, register_given
 from memrewrite.simulate.memory.places import Places
 from memrewrite.simulate.memory.recorder import (
     ACTIVATIONS,
@@ -34,16 +35,16 @@ from memrewrite.simulate.memory.recorder import (
     TEMPORARIES,
     WORKSPACES,
     Recorder,
-    owner,
     take_step,
 )
-from memrewrite.simulate.memory.tracker import COMMUNICATION, OPERATOR_WORKSPACE, Life, Tracker
+from memrewrite.simulate.memory.tracker import OPERATOR_WORKSPACE, Life, Tracker
 from memrewrite.state.random_state import preserved_rng
 from memrewrite.targets.allocator import Allocator, Requests, allocator_on, cuda_allocator
 from memrewrite.targets.transients import Transients
 from memrewrite.targets.workspaces import library_requests
 from memrewrite.torch_internals.fake_tensors import FAKE_TENSOR_ERRORS
 from memrewrite.torch_internals.fsdp import seen_by, without_peers
+from memrewrite.torch_internals.fsdp_offload import copies_seen
 from memrewrite.torch_internals.spread import is_divided
 from memrewrite.workload.step import Inputs, Phase, Running, Step, Targets, device_type
 
@@ -310,16 +311,21 @@ def _taken(
     targets: Targets,
 ) -> tuple[Running, list[Recorder]]:
     """The loop after so many steps under ``trackers``, and what was recorded of each."""
+    apart = parameters_apart(step, module, inputs)
     for each in trackers:
-        _register(each, module, inputs, targets)
-    sent = _communicated(trackers[0], module)
+        register_given(each, module, inputs, targets, apart)
+    sent = communicated(trackers[0], module)
     loop = step.shortest().begin(module, inputs, step.make_optimizer(module), targets, sent)
     for each in trackers:
         each.register(loop.batches, INPUTS)
-        each.register([] if loop.average is None else loop.average.tensors, AVERAGE)
-    recorders = [Recorder(each, loop, library_requests(libraries, step.mode)) for each in trackers]
+        if loop.average is not None:
+            register_apart(each, loop.average.of_parameters, AVERAGE, apart)
+            each.register(loop.average.tensors, AVERAGE)
+    recorders = [Recorder(each, loop, library_requests(libraries, step.mode), apart) for each in trackers]
     sharded = seen_by(trackers[0]) if isinstance(step.mesh, Fsdp | Tp) else nullcontext()
-    with step.target.around(module), sharded:
+    one_device = device_type(module, inputs) == "cpu"  # where the host is simulated on what stands for the other one
+    copies = copies_seen(trackers[0]) if apart and one_device else nullcontext()
+    with step.target.around(module), sharded, copies:
         for number in range(1, steps + 1):
             take_step(loop, recorders, number)
     return loop, recorders
@@ -349,27 +355,6 @@ def _timeline(
         tracker.lives() if attribute else (),
         tuple(tracker.modules) if attribute else (),
     )
-
-
-def _register(tracker: Tracker, module: nn.Module, inputs: Inputs, targets: Targets) -> None:
-    """Say of all that is there before the first step what it is."""
-    tracker.register(targets.all, INPUTS)
-    tracker.register(tensors_of(module), BUFFERS)
-    for name, buffer in module.named_buffers():
-        tracker.register([buffer], BUFFERS, owner(name))
-    for name, parameter in module.named_parameters():
-        tracker.register([parameter], PARAMETERS, owner(name))
-    tracker.register(inputs.tensors(), INPUTS)
-
-
-def _communicated(tracker: Tracker, module: nn.Module) -> Callable[[list[Tensor]], None]:
-    """Lets what is sent to other processes count as such; a buffer that is sent as it is stays one."""
-    own = {id(buffer.untyped_storage()) for buffer in module.buffers()}
-
-    def sent(tensors: list[Tensor]) -> None:
-        tracker.register([each for each in tensors if id(each.untyped_storage()) not in own], COMMUNICATION)
-
-    return sent
 
 
 def _take_other(loop: Running, other: Inputs, tracker: Tracker, allocator: Allocator, usual: Inputs) -> None:

@@ -79,11 +79,15 @@ def _parallelize(module: nn.Module, devices: Any) -> None:
 
 def sharded(module: nn.Module, mesh: Fsdp, devices: Any) -> nn.Module:
     """The module, sharded by ``fully_shard`` as ``mesh`` says, in place, among the processes of a ``DeviceMesh``."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
     param, reduced, output = (DTYPES[kind] for kind in (mesh.param_dtype, mesh.reduce_dtype, mesh.output_dtype))
-    policy = MixedPrecisionPolicy(param, reduced, output)
+    policy = MixedPrecisionPolicy(param, reduced, output, mesh.cast_inputs)
     given: dict[str, Any] = {"mesh": devices, "mp_policy": policy}
+    if mesh.ignored:
+        given["ignored_params"] = {*ignored(module, mesh)}
+    if mesh.offload:
+        given["offload_policy"] = CPUOffloadPolicy(pin_memory=False)  # which lets copies wait, and takes no more here
     root = True if mesh.reshard_root else None if mesh.reshard is not False else False
     for together, reshard in _in_turn(module, mesh):
         fully_shard(together, reshard_after_forward=reshard, **given)
@@ -186,11 +190,23 @@ def units(module: nn.Module, mesh: Fsdp) -> list[nn.Module]:
         return [module.get_submodule(path) for path in mesh.paths]
     if not mesh.units:
         return _blocks(module)
-    fits = re.compile(re.escape(mesh.units).replace(r"\*", r"[^.]*")).fullmatch
-    found = [part for path, part in module.named_modules() if path and fits(path)]
+    found = [part for path, part in module.named_modules() if path and _fits(mesh.units, path)]
     if not found:
         raise UsageError(f"No module has a path like {mesh.units!r}, the units of the mesh.")
     return found
+
+
+def ignored(module: nn.Module, mesh: Fsdp) -> list[nn.Parameter]:
+    """The parameters that are not sharded; raises ``UsageError`` where one of the patterns fits none."""
+    named = dict(module.named_parameters()) if mesh.ignored else {}
+    for pattern in mesh.ignored:
+        if not any(_fits(pattern, path) for path in named):
+            raise UsageError(f"No parameter has a path like {pattern!r}, which the mesh says is ignored.")
+    return [each for path, each in named.items() if any(_fits(pattern, path) for pattern in mesh.ignored)]
+
+
+def _fits(pattern: str, path: str) -> bool:
+    return re.fullmatch(re.escape(pattern).replace(r"\*", r"[^.]*"), path) is not None
 
 
 def _blocks(module: nn.Module) -> list[nn.Module]:

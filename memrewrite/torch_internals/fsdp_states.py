@@ -20,7 +20,7 @@ from memrewrite.records.errors import UsageError
 from memrewrite.records.mesh import Fsdp
 from memrewrite.torch_internals.fsdp import DTYPES
 from memrewrite.torch_internals.module_trees import copied
-from memrewrite.torch_internals.spread import Spread, is_spread
+from memrewrite.torch_internals.spread import Spread, computed_on, is_spread
 
 _FSDP = "torch.distributed.fsdp"
 _COMPOSED = "__composable_api_"  # what the names of records in a module's own dictionary begin with
@@ -46,26 +46,27 @@ class _Unit:
 
 def mesh_of(model: nn.Module) -> Fsdp:
     """The mesh that a sharded model is in; raises ``UsageError`` for what no mesh can say."""
-    for name, parameter in model.named_parameters():
-        if not is_spread(type(parameter)):
-            raise UsageError(f"{name} is not sharded as the rest of the model is; leave out ignored_params.")
+    whole = tuple(name for name, parameter in model.named_parameters() if not is_spread(type(parameter)))
     names = {id(module): path for path, module in model.named_modules()}
     units = {path: module for path, module in model.named_modules() if is_sharded(module)}
-    whole = _dimensions(units)
-    found = {path: _unit(path, units[path], whole) for path in reversed(units)}  # inner ones first, as it was done
+    sizes = _dimensions(units)
+    found = {path: _unit(path, units[path], sizes) for path in reversed(units)}  # inner ones first, as it was done
     root = found[""]
     meshes = {path: group.mesh_info.mesh for path, unit in units.items() for group in _groups_of(unit)}
     same = next(iter(meshes.values()))
     for path, unit in found.items():
         here, there = (replace(each.mesh, reshard=True) for each in (unit, root))
         if here != there or meshes.get(path, same) != same:
-            raise UsageError(f"{path} has another mesh or mp_policy than the model itself; give all the same.")
+            raise UsageError(
+                f"{path} has another mesh, mp_policy or offload_policy than the model itself; give all the same."
+            )
     reshards = {path: unit.mesh.reshard for path, unit in found.items() if path}
     usual = _usual({id(units[path]._get_fsdp_state()): reshard for path, reshard in reshards.items()}.values())
     return replace(
         root.mesh,
         reshard=usual,
         reshard_root=not root.auto and root.mesh.reshard is not False,
+        ignored=whole,
         paths=tuple(reshards),
         groups=_groups(units, names),
         reshards=tuple((path, reshard) for path, reshard in reshards.items() if reshard != usual),
@@ -80,8 +81,10 @@ def mesh_of(model: nn.Module) -> Fsdp:
 def _dimensions(units: dict[str, Any]) -> Fsdp:
     """How many processes there are along each dimension, and the device meshes where layers are divided, too."""
     records = [(path, record) for path, unit in units.items() for record in _records(unit)]
-    sharding = next(group for unit in units.values() for group in _groups_of(unit)).mesh_info
-    found = Fsdp(sharding.shard_mesh_size, replicas=getattr(sharding, "replicate_mesh_size", 1))
+    first = next(group for unit in units.values() for group in _groups_of(unit))
+    sharding = first.mesh_info
+    replicas = getattr(sharding, "replicate_mesh_size", 1)
+    found = Fsdp(sharding.shard_mesh_size, replicas=replicas, offload=_is_offloaded(first))
     meshes = {spread.mesh: path for path, record in records if (spread := _before(record)) is not None}
     if not meshes:
         return found
@@ -144,7 +147,7 @@ def _unit(path: str, module: Any, whole: Fsdp) -> _Unit:
     mesh = _with_types(whole, state._mp_policy, where)
     if not groups:
         return _Unit(mesh, ahead=tuple(ahead))
-    return _Unit(_of_group(groups[0], mesh, where), bool(state._auto_reshard_after_forward), tuple(ahead))
+    return _Unit(_of_group(groups[0], mesh), bool(state._auto_reshard_after_forward), tuple(ahead))
 
 
 def _with_types(mesh: Fsdp, policy: Any, where: str) -> Fsdp:
@@ -152,24 +155,23 @@ def _with_types(mesh: Fsdp, policy: Any, where: str) -> Fsdp:
     dtypes = (policy.param_dtype, policy.reduce_dtype, policy.output_dtype)
     if any(dtype not in kinds for dtype in dtypes):
         raise UsageError(f"{where} is sharded with {policy}; of its types bf16, fp16 and fp32 are supported.")
-    if policy.param_dtype is not None and not policy.cast_forward_inputs:
-        raise UsageError(f"{where} is sharded with cast_forward_inputs=False, which is not supported; leave that out.")
     param, reduced, output = (kinds[dtype] for dtype in dtypes)
-    return replace(mesh, param_dtype=param, reduce_dtype=reduced, output_dtype=output)
+    cast = policy.param_dtype is None or policy.cast_forward_inputs
+    return replace(mesh, param_dtype=param, reduce_dtype=reduced, output_dtype=output, cast_inputs=cast)
 
 
-def _of_group(group: Any, mesh: Fsdp, where: str) -> Fsdp:
+def _of_group(group: Any, mesh: Fsdp) -> Fsdp:
     """The mesh with what the group of a unit's parameters says of it."""
-    from torch.distributed.fsdp import CPUOffloadPolicy
-
-    if isinstance(group.offload_policy, CPUOffloadPolicy):
-        raise UsageError(
-            f"{where} keeps its parameters in the memory of the CPU (CPUOffloadPolicy), which is not counted yet; "
-            "leave out offload_policy."
-        )
     own, after = group.mesh_info, group.post_forward_mesh_info
     reshard = after is not None and (True if after == own else after.shard_mesh_size)
-    return replace(mesh, size=own.shard_mesh_size, replicas=getattr(own, "replicate_mesh_size", 1), reshard=reshard)
+    replicas = getattr(own, "replicate_mesh_size", 1)
+    return replace(mesh, size=own.shard_mesh_size, replicas=replicas, reshard=reshard, offload=_is_offloaded(group))
+
+
+def _is_offloaded(group: Any) -> bool:
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    return isinstance(group.offload_policy, CPUOffloadPolicy)
 
 
 def unsharded(model: nn.Module, empty: bool) -> nn.Module:
@@ -199,7 +201,7 @@ def _before_sharding(module: Any) -> tuple[type, dict[str, Any]]:
 
 
 def _whole(parameter: Tensor, empty: bool, spread: Spread | None) -> Tensor:
-    shape, place = parameter.shape if spread is None else spread.here, parameter.device
+    shape, place = parameter.shape if spread is None else spread.here, computed_on(parameter)
     if empty:
         made = torch.zeros((), dtype=parameter.dtype, device=place).expand(shape)
     else:

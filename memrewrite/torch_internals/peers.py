@@ -33,7 +33,7 @@ def among_peers(
     Nothing that was wrapped may be there any more afterwards, as it has threads of the groups, but for what an error
     holds.
     """
-    backend = "gloo" if device_type == "cpu" else None
+    backend = "gloo" if device_type == "cpu" else _of_devices(mesh)
     made: list[Any] = []
 
     def group(ranks: Sequence[int]) -> Any:
@@ -60,6 +60,11 @@ def among_peers(
             if each is not dist.GroupMember.NON_GROUP_MEMBER:
                 dist.destroy_process_group(each)
         made.clear()
+
+
+def _of_devices(mesh: Ddp | Fsdp | Tp) -> str | None:
+    """NCCL where processes have gloo alone, which is not made for all that units and divided layers send on GPUs."""
+    return "nccl" if dist.get_backend() == "gloo" and not isinstance(mesh, Ddp) and dist.is_nccl_available() else None
 
 
 @contextlib.contextmanager

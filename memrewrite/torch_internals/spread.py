@@ -34,6 +34,15 @@ def local_part(tensor: Tensor) -> Tensor:
     return getattr(tensor, "elem", tensor) if wraps_local(kind) else tensor
 
 
+def computed_on(tensor: Tensor) -> torch.device:
+    """Where a parameter is when it is computed with: of one that waits on the host, where its mesh is."""
+    here = tensor.device
+    if here.type != "cpu" or not is_spread(type(tensor)):
+        return here
+    kind = tensor.device_mesh.device_type  # type: ignore[attr-defined]
+    return here if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
+
+
 @dataclass(frozen=True)
 class Spread:
     """How a tensor is spread over a mesh: the whole one's sizes and strides, and what each process has of it."""

@@ -1,9 +1,10 @@
-"""Experts of which each process has a part of every one, as transformers divides them: sums before and after.
+"""Sums that transformers' tensor parallelism makes, and PyTorch has no ``ParallelStyle`` for.
 
     hidden, index, weights -> experts(hidden, index, weights)  # of a part of their inner width, summed in place
+    hidden -> split(latent(hidden))  # of attention's latents, of which the last ones go to the heads of each process
 
-The two sums are those of ``transformers.distributed.parallel_utils``: what comes out is summed where it lies, and so
-are, in backward, the gradients of what goes in. PyTorch has no ``ParallelStyle`` for it.
+The sums are those of ``transformers.distributed.parallel_utils``: what comes out of experts is summed where it lies,
+and so are, in backward, the gradients of what goes in, or of the last latents.
 """
 
 from typing import Any
@@ -30,6 +31,18 @@ def sum_around(experts: nn.Module, group: Any) -> None:
 
     experts.register_forward_pre_hook(enter, with_kwargs=True)
     experts.register_forward_hook(leave)
+
+
+def sum_gradients_of_last(latent: nn.Module, width: int, group: Any) -> None:
+    """Let the processes of ``group`` sum the gradients of the last ``width`` numbers of what ``latent`` puts out."""
+
+    def leave(module: nn.Module, args: Any, output: Any) -> Any:
+        if not (torch.is_grad_enabled() and output.requires_grad):
+            return output
+        others, last = output.split([output.shape[-1] - width, width], dim=-1)
+        return torch.cat([others, _GradientSummed.apply(last, group)], dim=-1)  # type: ignore[no-untyped-call]
+
+    latent.register_forward_hook(leave)
 
 
 class _Summed(torch.autograd.Function):

@@ -13,8 +13,16 @@ from torch import nn
 from memrewrite.records.errors import UsageError
 from memrewrite.records.mesh import Tp
 from memrewrite.torch_internals.spread import is_spread, local_part
-from memrewrite.torch_internals.tensor_experts import sum_around
-from memrewrite.torch_internals.tensor_plans import EXPERTS, HEADS, Divided, plan_of, refuse_uneven_heads
+from memrewrite.torch_internals.tensor_experts import sum_around, sum_gradients_of_last
+from memrewrite.torch_internals.tensor_plans import (
+    EXPERTS,
+    HEADS,
+    LATENT,
+    Divided,
+    plan_of,
+    refuse_uneven_heads,
+    rotary_width,
+)
 
 
 def parallelize(module: nn.Module, devices: Any, bare: Collection[nn.Module] = ()) -> nn.Module:
@@ -37,6 +45,8 @@ def parallelize(module: nn.Module, devices: Any, bare: Collection[nn.Module] = (
             alone.add(module.get_submodule(path))
         elif style == EXPERTS:
             sum_around(module.get_submodule(path), devices.get_group())
+        elif style == LATENT:
+            sum_gradients_of_last(module.get_submodule(path), rotary_width(module), devices.get_group())
         elif not isinstance(style, str):
             parallelize_module(module.get_submodule(path), devices, style, src_data_rank=None)
     refuse_uneven(module, devices.size())

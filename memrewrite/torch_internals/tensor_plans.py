@@ -20,7 +20,13 @@ from memrewrite.records.errors import UsageError
 _REPLICATED = {"replicate", "replicated"}  # every process has all of it, as of what no plan names
 HEADS = "replicated_with_grad_allreduce"  # likewise, for what works on the heads of this process alone
 EXPERTS = "moe_tp_experts"  # which have a part of every expert each
-_OF_MODULES = {HEADS, EXPERTS, "local_params"}  # the last says that forward takes parts of parameters, as all does here
+LATENT = "mla_kv_a_proj"  # which gives what is divided later, and positions of keys that all heads take as they are
+_OF_MODULES = {
+    HEADS,
+    EXPERTS,
+    LATENT,
+    "local_params",
+}  # the last says that forward takes parts of parameters, as all does here
 _OF_PARAMETERS = {"colwise": -2, "packed_colwise": -2, "rowwise": -1, "packed_rowwise": -1}
 
 
@@ -32,7 +38,7 @@ class Divided:
 
 
 def plan_of(model: nn.Module) -> dict[str, Any]:
-    """The style of each module that is divided, by path: one of PyTorch's, ``HEADS`` or ``EXPERTS``.
+    """The style of each module that is divided, by path: one of PyTorch's, ``HEADS``, ``EXPERTS`` or ``LATENT``.
 
     Parameters that a plan names by themselves are ``Divided``.
 
@@ -61,6 +67,18 @@ def refuse_uneven_heads(model: nn.Module, size: int) -> None:
         heads = getattr(config, name, None)
         if isinstance(heads, int) and heads % size:
             raise UsageError(f"{name}={heads} cannot be divided among tp={size}; give a divisor of {heads}.")
+
+
+def rotary_width(model: nn.Module) -> int:
+    """How many of the numbers that a ``LATENT`` module puts out are positions of keys; raises ``UsageError``."""
+    config = getattr(model, "config", None)
+    found = getattr(getattr(config, "get_text_config", lambda: config)(), "qk_rope_head_dim", None)
+    if not isinstance(found, int):
+        raise UsageError(
+            f"The tensor-parallel plan of {type(model).__name__} has {LATENT!r}, for which its config must have "
+            "qk_rope_head_dim."
+        )
+    return found
 
 
 def _told(model: nn.Module) -> Mapping[str, Any]:

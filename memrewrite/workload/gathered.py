@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from memrewrite.records.mesh import Fsdp, Mesh
-from memrewrite.torch_internals.fsdp import DTYPES, units
+from memrewrite.torch_internals.fsdp import DTYPES, ignored, units
 from memrewrite.torch_internals.module_trees import copied, with_own_hooks
 from memrewrite.torch_internals.pytrees import tree_map
 from memrewrite.workload.step import Inputs
@@ -26,12 +26,13 @@ def as_gathered(model: nn.Module, mesh: Mesh | None) -> nn.Module:
     """The model as it runs in a mesh: itself, or a copy with its buffers, parameters of that type, and casts."""
     if not isinstance(mesh, Fsdp) or not is_cast(mesh):
         return model
-    param, output = DTYPES[mesh.param_dtype], DTYPES[mesh.output_dtype]
-    made = copied(model, lambda parameter: _to(parameter.detach(), param), with_own_hooks)
+    param, output, given = DTYPES[mesh.param_dtype], DTYPES[mesh.output_dtype], _given_as(mesh)
+    whole = {id(parameter) for parameter in ignored(model, mesh)}
+    made = copied(model, lambda each: _to(each.detach(), None if id(each) in whole else param), with_own_hooks)
     for unit in [*units(model, mesh), model]:
         running = made[id(unit)]
         running.register_forward_pre_hook(
-            lambda module, args, kwargs: tree_map(lambda leaf: _to(leaf, param), (args, kwargs)), with_kwargs=True
+            lambda module, args, kwargs: tree_map(lambda leaf: _to(leaf, given), (args, kwargs)), with_kwargs=True
         )
         running.register_forward_hook(lambda module, args, out: tree_map(lambda leaf: _to(leaf, output), out))
     return made[id(model)]
@@ -39,7 +40,7 @@ def as_gathered(model: nn.Module, mesh: Mesh | None) -> nn.Module:
 
 def cast_inputs(inputs: Inputs, mesh: Mesh | None) -> Inputs:
     """The inputs as the model finds them in a mesh."""
-    dtype = DTYPES[mesh.param_dtype] if isinstance(mesh, Fsdp) else None
+    dtype = _given_as(mesh) if isinstance(mesh, Fsdp) else None
     args, kwargs = tree_map(lambda leaf: _to(leaf, dtype), (inputs.args, inputs.kwargs))
     return Inputs(args, kwargs)
 
@@ -51,6 +52,11 @@ def without_casts(unit: nn.Module) -> nn.Module:
     with_kwargs: dict[str, Any] = {"_forward_pre_hooks_with_kwargs": type(unit._forward_pre_hooks_with_kwargs)()}
     vars(result).update({**vars(unit), **hooks, **with_kwargs})
     return result
+
+
+def _given_as(mesh: Fsdp) -> torch.dtype | None:
+    """What units cast their inputs to."""
+    return DTYPES[mesh.param_dtype] if mesh.cast_inputs else None
 
 
 def _to(leaf: Any, dtype: torch.dtype | None) -> Any:

@@ -13,7 +13,7 @@ from memrewrite.records.errors import UsageError
 from memrewrite.records.mesh import Ddp, Fsdp, Mesh, Tp
 from memrewrite.records.options import format_bytes
 from memrewrite.runtime.dropin import own, programs, rewrite
-from memrewrite.runtime.guards import HOOKS
+from memrewrite.runtime.guards import hooks_of
 from memrewrite.torch_internals.fsdp import units
 from memrewrite.torch_internals.fsdp_states import is_sharded, mesh_of, unsharded
 from memrewrite.torch_internals.spread import spreads
@@ -118,7 +118,7 @@ def refuse_tensor_parallel(model: nn.Module, mesh: Mesh | None) -> None:
 
 def _refuse_styles(what: str, module: nn.Module) -> None:
     """Raise ``UsageError`` where hooks divide what a module that is rewritten is given, or gives."""
-    if any(spreads(hook) for kind in HOOKS for hook in (vars(module)[kind] or {}).values()):
+    if any(map(spreads, hooks_of(module))):
         name = type(module).__name__
         raise UsageError(
             f"parallelize_module gave {what} ({name}) a style, and only modules inside of it keep theirs when it is "

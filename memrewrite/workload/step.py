@@ -21,10 +21,11 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from memrewrite.records.errors import UsageError
 from memrewrite.records.loop import TUTORIAL_LOOP, Loop
-from memrewrite.records.mesh import Ddp, Mesh
+from memrewrite.records.mesh import Ddp, Fsdp, Mesh
 from memrewrite.targets.eager import EAGER, Target
 from memrewrite.torch_internals.pytrees import tree_leaves
 from memrewrite.torch_internals.scaler import Scaler
+from memrewrite.torch_internals.spread import computed_on
 from memrewrite.workload.held import held_by
 
 if TYPE_CHECKING:
@@ -90,9 +91,10 @@ class Step:
 
     @property
     def gradients_wait(self) -> bool:
-        """Whether, in the pass that takes most, gradients of earlier ones are there all the time."""
+        """Whether, in the pass that takes most, gradients of earlier ones are there all the time, or all elsewhere."""
         in_buckets = isinstance(self.mesh, Ddp) and self.mesh.gradient_as_bucket_view
-        return self.micro_batches > 1 or self.loop.zero_grad == "in place" or in_buckets
+        on_host = isinstance(self.mesh, Fsdp) and self.mesh.offload
+        return self.micro_batches > 1 or self.loop.zero_grad == "in place" or in_buckets or on_host
 
     def device_type(self, module: nn.Module, inputs: Inputs) -> str:
         """``"cuda"`` or ``"cpu"``: what the step is planned for."""
@@ -276,8 +278,13 @@ class Average:
         self._move = get_ema_multi_avg_fn()
 
     @property
+    def of_parameters(self) -> list[Tensor]:
+        """The copies of parameters, which lie where these do."""
+        return self._averages
+
+    @property
     def tensors(self) -> list[Tensor]:
-        """All that it keeps on the device."""
+        """All that it keeps."""
         return [*self._averages, *self._copies, self._updates]
 
     @torch.no_grad()
@@ -329,8 +336,8 @@ def autocast(amp: torch.dtype | None, device: str, cached: bool = True) -> conte
 
 
 def device_of(module: nn.Module, inputs: Inputs) -> torch.device:
-    """Where the first parameter (else the first input) lies."""
-    return next((t.device for t in itertools.chain(module.parameters(), inputs.tensors())), torch.device("cpu"))
+    """Where the first parameter (else the first input) lies, or is when it is computed with."""
+    return next(map(computed_on, itertools.chain(module.parameters(), inputs.tensors())), torch.device("cpu"))
 
 
 def device_type(module: nn.Module, inputs: Inputs) -> str:

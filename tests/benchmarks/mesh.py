@@ -6,9 +6,9 @@ Starts its own processes, one for each GPU (nccl), or two on the CPU with ``--ti
 budget the peak that block checkpointing takes and 0.5 % more, ``ours 50%`` half of what eager training takes beyond its
 floor, ``ours min`` the lowest peak there is. Bytes are predicted before anything runs, and measured by
 ``torch.cuda.max_memory_allocated`` over steady steps, the highest of all GPUs; ms are a median, of the slowest GPU.
-``same`` says that all made the same plan. Names that end in ``-fsdp`` are sharded by ``fully_shard``, block by block,
-with no mixed precision but autocast's. The file is written after every row; where the deadline is passed no further
-one is begun.
+``same`` says that all made the same plan. Names with ``-fsdp`` are sharded by ``fully_shard``, block by block, with no
+mixed precision but autocast's; with ``-offload`` after that, parameters lie on the host. The file is written after
+every row; where the deadline is passed no further one is begun.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from memrewrite.measurement.measuring import predict
@@ -84,6 +84,7 @@ CASES: dict[str, Workload] = {
     "unet": replace(WORKLOADS["unet"], batch=4),  # on request: it needs no library
     "unet-fsdp": replace(WORKLOADS["unet"], batch=4),
 }
+CASES |= {f"{name}-offload": CASES[name] for name in ("llama_670m-fsdp", "unet-fsdp")}
 
 
 class Bench:
@@ -92,7 +93,8 @@ class Bench:
     def __init__(self, name: str, device: torch.device, tiny: bool) -> None:
         self.name, self.workload, self.device, self.tiny = name, CASES[name], device, tiny
         self.batch = 2 if tiny else self.workload.batch
-        self.mesh: Ddp | Fsdp = (Fsdp if name.endswith("-fsdp") else Ddp)(dist.get_world_size())
+        size = dist.get_world_size()
+        self.mesh: Ddp | Fsdp = Fsdp(size, offload=name.endswith("-offload")) if "-fsdp" in name else Ddp(size)
         self.step: Step = replace(self.workload.step(), mesh=self.mesh)
         self.peaks: dict[str, int] = {}
         self.floor = 0
@@ -171,8 +173,10 @@ class Bench:
     def _wrapped(self, module: nn.Module) -> nn.Module:
         if isinstance(self.mesh, Ddp):
             return DistributedDataParallel(module)
+        on_host = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
+        policy = on_host if self.mesh.offload else OffloadPolicy()
         for unit in [*units(module, self.mesh), module]:
-            fully_shard(unit)
+            fully_shard(unit, offload_policy=policy)
         return module
 
 

@@ -10,7 +10,19 @@ import pytest
 import torch
 
 from memrewrite.workload.stepspec import StepSpec
-from tests.benchmarks import contenders, guards, hardcap, large, maxbatch, plantime, predict, ready, rows, without_cuda
+from tests.benchmarks import (
+    contenders,
+    guards,
+    hardcap,
+    large,
+    maxbatch,
+    plantime,
+    predict,
+    ready,
+    rows,
+    titan,
+    without_cuda,
+)
 
 CPU = torch.device("cpu")
 _NODES = 150
@@ -139,3 +151,8 @@ def test_a_large_model_is_told_in_a_line() -> None:
     assert re.fullmatch(
         r"0\.0B on fsdp=8: .* s \(.* s of the process\), .* GiB of the host, peak .* GB, digest \w{12}", line
     )
+
+
+def test_a_published_figure_is_told_beside_ours() -> None:
+    line = titan.figures(8, 2, tiny=True)
+    assert re.match(r"8 GPUs: peak 0\.1 GiB, reserved 0\.1 GiB, published 82\.4 GiB, -99\.9%; at the peak, in ", line)

@@ -1,4 +1,4 @@
-"""``memrewrite optimize --mesh`` in two processes, as torchrun starts them: one answer, and one end."""
+"""``memrewrite optimize --mesh`` in several processes, as torchrun starts them: one answer, and one end."""
 
 import json
 import os
@@ -17,17 +17,25 @@ import os
 import torch
 from torch import nn
 
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x):
+        y = self.up(x)
+        return self.down(y * torch.sigmoid(y))
+
 class Net(nn.Module):
-    tp_plan = {"layers.*": "colwise_gather_output"}
+    tp_plan = {"layers.*.up": "colwise_gather_output"}
 
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
 
     def forward(self, x):
         for layer in self.layers:
-            y = layer(x)
-            x = y * torch.sigmoid(y)
+            x = layer(x)
         return x
 
 def get_model():
@@ -46,15 +54,17 @@ def loss(output):
     return output.square().mean()
 """
 QUICK = ["--budget", "min", "--passes", "swish", "--no-verify", "--no-measure", "--device", "cpu"]
+SEGMENTS = ["--passes", "checkpoint_segments", "--json", "-", "--verify", "--measure"]
 
 
-def launched(folder: Path, *options: str, broken: str = "") -> tuple[list[int], list[str], list[str]]:
-    """The exit codes of two processes that run the command together, what each printed, and what each told."""
+def launched(folder: Path, *options: str, broken: str = "", count: int = 2) -> tuple[list[int], list[str], list[str]]:
+    """The exit codes of the processes that run the command together, what each printed, and what each told."""
     (folder / "net.py").write_text(NET)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    together = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    together = {"WORLD_SIZE": str(count), **address}
     command = [sys.executable, "-m", "memrewrite", "optimize", "net.py", *QUICK, *options]
     processes = [
         subprocess.Popen(
@@ -65,7 +75,7 @@ def launched(folder: Path, *options: str, broken: str = "") -> tuple[list[int], 
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in range(2)
+        for rank in range(count)
     ]
     try:
         said = [process.communicate(timeout=DEADLINE_S) for process in processes]
@@ -86,29 +96,33 @@ def test_the_first_process_answers_for_both(tmp_path: Path) -> None:
     assert "plan" in told[0]
 
 
-def test_a_tensor_parallel_plan_is_the_same_with_and_without_the_other_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("mesh", "count"), [("tp=2", 2), ("fsdp=2", 2), ("fsdp=2,tp=2", 4)])
+def test_a_plan_is_the_same_with_and_without_the_other_processes(
+    mesh: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ["--mesh", "tp=2", "--passes", "checkpoint_segments", "--json", "-", "--verify"]
-    codes, out, told = launched(tmp_path, *options, "-o", "out")
-    assert codes == [0, 0], told
-    assert out[1] == told[1] == ""
-    notes = json.loads(out[0])["notes"]
-    assert any(note.startswith("Verified in each process of the mesh tp=2; this one: bit-equal") for note in notes)
+    options = ["--mesh", mesh, *SEGMENTS]
+    codes, out, told = launched(tmp_path, *options, "-o", "out", count=count)
+    assert codes == [0] * count, told
+    assert {*out[1:], *told[1:]} == {""}
+    found = json.loads(out[0])
+    assert found["config"]["mesh"] == mesh
+    proved, measured = found["notes"][-2:]
+    assert proved.startswith(f"Verified in each process of the mesh {mesh}; this one: bit-equal")
+    assert measured == f"Not measured: one process cannot take its part of a step in {mesh}, which is predicted."
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("RANK", "0")
     assert cli.run(["optimize", "net.py", *QUICK, *options, "-o", "alone"]) == 0
     capsys.readouterr()
     together, alone = (Path(folder, "memrewrite_model.py").read_text() for folder in ("out", "alone"))
     assert together == alone
-    assert "divided='layers.0.weight'" in alone
+    assert ("divided='layers.0.up.weight'" in alone) == ("tp" in mesh)
 
 
 @pytest.mark.parametrize(
     ("options", "broken", "code", "sentence"),
     [
-        (["--mesh", "ddp=2"], "1", 2, "no weights here"),
-        (["--mesh", "ddp=2", "--budget", "1KB"], "", 6, "No plan fits 1000 B"),
+        (["--mesh", "fsdp=1,tp=2"], "1", 2, "no weights here"),
+        (["--mesh", "fsdp=2", "--budget", "1KB"], "", 6, "No plan fits 1000 B"),
         (["--mesh", "ddp=2", "--png", "out.png", "-o", "."], "", 2, "exists"),
         (
             ["--mesh", "ddp=2", "--verify", "--loss", "net:loss", "-o", "out"],
@@ -116,8 +130,14 @@ def test_a_tensor_parallel_plan_is_the_same_with_and_without_the_other_process(
             5,
             "Process 1 failed while the rewritten model was verified in the mesh ddp=2: ValueError: no loss here.",
         ),
+        (
+            ["--mesh", "fsdp=2", "--passes", "checkpoint_segments", "--verify", "--loss", "net:loss"],
+            "",
+            5,
+            "Process 1 failed while the rewritten model was verified in the mesh fsdp=2: ValueError: no loss here.",
+        ),
     ],
-    ids=["one process alone", "budget", "place", "proof"],
+    ids=["one process alone", "budget", "place", "proof", "proof of shards"],
 )
 def test_an_error_ends_both_and_is_told_once(
     options: list[str], broken: str, code: int, sentence: str, tmp_path: Path
@@ -160,13 +180,13 @@ def test_no_thread_of_the_group_is_left(tmp_path: Path) -> None:
     assert not [name for name in done.stdout.split() if "gloo" in name or "store" in name]
 
 
-@pytest.mark.parametrize("mesh", ["ddp=8", "fsdp=2"])
+@pytest.mark.parametrize(("mesh", "size"), [("ddp=8", 8), ("fsdp=4", 4), ("fsdp=2,tp=2", 4), ("fsdp=2,replicas=2", 4)])
 def test_a_mesh_of_other_processes(
-    mesh: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    mesh: str, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("net.py").write_text(NET)
     for name, value in {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     assert cli.run(["optimize", "net.py", *QUICK, "--mesh", mesh]) == 2
-    assert f"A launcher started 2 processes, and the mesh is {mesh}" in capsys.readouterr().err
+    assert f"A launcher started 2 processes, and the mesh {mesh} has {size}; give" in capsys.readouterr().err

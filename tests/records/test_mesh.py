@@ -9,8 +9,8 @@ from memrewrite.records.mesh import Ddp, Fsdp, Mesh, Tp
 
 EVERY = {
     Ddp: "ddp=8,bucket-cap-mb=0.5,gradient-as-bucket-view,static-graph,find-unused-parameters,no-buffers",
-    Fsdp: "fsdp=64,param-dtype=bf16,reduce-dtype=fp32,output-dtype=bf16,no-reshard,reshard=8,reshard-root,replicas=2,"
-    "units=model.layers.*",
+    Fsdp: "fsdp=64,param-dtype=bf16,reduce-dtype=fp32,output-dtype=bf16,no-cast-inputs,no-reshard,reshard=8,"
+    "reshard-root,replicas=2,units=model.layers.*,cpu-offload,ignored=head.*",
 }
 REFUSED = {
     "": "is unknown; write e.g. ddp=8",
@@ -25,7 +25,7 @@ REFUSED = {
     "ddp=2,fsdp=8": "A mesh of ddp and 'fsdp=8' is not supported",
     "ddp=2,buckets": "'buckets' is unknown in this mesh; known are bucket-cap-mb=MIB, gradient-as-bucket-view,",
     "fsdp=8,reshard=3": "fsdp=8 cannot reshard to 3 parts; give a divisor of 8",
-    "fsdp=8,cpu-offload": "Parameters that lie in the memory of the CPU (CPUOffloadPolicy) are not counted yet",
+    "fsdp=8,cpu-offload,ignored=a": "Parameters on the host (cpu-offload, CPUOffloadPolicy) beside others",
     "fsdp=2,static-graph": "'static-graph' is unknown in this mesh; known are param-dtype=bf16,",
 }
 
@@ -36,7 +36,9 @@ OTHERS = [
     "tp=8",
     "fsdp=64,tp=8",
     "fsdp=4,tp=2,param-dtype=bf16,replicas=2",
-    EVERY[Fsdp].replace("no-reshard,", ""),
+    EVERY[Fsdp].replace("no-reshard,", "").replace("cpu-offload,", ""),
+    "fsdp=8,cpu-offload",
+    "fsdp=8,ignored=a.*,ignored=b",
 ]
 
 

@@ -345,7 +345,7 @@ def test_a_hook_that_the_model_registers_as_it_runs_is_called() -> None:
         result(x)
     assert result.report.config["regions"] == ["wrapper.0", "wrapper.1", "first", "last"]
     assert model.seen[-1] == 8 * 8 * 14 * 14
-    assert any("wrapper is left alone: the model registers a hook on its 0" in note for note in result.report.notes)
+    assert any("wrapper is left alone: the model has a hook on its 0" in note for note in result.report.notes)
 
 
 class WrittenAfterCheckpoint(nn.Module):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -124,6 +125,42 @@ class Mixture(nn.Module):
         return result
 
 
+class Latent(nn.Module):
+    """Attention to latents: keys are positions, which all heads have in common, and what is made of the latents."""
+
+    tp_plan: ClassVar[dict[str, str]] = {
+        "q": "colwise",
+        "latent": "mla_kv_a_proj",
+        "key_value": "colwise",
+        "o": "rowwise",
+    }
+    config = SimpleNamespace(qk_rope_head_dim=8)
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.head = nn.Embedding(96, WIDTH), nn.Linear(WIDTH, 96, bias=False)
+        self.q, self.o = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.latent, self.norm, self.key_value = (
+            nn.Linear(WIDTH, 32 + 8),
+            nn.RMSNorm(32),
+            nn.Linear(32, WIDTH // HEAD * 24),
+        )
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        q = self.q(x).unflatten(-1, (-1, HEAD)).transpose(1, 2)
+        latent, position = self.latent(x).split([32, 8], dim=-1)
+        k, v = self.key_value(self.norm(latent)).unflatten(-1, (-1, 24)).transpose(1, 2).split([8, 16], dim=-1)
+        k = torch.cat([k, position.unsqueeze(1).expand_as(k)], dim=-1)
+        x = x + self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        result: Tensor = self.head(x).sigmoid()
+        return result
+
+
+OF_PLANS = {"mixture": Mixture, "latent": Latent}
+
+
 @dataclass(frozen=True)
 class Trained:
     """What came of some steps: the peak in bytes of the later ones, losses, and gradients of the first step, whole.
@@ -150,7 +187,7 @@ def by_hand(model: nn.Module, mesh: Any) -> nn.Module:
 
 
 def trainings(dtype: torch.dtype) -> dict[str, Trained]:
-    """The model in each mesh of these two processes, and the mixture divided as for an estimate."""
+    """The model in each mesh of these two processes, and others divided as for an estimate, by their plans."""
     found = {}
     for name in MESHES:
         model: Any = Llama().to(dtype)
@@ -165,9 +202,11 @@ def trainings(dtype: torch.dtype) -> dict[str, Trained]:
                 fully_shard(unit, mesh=mesh["shard"])
             fully_shard(model, mesh=mesh["shard"])
         found[name] = train(model, estimated)
-    mixture = Mixture().to(dtype)
-    parallelize(mixture, init_device_mesh("cpu", (2,)))
-    return found | {"mixture": train(mixture)}
+    for name, kind in OF_PLANS.items():
+        made = kind().to(dtype)
+        parallelize(made, init_device_mesh("cpu", (2,)))
+        found[name] = train(made)
+    return found
 
 
 def train(model: nn.Module, estimated: int = 0) -> Trained:

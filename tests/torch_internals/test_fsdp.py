@@ -27,8 +27,7 @@ Found = tuple[dict[str, Any], list[dict[str, tuple[Trained, Trained]]]]
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """What was made of the model, by mesh, and the trainings in each of two processes."""
-    asked: dict[str, Any] = {"budget": "85%", "passes": ["checkpoint_segments"], "verify": False}
-    optimized = {name: memrewrite.optimize(fsdp.Net(), fsdp.X, mesh=name, **asked) for name in WHOLE}
+    optimized = {name: memrewrite.optimize(fsdp.Net(), fsdp.X, mesh=name, **fsdp.ASKED) for name in WHOLE}
     models = {name: optimized.get(name, fsdp.Net()) for name in fsdp.MESHES}
     return optimized, together(fsdp.trainings, tmp_path_factory.mktemp("fsdp"), models)
 

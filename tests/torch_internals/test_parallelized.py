@@ -7,9 +7,11 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -24,6 +26,7 @@ from memrewrite.records.errors import UsageError
 from memrewrite.records.mesh import Tp
 from memrewrite.runtime.dropin import programs
 from memrewrite.search.regions import find
+from memrewrite.torch_internals.groups import alone_among
 from memrewrite.torch_internals.mesh_groups import meshes_in, speaking_to_nobody
 from memrewrite.workload.step import Inputs, Step
 from tests.support import parallelized
@@ -96,6 +99,22 @@ def test_segments_hold_products_and_what_is_sent_for_them(mesh: Any) -> None:
     assert not [line for line in products if "random=True" in line]  # they draw nothing, whatever they are given
     assert result.report.verdict.startswith("bit-equal: 3 steps, 27 gradients")
     assert not [note for note in result.report.notes if "_FromTorchTensor" in note]
+    assert "15 calls of layers that are divided among processes stand in segments and run again; what" in str(
+        result.report.notes
+    )
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # one of the mode that counts
+def test_sums_after_products_are_sent_once(mesh: Any) -> None:
+    def sent(model: nn.Module) -> dict[Any, int]:
+        with CommDebugMode() as seen:
+            model(TOKENS).mean().backward()
+        return dict(seen.get_comm_counts())
+
+    asked: dict[str, Any] = {"budget": "75%", "passes": ["checkpoint_segments"], "verify": False}
+    result = memrewrite.optimize(parallelized.llama(mesh), TOKENS, **asked)
+    assert "self_layers_0.o(" in programs(result)[""].source.partition("def graph(")[0]
+    assert sent(result) == sent(parallelized.llama(mesh))
 
 
 def test_what_has_a_hook_of_the_users_runs_once(mesh: Any) -> None:
@@ -157,6 +176,19 @@ def test_what_is_sent_in_a_group_that_a_hook_holds_is_refused(mesh: Any) -> None
 def test_a_mixture_of_experts_is_planned() -> None:
     result = memrewrite.optimize(Mixture(), TOKENS, budget="92%", mesh="tp=2")
     assert result.report.verdict.startswith("bit-equal: 3 steps, 10 gradients")
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of the older name, which is that of every version
+@pytest.mark.parametrize("dim", [0, 1])
+def test_what_is_scattered_without_peers_is_a_part_of_it(dim: int) -> None:
+    whole = torch.arange(16.0).reshape(4, 4)
+    with alone_among(2):
+        group: Any = dist.group.WORLD
+        part = functional.reduce_scatter_tensor(whole, "sum", dim, group) + 0
+        into = torch.full((2, 4), torch.nan)
+        dist.reduce_scatter_tensor(into, whole)
+    assert torch.equal(part, whole.narrow(dim, 0, 2))
+    assert torch.equal(into, whole[:2])
 
 
 def test_groups_are_as_they_were(mesh: Any) -> None:

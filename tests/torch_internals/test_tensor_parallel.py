@@ -17,7 +17,7 @@ from memrewrite.cli import main
 from memrewrite.records.errors import UsageError
 from tests.support import tensor_parallel
 from tests.support.processes import together
-from tests.support.tensor_parallel import MESHES, TOKENS, Llama, Mixture, Trained
+from tests.support.tensor_parallel import MESHES, OF_PLANS, TOKENS, Llama, Mixture, Trained
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +36,9 @@ def test_what_is_estimated_is_what_two_processes_take(found: list[dict[str, Trai
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_mixture_of_experts_takes_what_is_estimated(found: list[dict[str, Trained]], rank: int) -> None:
-    assert found[rank]["mixture"].peak == memrewrite.estimate(Mixture(), TOKENS, mesh="tp=2").peak.bytes
+@pytest.mark.parametrize("name", OF_PLANS)
+def test_what_a_plan_divides_takes_what_is_estimated(found: list[dict[str, Trained]], name: str, rank: int) -> None:
+    assert found[rank][name].peak == memrewrite.estimate(OF_PLANS[name](), TOKENS, mesh="tp=2").peak.bytes
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -46,10 +47,11 @@ def test_a_model_that_is_parallelized_says_its_mesh(found: list[dict[str, Traine
 
 
 def test_two_processes_train_as_one_does(tmp_path: Path) -> None:
-    llama, mixture = (tensor_parallel.train(model.double()) for model in (Llama(), Mixture()))
+    llama = tensor_parallel.train(Llama().double())
+    others = {name: tensor_parallel.train(kind().double()) for name, kind in OF_PLANS.items()}
     for rank in together(tensor_parallel.trainings, tmp_path, torch.float64):
         for name, trained in rank.items():
-            alone = mixture if name == "mixture" else llama
+            alone = others.get(name, llama)
             assert trained.losses == pytest.approx(alone.losses, rel=1e-10)
             assert trained.gradients.keys() == alone.gradients.keys()
             for path, gradient in alone.gradients.items():
@@ -179,8 +181,12 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "no plan": ({}, r"^Small has no tensor-parallel plan; give it one \(model\.tp_plan, of paths and styles as "),
     "no module": ({"third": "colwise"}, r"^No module of Small has a path that its tensor-parallel plan names\.$"),
     "a style": (
+        {"first": "all_reduce"},
+        r"^The tensor-parallel plan has 'all_reduce' for first, which is not supported; call parallelize_module",
+    ),
+    "no width": (
         {"first": "mla_kv_a_proj"},
-        r"^The tensor-parallel plan has 'mla_kv_a_proj' for first, which is not supported; call parallelize_module",
+        r"^The tensor-parallel plan of Small has 'mla_kv_a_proj', for which its config must have qk_rope_head_dim\.$",
     ),
     "a parameter": (
         {"first.weight": "moe_tp_experts"},

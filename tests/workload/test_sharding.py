@@ -99,24 +99,16 @@ CASES: dict[str, tuple[Any, str]] = {
         r"^A model that fully_shard has sharded is planned in training",
     ),
     "fsdp2, offload": (
-        lambda net: sharded(net, offload_policy=CPUOffloadPolicy(pin_memory=False)),
-        r"^FSDPNet keeps its parameters in the memory of the CPU \(CPUOffloadPolicy\), which is not counted yet",
-    ),
-    "fsdp2, uncast": (
-        lambda net: sharded(net, mp_policy=MixedPrecisionPolicy(torch.bfloat16, cast_forward_inputs=False)),
-        r"^FSDPNet is sharded with cast_forward_inputs=False, which is not supported; leave that out\.$",
+        lambda net: sharded(net, offload_policy=CPUOffloadPolicy(pin_memory=False), ignored_params={net.first.bias}),
+        r"^Parameters on the host \(cpu-offload, CPUOffloadPolicy\) beside others that are whole on the device ",
     ),
     "fsdp2, float64": (
         lambda net: sharded(net, mp_policy=MixedPrecisionPolicy(torch.float64)),
         r"^FSDPNet is sharded with MixedPrecisionPolicy\(.*; of its types bf16, fp16 and fp32 are supported\.$",
     ),
-    "fsdp2, ignored": (
-        lambda net: sharded(net, ignored_params={net.first.bias}),
-        r"^first\.bias is not sharded as the rest of the model is; leave out ignored_params\.$",
-    ),
     "fsdp2, otherwise": (
         lambda net: sharded(sharded_inside(net), mp_policy=MixedPrecisionPolicy(torch.bfloat16)),
-        r"^second has another mesh or mp_policy than the model itself; give all the same\.$",
+        r"^second has another mesh, mp_policy or offload_policy than the model itself; give all the same\.$",
     ),
     "fsdp2, across units": (
         sharded_across,

@@ -32,8 +32,11 @@ def owner(name: str) -> str:
 class Recorder:
     """Follows the phases of a step: what is born in each, and what turned out to be a gradient or optimizer state."""
 
-    def __init__(self, tracker: Tracker, loop: Running, libraries: tuple[list[int], list[int]]) -> None:
+    def __init__(
+        self, tracker: Tracker, loop: Running, libraries: tuple[list[int], list[int]], on_host: bool = False
+    ) -> None:
         self.tracker = tracker
+        self._on_host = on_host  # whether the optimizer works there
         tracker.libraries, self._of_backward = libraries  # the autograd engine's thread has a handle of its own
         self.phases: list[tuple[str, int]] = []
         self.floor = 0
@@ -42,11 +45,14 @@ class Recorder:
         self._leaves = [*loop.module.parameters(), *loop.inputs.tensors()]
         self._number = 0
         self.peaks: list[int] = []  # in bytes, by step
+        tracker.register([] if loop.scaler is None else loop.scaler.tensors, STATE)
+        tracker.on_host = on_host
         self._register_state()  # some optimizers make theirs as they are made
 
     def begin_step(self, number: int) -> None:
         """Step ``number`` begins."""
         self.tracker.reset_peak()
+        self.tracker.on_host = False
         self._number = number
         self._begin("data")
         if self.tracker.blocks is not None:
@@ -58,6 +64,7 @@ class Recorder:
             for leaf in self._leaves:
                 if leaf.is_leaf and leaf.grad is not None:
                     self.tracker.register([leaf.grad], GRADIENTS, self._owners.get(id(leaf)))
+            self.tracker.on_host = self._on_host
         if phase == "step":
             self._register_state()
         living = self.tracker.living()

@@ -123,6 +123,7 @@ class Tracker(Layer):
         self._category = ""
         self._clock = 0
         self._away = False
+        self.on_host = False  # whether what is made now lies where the step does not run, and takes nothing
         self._transients = transients
         self._peak_clock = 0
         self._peak_extra = 0
@@ -146,6 +147,14 @@ class Tracker(Layer):
             if block is not None:
                 block.category = category
                 block.module = block.module if module is None else module
+
+    def moved_out(self, tensors: Iterable[Tensor]) -> None:
+        """Count the storages of ``tensors``, whatever they were counted as, as nothing from here on."""
+        for part in (part for tensor in tensors for part in _parts(tensor)):
+            block = self._see(part)
+            if block is not None and block.size:
+                self._died(block)
+                self._born(part.untyped_storage(), block.nbytes, block.category, 0)
 
     def exchange(self, tensors: Iterable[Tensor], sizes: Iterable[int]) -> None:
         """Give back the blocks of ``tensors``, then ask for others, of ``sizes`` bytes, as the next batch does."""
@@ -232,7 +241,7 @@ class Tracker(Layer):
             self._communicated(func, args, kwargs or {}, result)
         if size := self.target.read_as(func, args, result):
             self._see(result, size)
-        known = self._transients if first is None else None  # in place, a sum asks for nothing
+        known = None if first is not None or self.on_host else self._transients  # in place, a sum asks for nothing
         taken = NOTHING if known is None else known.lookup(func, args, dict(kwargs or {}))
         extra = self._made(result, taken)
         if self.current + extra > self.peak:
@@ -346,7 +355,7 @@ class Tracker(Layer):
         device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
         if device.type != self.device_type:
             return None
-        return self._born(storage, nbytes, self._category, size)
+        return self._born(storage, nbytes, self._category, 0 if self.on_host else size)
 
     def _born(self, storage: torch.UntypedStorage, nbytes: int, category: str, size: int | None = None) -> _Block:
         self._clock += 1
