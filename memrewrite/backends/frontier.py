@@ -67,10 +67,7 @@ class Frontier:
 
     def within(self, room: int) -> Found | None:
         """The cheapest plan that takes at most ``room`` bytes; None where there is none."""
-        for rows in (lambda: self.rows, lambda: self.late):
-            if fitting := [each for row in rows() if (each := row.within(room)) is not None]:
-                return min(fitting, key=lambda each: each.rank)
-        return None
+        return _cheapest(self.rows, room) or _cheapest(self.late, room)
 
     def look(self, ways: Ways) -> Found:
         """A choice with its peaks and cost."""
@@ -173,6 +170,11 @@ class _Row:
             if self._all.takes(tried) <= room and tried.ms <= best.ms:
                 best = tried
         return best
+
+
+def _cheapest(rows: "list[_Row]", room: int) -> Found | None:
+    fitting = [each for row in rows if (each := row.within(room)) is not None]
+    return min(fitting, key=lambda each: each.rank, default=None)
 
 
 def divisions(facts: Facts, late: bool = False) -> list[tuple[int, ...]]:
