@@ -5,7 +5,6 @@ run again that free the most bytes of what lives at the peak for the time they t
 budget, so a larger one never gives a dearer plan; between two steps nodes are tried one by one.
 """
 
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
@@ -46,14 +45,9 @@ class Frontier:
         self.planner = Planner(facts)
         self.rows = [_Row(self, cuts) for cuts in divisions(facts)]
 
-    @functools.cached_property
-    def late(self) -> "list[_Row]":
-        """Those of regions that begin as late as they may, for what no other plan reaches."""
-        return [_Row(self, cuts) for cuts in divisions(self.facts, late=True)]
-
     def lowest(self) -> Found:
         """The plan of the lowest peak."""
-        found = (row.lowest for row in (*self.rows, *self.late))
+        found = (row.lowest for row in self.rows)
         return min(found, key=lambda each: (self.takes(each), each.ms))
 
     def least(self, room: int) -> Found | None:
@@ -67,7 +61,8 @@ class Frontier:
 
     def within(self, room: int) -> Found | None:
         """The cheapest plan that takes at most ``room`` bytes; None where there is none."""
-        return _cheapest(self.rows, room) or _cheapest(self.late, room)
+        fitting = [each for row in self.rows if (each := row.within(room)) is not None]
+        return min(fitting, key=lambda each: each.rank) if fitting else None
 
     def look(self, ways: Ways) -> Found:
         """A choice with its peaks and cost."""
@@ -172,16 +167,8 @@ class _Row:
         return best
 
 
-def _cheapest(rows: "list[_Row]", room: int) -> Found | None:
-    fitting = [each for row in rows if (each := row.within(room)) is not None]
-    return min(fitting, key=lambda each: each.rank, default=None)
-
-
-def divisions(facts: Facts, late: bool = False) -> list[tuple[int, ...]]:
-    """The nodes that regions begin at, for several numbers of regions, each where few bytes cross.
-
-    That is the first such place, the last one if they are to begin ``late``.
-    """
+def divisions(facts: Facts) -> list[tuple[int, ...]]:
+    """The nodes that regions begin at, for several numbers of regions, each where few bytes cross."""
     across = _crossing(facts)
     made = list(accumulate(sum(facts.bytes[s] for s in facts.makes[i]) * facts.forward[i] for i in range(len(across))))
     total = made[-1] if made else 0
@@ -192,7 +179,7 @@ def divisions(facts: Facts, late: bool = False) -> list[tuple[int, ...]]:
             low, high = ((number + shift) * total / count for shift in (-_WINDOW, _WINDOW))
             inside = [i for i in range(1, len(across)) if low < made[i - 1] <= high and _may_cut(facts, i)]
             if inside:
-                cuts.append(min(inside, key=lambda i: (across[i], -i if late else i)))
+                cuts.append(min(inside, key=lambda i: (across[i], i)))
         each = tuple(sorted({*cuts}))
         if each not in found:
             found.append(each)
