@@ -340,7 +340,7 @@ def _keep_slopes(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> Non
     ctx.save_for_backward(*output[1:])
 
 
-def _scaled(ctx: Any, gradients: list[Tensor]) -> tuple[Tensor | None, ...]:
+def _scaled_slopes(ctx: Any, gradients: list[Tensor]) -> tuple[Tensor | None, ...]:
     slopes = iter(ctx.saved_tensors)
     return *(next(slopes) * gradients[0] if need else None for need in ctx.wanted), *[None] * 10
 
@@ -354,4 +354,4 @@ if not hasattr(torch.ops.memrewrite, "linear_loss"):
     )
     torch.library.impl("memrewrite::linear_loss", "CompositeExplicitAutograd", _run_loss)
     torch.library.register_fake("memrewrite::linear_loss", _loss_on_fakes)
-    torch.library.register_autograd("memrewrite::linear_loss", _scaled, setup_context=_keep_slopes)
+    torch.library.register_autograd("memrewrite::linear_loss", _scaled_slopes, setup_context=_keep_slopes)
