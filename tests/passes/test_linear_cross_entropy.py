@@ -342,6 +342,17 @@ def test_it_is_for_what_nothing_else_reaches(lowest: int) -> None:
         planned(budget=lowest // 2, exact=True)
 
 
+def test_compiled_it_is_there_where_nothing_else_fits(lowest: int) -> None:
+    assert PASS.name in rewrites(planned(budget=lowest // 2, compiled=True, verify=False).report)
+    assert PASS.name not in rewrites(planned(budget=lowest, compiled=True, verify=False).report)
+
+
+def test_without_a_budget_it_is_made_where_it_is_named() -> None:
+    assert rewrites(planned(passes=[PASS.name], verify=False).report) == {PASS.name}
+    for passes in (None, "all", ["checkpoint_segments"]):
+        assert PASS.name not in rewrites(planned(passes=passes, verify=False).report)
+
+
 @pytest.mark.parametrize(("with_it", "used"), [(5.0, True), (20.0, False)])
 def test_it_is_for_what_takes_longer_without_it(
     with_it: float, used: bool, lowest: int, monkeypatch: pytest.MonkeyPatch
