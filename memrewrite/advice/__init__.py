@@ -42,10 +42,11 @@ def infeasible(candidate: Candidate, limit: Budget, budget: int, lowest: int) ->
     bench = candidate.bench
     target = bench.target if bench.step.mode == "train" else EAGER
     lower = not target.exact and candidate.simulate().peak_of_optimizer < lowest
+    elsewhere = '; uncompiled, or by torch.compile(..., backend="memrewrite"), it may be lower' * lower
     message = (
         f"No {target.plan} fits {format_bytes(budget)}{' reserved' * limit.reserved}: the lowest "
         f"{'reserved' if limit.reserved else 'reachable'} peak is {format_bytes(lowest)} "
-        f"({_floor(candidate)}){'; uncompiled it may be lower' * lower}. What else would fit:"
+        f"({_floor(candidate)}){elsewhere}. What else would fit:"
     )
     workspaces = {"train": bench.workspace, "inference": bench.workspace}
     variants = Variants(candidate.build(), bench.inputs, bench.step, workspaces, bounded=limit)

@@ -20,7 +20,10 @@ from memrewrite.targets.transients import Transients
 from memrewrite.targets.zero_tangents import zero_gradients
 from memrewrite.torch_internals.autograd_nodes import gives_gradient_of_leaf
 
-_NOTE = "Peaks are predicted for the model as it is, and measured for what torch.compile makes of it."
+_NOTE = (
+    "Peaks are predicted for the model as it is, and measured for what torch.compile makes of it; its "
+    'backend="memrewrite" divides what Inductor runs, where graphs break and for sizes that vary, too.'
+)
 
 
 @dataclass(frozen=True)
