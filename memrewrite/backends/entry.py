@@ -62,12 +62,7 @@ def memrewrite(
     try:
         asked, rest = Asked.parse(options or {})
         mode = rest.pop("mode", mode)
-        rest = {
-            **(_LEAN if asked.budget else {}),
-            **(_EXACT if asked.exact else {}),
-            **(_VERIFIED if asked.verify else {}),
-            **rest,
-        }
+        rest = {**_settings(asked), **rest}
         model = model_of_frame()
         lives = resident(graph, model, asked.optimizer)
         step = step_of(model, asked)

@@ -276,10 +276,8 @@ def as_autocast(value: Any) -> Any:
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """What autocast casts to there; None where it is off, or there is none."""
-    there = torch.compiler.is_compiling() or torch.amp.is_autocast_available(
-        device_type
-    )  # PyTorch 2.11 cannot trace it
+    """What autocast casts to there; None where it is off, or there is none, which PyTorch 2.11 cannot ask compiled."""
+    there = torch.compiler.is_compiling() or torch.amp.is_autocast_available(device_type)
     on = there and torch.is_autocast_enabled(device_type)
     return torch.get_autocast_dtype(device_type) if on else None
 
