@@ -23,6 +23,7 @@ from memrewrite.torch_internals.partitioning import (
     draws,
     fuses,
     is_symbol,
+    is_tangent,
     is_view,
     must_rerun,
     must_save,
@@ -140,7 +141,7 @@ class _Storages:
                 self.makes.append(())
                 self.holds.append(found)
                 continue
-            there = node.op in ("placeholder", "get_attr") and "tangents" not in str(node.target)
+            there = node.op in ("placeholder", "get_attr") and not is_tangent(node)
             made = tuple(self._new(each, there) for each in _tensors(value))
             self.makes.append(made)
             self.holds.append(made)

@@ -9,9 +9,7 @@ from torch import Tensor, fx
 
 from memrewrite.runtime import tied_embedding
 from memrewrite.torch_internals.operators import OpOverload
-from memrewrite.torch_internals.partitioning import is_view, number
-
-_TANGENT = "tangents"
+from memrewrite.torch_internals.partitioning import is_tangent, is_view, number
 
 
 def sum_in_place(joint: fx.GraphModule) -> None:
@@ -49,7 +47,7 @@ def _made_in_backward(graph: fx.Graph) -> set[fx.Node]:
     """What is made of gradients and lies in memory of its own."""
     of_tangents: set[fx.Node] = set()
     for node in graph.nodes:
-        if (node.op == "placeholder" and _TANGENT in str(node.target)) or of_tangents & {*node.all_input_nodes}:
+        if is_tangent(node) or of_tangents & {*node.all_input_nodes}:
             of_tangents.add(node)
     return {node for node in of_tangents if isinstance(node.target, OpOverload) and not is_view(node)}
 

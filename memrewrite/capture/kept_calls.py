@@ -28,6 +28,7 @@ from memrewrite.simulate.fake.trials import Made, made_again
 from memrewrite.state.random_state import preserved_rng
 from memrewrite.torch_internals.pytrees import (
     TreeSpec,
+    tensors_in,
     tree_flatten,
     tree_flatten_with_path,
     tree_leaves,
@@ -64,7 +65,7 @@ class KeptCalls:
 
     def of(self, args: Any, kwargs: Any) -> "_Kept":
         """The call with these arguments, of which sizes may vary; raises ``CaptureError`` for one that was not seen."""
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        tensors = tensors_in((args, kwargs))
         for first, second in self.calls:
             if len(first.given) == len(tensors) and all(map(_fits, tensors, first.given)):
                 return _Kept(self.path, args, kwargs, first, second)

@@ -1,6 +1,6 @@
 """What a step does outside the graph, the loss and the optimizer, counted on fake tensors: bytes and operators."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from memrewrite.simulate.fake.fakes import on_fakes
 from memrewrite.torch_internals.fake_tensors import FAKE_TENSOR_ERRORS, FakeTensor, TorchDispatchMode
 from memrewrite.torch_internals.foreach import foreach_on_fake_tensors
 from memrewrite.torch_internals.operators import written_arguments
-from memrewrite.torch_internals.pytrees import tree_iter
+from memrewrite.torch_internals.pytrees import tensors_in, tree_iter
 from memrewrite.workload.step import Inputs, Step, autocast, default_loss
 
 
@@ -28,10 +28,10 @@ class Work(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        given = {id(t): t for t in _tensors((args, kwargs))}
+        given = {id(t): t for t in tensors_in((args, kwargs))}
         storages = {id(t.untyped_storage()) for t in given.values()}
-        written = [t for t in _tensors(written_arguments(func, args, kwargs)) if t.nbytes]
-        written += [t for t in _tensors(result) if id(t.untyped_storage()) not in storages]
+        written = [t for t in tensors_in(written_arguments(func, args, kwargs)) if t.nbytes]
+        written += [t for t in tensors_in(result) if id(t.untyped_storage()) not in storages]
         if written:
             self.moved += sum(t.nbytes for t in [*given.values(), *written])
             self.operators += 1
@@ -79,7 +79,3 @@ def of_loss(effects: Effects, restore: Callable[[list[Any]], Any], step: Step, d
 
 def _leaf(value: Any) -> Any:
     return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in tree_iter(tree) if isinstance(leaf, Tensor))

@@ -5,6 +5,7 @@ that read it. Torch only: this file's text is also pasted into generated models.
 """
 
 import functools
+import importlib.util
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -90,7 +91,13 @@ def _chain_slopes(
 
 
 def _compiles(tensor: Tensor) -> bool:
-    return tensor.is_cuda
+    return tensor.is_cuda and has_triton()
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether there is the language that ``torch.compile`` writes kernels for a GPU in."""
+    return importlib.util.find_spec("triton") is not None
 
 
 @functools.cache

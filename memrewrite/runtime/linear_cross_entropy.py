@@ -10,7 +10,6 @@ This file needs torch only, because its text is also pasted into generated model
 
 import functools
 import hashlib
-import importlib.util
 import types
 from collections.abc import Callable
 from typing import Any
@@ -319,17 +318,11 @@ def _run_loss(
     """The loss, and the gradients by the head and what it is given that are ``wanted``."""
     options = _steps(names, numbers), ignore_index, smoothing
     how = {"options": options, "reduction": reduction, "rows": rows, "autocast": autocast}
-    ctx = types.SimpleNamespace(**how, needs_input_grad=wanted, fused=hidden.is_cuda and _has_triton())
+    ctx = types.SimpleNamespace(**how, needs_input_grad=wanted, fused=True)
     with torch.no_grad(), in_autocast(hidden, autocast):
         losses, slopes = _early(ctx, (hidden, weight, bias), target, class_weight)
         loss = _loss_of(losses, target, class_weight, reduction, ignore_index)
     return [loss, *(slope for slope in slopes if slope is not None)]
-
-
-@functools.cache
-def _has_triton() -> bool:
-    """Whether kernels can be compiled where there is a GPU; a compiler that needs none may be at work."""
-    return importlib.util.find_spec("triton") is not None
 
 
 def _loss_on_fakes(*given: Any) -> list[Tensor]:

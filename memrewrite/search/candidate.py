@@ -268,9 +268,9 @@ class Candidate:
             return self.peak(spare)
         return max(self.bench.one_pass(self.programs, self.written, usual) + spare, usual.peak_of_optimizer)
 
-    def attributed(self) -> Timeline:
+    def attributed(self, blocks: bool = True) -> Timeline:
         """What ``simulate`` gives, with the submodule that made each storage."""
-        return self.bench.predict(self.bench.model, written=self.written(), attribute=True)
+        return self.bench.predict(self.bench.model, written=self.written(), attribute=True, blocks=blocks)
 
     def reserved_under(self, cap: int) -> int:
         """What CUDA's allocator reserves in bytes if it is to be at most ``cap``; more than that where it cannot be.

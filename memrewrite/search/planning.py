@@ -3,7 +3,6 @@
 import functools
 import math
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from itertools import islice
 
 from memrewrite.passes import early_casts
@@ -12,6 +11,7 @@ from memrewrite.plan.segments import Chain, Plan
 from memrewrite.plan_facts.chain import chain, join, node_of, with_more
 from memrewrite.plan_facts.nested import nest
 from memrewrite.records.mesh import Fsdp
+from memrewrite.runtime.fused import has_triton
 from memrewrite.search import registry
 from memrewrite.search.bench import Bench, Tried
 from memrewrite.search.candidate import Candidate, CandidateRegion
@@ -47,7 +47,7 @@ def rewritten(candidate: Candidate, names: tuple[str, ...] | None, exact: bool) 
 
 def _compiles(bench: Bench) -> bool:
     """Whether parts of a step can be compiled for where it is planned for; where there is a GPU, that takes triton."""
-    there = not bench.on_cuda or find_spec("triton") is not None  # the language of their kernels
+    there = not bench.on_cuda or has_triton()
     return bench.device == "cuda" and not bench.target.fuses and there
 
 
@@ -171,7 +171,7 @@ def _outside(bare: Candidate) -> list[Chain]:
     There all regions hold what they keep and the head and the loss take most of what they take, which is observed.
     """
     paths = [region.region.path for region in bare.regions]
-    timeline = bare.bench.predict(bare.bench.model, written=bare.written(), attribute=True, blocks=False)
+    timeline = bare.attributed(blocks=False)
     inside = [
         any(module == path or (module or "").startswith(f"{path}.") for path in paths) for module in timeline.modules
     ]

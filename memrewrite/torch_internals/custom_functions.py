@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from memrewrite.torch_internals.patches import process_wide
-from memrewrite.torch_internals.pytrees import tree_leaves
+from memrewrite.torch_internals.pytrees import tensors_in
 from memrewrite.torch_internals.versions import require
 
 require("autograd.Function._backward_cls._forward_cls")
@@ -51,7 +51,7 @@ def function_calls() -> Iterator[list[type]]:
 
 def functions_behind(output: Any) -> list[type]:
     """The custom ``autograd.Function`` classes in the autograd graph of what forward returned."""
-    queue = [leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
+    queue = [leaf.grad_fn for leaf in tensors_in(output) if leaf.grad_fn is not None]
     seen = set(queue)
     found: list[type] = []
     while queue:
@@ -101,9 +101,9 @@ def kept_as_attributes(output: Any) -> list[Tensor]:
     """The tensors that the contexts of the custom Functions that gave ``output`` hold, but those saved for backward."""
     if not torch.is_grad_enabled():  # a view that was written to then may not be asked
         return []
-    nodes = {leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, Tensor)}
+    nodes = {leaf.grad_fn for leaf in tensors_in(output)}
     held = [vars(node) for node in nodes if getattr(node, "_forward_cls", None) is not None]
-    return [leaf for leaf in tree_leaves(held) if isinstance(leaf, Tensor)]
+    return tensors_in(held)
 
 
 @dataclass(frozen=True)

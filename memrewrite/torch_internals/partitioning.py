@@ -110,7 +110,7 @@ def is_ours(joint: fx.GraphModule, divided: Divided) -> bool:
         return False
     kinds = (torch.Tensor, *SymTypes, int, float, bool, type(None))
     for node in joint.graph.find_nodes(op="placeholder"):
-        known = "primals" in str(node.target) or "tangents" in str(node.target)
+        known = "primals" in str(node.target) or is_tangent(node)
         if not known or not isinstance(node.meta.get("val"), kinds):
             return False
     return True
@@ -146,6 +146,11 @@ def modules(
     forward, backward = map(raise_getitems, pair)
     forward = partitioners.thread_graphsafe_rng_from_hops(forward, is_backward=False)
     return forward, partitioners.thread_graphsafe_rng_from_hops(backward, is_backward=True)
+
+
+def is_tangent(node: fx.Node) -> bool:
+    """Whether a node is a gradient that backward is given."""
+    return node.op == "placeholder" and "tangents" in str(node.target)
 
 
 def is_symbol(node: fx.Node) -> bool:

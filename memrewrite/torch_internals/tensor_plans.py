@@ -21,12 +21,8 @@ _REPLICATED = {"replicate", "replicated"}  # every process has all of it, as of 
 HEADS = "replicated_with_grad_allreduce"  # likewise, for what works on the heads of this process alone
 EXPERTS = "moe_tp_experts"  # which have a part of every expert each
 LATENT = "mla_kv_a_proj"  # which gives what is divided later, and positions of keys that all heads take as they are
-_OF_MODULES = {
-    HEADS,
-    EXPERTS,
-    LATENT,
-    "local_params",
-}  # the last says that forward takes parts of parameters, as all does here
+_LOCAL = "local_params"  # whose forward takes parts of parameters, as all does here
+_OF_MODULES = {HEADS, EXPERTS, LATENT, _LOCAL}
 _OF_PARAMETERS = {"colwise": -2, "packed_colwise": -2, "rowwise": -1, "packed_rowwise": -1}
 
 

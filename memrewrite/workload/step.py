@@ -23,7 +23,7 @@ from memrewrite.records.errors import UsageError
 from memrewrite.records.loop import TUTORIAL_LOOP, Loop
 from memrewrite.records.mesh import Ddp, Fsdp, Mesh
 from memrewrite.targets.eager import EAGER, Target
-from memrewrite.torch_internals.pytrees import tree_leaves
+from memrewrite.torch_internals.pytrees import tensors_in
 from memrewrite.torch_internals.scaler import Scaler
 from memrewrite.torch_internals.spread import computed_on
 from memrewrite.workload.held import held_by
@@ -46,7 +46,7 @@ class Inputs:
 
     def tensors(self) -> list[Tensor]:
         """Every tensor in the inputs, in flattening order."""
-        return [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)]
+        return tensors_in((self.args, self.kwargs))
 
     @property
     def bytes(self) -> int:
@@ -350,7 +350,7 @@ def default_loss(output: Any) -> Tensor:
     loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     if isinstance(loss, Tensor):
         return loss
-    means = [t.float().mean() for t in tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
+    means = [t.float().mean() for t in tensors_in(output) if t.is_floating_point()]
     if not means:
         raise UsageError("The model returns no floating-point tensor to take a loss of; pass --loss module:function.")
     return torch.stack(means).sum() if len(means) > 1 else means[0]

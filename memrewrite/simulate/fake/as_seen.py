@@ -8,7 +8,7 @@ from torch import Tensor, fx
 
 from memrewrite.records.tensor_like import TensorLike
 from memrewrite.simulate.fake.refusals import takes_data
-from memrewrite.torch_internals.pytrees import TreeSpec, tree_leaves, tree_unflatten
+from memrewrite.torch_internals.pytrees import TreeSpec, tensors_in, tree_unflatten
 
 _SEEN, _KEPT = "memrewrite_seen", "memrewrite_kept"  # in a node's meta, which graphs copy with the node
 
@@ -39,7 +39,7 @@ def like_seen(given: Any, leaves: Sequence[Any], tree: TreeSpec, kept: int = 0) 
 
     So many bytes are ``kept`` for that.
     """
-    tensors = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
+    tensors = tensors_in(given)
     likes = [leaf for leaf in leaves if isinstance(leaf, TensorLike)]
     made = iter(_Seen.apply(likes, kept, *tensors))  # type: ignore[no-untyped-call]
     return tree_unflatten([next(made) if isinstance(leaf, TensorLike) else leaf for leaf in leaves], tree)

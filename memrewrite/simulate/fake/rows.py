@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from memrewrite.torch_internals.operators import OpOverload, named_arguments
-from memrewrite.torch_internals.pytrees import tree_iter
+from memrewrite.torch_internals.pytrees import tensors_in, tree_iter
 
 # What they do to two rows they do to any number of them: these whatever is in the rows, ...
 _MOVES = {"alias", "cat", "clone", "detach", "permute", "select", "slice", "transpose", "unsqueeze"}
@@ -50,7 +50,7 @@ def value_by_rows(func: OpOverload, name: str, call: Any, result: Tensor, values
         return start + step * torch.arange(2, dtype=result.dtype) if type(start) is type(step) is int else None
     if name == "expand":
         return compute((call[0][0], two_rows(call[0][1])), {})
-    tensors = [leaf for leaf in tree_iter(call) if isinstance(leaf, Tensor)]
+    tensors = tensors_in(call)
     if name in _ALONG and any(isinstance(tensor.shape[given["dim"]], torch.SymInt) for tensor in tensors):
         return _along(name, given, result, values, lambda: compute(*call))
     if has_symbols(call):

@@ -21,7 +21,7 @@ from memrewrite.records.tensor_like import TensorLike
 from memrewrite.simulate.fake.trials import Argument, Given, Made, Plain, Seen, made_again, tried
 from memrewrite.torch_internals.custom_functions import Methods, custom_functions, methods_replaced
 from memrewrite.torch_internals.fake_tensors import FakeTensor
-from memrewrite.torch_internals.pytrees import tree_flatten, tree_leaves
+from memrewrite.torch_internals.pytrees import tensors_in, tree_flatten, tree_leaves
 from memrewrite.torch_internals.tracing import size_at
 
 _ATTRIBUTE = "memrewrite_seen"  # of a context
@@ -46,7 +46,7 @@ def _on_fakes(kind: type, originals: dict[type, Methods]) -> Methods:
     @functools.wraps(own.forward)  # PyTorch asks for its signature
     def forward(*args: Any) -> Any:
         given = args if own.setup_context else args[1:]
-        tensors = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
+        tensors = tensors_in(given)
         seen = _seen(kind, given, originals)
         if seen is None:
             result = own.forward(*args)

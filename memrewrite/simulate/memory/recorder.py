@@ -3,10 +3,8 @@
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from torch import Tensor
-
 from memrewrite.simulate.memory.tracker import COMMUNICATION, Tracker
-from memrewrite.torch_internals.pytrees import tree_leaves
+from memrewrite.torch_internals.pytrees import tensors_in
 from memrewrite.workload.step import PHASES, Phase, Running
 
 PARAMETERS, BUFFERS, INPUTS = "parameters", "buffers", "inputs"
@@ -76,8 +74,7 @@ class Recorder:
     def _register_state(self) -> None:
         self.tracker.register([] if self._loop.scaler is None else self._loop.scaler.tensors, STATE)
         for parameter, state in self._loop.optimizer.state.items() if self._loop.optimizer is not None else ():
-            tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
-            self.tracker.register(tensors, STATE, self._owners.get(id(parameter)))
+            self.tracker.register(tensors_in(state), STATE, self._owners.get(id(parameter)))
 
     def _begin(self, phase: Phase) -> None:
         if phase == "backward":
