@@ -176,6 +176,7 @@ def rewritten(
     compiled: bool = False,
     reserved: bool = False,
     returns: Literal["all", "loss"] = "all",
+    device: str | None = None,
 ) -> Ready:
     """``model`` within ``budget`` bytes (``reserved``: of what is reserved), or at its lowest peak.
 
@@ -194,6 +195,7 @@ def rewritten(
             reserved=reserved,
             returns=returns,
             passes=None if returns == "all" else "all",
+            device=device,
             cache=False,
         )
     report = optimized.report

@@ -118,6 +118,32 @@ def test_largest_batch_of_a_workload(contender: str) -> None:
     assert row.per_second
 
 
+def test_largest_batch_without_times() -> None:
+    timed = maxbatch.Search("unet", contenders.EAGER, CPU, tiny=True).largest(12 * 10**6)
+    row = maxbatch.Search("unet", contenders.EAGER, CPU, tiny=True, timed=False).largest(12 * 10**6)
+    assert row.per_second is None
+    assert (row.batch, row.peak) == (timed.batch, timed.peak)
+
+
+@pytest.mark.parametrize(("budget", "batch"), [(10**6, 89), (2 * 10**6, 189), (10**5, 0)])
+def test_batches_to_plan_lie_on_a_line(monkeypatch: pytest.MonkeyPatch, budget: int, batch: int) -> None:
+    def lowest(search: maxbatch.Search, batch: int) -> None:
+        search.known[batch] = 100_000 + 10_000 * batch
+
+    monkeypatch.setattr(maxbatch.Search, "_lowest", lowest)
+    row = maxbatch.Search("unet", contenders.OURS, CPU, tiny=True).plan(budget)
+    assert (row.batch, row.ok) == (batch, batch > 0)
+
+
+def test_a_planned_batch_shrinks_until_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def trained(search: maxbatch.Search, batch: int, budget: int) -> dict[str, int] | None:
+        return {"peak": batch} if batch <= 90 else None
+
+    monkeypatch.setattr(maxbatch.Search, "_trained", trained)
+    row = maxbatch.Search("unet", contenders.OURS, CPU, planned={1000: 100}).largest(1000)
+    assert (row.batch, row.trials, row.ok) == (88, 3, True)
+
+
 def test_what_guards_cost_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("sys.argv", ["guards", "--blocks", "2"])
     assert guards.main() == 0

@@ -65,6 +65,16 @@ class Trial:
             "steps": steps,
         }
 
+    def peak(self) -> int:
+        """The peak of the second step, the first of which nothing is measured."""
+        if self.device.type != "cuda":
+            return self._peak_on_cpu()
+        self.loop.take()
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self.loop.take()
+        torch.cuda.synchronize(self.device)
+        return torch.cuda.max_memory_allocated(self.device) - self.others
+
     def _peak_on_cpu(self) -> int:
         if isinstance(self.step.mesh, Fsdp):  # whose state is not put back
             return run_tracked(self.module, self.inputs, self.step).peak
