@@ -185,7 +185,7 @@ class Search:
         if self.device.type == "cuda":
             total = torch.cuda.get_device_properties(self.device).total_memory
             share = 1.0 if budget is None else min(1.0, _CAP * budget / total)
-            torch.cuda.set_per_process_memory_fraction(share, self.device)
+            torch.cuda.set_per_process_memory_fraction(share, torch.cuda.current_device())
 
     def _lowest(self, batch: int) -> None:
         """Learn the lowest peak of plans for CUDA, which need none."""
