@@ -5,15 +5,17 @@ By ``c10/cuda/CUDACachingAllocator.cpp`` with room enough on the device: request
 fitting free block is used, of those that fit alike the one at the lowest address, and the driver hands out addresses
 from above downwards. What a block has too much becomes a block of its own, if that is large enough. Blocks that are
 free side by side become one, and segments are kept; where a process may hold no more, those that are free as a whole go
-before another is asked for. Of the settings in ``PYTORCH_CUDA_ALLOC_CONF`` only
+before another is asked for. Each stream has segments of its own. Of the settings in ``PYTORCH_CUDA_ALLOC_CONF`` only
 ``expandable_segments`` is known: all blocks of a pool then lie in one segment that grows by pages, and every rest is
 split off.
 """
 
+import functools
 import itertools
 import os
 import re
 from bisect import bisect_left, insort
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -45,6 +47,12 @@ class Block:
     before: "Block | None" = None
     after: "Block | None" = None
     free: bool = False
+    stream: int = 0
+
+    @property
+    def pool(self) -> "_Pool":
+        """Where it lies while it is free."""
+        return self.stream, self.small
 
     @property
     def alone(self) -> bool:
@@ -52,6 +60,8 @@ class Block:
         return self.before is None and self.after is None
 
 
+_Pool = tuple[int, bool]
+"""A stream's small blocks, or its large ones."""
 # What is recorded of a step: the block, bytes asked for or minus those freed, and whether the request may go without.
 _Request = tuple[Block, int, bool]
 _ROOM = Block(0, 0, False)  # in a request: for so many bytes room is made
@@ -63,7 +73,8 @@ class Allocator:
 
     ``limit`` is how much may be reserved (``torch.cuda.set_per_process_memory_fraction``), None for any amount: then
     segments go where they can (``retries`` counts how often). A request that fits even so not is served nevertheless,
-    and ``most``, the highest that ``reserved`` was, is above the limit.
+    and ``most``, the highest that ``reserved`` was, is above the limit. From now on the stream of number ``stream``
+    asks.
 
     A block may be larger than was asked for: where segments do not grow, a rest of up to 1 MiB is not split off a block
     from the pool of large ones.
@@ -75,8 +86,9 @@ class Allocator:
     reserved: int = 0
     most: int = 0
     retries: int = 0
-    _free: dict[bool, list[tuple[int, int, Block]]] = field(default_factory=lambda: {True: [], False: []})
-    _last: dict[bool, Block] = field(default_factory=dict)  # of segments that grow, the one at the highest address
+    stream: int = 0
+    _free: dict[_Pool, list[tuple[int, int, Block]]] = field(default_factory=lambda: defaultdict(list))
+    _last: dict[_Pool, Block] = field(default_factory=dict)  # of segments that grow, the one at the highest address
     _lowest: int = 0  # the address of the last segment that does not grow
     _steps: list[list[_Request]] = field(default_factory=lambda: [[]])
 
@@ -146,6 +158,7 @@ class Allocator:
         ``standing``, of about that size.
         """
         for block, size, spare in step:
+            self.stream = block.stream
             if block is _ROOM:
                 self.make_room(size)
             elif size > 0:
@@ -154,7 +167,7 @@ class Allocator:
                 if (known := given.pop(block)) is not None:
                     self.release(known)
             elif standing:
-                old = min(standing, key=lambda each, size=size: abs(each.size + size))  # type: ignore[misc]
+                old = min(standing, key=functools.partial(_unlike, block, size))
                 standing.remove(old)
                 self.release(old)
 
@@ -187,7 +200,7 @@ class Allocator:
     def _has_room(self, size: int) -> bool:
         """Whether a request can be served within the limit, if need be by giving back what is free."""
         size = rounded(size)
-        free = self._free[size <= _SMALL]
+        free = self._free[self.stream, size <= _SMALL]
         if self.limit is None or bisect_left(free, (size,)) < len(free):
             return True
         length = self._length(size, size <= _SMALL)
@@ -197,7 +210,7 @@ class Allocator:
         return self.reserved + length <= self.limit
 
     def _best(self, size: int, small: bool) -> Block | None:
-        free = self._free[small]
+        free = self._free[self.stream, small]
         place = bisect_left(free, (size,))  # before all of that size
         if place == len(free):
             return None
@@ -207,7 +220,8 @@ class Allocator:
 
     def _new(self, size: int, small: bool) -> Block:
         """A segment; or the segment of the pool grows until its last block is large enough."""
-        last = self._last.get(small) if self.expandable else None
+        pool = self.stream, small
+        last = self._last.get(pool) if self.expandable else None
         length = self._length(size, small)
         if self.limit is not None and self.reserved + length > self.limit:
             self.retries += 1
@@ -216,9 +230,9 @@ class Allocator:
         self.most = max(self.most, self.reserved)
         if not self.expandable:
             self._lowest -= length
-            return Block(self._lowest, length, small)
-        block = Block(0 if last is None else last.address + last.size, length, small)
-        self._last[small] = block
+            return Block(self._lowest, length, small, stream=self.stream)
+        block = Block(0 if last is None else last.address + last.size, length, small, stream=self.stream)
+        self._last[pool] = block
         if last is None:
             return block
         block.before, last.after = last, block
@@ -229,7 +243,7 @@ class Allocator:
         page = _SMALL_SEGMENT if small else _LARGE_SEGMENT
         if not self.expandable:
             return page if size < _OWN_SEGMENT else rounded(size, _ROUND)
-        last = self._last.get(small)
+        last = self._last.get((self.stream, small))
         return rounded(size - last.size if last is not None and last.free else size, page)
 
     def _give_back(self) -> None:
@@ -243,7 +257,7 @@ class Allocator:
 
     def _split(self, block: Block, size: int) -> None:
         """Leave ``block`` ``size`` bytes and offer the rest."""
-        rest = Block(block.address + size, block.size - size, block.small, block, block.after)
+        rest = Block(block.address + size, block.size - size, block.small, block, block.after, stream=block.stream)
         block.size = size
         self._follow(rest, block)
         if rest.after is not None:
@@ -264,16 +278,16 @@ class Allocator:
 
     def _follow(self, block: Block, last: Block) -> None:
         """``block`` is the pool's last one where ``last`` was."""
-        if self._last.get(block.small) is last:
-            self._last[block.small] = block
+        if self._last.get(block.pool) is last:
+            self._last[block.pool] = block
 
     def _offer(self, block: Block) -> None:
         block.free = True
-        insort(self._free[block.small], (block.size, block.address, block))
+        insort(self._free[block.pool], (block.size, block.address, block))
 
     def _take(self, block: Block) -> None:
         block.free = False
-        free = self._free[block.small]
+        free = self._free[block.pool]
         del free[bisect_left(free, (block.size, block.address))]
 
 
@@ -299,6 +313,11 @@ class Requests:
                 allocator.record()
             allocator.serve(step if room is None else _with_room(step, room), given)
         return allocator.settle(self.repeated)
+
+
+def _unlike(block: Block, size: int, other: Block) -> tuple[bool, int]:
+    """How much another block differs from one of which ``-size`` bytes are given back."""
+    return other.stream != block.stream, abs(other.size + size)
 
 
 def _with_room(step: Sequence[_Request], total: int) -> list[_Request]:

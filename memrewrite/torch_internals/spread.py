@@ -91,3 +91,13 @@ def spreads(hook: Any) -> bool:
 
 def _is(kind: type, names: dict[str, str]) -> bool:
     return kind.__module__.startswith(names[kind.__name__]) if kind.__name__ in names else False
+
+
+def parts_of(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The tensors that hold the storages of ``tensor``: itself, or the parts of a sparse one."""
+    tensor = local_part(tensor)
+    if tensor.layout is torch.strided:
+        return (tensor,)
+    if tensor.layout is torch.sparse_coo:
+        return (tensor._indices(), tensor._values())
+    return ()

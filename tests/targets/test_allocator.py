@@ -324,6 +324,24 @@ def test_the_requests_of_an_operator_are_seen_in_order() -> None:
     assert [asked[place - 1] for place in sorted(kept)] == [x.nbytes, w.nbytes]
 
 
+@pytest.mark.parametrize("expandable", [False, True])
+def test_a_stream_is_given_no_block_of_another(expandable: bool) -> None:
+    allocator = Allocator(expandable)
+    first = allocator.allocate(20 * MIB)
+    allocator.release(first)
+    allocator.stream = 1
+    other = allocator.allocate(20 * MIB)
+    assert (other is first, allocator.reserved) == (False, 40 * MIB)
+    allocator.release(other)
+    allocator.stream = 0
+    assert allocator.allocate(20 * MIB) is first
+    allocator.stream = 1
+    assert allocator.allocate(20 * MIB) is other
+    allocator.release(first)
+    allocator.release(other)
+    assert allocator.reserved == allocator.asked().reserved_under(None) == 40 * MIB
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("seed", range(4))
 def test_pytorch_hands_out_the_same(seed: int) -> None:

@@ -14,6 +14,7 @@ from memrewrite.records.errors import UsageError
 from memrewrite.records.mesh import Fsdp, Mesh
 from memrewrite.runtime.dropin import programs
 from memrewrite.simulate import simulate
+from memrewrite.targets.cuda_from_cpu import CUDA_FROM_CPU
 from memrewrite.torch_internals.fsdp import units
 from memrewrite.workload.step import Inputs, Step
 from tests.support import fsdp
@@ -71,6 +72,16 @@ def test_a_second_simulation_finds_what_the_first_one_found() -> None:
     step = Step(optimizer=torch.optim.AdamW, mesh=Fsdp(7, param_dtype="bf16"))
     first, second = (simulate(fsdp.Net(), Inputs((fsdp.X,), {}), step) for _ in range(2))
     assert first.events == second.events
+
+
+def test_what_streams_of_their_own_ask_for_is_reserved_besides(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Step(optimizer=torch.optim.AdamW, mesh=Fsdp(2), target=CUDA_FROM_CPU)
+    apart = simulate(fsdp.Net(), Inputs((fsdp.X,), {}), step)
+    usual = torch.cpu.current_stream()
+    monkeypatch.setattr(torch.cpu, "current_stream", lambda: usual)
+    together = simulate(fsdp.Net(), Inputs((fsdp.X,), {}), step)
+    assert apart.peak == together.peak
+    assert apart.reserved > together.reserved  # what is gathered into, and reduced gradients, have no place in a rest
 
 
 class Blocks(nn.Module):

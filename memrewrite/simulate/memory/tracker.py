@@ -22,7 +22,7 @@ from memrewrite.torch_internals.dispatch_modes import Layer
 from memrewrite.torch_internals.fake_tensors import FakeTensor
 from memrewrite.torch_internals.gradient_sums import SUM, in_place, of_one_alone
 from memrewrite.torch_internals.pytrees import tree_iter
-from memrewrite.torch_internals.spread import local_part, wraps_local
+from memrewrite.torch_internals.spread import parts_of, wraps_local
 
 OPERATOR_WORKSPACE = "operator workspace"
 COMMUNICATION, GATHERED = "communication buffers", "gathered parameters"
@@ -131,10 +131,13 @@ class Tracker(Layer):
         self._blocks: list[_Block] = []
         self.libraries: list[int] = []  # bytes that cuBLAS asks for, for good, at its next product
         self._alone = of_one_alone(device_type)
+        self._device: Any = torch.cuda if device_type == "cuda" else torch.cpu
+        self._streams: dict[Any, int] = {}
         self._ready: dict[int, deque[Block]] = {}  # what the allocator handed out for the operator that runs, by bytes
 
     def __enter__(self) -> Self:
         self._together = torch.distributed.is_available() and torch.distributed.is_initialized()
+        self._look_at_stream()
         return super().__enter__()
 
     def register(self, tensors: Iterable[Tensor], category: str, module: str | None = None) -> None:
@@ -142,7 +145,7 @@ class Tracker(Layer):
 
         ``module`` is the path of the submodule they belong to, None where that is not known better than before.
         """
-        for part in (part for tensor in tensors for part in _parts(tensor)):
+        for part in (part for tensor in tensors for part in parts_of(tensor)):
             block = self._see(part)
             if block is not None:
                 block.category = category
@@ -150,7 +153,7 @@ class Tracker(Layer):
 
     def moved_out(self, tensors: Iterable[Tensor]) -> None:
         """Count the storages of ``tensors``, whatever they were counted as, as nothing from here on."""
-        for part in (part for tensor in tensors for part in _parts(tensor)):
+        for part in (part for tensor in tensors for part in parts_of(tensor)):
             block = self._see(part)
             if block is not None and block.size:
                 self._died(block)
@@ -228,6 +231,7 @@ class Tracker(Layer):
         if self._places is not None:
             self._place = self._places.now()
         result = self.below(func, types, args, kwargs or {})
+        self._look_at_stream()
         self._func = func
         if (self.libraries or not self.multiplied) and getattr(func, "__name__", "").partition(".")[0] in _BLAS:
             self.multiplied = True
@@ -285,8 +289,15 @@ class Tracker(Layer):
         """Count a storage anew that was resized past the dispatcher."""
         known = self._live.get(id(storage))
         if known is not None and known.nbytes != storage.nbytes():
+            self._look_at_stream()
             self._died(known)
             self._born(storage, storage.nbytes(), known.category)
+
+    def _look_at_stream(self) -> None:
+        """Let the allocator be asked by the stream that work is given to now; units of FSDP2 have several."""
+        if self._together and self.blocks is not None:
+            here = self._device.current_stream()
+            self.blocks.stream = self._streams.setdefault(here, len(self._streams))
 
     def _communicated(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         """Name what a collective, or an operator of FSDP's beside one, is given and was born in this phase.
@@ -336,7 +347,7 @@ class Tracker(Layer):
         if type(result) is FakeTensor and result.layout is torch.strided:  # as most are: it has one storage
             self._see(result)
         elif isinstance(result, Tensor):
-            for part in _parts(result):
+            for part in parts_of(result):
                 self._see(part)
         elif isinstance(result, list | tuple):
             for item in result:
@@ -387,13 +398,3 @@ class Tracker(Layer):
             self.current -= block.size
             if self.blocks is not None and block.given is not None:
                 self.blocks.release(block.given)
-
-
-def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The tensors that hold the storages of ``tensor``: itself, or the parts of a sparse one."""
-    tensor = local_part(tensor)
-    if tensor.layout is torch.strided:
-        return (tensor,)
-    if tensor.layout is torch.sparse_coo:
-        return (tensor._indices(), tensor._values())
-    return ()
