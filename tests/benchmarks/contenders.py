@@ -190,6 +190,7 @@ def rewritten(
             budget="min" if budget is None else budget,
             optimizer=step.optimizer,
             amp=step.amp,
+            mesh=step.mesh,
             compiled=compiled,
             verify=verify,
             reserved=reserved,

@@ -1,50 +1,55 @@
-"""Peak and step time of each GPU under DDP and FSDP2: eager, block checkpointing, and ours at the budgets of a GPU.
+"""Peak and step time of each GPU under DDP, FSDP2 and tensor parallelism: eager, block checkpointing, and ours.
 
-    python -m tests.benchmarks.mesh FILE.json [--only resnet50 vit_large] [--processes 2] [--deadline-s 280] [--tiny]
+    python -m tests.benchmarks.mesh FILE.json [--only resnet50-ddp ...] [--contenders eager block "ours min" ...]
+        [--processes 2] [--jobs 20] [--plan-s 240] [--deadline-s 440] [--tiny]
 
-Starts its own processes, one for each GPU (nccl), or two on the CPU with ``--tiny`` (gloo). ``ours block`` has as its
-budget the peak that block checkpointing takes and 0.5 % more, ``ours 50%`` half of what eager training takes beyond its
-floor, ``ours min`` the lowest peak there is. Bytes are predicted before anything runs, and measured by
-``torch.cuda.max_memory_allocated`` over steady steps, the highest of all GPUs; ms are a median, of the slowest GPU.
-``same`` says that all made the same plan. Names with ``-fsdp`` are sharded by ``fully_shard``, block by block, with no
-mixed precision but autocast's; with ``-offload`` after that, parameters lie on the host. The file is written after
-every row; where the deadline is passed no further one is begun.
+All is predicted and planned at first, side by side, each in a process that speaks to no other. Then one process for
+each GPU (nccl; gloo on the CPU, with ``--tiny``) trains what was planned, one contender after another. ``ours block``
+has as its budget 0.99 of the peak that is predicted of block checkpointing, ``ours 50%`` half of what eager training
+takes beyond its floor, ``ours min`` is the lowest peak there is. ``compile 0.4`` are units compiled one by one with
+PyTorch's ``activation_memory_budget``, of which nothing is predicted. Bytes are measured by
+``torch.cuda.max_memory_allocated`` and ``max_memory_reserved`` over steady steps, the highest of all GPUs; ms are a
+median, of the slowest GPU. ``tracked`` is what PyTorch's ``FSDPMemTracker`` predicts. Names with ``-fsdp`` are sharded
+by ``fully_shard``, block by block, with no mixed precision but autocast's; with ``-offload`` after that, parameters lie
+on the host. The file is written after every row; where the deadline is passed no further one is begun.
 """
 
 import argparse
 import json
+import multiprocessing
 import os
 import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
+import torch._functorch.config as functorch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from memrewrite.measurement.measuring import predict
-from memrewrite.records.errors import BudgetInfeasibleError
 from memrewrite.records.mesh import Ddp, Fsdp
-from memrewrite.runtime.dropin import programs
-from memrewrite.simulate import Timeline
-from memrewrite.targets.workspaces import measured as workspace_bytes
 from memrewrite.torch_internals.fsdp import units
-from memrewrite.workload.step import Inputs, Step
-from tests.benchmarks.language import decoder, llama, tokens
-from tests.benchmarks.models import WORKLOADS
+from memrewrite.torch_internals.tensor_parallel import parallelize
+from memrewrite.workload.step import Inputs
+from tests.benchmarks.contenders import BLOCK, COMPILE, EAGER, OURS
+from tests.benchmarks.mesh_plans import CASES, USUAL, Case, Prepared, prepared_in_child
 from tests.benchmarks.rows import machine
 from tests.benchmarks.trial import Trial, clear
-from tests.benchmarks.workload import Workload
 
-CONTENDERS = ("eager", "block", "ours block", "ours 50%", "ours min")
+CONTENDERS = (EAGER, BLOCK, "ours block", "ours 50%", "ours min")
+_SHARDED = (f"{COMPILE} 0.4", f"{COMPILE} 0.0")  # what runs besides where units are compiled one by one
 _STEPS = 8
-_BLOCK = 1.005  # of its peak: lowest peaks are found to half a percent
+_TRACKED = "FSDPMemTracker"
+_Plans = dict[tuple[str, str], Prepared]
 
 
 @dataclass(frozen=True)
@@ -58,125 +63,71 @@ class Row:
     mesh: str
     budget: int | None = None
     predicted: int | None = None
+    tracked: int | None = None
     measured: int | None = None
+    predicted_reserved: int | None = None
+    reserved: int | None = None
     step_ms: float | None = None
     setup_s: float | None = None
-    same: bool = True
     note: str = ""
 
 
-def _vit_large(tiny: bool) -> nn.Module:
-    import timm
-
-    small: dict[str, Any] = {"img_size": 64, "embed_dim": 32, "depth": 4, "num_heads": 2} if tiny else {}
-    return cast(nn.Module, timm.create_model("vit_large_patch16_224", pretrained=False, **small))
-
-
-def _llama_670m(tiny: bool) -> nn.Module:
-    return llama(decoder(tiny, 2048, 10, 32, 32000))
-
-
-CASES: dict[str, Workload] = {
-    "resnet50": replace(WORKLOADS["resnet50"], batch=96),
-    "vit_large": replace(WORKLOADS["vit_base"], build=_vit_large, batch=64),
-    "llama_1b": replace(WORKLOADS["llama_1b"], batch=2),
-    "llama_670m-fsdp": replace(WORKLOADS["llama_1b"], build=_llama_670m, inputs=tokens(2048, 32000), batch=4),
-    "unet": replace(WORKLOADS["unet"], batch=4),  # on request: it needs no library
-    "unet-fsdp": replace(WORKLOADS["unet"], batch=4),
-}
-CASES |= {f"{name}-offload": CASES[name] for name in ("llama_670m-fsdp", "unet-fsdp")}
-
-
 class Bench:
-    """One workload, of which this process has a part."""
+    """One workload, of which this process trains a part."""
 
-    def __init__(self, name: str, device: torch.device, tiny: bool) -> None:
-        self.name, self.workload, self.device, self.tiny = name, CASES[name], device, tiny
-        self.batch = 2 if tiny else self.workload.batch
-        size = dist.get_world_size()
-        self.mesh: Ddp | Fsdp = Fsdp(size, offload=name.endswith("-offload")) if "-fsdp" in name else Ddp(size)
-        self.step: Step = replace(self.workload.step(), mesh=self.mesh)
-        self.peaks: dict[str, int] = {}
-        self.floor = 0
+    def __init__(self, case: Case, device: torch.device, plans: _Plans) -> None:
+        self.case, self.device, self.plans = case, device, plans
 
     def run(self, contender: str) -> Row:
         """The row of a contender; what one process raises is every process's note."""
-        row = Row(self.name, contender, self.batch, self.mesh.size, str(self.mesh))
+        case, plan = self.case, self.plans[self.case.name, contender]
+        tracked = self.plans.get((case.name, f"{_TRACKED} {contender}"), Prepared())
+        row = Row(case.name, contender, case.batch, case.mesh.size, str(case.mesh), plan.budget, plan.predicted)
+        row = replace(row, tracked=tracked.predicted, predicted_reserved=plan.reserved, setup_s=plan.setup_s)
+        row = replace(row, note=plan.note or tracked.note)
+        if plan.note:
+            return row
         clear(self.device)
         others = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
-        start = time.perf_counter()
-        torch.manual_seed(0)
-        with torch.device(self.device):
-            model = self.workload.build(self.tiny).train()
-            torch.manual_seed(1 + dist.get_rank())
-            inputs = self.workload.inputs(self.batch, self.tiny)
-        budget = self._budget(contender)
-        ready = together(lambda: self._ready(contender, model, inputs, budget))
-        row = replace(row, budget=budget if isinstance(budget, int) else None)
-        if isinstance(ready, str):
-            return replace(row, note=ready)
-        module, predicted = ready
-        programs_here = [str(program.source) for program in programs(module).values()]
-        same = all(each == programs_here for each in gathered(programs_here))
-        row = replace(row, predicted=max(gathered(predicted)), same=same, setup_s=time.perf_counter() - start)
-        figures = together(lambda: self._trained(module, inputs, others))
+        figures = together(lambda: self._trained(contender, plan, others))
         if isinstance(figures, str):
             return replace(row, note=figures)
-        peak, ms = figures
-        self.peaks[contender] = max(gathered(peak))
-        return replace(row, measured=self.peaks[contender], step_ms=max(gathered(ms)))
+        peak, reserved, ms = (max(each) for each in zip(*gathered(figures), strict=True))
+        return replace(row, measured=peak, reserved=reserved, step_ms=ms)
 
-    def _budget(self, contender: str) -> int | str | None:
-        if contender == "ours min":
-            return "min"
-        if contender == "ours block":
-            return int(_BLOCK * self.peaks["block"]) if "block" in self.peaks else None
-        if contender == "ours 50%" and "eager" in self.peaks:
-            return (max(gathered(self.floor)) + self.peaks["eager"]) // 2
-        return None
+    def _trained(self, contender: str, plan: Prepared, others: int) -> tuple[int, int, float]:
+        """What is allocated and reserved at most, in bytes, and the ms of a step, under the real thing."""
+        case = self.case
+        model, inputs = case.made(self.device, dist.get_rank())
+        if contender == BLOCK:
+            case.workload.checkpoint_blocks(model)
+        module = self._wrapped(plan.applied(model, self.device), contender.startswith(COMPILE))
+        del model
+        torch._dynamo.reset()
+        share = float(contender.split()[1]) if contender.startswith(COMPILE) else None
+        with nullcontext() if share is None else functorch.patch(activation_memory_budget=share):
+            return self._figures(module, inputs, others)
 
-    def _ready(
-        self, contender: str, model: nn.Module, inputs: Inputs, budget: int | str | None
-    ) -> tuple[nn.Module, int]:
-        """The module to wrap, and the peak that is predicted of a process."""
-        if contender.startswith("ours"):
-            if budget is None:
-                raise RuntimeError("the peak that the budget refers to is not known")
-            return self._optimized(model, inputs, budget)
-        if contender == "block":
-            self.workload.checkpoint_blocks(model)
-        timeline = self._predicted(model, inputs)
-        self.floor = timeline.floor if contender == "eager" else self.floor
-        return model, timeline.peak
-
-    def _predicted(self, model: nn.Module, inputs: Inputs) -> Timeline:
-        workspace = workspace_bytes(self.device, self.step.amp, self.step.mode)
-        return predict(model, inputs, self.step, workspace_bytes=workspace)
-
-    def _optimized(self, model: nn.Module, inputs: Inputs, budget: int | str) -> tuple[nn.Module, int]:
-        import memrewrite
-
-        step = self.step
-        asked: dict[str, Any] = {"optimizer": step.optimizer, "amp": step.amp, "mesh": self.mesh, "verify": False}
-        found = memrewrite.optimize(model, inputs.args, example_kwargs=inputs.kwargs, budget=budget, **asked)
-        return found, memrewrite.report_of(found).predicted_after.peak
-
-    def _trained(self, module: nn.Module, inputs: Inputs, others: int) -> tuple[int, float]:
-        """The measured peak in bytes and the ms of a step, under the real thing."""
-        step = replace(self.step, mesh=None) if isinstance(self.mesh, Ddp) else self.step
-        trial = Trial(self._wrapped(module), inputs, step, others)
+    def _figures(self, module: nn.Module, inputs: Inputs, others: int) -> tuple[int, int, float]:
+        step = replace(self.case.step, mesh=None) if isinstance(self.case.mesh, Ddp) else self.case.step
+        trial = Trial(module, inputs, step, others)
         trial.warm_up()
         dist.barrier()
         figures = trial.figures(_STEPS)
-        return figures["peak"], figures["step_ms"]
+        return figures["peak"], figures["reserved"], figures["step_ms"]
 
-    def _wrapped(self, module: nn.Module) -> nn.Module:
-        if isinstance(self.mesh, Ddp):
+    def _wrapped(self, module: nn.Module, by_unit: bool) -> nn.Module:
+        mesh = self.case.mesh
+        if isinstance(mesh, Ddp):
             return DistributedDataParallel(module)
-        on_host = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
-        policy = on_host if self.mesh.offload else OffloadPolicy()
-        for unit in [*units(module, self.mesh), module]:
-            fully_shard(unit, offload_policy=policy)
+        devices = init_device_mesh(self.device.type, (mesh.size,))
+        if not isinstance(mesh, Fsdp):
+            return parallelize(module, devices, [module])
+        policy = CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if mesh.offload else OffloadPolicy()
+        for unit in [*units(module, mesh), module]:
+            if by_unit and unit is not module:
+                unit.compile()
+            fully_shard(unit, mesh=devices, offload_policy=policy)
         return module
 
 
@@ -192,7 +143,7 @@ def together(work: Callable[[], Any]) -> Any:
     reason, result = "", None
     try:
         result = work()
-    except (RuntimeError, BudgetInfeasibleError) as error:  # out of memory among them
+    except RuntimeError as error:  # out of memory among them
         reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')[:200]}"
     failed = [each for each in gathered(reason) if each]
     return failed[0] if failed else result
@@ -200,34 +151,72 @@ def together(work: Callable[[], Any]) -> Any:
 
 def line(row: Row) -> str:
     """One line of the table."""
-    budget, predicted, measured = (
-        f"{b / 1e9:8.2f}" if b else "       -" for b in (row.budget, row.predicted, row.measured)
+    budget, predicted, tracked, measured = (
+        f"{b / 1e9:8.3f}" if b else "       -" for b in (row.budget, row.predicted, row.tracked, row.measured)
     )
+    reserved = " ".join(f"{b / 1e9:.3f}" if b else "-" for b in (row.predicted_reserved, row.reserved))
     error = f"{100 * (row.predicted / row.measured - 1):+6.2f} %" if row.predicted and row.measured else "       -"
     ms = f"{row.step_ms:8.1f}" if row.step_ms else "       -"
     over = " OVER" if row.budget and row.measured and row.measured > row.budget else ""
-    note = f"  {row.note}" if row.note else ("" if row.same else "  plans differ")
-    return f"{row.workload:10s} {row.contender:11s} {budget} {predicted} {measured} {error} {ms}{over}{note}"
+    figures = f"{budget} {predicted} {tracked} {measured} {error} {ms}{over} {row.setup_s or 0:4.0f} s"
+    return f"{row.workload:23s} {row.contender:11s} {figures}  {reserved}  {row.note}"
 
 
-def rank_main(rank: int, processes: int, store: str, asked: argparse.Namespace) -> None:
+def contenders(case: Case, asked: list[str] | None) -> list[str]:
+    """Those of a workload, in the order in which they train."""
+    by_unit = isinstance(case.mesh, Fsdp) and not case.offloads and case.workload.blocks
+    known = [*CONTENDERS, *(_SHARDED if by_unit else ())]
+    return [each for each in known if asked is None or each in asked]
+
+
+def all_prepared(cases: list[Case], asked: argparse.Namespace) -> _Plans:
+    """What is predicted and planned of each, by as many processes as there are to be side by side."""
+    every = [(case, each) for case in cases for each in contenders(case, asked.contenders)]
+    found: _Plans = {(case.name, each): Prepared() for case, each in every}
+    wanted = [(case, each, "ours") for case, each in every if not each.startswith(COMPILE)]
+    wanted.sort(key=lambda each: not each[1].startswith(OURS))  # which take longest
+    # Gradients that units leave on the host are none of the device's for it, as it counts parameters where they are.
+    sharded = [(case, each) for case, each in every if isinstance(case.mesh, Fsdp) and not case.offloads]
+    wanted += [(case, each, _TRACKED) for case, each in sharded if each in (EAGER, BLOCK)]
+    end = time.monotonic() + asked.plan_s
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(asked.jobs) as pool:
+        files = [Path(folder) / str(number) for number in range(len(wanted))]
+        tasks = [(*each, number, file) for number, (each, file) in enumerate(zip(wanted, files, strict=True))]
+        codes = [*pool.map(lambda task: _in_child(task, end), tasks)]
+        for (case, contender, way), code, file in zip(wanted, codes, files, strict=True):
+            key = case.name, contender if way == "ours" else f"{way} {contender}"
+            failed = Prepared(note=f"{way}: its process ended with code {code}")
+            found[key] = torch.load(file, weights_only=False) if code == 0 else failed
+    return found
+
+
+def _in_child(task: tuple[Any, ...], end: float) -> int | None:
+    """The exit code of a process that carries out one task, killed when time is up."""
+    process = multiprocessing.get_context("spawn").Process(target=prepared_in_child, args=task)
+    process.start()
+    process.join(max(0, end - time.monotonic()))
+    if process.is_alive():
+        process.kill()
+        process.join()
+    return process.exitcode
+
+
+def rank_main(rank: int, store: str, cases: list[Case], plans: _Plans, asked: argparse.Namespace, end: float) -> None:
     """What one process does."""
     warnings.simplefilter("ignore")
-    begin = time.monotonic()
     on_cuda = torch.cuda.is_available() and not asked.tiny
     device = torch.device("cuda", rank) if on_cuda else torch.device("cpu")
     if on_cuda:
         torch.cuda.set_device(device)
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // asked.processes))  # for an optimizer on the host
     dist.init_process_group(
-        "nccl" if on_cuda else "gloo", init_method=f"file://{store}", rank=rank, world_size=processes
+        "nccl" if on_cuda else "gloo", init_method=f"file://{store}", rank=rank, world_size=asked.processes
     )
     rows: list[Row] = []
-    if rank == 0:
-        print("workload   contender     budget  predict measured    error       ms (GB = 10^9, each GPU)", flush=True)
-    for name in asked.only:
-        bench = Bench(name, device, asked.tiny)
-        for contender in CONTENDERS:
-            if max(gathered(time.monotonic() - begin)) > asked.deadline_s:
+    for case in cases:
+        bench = Bench(case, device, plans)
+        for contender in contenders(case, asked.contenders):
+            if max(gathered(time.time())) > end:
                 continue
             rows.append(bench.run(contender))
             if rank == 0:
@@ -245,13 +234,24 @@ def main() -> int:
     parser.add_argument(
         "file", nargs="?", type=Path, default=default, help="where the rows go, by default $OUT/mesh.json"
     )
-    parser.add_argument("--only", nargs="+", choices=CASES, default=["resnet50", "vit_large", "llama_1b"])
+    parser.add_argument("--only", nargs="+", choices=CASES, default=USUAL)
+    parser.add_argument("--contenders", nargs="+", choices=(*CONTENDERS, *_SHARDED), help="by default all")
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--deadline-s", type=float, default=280)
+    parser.add_argument("--jobs", type=int, default=4, help="how many may plan side by side")
+    parser.add_argument("--plan-s", type=float, default=240, help="how long planning may take")
+    parser.add_argument("--deadline-s", type=float, default=440)
     parser.add_argument("--tiny", action="store_true", help="small models on the CPU")
     asked = parser.parse_args()
+    begin, end = time.monotonic(), time.time() + asked.deadline_s
+    cases = [Case(name, asked.processes, asked.tiny) for name in asked.only]
+    plans = all_prepared(cases, asked)
+    print(f"all is planned after {time.monotonic() - begin:.0f} s; GB (10^9) of each GPU:")
+    print(
+        f"{'workload':23s} contender     budget  predict  tracked measured    error       ms  setup  reserved",
+        flush=True,
+    )
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (asked.processes, str(Path(folder) / "store"), asked)
+        arguments = (str(Path(folder) / "store"), cases, plans, asked, end)
         torch.multiprocessing.spawn(rank_main, arguments, nprocs=asked.processes)  # type: ignore[attr-defined,no-untyped-call]
     return 0
 

@@ -39,8 +39,9 @@ def _llama_670m(tiny: bool) -> nn.Module:
 
 
 def _llama_1b_divided(tiny: bool) -> nn.Module:
-    """As ``llama_1b``; a tiny one has heads for two processes."""
-    return llama(decoder(tiny, 2048, 16, 32, 128256) | ({"num_key_value_heads": 2} if tiny else {}))
+    """As ``llama_1b``; a tiny one can be divided in two."""
+    even = {"num_key_value_heads": 2, "vocab_size": 98} if tiny else {}
+    return llama(decoder(tiny, 2048, 16, 32, 128256) | even)
 
 
 _LLAMA = WORKLOADS["llama_1b"]

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from memrewrite.measurement.measuring import measure
-from memrewrite.records.mesh import Fsdp
+from memrewrite.records.mesh import Fsdp, Tp
 from memrewrite.simulate import run_tracked
 from memrewrite.simulate.fake.fakes import tensors_of
 from memrewrite.targets.allocator import rounded
 from memrewrite.torch_internals.cuda import clear_cublas_workspaces
 from memrewrite.torch_internals.spread import local_part
-from memrewrite.workload.step import Inputs, Step
+from memrewrite.workload.step import Inputs, Step, device_of
 
 WARM_UP = 3
 
@@ -37,7 +37,7 @@ class Trial:
     def __post_init__(self) -> None:
         self.optimizer = self.step.make_optimizer(self.module)
         self.loop = self.step.begin(self.module, self.inputs, self.optimizer)
-        self.device = next(self.module.parameters()).device
+        self.device = device_of(self.module, self.inputs)  # not the host, where parameters may wait
 
     def warm_up(self) -> None:
         """Take the first steps and free what only they needed."""
@@ -76,7 +76,7 @@ class Trial:
         return torch.cuda.max_memory_allocated(self.device) - self.others
 
     def _peak_on_cpu(self) -> int:
-        if isinstance(self.step.mesh, Fsdp):  # whose state is not put back
+        if isinstance(self.step.mesh, Fsdp | Tp):  # whose state is not put back
             return run_tracked(self.module, self.inputs, self.step).peak
         return measure(self.module, self.inputs, self.step, steps=1).peak
 
