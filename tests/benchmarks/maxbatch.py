@@ -11,28 +11,32 @@ batch as between batches seen before, those of other rows among them, and ends w
 than one that fits does not fit.
 
 What takes minutes to plan is not searched for on a GPU: ``FOLDER/planned.jsonl`` says which batches should have plans
-that fit, and ours then trains at those, or at a sixteenth less at a time until one fits. ``--untimed`` leaves times
-out, so that contenders can share the device: the peak is that of the second step, and a batch that is too large by far
-going by other peaks is not tried.
+that fit. Ours is then planned for those as without a device, or for a sixteenth less at a time until one fits, and
+trained when it is its turn. ``--untimed`` leaves times out: the peak is that of the second step, and a batch that is
+too large by far going by other peaks is not tried. ``--jobs`` are planned side by side; ``--turns`` of them share the
+device, which must have room for that many budgets and 15 % more, and for all models.
 """
 
 import argparse
 import itertools
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, cast
+from unittest import mock
 
 import torch
 from torch import nn
 
+from memrewrite.optimizing import run as optimizing
 from memrewrite.records.errors import BudgetInfeasibleError, MeasurementError
-from memrewrite.workload.step import Inputs
+from memrewrite.search.bench import Bench
+from memrewrite.targets.eager import Target
 from tests.benchmarks.contenders import BLOCK, CHUNKED, EAGER, LIGER, OURS, prepare, rewritten
 from tests.benchmarks.models import WORKLOADS
 from tests.benchmarks.rows import MAXBATCH, BatchRow, append, attempt, machine, read
@@ -157,24 +161,25 @@ class Search:
         torch.manual_seed(0)
         if not self.timed:
             self._share(budget)
-        with self.device:
-            inputs = workload.inputs(batch, self.tiny)
-        module = self.peer or self._made(budget, inputs)
+        module = self.peer or self._made(batch, budget)
         clear(self.device)  # others wait with us
         with self.turn:
+            with self.device:
+                inputs = workload.inputs(batch, self.tiny)
             trial = Trial(module, inputs, workload.step(), self.others)
             if not self.timed:
                 return {"peak": trial.peak(), "fixed": trial.fixed()}
             trial.warm_up()
             return trial.figures(_STEPS)
 
-    def _made(self, budget: int | None, inputs: Inputs) -> nn.Module:
-        """The contender; of a peer that suits every batch, the one for all."""
+    def _made(self, batch: int, budget: int | None) -> nn.Module:
+        """The contender; of a peer, untimed, the one for all batches."""
         workload = WORKLOADS[self.name]
         with self.device:
-            model = workload.build(self.tiny)
+            model, inputs = workload.build(self.tiny), workload.inputs(batch, self.tiny)
         if self.contender == OURS:
-            return rewritten(budget, workload.step(), model, inputs, returns=workload.returns).module
+            with _leaving_the_device() if self.planned else nullcontext():
+                return rewritten(budget, workload.step(), model, inputs, returns=workload.returns).module
         module = prepare(self.contender, workload, model, inputs, {}).module
         if not self.timed:
             self.peer = module
@@ -195,6 +200,18 @@ class Search:
             model, inputs = workload.build(self.tiny), workload.inputs(batch, self.tiny)
             ready = rewritten(None, workload.step(), model, inputs, returns=workload.returns, device="cuda")
             self.known[batch] = cast(int, ready.predicted)
+
+
+@contextmanager
+def _leaving_the_device() -> Iterator[None]:
+    """Plan as without CUDA for what lies there: nothing is measured, and others train meanwhile."""
+    known = Target.transients
+    with (
+        mock.patch.object(Bench, "on_cuda", False),
+        mock.patch.object(optimizing, "profile_on", return_value=None),
+        mock.patch.object(Target, "transients", lambda target, device, probe=True: known(target, device, False)),
+    ):
+        yield
 
 
 def largest(fits: Callable[[int], bool], guess: Callable[[], int]) -> int:
