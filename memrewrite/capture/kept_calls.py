@@ -8,7 +8,7 @@ it. Meanwhile a stand-in takes its place in the model:
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -17,26 +17,24 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from memrewrite.capture.normal import batch_size
+from memrewrite.capture.derived import LARGEST, derived
 from memrewrite.capture.opaque import BEHIND, Traced, Way, traced_now
-from memrewrite.records.errors import CaptureError
+from memrewrite.capture.other_sizes import a_bit_less, alike, apart, far_apart, other_sizes
+from memrewrite.records.errors import UnfitCallError
 from memrewrite.records.ranges import Range
 from memrewrite.records.tensor_like import TensorLike
 from memrewrite.simulate.fake.as_seen import like_seen, note_seen
-from memrewrite.simulate.fake.stand_ins import numbers_of_rows, varied
+from memrewrite.simulate.fake.stand_ins import numbers_of_rows, same_size, varied
 from memrewrite.simulate.fake.trials import Made, made_again
 from memrewrite.state.random_state import preserved_rng
 from memrewrite.torch_internals.pytrees import (
     TreeSpec,
-    tensors_in,
     tree_flatten,
     tree_flatten_with_path,
     tree_leaves,
-    tree_map,
     tree_unflatten,
 )
 from memrewrite.workload.hooks import without_hooks
-from memrewrite.workload.ranges import brought_to, per_token, positions
 from memrewrite.workload.step import Inputs
 
 _CALLS = "memrewrite_calls"  # of the class of a stand-in
@@ -44,12 +42,12 @@ _CALLS = "memrewrite_calls"  # of the class of a stand-in
 
 @dataclass(frozen=True)
 class SeenCall:
-    """One call of a submodule: what the tensors were like that it was given, and what it gave, tensors in words.
+    """One call of a submodule: what each tensor among its arguments was like, and what it gave, tensors in words.
 
-    ``ways`` lead from what it gave to each tensor in it.
+    ``given`` has None for an argument that is no tensor. ``ways`` lead from what it gave to each tensor in it.
     """
 
-    given: tuple[TensorLike, ...]
+    given: tuple[TensorLike | None, ...]
     leaves: tuple[Any, ...]
     tree: TreeSpec
     ways: tuple[Way, ...]
@@ -57,24 +55,26 @@ class SeenCall:
 
 @dataclass(frozen=True)
 class KeptCalls:
-    """The calls of one submodule, in order, each at the example's sizes and at others (None where not seen there)."""
+    """The calls of one submodule, in order, each at the example's sizes and, where it was seen there, at others."""
 
     path: str
     module: nn.Module
-    calls: tuple[tuple[SeenCall, SeenCall | None], ...]
+    calls: tuple[tuple[SeenCall, ...], ...]
 
     def of(self, args: Any, kwargs: Any) -> "_Kept":
-        """The call with these arguments, of which sizes may vary; raises ``CaptureError`` for one that was not seen."""
-        tensors = tensors_in((args, kwargs))
-        for first, second in self.calls:
-            if len(first.given) == len(tensors) and all(map(_fits, tensors, first.given)):
-                return _Kept(self.path, args, kwargs, first, second)
-        raise CaptureError(f"{self.path} is called otherwise while it is traced than in the step.")
+        """The call with these arguments, of which sizes may vary; raises ``UnfitCallError`` for one not seen."""
+        leaves = tree_leaves((args, kwargs))
+        for seen in self.calls:
+            if len(seen[0].given) == len(leaves) and all(map(_fits, leaves, seen[0].given)):
+                return _Kept(self.path, args, kwargs, seen)
+        raise UnfitCallError(f"{self.path} is called otherwise while it is traced than in the step.", self.path)
 
 
-def _fits(tensor: Tensor, like: TensorLike) -> bool:
-    """Whether a tensor whose sizes may vary is, as it was traced, of these sizes."""
-    return len(tensor.shape) == len(like.shape) and all(map(_is_at, tensor.shape, like.shape))
+def _fits(leaf: Any, like: TensorLike | None) -> bool:
+    """Whether an argument is, as it was traced, a tensor of these sizes, of which some may vary, or none."""
+    if like is None or not isinstance(leaf, Tensor):
+        return like is None and not isinstance(leaf, Tensor)
+    return len(leaf.shape) == len(like.shape) and all(map(_is_at, leaf.shape, like.shape))
 
 
 def _is_at(size: int | torch.SymInt, seen: int) -> bool:
@@ -84,10 +84,10 @@ def _is_at(size: int | torch.SymInt, seen: int) -> bool:
 class _Kept(Traced):
     """A call of a submodule while a graph is traced."""
 
-    def __init__(self, path: str, args: Any, kwargs: Any, first: SeenCall, second: SeenCall | None) -> None:
+    def __init__(self, path: str, args: Any, kwargs: Any, seen: Sequence[SeenCall]) -> None:
         super().__init__(path, (args, kwargs))
-        self._path, self._first, self._second = path, first, second
-        self.ways = list(first.ways)
+        self._path, self._seen, self._first = path, seen, seen[0]
+        self.ways = list(seen[0].ways)
 
     def run(self, tensors: Sequence[Tensor], sizes: Sequence[Any]) -> list[Tensor]:
         return [leaf for leaf in made_again(self._made(tensors), ()) if isinstance(leaf, Tensor)]
@@ -107,41 +107,49 @@ class _Kept(Traced):
         return like_seen([*self.tensors, *parameters], self._first.leaves, self._first.tree)
 
     def _made(self, tensors: Sequence[Tensor]) -> list[Any]:
-        first = [Made(leaf) if isinstance(leaf, TensorLike) else leaf for leaf in self._first.leaves]
         if not any(isinstance(size, torch.SymInt) for tensor in tensors for size in tensor.shape):
-            return first
+            return _words(self._first)
         try:
-            return self._varied(first, tensors)
+            return self._varied(tensors)
         except (AttributeError, LookupError, ValueError):
-            raise CaptureError(f"What {self._path} gives for other sizes is like none of what it is given.") from None
+            said = f"What {self._path} gives for other sizes is like none of what it is given."
+            raise UnfitCallError(said, self._path) from None
 
-    def _varied(self, first: list[Any], tensors: Sequence[Tensor]) -> list[Any]:
-        if self._second is None or self._second.tree != self._first.tree:
+    def _varied(self, tensors: Sequence[Tensor]) -> list[Any]:
+        if len(self._seen) == 1 or any(seen.tree != self._first.tree for seen in self._seen):
             raise ValueError("It was not seen at other sizes, or gives something else there.")
-        given = [*zip(tensors, self._first.given, self._second.given, strict=True)]
-        sizes = _by_what_they_were((tensor.shape, first.shape, second.shape) for tensor, first, second in given)
-        if any(a == b for a, b in sizes):
+        sizes = self._by_what_they_were(tensors, tuple)
+        vary = {were: those for were, those in sizes.items() if isinstance(those[0], torch.SymInt)}
+        if any(first == second for first, second, *_ in vary):
             raise ValueError("A size that may vary was the same in both passes.")
-        rows = _by_what_they_were(
-            (numbers_of_rows(tensor.shape), numbers_of_rows(first.shape), numbers_of_rows(second.shape))
-            for tensor, first, second in given
-        )
-        varying = rows | sizes
-        further = [Made(leaf) if isinstance(leaf, TensorLike) else leaf for leaf in self._second.leaves]
-        pairs_of_results = zip(first, further, strict=True)
-        return [varied(a, b, varying) if isinstance(a, Made) and a != b else a for a, b in pairs_of_results]
+        varying = self._by_what_they_were(tensors, numbers_of_rows) | sizes
+
+        def size(were: tuple[int, ...]) -> Any:
+            if len({*were}) > 1 and were not in varying and (follows := derived(were, vary)):
+                varying[were] = follows
+            return same_size(were, varying)
+
+        return [varied(each, size) for each in zip(*map(_words, self._seen), strict=True)]
+
+    def _by_what_they_were(
+        self, tensors: Sequence[Tensor], sizes: Callable[[Sequence[Any]], Sequence[Any]]
+    ) -> dict[tuple[int, ...], list[Any]]:
+        """The ``sizes`` of what was given in all passes, by what they were in each: those that vary, or else one."""
+        found: dict[tuple[int, ...], list[Any]] = defaultdict(list)
+        traced = iter(tensors)
+        for likes in zip(*(seen.given for seen in self._seen), strict=True):
+            tensor = next(traced) if likes[0] is not None else None
+            if tensor is None or None in likes:  # sizes may decide whether it is given
+                continue
+            for size, *were in zip(sizes(tensor.shape), *(sizes(like.shape) for like in likes), strict=True):
+                found[tuple(were)].append(size)
+        open_ones = {were: [each for each in those if isinstance(each, torch.SymInt)] for were, those in found.items()}
+        return {were: open_ones[were] or those[:1] for were, those in found.items()}
 
 
-def _by_what_they_were(
-    shapes: Iterable[tuple[Sequence[Any], Sequence[int], Sequence[int]]],
-) -> dict[tuple[int, int], list[torch.SymInt]]:
-    """The sizes that vary, by what they were in each of two passes."""
-    found: dict[tuple[int, int], list[torch.SymInt]] = defaultdict(list)
-    for traced, *seen in shapes:
-        for size, first, second in zip(traced, *seen, strict=True):
-            if isinstance(size, torch.SymInt):
-                found[first, second].append(size)
-    return found
+def _words(seen: SeenCall) -> list[Any]:
+    """What it gave, for tensors how to make such."""
+    return [Made(leaf) if isinstance(leaf, TensorLike) else leaf for leaf in seen.leaves]
 
 
 def watch_calls(
@@ -153,31 +161,54 @@ def watch_calls(
 ) -> Mapping[str, KeptCalls]:
     """How the submodules at ``paths`` are called as ``run`` takes ``model`` forward on inputs, these and others.
 
-    One that is not called has no calls. Raises ``CaptureError`` for one that gives what no graph can hold.
+    One that is not called has no calls. Raises ``UnfitCallError`` for one that gives what no graph can hold.
     """
     modules = {path: model.get_submodule(path) for path in paths}
-    first = _calls(modules, lambda: run(inputs))
-    second: dict[str, list[SeenCall]] | None = None
-    for apart in (True, False):
-        if second is None:
-            # Whatever forward says of other sizes: then they do not vary.
-            with suppress(Exception), preserved_rng([*model.parameters(), *inputs.tensors()]):
-                second = _calls(modules, partial(run, other_sizes(model, inputs, ranges, apart)))
-    found = {}
-    for path, module in modules.items():
-        again = second[path] if second is not None and len(second[path]) == len(first[path]) else ()
-        calls = [(call, again[i] if again else None) for i, call in enumerate(first[path])]
-        found[path] = KeptCalls(path, module, tuple(calls))
-    return found
+    passes = [_calls(modules, lambda: run(inputs))]
+
+    def again(other: Callable[[int, int], int]) -> bool:
+        """Whether the same calls are made in one more pass, at other sizes."""
+        # Whatever forward says of other sizes: then they do not vary.
+        with suppress(Exception), preserved_rng([*model.parameters(), *inputs.tensors()]):
+            passes.append(_calls(modules, partial(run, other_sizes(model, inputs, ranges, other))))
+            return True
+        return False
+
+    def calls(path: str) -> list[tuple[SeenCall, ...]]:
+        number = len(passes[0][path])
+        return [*zip(*(made[path] for made in passes if len(made[path]) == number), strict=True)]
+
+    if (again(apart) or again(alike)) and any(_gives_other_sizes(seen) for path in paths for seen in calls(path)):
+        again(far_apart)
+        for number in range(1, LARGEST):
+            again(partial(a_bit_less, number))
+    return {path: KeptCalls(path, module, tuple(calls(path))) for path, module in modules.items()}
+
+
+def _gives_other_sizes(seen: Sequence[SeenCall]) -> bool:
+    """Whether, as sizes vary, it gives one that is neither among what it is given nor how many rows there are."""
+    if len(seen) == 1:
+        return False
+    first, second = seen
+    known = _pairs(first.given, second.given, numbers_of_rows)
+    return any(a != b for a, b in _pairs(first.leaves, second.leaves, tuple) - known)
+
+
+def _pairs(
+    first: Sequence[Any], second: Sequence[Any], sizes: Callable[[Sequence[int]], Sequence[int]]
+) -> set[tuple[int, int]]:
+    """The ``sizes`` of what are tensors in both passes, in words, as they were in each."""
+    tensors = [(a.shape, b.shape) for a, b in zip(first, second, strict=False) if isinstance(a, TensorLike) and b]
+    return {pair for a, b in tensors for pair in zip(sizes(a), sizes(b), strict=False)}
 
 
 def _calls(modules: Mapping[str, nn.Module], run: Callable[[], None]) -> dict[str, list[SeenCall]]:
     found: dict[str, list[SeenCall]] = {path: [] for path in modules}
-    given: list[tuple[TensorLike, ...]] = []  # of the calls that have begun
+    given: list[tuple[TensorLike | None, ...]] = []  # of the calls that have begun
 
     def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
         leaves = tree_leaves((args, kwargs))
-        given.append(tuple(TensorLike.of(leaf) for leaf in leaves if isinstance(leaf, Tensor)))
+        given.append(tuple(TensorLike.of(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves))
 
     with ExitStack() as stack:
         for path, module in modules.items():
@@ -191,15 +222,16 @@ def _calls(modules: Mapping[str, nn.Module], run: Callable[[], None]) -> dict[st
     return found
 
 
-def _seen(path: str, given: tuple[TensorLike, ...], output: Any) -> SeenCall:
+def _seen(path: str, given: tuple[TensorLike | None, ...], output: Any) -> SeenCall:
     leaves, tree = tree_flatten(output)
     if any(leaf is not None and not isinstance(leaf, Tensor) for leaf in leaves):
-        raise CaptureError(f"{path} gives something else than tensors, which a graph would keep as it was.")
+        said = f"{path} gives something else than tensors, which a graph would keep as it was."
+        raise UnfitCallError(said, path)
     try:
         keys = [keys for keys, leaf in tree_flatten_with_path(output)[0] if isinstance(leaf, Tensor)]
         ways = tuple(tuple(map(_step, each)) for each in keys)
     except (AttributeError, ValueError):
-        raise CaptureError(f"{path} gives an object that no graph can take apart.") from None
+        raise UnfitCallError(f"{path} gives an object that no graph can take apart.", path) from None
     words = tuple(TensorLike.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
     return SeenCall(given, words, tree, ways)
 
@@ -210,35 +242,6 @@ def _step(key: Any) -> tuple[str, Any]:
         if hasattr(key, name):
             return kind, getattr(key, name)
     raise AttributeError(f"{key}")
-
-
-def other_sizes(model: nn.Module, inputs: Inputs, ranges: Sequence[Range], apart: bool) -> Inputs:
-    """The inputs with other sizes where they may vary: the batch, all sizes of tokens, those that have ranges.
-
-    With ``apart``, what is one number in two dimensions becomes two.
-    """
-    batch = batch_size(inputs)
-    leaves, places = tree_leaves((inputs.args, inputs.kwargs)), positions(model, inputs) if ranges else {}
-    named = [(id(leaves[places[each.name]]), each.dim) for each in ranges]
-    made: dict[int, Tensor] = {}  # one for each tensor, however often it is given
-
-    def other(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        if id(leaf) not in made:
-            dims = {dim for owner, dim in named if owner == id(leaf)}
-            dims |= {*range(leaf.dim())} if per_token(leaf) else {0} if leaf.dim() and leaf.shape[0] == batch else set()
-            sizes = {dim: _other(leaf.shape[dim], dim if apart else 0) for dim in dims}
-            made[id(leaf)] = brought_to(leaf, sizes)
-        return made[id(leaf)]
-
-    return Inputs(tree_map(other, inputs.args), tree_map(other, inputs.kwargs))
-
-
-def _other(size: int, more: int) -> int:
-    """About half a size, and so much more; something larger where that is none or the same."""
-    half = size // 2 + more
-    return size if size < 2 else half if 2 <= half < size else size + 1 + more
 
 
 class _StandIn:
@@ -254,9 +257,8 @@ class _StandIn:
         """Refuse it: what the submodule assigns there itself is not seen, so neither is what this undoes."""
         kept: KeptCalls = getattr(type(self), _CALLS)
         if name != "training":
-            raise CaptureError(
-                f"What has {kept.path} inside assigns to its {name} in forward, which no graph can hold."
-            )
+            said = f"What has {kept.path} inside assigns to its {name} in forward, which no graph can hold."
+            raise UnfitCallError(said, kept.path)
         super().__setattr__(name, value)
 
 

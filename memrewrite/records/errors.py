@@ -49,6 +49,14 @@ class FixedSizeError(CaptureError):
         self.told, self.fixing = told, tuple(sorted(fixing))
 
 
+class UnfitCallError(CaptureError):
+    """No graph can have the submodule at ``path`` as a call; it may have one that this is inside of."""
+
+    def __init__(self, message: str, path: str) -> None:
+        super().__init__(message)
+        self.path = path
+
+
 class DataDependentError(CaptureError):
     """What a step does depends on values, so it cannot run on fake tensors."""
 

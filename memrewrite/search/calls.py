@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from memrewrite.capture.hazards import in_checkpoint
-from memrewrite.capture.kept_calls import other_sizes
+from memrewrite.capture.other_sizes import apart, other_sizes
 from memrewrite.records.mesh import Fsdp
 from memrewrite.records.tensor_like import TensorLike
 from memrewrite.runtime.guards import hooks_of
@@ -49,7 +49,7 @@ def record(model: nn.Module, inputs: Inputs, step: Step) -> dict[nn.Module, list
     if step.mesh is not None:  # of whose processes each has sizes of its own
         return found
     with suppress(Exception):  # whatever forward says of other sizes: then they do not vary
-        others = other_sizes(model, inputs, (), apart=True)
+        others = other_sizes(model, inputs, (), apart)
         further = with_or_without(lambda grad: _calls(model, others, step, grad))
         found.update({module: _paired(calls, further[module]) for module, calls in found.items()})
     return found

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from torch import nn
 
 from memrewrite.capture.at_sight import refuse_weight_hooks
-from memrewrite.records.errors import CaptureError, FixedSizeError
+from memrewrite.records.errors import CaptureError, FixedSizeError, UnfitCallError
 from memrewrite.runtime.guards import HOOKS, hooks_of
 from memrewrite.torch_internals.spread import spreads
 
@@ -54,8 +54,13 @@ def _of_hooks(path: str, module: nn.Module) -> str:
     return f"it has {' and '.join(kinds)}." if kinds else ""
 
 
-def with_fixing(model: nn.Module, refusal: FixedSizeError, odd: Mapping[str, str]) -> dict[str, str]:
-    """The ``odd`` submodules and those of the classes that fix a size, none inside another, and why.
+def other_calls(model: nn.Module, refusal: FixedSizeError | UnfitCallError, odd: Mapping[str, str]) -> dict[str, str]:
+    """The submodules to stay calls where the graph with the ``odd`` ones was refused, none inside another, and why."""
+    return _with_fixing(model, refusal, odd) if isinstance(refusal, FixedSizeError) else _around(model, refusal, odd)
+
+
+def _with_fixing(model: nn.Module, refusal: FixedSizeError, odd: Mapping[str, str]) -> dict[str, str]:
+    """The ``odd`` submodules and those of the classes that fix a size.
 
     The first of a class settles a size for all; that the others would have, too, is not seen again.
     """
@@ -65,6 +70,24 @@ def with_fixing(model: nn.Module, refusal: FixedSizeError, odd: Mapping[str, str
         if path and type(module) in classes and not any(is_below(path, above) for above in (*odd, *found)):
             found[path] = refusal.told
     return beside(odd, found)
+
+
+def _around(model: nn.Module, refusal: UnfitCallError, odd: Mapping[str, str]) -> dict[str, str]:
+    """The ``odd`` submodules with, for the unfit one and those of its class, what each is inside of."""
+    unfit = type(model.get_submodule(refusal.path))
+    found = {path: why for path, why in odd.items() if type(model.get_submodule(path)) is not unfit}
+    for path, why in odd.items():
+        if path not in found and not any(is_below(path, above) for above in found):
+            found = beside(found, {_called_above(model, path) or path: why})
+    return found
+
+
+def _called_above(model: nn.Module, path: str) -> str:
+    """The closest submodule with a forward of its own, which lists have not, that has ``path`` inside; "" for none."""
+    while path := path.rpartition(".")[0]:
+        if type(model.get_submodule(path)).forward is not nn.Module.forward:
+            return path
+    return ""
 
 
 def beside(odd: Mapping[str, str], calls: Mapping[str, str]) -> dict[str, str]:

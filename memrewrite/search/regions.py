@@ -25,7 +25,7 @@ from memrewrite.codegen.writer import generate
 from memrewrite.observe.any_gradient import observe_trained
 from memrewrite.observe.effects import observe
 from memrewrite.process.garbage import sought_seldom
-from memrewrite.records.errors import CaptureError, FixedSizeError
+from memrewrite.records.errors import CaptureError, FixedSizeError, UnfitCallError
 from memrewrite.records.mesh import Fsdp
 from memrewrite.records.ranges import Range
 from memrewrite.rewriting.invariants import writes_what_is_kept
@@ -39,8 +39,8 @@ from memrewrite.search.kept import (
     innermost,
     is_below,
     once_of_a_class,
+    other_calls,
     told,
-    with_fixing,
 )
 from memrewrite.search.repeats import names_of_operators, note_what_repeats
 from memrewrite.simulate.fake.fakes import on_fakes, tensors_of
@@ -118,10 +118,11 @@ def find(
         if around := hooked_around(model, found):
             with suppress(CaptureError):
                 return _whole(model, inputs, step, {**odd, **around}, ranges)
+        with suppress(CaptureError):
+            if ranges or regions.found:
+                return _between(model, inputs, step, odd, regions, ranges)
         if ranges or not regions.found:
             raise
-        with suppress(CaptureError):
-            return _between(model, inputs, step, odd, regions)
         return regions
 
 
@@ -139,15 +140,22 @@ def _around(model: nn.Module, inputs: Inputs, step: Step, units: Regions) -> Reg
     return Regions((root, *units.found), (*units.notes, *whole.captured.notes))
 
 
-def _between(model: nn.Module, inputs: Inputs, step: Step, odd: Mapping[str, str], parts: Regions) -> Regions:
-    """The model itself as a region, too, in which what failed, with the other regions in it, stays calls."""
+def _between(
+    model: nn.Module, inputs: Inputs, step: Step, odd: Mapping[str, str], parts: Regions, ranges: Sequence[Range]
+) -> Regions:
+    """The model itself as a region, too, in which what failed stays calls, with the other regions in it.
+
+    With ``ranges``, which these would not know, it is the only one.
+    """
     failed = {
         path: why
         for path, why in parts.failed.items()
         if not any(other != path and is_below(other, path) for other in parts.failed)
     }
     calls = beside(odd, failed)
-    root = _whole(model, inputs, step, calls, ())
+    root = _whole(model, inputs, step, calls, ranges)
+    if ranges:
+        return root
     inside = tuple(region for region in parts.found if any(is_below(region.path, path) for path in calls))
     left = {path: why for path, why in parts.left.items() if any(is_below(path, above) for above in calls)}
     return Regions((*root.found, *inside), (*root.notes, *_told(inside)), left, parts.failed)
@@ -156,17 +164,16 @@ def _between(model: nn.Module, inputs: Inputs, step: Step, odd: Mapping[str, str
 def _whole(model: nn.Module, inputs: Inputs, step: Step, odd: Mapping[str, str], ranges: Sequence[Range]) -> Regions:
     """The whole model as one region in which ``odd`` submodules stay calls, for a reason; raises ``CaptureError``.
 
-    Those that fix a size with a range, in a loop over it, say, stay calls, too.
+    Those that fix a size with a range, in a loop over it, say, stay calls, too. Where the graph is to have ranges and
+    can have no such call, what that is inside of is one.
     """
-    kept: Mapping[str, KeptCalls] = {}
-    if odd:
-        kept = watched(model, inputs, step, [*odd], ranges)
-        odd = {path: why for path, why in odd.items() if kept[path].calls}
     try:
+        kept: Mapping[str, KeptCalls] = watched(model, inputs, step, [*odd], ranges) if odd else {}
+        odd = {path: why for path, why in odd.items() if kept[path].calls}
         captured = _captured(model, inputs, step, kept, ranges)
-    except FixedSizeError as refusal:
-        calls = with_fixing(model, refusal, odd)
-        if calls.keys() == odd.keys():
+    except (FixedSizeError, UnfitCallError) as refusal:
+        calls = other_calls(model, refusal, odd)
+        if not ranges or calls.keys() == odd.keys():
             raise
         try:
             return _whole(model, inputs, step, calls, ranges)

@@ -1,6 +1,8 @@
 """Lengths vary also where not the whole of forward can be one graph: in its regions, and around what has a loop."""
 
 import warnings
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -30,7 +32,7 @@ class Block(nn.Module):
 class Words(nn.Module):
     """A small model of tokens; ``mix`` is what each block of it is given through."""
 
-    def __init__(self, mix: type[nn.Module] = nn.Identity) -> None:
+    def __init__(self, mix: Callable[[], nn.Module] = nn.Identity) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.words, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
@@ -155,6 +157,80 @@ def test_what_fixes_a_length_stays_a_call_where_a_range_is_named(mix: type[nn.Mo
     told = f"mixes.0 ({mix.__name__}) and 2 more stay calls that the model makes: its forward takes no other size 1"
     assert told in " ".join(result.report.notes)
     assert_runs_in_its_plan(result, model, (4, LENGTH), (4, 17), (4, 16), (3, 5))
+
+
+class Halves(Scan):
+    """Goes through every other token in Python, and gives no more."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([torch.tanh(self.gate(x[:, i])) for i in range(0, x.shape[1], 2)], 1)
+
+
+class Filled(Scan):
+    """Fills a text up to whole chunks, and gives those."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.pad(super().forward(x), (0, 0, 0, -x.shape[1] % 5))
+
+
+class Between(nn.Module):
+    """Brings what another submodule gives to the length that it was given."""
+
+    def __init__(self, inner: type[nn.Module]) -> None:
+        super().__init__()
+        self.inner = nn.ModuleList([inner()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.inner[0](x)[:, torch.arange(x.shape[1]) // 2])
+
+
+@pytest.mark.parametrize(("inner", "call"), [(Halves, "mixes.0.inner.0 (Halves)"), (Filled, "mixes.0 (Between)")])
+def test_a_call_gives_a_length_of_its_own_or_what_has_it_inside_is_the_call(inner: type[nn.Module], call: str) -> None:
+    model = Words(partial(Between, inner))
+    example, ranges = (tokens(4, LENGTH),), {"ids": {1: (3, LENGTH)}}
+    result = memrewrite.optimize(model, example, budget="min", loss_fn=lambda loss: loss, dynamic=ranges)
+    assert result.report.equivalent
+    assert f"{call} and 2 more stay calls that the model makes" in " ".join(result.report.notes)
+    assert_runs_in_its_plan(result, model, (4, LENGTH), (4, 17), (4, 16), (3, 5))
+
+
+class Noted(Scan):
+    """Has a note of what it gave last."""
+
+    last: Tensor | None = None
+
+
+class Remembers(nn.Module):
+    """Takes a note of what it has inside, and may be given something that it does not need."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Noted()
+
+    def forward(self, x: Tensor, far: Tensor | None = None) -> Tensor:
+        found: Tensor = self.inner(x)
+        self.inner.last = found.detach()
+        return found
+
+
+class Windowed(Words):
+    """Gives what it has inside something more where a text is as long as the example."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.words(ids)
+        far = torch.ones_like(x) if torch.compiler.is_compiling() or ids.shape[1] >= LENGTH else None
+        for mix, block in zip(self.mixes, self.blocks, strict=True):
+            x = block(mix(x, far))
+        return functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+def test_a_call_may_be_given_something_at_some_lengths_alone() -> None:
+    model = Windowed(Remembers)
+    example, ranges = (tokens(4, LENGTH),), {"ids": {1: (3, LENGTH)}}
+    result = memrewrite.optimize(model, example, budget="min", loss_fn=lambda loss: loss, dynamic=ranges)
+    assert result.report.equivalent
+    assert "mixes.0 (Remembers) and 2 more stay calls that the model makes" in " ".join(result.report.notes)
+    assert_runs_in_its_plan(result, model, (4, LENGTH), (4, 17), (3, 5))
 
 
 @pytest.mark.parametrize(("mix", "fixed"), [(Scan, True), (nn.Identity, False)])

@@ -1,6 +1,6 @@
 """``pytest -m zoo tests/zoo/test_lengths.py``: every text model runs at other lengths in its plan, every bit the same.
 
-Where forward takes another path at a length, its original runs, which is told; minutes, so not by default.
+Minutes, so not by default.
 """
 
 import gc
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 import memrewrite
 from memrewrite.records.errors import BudgetInfeasibleError
-from memrewrite.runtime.dropin import fallen_back
 from memrewrite.runtime.promise import BeyondPlanWarning, FallbackWarning
 from memrewrite.simulate import run_tracked
 from memrewrite.torch_internals.pytrees import tree_iter
@@ -24,15 +23,11 @@ from tests.zoo.models import ZOO, Entry, build
 pytestmark = pytest.mark.zoo
 
 TEXTS = [entry for entry in ZOO if entry.inputs in ("text", "masked text", "pair")]
-# Whose layers go from token to token in Python, or, by the last three, fill texts up to chunks of 16. What does so stays
-# a call where the range of lengths is named; else the plan is for the example's length, or those that 16 divides.
-NAMED = {f"transformers/{family}" for family in ("falcon_mamba", "mamba", "rwkv", "bamba", "mamba2", "zamba2")}
-FIXED = {
-    # Its encoder makes a list of positions in Python, and gives a quarter of the length, which is the size of no input.
-    "transformers/funnel",
-    # Its layer with attention, a region, is given no mask where a text is shorter than its window, as all are here.
-    "transformers/recurrent_gemma",
-}
+# Whose layers go from token to token in Python, fill texts up to chunks of 16, or make lists of positions; the masks of
+# recurrent_gemma depend on whether a text is longer than its window. What does so stays a call, and a mask is always
+# made, where the range of lengths is named; else the plan is for the example's length, or those that 16 divides.
+FAMILIES = ("falcon_mamba", "mamba", "rwkv", "bamba", "mamba2", "zamba2", "funnel", "recurrent_gemma")
+NAMED = {f"transformers/{family}" for family in FAMILIES}
 # What their experts are given has as many rows as the values choose, which may be more than was planned for.
 BY_VALUES = {"transformers/switch_transformers"}
 LAST_BITS = {"transformers/gpt_oss"}  # whose gradients are added in another order, at any length
@@ -69,7 +64,7 @@ def test_other_lengths_run_in_the_plan(entry: Entry) -> None:
     for length in (longest, 3 * longest // 4, longest // 2 + 1):
         given = cut(inputs, length)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore" if entry.key in FIXED else "error", FallbackWarning)
+            warnings.simplefilter("error", FallbackWarning)
             if entry.key in BY_VALUES:
                 warnings.simplefilter("ignore", BeyondPlanWarning)
             found = taken(result, given)
@@ -79,5 +74,5 @@ def test_other_lengths_run_in_the_plan(entry: Entry) -> None:
         assert all(map(same, found, expected)), length
         result.zero_grad(set_to_none=True)
         gc.collect()  # some models leave tensors in cycles
-        if not fallen_back(result) and entry.key not in BY_VALUES:
+        if entry.key not in BY_VALUES:
             assert run_tracked(result, given, step).peak <= promised

@@ -7,7 +7,7 @@ the same sizes (see ``trials``), and stands in by that afterwards. One that runs
 import functools
 import itertools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -88,7 +88,7 @@ def _seen(kind: type, args: tuple[Any, ...], originals: dict[type, Methods]) -> 
     further = _seen_at(kind, args, 1, originals)
     try:
         pairs = zip(seen.results, further.results if further else (), strict=True)
-        results = tuple(each if each == other else varied(each, other, varying) for each, other in pairs)
+        results = tuple(varied(pair, lambda were: same_size(were, varying)) for pair in pairs)
     except (AttributeError, LookupError, ValueError):
         raise CaptureError(f"What {kind.__name__} gives for other sizes is like none of its arguments.") from None
     return replace(seen, results=results, kept=(), held=(), gradients=(), took=(0, 0))  # only traced, not simulated
@@ -130,9 +130,9 @@ def _role(leaf: Tensor) -> tuple[bool, bool]:
     return leaf.requires_grad, leaf.requires_grad and isinstance(leaf, nn.Parameter)
 
 
-def _varying(args: tuple[Any, ...]) -> dict[tuple[int, int], list[torch.SymInt]]:
+def _varying(args: tuple[Any, ...]) -> dict[tuple[int, ...], list[torch.SymInt]]:
     """The sizes that vary in arguments, and the numbers of rows of what lies in rows, by what they were in each try."""
-    found: dict[tuple[int, int], list[torch.SymInt]] = {}
+    found: dict[tuple[int, ...], list[torch.SymInt]] = {}
     for leaf in tree_leaves(args):
         sizes = numbers_of_rows(leaf.shape) if isinstance(leaf, Tensor) else [leaf]
         for size in sizes:
@@ -146,27 +146,31 @@ def numbers_of_rows(shape: Sequence[Any]) -> list[Any]:
     return [*shape, *itertools.accumulate(shape, operator.mul)]
 
 
-def varied(each: Made, other: Made, varying: dict[tuple[int, int], list[torch.SymInt]]) -> Made:
-    """A result for sizes that vary, from two tries; an error where it has one that is not ``varying``."""
-    like, further = each.like, other.like
-    if like is None or further is None or (each.number, each.size, other.size) != (None, None, None):
+def varied(each: Sequence[Any], size: Callable[[tuple[int, ...]], Any]) -> Any:
+    """A result for sizes that vary, from several tries; ``size`` gives what was these sizes in them, or raises."""
+    first, further = each[:2]
+    if all(other == first for other in each):
+        return first
+    likes = [other.like for other in each]
+    if None in likes or (first.number, first.size, further.size) != (None, None, None):
         raise ValueError("A view of an argument.")
-    shape = tuple(_size(pair, varying) for pair in zip(like.shape, further.shape, strict=True))
-    order = sorted(range(len(shape)), key=lambda i: (further.stride[i], further.shape[i]))
+    like, other = first.like, further.like
+    shape = tuple(map(size, zip(*(each.shape for each in likes), strict=True)))
+    order = sorted(range(len(shape)), key=lambda i: (other.stride[i], other.shape[i]))
     strides: dict[int, Any] = {}
     extent, now = 1, 1
     for i in order:
-        if further.stride[i] != now and further.shape[i] != 1:
-            raise ValueError(f"Strides {further.stride}.")
-        strides[i], extent, now = extent, extent * shape[i], now * further.shape[i]
+        if other.stride[i] != now and other.shape[i] != 1:
+            raise ValueError(f"Strides {other.stride}.")
+        strides[i], extent, now = extent, extent * shape[i], now * other.shape[i]
     return Made(replace(like, shape=shape, stride=tuple(strides[i] for i in range(len(shape)))))
 
 
-def _size(pair: tuple[int, int], varying: dict[tuple[int, int], list[torch.SymInt]]) -> Any:
-    """The size that was these two; asked whether several that were are one, tracing takes them for one from then on."""
-    if pair[0] == pair[1]:
-        return pair[0]
-    size, *others = varying[pair]
+def same_size(were: tuple[int, ...], varying: Mapping[tuple[int, ...], Sequence[torch.SymInt]]) -> Any:
+    """The size that was these; asked whether several that were are one, tracing takes them for one from then on."""
+    if len({*were}) == 1:
+        return were[0]
+    size, *others = varying[were]
     if not all(size == other for other in others):
         raise ValueError(f"Sizes {size} and {others}.")
     return size

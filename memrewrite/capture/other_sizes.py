@@ -1,0 +1,62 @@
+"""The inputs of a step with other sizes, for passes that show what follows from them."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from memrewrite.capture.derived import LARGEST
+from memrewrite.capture.normal import batch_size
+from memrewrite.records.ranges import Range
+from memrewrite.torch_internals.pytrees import tree_leaves, tree_map
+from memrewrite.workload.ranges import brought_to, per_token, positions
+from memrewrite.workload.step import Inputs
+
+
+def other_sizes(model: nn.Module, inputs: Inputs, ranges: Sequence[Range], other: Callable[[int, int], int]) -> Inputs:
+    """The inputs with other sizes where they may vary: the batch, all sizes of tokens, those that have ranges.
+
+    ``other`` gives one for a size and its dimension.
+    """
+    batch = batch_size(inputs)
+    leaves, places = tree_leaves((inputs.args, inputs.kwargs)), positions(model, inputs) if ranges else {}
+    named = [(id(leaves[places[each.name]]), each.dim) for each in ranges]
+    made: dict[int, Tensor] = {}  # one for each tensor, however often it is given
+
+    def changed(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if id(leaf) not in made:
+            dims = {dim for owner, dim in named if owner == id(leaf)}
+            dims |= {*range(leaf.dim())} if per_token(leaf) else {0} if leaf.dim() and leaf.shape[0] == batch else set()
+            made[id(leaf)] = brought_to(leaf, {dim: other(leaf.shape[dim], dim) for dim in dims})
+        return made[id(leaf)]
+
+    return Inputs(tree_map(changed, inputs.args), tree_map(changed, inputs.kwargs))
+
+
+def alike(size: int, dim: int) -> int:
+    """About half a size."""
+    return _half_and(size, 0)
+
+
+def apart(size: int, dim: int) -> int:
+    """The same, and of one size another in each dimension."""
+    return _half_and(size, dim)
+
+
+def far_apart(size: int, dim: int) -> int:
+    """The same, so far from one another that whatever follows from them differs, too."""
+    return _half_and(size, LARGEST * dim)
+
+
+def a_bit_less(number: int, size: int, dim: int) -> int:
+    """For each number below ``LARGEST`` a size that is so little less, in each dimension in another order."""
+    few = 1 + (number + dim) % (LARGEST - 1)
+    return size if size < 2 else size - few if size - few >= 2 else size + few
+
+
+def _half_and(size: int, more: int) -> int:
+    """About half a size, and so much more; something larger where that is none or the same."""
+    half = size // 2 + more
+    return size if size < 2 else half if 2 <= half < size else size + 1 + more
