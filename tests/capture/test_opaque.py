@@ -524,6 +524,20 @@ def test_one_outside_a_function_is_refused_before_it_is_called_for_memory_that_i
         memrewrite.optimize(Foreign(address), rows())
 
 
+@pytest.mark.parametrize("address", [False, True])
+def test_what_calls_one_is_a_call_where_it_is_a_part(address: bool) -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        halves = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(6)]
+        return nn.Sequential(*halves[:3], Foreign(address), *halves[3:])
+
+    result: Any = memrewrite.optimize(build(), rows(), budget="min")
+    assert "3 (Foreign) stays a call that the model makes" in " ".join(result.report.notes)
+    assert result.report.segments
+    assert list(programs(result)) == [""]
+    assert all(map(torch.equal, taken(result, rows()), taken(build(), rows())))
+
+
 class Products(nn.Module):
     def __init__(self, rows: int) -> None:
         super().__init__()

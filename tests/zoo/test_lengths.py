@@ -18,6 +18,7 @@ from memrewrite.runtime.promise import BeyondPlanWarning, FallbackWarning
 from memrewrite.simulate import run_tracked
 from memrewrite.torch_internals.pytrees import tree_iter
 from memrewrite.workload.step import Inputs, Step
+from tests.zoo.architectures import VOCABULARY
 from tests.zoo.models import ZOO, Entry, build
 
 pytestmark = pytest.mark.zoo
@@ -76,3 +77,26 @@ def test_other_lengths_run_in_the_plan(entry: Entry) -> None:
         gc.collect()  # some models leave tensors in cycles
         if entry.key not in BY_VALUES:
             assert run_tracked(result, given, step).peak <= promised
+
+
+def packed(*lengths: int) -> Inputs:
+    """Texts one after another in a row, each with positions of its own."""
+    ids = torch.randint(5, VOCABULARY, (1, sum(lengths)))
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    return Inputs((), {"input_ids": ids, "position_ids": positions, "labels": ids.clone()})
+
+
+def test_packed_texts_run_in_the_plan() -> None:
+    torch.manual_seed(0)
+    model, _ = build(next(entry for entry in TEXTS if entry.key == "transformers/llama"))
+    example = packed(20, 30, 14).kwargs
+    result = memrewrite.optimize(model, (), example_kwargs=example, budget="min", exact=True)
+    assert result.report.equivalent
+    step = Step("train", torch.optim.AdamW)
+    for lengths in ((20, 30, 14), (1, 63), (20, 28), (31,), (5, 5, 7)):
+        given = packed(*lengths)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", FallbackWarning)
+            assert all(map(torch.equal, taken(result, given), taken(model, given))), lengths
+        result.zero_grad(set_to_none=True)
+        assert run_tracked(result, given, step).peak <= result.report.predicted_after.peak
