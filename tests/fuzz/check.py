@@ -6,6 +6,7 @@ Nothing here uses ``memrewrite.verify``: the two models run from equal copies, a
 import copy
 import random
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from memrewrite import optimize
 from memrewrite.measurement.measuring import predict
 from memrewrite.records.errors import BudgetInfeasibleError, CaptureError, NotEquivalentError, UsageError
+from memrewrite.runtime.dropin import fallen_back
 from memrewrite.runtime.promise import FallbackWarning
 from memrewrite.simulate import run_tracked
 from memrewrite.targets.compiled import CompiledTarget
@@ -35,7 +37,10 @@ Numbers = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Ask:
-    """How ``optimize`` is called; a number as ``share`` puts the budget between floor (0) and original peak (1)."""
+    """How ``optimize`` is called; a number as ``share`` puts the budget between floor (0) and original peak (1).
+
+    With ``lengths`` a size of the input has a range, and takes these shares of it afterwards.
+    """
 
     share: float | Literal["min"] | None = 0.5
     passes: tuple[str, ...] | None = None
@@ -43,13 +48,16 @@ class Ask:
     amp: torch.dtype | None = None
     exact: bool = False
     compiled: bool = False
+    lengths: tuple[float, ...] = ()
 
 
-def check(model: nn.Module, inputs: Inputs, ask: Ask, half: bool = False, varies: bool = False) -> str:
+def check(
+    model: nn.Module, inputs: Inputs, ask: Ask, half: bool = False, varies: bool = False, dim: int | None = None
+) -> str:
     """Optimize and compare; returns how it ended, raises ``AssertionError`` where a promise is broken.
 
     ``half`` says that the model computes in half precision even without autocast, ``varies`` that what a step takes
-    depends on values, so that no number of bytes can be promised.
+    depends on values, so that no number of bytes can be promised. Of the input, size ``dim`` may have a range.
     """
     step = Step("train" if model.training else "inference", optimizer_factory(ask.optimizer), None, ask.amp)
     try:
@@ -63,7 +71,9 @@ def check(model: nn.Module, inputs: Inputs, ask: Ask, half: bool = False, varies
     share = ask.share
     budget = before.floor + int(share * (before.peak - before.floor)) if isinstance(share, float) else share
     twin, given = copy.deepcopy(model), private(inputs)
-    options = {name: value for name, value in vars(ask).items() if name != "share"}
+    options = {name: value for name, value in vars(ask).items() if name not in ("share", "lengths")}
+    if ask.lengths and dim is not None:
+        options["dynamic"] = {"x": {dim: (2, inputs.args[0].shape[dim])}}
     try:
         result = optimize(model, inputs.args, budget=budget, **options)
     except (BudgetInfeasibleError, CaptureError, UsageError) as error:
@@ -77,7 +87,7 @@ def check(model: nn.Module, inputs: Inputs, ask: Ask, half: bool = False, varies
         if ask.exact or not (half or ask.amp is not None):
             raise
         # One rounding to bfloat16 can turn a ReLU or a sum that cancels. That is refused aloud, with this advice.
-        return check(twin, inputs, replace(ask, exact=True), half, varies)
+        return check(twin, inputs, replace(ask, exact=True), half, varies, dim)
     compare(_tensors("input", given.args) | _state(twin), _tensors("input", inputs.args) | _state(model), 0.0)
     rewrites = {name for name, _, _ in result.report.rewrites}
     exact = rewrites <= {*EXACT, "functionalize"}
@@ -85,7 +95,11 @@ def check(model: nn.Module, inputs: Inputs, ask: Ask, half: bool = False, varies
         return "a loss of rounding errors"
     loose = HALF_TOLERANCE if half or ask.amp is not None else TOLERANCE
     _compare_training(twin, copy.deepcopy(result), inputs, step, 0.0 if exact else loose)
-    _compare_smaller(twin, copy.deepcopy(result), inputs, step, 0.0 if exact else loose)
+    _compare_at(twin, copy.deepcopy(result), _fewer(inputs), step, 0.0 if exact else loose)
+    if dim is not None:
+        promised = None if varies or ask.compiled else result.report.predicted_after.peak
+        for given in _shorter(inputs, dim, ask.lengths):
+            _compare_at(twin, copy.deepcopy(result), given, step, 0.0 if exact else loose, promised)
     step = replace(step, target=CompiledTarget() if ask.compiled and result is not model else EAGER)
     tracked = run_tracked(copy.deepcopy(result), private(inputs), step).peak
     if varies:
@@ -118,20 +132,40 @@ def _compare_training(original: nn.Module, rewritten: nn.Module, inputs: Inputs,
         compare(expected, take_step(rewritten, inputs, step, number), loose)
 
 
-def _compare_smaller(original: nn.Module, rewritten: nn.Module, inputs: Inputs, step: Step, loose: float) -> None:
-    """A step with fewer rows, if the original takes them; the rewritten may run its original forward for it."""
+def _fewer(inputs: Inputs) -> Inputs:
+    """The inputs with fewer rows."""
     (x,) = inputs.args
-    fewer = Inputs((x.detach()[: len(x) - len(x) // 4].requires_grad_(x.requires_grad),), inputs.kwargs)
+    return Inputs((x.detach()[: len(x) - len(x) // 4].requires_grad_(x.requires_grad),), inputs.kwargs)
+
+
+def _shorter(inputs: Inputs, dim: int, shares: tuple[float, ...]) -> Iterator[Inputs]:
+    """The inputs with so much of a size, at least with 2 of it."""
+    (x,) = inputs.args
+    for share in shares:
+        part = x.detach().narrow(dim, 0, 2 + int(share * (x.shape[dim] - 2)))
+        yield Inputs((part.contiguous().requires_grad_(x.requires_grad),), inputs.kwargs)
+
+
+def _compare_at(
+    original: nn.Module, rewritten: nn.Module, inputs: Inputs, step: Step, loose: float, promised: int | None = None
+) -> None:
+    """A step on other sizes, if the original takes them; the rewritten may run its original forward for it.
+
+    Where it does not, the step takes no more than is ``promised``.
+    """
     rewritten.load_state_dict(original.state_dict())
     try:
-        expected = take_step(copy.deepcopy(original), fewer, step, STEPS)
+        expected = take_step(copy.deepcopy(original), inputs, step, STEPS)
     except (RuntimeError, ValueError):
         return
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FallbackWarning)
-        found = take_step(rewritten, fewer, step, STEPS)
-    if not (loose and _loss_cancels(original, fewer, step)):
-        compare(expected, found, loose)
+        found = take_step(rewritten, inputs, step, STEPS)
+        if not (loose and _loss_cancels(original, inputs, step)):
+            compare(expected, found, loose)
+        if promised is not None and not fallen_back(rewritten):
+            tracked = run_tracked(rewritten, private(inputs), step).peak
+            assert tracked <= promised, f"{tracked} B tracked at another size, {promised} B promised"
 
 
 def take_step(model: nn.Module, inputs: Inputs, step: Step, seed: int) -> Numbers:

@@ -31,6 +31,7 @@ from tests.fuzz.opaque import (
 )
 
 SHAPES = {"image": (4, 4, 8, 8), "rows": (16, 64), "tokens": (4, 16, 16)}
+LENGTHS = {"image": 2, "rows": 0, "tokens": 1}  # the dimension that may have a range; layers know the last
 
 
 @dataclass(frozen=True)
@@ -301,4 +302,5 @@ def asks() -> st.SearchStrategy[Ask]:
         amp=st.sampled_from([None, None, None, torch.bfloat16]),
         exact=st.booleans(),
         compiled=st.booleans(),
+        lengths=st.one_of(st.just(()), st.lists(st.sampled_from([0.0, 0.25, 0.5, 0.75]), max_size=2).map(tuple)),
     )

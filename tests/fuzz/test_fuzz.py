@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.fuzz.check import PARTS, Ask, check
 from tests.fuzz.edits import Change, changes, check_edited
-from tests.fuzz.strategies import Recipe, asks, make, recipes
+from tests.fuzz.strategies import LENGTHS, Recipe, asks, make, recipes
 
 ANY_TIME = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
@@ -18,7 +18,7 @@ SAME = settings(ANY_TIME, derandomize=True, database=None, phases=[Phase.generat
 
 def try_one(recipe: Recipe, ask: Ask) -> None:
     model, inputs = make(recipe)
-    check(model, inputs, ask, model.in_half, model.varies)
+    check(model, inputs, ask, model.in_half, model.varies, LENGTHS[recipe.layout])
 
 
 @pytest.mark.parametrize("examples", [10, 30])

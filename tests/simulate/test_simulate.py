@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import weight_norm
+from torch.utils.checkpoint import checkpoint
 
 from memrewrite.records.errors import CaptureError, UsageError
 from memrewrite.records.loop import Loop
@@ -118,6 +119,23 @@ def test_checkpointing_lowers_the_peak() -> None:
     plain, _ = both(*make("residual"), Step())
     checkpointed, _ = both(*make("checkpointed"), Step())
     assert checkpointed.peak < plain.peak
+
+
+class AddsToNumber(nn.Linear):
+    """Adds to a number, as ``torch.add`` may, in what runs again in backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        def run(x: Tensor) -> Tensor:
+            added: Tensor = torch.ops.aten.add.Tensor(0.5, super(AddsToNumber, self).forward(x), alpha=2)
+            return added.tanh()
+
+        result: Tensor = checkpoint(run, x, use_reentrant=False)
+        return result
+
+
+def test_what_runs_again_in_backward_may_add_to_a_number() -> None:
+    simulated, real = both(AddsToNumber(64, 64), Inputs((torch.randn(32, 64),), {}), Step())
+    assert simulated == real
 
 
 def test_phases_and_floor_of_a_linear_layer() -> None:

@@ -263,7 +263,7 @@ class Tracker(Layer):
     def _added_to(self, args: tuple[Any, ...]) -> _Block | None:
         """The storage to which autograd adds a gradient in place when no mode looks at it, None if it does not."""
         now = backward_number()
-        if now is None:
+        if now is None or not isinstance(args[0], Tensor):  # a segment may add to a number, as torch.add does
             return None
         first = self._live.get(id(args[0].untyped_storage()))
         from_before = first is not None and first.node != now
