@@ -32,7 +32,7 @@ from memrewrite.backends.told import note
 from memrewrite.records.errors import BudgetInfeasibleError, MemrewriteError, UsageError
 from memrewrite.records.options import format_bytes
 from memrewrite.targets import transients
-from memrewrite.torch_internals import partitioning
+from memrewrite.torch_internals import partitioning, written_over
 from memrewrite.torch_internals.compiled_code import compiled_codes
 from memrewrite.torch_internals.compiling import (
     Partitioner,
@@ -131,6 +131,7 @@ def _compiled(
 
 def identity(partition: Partition) -> str:
     """What tells the graphs of a partition from others in Inductor's cache: code, options, and the bytes there are."""
-    code = digest(Path(__file__).parent, *(Path(str(each.__file__)) for each in (partitioning, transients)))
+    others = (partitioning, transients, written_over)
+    code = digest(Path(__file__).parent, *(Path(str(each.__file__)) for each in others))
     whole = (partition.asked, partition.lives, partition.fused, partition.excesses, partition.apart, partition.in_step)
     return f"memrewrite {__version__} {code} {' '.join(map(str, whole))}"

@@ -22,6 +22,7 @@ from torch.fx.node import map_arg
 
 from memrewrite.runtime.tied_embedding import embedding_gradient
 from memrewrite.torch_internals.versions import private_imports, require
+from memrewrite.torch_internals.written_over import written_over
 
 require("_TorchCompileInductorWrapper")
 with private_imports():
@@ -59,7 +60,7 @@ def inductor(
         return cast(Callable[..., Any], compiler(graph, inputs))
     compiler.config["custom_partitioner_fn"] = partitioner
     of_cache = contextlib.nullcontext() if cached else torch._functorch.config.patch(enable_autograd_cache=False)
-    with of_cache, _embeddings_of_aten(compiler.config):
+    with of_cache, _embeddings_of_aten(compiler.config), written_over():
         return cast(Callable[..., Any], compiler(graph, inputs))
 
 

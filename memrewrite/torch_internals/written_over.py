@@ -1,0 +1,79 @@
+"""Inductor's elementwise kernels write over all that they are the last to read. Read in PyTorch 2.11 to 2.14.
+
+Inductor lets an output take the place of an input that one expression of the kernel reads, and no other. The backward
+of a gated activation is one kernel that makes three values of three that die in it, each of which is read twice: six
+buffers of the widest kind in the model where three do. What a kernel writes over, and that every read and write is of
+the same element, is for Inductor alone to decide: here it is told only that the other readers are in the same kernel.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+from memrewrite.torch_internals.versions import private_imports
+
+
+@contextlib.contextmanager
+def written_over() -> Iterator[None]:
+    """Kernels that are generated meanwhile write over more of their inputs."""
+    with private_imports():
+        from torch._inductor.scheduler import SchedulerNode
+    decide = SchedulerNode.decide_inplace_update
+
+    def told(node: Any) -> None:
+        others = _same_kernel(node)
+        if others is None:
+            decide(node)
+        elif not _stays_inside(node, others):
+            with _done(node.scheduler, others - {node.get_name()}), _taken():
+                decide(node)
+
+    with mock.patch.object(SchedulerNode, "decide_inplace_update", told):
+        yield
+
+
+def _same_kernel(node: Any) -> set[str] | None:
+    """The names of what is in the kernel of a node, where all of that is elementwise.
+
+    A reduction may read in a later pass what was written in an earlier one.
+    """
+    from torch._inductor.scheduler import FusedSchedulerNode, SchedulerNode
+
+    fused = node.scheduler.get_fused_node(node)
+    if type(fused) is not FusedSchedulerNode:  # its subclasses are several kernels, or end in a product
+        return None
+    parts = fused.get_nodes()
+    if any(not isinstance(part, SchedulerNode) or part.is_reduction() or part.is_template() for part in parts):
+        return None
+    return {part.get_name() for part in parts}
+
+
+def _stays_inside(node: Any, kernel: set[str]) -> bool:
+    """Whether what a node makes is never written, so that it is to leave the place to others."""
+    gone = node.scheduler.can_buffer_be_removed_through_fusion
+    return all(gone(output.get_name(), kernel) for output in node.get_outputs())
+
+
+@contextlib.contextmanager
+def _done(scheduler: Any, names: set[str]) -> Iterator[None]:
+    """Other readers count as done: their reads come before any write of the kernel."""
+    new = names - scheduler.completed_operations
+    scheduler.completed_operations |= new
+    try:
+        yield
+    finally:
+        scheduler.completed_operations -= new
+
+
+@contextlib.contextmanager
+def _taken() -> Iterator[None]:
+    """What another output of the kernel was written over is not there twice."""
+    from torch._inductor.virtualized import V
+
+    new = {*getattr(V.kernel, "inplace_update_buffers", {}).values()} - V.graph.never_reuse_buffers
+    V.graph.never_reuse_buffers |= new
+    try:
+        yield
+    finally:
+        V.graph.never_reuse_buffers -= new
