@@ -13,6 +13,7 @@ from memrewrite.backends.plan import Order
 # A value that takes more reads than these is written, where several kernels read it and in any case: Inductor's
 # settings realize_reads_threshold and realize_acc_reads_threshold.
 _READS, _MOST_READS = 4, 8
+_FAR = 64  # runs; what is further apart is not made in one kernel
 
 Key = tuple[int, int]  # a storage, and the copy of its maker: a region, or -1
 
@@ -115,11 +116,11 @@ def _run(facts: Facts, node: int, makes: tuple[Key, ...], reads: tuple[Key, ...]
 
 def watermark(runs: Sequence[Run], given: Iterable[Key], ends: set[Key], size: Callable[[Key], int]) -> Watermark:
     """Where the most bytes live: ``given`` ones are there at first, those that ``ends`` names until the end."""
-    written, last = _written(runs, ends)
+    kernels = _kernels(runs, ends, size)
     for key in given:
-        last.setdefault(key, -1)
+        kernels.last.setdefault(key, -1)
     dies: dict[int, list[Key]] = {}
-    for key, at in last.items():
+    for key, at in kernels.last.items():
         if key not in ends:
             dies.setdefault(at, []).append(key)
     first = set(given)
@@ -129,7 +130,7 @@ def watermark(runs: Sequence[Run], given: Iterable[Key], ends: set[Key], size: C
     for key in dies.get(-1, ()):
         now -= living.pop(key, 0)
     for number, run in enumerate(runs):
-        made = {key: size(key) for key in run.makes if key in written}
+        made = {key: size(key) for key in kernels.makes.get(number, ())}
         dead = [key for key in dies.get(number, ()) if key in living]
         living |= made
         now += sum(made.values())
@@ -152,8 +153,60 @@ def _written_over(run: Run, made: Mapping[Key, int], dead: list[int]) -> int:
     return found
 
 
-def _written(runs: Sequence[Run], ends: set[Key]) -> tuple[set[Key], dict[Key, int]]:
-    """The storages that are written, and the number of the last run that reads each, through kernels they fuse into."""
+@dataclass(frozen=True)
+class _Kernels:
+    """The storages that each run writes, with the later ones that are made in its kernel, and the last run that reads
+    each, through kernels they fuse into."""
+
+    makes: Mapping[int, list[Key]]
+    last: dict[Key, int]
+
+
+def _kernels(runs: Sequence[Run], ends: set[Key], size: Callable[[Key], int]) -> _Kernels:
+    written, sources = _written(runs, ends)
+    at = _moved(runs, written, sources, size)
+    makes: dict[int, list[Key]] = {}
+    last: dict[Key, int] = {}
+    for number, run in enumerate(runs):
+        makes.setdefault(at[number], []).extend(key for key in run.makes if key in written)
+    for number in range(len(runs) - 1, -1, -1):
+        run, reading = runs[number], at[number]
+        if run.makes and all(key not in written for key in run.makes):
+            reading = max((last.get(key, number) for key in run.makes), default=number)
+        else:
+            reading = max([reading, *(last.get(key, -1) for key in run.makes if key not in written)])
+        for key in run.reads:
+            last[key] = max(last.get(key, -1), reading)
+    for number, run in enumerate(runs):
+        for key in run.makes:
+            last.setdefault(key, at[number])
+    return _Kernels(makes, last)
+
+
+def _moved(
+    runs: Sequence[Run], written: set[Key], sources: Mapping[Key, set[Key]], size: Callable[[Key], int]
+) -> list[int]:
+    """The run in whose kernel each is made: the latest elementwise one before it, if any, that makes values of its size
+    and reads one of that size that it reads, too, when all that it reads is there."""
+    at = list(range(len(runs)))
+    born: dict[Key, int] = {}
+    readers: dict[Key, tuple[int, int]] = {}  # the last elementwise kernel that reads a value, and the size it makes
+    for number, run in enumerate(runs):
+        kept = [key for key in run.makes if key in written]
+        if run.fused and kept:
+            bytes_ = size(kept[0])
+            read = {k for key in run.reads for k in sources.get(key, {key})}
+            there = max((born.get(key, -1) for key in read), default=-1)
+            first = max(there, number - _FAR)
+            kernels = [readers[key] for key in read if key in readers and size(key) == bytes_]
+            at[number] = max((i for i, made in kernels if i >= first and made == bytes_), default=number)
+            readers |= dict.fromkeys(read, (at[number], bytes_))
+        born |= dict.fromkeys(kept, at[number])
+    return at
+
+
+def _written(runs: Sequence[Run], ends: set[Key]) -> tuple[set[Key], dict[Key, set[Key]]]:
+    """The storages that are written, and of what each of the others is made, which is read in its place."""
     readers: dict[Key, list[int]] = {}
     for number, run in enumerate(runs):
         for key in run.reads:
@@ -174,15 +227,4 @@ def _written(runs: Sequence[Run], ends: set[Key]) -> tuple[set[Key], dict[Key, i
             sources[key] = read
             if weighs:
                 heavy.add(key)
-    last: dict[Key, int] = {}
-    for number in range(len(runs) - 1, -1, -1):
-        run = runs[number]
-        at = max([number, *(last.get(key, -1) for key in run.makes if key not in written)])
-        if all(key not in written for key in run.makes) and run.makes:
-            at = max((last.get(key, -1) for key in run.makes), default=number)
-        for key in run.reads:
-            last[key] = max(last.get(key, -1), at)
-    for number, run in enumerate(runs):
-        for key in run.makes:
-            last.setdefault(key, number)
-    return written, last
+    return written, sources

@@ -108,6 +108,34 @@ def test_the_gradient_of_an_output_lives_as_long_as_backward(by: str, request: p
     assert found[0] - found[1] >= 2 * 256 * 1024 * 4
 
 
+def test_values_that_one_kernel_makes_are_foreseen_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradients of both factors of a gated MLP, and their product again, lie in what they are made of."""
+
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.up, self.down = nn.Linear(16, 256), nn.Linear(16, 256), nn.Linear(256, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(self.gate(x).relu() * self.up(x)).square().sum()
+
+    divided: list[Partition] = []
+
+    def kept(*args: Any, **kwargs: Any) -> Partition:
+        divided.append(Partition(*args, **kwargs))
+        return divided[-1]
+
+    monkeypatch.setattr(entry, "Partition", kept)
+    monkeypatch.setattr(torch._functorch.config, "enable_autograd_cache", False)  # what is cached nothing divides
+    torch._dynamo.reset()
+    options: Any = {"budget": "min", "optimizer": "none"}
+    torch.compile(Gated(), backend=entry.memrewrite, options=options)(torch.randn(1024, 16)).backward()
+    (partition,) = divided
+    assert partition.foreseen is not None
+    assert partition.observed == pytest.approx(partition.foreseen.after, rel=0.01)
+    assert partition.observed < 3.3 * 1024 * 256 * 4
+
+
 def test_code_of_which_nothing_can_be_told_says_why() -> None:
     forward, backward = compiled(*made("mlp"))
     assert seen([forward]) == ""
