@@ -47,9 +47,15 @@ class Replica:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward, as DDP runs it."""
-        with self._making():
-            self._ddp.reducer._rebuild_buckets()  # which forward would do first, with any other tensors
         return self._ddp(*args, **kwargs)
+
+    def end_step(self) -> None:
+        """Let buckets be made anew in the order of use, which the next forward would do first, with any other tensors.
+
+        It happens once, and is none of what further steps ask for.
+        """
+        with self._making():
+            self._ddp.reducer._rebuild_buckets()
 
     @contextlib.contextmanager
     def around(self, last: bool) -> Iterator[None]:

@@ -209,6 +209,8 @@ class Running:
             self._zero_grad()
         if self.average is not None:
             self.average.update()
+        if self._replica is not None:
+            self._replica.end_step()
         return value
 
     def release(self) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from memrewrite.measurement.measuring import preserved_state
 from memrewrite.records.mesh import Ddp, Mesh
 from memrewrite.simulate import Timeline, run_tracked, simulate
+from memrewrite.targets.cuda_from_cpu import CUDA_FROM_CPU
 from memrewrite.torch_internals.ddp import Replica
 from memrewrite.torch_internals.fake_tensors import FakeTensorMode
 from memrewrite.workload.step import Inputs, Step
@@ -78,8 +79,16 @@ def test_buckets_are_those_of_ddps_own_assignment(cap: float | None, fake: bool)
         with mode if fake else torch.enable_grad(), replica.around(last=True):
             loss: Tensor = replica(x).sum()
             loss.backward()
+            replica.end_step()
     indices, _ = dist._compute_bucket_assignment_by_size(ready, limits)  # type: ignore[attr-defined]
     assert sorted(seen) == sorted(sum(ready[i].nbytes for i in bucket) for bucket in indices)
+
+
+def test_buckets_are_made_anew_once_and_in_no_step_that_comes_again() -> None:
+    step = Step(mesh=Ddp(2), target=CUDA_FROM_CPU)
+    model = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(4)))
+    found = simulate(model, Inputs((torch.ones(4, 2048),), {}), step)
+    assert found.peak <= found.reserved < found.peak + 4 * MIB  # no bucket fits into that
 
 
 def test_micro_batches_but_the_last_send_nothing() -> None:
