@@ -130,7 +130,7 @@ def _figures(module: Any, inputs: Any, workload: Any, others: int, tiny: bool, l
     trial = Trial(module, inputs, workload.step(), others)
     trial.warm_up()
     began = time.perf_counter()
-    with _alone(lock):
+    with alone(lock):
         figures = {"peak": None, "step_ms": sorted(trial._on_cpu(3))[1]} if tiny else trial.figures(15)
     return {**figures, "seconds": time.perf_counter() - began}
 
@@ -148,7 +148,7 @@ def _at_other_lengths(module: Any, inputs: Inputs, workload: Workload, others: i
 
 
 @contextmanager
-def _alone(lock: Path | None) -> Iterator[None]:
+def alone(lock: Path | None) -> Iterator[None]:
     """While no other process of the same lock is here."""
     if lock is None:
         yield

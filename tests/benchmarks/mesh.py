@@ -1,7 +1,7 @@
 """Peak and step time of each GPU under DDP, FSDP2 and tensor parallelism: eager, block checkpointing, and ours.
 
     python -m tests.benchmarks.mesh FILE.json [--only resnet50-ddp ...] [--contenders eager block "ours min" ...]
-        [--plans FOLDER] [--processes 2] [--jobs 20] [--plan-s 240] [--deadline-s 440] [--tiny]
+        [--plans FOLDER] [--lock FILE] [--processes 2] [--jobs 20] [--plan-s 240] [--deadline-s 440] [--tiny]
 
 All is predicted and planned at first, side by side, each in a process that speaks to no other. Then one process for
 each GPU (nccl; gloo on the CPU, with ``--tiny``) trains what was planned, one contender after another. ``ours block``
@@ -40,6 +40,7 @@ from memrewrite.records.mesh import Ddp, Fsdp
 from memrewrite.torch_internals.fsdp import units
 from memrewrite.torch_internals.tensor_parallel import parallelize
 from memrewrite.workload.step import Inputs
+from tests.benchmarks.backend import alone
 from tests.benchmarks.contenders import BLOCK, COMPILE, EAGER, OURS
 from tests.benchmarks.mesh_plans import CASES, USUAL, Case, Prepared, prepared_in_child
 from tests.benchmarks.rows import machine
@@ -254,6 +255,7 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--jobs", type=int, default=4, help="how many may plan side by side")
     parser.add_argument("--plans", type=Path, help="a folder where plans are kept, and taken from")
+    parser.add_argument("--lock", type=Path, help="a file that tells runs side by side when to train")
     parser.add_argument("--plan-s", type=float, default=240, help="how long planning may take")
     parser.add_argument("--deadline-s", type=float, default=440)
     parser.add_argument("--tiny", action="store_true", help="small models on the CPU")
@@ -268,7 +270,7 @@ def main() -> int:
     )
     spawn: Any = torch.multiprocessing.spawn  # type: ignore[attr-defined]
     for case in cases:  # none finds what another one left
-        with tempfile.TemporaryDirectory() as folder:
+        with alone(asked.lock), tempfile.TemporaryDirectory() as folder:
             spawn(rank_main, (str(Path(folder) / "store"), case, plans, asked, end), nprocs=asked.processes)
     return 0
 
