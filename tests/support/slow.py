@@ -228,6 +228,7 @@ SLOW: dict[str, tuple[str, ...]] = {
     ),
     "integrations/test_in_processes.py::test_a_trainer_says_its_mesh_and_saves_what_it_trained": ("*",),
     "benchmarks/test_loops.py::test_what_there_was_no_time_for_is_said": ("*",),
+    "benchmarks/test_mesh.py::test_two_processes_take_what_one_predicts_alone": ("*",),
     "benchmarks/test_pareto.py::test_rows_of_a_workload": ("*",),
     "benchmarks/test_pareto.py::test_what_will_be_compiled_is_planned_for_it": ("ours min-False",),
     "benchmarks/test_benchmarks.py::test_predictions_are_right_on_the_cpu": ("unet b4 off sgd-momentum ours 80%",),
