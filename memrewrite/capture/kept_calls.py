@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 
 from memrewrite.capture.derived import LARGEST, derived
 from memrewrite.capture.opaque import BEHIND, Traced, Way, traced_now
-from memrewrite.capture.other_sizes import a_bit_less, alike, apart, far_apart, other_sizes
+from memrewrite.capture.other_sizes import a_bit_less, a_quarter, alike, apart, far_apart, other_sizes
 from memrewrite.records.errors import UnfitCallError
 from memrewrite.records.ranges import Range
 from memrewrite.records.tensor_like import TensorLike
@@ -120,8 +120,8 @@ class _Kept(Traced):
             raise ValueError("It was not seen at other sizes, or gives something else there.")
         sizes = self._by_what_they_were(tensors, tuple)
         vary = {were: those for were, those in sizes.items() if isinstance(those[0], torch.SymInt)}
-        if any(first == second for first, second, *_ in vary):
-            raise ValueError("A size that may vary was the same in both passes.")
+        if any(len({*were}) == 1 for were in vary):
+            raise ValueError("A size that may vary was the same in all passes.")
         varying = self._by_what_they_were(tensors, numbers_of_rows) | sizes
 
         def size(were: tuple[int, ...]) -> Any:
@@ -178,27 +178,38 @@ def watch_calls(
         number = len(passes[0][path])
         return [*zip(*(made[path] for made in passes if len(made[path]) == number), strict=True)]
 
-    if (again(apart) or again(alike)) and any(_gives_other_sizes(seen) for path in paths for seen in calls(path)):
+    def are_clear(other: Callable[[int, int], int]) -> bool:
+        """Whether what each call is given and gives is in both passes of the sizes that vary."""
+        further = other_sizes(model, inputs, ranges, other)
+        vary = {(a, b) for a, b in _pairs(inputs.tensors(), further.tensors(), tuple) if a != b}
+        return all(_is_clear(seen, vary) for path in paths for seen in calls(path))
+
+    second = next((other for other in (apart, alike) if again(other)), None)
+    if second is not None and not are_clear(second):
         again(far_apart)
+        again(a_quarter)
         for number in range(1, LARGEST):
             again(partial(a_bit_less, number))
     return {path: KeptCalls(path, module, tuple(calls(path))) for path, module in modules.items()}
 
 
-def _gives_other_sizes(seen: Sequence[SeenCall]) -> bool:
-    """Whether, as sizes vary, it gives one that is neither among what it is given nor how many rows there are."""
+def _is_clear(seen: Sequence[SeenCall], vary: set[tuple[int, int]]) -> bool:
+    """Whether, where sizes ``vary``, a call is given all of them, and gives none but those and numbers of rows.
+
+    One that is not given a size may be given what follows from it, which is seen in more passes.
+    """
     if len(seen) == 1:
-        return False
+        return True
     first, second = seen
     known = _pairs(first.given, second.given, numbers_of_rows)
-    return any(a != b for a, b in _pairs(first.leaves, second.leaves, tuple) - known)
+    return vary <= known and all(a == b for a, b in _pairs(first.leaves, second.leaves, tuple) - known)
 
 
 def _pairs(
     first: Sequence[Any], second: Sequence[Any], sizes: Callable[[Sequence[int]], Sequence[int]]
 ) -> set[tuple[int, int]]:
-    """The ``sizes`` of what are tensors in both passes, in words, as they were in each."""
-    tensors = [(a.shape, b.shape) for a, b in zip(first, second, strict=False) if isinstance(a, TensorLike) and b]
+    """The ``sizes`` of what are tensors in both passes, or words for such, as they were in each."""
+    tensors = [(a.shape, b.shape) for a, b in zip(first, second, strict=False) if a is not None and b is not None]
     return {pair for a, b in tensors for pair in zip(sizes(a), sizes(b), strict=False)}
 
 

@@ -50,6 +50,12 @@ def far_apart(size: int, dim: int) -> int:
     return _half_and(size, LARGEST * dim)
 
 
+def a_quarter(size: int, dim: int) -> int:
+    """About a quarter, which is filled up to less than a half is, and of one size another in each dimension."""
+    quarter = size // 4 + dim
+    return quarter if 2 <= quarter < size else _half_and(size, dim)
+
+
 def a_bit_less(number: int, size: int, dim: int) -> int:
     """For each number below ``LARGEST`` a size that is so little less, in each dimension in another order."""
     few = 1 + (number + dim) % (LARGEST - 1)

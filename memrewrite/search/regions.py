@@ -17,8 +17,8 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, nn
 
-from memrewrite.capture import Captured, KeptCalls, capture
-from memrewrite.capture.normal import leaf_tensors
+from memrewrite.capture import Captured, KeptCalls, TensorSpec, capture
+from memrewrite.capture.normal import bind, leaf_tensors
 from memrewrite.capture.origin import origin, set_origin
 from memrewrite.capture.varying import length_left
 from memrewrite.codegen.writer import generate
@@ -120,7 +120,9 @@ def find(
                 return _whole(model, inputs, step, {**odd, **around}, ranges)
         with suppress(CaptureError):
             if ranges or regions.found:
-                return _between(model, inputs, step, odd, regions, ranges)
+                between = _between(model, inputs, step, odd, regions, ranges)
+                if ranges or not (_fixes_a_length(between, inputs) and _take_others(regions, calls)):
+                    return between
         if ranges or not regions.found:
             raise
         return regions
@@ -159,6 +161,27 @@ def _between(
     inside = tuple(region for region in parts.found if any(is_below(region.path, path) for path in calls))
     left = {path: why for path, why in parts.left.items() if any(is_below(path, above) for above in calls)}
     return Regions((*root.found, *inside), (*root.notes, *_told(inside)), left, parts.failed)
+
+
+def _fixes_a_length(between: Regions, inputs: Inputs) -> bool:
+    """Whether the model itself, as a region, takes texts of one length."""
+    (root,) = (region for region in between.found if not region.path)
+    return bool(length_left(root.captured, root.module, inputs))
+
+
+def _take_others(parts: Regions, calls: Mapping[nn.Module, Sequence[Call]]) -> bool:
+    """Whether all regions take what they are given in a step with other sizes."""
+    return all(_takes(region, calls[region.module][0].elsewhere) for region in parts.found)
+
+
+def _takes(region: Region, elsewhere: Inputs | None) -> bool:
+    if elsewhere is None:
+        return False
+    _, order = bind(region.module, region.inputs())
+    given = tree_leaves((elsewhere.args, elsewhere.kwargs))
+    pairs = [(spec, given[position]) for spec, position in zip(region.captured.inputs.leaves, order, strict=True)]
+    shapes = [(spec.shape, other.shape) for spec, other in pairs if isinstance(spec, TensorSpec)]
+    return all(isinstance(a, str) or a == b for spec, other in shapes for a, b in zip(spec, other, strict=True))
 
 
 def _whole(model: nn.Module, inputs: Inputs, step: Step, odd: Mapping[str, str], ranges: Sequence[Range]) -> Regions:

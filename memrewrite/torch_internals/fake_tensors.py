@@ -95,6 +95,8 @@ class FakeTensorMode(_FakeTensorMode):
     def __init__(self, *, allow_non_fake_inputs: bool = False) -> None:
         with config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):
             super().__init__(allow_non_fake_inputs=allow_non_fake_inputs)
+        # PyTorch finds what higher-order operators do, as launches in a ``triton_op``, by the very class of the mode.
+        self.__class__ = _FakeTensorMode  # type: ignore[assignment]
 
 
 def fake_of(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:

@@ -109,13 +109,22 @@ def size_conditions(size: torch.SymInt) -> list[str]:
 
 
 def conditions_in_order(size: torch.SymInt) -> list[str]:
-    """Such a text for each assumption, in the order that tracing made them; "True" for what always holds."""
+    """Such a text for each assumption, in the order that tracing made them; "True" for what always holds.
+
+    So for those about strides, which are not asked where sizes are fixed, either.
+    """
     environment = size.node.shape_env
     with private_imports():
         from torch.utils._sympy.printers import PythonPrinter
 
     printer = PythonPrinter()
-    return [printer.doprint(environment.replace(guard.expr)) for guard in environment.guards]
+    strides = {
+        symbol
+        for symbol, sources in environment.var_to_sources.items()
+        if any(".stride()" in each.name for each in sources)
+    }
+    conditions = (environment.replace(guard.expr) for guard in environment.guards)
+    return ["True" if strides & each.free_symbols else printer.doprint(each) for each in conditions]
 
 
 def assumed_so_far(size: torch.SymInt) -> int:

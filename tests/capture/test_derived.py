@@ -6,12 +6,13 @@ from functools import partial
 import pytest
 
 from memrewrite.capture.derived import LARGEST, Rule, rule
-from memrewrite.capture.other_sizes import a_bit_less, apart, far_apart
+from memrewrite.capture.other_sizes import a_bit_less, a_quarter, apart, far_apart
 
 PASSES: list[Callable[[int, int], int]] = [
     lambda size, dim: size,
     apart,
     far_apart,
+    a_quarter,
     *(partial(a_bit_less, number) for number in range(1, LARGEST)),
 ]
 

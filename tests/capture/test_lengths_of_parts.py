@@ -194,6 +194,31 @@ def test_a_call_gives_a_length_of_its_own_or_what_has_it_inside_is_the_call(inne
     assert_runs_in_its_plan(result, model, (4, LENGTH), (4, 17), (4, 16), (3, 5))
 
 
+class FilledAround(Words):
+    """Fills a text up to whole chunks before what it has inside, which settles no length."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = functional.pad(self.words(ids), (0, 0, 0, -ids.shape[1] % 12))
+        for mix, block in zip(self.mixes, self.blocks, strict=True):
+            x = block(mix(x))
+        return functional.cross_entropy(self.head(x)[:, : ids.shape[1]].flatten(0, 1), ids.flatten())
+
+
+class Looks(nn.Module):
+    """Lets values decide, as no graph can."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x) if float(x.detach().sum()) < 1e9 else x
+
+
+def test_a_call_may_be_given_a_length_that_most_others_are_filled_up_to() -> None:
+    model = FilledAround(Looks)
+    result = memrewrite.optimize(model, (tokens(4, LENGTH - 1),), budget="min", loss_fn=lambda loss: loss)
+    assert result.report.equivalent
+    assert "mixes.0 (Looks) and 2 more stay calls that the model makes" in " ".join(result.report.notes)
+    assert_runs_in_its_plan(result, model, (4, LENGTH - 1), (4, 17), (3, 5))
+
+
 class Noted(Scan):
     """Has a note of what it gave last."""
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
 
 import memrewrite
 from memrewrite.records.errors import CaptureError
@@ -59,6 +60,15 @@ def made(name: str, fake: bool, function: Callable[[Tensor], Tensor] = _cosine) 
     return operator
 
 
+def _launched(x: Tensor) -> Tensor:
+    """What a ``triton_op`` does on fake tensors: it launches a kernel, which is an operator of higher order there."""
+    made = torch.empty_like(x)
+    triton_kernel_wrapper_mutation(
+        kernel_idx=0, constant_args_idx=0, grid=[(1, 1, 1)], tma_descriptor_metadata={}, kwargs={"x": x, "made": made}
+    )
+    return made
+
+
 OPERATORS = {
     "ruled": made("ruled", fake=True),
     "unruled": made("unruled", fake=False),
@@ -66,7 +76,9 @@ OPERATORS = {
     "drawn": made("drawn", True, _drawn),
     "drawn_by_numpy": made("drawn_by_numpy", True, _drawn_by_numpy),
     "tangent": torch.ops.memrewrite_tests.tangent,
+    "launched": made("launched", fake=False),
 }
+OPERATORS["launched"].register_fake(_launched)
 
 
 class Calls(nn.Module):
@@ -81,12 +93,13 @@ class Calls(nn.Module):
         return x
 
 
-def test_an_operator_with_a_rule_is_called_in_the_plan() -> None:
-    result: Any = memrewrite.optimize(Calls("ruled"), torch.randn(64, WIDTH), budget="min")
+@pytest.mark.parametrize("name", ["ruled", "launched"])
+def test_an_operator_with_a_rule_is_called_in_the_plan(name: str) -> None:
+    result: Any = memrewrite.optimize(Calls(name), torch.randn(64, WIDTH), budget="min")
     assert result.report.verdict.startswith("bit-equal")
     assert result.report.segments
-    assert "memrewrite_tests.ruled.default(" in programs(result)[""].source
-    assert "What stays a call as the model makes it: memrewrite_tests::ruled." in result.report.notes
+    assert f"memrewrite_tests.{name}.default(" in programs(result)[""].source
+    assert f"What stays a call as the model makes it: memrewrite_tests::{name}." in result.report.notes
 
 
 @pytest.mark.parametrize("name", ["counted", "drawn_by_numpy"])
