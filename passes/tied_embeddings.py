@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 
 from torch import fx
 
+from memrewrite.capture.shared import is_read_elsewhere
 from memrewrite.observe.effects import Effects
 from memrewrite.passes.matching import inherit
 from memrewrite.passes.spelling import by_name, operation
@@ -64,6 +65,8 @@ def _matches(effects: Effects) -> Iterator[tuple[fx.Node, ...]]:
 
 def _obstacle(readers: tuple[fx.Node, ...], effects: Effects) -> str | None:
     """Why they have to stay as they are; None if they need not."""
+    if is_read_elsewhere(_given(readers[0])["weight"]):
+        return "Its weight is read outside of this graph, too, and gradients would be added in another order."
     key = effects.of[_given(readers[0])["weight"]].outputs
     for node in readers:
         given = _given(node)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from memrewrite.capture import Captured, KeptCalls, TensorSpec, capture
 from memrewrite.capture.normal import bind, leaf_tensors
 from memrewrite.capture.origin import origin, set_origin
+from memrewrite.capture.shared import note_read_elsewhere
 from memrewrite.capture.varying import length_left
 from memrewrite.codegen.writer import generate
 from memrewrite.observe.any_gradient import observe_trained
@@ -96,6 +97,15 @@ def find(
     With ``ranges``, which are of the model's own inputs, it is the whole model.
     Raises ``CaptureError`` when nothing can be captured, or not what ``names`` asks for.
     """
+    regions = _found(model, inputs, step, names, ranges)
+    for region in regions.found:
+        note_read_elsewhere(region.captured.graph_module.graph, region.path, model)
+    return regions
+
+
+def _found(
+    model: nn.Module, inputs: Inputs, step: Step, names: Sequence[str] | None, ranges: Sequence[Range]
+) -> Regions:
     if names is not None:
         named = _named(model, inputs, step, names)
         return _around(model, inputs, step, named) if isinstance(step.mesh, Fsdp) else named

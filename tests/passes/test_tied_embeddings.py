@@ -111,6 +111,31 @@ def test_stays(function: Function, reason: str) -> None:
     assert reason in "".join(each.reason for each in result.refused)
 
 
+class Halves(nn.Module):
+    """Two embeddings of one weight, which a head outside of what can be a region reads, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = Tied(lambda m, t: m.between(m.words(t).tanh()) + m.between(m.words(t.flip(1)).tanh()).tanh())
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.inner.words.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if int(tokens.max()) > WORDS:
+            raise ValueError("There is no such word.")
+        found: Tensor = self.head(self.inner(tokens)).square()
+        return found
+
+
+def test_what_is_read_outside_of_a_region_stays() -> None:
+    model, tokens = Halves(), example(16)
+    result: Any = memrewrite.optimize(model, (tokens,), passes=("tied_embeddings",), regions=("inner",), exact=True)
+    assert not result.report.rewrites
+    assert "another order" in str(result.report)
+    assert "tied_embedding" in str(memrewrite.optimize(model.inner, (tokens,), passes=("tied_embeddings",)).report)
+
+
 def test_what_is_frozen_stays() -> None:
     model = Tied(SPELLINGS["embedding and head"])
     model.words.weight.requires_grad_(False)

@@ -1,0 +1,32 @@
+"""Parameters of a region that the model reads elsewhere, too: in other regions, in calls, in Python between them."""
+
+from torch import fx, nn
+
+from memrewrite.capture.normal import attribute
+
+_KEY = "read elsewhere"  # in a node's meta, which graphs copy with the node
+
+
+def note_read_elsewhere(graph: fx.Graph, path: str, model: nn.Module) -> None:
+    """Say it of the nodes that read those in the graph of the submodule at ``path``."""
+    region = model.get_submodule(path)
+    calls = [f"{path}.{node.target}".lstrip(".") for node in graph.find_nodes(op="call_module")]
+    others = {
+        id(parameter)
+        for name, module in model.named_modules(remove_duplicate=False)
+        if not _is_in(name, path) or any(_is_in(name, call) for call in calls)
+        for parameter in module._parameters.values()
+        if parameter is not None
+    }
+    for node in graph.find_nodes(op="get_attr"):
+        if id(attribute(region, str(node.target))) in others:
+            node.meta[_KEY] = True
+
+
+def is_read_elsewhere(node: fx.Node) -> bool:
+    """Whether a node reads such a parameter."""
+    return _KEY in node.meta
+
+
+def _is_in(path: str, above: str) -> bool:
+    return not above or path == above or path.startswith(f"{above}.")
