@@ -51,13 +51,7 @@ class _AttentionInPieces(torch.autograd.Function):
         ctx.save_for_backward(query, key, value, mask)
         ctx.dim, ctx.pieces, ctx.options = dim, pieces, options
         ctx.autocast = autocast_dtype(query.device.type)
-        results: list[Tensor] = []
-        for piece_of in _attention_pieces(ctx, key):
-            part = F.scaled_dot_product_attention(*map(piece_of, (query, key, value, mask)), **options)
-            results = results or [_room_like(part, query, value.shape[-1])]
-            piece_of(results[0]).copy_(part)
-            del part
-        return results[0]
+        return _attended(dim, pieces, options, query, key, value, mask)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -69,16 +63,42 @@ class _AttentionInPieces(torch.autograd.Function):
                 whole = F.scaled_dot_product_attention(query, key, value, mask, **ctx.options)
                 slopes = torch.autograd.grad(whole, [given[i] for i in wanted], gradient, create_graph=True)
                 return _in_places(wanted, slopes)
-            totals = [torch.empty_like(given[i]) for i in wanted]
-            for piece_of in _attention_pieces(ctx, key):
-                leaves = [piece_of(t).detach().requires_grad_(i in wanted) for i, t in enumerate(given)]
-                with torch.enable_grad():
-                    result = F.scaled_dot_product_attention(*leaves, *map(piece_of, [mask]), **ctx.options)
-                found = torch.autograd.grad(result, [leaves[i] for i in wanted], piece_of(gradient))
-                for total, slope in zip(totals, found, strict=True):
-                    piece_of(total).copy_(slope)
-                del result, found, slope
+            totals = _attention_slopes(ctx.dim, ctx.pieces, ctx.options, given, mask, wanted, gradient)
         return _in_places(wanted, totals)
+
+
+def _attended(
+    dim: int, pieces: int, options: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+) -> Tensor:
+    results: list[Tensor] = []
+    for piece_of in _attention_pieces(dim, pieces, key):
+        part = F.scaled_dot_product_attention(*map(piece_of, (query, key, value, mask)), **options)
+        results = results or [_room_like(part, query, value.shape[-1])]
+        piece_of(results[0]).copy_(part)
+        del part
+    return results[0]
+
+
+def _attention_slopes(
+    dim: int,
+    pieces: int,
+    options: Any,
+    given: tuple[Tensor, Tensor, Tensor],
+    mask: Tensor | None,
+    wanted: list[int],
+    gradient: Tensor,
+) -> list[Tensor]:
+    """The gradients of those of query, key and value that are ``wanted``."""
+    totals = [torch.empty_like(given[i]) for i in wanted]
+    for piece_of in _attention_pieces(dim, pieces, given[1]):
+        leaves = [piece_of(t).detach().requires_grad_(i in wanted) for i, t in enumerate(given)]
+        with torch.enable_grad():
+            result = F.scaled_dot_product_attention(*leaves, *map(piece_of, [mask]), **options)
+        found = torch.autograd.grad(result, [leaves[i] for i in wanted], piece_of(gradient))
+        for total, slope in zip(totals, found, strict=True):
+            piece_of(total).copy_(slope)
+        del result, found, slope
+    return totals
 
 
 def _in_places(places: list[int], values: Any) -> tuple[Tensor | None, ...]:
@@ -87,13 +107,13 @@ def _in_places(places: list[int], values: Any) -> tuple[Tensor | None, ...]:
     return tuple(found.get(i) for i in range(7))
 
 
-def _attention_pieces(ctx: Any, key: Tensor) -> Iterator[Callable[[Any], Any]]:
+def _attention_pieces(dim: int, pieces: int, key: Tensor) -> Iterator[Callable[[Any], Any]]:
     """For each piece what gives that part of a tensor."""
-    count, start = key.shape[ctx.dim], 0
-    for at in range(ctx.pieces):
-        length = count * (at + 1) // ctx.pieces - start
+    count, start = key.shape[dim], 0
+    for at in range(pieces):
+        length = count * (at + 1) // pieces - start
         if length:
-            yield functools.partial(_piece_of, ctx.dim, count, start, length)
+            yield functools.partial(_piece_of, dim, count, start, length)
         start += length
 
 

@@ -22,6 +22,7 @@ from memrewrite.runtime.room import room_simulated
 from memrewrite.simulate.fake.batch import part_of
 from memrewrite.simulate.fake.fakes import fakes_of, on_fakes, tensors_of
 from memrewrite.simulate.fake.true_results import TrueResults
+from memrewrite.simulate.memory.counted import Life
 from memrewrite.simulate.memory.given import communicated, parameters_apart, register_apart, register_given
 from memrewrite.simulate.memory.places import Places
 from memrewrite.simulate.memory.recorder import (
@@ -37,12 +38,13 @@ from memrewrite.simulate.memory.recorder import (
     Recorder,
     take_step,
 )
-from memrewrite.simulate.memory.tracker import OPERATOR_WORKSPACE, Life, Tracker
+from memrewrite.simulate.memory.repeats import repeated
+from memrewrite.simulate.memory.tracker import OPERATOR_WORKSPACE, Tracker
 from memrewrite.state.random_state import preserved_rng
 from memrewrite.targets.allocator import Allocator, Requests, allocator_on, cuda_allocator
 from memrewrite.targets.transients import Transients
 from memrewrite.targets.workspaces import library_requests
-from memrewrite.torch_internals.fake_tensors import FAKE_TENSOR_ERRORS
+from memrewrite.torch_internals.fake_tensors import FAKE_TENSOR_ERRORS, FakeTensor
 from memrewrite.torch_internals.fsdp import seen_by, without_peers
 from memrewrite.torch_internals.fsdp_offload import copies_seen
 from memrewrite.torch_internals.spread import is_divided
@@ -323,12 +325,19 @@ def _taken(
             each.register(loop.average.tensors, AVERAGE)
     recorders = [Recorder(each, loop, library_requests(libraries, step.mode), apart) for each in trackers]
     sharded = seen_by(trackers[0]) if isinstance(step.mesh, Fsdp | Tp) else nullcontext()
+    again = repeated(trackers) if _on_plain_fakes(module, step) and not trackers[0].places else nullcontext()
     one_device = device_type(module, inputs) == "cpu"  # where the host is simulated on what stands for the other one
     copies = copies_seen(trackers[0]) if apart and one_device else nullcontext()
-    with step.target.around(module), sharded, copies:
+    with step.target.around(module), sharded, copies, again:
         for number in range(1, steps + 1):
             take_step(loop, recorders, number)
     return loop, recorders
+
+
+def _on_plain_fakes(module: nn.Module, step: Step) -> bool:
+    """Whether what runs is fake, and counts by operators alone."""
+    fake = all(isinstance(parameter, FakeTensor) for parameter in module.parameters())
+    return fake and step.mesh is None and not step.target.fuses
 
 
 def _timeline(

@@ -22,6 +22,11 @@ class Scratch(Transients):
     def __init__(self) -> None:
         super().__init__(lambda calls: [Taken()] * len(calls))
 
+    @property
+    def edition(self) -> object:
+        """The sources stay what they are."""
+        return type(self)
+
     def lookup(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Taken:
         """Bytes by the sources of the kernels."""
         count = _SCRATCH.get(func)

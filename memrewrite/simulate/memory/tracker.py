@@ -3,16 +3,15 @@
 import contextlib
 import itertools
 import math
-import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
 import torch.distributed
 from torch import Tensor
 
+from memrewrite.simulate.memory.counted import INNER, Birth, Counted, Life, Log, Ran
 from memrewrite.simulate.memory.places import Places
 from memrewrite.targets.allocator import Allocator, Block, rounded
 from memrewrite.targets.eager import EAGER, Target
@@ -31,58 +30,6 @@ _COLLECTIVES = {"c10d", "fsdp", "_c10d_functional"}  # the libraries of operator
 # What cuBLAS computes, by name; convolutions are cuDNN's, attention and norms PyTorch's own.
 _BLAS = {"mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot", "linear", "_addmm_activation"}
 _BLAS |= {"_scaled_mm", "_grouped_mm", "_int_mm", "_scaled_grouped_mm"}
-
-
-@dataclass(frozen=True)
-class Life:
-    """One storage: in use at the events numbered ``born`` to ``died - 1``, where ``died`` may be their count.
-
-    ``bytes`` are rounded up to 512, or those of a block. ``module`` is the path of the submodule that made it or, for a
-    gradient or optimizer state, whose parameter it belongs to; "" is the module itself, None what lies outside (inputs,
-    the loss). ``operator`` is the label of its birth, ``step 1 forward: aten.relu.default``, without an operator where
-    it was there before.
-    """
-
-    born: int
-    died: int
-    bytes: int
-    category: str
-    module: str | None
-    operator: str
-
-
-class _Block(weakref.ref[torch.UntypedStorage]):
-    """One storage, held weakly: its bytes and category, and between which ticks of the tracker's clock it lived.
-
-    ``events`` are those it saw, as in ``Life``. ``node`` of autograd's made it, None outside of backward.
-    """
-
-    __slots__ = (
-        "born",
-        "category",
-        "died",
-        "events",
-        "func",
-        "given",
-        "key",
-        "label",
-        "module",
-        "nbytes",
-        "node",
-        "size",
-    )
-    key: int
-    nbytes: int
-    size: int
-    category: str
-    born: float
-    died: float
-    module: str | None
-    label: str
-    func: Any
-    node: int | None
-    events: tuple[int, int | None]
-    given: Block | None  # by the allocator
 
 
 class Tracker(Layer):
@@ -115,7 +62,7 @@ class Tracker(Layer):
         self.modules: list[str | None] = []
         self.peak_event = 0  # the number of the event at which the peak was reached
         self.multiplied = False  # whether cuBLAS has had anything to do
-        self._places = places
+        self.places = places
         self._place: str | None = None
         self._func: Any = None
         self._label = ""
@@ -127,12 +74,13 @@ class Tracker(Layer):
         self._transients = transients
         self._peak_clock = 0
         self._peak_extra = 0
-        self._live: dict[int, _Block] = {}
-        self._blocks: list[_Block] = []
+        self._live: dict[int, Counted] = {}
+        self._blocks: list[Counted] = []
         self.libraries: list[int] = []  # bytes that cuBLAS asks for, for good, at its next product
         self._alone = of_one_alone(device_type)
         self._device: Any = torch.cuda if device_type == "cuda" else torch.cpu
         self._streams: dict[Any, int] = {}
+        self.log: Log | None = None  # of what happens, while it is kept
         self._ready: dict[int, deque[Block]] = {}  # what the allocator handed out for the operator that runs, by bytes
 
     def __enter__(self) -> Self:
@@ -173,7 +121,16 @@ class Tracker(Layer):
 
     def counts(self, tensor: Tensor) -> bool:
         """Whether the storage of ``tensor`` is counted now."""
-        return id(tensor.untyped_storage()) in self._live
+        return self.counted(tensor) is not None
+
+    def counted(self, tensor: Tensor) -> Counted | None:
+        """The storage of ``tensor``, where it is counted now."""
+        return self._live.get(id(tensor.untyped_storage()))
+
+    @property
+    def edition(self) -> object:
+        """What is another one whenever an operator may be known to take something else."""
+        return None if self._transients is None else self._transients.edition
 
     def begin(self, label: str, category: str) -> None:
         """From here on, storages are born as ``category`` and events are labelled ``label: operator``."""
@@ -228,16 +185,11 @@ class Tracker(Layer):
         if self._away:
             return self.below(func, types, args, kwargs or {})
         clock = self._clock
-        if self._places is not None:
-            self._place = self._places.now()
+        if self.places is not None:
+            self._place = self.places.now()
         result = self.below(func, types, args, kwargs or {})
-        self._look_at_stream()
-        self._func = func
-        if (self.libraries or not self.multiplied) and getattr(func, "__name__", "").partition(".")[0] in _BLAS:
-            self.multiplied = True
-            if self.blocks is not None:
-                self.blocks.follow(self.libraries)
-            self.libraries = []
+        self._runs(func)
+        made = len(self._blocks)
         first = self._added_to(args) if func is SUM else None
         if first is not None:
             self._hand_on(first)
@@ -247,7 +199,31 @@ class Tracker(Layer):
             self._see(result, size)
         known = None if first is not None or self.on_host else self._transients  # in place, a sum asks for nothing
         taken = NOTHING if known is None else known.lookup(func, args, dict(kwargs or {}))
-        extra = self._made(result, taken)
+        self._ran(clock, func, self._made(result, taken))
+        if self.log is not None:
+            self.log.append(Ran(func, tuple(self._blocks[made:]), taken, first))
+        return result
+
+    def repeat(self, func: Any, made: list[Birth], taken: Taken, added: Any) -> None:
+        """Count what an operator did once more: the storages that it ``made``, where ``added`` is one's or None."""
+        clock = self._clock
+        self._runs(func)
+        if added is not None:
+            self._hand_on(self._live[id(added)])
+        self._ran(clock, func, self._made(made, taken))
+
+    def _runs(self, func: Any) -> None:
+        """An operator runs, and may be the one for which cuBLAS asks for memory."""
+        self._look_at_stream()
+        self._func = func
+        if (self.libraries or not self.multiplied) and by_cublas(func):
+            self.multiplied = True
+            if self.blocks is not None:
+                self.blocks.follow(self.libraries)
+            self.libraries = []
+
+    def _ran(self, clock: int, func: Any, extra: int) -> None:
+        """It took ``extra`` bytes beside what it made, since what was then the ``clock``."""
         if self.current + extra > self.peak:
             self._clock += 1  # a moment of its own: storages may have died since the last birth
             self._set_peak(extra)
@@ -258,9 +234,8 @@ class Tracker(Layer):
             self.events.append((self.current + extra, label))
             self.modules.append(self._place)
         self._place = self._func = None
-        return result
 
-    def _added_to(self, args: tuple[Any, ...]) -> _Block | None:
+    def _added_to(self, args: tuple[Any, ...]) -> Counted | None:
         """The storage to which autograd adds a gradient in place when no mode looks at it, None if it does not."""
         now = backward_number()
         if now is None or not isinstance(args[0], Tensor):  # a segment may add to a number, as torch.add does
@@ -269,7 +244,7 @@ class Tracker(Layer):
         from_before = first is not None and first.node != now
         return first if from_before and in_place(args, self._alone) else None
 
-    def _hand_on(self, block: _Block) -> None:
+    def _hand_on(self, block: Counted) -> None:
         """A storage ends, and what is made next gets its place."""
         given, block.given = block.given, None
         self._died(block)
@@ -352,8 +327,11 @@ class Tracker(Layer):
         elif isinstance(result, list | tuple):
             for item in result:
                 self._see_all(item)
+        elif type(result) is Birth:
+            block = self._born(result.storage, result.nbytes, self._category)
+            block.node = INNER if result.inner else block.node
 
-    def _see(self, tensor: Tensor, size: int | None = None) -> _Block | None:
+    def _see(self, tensor: Tensor, size: int | None = None) -> Counted | None:
         """The block of a tensor's storage, counted now, as ``size`` bytes, if it is new; None on other devices."""
         storage = tensor.untyped_storage()
         nbytes = storage.nbytes()
@@ -368,9 +346,9 @@ class Tracker(Layer):
             return None
         return self._born(storage, nbytes, self._category, 0 if self.on_host else size)
 
-    def _born(self, storage: torch.UntypedStorage, nbytes: int, category: str, size: int | None = None) -> _Block:
+    def _born(self, storage: Any, nbytes: int, category: str, size: int | None = None) -> Counted:
         self._clock += 1
-        block = _Block(storage, self._died)
+        block = Counted(storage, self._gone)
         block.key, block.nbytes, block.category = id(storage), nbytes, category
         block.size = rounded(nbytes if size is None else size)
         block.given = None
@@ -389,8 +367,14 @@ class Tracker(Layer):
             self._set_peak(0)
         return block
 
-    def _died(self, block: _Block) -> None:
-        """Called as the storage goes, before its id can be used again; and when a storage changes its size."""
+    def _gone(self, block: Counted) -> None:
+        """Called as the storage goes, before its id can be used again."""
+        if self.log is not None and self._live.get(block.key) is block:
+            self.log.append(block)
+        self._died(block)
+
+    def _died(self, block: Counted) -> None:
+        """It goes, changes its size, or hands on its place."""
         if self._live.get(block.key) is block:
             del self._live[block.key]
             block.died = self._clock
@@ -398,3 +382,8 @@ class Tracker(Layer):
             self.current -= block.size
             if self.blocks is not None and block.given is not None:
                 self.blocks.release(block.given)
+
+
+def by_cublas(func: Any) -> bool:
+    """Whether cuBLAS computes an operator."""
+    return getattr(func, "__name__", "").partition(".")[0] in _BLAS

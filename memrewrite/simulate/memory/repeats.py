@@ -1,0 +1,208 @@
+"""What works piece by piece does the same for the memory each time: its operators run once, and are counted again.
+
+A layer's MLP in tiles runs some hundred operators forward and backward, as do those of all other layers, in every step
+and candidate. On fake tensors that takes longer than all else of a step.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from memrewrite.runtime import attention, tiles
+from memrewrite.simulate.fake.trials import Made, made_again, made_of
+from memrewrite.simulate.memory.counted import Birth, Counted, Log
+from memrewrite.simulate.memory.tracker import Tracker, by_cublas
+from memrewrite.targets.transients import NOTHING, Taken
+from memrewrite.torch_internals.autograd_nodes import backward_number
+from memrewrite.torch_internals.fake_tensors import FakeTensor
+from memrewrite.torch_internals.patches import process_wide
+from memrewrite.torch_internals.pytrees import TreeSpec, tree_flatten, tree_unflatten
+
+# Functions of tensors that give tensors, and do nothing else.
+_PIECEWISE: tuple[tuple[Any, str], ...] = (
+    (tiles._Tiles, "run"),
+    (tiles._Tiles, "slopes"),
+    (attention, "_attended"),
+    (attention, "_attention_slopes"),
+)
+_PLAIN = {int, float, bool, str, type(None), torch.dtype}
+_CHAIN = "chain_"  # begins the names of functions that say what they compute
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Step:
+    """An operator: the bytes of each storage it made, and whether a backward inside made it; ``added`` is a number."""
+
+    func: Any
+    made: tuple[tuple[int, bool], ...]
+    taken: Taken
+    added: int | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Known:
+    """What happened: operators, and the numbers of storages that died; ``kept`` are those of results, by number."""
+
+    course: tuple[_Step | int, ...]
+    results: tuple[Any, ...]
+    tree: TreeSpec
+    kept: dict[int, int]
+
+
+_KNOWN: dict[Any, _Known | None] = {}  # by function and arguments; None where it is to run each time
+
+
+@process_wide
+@contextmanager
+def repeated(trackers: Sequence[Tracker]) -> Iterator[None]:
+    """Meanwhile these functions run once for arguments that are alike, and the trackers are told what they did then."""
+    with ExitStack() as stack:
+        for owner, name in _PIECEWISE:
+            instead = _repeating(getattr(owner, name), trackers)
+            stack.enter_context(mock.patch.object(owner, name, instead))
+        yield
+
+
+def _repeating(own: Callable[..., Any], trackers: Sequence[Tracker]) -> Callable[..., Any]:
+    first = trackers[0]
+
+    @functools.wraps(own)
+    def run(*args: Any) -> Any:
+        words, tensors = [own, first.device_type, first.edition, *_state()], list[Tensor]()
+        # Autocast may keep casts for later, or have kept them before.
+        apart = first.log is not None or first.on_host or torch.is_autocast_enabled(first.device_type)
+        if apart or not _say(args, words, tensors):
+            return own(*args)
+        asked = tuple(words)
+        if asked not in _KNOWN:
+            return _noted(asked, own, args, tensors, first)
+        known = _KNOWN[asked]
+        return own(*args) if known is None else _again(known, tensors, trackers)
+
+    return run
+
+
+def _state() -> tuple[Any, ...]:
+    """What operators depend on besides their arguments."""
+    kernels = torch.backends.cuda
+    attending = kernels.flash_sdp_enabled(), kernels.mem_efficient_sdp_enabled(), kernels.math_sdp_enabled()
+    return torch.is_grad_enabled(), torch.get_default_dtype(), *attending
+
+
+def _say(value: Any, words: list[Any], tensors: list[Tensor]) -> bool:
+    """Add what tells arguments apart, and the tensors among them; False where something is out of the ordinary."""
+    kind = type(value)
+    if kind is FakeTensor:
+        if value.layout is not torch.strided or value.constant is not None or value.is_neg() or value.is_conj():
+            return False
+        whole = value.untyped_storage()
+        same = next((i for i, t in enumerate(tensors) if t is value), -1)
+        beside = next((i for i, t in enumerate(tensors) if t.untyped_storage() is whole), -1)
+        place = value.storage_offset(), whole.nbytes(), value.fake_device, same, beside
+        words += (value.dtype, value.shape, value.stride(), value.requires_grad, value.is_leaf, place)
+        tensors.append(value)
+        return True
+    if kind in _PLAIN:
+        words += (kind, value)
+        return True
+    if kind in (tuple, list):
+        words += (kind, len(value))
+        return all(_say(each, words, tensors) for each in value)
+    if kind is dict:
+        return _say(tuple(value.items()), words, tensors)
+    if kind is tiles._Tiles:
+        words.append(kind)
+        return all(_say(getattr(value, f.name), words, tensors) for f in dataclasses.fields(value))
+    words.append(getattr(value, "__name__", ""))
+    return callable(value) and words[-1].startswith(_CHAIN)
+
+
+def _noted(asked: Any, own: Callable[..., Any], args: tuple[Any, ...], tensors: list[Tensor], tracker: Tracker) -> Any:
+    """Run it, and remember what it did."""
+    now, versions = backward_number(), [tensor._version for tensor in tensors]
+    log: Log = []
+    tracker.log = log
+    try:
+        results = own(*args)
+    finally:
+        tracker.log = None
+    unchanged = versions == [tensor._version for tensor in tensors]
+    _KNOWN[asked] = _known(log, results, tensors, tracker, now) if unchanged else None
+    return results
+
+
+def _known(log: Log, results: Any, tensors: list[Tensor], tracker: Tracker, now: int | None) -> _Known | None:
+    """What happened; None where that is more than operators that give these results."""
+    leaves, tree = tree_flatten(results)
+    numbers: dict[int, int] = {}
+    course: list[_Step | int] = []
+    living: set[int] = set()
+    for entry in log:
+        if isinstance(entry, Counted):
+            if (number := numbers.get(id(entry))) is not None:  # else it is none of these
+                living.discard(number)
+                course.append(number)
+            continue
+        added = None
+        if entry.added is not None and (added := numbers.get(id(entry.added))) is None:
+            return None
+        if torch.Tag.data_dependent_output in entry.func.tags:
+            return None
+        for block in entry.made:
+            numbers[id(block)] = len(numbers)
+            living.add(numbers[id(block)])
+        living.discard(-1 if added is None else added)
+        if entry.made or entry.taken != NOTHING or by_cublas(entry.func):  # else it does nothing to what is counted
+            made = tuple((block.nbytes, block.node != now) for block in entry.made)
+            course.append(_Step(entry.func, made, entry.taken, added))
+    kept: dict[int, int] = {}
+    for position, leaf in enumerate(leaves):
+        if leaf is None:
+            continue
+        new = tracker.counted(leaf) if type(leaf) is FakeTensor and not leaf.requires_grad else None
+        number = None if new is None else numbers.get(id(new))
+        if number is None:
+            return None
+        kept.setdefault(number, position)
+    if living != set(kept):
+        return None
+    made_here = made_of(leaves, tensors)
+    if any(isinstance(each, Made) and each.number is not None and each.number < len(tensors) for each in made_here):
+        return None
+    return _Known(tuple(course), made_here, tree, kept)
+
+
+class _Stand:
+    """Stands for a storage that lives for a while."""
+
+    __slots__ = ("__weakref__",)
+
+
+def _again(known: _Known, tensors: list[Tensor], trackers: Sequence[Tracker]) -> Any:
+    """Results like those, and for the trackers all that led to them."""
+    with ExitStack() as stack:
+        for tracker in trackers:
+            stack.enter_context(tracker.looking_away())
+        results = made_again(known.results, tensors)
+    storages: dict[int, Any] = {number: results[position].untyped_storage() for number, position in known.kept.items()}
+    there: dict[int, Any] = {}
+    count = 0
+    for step in known.course:
+        if isinstance(step, int):
+            del there[step]
+            continue
+        made = []
+        for nbytes, inner in step.made:
+            there[count] = storages[count] if count in storages else _Stand()
+            made.append(Birth(there[count], nbytes, inner))
+            count += 1
+        for tracker in trackers:
+            tracker.repeat(step.func, made, step.taken, None if step.added is None else there[step.added])
+        del made
+    return tree_unflatten(results, known.tree)

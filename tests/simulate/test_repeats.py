@@ -1,0 +1,164 @@
+"""What works piece by piece is counted again as it was counted when it ran, to the byte and event by event."""
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from memrewrite import simulate as simulating
+from memrewrite.runtime.attention import attention_in_pieces
+from memrewrite.runtime.tiles import in_tiles
+from memrewrite.simulate import requests, run_tracked, simulate
+from memrewrite.simulate.memory import repeats
+from memrewrite.targets.allocator import Requests
+from memrewrite.targets.cuda_from_cpu import CUDA_FROM_CPU
+from memrewrite.targets.eager import EAGER, Target
+from memrewrite.workload.step import Inputs, Step
+from memrewrite.workload.stepspec import StepSpec
+
+WIDTH, LAYERS = 64, 3
+
+
+def chain_mlp(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    return F.linear(F.silu(F.linear(x, up)), down)
+
+
+def chain_pair(x: Tensor, up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
+    wide = F.linear(x, up)
+    return F.linear(wide.tanh(), down), x * 2
+
+
+def mlp_without_a_name(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    return chain_mlp(x, up, down)
+
+
+class Layer(nn.Module):
+    def __init__(self, part: Any) -> None:
+        super().__init__()
+        self.part = part
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH, bias=False), nn.Linear(4 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, WIDTH // 4)).permute(2, 0, 3, 1, 4)
+        x = x + attention_in_pieces(q, k, v, None, 2, is_causal=True).transpose(1, 2).flatten(2)
+        made = in_tiles(self.part, (0,), (1, 2), 20, x, self.up.weight, self.down.weight)
+        return x + (sum(made) if isinstance(made, tuple) else made)
+
+
+class Net(nn.Module):
+    """Layers, of which the first one runs twice, so that gradients of its weights are added up."""
+
+    def __init__(self, part: Any = chain_mlp) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(part) for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (self.layers[0], *self.layers):
+            x = layer(x)
+        return x
+
+
+@contextmanager
+def counting(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """What ran, and what was counted again."""
+    told: list[str] = []
+    with monkeypatch.context() as patch:
+        for name in ("_noted", "_again"):
+            patch.setattr(repeats, name, telling(getattr(repeats, name), name, told))
+        patch.setattr(repeats, "_KNOWN", {})
+        yield told
+
+
+def telling(own: Any, name: str, told: list[str]) -> Any:
+    def run(*args: Any) -> Any:
+        told.append(name)
+        return own(*args)
+
+    return run
+
+
+def step_on(target: Target, **spec: Any) -> Step:
+    return replace(StepSpec(**spec).build(), target=target)
+
+
+def in_numbers(asked: Requests) -> list[tuple[int, int, bool]]:
+    """What an allocator was asked for, with its blocks numbered."""
+    numbers: dict[int, int] = {}
+    each = itertools.chain.from_iterable(asked.steps)
+    return [(numbers.setdefault(id(block), len(numbers)), size, spare) for block, size, spare in each]
+
+
+@pytest.mark.parametrize("part", [chain_mlp, chain_pair])
+@pytest.mark.parametrize("target", [EAGER, CUDA_FROM_CPU])
+def test_a_repeated_timeline_is_that_of_all_operators(
+    part: Any, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, inputs, step = Net(part), Inputs((torch.randn(4, 24, WIDTH),), {}), step_on(target)
+    both = target is CUDA_FROM_CPU
+    with monkeypatch.context() as patch:
+        patch.setattr(simulating, "repeated", lambda trackers: nullcontext())
+        expected = simulate(module, inputs, step, both=both)
+        asked = in_numbers(requests(module, inputs, step))
+    with counting(monkeypatch) as told:
+        for _ in range(2):  # all of the second one is known
+            assert simulate(module, inputs, step, both=both) == expected
+        assert in_numbers(requests(module, inputs, step)) == asked
+    assert told.count("_noted") == 4  # kinds of calls
+    assert told.count("_again") > 4 * (LAYERS + 1) * 3
+
+
+def test_a_repeated_timeline_is_the_real_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, inputs, step = Net(), Inputs((torch.randn(4, 24, WIDTH),), {}), step_on(EAGER)
+    with counting(monkeypatch) as told:
+        simulated = simulate(module, inputs, step)
+    assert "_again" in told
+    real = run_tracked(module, inputs, step)
+    assert (simulated.peak, simulated.phases, simulated.events) == (real.peak, real.phases, real.events)
+
+
+@pytest.mark.parametrize(("part", "spec"), [(mlp_without_a_name, {}), (chain_mlp, {"amp": "bf16"})])
+def test_what_may_differ_runs_each_time(part: Any, spec: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    module, inputs = Net(part), Inputs((torch.randn(4, 24, WIDTH),), {})
+    with counting(monkeypatch) as told:
+        simulate(module, inputs, step_on(EAGER, **spec))
+    piecewise = {call[0].__qualname__ for call in repeats._KNOWN}
+    assert not any("Tiles" in name for name in piecewise)
+    assert not spec or not told
+
+
+def test_other_arguments_are_other_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, step = Net(), step_on(EAGER)
+    peaks = []
+    with counting(monkeypatch) as told:
+        for length in (24, 32):
+            peaks.append(simulate(module, Inputs((torch.randn(4, length, WIDTH),), {}), step).peak)
+    assert told.count("_noted") == 8
+    assert peaks[0] < peaks[1]
+
+
+class Keeping:
+    """A part of its own that keeps a tensor it made: the next call finds another one alive."""
+
+    __name__ = "chain_keeping"
+
+    def __init__(self) -> None:
+        self.kept: list[Tensor] = []
+
+    def __call__(self, x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        self.kept.append(torch.empty_like(x))
+        return chain_mlp(x, up, down)
+
+
+def test_what_stays_besides_results_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, inputs, step = Net(Keeping()), Inputs((torch.randn(4, 24, WIDTH),), {}), step_on(EAGER)
+    with counting(monkeypatch):
+        simulate(module, inputs, step)
+        refused = [call[0].__qualname__ for call, known in repeats._KNOWN.items() if known is None]
+    assert any("run" in name for name in refused)
