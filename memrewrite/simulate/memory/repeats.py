@@ -146,6 +146,8 @@ def _known(log: Log, results: Any, tensors: list[Tensor], tracker: Tracker, now:
     for entry in log:
         if isinstance(entry, Counted):
             if (number := numbers.get(id(entry))) is not None:  # else it is none of these
+                if entry() is not None:  # it changed its size
+                    return None
                 living.discard(number)
                 course.append(number)
             continue

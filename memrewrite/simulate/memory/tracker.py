@@ -248,6 +248,8 @@ class Tracker(Layer):
         """A storage ends, and what is made next gets its place."""
         given, block.given = block.given, None
         self._died(block)
+        if self.log is not None:
+            self.log.pop()  # the sum is noted with it
         if given is not None:
             self._ready.setdefault(rounded(block.nbytes), deque()).append(given)
 
@@ -348,7 +350,7 @@ class Tracker(Layer):
 
     def _born(self, storage: Any, nbytes: int, category: str, size: int | None = None) -> Counted:
         self._clock += 1
-        block = Counted(storage, self._gone)
+        block = Counted(storage, self._died)
         block.key, block.nbytes, block.category = id(storage), nbytes, category
         block.size = rounded(nbytes if size is None else size)
         block.given = None
@@ -367,15 +369,11 @@ class Tracker(Layer):
             self._set_peak(0)
         return block
 
-    def _gone(self, block: Counted) -> None:
-        """Called as the storage goes, before its id can be used again."""
-        if self.log is not None and self._live.get(block.key) is block:
-            self.log.append(block)
-        self._died(block)
-
     def _died(self, block: Counted) -> None:
-        """It goes, changes its size, or hands on its place."""
+        """Called as the storage goes, before its id can be used again; and when a storage changes its size."""
         if self._live.get(block.key) is block:
+            if self.log is not None:
+                self.log.append(block)
             del self._live[block.key]
             block.died = self._clock
             block.events = block.events[0], len(self.events)
