@@ -168,22 +168,40 @@ class _Row:
 
 
 def divisions(facts: Facts) -> list[tuple[int, ...]]:
-    """The nodes that regions begin at, for several numbers of regions, each where few bytes cross."""
+    """The nodes that regions begin at, for several numbers of regions, each where few bytes cross.
+
+    Then those that begin wherever much fewer bytes cross than on either side, as between the halves of a transformer's
+    blocks, every other and every fourth of these.
+    """
     across = _crossing(facts)
     made = list(accumulate(sum(facts.bytes[s] for s in facts.makes[i]) * facts.forward[i] for i in range(len(across))))
     total = made[-1] if made else 0
+    places = [i for i in range(1, len(across)) if _may_cut(facts, i)]
     found: list[tuple[int, ...]] = []
     for count in _REGIONS:
         cuts = []
         for number in range(1, count):
             low, high = ((number + shift) * total / count for shift in (-_WINDOW, _WINDOW))
-            inside = [i for i in range(1, len(across)) if low < made[i - 1] <= high and _may_cut(facts, i)]
+            inside = [i for i in places if low < made[i - 1] <= high]
             if inside:
                 cuts.append(min(inside, key=lambda i: (across[i], i)))
-        each = tuple(sorted({*cuts}))
-        if each not in found:
-            found.append(each)
-    return found
+        found.append(tuple(sorted({*cuts})))
+    light = _light(places, across)
+    return [*dict.fromkeys([*found, *(_every(step, light, across) for step in (1, 2, 4))])]
+
+
+def _every(step: int, places: tuple[int, ...], across: list[int]) -> tuple[int, ...]:
+    """Every so many of the places, those of them where fewer bytes cross."""
+    return min((places[first::step] for first in range(step)), key=lambda each: sum(across[i] for i in each))
+
+
+def _light(places: list[int], across: list[int]) -> tuple[int, ...]:
+    """The places where so few bytes cross that on either side twice as many do before it is fewer again."""
+    from scipy.signal import find_peaks
+
+    _, told = find_peaks([-across[i] for i in places], prominence=0, plateau_size=1)
+    firsts = [places[each] for each in told["left_edges"]]
+    return tuple(i for i, rise in zip(firsts, told["prominences"], strict=True) if rise >= across[i])
 
 
 def _may_cut(facts: Facts, node: int) -> bool:

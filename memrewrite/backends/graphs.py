@@ -52,7 +52,7 @@ def settles(facts: Facts, order: Order) -> dict[int, tuple[list[int], list[int]]
     few bytes cross, what crosses is said to be written once the gradients before it are there, so that neither these
     nor what they read waits.
     """
-    cuts = [each for each in divisions(facts) if len(each) < _PARTS][-1]
+    cuts = max((each for each in divisions(facts) if len(each) < _PARTS), key=len)
     planner = Planner(facts)
     part = {i: bisect_right(cuts, latest) for i, latest in zip(planner.backward, planner.latest, strict=True)}
     read_last = {where: place for place, item in enumerate(order.items) for where in item.reads}

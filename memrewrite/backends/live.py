@@ -1,7 +1,8 @@
 """How many bytes live at each node of forward and of a planned backward, as Inductor's kernels make and read them.
 
 A value that is only read by kernels that make it themselves is never written: what it is made of lives until it is
-read. A kernel may write over what it is the last to read, as Inductor lets elementwise ones do.
+read. A kernel may write over what it is the last to read, as Inductor lets elementwise ones do, also over what forward
+handed to backward.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -123,21 +124,24 @@ def watermark(runs: Sequence[Run], given: Iterable[Key], ends: set[Key], size: C
     for key, at in kernels.last.items():
         if key not in ends:
             dies.setdefault(at, []).append(key)
-    first = set(given)
-    living = {key: size(key) for key in first}
+    living = {key: size(key) for key in set(given)}
     now = sum(living.values())
     best, where, there = now, -1, frozenset(living)
     for key in dies.get(-1, ()):
         now -= living.pop(key, 0)
     for number, run in enumerate(runs):
-        made = {key: size(key) for key in kernels.makes.get(number, ())}
-        dead = [key for key in dies.get(number, ()) if key in living]
-        living |= made
-        now += sum(made.values())
-        over = _written_over(run, made, [living[key] for key in dead if key not in first and key not in made])
-        if (needed := now - over + run.scratch) > best:
+        ended = dies.get(number, ())
+        if number in kernels.makes:
+            made = {key: size(key) for key in kernels.makes[number]}
+            living |= made
+            now += sum(made.values())
+            over = _written_over(run, made, [living[key] for key in ended if key in living and key not in made])
+            if (needed := now - over + run.scratch) > best:
+                best, where, there = needed, number, frozenset(living)
+        elif (needed := now + run.scratch) > best:
             best, where, there = needed, number, frozenset(living)
-        now -= sum(living.pop(key, 0) for key in dies.get(number, ()))
+        for key in ended:
+            now -= living.pop(key, 0)
     return Watermark(best, where, there)
 
 
@@ -168,15 +172,16 @@ def _kernels(runs: Sequence[Run], ends: set[Key], size: Callable[[Key], int]) ->
     makes: dict[int, list[Key]] = {}
     last: dict[Key, int] = {}
     for number, run in enumerate(runs):
-        makes.setdefault(at[number], []).extend(key for key in run.makes if key in written)
+        for key in run.makes:
+            if key in written:
+                makes.setdefault(at[number], []).append(key)
     for number in range(len(runs) - 1, -1, -1):
-        run, reading = runs[number], at[number]
-        if run.makes and all(key not in written for key in run.makes):
-            reading = max((last.get(key, number) for key in run.makes), default=number)
-        else:
-            reading = max([reading, *(last.get(key, -1) for key in run.makes if key not in written)])
+        run = runs[number]
+        inside = [last.get(key, number) for key in run.makes if key not in written]
+        reading = max(inside) if inside and len(inside) == len(run.makes) else max([at[number], *inside])
         for key in run.reads:
-            last[key] = max(last.get(key, -1), reading)
+            if last.get(key, -1) < reading:
+                last[key] = reading
     for number, run in enumerate(runs):
         for key in run.makes:
             last.setdefault(key, at[number])
@@ -195,7 +200,7 @@ def _moved(
         kept = [key for key in run.makes if key in written]
         if run.fused and kept:
             bytes_ = size(kept[0])
-            read = {k for key in run.reads for k in sources.get(key, {key})}
+            read = _read(run, sources)
             there = max((born.get(key, -1) for key in read), default=-1)
             first = max(there, number - _FAR)
             kernels = [readers[key] for key in read if key in readers and size(key) == bytes_]
@@ -203,6 +208,17 @@ def _moved(
             readers |= dict.fromkeys(read, (at[number], bytes_))
         born |= dict.fromkeys(kept, at[number])
     return at
+
+
+def _read(run: Run, sources: Mapping[Key, set[Key]]) -> set[Key]:
+    """What is read where a run's values are made."""
+    found: set[Key] = set()
+    for key in run.reads:
+        if key in sources:
+            found |= sources[key]
+        else:
+            found.add(key)
+    return found
 
 
 def _written(runs: Sequence[Run], ends: set[Key]) -> tuple[set[Key], dict[Key, set[Key]]]:
@@ -215,8 +231,10 @@ def _written(runs: Sequence[Run], ends: set[Key]) -> tuple[set[Key], dict[Key, s
     written: set[Key] = set()
     heavy: set[Key] = set()
     for run in runs:
-        read = {k for key in run.reads for k in sources.get(key, {key})}
-        weighs = run.heavy or any(key in heavy for key in run.reads)
+        if not run.makes:
+            continue
+        read = _read(run, sources)
+        weighs = run.heavy or not heavy.isdisjoint(run.reads)
         for key in run.makes:
             reading = readers.get(key, ())
             inside = run.fused and key not in ends and all(runs[i].reader for i in reading)

@@ -16,6 +16,7 @@ from memrewrite.backends.live import peaks
 from memrewrite.backends.observed import Seen
 from memrewrite.backends.resident import Resident, parts
 from memrewrite.backends.rows import sum_in_place, written
+from memrewrite.process.garbage import sought_seldom
 from memrewrite.records.errors import BudgetInfeasibleError, MemrewriteError
 from memrewrite.records.options import format_bytes
 from memrewrite.torch_internals.compiling import let_through
@@ -138,7 +139,8 @@ class Partition:
         usual = stock_saved(joint, divided)
         stock = {i for i, node in enumerate(known.nodes) if node in usual}
         try:
-            found = self.chosen(known, frozenset(stock))
+            with sought_seldom():
+                found = self.chosen(known, frozenset(stock))
         except MemrewriteError as error:
             raise let_through(error) from None
         forward, backward = graphs(joint, divided, known, found.order, num_fwd_outputs, self.apart)

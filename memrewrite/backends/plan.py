@@ -130,7 +130,7 @@ class Planner:
                 return True
             if node in facts.costly:
                 return node in rerun
-            return start - _BACK <= facts.place[node]
+            return start - _BACK <= facts.place[node] or not facts.inputs[node]  # a constant
 
         def price(node: int) -> int:
             if node in facts.given or node in facts.symbols:

@@ -22,6 +22,8 @@ Stock = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 SymTypes = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _LARGE = 4096  # what a size counts as that nothing is known of, as PyTorch has it
 _BUILTIN = {"aten", "prims", "prim"}
+# What Inductor makes element by element, too, though PyTorch's partitioner does not know of it.
+_ELEMENTWISE = {"slice_scatter", "select_scatter", "constant_pad_nd", "tril"}
 # Reductions among what Inductor fuses: what they make is written out.
 _REDUCTIONS = {
     *("sum", "mean", "amax", "amin", "var", "std", "var_mean", "any", "all", "argmax", "argmin", "max", "min", "prod"),
@@ -198,12 +200,14 @@ def fuses(node: fx.Node) -> bool:
     """Whether Inductor makes what a node gives in the kernel that reads it; not so a reduction, which it writes."""
     if not isinstance(node.target, OpOverload):
         return False
-    return _table().is_fusible(node) and _name(node) not in _REDUCTIONS and not isinstance(node.meta["val"], tuple)
+    return reads_fused(node) and _name(node) not in _REDUCTIONS and not isinstance(node.meta["val"], tuple)
 
 
 def reads_fused(node: fx.Node) -> bool:
     """Whether Inductor makes what a node reads in the kernel of the node itself."""
-    return isinstance(node.target, OpOverload) and _table().is_fusible(node)
+    if not isinstance(node.target, OpOverload):
+        return False
+    return _table().is_fusible(node) or _name(node) in _ELEMENTWISE
 
 
 def _name(node: fx.Node) -> str:

@@ -126,10 +126,10 @@ def test_values_that_one_kernel_makes_are_foreseen_in_one(monkeypatch: pytest.Mo
         return divided[-1]
 
     monkeypatch.setattr(entry, "Partition", kept)
-    monkeypatch.setattr(torch._functorch.config, "enable_autograd_cache", False)  # what is cached nothing divides
     torch._dynamo.reset()
     options: Any = {"budget": "min", "optimizer": "none"}
-    torch.compile(Gated(), backend=entry.memrewrite, options=options)(torch.randn(1024, 16)).backward()
+    with torch._functorch.config.patch(enable_autograd_cache=False):  # what is cached nothing divides
+        torch.compile(Gated(), backend=entry.memrewrite, options=options)(torch.randn(1024, 16)).backward()
     (partition,) = divided
     assert partition.foreseen is not None
     assert partition.observed is not None

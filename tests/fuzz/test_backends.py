@@ -2,9 +2,11 @@
 
 pytest -m fuzz tests/fuzz/test_backends.py --examples 100
 
-With graph breaks they are trained for three steps by the back end itself, within budgets that can be met.
+With graph breaks they are trained for three steps by the back end itself, within budgets that can be met. A tenth as
+many are compiled to kernels, which takes a compiler, and which write over what they are the last to read.
 """
 
+import contextlib
 import copy
 import random
 import warnings
@@ -19,6 +21,7 @@ from torch import Tensor, nn
 import memrewrite
 from memrewrite.backends import entry
 from memrewrite.records.errors import BudgetInfeasibleError
+from memrewrite.torch_internals.written_over import written_over
 from memrewrite.workload.step import Inputs, default_loss
 from tests.backends.conftest import partitions  # noqa: F401  (a fixture)
 from tests.fuzz.check import PARTS, private
@@ -130,6 +133,26 @@ def within(budget: str | int, model: nn.Module, inputs: Inputs) -> tuple[list[Te
         return three_steps(tried, inputs, compiled), memrewrite.report_of(compiled)
 
 
+def compile_one(recipe: Recipe) -> None:
+    """The numbers of Inductor's kernels as they usually are."""
+    model, inputs = make(recipe)
+    found: list[list[Tensor]] = []
+    for over in (contextlib.nullcontext(), written_over()):
+        tried = Trained(copy.deepcopy(model))
+        torch._dynamo.reset()
+        uncached = torch._functorch.config.patch(enable_autograd_cache=False)
+        lean = torch._inductor.config.patch(fx_graph_cache=False, allow_buffer_reuse=False)
+        with warnings.catch_warnings(), uncached, lean, over:
+            warnings.simplefilter("ignore")
+            try:
+                found.append(three_steps(tried, inputs, torch.compile(tried)))
+            except (RuntimeError, ValueError):  # the original fails, or has no gradient
+                if found:
+                    raise
+                return
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0, equal_nan=True)
+
+
 BREAKS = st.frozensets(st.integers(0, 9), min_size=1, max_size=3)
 BROKEN = given(recipes(longest=9), BREAKS, st.floats(0, 1))
 
@@ -159,3 +182,10 @@ def test_the_same_random_models_every_time(examples: int) -> None:
 def test_other_random_models_every_time(part: int, request: pytest.FixtureRequest) -> None:
     examples = -(-request.config.getoption("--examples") // PARTS)
     settings(ANY_TIME, max_examples=examples, print_blob=True)(given(recipes(), BUDGETS)(divide_one))()
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("part", range(PARTS))
+def test_kernels_that_write_over_what_they_read(part: int, request: pytest.FixtureRequest) -> None:
+    examples = -(-request.config.getoption("--examples") // (10 * PARTS))
+    settings(ANY_TIME, max_examples=examples, print_blob=True)(given(recipes())(compile_one))()
