@@ -23,7 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
@@ -84,7 +84,7 @@ class Search:
             tried[batch] = self._trained(batch, budget)
             return tried[batch] is not None
 
-        if known := self.planned.get(budget):
+        if (known := self.planned.get(budget)) is not None:
             batch = next(filter(fits, range(known, 0, -max(1, known // (2 * _GRANULE)))), 0)
         else:
             batch = largest(fits, lambda: self._guess(budget))
@@ -157,20 +157,25 @@ class Search:
         occupied = clear(self.device)
         if self.peer is None:
             self.others = occupied
-        workload = WORKLOADS[self.name]
         torch.manual_seed(0)
         if not self.timed:
             self._share(budget)
         module = self.peer or self._made(batch, budget)
         clear(self.device)  # others wait with us
         with self.turn:
-            with self.device:
-                inputs = workload.inputs(batch, self.tiny)
-            trial = Trial(module, inputs, workload.step(), self.others)
-            if not self.timed:
-                return {"peak": trial.peak(), "fixed": trial.fixed()}
-            trial.warm_up()
-            return trial.figures(_STEPS)
+            figures = self._measured(module, batch)
+            clear(self.device)  # who is next has the room
+            return figures
+
+    def _measured(self, module: nn.Module, batch: int) -> Figures:
+        workload = WORKLOADS[self.name]
+        with self.device:
+            inputs = workload.inputs(batch, self.tiny)
+        trial = Trial(module, inputs, workload.step(), self.others)
+        if not self.timed:
+            return {"peak": trial.peak(), "fixed": trial.fixed()}
+        trial.warm_up()
+        return trial.figures(_STEPS)
 
     def _made(self, batch: int, budget: int | None) -> nn.Module:
         """The contender; of a peer, untimed, the one for all batches."""
@@ -178,6 +183,7 @@ class Search:
         with self.device:
             model, inputs = workload.build(self.tiny), workload.inputs(batch, self.tiny)
         if self.contender == OURS:
+            clear(self.device)  # of what was made before it was cast
             with _leaving_the_device() if self.planned else nullcontext():
                 return rewritten(budget, workload.step(), model, inputs, returns=workload.returns).module
         module = prepare(self.contender, workload, model, inputs, {}).module
@@ -283,6 +289,8 @@ def _run(name: str, contender: str, budgets: list[int], options: argparse.Namesp
     device = torch.device("cpu" if options.without_cuda else options.device)
     planned = {row.budget: row.batch for row in read(options.folder / PLANNED, BatchRow) if row.workload == name}
     ours = contender == OURS
+    with suppress(ImportError):  # which a row tells
+        WORKLOADS[name].build(True)  # whose modules are imported before it is anyone's turn
     known = {} if options.without_cuda else _known(path, name, contender)
     search = Search(name, contender, device, options.tiny, known, not options.untimed)
     search.planned, search.turn = (planned, _turn) if ours else ({}, nullcontext())
