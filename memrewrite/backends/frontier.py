@@ -14,6 +14,7 @@ from memrewrite.backends.live import Peaks, peaks
 from memrewrite.backends.plan import Order, Planner, Ways
 
 _REGIONS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96)
+_LIGHT = 1.25  # of the bytes that cross at the lightest quarter of the places where few do
 _STEPS = 16  # from all costly nodes kept to none
 _TRIES = 24  # nodes that are tried one by one between two steps
 _DEEP = 24  # nodes between what is kept and the costly one it is made of, at most
@@ -171,7 +172,7 @@ def divisions(facts: Facts) -> list[tuple[int, ...]]:
     """The nodes that regions begin at, for several numbers of regions, each where few bytes cross.
 
     Then those that begin wherever much fewer bytes cross than on either side, as between the halves of a transformer's
-    blocks, every other and every fourth of these.
+    blocks, and every other of these.
     """
     across = _crossing(facts)
     made = list(accumulate(sum(facts.bytes[s] for s in facts.makes[i]) * facts.forward[i] for i in range(len(across))))
@@ -187,21 +188,18 @@ def divisions(facts: Facts) -> list[tuple[int, ...]]:
                 cuts.append(min(inside, key=lambda i: (across[i], i)))
         found.append(tuple(sorted({*cuts})))
     light = _light(places, across)
-    return [*dict.fromkeys([*found, *(_every(step, light, across) for step in (1, 2, 4))])]
-
-
-def _every(step: int, places: tuple[int, ...], across: list[int]) -> tuple[int, ...]:
-    """Every so many of the places, those of them where fewer bytes cross."""
-    return min((places[first::step] for first in range(step)), key=lambda each: sum(across[i] for i in each))
+    return [*dict.fromkeys([*found, light, light[::2], light[1::2]])]
 
 
 def _light(places: list[int], across: list[int]) -> tuple[int, ...]:
-    """The places where so few bytes cross that on either side twice as many do before it is fewer again."""
+    """The lightest of the places where so few bytes cross that on either side twice as many do before it is fewer."""
     from scipy.signal import find_peaks
 
     _, told = find_peaks([-across[i] for i in places], prominence=0, plateau_size=1)
     firsts = [places[each] for each in told["left_edges"]]
-    return tuple(i for i, rise in zip(firsts, told["prominences"], strict=True) if rise >= across[i])
+    deep = [i for i, rise in zip(firsts, told["prominences"], strict=True) if rise >= across[i]]
+    least = sorted(across[i] for i in deep)[len(deep) // 4] if deep else 0
+    return tuple(i for i in deep if across[i] <= _LIGHT * least)
 
 
 def _may_cut(facts: Facts, node: int) -> bool:
