@@ -90,7 +90,8 @@ def batch_table(rows: list[BatchRow]) -> str:
     lines: dict[tuple[str, int], dict[str, str]] = {}
     oldest: dict[tuple[str, int], BatchRow] = {}
     for row in sorted(rows, key=lambda row: (row.workload, row.budget)):
-        cell = f"{row.batch}, {row.per_second:,.0f}/s" if row.per_second else row.note
+        untimed = str(row.batch) if row.ok else row.note
+        cell = f"{row.batch}, {row.per_second:,.0f}/s" if row.per_second else untimed
         key = row.workload, row.budget
         lines.setdefault(key, {})[row.contender] = cell
         oldest[key] = min(oldest.get(key, row), row, key=lambda each: each.code)

@@ -143,6 +143,7 @@ def test_report_has_a_section_for_every_file(tmp_path: Path, monkeypatch: pytest
         )
         for c, b in (("eager", 32), ("ours", 96))
     ]
+    batches.append(BatchRow(workload="net", contender="eager", ok=True, budget=16 * GB, batch=64, **about))
     for name, rows in (("pareto", ROWS), ("predict", PREDICTED), ("plantime", planned), ("maxbatch", batches)):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows))
     full, short, found = results.report(tmp_path, "")
@@ -151,6 +152,7 @@ def test_report_has_a_section_for_every_file(tmp_path: Path, monkeypatch: pytest
         f"## {t}" for t in ("Targets", "Peak against step time", "Predicted peaks", "Time to plan", "Largest batch")
     ]
     assert "| net | 8.00 GB | 32, 3,200/s | 96, 9,600/s |" in full
+    assert "| net | 16.00 GB | 64 |  |" in full
     assert "| net | 1,200 | 2.0 s | 3.5 s |  |" in full
     assert "| case 1 | 1.01 GB | 1.00 GB | +1.00% |  |  |  | 1.0 s |  |" in full
     assert short == results.short_table(ROWS)
