@@ -132,7 +132,7 @@ def test_what_may_differ_runs_each_time(part: Any, spec: dict[str, Any], monkeyp
     module, inputs = Net(part), Inputs((torch.randn(4, 24, WIDTH),), {})
     with counting(monkeypatch) as told:
         simulate(module, inputs, step_on(EAGER, **spec))
-    piecewise = {call[0].__qualname__ for call in repeats._KNOWN}
+        piecewise = {call[0].__qualname__ for call in repeats._KNOWN}
     assert not any("Tiles" in name for name in piecewise)
     assert not spec or not told
 
