@@ -49,11 +49,12 @@ class Transients:
         self._measure = measure
         self._known: dict[Any, Taken] = {}
         self._unknown: dict[Any, tuple[OpOverload, Any, Any]] = {}
+        self._own = object()  # which no later one is taken for, as by its ``id``
 
     @property
     def edition(self) -> object:
         """What is another one whenever a call may be said to take something else."""
-        return id(self), len(self._known)
+        return self._own, len(self._known)
 
     def lookup(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Taken:
         """What this call takes; nothing as long as that is not known."""
