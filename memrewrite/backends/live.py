@@ -131,14 +131,13 @@ def watermark(runs: Sequence[Run], given: Iterable[Key], ends: set[Key], size: C
         now -= living.pop(key, 0)
     for number, run in enumerate(runs):
         ended = dies.get(number, ())
+        over = 0
         if number in kernels.makes:
             made = {key: size(key) for key in kernels.makes[number]}
             living |= made
             now += sum(made.values())
             over = _written_over(run, made, [living[key] for key in ended if key in living and key not in made])
-            if (needed := now - over + run.scratch) > best:
-                best, where, there = needed, number, frozenset(living)
-        elif (needed := now + run.scratch) > best:
+        if (needed := now - over + run.scratch) > best:
             best, where, there = needed, number, frozenset(living)
         for key in ended:
             now -= living.pop(key, 0)

@@ -8,11 +8,13 @@ A layer with strides, or one that adds or drops tokens, gives as many as ``(time
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
 LARGEST = 4
 """Times and over are no larger. To be told from all others, they need sizes that have every remainder."""
+_Size = TypeVar("_Size", int, torch.SymInt)
 
 
 @dataclass(frozen=True)
@@ -23,9 +25,9 @@ class Rule:
     plus: int
     over: int
 
-    def __call__(self, size: torch.SymInt) -> torch.SymInt:
+    def __call__(self, size: _Size) -> _Size:
         """The size that follows from this one."""
-        many: torch.SymInt = (self.times * size + self.plus) // self.over
+        many: _Size = (self.times * size + self.plus) // self.over
         return many
 
 

@@ -151,6 +151,11 @@ def attribute(module: nn.Module, path: str) -> Any:
     return value
 
 
+def is_below(path: str, above: str) -> bool:
+    """Whether a path is another one or leads further from there."""
+    return not above or path == above or path.startswith(f"{above}.")
+
+
 def dynamic(spec: InputSpec, shapes: Sequence[Sequence[int | torch.SymInt]]) -> InputSpec:
     """The spec with the sizes that a front end left symbolic named by their symbol, and what it assumed about them.
 

@@ -2,7 +2,7 @@
 
 from torch import fx, nn
 
-from memrewrite.capture.normal import attribute
+from memrewrite.capture.normal import attribute, is_below
 
 _KEY = "read elsewhere"  # in a node's meta, which graphs copy with the node
 
@@ -14,7 +14,7 @@ def note_read_elsewhere(graph: fx.Graph, path: str, model: nn.Module) -> None:
     others = {
         id(parameter)
         for name, module in model.named_modules(remove_duplicate=False)
-        if not _is_in(name, path) or any(_is_in(name, call) for call in calls)
+        if not is_below(name, path) or any(is_below(name, call) for call in calls)
         for parameter in module._parameters.values()
         if parameter is not None
     }
@@ -26,7 +26,3 @@ def note_read_elsewhere(graph: fx.Graph, path: str, model: nn.Module) -> None:
 def is_read_elsewhere(node: fx.Node) -> bool:
     """Whether a node reads such a parameter."""
     return _KEY in node.meta
-
-
-def _is_in(path: str, above: str) -> bool:
-    return not above or path == above or path.startswith(f"{above}.")

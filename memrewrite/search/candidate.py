@@ -9,6 +9,7 @@ from functools import cached_property, partial
 
 from torch import Tensor, fx, nn
 
+from memrewrite.capture.normal import is_below
 from memrewrite.codegen.writer import generate
 from memrewrite.costs import Costs
 from memrewrite.observe.effects import Effects
@@ -23,7 +24,6 @@ from memrewrite.runtime.assembled import Written, assembled
 from memrewrite.runtime.dropin import Program, program_from
 from memrewrite.search.bench import Bench
 from memrewrite.search.graphs import ObservedGraph
-from memrewrite.search.kept import is_below
 from memrewrite.search.regions import Region
 from memrewrite.simulate import Timeline
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from torch import nn
 
 from memrewrite.capture.at_sight import refuse_weight_hooks
+from memrewrite.capture.normal import is_below
 from memrewrite.records.errors import CaptureError, FixedSizeError, UnfitCallError
 from memrewrite.runtime.guards import HOOKS, hooks_of
 from memrewrite.torch_internals.spread import spreads
@@ -150,8 +151,3 @@ def _is_leaf(module: nn.Module) -> bool:
 def _is_own(module: nn.Module) -> bool:
     """Whether its class is no layer of PyTorch's, which can all be captured."""
     return not type(module).__module__.startswith("torch.nn.")
-
-
-def is_below(path: str, above: str) -> bool:
-    """Whether a path is another one or leads further from there."""
-    return not above or path == above or path.startswith(f"{above}.")

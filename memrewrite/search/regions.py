@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from memrewrite.capture import Captured, KeptCalls, TensorSpec, capture
-from memrewrite.capture.normal import bind, leaf_tensors
+from memrewrite.capture.normal import bind, is_below, leaf_tensors
 from memrewrite.capture.origin import origin, set_origin
 from memrewrite.capture.shared import note_read_elsewhere
 from memrewrite.capture.varying import length_left
@@ -38,7 +38,6 @@ from memrewrite.search.kept import (
     hooked,
     hooked_around,
     innermost,
-    is_below,
     once_of_a_class,
     other_calls,
     told,

@@ -19,6 +19,7 @@ def written_over() -> Iterator[None]:
     """Kernels that are generated meanwhile write over more of their inputs."""
     with private_imports():
         from torch._inductor.scheduler import SchedulerNode
+        from torch._inductor.virtualized import V
     decide = SchedulerNode.decide_inplace_update
 
     def told(node: Any) -> None:
@@ -26,7 +27,10 @@ def written_over() -> Iterator[None]:
         if others is None:
             decide(node)
         elif not _stays_inside(node, others):
-            with _done(node.scheduler, others - {node.get_name()}), _taken():
+            # The others read before the kernel writes, and what one output was written over is not there twice.
+            done = _with_more(node.scheduler.completed_operations, others - {node.get_name()})
+            taken = {*getattr(V.kernel, "inplace_update_buffers", {}).values()}
+            with done, _with_more(V.graph.never_reuse_buffers, taken):
                 decide(node)
 
     with mock.patch.object(SchedulerNode, "decide_inplace_update", told):
@@ -56,24 +60,11 @@ def _stays_inside(node: Any, kernel: set[str]) -> bool:
 
 
 @contextlib.contextmanager
-def _done(scheduler: Any, names: set[str]) -> Iterator[None]:
-    """Other readers count as done: their reads come before any write of the kernel."""
-    new = names - scheduler.completed_operations
-    scheduler.completed_operations |= new
+def _with_more(names: Any, more: set[str]) -> Iterator[None]:
+    """Names meanwhile in a set, too."""
+    new = more - names
+    names.update(new)
     try:
         yield
     finally:
-        scheduler.completed_operations -= new
-
-
-@contextlib.contextmanager
-def _taken() -> Iterator[None]:
-    """What another output of the kernel was written over is not there twice."""
-    from torch._inductor.virtualized import V
-
-    new = {*getattr(V.kernel, "inplace_update_buffers", {}).values()} - V.graph.never_reuse_buffers
-    V.graph.never_reuse_buffers |= new
-    try:
-        yield
-    finally:
-        V.graph.never_reuse_buffers -= new
+        names.difference_update(new)

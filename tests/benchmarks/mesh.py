@@ -42,15 +42,14 @@ from memrewrite.torch_internals.tensor_parallel import parallelize
 from memrewrite.workload.step import Inputs
 from tests.benchmarks.backend import alone
 from tests.benchmarks.contenders import BLOCK, COMPILE, EAGER, OURS
-from tests.benchmarks.mesh_plans import CASES, USUAL, Case, Prepared, prepared_in_child
-from tests.benchmarks.rows import machine
+from tests.benchmarks.mesh_plans import CASES, OWN, TRACKED, USUAL, Case, Prepared, prepared_in_child
+from tests.benchmarks.rows import machine, reason
 from tests.benchmarks.trial import Trial, clear
 
 CONTENDERS = (EAGER, BLOCK, "ours block", "ours 50%", "ours min")
 _SHARDED = (f"{COMPILE} 0.4", f"{COMPILE} 0.0")  # what runs besides where units are compiled one by one
 _STEPS = 8
 _PATIENCE_S, _NOTHING = 5.0, 2**20
-_TRACKED = "FSDPMemTracker"
 _Plans = dict[tuple[str, str], Prepared]
 
 
@@ -83,7 +82,7 @@ class Bench:
     def run(self, contender: str) -> Row:
         """The row of a contender; what one process raises is every process's note."""
         case, plan = self.case, self.plans[self.case.name, contender]
-        tracked = self.plans.get((case.name, f"{_TRACKED} {contender}"), Prepared())
+        tracked = self.plans.get((case.name, f"{TRACKED} {contender}"), Prepared())
         row = Row(case.name, contender, case.batch, case.mesh.size, str(case.mesh), plan.budget, plan.predicted)
         row = replace(row, tracked=tracked.predicted, predicted_reserved=plan.reserved, setup_s=plan.setup_s)
         row = replace(row, note=plan.note or tracked.note)
@@ -106,9 +105,7 @@ class Bench:
     def _trained(self, contender: str, plan: Prepared, others: int) -> tuple[int, int, float]:
         """What is allocated and reserved at most, in bytes, and the ms of a step, under the real thing."""
         case = self.case
-        model, inputs = case.made(self.device, dist.get_rank())
-        if contender == BLOCK:
-            case.workload.checkpoint_blocks(model)
+        model, inputs = case.made(self.device, contender, dist.get_rank())
         module = self._wrapped(plan.applied(model, self.device), contender.startswith(COMPILE))
         del model
         torch._dynamo.reset()
@@ -148,12 +145,12 @@ def gathered(value: Any) -> list[Any]:
 
 def together(work: Callable[[], Any]) -> Any:
     """What ``work`` gives here, or, where it failed in any process, the first reason in all of them."""
-    reason, result = "", None
+    why, result = "", None
     try:
         result = work()
     except RuntimeError as error:  # out of memory among them
-        reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')[:200]}"
-    failed = [each for each in gathered(reason) if each]
+        why = reason(error)
+    failed = [each for each in gathered(why) if each]
     return failed[0] if failed else result
 
 
@@ -181,11 +178,11 @@ def all_prepared(cases: list[Case], asked: argparse.Namespace) -> _Plans:
     """What is predicted and planned of each, by as many processes as there are to be side by side."""
     every = [(case, each) for case in cases for each in contenders(case, asked.contenders)]
     found: _Plans = {(case.name, each): Prepared() for case, each in every}
-    wanted = [(case, each, "ours") for case, each in every if not each.startswith(COMPILE)]
+    wanted = [(case, each, OWN) for case, each in every if not each.startswith(COMPILE)]
     wanted.sort(key=lambda each: not each[1].startswith(OURS))  # which take longest
     # Gradients that units leave on the host are none of the device's for it, as it counts parameters where they are.
     sharded = [(case, each) for case, each in every if isinstance(case.mesh, Fsdp) and not case.offloads]
-    wanted += [(case, each, _TRACKED) for case, each in sharded if each in (EAGER, BLOCK)]
+    wanted += [(case, each, TRACKED) for case, each in sharded if each in (EAGER, BLOCK)]
     end = time.monotonic() + asked.plan_s
     with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(asked.jobs) as pool:
         folder = asked.plans or Path(temporary)
@@ -194,7 +191,7 @@ def all_prepared(cases: list[Case], asked: argparse.Namespace) -> _Plans:
         tasks = [(*each, number, file) for number, (each, file) in enumerate(zip(wanted, files, strict=True))]
         codes = [*pool.map(lambda task: _in_child(task, end), tasks)]
         for (case, contender, way), code, file in zip(wanted, codes, files, strict=True):
-            key = case.name, contender if way == "ours" else f"{way} {contender}"
+            key = case.name, contender if way == OWN else f"{way} {contender}"
             failed = Prepared(note=f"{way}: its process ended with code {code}")
             found[key] = torch.load(file, weights_only=False) if code == 0 else failed
     return found

@@ -22,6 +22,7 @@ from memrewrite.workload.step import Inputs, Step
 from tests.benchmarks.contenders import BLOCK, COMPILE, EAGER, OURS, rewritten
 from tests.benchmarks.language import decoder, llama, tokens
 from tests.benchmarks.models import WORKLOADS
+from tests.benchmarks.rows import reason
 from tests.benchmarks.workload import Workload
 
 _BLOCK = 1.005  # of its predicted peak: lowest peaks are found to half a percent
@@ -92,11 +93,13 @@ class Case:
     def step(self) -> Step:
         return replace(self.workload.step(), mesh=self.mesh)
 
-    def made(self, device: torch.device, rank: int = 0) -> tuple[nn.Module, Inputs]:
-        """The model, in every process the same, and the batch of one of them."""
+    def made(self, device: torch.device, contender: str, rank: int = 0) -> tuple[nn.Module, Inputs]:
+        """The model, in every process the same, as its contender has blocks, and the batch of one of them."""
         torch.manual_seed(0)
         with torch.device(device):
             model = self.workload.build(self.tiny).train()
+            if contender == BLOCK:
+                self.workload.checkpoint_blocks(model)
             torch.manual_seed(1 + (0 if isinstance(self.mesh, Tp) else rank))
             return model, self.workload.inputs(self.batch, self.tiny)
 
@@ -127,12 +130,11 @@ class Prepared:
 def prepared(case: Case, contender: str, device: torch.device) -> Prepared:
     """Predict the peak of a contender, which is optimized before where it is ours, without another process."""
     start = time.perf_counter()
+    find = _optimized if contender.startswith(OURS) else _as_it_is
     try:
-        found = (
-            _optimized(case, contender, device) if contender.startswith(OURS) else _as_it_is(case, contender, device)
-        )
+        found = find(case, contender, device)
     except (RuntimeError, MemrewriteError) as error:  # out of memory among them
-        return Prepared(note=f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')[:200]}")
+        return Prepared(note=reason(error))
     return replace(found, setup_s=time.perf_counter() - start)
 
 
@@ -144,9 +146,7 @@ def _as_it_is(case: Case, contender: str, device: torch.device) -> Prepared:
 
 
 def _timeline(case: Case, contender: str, device: torch.device) -> Timeline:
-    model, inputs = case.made(device)
-    if contender == BLOCK:
-        case.workload.checkpoint_blocks(model)
+    model, inputs = case.made(device, contender)
     workspace = workspace_bytes(device, case.step.amp, case.step.mode)
     return predict(model, inputs, case.step, workspace_bytes=workspace)
 
@@ -163,7 +163,7 @@ def _budget(case: Case, contender: str, device: torch.device) -> int | None:
 
 def _optimized(case: Case, contender: str, device: torch.device) -> Prepared:
     budget = _budget(case, contender, device)
-    model, inputs = case.made(device)
+    model, inputs = case.made(device, contender)
     found = rewritten(budget, case.step, model, inputs)
     place = next(model.parameters()).device
     written = {
@@ -189,9 +189,7 @@ def tracked(case: Case, contender: str, device: torch.device) -> Prepared:
     with alone_among(mesh.size):
         devices = init_device_mesh(device.type, (mesh.size,))
         with FakeTensorMode():
-            model, inputs = case.made(device)
-            if contender == BLOCK:
-                case.workload.checkpoint_blocks(model)
+            model, inputs = case.made(device, contender)
             sharded(model, mesh, devices)
             optimizer = case.step.make_optimizer(model)
             loop, tracker = case.step.begin(model, inputs, optimizer), FSDPMemTracker(model, optimizer)
@@ -205,7 +203,8 @@ def tracked(case: Case, contender: str, device: torch.device) -> Prepared:
     return Prepared(peak, setup_s=time.perf_counter() - start)
 
 
-WAYS: dict[str, Callable[[Case, str, torch.device], Prepared]] = {"ours": prepared, "FSDPMemTracker": tracked}
+OWN, TRACKED = "ours", "FSDPMemTracker"
+WAYS: dict[str, Callable[[Case, str, torch.device], Prepared]] = {OWN: prepared, TRACKED: tracked}
 
 
 def prepared_in_child(case: Case, contender: str, way: str, number: int, file: Path) -> None:

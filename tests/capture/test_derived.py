@@ -40,11 +40,7 @@ def test_a_rule_is_told_from_passes(longest: int, function: Callable[[int], int]
     seen = sizes(longest)
     assert rule(seen, [*map(function, seen)]) == found
     if found is not None:
-        assert all(rule_of(found, size) == function(size) for size in range(2, longest))
-
-
-def rule_of(found: Rule, size: int) -> int:
-    return (found.times * size + found.plus) // found.over
+        assert all(found(size) == function(size) for size in range(2, longest))
 
 
 def test_two_passes_tell_no_rule() -> None:

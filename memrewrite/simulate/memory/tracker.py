@@ -240,7 +240,7 @@ class Tracker(Layer):
         now = backward_number()
         if now is None or not isinstance(args[0], Tensor):  # a segment may add to a number, as torch.add does
             return None
-        first = self._live.get(id(args[0].untyped_storage()))
+        first = self.counted(args[0])
         from_before = first is not None and first.node != now
         return first if from_before and in_place(args, self._alone) else None
 
@@ -286,7 +286,7 @@ class Tracker(Layer):
             return
         whole = "out" in kwargs and name.startswith("split_with_sizes_copy")  # what was gathered, by parameter
         for tensor in tree_iter((args, kwargs)):
-            block = self._live.get(id(tensor.untyped_storage())) if isinstance(tensor, Tensor) else None
+            block = self.counted(tensor) if isinstance(tensor, Tensor) else None
             if block is not None and block.category == self._category:
                 block.category = COMMUNICATION
         if name == "all_gather_into_tensor" and isinstance(result, Tensor):
