@@ -1,8 +1,10 @@
 """The direction of imports, read from the source: from the rooms where a user comes in down to plain records."""
 
 import ast
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -109,6 +111,17 @@ def packages(nodes: Iterable[ast.AST]) -> set[str]:
     statements = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
     sources = [node.module or "" if isinstance(node, ast.ImportFrom) else node.names[0].name for node in statements]
     return {source.partition(".")[0] for source in sources}
+
+
+def test_every_package_that_is_imported_is_asked_for() -> None:
+    """What installing memrewrite brings is all that a run needs; the rest is named by an extra that a user asks for."""
+    project = tomllib.loads((ROOT.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    asked = {*project["dependencies"], *extras["plots"], *extras["lightning"], *extras["transformers"]}
+    names = {re.split(r"[^\w-]", each)[0] for each in asked} | {"sympy", "triton"}  # those two come with torch
+    trees = [ast.parse(file.read_text(encoding="utf-8")) for file in FILES.values()]
+    found = set().union(*(packages(ast.walk(tree)) for tree in trees)) - sys.stdlib_module_names
+    assert found - names <= {"memrewrite", "memrewrite_model"}  # the second is a user's own file
 
 
 def test_only_the_registry_and_the_pipeline_name_a_pass() -> None:
