@@ -69,7 +69,7 @@ def kept_by(node: fx.Node, call: Spelling, trained: bool = False) -> Kept:
         return twin
 
     args, kwargs = map_arg((call.args, call.kwargs), like)
-    with torch.enable_grad(), saved_tensors_hooks(pack, lambda token: torch.empty(0)):
+    with torch.enable_grad(), saved_tensors_hooks(pack, lambda token: torch.empty(0, device="cpu")):
         result = call.function(*args, **kwargs).untyped_storage()
     private = [storage for storage in saved if storage is not result and not _among(storage, given)]
     return Kept(sum(storage.nbytes() for storage in private), _among(result, saved))

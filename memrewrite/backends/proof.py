@@ -194,7 +194,9 @@ class Case:
         if number not in self._tangents:
             generator = torch.Generator().manual_seed(_SEED + number)
             kind = torch.complex64 if output.is_complex() else torch.float32
-            self._tangents[number] = torch.randn(output.shape, generator=generator, dtype=kind).to(output.dtype)
+            self._tangents[number] = torch.randn(output.shape, generator=generator, dtype=kind, device="cpu").to(
+                output.dtype
+            )
         return self._tangents[number].to(output.device, output.dtype)
 
     def double(self, graph: nn.Module, draws: list[Draw]) -> Record:

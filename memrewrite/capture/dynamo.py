@@ -128,7 +128,7 @@ class _Lookout:
     def __call__(self, graph_module: fx.GraphModule, example: list[Any]) -> Callable[..., list[Tensor]]:
         self.graph_module, self.example = graph_module, example
         (output,) = graph_module.graph.find_nodes(op="output")
-        self.markers = [torch.empty(0) for _ in output.args[0]]
+        self.markers = [torch.empty(0, device="cpu") for _ in output.args[0]]
         return lambda *args: self.markers
 
 

@@ -43,7 +43,7 @@ def loss_alone(captured: Captured, loss_of: Callable[[Any], Tensor]) -> Captured
 
 def _place(captured: Captured, count: int, loss_of: Callable[[Any], Tensor]) -> int:
     """Which of the tensors that the model returns is its loss."""
-    marks = [torch.zeros(()) for _ in range(count)]
+    marks = [torch.zeros((), device="cpu") for _ in range(count)]
     try:
         found = loss_of(tree_unflatten(marks, captured.output_tree))
     except Exception as error:  # whatever a function says of other numbers than it is for

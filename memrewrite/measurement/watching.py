@@ -56,7 +56,7 @@ class Watch:
         self._report: Report = report
         self._loop = Loop.parse(report.config["loop"])
         self._limit = report.budget or (report.measured_after or report.predicted_after).peak
-        place = next(optimized.parameters(), torch.empty(0)).device
+        place = next(optimized.parameters(), torch.empty(0, device="cpu")).device
         self._device = place
         self._tracker = None if place.type == "cuda" else Tracker(place.type)
         self._passes = 0

@@ -45,7 +45,7 @@ def device_meshes(mesh: Fsdp, device_type: str, group: Callable[[list[int]], Any
 
     number = next(_NUMBERS)
     sizes = {f"{name} {number}": size for name, size in mesh.dimensions.items()}
-    ranks, here = torch.arange(mesh.processes).reshape(*sizes.values()), dist.get_rank()
+    ranks, here = torch.arange(mesh.processes, device="cpu").reshape(*sizes.values()), dist.get_rank()
     own = []
     for dim, size in enumerate(sizes.values()):
         lines = ranks.movedim(dim, -1).reshape(-1, size).tolist()

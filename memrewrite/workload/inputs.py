@@ -45,10 +45,10 @@ class RandomInput:
         """The tensor, on the CPU. Raises ``UsageError`` when there is no memory for it."""
         try:
             if self.below is not None:
-                return torch.randint(self.below, self.sizes, generator=generator, dtype=self.dtype)
+                return torch.randint(self.below, self.sizes, generator=generator, dtype=self.dtype, device="cpu")
             if self.dtype == torch.bool:
-                return torch.randint(2, self.sizes, generator=generator).bool()
-            return torch.randn(self.sizes, generator=generator, dtype=self.dtype)
+                return torch.randint(2, self.sizes, generator=generator, device="cpu").bool()
+            return torch.randn(self.sizes, generator=generator, dtype=self.dtype, device="cpu")
         except RuntimeError as error:
             sizes = "x".join(map(str, self.sizes))
             raise UsageError(

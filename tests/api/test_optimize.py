@@ -77,6 +77,15 @@ class Tabulated(nn.Module):
         return x
 
 
+def test_the_default_device_may_be_any() -> None:
+    """As after ``torch.set_default_device("cuda")`` with a model that lies elsewhere."""
+    net, x = conv_net(), image()
+    expected = memrewrite.optimize(copy.deepcopy(net), (x,), budget="min", optimizer="sgd").report
+    with torch.device("meta"):
+        found = memrewrite.optimize(net, (x,), budget="min", optimizer="sgd").report
+    assert (found.verdict, found.measured_after) == (expected.verdict, expected.measured_after)
+
+
 def test_a_table_that_forward_makes_once_is_there_after_one_call() -> None:
     model, x = Tabulated(), torch.randn(64, 32)
     with pytest.raises(CaptureError, match=r"new tensor to self\.table .* call the model first"):

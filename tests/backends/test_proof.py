@@ -58,6 +58,16 @@ def test_a_plan_is_proved_and_the_step_is_as_ever(name: str) -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.usefixtures("partitions")
+def test_the_default_device_may_be_any() -> None:
+    """As after ``torch.set_default_device("cuda")``: what is drawn for the proof says where."""
+    model, x = made("mlp")
+    with torch.device("meta"):
+        compiled = verifying(model)
+        compiled(x).backward()
+    assert told(compiled)
+
+
 class Writes(nn.Module):
     """A buffer and, after a break, what is no leaf are written."""
 

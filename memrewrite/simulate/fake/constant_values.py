@@ -152,7 +152,7 @@ class KnownValues(Layer):
             number = named_arguments(func, args, kwargs)[number] if isinstance(number, str) else number
             if isinstance(number, int | float):
                 with in_place_of_modes():
-                    self.keep(result, torch.full(two_rows(result.shape), number, dtype=result.dtype))
+                    self.keep(result, torch.full(two_rows(result.shape), number, dtype=result.dtype, device="cpu"))
             else:
                 self._values[result] = (None, _storage(result))
             return

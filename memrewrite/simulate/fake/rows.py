@@ -47,7 +47,9 @@ def value_by_rows(func: OpOverload, name: str, call: Any, result: Tensor, values
     given = named_arguments(func, *call)
     if name == "arange":
         start, step = given.get("start", 0), given.get("step", 1)
-        return start + step * torch.arange(2, dtype=result.dtype) if type(start) is type(step) is int else None
+        if not type(start) is type(step) is int:
+            return None
+        return start + step * torch.arange(2, dtype=result.dtype, device="cpu")
     if name == "expand":
         return compute((call[0][0], two_rows(call[0][1])), {})
     tensors = tensors_in(call)
@@ -80,7 +82,8 @@ def _along(name: str, given: dict[str, Any], result: Tensor, values: Values, com
     if not even and not (type(start) is type(step) is int and start >= 0):
         return None
     count = 1 if name == "select" else two_rows(result.shape)[dim]
-    wanted = torch.zeros(count, dtype=torch.int64) if even else start + step * torch.arange(count)
+    numbers = torch.arange(count, device="cpu")
+    wanted = torch.zeros_like(numbers) if even else start + step * numbers
     first, second = rows.long().split(1, dim)
     shape = [1] * rows.dim()
     shape[dim] = count
