@@ -2,7 +2,9 @@
 
 cuBLAS gets its workspace from PyTorch's caching allocator, one per handle and stream and for good; a handle belongs to
 a thread, so the forward pass and the autograd engine's device thread hold one each. How large it is depends on the
-device and on the versions, so a fresh process runs a tiny step and reads what stays allocated.
+device and on the versions, so a fresh process runs a tiny step and reads what stays allocated. cuBLASLt, which adds
+biases, has one per handle, too, where PyTorch does not give it cuBLAS's: that of autograd's thread is asked for where a
+product with a bias runs again in backward, as in checkpoint segments.
 """
 
 import functools
@@ -10,6 +12,7 @@ import gc
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from memrewrite.process.child import run_job
 from memrewrite.torch_internals.cuda import clear_cublas_workspaces
@@ -22,19 +25,20 @@ _CUBLAS, _CUBLASLT = 32 * _MIB, _MIB
 
 
 def library_bytes(mode: str) -> int:
-    """What cuBLAS holds in a step of ``mode``: one workspace per thread that multiplies, and that of cuBLASLt.
+    """What cuBLAS and cuBLASLt hold in a step of ``mode``: a workspace of each per thread that multiplies.
 
     32 MiB each on Hopper (``parseChosenWorkspaceSize`` in ``aten/src/ATen/cuda/CublasHandlePool.cpp``; 8.1 MiB on
     earlier devices) for the forward pass and for autograd's thread, and 1 MiB of cuBLASLt, which adds biases.
     """
-    return _CUBLAS * (2 if mode == "train" else 1) + _CUBLASLT
+    return (_CUBLAS + _CUBLASLT) * (2 if mode == "train" else 1)
 
 
 def library_requests(size: int, mode: str) -> tuple[list[int], list[int]]:
     """The requests that ``size`` bytes of libraries are in a step of ``mode``, of the forward pass and of backward."""
-    own = min(_CUBLASLT, size)
-    workspace = (size - own) // (2 if mode == "train" else 1)
-    return [each for each in (workspace, own) if each], [workspace] if workspace and mode == "train" else []
+    share = size // (2 if mode == "train" else 1)
+    own = min(_CUBLASLT, share)
+    requests = [each for each in (share - own, own) if each]
+    return requests, requests if mode == "train" else []
 
 
 def measured(device: torch.device, amp: torch.dtype | None = None, mode: str = "train") -> int:
@@ -74,10 +78,12 @@ def allocated_by_libraries(device: torch.device, amp: torch.dtype | None, mode: 
 
 
 def _tiny_step(device: torch.device, amp: torch.dtype | None, mode: str) -> None:
-    """Products with and without a bias, which take different library paths; in training also backward."""
-    module = nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.Linear(_WIDTH, _WIDTH, bias=False)).to(device)
+    """Products with and without a bias, which take different library paths; in training also again, in backward."""
+    biased = nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.Sigmoid()).to(device)  # whose own result is kept
+    plain = nn.Linear(_WIDTH, _WIDTH, bias=False).to(device)
     x = torch.zeros(_WIDTH, _WIDTH, device=device)
     with torch.autocast(device.type, amp, enabled=amp is not None):
-        loss = (module(x) @ x).float().sum()
+        hidden = checkpoint(biased, x, use_reentrant=False, preserve_rng_state=False)
+        loss = (plain(hidden) @ x).float().sum()
     if mode == "train":
         loss.backward()
