@@ -10,9 +10,8 @@ This file needs torch only, because its text is also pasted into generated model
 
 import functools
 import hashlib
-import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -96,22 +95,24 @@ class _EarlyLoss(torch.autograd.Function):
         fused: bool,
     ) -> Tensor:
         ctx.save_for_backward(hidden, weight, bias, target, class_weight)
-        ctx.options, ctx.rows, ctx.autocast = options, rows, autocast_dtype(hidden.device.type)
+        ctx.terms = _Terms(options, rows, autocast_dtype(hidden.device.type), ctx.needs_input_grad[:3])
         ctx.reduction, ctx.fused = reduction, fused
-        losses, ctx.slopes = _early(ctx, (hidden, weight, bias), target, class_weight)
+        losses, ctx.slopes = _early(ctx.terms, reduction, fused, (hidden, weight, bias), target, class_weight)
         return _loss_of(losses, target, class_weight, reduction, options[1])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, target, class_weight = ctx.saved_tensors
         head = hidden, weight, bias
-        with in_autocast(hidden, ctx.autocast):
+        terms = ctx.terms._replace(wanted=ctx.needs_input_grad[:3])
+        with in_autocast(hidden, terms.autocast):
             if torch.is_grad_enabled():  # to be differentiated again
-                losses = _head_losses(*head, target, class_weight, *ctx.options)
-                loss = _loss_of(losses, target, class_weight, ctx.reduction, ctx.options[1])
-                slopes = _slopes_again(ctx, loss, grad, head)
+                losses = _head_losses(*head, target, class_weight, *terms.options)
+                loss = _loss_of(losses, target, class_weight, ctx.reduction, terms.options[1])
+                slopes = _slopes_again(terms.wanted, loss, grad, head)
             else:
-                slopes, ctx.slopes = ctx.slopes or _early(ctx, head, target, class_weight)[1], None
+                again = ctx.slopes or _early(terms, ctx.reduction, ctx.fused, head, target, class_weight)[1]
+                slopes, ctx.slopes = again, None
                 for slope in (each for each in slopes if each is not None):
                     slope.mul_(grad)
         return *slopes, *[None] * 6
@@ -132,27 +133,20 @@ class _LinearLosses(torch.autograd.Function):
         rows: int,
     ) -> Tensor:
         ctx.save_for_backward(hidden, weight, bias, target, class_weight)
-        ctx.options, ctx.rows, ctx.autocast = options, rows, autocast_dtype(hidden.device.type)
-        head = _cast_once(weight, ctx.autocast), _cast_once(bias, ctx.autocast)
-        parts = zip(hidden.split(rows), target.split(rows), strict=True)
-        return torch.cat([_head_losses(part, *head, of, class_weight, *options) for part, of in parts])
+        ctx.terms = _Terms(options, rows, autocast_dtype(hidden.device.type), ctx.needs_input_grad[:3])
+        return _late(ctx.terms, (hidden, weight, bias), target, class_weight)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, target, class_weight = ctx.saved_tensors
         head = hidden, weight, bias
-
-        def of_logits(logits: Tensor, some: slice) -> Tensor:
-            logits = logits.detach().requires_grad_()
-            with torch.enable_grad():
-                losses = _logit_losses(logits, target[some], class_weight, *ctx.options)
-            return torch.autograd.grad(losses, logits, grad[some])[0]
-
-        with in_autocast(hidden, ctx.autocast):
+        terms = ctx.terms._replace(wanted=ctx.needs_input_grad[:3])
+        with in_autocast(hidden, terms.autocast):
             if torch.is_grad_enabled():  # to be differentiated again
-                slopes = _slopes_again(ctx, _head_losses(*head, target, class_weight, *ctx.options), grad, head)
+                losses = _head_losses(*head, target, class_weight, *terms.options)
+                slopes = _slopes_again(terms.wanted, losses, grad, head)
             else:
-                slopes = _by_rows(ctx, head, of_logits)
+                slopes = _late_slopes(terms, head, target, class_weight, grad)
         return *slopes, *[None] * 4
 
 
@@ -160,43 +154,74 @@ Head = tuple[Tensor, Tensor, Tensor | None]
 HeadSlopes = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
-def _slopes_again(ctx: Any, of: Tensor, grad: Tensor, head: Head) -> HeadSlopes:
-    wanted = [tensor for tensor, need in zip(head, ctx.needs_input_grad, strict=False) if need and tensor is not None]
-    found = iter(torch.autograd.grad(of, wanted, grad, create_graph=True))
-    of_hidden, of_weight, of_bias = (next(found) if need else None for need in ctx.needs_input_grad[:3])
+class _Terms(NamedTuple):
+    """What is computed of logits, ``rows`` of them at a time, and which gradients by what makes them are ``wanted``."""
+
+    options: Any
+    rows: int
+    autocast: torch.dtype | None
+    wanted: tuple[bool, ...]
+
+
+def _slopes_again(wanted: tuple[bool, ...], of: Tensor, grad: Tensor, head: Head) -> HeadSlopes:
+    asked = [tensor for tensor, need in zip(head, wanted, strict=True) if need and tensor is not None]
+    found = iter(torch.autograd.grad(of, asked, grad, create_graph=True))
+    of_hidden, of_weight, of_bias = (next(found) if need else None for need in wanted)
     return of_hidden, of_weight, of_bias
 
 
-def _early(ctx: Any, head: Head, target: Tensor, class_weight: Tensor | None) -> tuple[Tensor, HeadSlopes]:
+def _late(terms: _Terms, head: Head, target: Tensor, class_weight: Tensor | None) -> Tensor:
+    """The losses of all rows."""
+    hidden, weight, bias = head
+    cast = _cast_once(weight, terms.autocast), _cast_once(bias, terms.autocast)
+    parts = zip(hidden.split(terms.rows), target.split(terms.rows), strict=True)
+    return torch.cat([_head_losses(part, *cast, of, class_weight, *terms.options) for part, of in parts])
+
+
+def _late_slopes(terms: _Terms, head: Head, target: Tensor, class_weight: Tensor | None, grad: Tensor) -> HeadSlopes:
+    """The gradients of what losses are made of, by theirs."""
+
+    def of_logits(logits: Tensor, some: slice) -> Tensor:
+        logits = logits.detach().requires_grad_()
+        with torch.enable_grad():
+            losses = _logit_losses(logits, target[some], class_weight, *terms.options)
+        return torch.autograd.grad(losses, logits, grad[some])[0]
+
+    return _by_rows(terms, head, of_logits)
+
+
+def _early(
+    terms: _Terms, reduction: int, fused: bool, head: Head, target: Tensor, class_weight: Tensor | None
+) -> tuple[Tensor, HeadSlopes]:
     """The losses of all rows, and the gradients of what is made of them."""
-    dtype = head[0].dtype if ctx.autocast is None or head[0].dtype == torch.float64 else ctx.autocast
-    of_losses = _logit_losses(head[0].new_empty((0, 1), dtype=dtype), target[:0], None, *ctx.options).dtype
+    dtype = head[0].dtype if terms.autocast is None or head[0].dtype == torch.float64 else terms.autocast
+    of_losses = _logit_losses(head[0].new_empty((0, 1), dtype=dtype), target[:0], None, *terms.options).dtype
     share = torch.ones((), dtype=_wide(of_losses), device=target.device)
-    if ctx.reduction == 1:
-        share = share / _weights(target, class_weight, ctx.options[1]).sum()
-    chain = functools.partial(_losses_and_slope, (*ctx.options, of_losses))
+    if reduction == 1:
+        share = share / _weights(target, class_weight, terms.options[1]).sum()
+    chain = functools.partial(_losses_and_slope, (*terms.options, of_losses))
     name = f"cross_entropy_{hashlib.sha256(repr(chain.args).encode()).hexdigest()[:12]}"
     losses: list[Tensor] = []
 
     def of_logits(logits: Tensor, some: slice) -> Tensor:
         given = [logits, target[some], share, *([] if class_weight is None else [class_weight])]
-        loss, slope = at_once(name, chain, given) if ctx.fused else chain(*given)
+        loss, slope = at_once(name, chain, given) if fused else chain(*given)
         losses.append(loss)
         return slope
 
-    slopes = _by_rows(ctx, head, of_logits)
+    slopes = _by_rows(terms, head, of_logits)
     return torch.cat(losses), slopes
 
 
-def _by_rows(ctx: Any, head: Head, of_logits: Callable[[Tensor, slice], Tensor]) -> HeadSlopes:
+def _by_rows(terms: _Terms, head: Head, of_logits: Callable[[Tensor, slice], Tensor]) -> HeadSlopes:
     """The gradients of what the head is given and of its parameters, by those of some rows of logits at a time."""
     hidden, weight, bias = head
-    of_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-    of_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-    of_bias = torch.zeros_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
-    product, shift = _cast_once(weight, ctx.autocast), _cast_once(bias, ctx.autocast)
+    of_hidden = torch.empty_like(hidden) if terms.wanted[0] else None
+    of_weight = torch.zeros_like(weight) if terms.wanted[1] else None
+    of_bias = torch.zeros_like(bias) if bias is not None and terms.wanted[2] else None
+    product, shift = _cast_once(weight, terms.autocast), _cast_once(bias, terms.autocast)
     start = 0
-    for part in hidden.split(ctx.rows):
+    for part in hidden.split(terms.rows):
         some = slice(start, start + len(part))
         slope = of_logits(functional.linear(part, product, shift), some)
         if of_hidden is not None:
@@ -204,7 +229,7 @@ def _by_rows(ctx: Any, head: Head, of_logits: Callable[[Tensor, slice], Tensor])
         if of_weight is not None and of_weight.dtype == slope.dtype == part.dtype:
             of_weight.addmm_(slope.t(), part)
         elif of_weight is not None:
-            of_weight += slope.t() @ _cast_once(part, ctx.autocast)
+            of_weight += slope.t() @ _cast_once(part, terms.autocast)
         if of_bias is not None:
             of_bias += slope.sum(0)
         start = some.stop
@@ -317,10 +342,9 @@ def _run_loss(
 ) -> list[Tensor]:
     """The loss, and the gradients by the head and what it is given that are ``wanted``."""
     options = _steps(names, numbers), ignore_index, smoothing
-    how = {"options": options, "reduction": reduction, "rows": rows, "autocast": autocast}
-    ctx = types.SimpleNamespace(**how, needs_input_grad=wanted, fused=True)
+    terms = _Terms(options, rows, autocast, (*wanted,))
     with torch.no_grad(), in_autocast(hidden, autocast):
-        losses, slopes = _early(ctx, (hidden, weight, bias), target, class_weight)
+        losses, slopes = _early(terms, reduction, True, (hidden, weight, bias), target, class_weight)
         loss = _loss_of(losses, target, class_weight, reduction, ignore_index)
     return [loss, *(slope for slope in slopes if slope is not None)]
 

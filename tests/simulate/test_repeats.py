@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from memrewrite import simulate as simulating
 from memrewrite.runtime.attention import attention_in_pieces
+from memrewrite.runtime.linear_cross_entropy import linear_cross_entropy
 from memrewrite.runtime.tiles import in_tiles
 from memrewrite.simulate import requests, run_tracked, simulate
 from memrewrite.simulate.memory import repeats
@@ -116,6 +117,44 @@ def test_a_repeated_timeline_is_that_of_all_operators(
         assert in_numbers(requests(module, inputs, step)) == asked
     assert told.count("_noted") == 4  # kinds of calls
     assert told.count("_again") > 4 * (LAYERS + 1) * 3
+
+
+class Headed(nn.Module):
+    """A loss with its head, some rows of logits at a time."""
+
+    def __init__(self, early: bool, bias: bool, weighted: bool) -> None:
+        super().__init__()
+        self.early = early
+        self.body, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 100, bias=bias)
+        self.register_buffer("weight", torch.rand(100) if weighted else None)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        given = self.body(x).relu(), self.head.weight, self.head.bias, target, self.weight
+        steps = (("to", torch.float32), ("div", 30.0), ("tanh",))
+        return linear_cross_entropy(*given, steps, 1, -100, 0.1, 7, self.early)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("early", "bias", "weighted"),
+    [(True, False, False), (True, True, True), (False, False, False), (False, True, True)],
+)
+@pytest.mark.parametrize("target", [EAGER, CUDA_FROM_CPU])
+def test_rows_of_logits_are_counted_again(
+    early: bool, bias: bool, weighted: bool, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, step = Headed(early, bias, weighted), step_on(target)
+    inputs = Inputs((torch.randn(40, WIDTH), torch.randint(100, (40,))), {})
+    both = target is CUDA_FROM_CPU
+    with monkeypatch.context() as patch:
+        patch.setattr(simulating, "repeated", lambda trackers: nullcontext())
+        expected = simulate(module, inputs, step, both=both)
+        asked = in_numbers(requests(module, inputs, step))
+    with counting(monkeypatch) as told:
+        for _ in range(2):
+            assert simulate(module, inputs, step, both=both) == expected
+        assert in_numbers(requests(module, inputs, step)) == asked
+        assert None not in repeats._KNOWN.values()
+    assert "_again" in told
 
 
 def test_a_repeated_timeline_is_the_real_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,8 @@
 """What works piece by piece does the same for the memory each time: its operators run once, and are counted again.
 
 A layer's MLP in tiles runs some hundred operators forward and backward, as do those of all other layers, in every step
-and candidate. On fake tensors that takes longer than all else of a step.
+and candidate; a loss with its head, some rows of logits at a time, runs thousands. On fake tensors that takes longer
+than all else of a step.
 """
 
 import dataclasses
@@ -14,7 +15,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from memrewrite.runtime import attention, tiles
+from memrewrite.runtime import attention, linear_cross_entropy, tiles
 from memrewrite.simulate.fake.trials import Made, made_again, made_of
 from memrewrite.simulate.memory.counted import Birth, Counted, Log
 from memrewrite.simulate.memory.tracker import Tracker, by_cublas
@@ -30,6 +31,9 @@ _PIECEWISE: tuple[tuple[Any, str], ...] = (
     (tiles._Tiles, "slopes"),
     (attention, "_attended"),
     (attention, "_attention_slopes"),
+    (linear_cross_entropy, "_early"),
+    (linear_cross_entropy, "_late"),
+    (linear_cross_entropy, "_late_slopes"),
 )
 _PLAIN = {int, float, bool, str, type(None), torch.dtype}
 _CHAIN = "chain_"  # begins the names of functions that say what they compute
@@ -111,7 +115,7 @@ def _say(value: Any, words: list[Any], tensors: list[Tensor]) -> bool:
     if kind in _PLAIN:
         words += (kind, value)
         return True
-    if kind in (tuple, list):
+    if issubclass(kind, tuple | list):
         words += (kind, len(value))
         return all(_say(each, words, tensors) for each in value)
     if kind is dict:
