@@ -5,6 +5,7 @@ run again that free the most bytes of what lives at the peak for the time they t
 budget, so a larger one never gives a dearer plan; between two steps nodes are tried one by one.
 """
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
@@ -60,9 +61,13 @@ class Frontier:
         """The peak in bytes of a plan, with what later graphs keep."""
         return found.peaks.peak + int(self.later * found.peaks.saved)
 
-    def within(self, room: int) -> Found | None:
-        """The cheapest plan that takes at most ``room`` bytes; None where there is none."""
-        fitting = [each for row in self.rows if (each := row.within(room)) is not None]
+    def fits(self, found: Found, room: int, own: int = sys.maxsize) -> bool:
+        """Whether a plan takes at most ``room`` bytes, and at most ``own`` without what later graphs keep."""
+        return self.takes(found) <= room and found.peaks.peak <= own
+
+    def within(self, room: int, own: int = sys.maxsize) -> Found | None:
+        """The cheapest plan that ``fits``; None where there is none."""
+        fitting = [each for row in self.rows if (each := row.within(room, own)) is not None]
         return min(fitting, key=lambda each: each.rank) if fitting else None
 
     def look(self, ways: Ways) -> Found:
@@ -91,16 +96,16 @@ class _Row:
         """The plan of the lowest peak."""
         return min(self.all, key=lambda each: (self._all.takes(each), each.ms))
 
-    def within(self, room: int) -> Found | None:
-        """The cheapest within ``room``, with as much kept as there is room for of what its last step gave."""
+    def within(self, room: int, own: int) -> Found | None:
+        """The cheapest that fits, with as much kept as there is room for of what its last step gave."""
         place = 0
         while True:
             if place == len(self._found):
                 if (following := next(self._falling, None)) is None:
-                    return self.last if self._all.takes(self.last) <= room else None
+                    return self.last if self._all.fits(self.last, room, own) else None
                 self._found.append(following)
-            if self._all.takes(self._found[place]) <= room:
-                return self._between(place, room)
+            if self._all.fits(self._found[place], room, own):
+                return self._between(place, room, own)
             place += 1
 
     def _steps(self) -> Iterator[Found]:
@@ -155,7 +160,7 @@ class _Row:
                 ahead += facts.inputs[i]
         return found
 
-    def _between(self, place: int, room: int) -> Found:
+    def _between(self, place: int, room: int, own: int) -> Found:
         best = self._found[place]
         if not place:
             return best
@@ -163,7 +168,7 @@ class _Row:
         given = sorted(best.order.ways.rerun - before, key=lambda node: (-self._facts.ms[node], node))
         for node in given[:_TRIES]:
             tried = self._all.look(Ways(self._cuts, best.order.ways.rerun - {node}))
-            if self._all.takes(tried) <= room and tried.ms <= best.ms:
+            if self._all.fits(tried, room, own) and tried.ms <= best.ms:
                 best = tried
         return best
 

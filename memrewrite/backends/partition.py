@@ -65,9 +65,10 @@ class Options:
     usual: Found
     chosen: Found | None = None
 
-    def within(self, room: int) -> Found | None:
-        """PyTorch's own plan where it takes at most ``room`` bytes, else the cheapest that does; None without one."""
-        return self.usual if self.frontier.takes(self.usual) <= room else self.frontier.within(room)
+    def within(self, room: int, own: int = sys.maxsize) -> Found | None:
+        """PyTorch's own plan where it takes at most ``room`` bytes, and at most ``own`` without what later graphs keep,
+        else the cheapest that does; None without one."""
+        return self.usual if self.frontier.fits(self.usual, room, own) else self.frontier.within(room, own)
 
     def least(self, room: int | None) -> Found:
         """What leaves most to other graphs: what keeps least with a peak of at most ``room`` bytes, where that is known
@@ -80,8 +81,9 @@ class Options:
     def told(self, told: InStep, base: int) -> Found:
         """The cheapest plan for what is told of a step of which ``base`` bytes live besides what the graph makes; where
         none takes so little, or no room is told, what leaves most."""
-        within = None if told.room is None else self.within(told.room)
-        return within or self.least(None if told.limit is None else told.limit - base)
+        own = sys.maxsize if told.limit is None else told.limit - base
+        within = None if told.room is None else self.within(told.room, own)
+        return within or self.least(None if told.limit is None else own)
 
     def lowest(self) -> Found:
         """The plan of the lowest peak, with what later graphs keep."""
@@ -204,7 +206,7 @@ class Partition:
         room = own if told is None else told
         given_up = iter(self.excesses)
         while True:
-            found = options.within(room)
+            found = options.within(room, own)  # of the room others have had a guess, which may be too much
             if found is None:  # perhaps later graphs keep less
                 found = options.least(None if told is None else own)
                 if found.peaks.peak > (room if told is None else own):

@@ -145,6 +145,8 @@ class Step:
         if limit is None:
             told = min(InStep(0), InStep(0, peak(InStep(0))), InStep(sys.maxsize), key=peak)
         else:
+            if usual <= limit and self.asked.budget.bytes is None:  # all that PyTorch's own plans take, as it is
+                limit = sys.maxsize
             low, high = (sys.maxsize, 0) if usual <= limit else (0, max(part.most for part in parts.values()))
             for _ in range(_HALVINGS if low < high else 0):
                 room = (low + high) // 2
@@ -158,21 +160,21 @@ class Step:
     def _peaks(self, plans: Mapping[str, Found]) -> dict[str, int]:
         """The peaks of the step in bytes while each graph runs with these plans, by what the first step showed."""
         first = self._parts[self.calls[0]]
-        unknown = [(part.before - first.before - part.kept) / part.at for part in self._parts.values() if part.at]
-        each_keeps = max([0.0, *unknown])  # of what no plan told, such as what one graph makes and the next one keeps
+        unknown = [(part.before - first.before - part.kept, part.at) for part in self._parts.values() if part.at]
+        # Of what no plan told, such as what one graph makes and the next one keeps: where most was for each call.
+        most, calls = max(unknown, key=lambda each: each[0] / each[1], default=(0, 1))
         kept, peaks = first.before, dict[str, int]()
         seen = Counter[str]()
-        for key in self.calls:
-            part = self._parts[key]
+        for number, key in enumerate(self.calls):
+            part, others = self._parts[key], max(-(-most * number // calls), 0)
             found, lives = plans.get(key), part.partition.lives
             if found is None:  # it is as it was
                 kept += 0 if part.partition.foreseen is None else part.partition.foreseen.kept
             else:
                 gone = min(seen[key] * lives.own, lives.others)  # gradients that earlier backwards have yet to make
-                peak = part.partition.peak_of(found) - lives.earlier - gone + kept
+                peak = part.partition.peak_of(found) - lives.earlier - gone + kept + others
                 peaks[key] = max(peaks.get(key, 0), peak)
                 kept += found.peaks.saved
-            kept += int(each_keeps)
             seen[key] += 1
         return peaks
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 import memrewrite
 from memrewrite.backends import entry
 from memrewrite.backends.partition import InStep, Partition
+from memrewrite.backends.steps import Step
 from memrewrite.records.errors import BudgetInfeasibleError
 from tests.backends.test_partition import Block
 
@@ -124,6 +125,35 @@ def test_the_lowest_peak_that_is_named_is_reached(model: nn.Module) -> None:
     assert caught.value.lowest is not None
     assert 400_000 < caught.value.lowest <= lowest  # of the first graph that does not fit
     assert trained(model, X, lowest)[1].peak <= lowest
+
+
+@pytest.mark.usefixtures("partitions")
+@pytest.mark.parametrize("depth", [5, 6])
+def test_a_step_is_told_to_the_byte(depth: int) -> None:
+    """What calls keep that no plan tells of does not divide by their number here."""
+    torch.manual_seed(0)
+    model = Stack(depth)
+    for asked in ("100%", "min"):
+        told = trained(model, X, asked)[1].peak
+        assert trained(model, X, told)[1].peak == told
+
+
+@pytest.mark.usefixtures("partitions")
+def test_where_others_keep_more_than_was_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph has no more room than there is once what others keep is known; of all there is PyTorch's plans are it."""
+    torch.manual_seed(0)
+    model = Three()
+    usual = trained(model, X, "100%")[1].peak
+    guess, beyond = Step._peaks, 3
+
+    def lower(*given: Any) -> dict[str, int]:
+        return {key: peak - beyond for key, peak in guess(*given).items()}
+
+    monkeypatch.setattr(Step, "_peaks", lower)
+    report = trained(model, X, usual - beyond)[1]
+    assert usual - 2**16 < report.peak <= usual - beyond
+    report = trained(model, X, "100%")[1]
+    assert [graph.choice for graph in report.graphs] == ["usual"] * 3
 
 
 @pytest.mark.usefixtures("partitions")
