@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_module
@@ -19,6 +20,7 @@ import memrewrite
 from memrewrite.records.errors import UsageError
 from memrewrite.workload.hooks import without_hooks
 from memrewrite.workload.sharding import bucket_notes
+from tests.support.ddp import half
 
 X = torch.ones(4, 8)
 
@@ -197,6 +199,20 @@ def test_a_sharded_model_says_its_mesh() -> None:
     ):
         memrewrite.estimate(net, X, mesh="fsdp=2")
     assert net(X).shape == X.shape
+
+
+@pytest.mark.usefixtures("two_processes")
+def test_what_a_hook_of_pytorch_sends_is_held_until_backward_is_over() -> None:
+    """As with the hook of ``tests/api/test_ddp.py``, which holds as much however soon it arrives."""
+    peaks = []
+    for hook in (None, fp16_compress_hook, half):
+        wrapped = DistributedDataParallel(Net(512), bucket_cap_mb=0.1)
+        if hook is not None:
+            wrapped.register_comm_hook(None, hook)
+        peaks.append(memrewrite.estimate(wrapped, torch.ones(4, 512), optimizer=None).peak)
+    plain, *hooked = peaks
+    assert hooked[0] == hooked[1]
+    assert hooked[0].bytes > plain.bytes
 
 
 @pytest.mark.usefixtures("two_processes")
