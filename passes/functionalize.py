@@ -54,9 +54,13 @@ class Functionalize:
 
 
 def match(node: fx.Node, effects: Effects) -> bool:
-    """Whether ``node`` writes bytes of an activation or an input of the model, other than by a metadata change."""
-    written = {effects.storages[key].origin for key in effects.of[node].writes}
-    return bool(written & {"node", "input"}) and not only_metadata(node)
+    """Whether ``node`` writes bytes of an activation or an input of the model, other than by a metadata change.
+
+    What a call writes that nobody looks into, a kernel's launch say, is no operation that could be spelled otherwise.
+    """
+    facts = effects.of[node]
+    written = {effects.storages[key].origin for key in facts.writes}
+    return bool(written & {"node", "input"}) and not facts.opaque and not only_metadata(node)
 
 
 def check(node: fx.Node, spelling: Spelling | None, effects: Effects) -> str | None:

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from memrewrite.capture.assumptions import Assumptions
 from memrewrite.capture.captured import Captured
+from memrewrite.capture.launches import launches_traced
 from memrewrite.capture.normal import bind, constants, dynamic, rebuild
 from memrewrite.capture.opaque import opaque
 from memrewrite.capture.varying import Shapes, attempts, ranged
@@ -184,6 +185,7 @@ def _export(
         quiet(),
         _unmarked(inputs.tensors()),
         opaque(functions) as calls,
+        launches_traced(calls),
         known_values() as values,
         _CastsStayApart(values),
         code_when_run(),

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from memrewrite.records.errors import CaptureError
+from memrewrite.records.kernel_launch import Named
 from memrewrite.torch_internals.pytrees import TreeSpec, treespec_dumps
 
 
@@ -76,10 +77,21 @@ def nested(tree: TreeSpec, leaves: list[str], trees: Trees) -> str:
 
 def class_of(kind: type) -> str:
     """A class of the user's as an expression, "" where its module has it under no name of its own."""
-    found: Any = sys.modules.get(kind.__module__)
-    for part in kind.__qualname__.split("."):
+    found = named(kind, kind.__module__, kind.__qualname__)
+    return "" if found is None else expression(found)
+
+
+def expression(value: Named) -> str:
+    """What a module has as an expression."""
+    return f"importlib.import_module({value.module!r}).{value.path}"
+
+
+def named(value: Any, module: str, path: str) -> Named | None:
+    """Where a value is found, None if it is not there."""
+    found: Any = sys.modules.get(module)
+    for part in path.split("."):
         found = getattr(found, part, None)
-    return f"importlib.import_module({kind.__module__!r}).{kind.__qualname__}" if found is kind else ""
+    return Named(module, path) if found is value else None
 
 
 def _class(kind: type) -> str:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from memrewrite.capture.derived import LARGEST, derived
-from memrewrite.capture.opaque import BEHIND, Traced, Way, traced_now
+from memrewrite.capture.opaque import BEHIND, Returning, Way, traced_now
 from memrewrite.capture.other_sizes import a_bit_less, a_quarter, alike, apart, far_apart, other_sizes
 from memrewrite.records.errors import UnfitCallError
 from memrewrite.records.ranges import Range
@@ -81,7 +81,7 @@ def _is_at(size: int | torch.SymInt, seen: int) -> bool:
     return isinstance(size, torch.SymInt) or size == seen
 
 
-class _Kept(Traced):
+class _Kept(Returning):
     """A call of a submodule while a graph is traced."""
 
     def __init__(self, path: str, args: Any, kwargs: Any, seen: Sequence[SeenCall]) -> None:

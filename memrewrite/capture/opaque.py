@@ -44,24 +44,42 @@ def behind(module: nn.Module) -> nn.Module:
 
 
 class Traced(ABC):
-    """One call while a graph is traced. ``ways`` lead from what it returned to each tensor in that."""
+    """One call while a graph is traced, as an operator is. ``ways`` lead from what it returned to each tensor in that.
+
+    The last argument of the operator is its number.
+    """
 
     ways: list[Way]
+    varying: tuple[type, ...] = (torch.SymInt,)
+    """What varies with sizes, of which the operator is told."""
 
     def __init__(self, name: str, args: Any) -> None:
         self.name = name
         self._leaves, self._tree = tree_flatten(args)
         self.tensors = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
-        self.sizes = [leaf for leaf in self._leaves if isinstance(leaf, torch.SymInt)]
+        self.sizes = [leaf for leaf in self._leaves if isinstance(leaf, self.varying)]
 
     def args(self, tensors: Sequence[Any], sizes: Sequence[Any]) -> Any:
         """Its arguments with these for their tensors and their sizes that vary."""
         given, numbers = iter(tensors), iter(sizes)
         leaves = [
-            next(given) if isinstance(leaf, Tensor) else next(numbers) if isinstance(leaf, torch.SymInt) else leaf
+            next(given) if isinstance(leaf, Tensor) else next(numbers) if isinstance(leaf, self.varying) else leaf
             for leaf in self._leaves
         ]
         return tree_unflatten(leaves, self._tree)
+
+    def given(self, node: fx.Node) -> tuple[Sequence[Any], Sequence[Any]]:
+        """The tensors and sizes that the operator is given."""
+        tensors, sizes, _ = node.args
+        return tensors, sizes  # type: ignore[return-value]
+
+    @abstractmethod
+    def node(self, graph: fx.Graph, tensors: Sequence[Any], sizes: Sequence[Any]) -> fx.Node:
+        """The call as a node."""
+
+
+class Returning(Traced):
+    """A call that gives something."""
 
     @abstractmethod
     def run(self, tensors: Sequence[Tensor], sizes: Sequence[Any]) -> list[Tensor]:
@@ -71,12 +89,8 @@ class Traced(ABC):
     def returned(self, tensors: Iterator[Tensor]) -> Any:
         """What it returned, with these for its tensors."""
 
-    @abstractmethod
-    def node(self, graph: fx.Graph, tensors: Sequence[Any], sizes: Sequence[Any]) -> fx.Node:
-        """The call as a node."""
 
-
-class _Applied(Traced):
+class _Applied(Returning):
     """One application of a Function; ``result`` is what it returned on fake tensors."""
 
     def __init__(self, kind: type, forward: Forward, args: tuple[Any, ...]) -> None:
@@ -114,14 +128,19 @@ class Opaque:
         """What takes the place of a Function's forward."""
         return self.called(_Applied(kind, forward, args))
 
-    def called(self, call: Traced) -> Any:
+    def called(self, call: Returning) -> Any:
         """What a call returns, as an operator of the graph."""
+        return call.returned(iter(torch.ops.memrewrite.opaque(call.tensors, call.sizes, self.number_of(call))))
+
+    def number_of(self, call: Traced) -> int:
+        """The number of a call that is now traced."""
         self.traced.append(call)
-        return call.returned(iter(torch.ops.memrewrite.opaque(call.tensors, call.sizes, len(self.traced) - 1)))
+        return len(self.traced) - 1
 
     def settle(self, graphs: Sequence[fx.Graph]) -> None:
         """Make every node of the operator the call it stands for; raises ``CaptureError`` where one is not there."""
-        found = [n for graph in graphs for n in graph.nodes if n.target is torch.ops.memrewrite.opaque.default]
+        operators = (torch.ops.memrewrite.opaque.default, torch.ops.memrewrite.launch.default)
+        found = [node for graph in graphs for node in graph.nodes if node.target in operators]
         numbers = {_number(node) for node in found}
         for number in range(min(numbers, default=0), len(self.traced)):  # those before may be of an earlier attempt
             if number not in numbers:
@@ -130,10 +149,9 @@ class Opaque:
             self._settle(node, of_a_region=node.graph is not graphs[0])
 
     def _settle(self, node: fx.Node, of_a_region: bool) -> None:
-        tensors, sizes, _ = node.args
         call = self.traced[_number(node)]
         with node.graph.inserting_before(node):
-            made = call.node(node.graph, tensors, sizes)  # type: ignore[arg-type]
+            made = call.node(node.graph, *call.given(node))
         if set(made.all_input_nodes) != set(node.all_input_nodes):
             raise CaptureError(f"The {call.name} is given tensors in something else than lists and dictionaries.")
         if of_a_region and made.op == "call_module":
@@ -151,7 +169,7 @@ class Opaque:
 
 
 def _number(node: fx.Node) -> int:
-    return int(node.args[2])  # type: ignore[arg-type]
+    return int(node.args[-1])  # type: ignore[arg-type]
 
 
 def _picked(node: fx.Node) -> int:
@@ -171,8 +189,11 @@ def _on_fakes(tensors: list[Tensor], sizes: list[Any], number: int) -> list[Tens
     tracing = _TRACING.get()
     if tracing is None:
         raise InternalError("A call that nobody looks into ran as an operator outside of tracing.")
+    call = tracing.traced[number]
+    if not isinstance(call, Returning):
+        raise InternalError(f"{call.name} gives nothing.")
     with torch.no_grad():
-        return tracing.traced[number].run(tensors, sizes)
+        return call.run(tensors, sizes)
 
 
 @contextmanager

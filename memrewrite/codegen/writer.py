@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from memrewrite.capture.captured import Captured
-from memrewrite.capture.expressions import Trees, class_of, literal, nested
+from memrewrite.capture.expressions import Trees, class_of, expression, literal, nested
 from memrewrite.capture.normal import attribute
 from memrewrite.capture.origin import origin
 from memrewrite.codegen.program import program
@@ -37,6 +37,8 @@ from memrewrite.plan.marks import NO_MARKS, UNMARKED, Marks, NodeMark
 from memrewrite.records.errors import CaptureError
 from memrewrite.records.function_call import FunctionCall
 from memrewrite.records.graph_calls import GraphCall
+from memrewrite.records.kernel_launch import KernelLaunch, Named
+from memrewrite.runtime.launches import launch
 from memrewrite.runtime.operations import AROUND_NODES, IN_GRAPHS
 from memrewrite.simulate.memory.places import comment
 from memrewrite.torch_internals.operators import C_FUNCTIONS, OpOverload, names_of
@@ -64,7 +66,7 @@ def generate(captured: Captured, prefix: str = "", marks: Marks = NO_MARKS) -> t
     """
     writer = _Writer(captured, prefix, marks)
     writer.graph()
-    classes = [f"{name} = {class_of(kind)}\n" for kind, name in writer.classes.items()]
+    classes = [f"{name} = {found}\n" for found, name in writer.found.items()]
     functions = [*writer.chains.values(), *writer.functions]
     parts = [_HEADER, *classes, *writer.trees.lines(), *functions, program(captured, prefix, marks)]
     text = "\n".join(parts)
@@ -100,7 +102,7 @@ class _Writer:
         self.functions: list[str] = []
         self.chains: dict[str, str] = {}  # their functions by name
         self.trees = Trees(prefix)
-        self.classes: dict[type, str] = {}  # what custom Functions are called
+        self.found: dict[str, str] = {}  # what is called what of the user's: custom Functions, kernels
         self.constants = {path: CONSTANT.format(i) for i, path in enumerate(captured.constants)}
         self.names: dict[fx.Node, str] = {}
         attributes = captured.graph_module.graph.find_nodes(op="get_attr")
@@ -199,6 +201,8 @@ class _Writer:
         mark = self.mark(node) if recomputed else UNMARKED
         if mark.skipped:
             return f"{self.name(node)} = None if recomputing else {self.call(node, ())}"
+        if isinstance(node.target, KernelLaunch):  # which gives nothing
+            return self.call(node, ())
         return f"{self.name(node)} = {self.call(node, mark.once)}"
 
     def call(self, node: fx.Node, once: tuple[str, ...]) -> str:
@@ -222,7 +226,12 @@ class _Writer:
             call: GraphCall = node.target
             given = [self.chain(call), *map(repr, call.options), *arguments]
             return f"{type(call).operation.__name__}({', '.join(given)})"
-        name = self.applied(node.target) if isinstance(node.target, FunctionCall) else function_name(node.target)
+        if isinstance(node.target, KernelLaunch):
+            return f"{launch.__name__}({', '.join([self.value(node.target.kernel), *arguments, *keywords])})"
+        if isinstance(node.target, FunctionCall):
+            name = f"{self.global_name(class_of(node.target.kind), node.target.__name__)}.apply"
+        else:
+            name = function_name(node.target)
         if mark.statistics is not None:
             kept = ["recomputing", str(mark.statistics), str(runs_again_with(node, self.marks) is not None)]
             return f"normalize({', '.join([*kept, *arguments])})"
@@ -235,11 +244,11 @@ class _Writer:
             return f"draw({', '.join([name, *arguments, *keywords])})"
         return f"{name}({', '.join([*arguments, *keywords])})"
 
-    def applied(self, target: FunctionCall) -> str:
-        """How a custom Function is applied."""
-        if target.kind not in self.classes:
-            self.classes[target.kind] = self.unique(self.prefix + target.kind.__name__)
-        return f"{self.classes[target.kind]}.apply"
+    def global_name(self, found: str, name: str) -> str:
+        """A name in the program for what an expression finds in a module, which itself has ``name`` for it."""
+        if found not in self.found:
+            self.found[found] = self.unique(self.prefix + name.replace(".", "_"))
+        return self.found[found]
 
     def region(self, node: fx.Node) -> str:
         """A ``no_grad`` or ``autocast`` region: its body as a function under the context manager."""
@@ -284,7 +293,8 @@ class _Writer:
         return groups
 
     def drop(self, nodes: Iterable[fx.Node]) -> str:
-        names = [self.name(n) for n in dict.fromkeys(nodes) if n.op != "get_attr"]
+        valued = (n for n in dict.fromkeys(nodes) if n.op != "get_attr" and not isinstance(n.target, KernelLaunch))
+        names = [self.name(node) for node in valued]
         return f";  {' = '.join(names)} = None" if names else ""
 
     def name(self, node: fx.Node) -> str:
@@ -314,6 +324,8 @@ class _Writer:
             return f"{{{', '.join(f'{literal(k)}: {self.value(v)}' for k, v in value.items())}}}"
         if isinstance(value, slice):
             return f"slice({self.value(value.start)}, {self.value(value.stop)}, {self.value(value.step)})"
+        if isinstance(value, Named):
+            return self.global_name(expression(value), value.path)
         return literal(value)
 
     def attribute(self, node: fx.Node) -> str:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from memrewrite.observe.effects import NodeEffects
+from memrewrite.records.kernel_launch import Named
 from memrewrite.targets.transients import like, made
 from memrewrite.torch_internals.operators import OpOverload
 from memrewrite.torch_internals.pytrees import tree_iter, tree_leaves, tree_map
@@ -17,7 +18,7 @@ from memrewrite.torch_internals.spread import Spread, local_part
 
 _PLAIN = (
     *(int, float, complex, bool, str, types.NoneType, types.EllipsisType, slice),
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, Named),
 )
 _FIXED = ("torch", "_operator")  # the packages whose functions are the same in every process with this version
 
@@ -49,6 +50,16 @@ class Argument:
 
 
 @dataclass(frozen=True)
+class _Body:
+    """The graph that a node of higher order runs."""
+
+    module: fx.GraphModule
+
+    def __repr__(self) -> str:
+        return str(self.module.graph)
+
+
+@dataclass(frozen=True)
 class Call:
     """One distinct call. ``text`` is its signature, equal for equal calls; ``grad`` says that it has a backward.
 
@@ -70,7 +81,7 @@ class Call:
 
         def real(leaf: Any) -> Any:
             if not isinstance(leaf, Argument):
-                return leaf
+                return leaf.module if isinstance(leaf, _Body) else leaf
             if leaf.number not in numbered:
                 numbered[leaf.number] = leaf.make(self.writes)
             return numbered[leaf.number]
@@ -88,15 +99,17 @@ class Call:
 def call_of(node: fx.Node, facts: NodeEffects, amp: torch.dtype | None, module: nn.Module | None = None) -> Call | None:
     """The call a node is, by the fake values in ``meta["val"]``; of ``module``, where that is what it calls.
 
-    None where it takes no tensor (it may switch a mode, or makes one from nothing) or gives none (it may assert what
-    does not hold for other values), where it takes anything but tensors and plain values, and for picking from a
-    tuple, which is no work.
+    None where it takes no tensor (it may switch a mode, or makes one from nothing) or gives and writes none (it may
+    assert what does not hold for other values), where it takes anything but tensors and plain values, and for picking
+    from a tuple, which is no work.
     """
     if node.op not in ("call_function", "call_method") and module is None:
         return None
     numbers: dict[int, int] = {}
 
     def described(leaf: Any) -> Any:
+        if facts.opaque and isinstance(leaf, fx.GraphModule):
+            return _Body(leaf)
         if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided:
             return leaf
         number, spread = numbers.setdefault(id(leaf), len(numbers)), Spread.like(leaf)
@@ -104,10 +117,10 @@ def call_of(node: fx.Node, facts: NodeEffects, amp: torch.dtype | None, module: 
 
     given = fx.node.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
     args, kwargs = tree_map(described, given)
-    plain = all(isinstance(leaf, (Argument, *_PLAIN)) for leaf in tree_leaves((args, kwargs)))
+    plain = all(isinstance(leaf, (Argument, _Body, *_PLAIN)) for leaf in tree_leaves((args, kwargs)))
     picks = node.target is operator.getitem and not isinstance(args[0], Argument)
     results = [value for value in tree_iter(node.meta["val"]) if isinstance(value, Tensor)]
-    if not plain or not numbers or not results or picks:
+    if not plain or not numbers or not (results or facts.writes) or picks:
         return None
     grad = any(result.requires_grad for result in results)
     name, lasting = _name(node.target)

@@ -14,8 +14,8 @@ from torch import Tensor, fx, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from memrewrite.observe.flops import FLOPS
+from memrewrite.observe.opaque_calls import is_opaque
 from memrewrite.records.errors import CaptureError
-from memrewrite.records.function_call import FunctionCall
 from memrewrite.simulate.fake.as_seen import on_fakes_or_seen
 from memrewrite.simulate.fake.fakes import fake_twin, running_on_fakes
 from memrewrite.simulate.fake.true_results import TrueResults
@@ -24,7 +24,7 @@ from memrewrite.targets.eager import EAGER, Target
 from memrewrite.torch_internals.custom_functions import kept_as_attributes
 from memrewrite.torch_internals.dispatch_modes import Layer
 from memrewrite.torch_internals.fake_tensors import FakeTensorMode
-from memrewrite.torch_internals.operators import name_of_others, schema_name, written_arguments
+from memrewrite.torch_internals.operators import schema_name, written_arguments
 from memrewrite.torch_internals.pytrees import tensors_in, tree_iter
 from memrewrite.torch_internals.spread import local_part, wraps_local
 from memrewrite.workload.step import autocast
@@ -287,7 +287,7 @@ class _Observer(fx.Interpreter):
         def before(keys: set[int]) -> frozenset[int]:
             return frozenset(key for key in keys if recorder.storages[key].producer < index)
 
-        opaque = _is_opaque(n)
+        opaque = is_opaque(n)
         self.facts[n] = NodeEffects(
             reads=before(recorder.reads) | given,
             writes=before(recorder.writes),
@@ -317,11 +317,6 @@ _REPEATS, _DRAWS = "memrewrite_repeats", "memrewrite_draws"  # in a node's meta,
 def note_runs(node: fx.Node, repeats: bool, draws: bool) -> None:
     """Say of a call whether it gives the same whenever it runs, and whether it may draw from PyTorch's generators."""
     node.meta[_REPEATS], node.meta[_DRAWS] = repeats, draws
-
-
-def _is_opaque(node: fx.Node) -> bool:
-    """Whether a node is a call that nobody looks into."""
-    return node.op == "call_module" or isinstance(node.target, FunctionCall) or bool(name_of_others(node.target))
 
 
 def _submodules_called(graph: fx.Graph) -> list[str]:

@@ -134,8 +134,11 @@ def _never(effects: Effects, nodes: list[fx.Node]) -> list[bool]:
     So it is with a node that touches what is not the forward pass's own and is written in it (statistics and counters
     nobody reads are updated once, see ``passes/checkpoint_segments.py``): a later forward pass may write it again
     before backward. So with one that changes what it has saved or does not repeat what it gave, and with those between
-    switches of the grad or autocast mode.
+    switches of the grad or autocast mode, and with those that touch what is written once autograd has kept it: where
+    nobody tells autograd, as a kernel's launch does not, backward computes with what is written, and what runs again
+    ends before that.
     """
+    late = _written_late(effects, nodes)
     written = {key for node in nodes for key in effects.of[node].writes if effects.storages[key].origin != "node"}
     found = []
     depth = 0
@@ -144,7 +147,17 @@ def _never(effects: Effects, nodes: list[fx.Node]) -> list[bool]:
         depth += _switch(node)
         dirty = bool((f.reads | f.writes) & written - f.statistics) and not is_counter(effects, node)
         asks = node.target is torch.is_grad_enabled  # for the mode of the forward pass
+        dirty |= bool((f.reads | f.writes | f.outputs | f.saved) & late)
         found.append(dirty or f.stale_save or not f.repeats or depth > 0 or _switch(node) != 0 or asks)
+    return found
+
+
+def _written_late(effects: Effects, nodes: list[fx.Node]) -> set[int]:
+    """The storages that a node writes after another one has had autograd keep them."""
+    kept, found = set[int](), set[int]()
+    for node in nodes:
+        found |= effects.of[node].writes & kept
+        kept |= effects.of[node].saved
     return found
 
 

@@ -11,6 +11,7 @@ from memrewrite.runtime.batch_norm import normalize, rectify
 from memrewrite.runtime.compiled import draw, in_turn, settled
 from memrewrite.runtime.cross_entropy import chunked_cross_entropy
 from memrewrite.runtime.fused import fused
+from memrewrite.runtime.launches import launch
 from memrewrite.runtime.linear_cross_entropy import linear_cross_entropy
 from memrewrite.runtime.room import make_room
 from memrewrite.runtime.segment import as_autocast, keep, once, run_segment
@@ -26,7 +27,9 @@ def _named(*operations: Operation) -> dict[str, Operation]:
 
 
 # What the generator puts around nodes, or before all of them.
-AROUND_NODES = _named(make_room, draw, in_turn, settled, run_segment, keep, once, normalize, rectify, fused, in_tiles)
+AROUND_NODES = _named(
+    *(make_room, draw, in_turn, settled, run_segment, keep, once, normalize, rectify, launch, fused, in_tiles)
+)
 # What a pass may put into a graph, as the target of a node.
 IN_GRAPHS = _named(
     as_autocast, swish, exact_swish, tied_embedding, chunked_cross_entropy, linear_cross_entropy, attention_in_pieces

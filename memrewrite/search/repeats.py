@@ -11,14 +11,13 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from memrewrite.costs.calls import Call, call_of
 from memrewrite.observe.effects import note_runs, observe
-from memrewrite.records.function_call import FunctionCall
+from memrewrite.observe.opaque_calls import is_opaque, names_of_calls
 from memrewrite.runtime.guards import hooks_of
 from memrewrite.simulate.fake.as_seen import note_kept
 from memrewrite.state.attributes import Attributes
 from memrewrite.state.bits import same_bits
 from memrewrite.state.random_state import draws, preserved_everywhere, preserved_rng
 from memrewrite.targets.allocator import rounded
-from memrewrite.torch_internals.operators import name_of_others
 from memrewrite.torch_internals.pytrees import tree_leaves
 from memrewrite.torch_internals.spread import local_part, spreads
 from memrewrite.workload.step import Step, autocast
@@ -43,7 +42,7 @@ def note_what_repeats(
     The random state is as it was afterwards: the numbers that the calls are tried on are drawn from it.
     """
     nodes = graph_module.graph.nodes
-    functions = [n for n in nodes if isinstance(n.target, FunctionCall) or name_of_others(n.target)]
+    functions = [node for node in nodes if node.op != "call_module" and is_opaque(node)]
     submodules = [node for node in nodes if node.op == "call_module" and node.target not in once]
     if not functions and not submodules:
         return
@@ -64,8 +63,8 @@ def note_what_repeats(
 
 
 def names_of_operators(graph_module: fx.GraphModule) -> str:
-    """A sentence about the operators that others registered, "" where there are none."""
-    names = sorted({name_of_others(node.target) for node in graph_module.graph.nodes} - {""})
+    """A sentence about the operators that others registered and the kernels launched, "" where there are none."""
+    names = sorted(names_of_calls(graph_module.graph))
     return f"What stays a call as the model makes it: {', '.join(names)}." if names else ""
 
 
@@ -161,7 +160,8 @@ def _drawn(given: list[Tensor]) -> list[Any]:
 
 def _results(run: Callable[[], Any], given: list[Tensor], call: Call) -> list[Any]:
     with torch.set_grad_enabled(call.grad), autocast(call.amp, given[0].device.type):
-        return [local_part(leaf.detach().clone()) if isinstance(leaf, Tensor) else leaf for leaf in tree_leaves(run())]
+        leaves = [*tree_leaves(run()), *(given if call.writes else ())]
+    return [local_part(leaf.detach().clone()) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -31,6 +31,7 @@ with private_imports():
         UnsupportedOperatorException,
     )
     from torch._subclasses.fake_tensor import FakeTensorMode as _FakeTensorMode
+    from torch._subclasses.fake_tensor import is_fake
     from torch._subclasses.fake_tensor import unset_fake_temporarily as real_tensors
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -53,6 +54,7 @@ __all__ = [
     "asks_for_memory",
     "fake_of",
     "in_place_of_modes",
+    "is_fake",
     "known_as_real",
     "lacks_fake_rule",
     "real_rules_on_fake_tensors",

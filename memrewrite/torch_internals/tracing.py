@@ -142,8 +142,17 @@ def size_at(size: int | torch.SymInt, step: int) -> int:
 
     Symbols that were traced with one number are one, as sizes that must agree do; others are told apart.
     """
-    if not isinstance(size, torch.SymInt):
-        return size
-    traced = size.node.shape_env.var_to_val
+    return int(value_at(size, step))
+
+
+def value_at(value: Any, step: int) -> Any:
+    """What a value is there that follows from sizes; any other one is what it is."""
+    kind = _FOLLOWING.get(type(value))
+    if kind is None:
+        return value
+    traced = value.node.shape_env.var_to_val
     numbers = sorted(set(traced.values()))
-    return int(size.node.expr.subs({s: value + step * (numbers.index(value) + 1) for s, value in traced.items()}))
+    return kind(value.node.expr.subs({s: number + step * (numbers.index(number) + 1) for s, number in traced.items()}))
+
+
+_FOLLOWING: dict[Any, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}

@@ -18,11 +18,13 @@ from torch import Tensor, nn
 
 from memrewrite.records.errors import CaptureError
 from memrewrite.records.tensor_like import TensorLike
+from memrewrite.simulate.fake.launches import launched_on_fakes
 from memrewrite.simulate.fake.trials import Argument, Given, Made, Plain, Seen, made_again, tried
 from memrewrite.torch_internals.custom_functions import Methods, custom_functions, methods_replaced
 from memrewrite.torch_internals.fake_tensors import FakeTensor
 from memrewrite.torch_internals.pytrees import tensors_in, tree_flatten, tree_leaves
 from memrewrite.torch_internals.tracing import size_at
+from memrewrite.torch_internals.triton_kernels import launches_replaced
 
 _ATTRIBUTE = "memrewrite_seen"  # of a context
 
@@ -32,9 +34,15 @@ _SEEN: WeakKeyDictionary[type, dict[Given, Seen | None]] = WeakKeyDictionary()
 
 @contextmanager
 def functions_on_fakes() -> Iterator[None]:
-    """Meanwhile custom Functions run on fake tensors if they can, else as they were seen on real ones."""
+    """Meanwhile custom Functions run on fake tensors if they can, else as they were seen on real ones.
+
+    Outside of them, launches of Triton's kernels are operators.
+    """
     originals = custom_functions()
-    with methods_replaced({kind: _on_fakes(kind, originals) for kind in originals}):
+    with (
+        methods_replaced({kind: _on_fakes(kind, originals) for kind in originals}),
+        launches_replaced(launched_on_fakes),
+    ):
         yield
 
 
@@ -102,7 +110,7 @@ def _seen_at(kind: type, args: tuple[Any, ...], step: int, originals: dict[type,
     except TypeError:  # an argument that nothing can be remembered for
         return None
     if given not in known:
-        with methods_replaced(originals):
+        with methods_replaced(originals), launches_replaced(None):
             known[given] = tried(kind, given)
     return known[given]
 
