@@ -61,6 +61,12 @@ _CALLED = (
 )
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _OF_ONE_MODULE = frozenset({*TABLES, "training", "_non_persistent_buffers_set"})
+# What somebody gave a kernel of Triton's, its autotuner, one of its configurations, its heuristics, a constant, a type.
+_OF_KERNELS = (
+    *("pre_run_hooks", "configs", "keys", "reset_to_zero", "restore_value", "early_config_prune", "perf_model"),
+    *("configs_top_k", "kwargs", "num_warps", "num_ctas", "num_stages", "maxnreg", "ir_override"),
+    *("pre_hook", "post_hook", "values", "value", "name"),
+)
 _HASH = re.compile("hash")  # of text, say, which is another number in every process
 _OPERATORS = (OpOverload, OpOverloadPacket)
 
@@ -251,8 +257,9 @@ class Description:
         yield from self._pairs((name, getattr(value, name)) for name in sorted(slots))
 
     def kernel(self, kernel: Any) -> Iterator[str]:
-        """A kernel of Triton's, whose other attributes are of this process."""
-        return self._texts(type(kernel), getattr(kernel, "fn", None))
+        """A kernel of Triton's, what tunes it, a value for one: all other attributes are of this process."""
+        yield from self._texts(type(kernel), getattr(kernel, "fn", None))
+        yield from self._pairs((name, getattr(kernel, name)) for name in _OF_KERNELS if hasattr(kernel, name))
 
 
 def _is_known_by_name(value: Any) -> bool:

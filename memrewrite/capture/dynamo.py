@@ -102,6 +102,11 @@ class _Translation:
             body: Any = self.graph_module.get_submodule(arguments[0].target)
             inside = dict(zip(body.graph.find_nodes(op="placeholder"), (values[n] for n in arguments[1:]), strict=True))
             values[node] = copy_into(graph, body.graph, inside, self.replace)
+        elif getattr(node.target, "__name__", "") == _LAUNCH:
+            raise CaptureError(
+                f"{self._owned.name} launches a Triton kernel, which Dynamo's graph cannot hand on, and export has no "
+                "graph of it; launch it in a custom autograd.Function, which stays a call."
+            )
         elif node.target is operator.getitem and isinstance(values.get(arguments[0]), tuple):
             values[node] = values[arguments[0]][arguments[1]]
         return node in values
@@ -171,5 +176,6 @@ class _Owned:
         return graph.get_attr(self._paths[id(tensor)])
 
 
+_LAUNCH = "triton_kernel_wrapper_mutation"  # an operator of higher order, which is there once it is imported
 _CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 _TABLES = ("_parameters", "_buffers", "_modules")

@@ -9,6 +9,7 @@ that no program can spell are found again by their names in modules.
 
 import operator
 import sys
+import types
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -20,8 +21,9 @@ from memrewrite.capture.expressions import literal, named
 from memrewrite.capture.opaque import Opaque, Traced
 from memrewrite.records.errors import CaptureError
 from memrewrite.records.kernel_launch import KernelLaunch, Named
-from memrewrite.simulate.fake.launches import grid_for, is_of_fakes, parted
+from memrewrite.simulate.fake.launches import grid_for, is_of_fakes, launched_on_fakes, parted
 from memrewrite.torch_internals.pytrees import tree_map
+from memrewrite.torch_internals.tracing import notes_operators
 from memrewrite.torch_internals.triton_kernels import Launch, launches_replaced
 
 
@@ -30,8 +32,8 @@ def launches_traced(calls: Opaque) -> Iterator[None]:
     """Let the launches of what is traced be among the ``calls`` of its graph."""
 
     def traced(launch: Launch) -> bool:
-        if not is_of_fakes(launch):
-            return False
+        if not (is_of_fakes(launch) and notes_operators()):
+            return launched_on_fakes(launch)
         call = _Launched(launch)
         torch.ops.memrewrite.launch(call.written, call.read, call.sizes, calls.number_of(call))
         return True
@@ -78,15 +80,13 @@ def _named(value: Any, module: str, path: str) -> Named | None:
     if (found := named(value, module, path)) is not None:
         return found
     modules = {module: sys.modules.get(module), **sys.modules}
-    names = ((m, n) for m, each in modules.items() if each for n, found in vars(each).items() if found is value)
-    return next((Named(*found) for found in names), None)
+    spaces = [(name, vars(each)) for name, each in modules.items() if isinstance(each, types.ModuleType)]
+    return next((Named(m, n) for m, space in spaces for n, each in [*space.items()] if each is value), None)
 
 
 def _grid(launch: Launch) -> Any:
     """The grid, or what may be chosen, each with the grid for that."""
-    found = [
-        (chosen, tuple(map(_count, grid_for(launch, arguments)))) for chosen, arguments in launch.variants()
-    ]
+    found = [(chosen, tuple(map(_count, grid_for(launch, arguments)))) for chosen, arguments in launch.variants()]
     return found if len({str(grid) for _, grid in found}) > 1 else found[0][1]
 
 

@@ -29,9 +29,9 @@ with private_imports():
         FakeTensor,
         UnsupportedFakeTensorException,
         UnsupportedOperatorException,
+        is_fake,
     )
     from torch._subclasses.fake_tensor import FakeTensorMode as _FakeTensorMode
-    from torch._subclasses.fake_tensor import is_fake
     from torch._subclasses.fake_tensor import unset_fake_temporarily as real_tensors
     from torch.utils._python_dispatch import TorchDispatchMode
 

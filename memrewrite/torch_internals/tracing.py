@@ -18,12 +18,18 @@ from memrewrite.torch_internals.versions import private_imports, require, requir
 
 with private_imports():
     from torch.fx._lazy_graph_module import _use_lazy_graph_module
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 require(
     "utils.checkpoint._checkpoint_without_reentrant_generator",
     "utils.checkpoint.CheckpointFunction",
 )
 require_module("torch.utils._sympy.printers")  # which imports sympy, in twice the time that all of memrewrite takes
+
+
+def notes_operators() -> bool:
+    """Whether operators that run now become nodes of a graph, which those inside of another one do not."""
+    return get_proxy_mode() is not None
 
 
 @process_wide

@@ -174,7 +174,7 @@ def _written_in_code(kernel: Any, variants: Sequence[Variant], everything: set[s
     for _, words in variants:
         given = {name: torch.empty(2, dtype=v.dtype) if _is_like(v) else v for name, v in words.items()}
         with quiet():
-            found |= {*get_mutated_tensors(number, none, given, {})}
+            found |= {*get_mutated_tensors(number, none, given, {})} & everything
         if found >= everything:
             break
     return found
@@ -185,11 +185,11 @@ def _written_where_interpreted(kernel: Any, variants: Sequence[Variant], everyth
     found: set[str] = set()
     for grid, words in variants:
         given = {name: _random(value) if _is_like(value) else value for name, value in words.items()}
-        with _stores(given) as stored:
-            try:
+        try:
+            with _stores(given) as stored:
                 kernel[grid](**given)
-            except Exception:  # whatever the kernel says of numbers that are not its own
-                return everything
+        except Exception:  # whatever the kernel says of numbers that are not its own
+            return everything
         found |= stored
     return found or everything
 

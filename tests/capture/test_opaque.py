@@ -388,6 +388,21 @@ def test_what_does_not_repeat_runs_once_a_step() -> None:
     assert next(COUNTER) - before == LAYERS + 1
 
 
+def test_one_that_does_not_repeat_without_gradients_runs_once_a_step_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def called(x: Tensor, weight: Tensor) -> Tensor:
+        with torch.no_grad():
+            found = apply["Unsteady"](x)
+        return x * found + apply["Sign"](x, 0.5) + x.sin().exp().cos()
+
+    kinds = {**KINDS, "Unsteady without": lambda x, weight: called(x, weight) + apply["Unsteady"](x)}
+    monkeypatch.setattr(f"{__name__}.KINDS", kinds)
+    result = memrewrite.optimize(Net("Unsteady without"), rows(), budget="min", verify=False)
+    assert result.report.segments
+    before = next(COUNTER)
+    taken(result, rows())
+    assert next(COUNTER) - before == 2 * LAYERS + 1
+
+
 def test_the_numbers_that_it_is_tried_on_leave_the_random_state_as_it_was() -> None:
     model = Net("Drawn")
     before = torch.get_rng_state()

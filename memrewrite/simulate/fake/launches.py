@@ -53,9 +53,9 @@ def parted(launch: Launch) -> tuple[list[Tensor], list[Tensor]]:
     """
     arguments = next(launch.variants())[1]
     names = _written(launch, 0)
-    if any(isinstance(size, torch.SymInt) for each in tensors_in(arguments) for size in each.shape):
-        if _written(launch, 1) != names:
-            raise CaptureError(f"The Triton kernel {launch.function.__name__} writes other tensors at other sizes.")
+    vary = any(isinstance(size, torch.SymInt) for each in tensors_in(arguments) for size in each.shape)
+    if vary and _written(launch, 1) != names:
+        raise CaptureError(f"The Triton kernel {launch.function.__name__} writes other tensors at other sizes.")
     written = {id(each): each for name, value in arguments.items() if name in names for each in tensors_in(value)}
     read = {id(each): each for each in tensors_in(arguments) if id(each) not in written}
     return [*written.values()], [*read.values()]
