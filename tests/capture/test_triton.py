@@ -10,6 +10,7 @@ import pickle
 import subprocess
 import sys
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +141,13 @@ def in_segments(result: Any) -> str:
     return "".join(each for each in functions if each.startswith("segment_"))
 
 
-@pytest.mark.parametrize("name", [*CALLS, "a part"])
+def _possible(names: Iterable[str]) -> list[Any]:
+    """The names, those that PyTorch 2.11 cannot wrap to be skipped."""
+    skip = pytest.mark.skipif(not kernels.wraps(), reason="this PyTorch wraps no kernels that are interpreted")
+    return [pytest.param(name, marks=[skip] * (name in ("triton_op", "wrapped"))) for name in names]
+
+
+@pytest.mark.parametrize("name", _possible([*CALLS, "a part"]))
 def test_kernels_are_called_in_one_plan(name: str) -> None:
     model = Net(name).to(DEVICE)
     result: Any = memrewrite.optimize(model, (given(),), budget="min")
@@ -149,7 +156,7 @@ def test_kernels_are_called_in_one_plan(name: str) -> None:
     same_at_all_sizes(result, model)
 
 
-@pytest.mark.parametrize("name", kernels.LAUNCHES)
+@pytest.mark.parametrize("name", _possible(kernels.LAUNCHES))
 def test_the_model_may_launch_one_itself(name: str) -> None:
     model = Net(name).to(DEVICE)
     result: Any = memrewrite.optimize(model, (given(),), budget="min")
@@ -251,15 +258,16 @@ def _local(x: Tensor) -> Tensor:
     return x
 
 
-def _object(x: Tensor) -> Tensor:
+def _nameless(x: Tensor) -> Tensor:
     out = torch.empty_like(x)
-    kernels.scaled[(1,)](x, out, None, 1.0, 1, 16, KIND=Path("abs"), TYPE=triton.language.float32, ACT=kernels.half)
-    return x + out
+    act = triton.jit(kernels.half.fn)
+    kernels.scaled[(1,)](x, out, None, 1.0, 1, 16, KIND="abs", TYPE=triton.language.float32, ACT=act)
+    return x + out.sum()
 
 
 REFUSED = {
     "local": (_local, r"Triton kernel sigmoid is launched, which .*kernels has under no name.* at the top of a module"),
-    "object": (_object, r"Triton kernel scaled is given .*Path\('abs'\), .* no program can spell; give it tensors"),
+    "nameless": (_nameless, r"Triton kernel scaled is given .*, a \w+Function, which no program can spell; give it"),
 }
 
 

@@ -175,6 +175,14 @@ LAUNCHES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+def wraps() -> bool:
+    """Whether this PyTorch wraps kernels that are interpreted, if these are."""
+    try:
+        return bool(torch.library.wrap_triton(sigmoid))
+    except RuntimeError:
+        return False
+
+
 def _over_what_is_kept(x: Tensor) -> Tensor:
     """Backward computes with what is written: nobody tells autograd."""
     y = torch.sigmoid(x)
