@@ -162,7 +162,7 @@ def test_a_wrong_graph_is_an_error(wrong: Callable[..., Any], value: str) -> Non
 
 def test_what_inductor_does_is_told() -> None:
     words = proved(other_gradient, stock=other_gradient).verified
-    assert words.startswith(f"{STOCK}, as eager but for 1 of 3 values, where the stock partitioner's differs, too: ")
+    assert words.startswith(f"{STOCK}, as eager but for 1 of 3 values, in which the two differ: ")
 
 
 def test_a_luckily_exact_stock_graph_is_no_measure_of_others() -> None:
@@ -176,7 +176,7 @@ def test_a_luckily_exact_stock_graph_is_no_measure_of_others() -> None:
 
     words = proved(cancels, stock=lucky, graph=cancels).verified
     assert words.startswith("as the stock partitioner's graph but for ")
-    assert ", which eager's own error allows: output 0 is off by " in words
+    assert ", in which the two differ: output 0 is off by " in words
     assert words.endswith(", as eager bit for bit")
 
 

@@ -39,7 +39,7 @@ from memrewrite.search.bench import Bench
 from memrewrite.targets.eager import Target
 from tests.benchmarks.contenders import BLOCK, CHUNKED, EAGER, LIGER, OURS, prepare, rewritten
 from tests.benchmarks.models import WORKLOADS
-from tests.benchmarks.rows import MAXBATCH, BatchRow, append, attempt, machine, read
+from tests.benchmarks.rows import MAXBATCH, BatchRow, append, attempt, machine, read, reason
 from tests.benchmarks.trial import Trial, clear
 
 CONTENDERS = [EAGER, BLOCK, *LIGER, *CHUNKED, OURS]
@@ -62,7 +62,7 @@ class Search:
     """The batches of one contender at one workload. ``known`` are the bytes that a batch needs at least.
 
     ``planned`` are batches to train at, by budget. Ours waits for its ``turn`` to train. Untimed, a ``peer`` is made
-    once; ``others`` are the bytes that the device had allocated before.
+    once; ``others`` are the bytes that the device had allocated before. ``why`` says what became of the last batch.
     """
 
     name: str
@@ -75,6 +75,7 @@ class Search:
     turn: AbstractContextManager[Any] = field(default_factory=nullcontext)
     peer: nn.Module | None = None
     others: int = 0
+    why: str = ""
 
     def largest(self, budget: int) -> BatchRow:
         """The row of the largest batch within ``budget`` bytes."""
@@ -82,13 +83,15 @@ class Search:
 
         def fits(batch: int) -> bool:
             tried[batch] = self._trained(batch, budget)
+            words = f"{self.name}, {self.contender}, {batch} in {budget / 1e9:g} GB: {self.why or 'fits'}"
+            print(f"{time.strftime('%H:%M:%S')} {words}", flush=True)
             return tried[batch] is not None
 
         if (known := self.planned.get(budget)) is not None:
             batch = next(filter(fits, range(known, 0, -max(1, known // (2 * _GRANULE)))), 0)
         else:
             batch = largest(fits, lambda: self._guess(budget))
-        figures = tried.get(batch) or {"note": "no batch fits"}
+        figures = tried.get(batch) or {"note": f"no batch fits: {self.why}"}
         return self.row(budget, batch, ok=batch > 0, trials=len(tried), **figures)
 
     def plan(self, budget: int) -> BatchRow:
@@ -122,19 +125,21 @@ class Search:
         return int(near + (budget - self.known[near]) / pace)
 
     def _trained(self, batch: int, budget: int) -> Figures | None:
-        """The figures of a row, None where that batch does not fit."""
+        """The figures of a row, None where that batch does not fit, for a reason that ``why`` says."""
+        self.why = "too large by far"
         if not self.timed and self._too_large(batch, budget):
             return None
         try:
             trained = self._train(batch, budget)
-        except BudgetInfeasibleError as error:
-            self.known[batch] = error.lowest
-            return None
-        except (MeasurementError, torch.OutOfMemoryError):
+        except (BudgetInfeasibleError, MeasurementError, torch.OutOfMemoryError) as error:
+            self.why = reason(error)
+            if isinstance(error, BudgetInfeasibleError):
+                self.known[batch] = error.lowest
             return None
         if self.contender != OURS:  # which fills the budget
             self.known[batch] = trained["peak"]
-        if trained["peak"] > budget:
+        self.why = "" if trained["peak"] <= budget else f"takes {trained['peak']} bytes"
+        if self.why:
             return None
         if not self.timed:
             return {"peak": trained["peak"]}
