@@ -11,10 +11,11 @@ batch as between batches seen before, those of other rows among them, and ends w
 than one that fits does not fit.
 
 What takes minutes to plan is not searched for on a GPU: ``FOLDER/planned.jsonl`` says which batches should have plans
-that fit. Ours is then planned for those as without a device, or for a sixteenth less at a time until one fits, and
-trained when it is its turn. ``--untimed`` leaves times out: the peak is that of the second step, and a batch that is
-too large by far going by other peaks is not tried. ``--jobs`` are planned side by side; ``--turns`` of them share the
-device, which must have room for that many budgets and 15 % more, and for all models.
+that fit. Ours is then planned for those, or for a sixteenth less at a time until one fits, without steps or times of
+the device, which others use meanwhile, and trained when it is its turn. ``--untimed`` leaves times out: the peak is
+that of the second step, and a batch that is too large by far going by other peaks is not tried. ``--jobs`` are planned
+side by side; ``--turns`` of them share the device, which must have room for that many budgets and 15 % more, and for
+all models.
 """
 
 import argparse
@@ -36,7 +37,6 @@ from torch import nn
 from memrewrite.optimizing import run as optimizing
 from memrewrite.records.errors import BudgetInfeasibleError, MeasurementError
 from memrewrite.search.bench import Bench
-from memrewrite.targets.eager import Target
 from tests.benchmarks.contenders import BLOCK, CHUNKED, EAGER, LIGER, OURS, prepare, rewritten
 from tests.benchmarks.models import WORKLOADS
 from tests.benchmarks.rows import MAXBATCH, BatchRow, append, attempt, machine, read, reason
@@ -215,13 +215,11 @@ class Search:
 
 @contextmanager
 def _leaving_the_device() -> Iterator[None]:
-    """Plan as without CUDA for what lies there: nothing is measured, and others train meanwhile."""
-    known = Target.transients
-    with (
-        mock.patch.object(Bench, "on_cuda", False),
-        mock.patch.object(optimizing, "profile_on", return_value=None),
-        mock.patch.object(Target, "transients", lambda target, device, probe=True: known(target, device, False)),
-    ):
+    """Plan as without CUDA for what lies there: no step is measured, and others train meanwhile.
+
+    Operators are, one by one: compiled chains and kernels take what only the device tells, more with each text.
+    """
+    with mock.patch.object(Bench, "on_cuda", False), mock.patch.object(optimizing, "profile_on", return_value=None):
         yield
 
 
