@@ -345,4 +345,5 @@ def test_what_a_kernel_writes_is_in_its_code(driver: str, expected: list[list[in
     """Without a GPU Triton makes no code, and whatever a kernel is given may be written."""
     script = f"{_WRITTEN}\ntriton.runtime.driver.set_active({driver})\nassert [*all_written()] == {expected}"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["CUDA_VISIBLE_DEVICES"] = ""  # else the driver of a GPU that is there would be taken for none
     subprocess.run([sys.executable, "-c", script], env=environment, check=True)
