@@ -153,11 +153,12 @@ def _never(effects: Effects, nodes: list[fx.Node]) -> list[bool]:
 
 
 def _written_late(effects: Effects, nodes: list[fx.Node]) -> set[int]:
-    """The storages that a node writes after another one has had autograd keep them."""
+    """The storages that a node writes, but for statistics, after another one has had autograd keep them."""
     kept, found = set[int](), set[int]()
     for node in nodes:
-        found |= effects.of[node].writes & kept
-        kept |= effects.of[node].saved
+        facts = effects.of[node]
+        found |= (facts.writes - facts.statistics) & kept
+        kept |= facts.saved
     return found
 
 
