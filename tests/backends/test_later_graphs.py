@@ -1,5 +1,6 @@
 """Several graphs of one model: the first step takes little, and shows how much each may keep."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,11 +16,11 @@ from tests.backends.test_partition import Block
 
 
 class Three(nn.Module):
-    """Three graphs of two blocks each."""
+    """Three graphs of some blocks each."""
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: int = 2) -> None:
         super().__init__()
-        self.first, self.second, self.third = (nn.Sequential(*(Block(32) for _ in range(2))) for _ in range(3))
+        self.first, self.second, self.third = (nn.Sequential(*(Block(32) for _ in range(blocks))) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -60,16 +61,19 @@ def of_logits(logits: Tensor) -> Tensor:
     return logits.exp().sum(-1).log().mean()
 
 
-def trained(model: nn.Module, x: Tensor, budget: str | int, steps: int = 3) -> tuple[list[Tensor], Any]:
-    """The losses of steps, and the report."""
+def trained(
+    model: nn.Module, x: Tensor, budget: str | int, after: Callable[[], object] = lambda: None
+) -> tuple[list[Tensor], Any]:
+    """The losses of three steps, ``after`` each of which something is done, and the report."""
     torch._dynamo.reset()
     compiled = torch.compile(model, backend=entry.memrewrite, options={"optimizer": "none", "budget": budget})
     losses = []
-    for _ in range(steps):
+    for _ in range(3):
         loss: Tensor = compiled(x)
         loss.backward()
         model.zero_grad()
         losses.append(loss.detach())
+        after()
     return losses, memrewrite.report_of(compiled)
 
 
@@ -102,11 +106,8 @@ def test_the_step_stays_within_the_budget(model: nn.Module) -> None:
 
 
 def test_the_second_step_is_the_last_to_compile(model: nn.Module, partitions: list[Partition]) -> None:
-    compiled = []
-    for steps in (1, 2, 3):
-        partitions.clear()
-        trained(model, X, "80%", steps)
-        compiled.append([partition.in_step for partition in partitions])
+    compiled: list[list[InStep | None]] = []
+    trained(model, X, "80%", lambda: compiled.append([partition.in_step for partition in partitions]))
     first, second, third = compiled
     assert first == ([None, InStep(late=True)] if isinstance(model, Late) else [InStep()] * len(first))
     assert second[: len(first)] == first
@@ -128,11 +129,10 @@ def test_the_lowest_peak_that_is_named_is_reached(model: nn.Module) -> None:
 
 
 @pytest.mark.usefixtures("partitions")
-@pytest.mark.parametrize("depth", [5, 6])
-def test_a_step_is_told_to_the_byte(depth: int) -> None:
+def test_a_step_is_told_to_the_byte() -> None:
     """What calls keep that no plan tells of does not divide by their number here."""
     torch.manual_seed(0)
-    model = Stack(depth)
+    model = Stack(5)
     for asked in ("100%", "min"):
         told = trained(model, X, asked)[1].peak
         assert trained(model, X, told)[1].peak == told
@@ -142,7 +142,7 @@ def test_a_step_is_told_to_the_byte(depth: int) -> None:
 def test_where_others_keep_more_than_was_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph has no more room than there is once what others keep is known; of all there is PyTorch's plans are it."""
     torch.manual_seed(0)
-    model = Three()
+    model = Three(blocks=1)
     usual = trained(model, X, "100%")[1].peak
     guess, beyond = Step._peaks, 3
 
