@@ -149,7 +149,7 @@ def test_the_terminal_is_asked(
 
 
 def test_ctrl_c_while_planning_is_one_sentence_and_leaves_nothing(tmp_path: Path) -> None:
-    (tmp_path / "net.py").write_text(TARGET.format(depth=40))
+    (tmp_path / "net.py").write_text(TARGET.format(depth=16))
     command = [sys.executable, "-m", "memrewrite", "optimize", "net.py", "--budget", "min", "--device", "cpu", "-v"]
     command += ["-o", "out", "--cache", "plans", "--json", "report.json"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
@@ -158,7 +158,7 @@ def test_ctrl_c_while_planning_is_one_sentence_and_leaves_nothing(tmp_path: Path
     ) as process:
         assert process.stderr is not None
         ended = next((line for line in process.stderr if line.startswith("rewrite:")), "")  # so that planning began
-        time.sleep(0.5)
+        time.sleep(0.25)
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
     assert ended

@@ -16,11 +16,11 @@ from tests.backends.test_partition import Block
 
 
 class Three(nn.Module):
-    """Three graphs of some blocks each."""
+    """Three graphs of a block each."""
 
-    def __init__(self, blocks: int = 2) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.first, self.second, self.third = (nn.Sequential(*(Block(32) for _ in range(blocks))) for _ in range(3))
+        self.first, self.second, self.third = (Block(32) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -142,7 +142,7 @@ def test_a_step_is_told_to_the_byte() -> None:
 def test_where_others_keep_more_than_was_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph has no more room than there is once what others keep is known; of all there is PyTorch's plans are it."""
     torch.manual_seed(0)
-    model = Three(blocks=1)
+    model = Three()
     usual = trained(model, X, "100%")[1].peak
     guess, beyond = Step._peaks, 3
 

@@ -158,7 +158,7 @@ BROKEN = given(recipes(longest=9), BREAKS, st.floats(0, 1))
 
 
 @pytest.mark.usefixtures("partitions")
-@pytest.mark.parametrize("examples", [10])
+@pytest.mark.parametrize("examples", [4, 10])
 def test_the_same_random_breaks_every_time(examples: int) -> None:
     settings(SAME, max_examples=examples)(BROKEN(break_one))()
 

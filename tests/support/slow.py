@@ -21,6 +21,7 @@ SLOW: dict[str, tuple[str, ...]] = {
     ),
     # All of the random models that are the same every time; the first of them are in the default run.
     "fuzz/test_backends.py::test_the_same_random_models_every_time": ("40",),
+    "fuzz/test_backends.py::test_the_same_random_breaks_every_time": ("10",),
     "fuzz/test_fuzz.py::test_the_same_random_models_every_time": ("30",),
     "fuzz/test_fuzz.py::test_the_same_edits_every_time": ("30",),
     "api/test_optimize.py::test_random_nets_at_random_budgets": ("15",),
