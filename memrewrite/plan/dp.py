@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from memrewrite.plan.demand import keeping_on_demand, pieces
 from memrewrite.plan.guide import Guide, guide, lightest
-from memrewrite.plan.levels import cheapest_under_each
+from memrewrite.plan.levels import Costs, cheapest_under_each
 from memrewrite.plan.segments import Bytes, Chain, Plan
 from memrewrite.plan.tables import (
     NEVER,
@@ -38,19 +38,25 @@ _PARTS = 1024  # of the bound, within which labels are compared before they are 
 _FEWEST, _MOST = 32, 16_000  # labels: of a position at least, and of a whole chain where there is room for more
 
 
-def nested(table: Intervals, cuts: Bytes, levels: Bytes) -> Nested:
-    """Plan the inside of all intervals between ``cuts`` under each of ``levels`` bytes."""
-    ms = np.full((len(cuts), len(cuts), len(levels)), np.inf)
+def nested(table: Intervals, costs: Sequence[Costs], cuts: Bytes, levels: Bytes) -> list[Nested]:
+    """Plan the inside of all intervals between ``cuts`` under each of ``levels`` bytes, by each of ``costs``.
+
+    These are what intervals cost in ms, in the place of what ``table`` has for that.
+    """
+    ms = np.full((len(costs), len(cuts), len(cuts), len(levels)), np.inf)
     need = np.zeros(ms.shape, dtype=np.int64)
     for i, a in enumerate(cuts[:-1]):
-        reached = np.flatnonzero(np.isfinite(table.ms[a, cuts]))
+        alone = np.array([each[a, cuts] for each in costs])
+        reached = np.flatnonzero(np.isfinite(alone).any(axis=0))
         if not len(reached):
             continue
         ends, outside = cuts[reached], table.live_ins(int(a))
-        more, needed = cheapest_under_each(table, int(a), int(ends[-1]), levels, _INNER_SLOTS, outside)
-        more, need[i, reached] = more[ends - a], needed[ends - a]
-        ms[i, reached] = np.where(more > 0, table.ms[a, ends][:, None] + more, np.inf)
-    return Nested(cuts, levels, ms, need)
+        more, needed = cheapest_under_each(table, costs, int(a), int(ends[-1]), levels, _INNER_SLOTS, outside)
+        for k in range(len(costs)):
+            inside, there = more[ends - a, k], np.isfinite(alone[k, reached])[:, None]
+            ms[k, i, reached] = np.where(inside > 0, alone[k, reached][:, None] + inside, np.inf)
+            need[k, i, reached] = np.where(there, needed[ends - a, k], 0)
+    return [Nested(cuts, levels, *each) for each in zip(ms, need, strict=True)]
 
 
 def flat(chain: Chain) -> Space:
@@ -64,8 +70,9 @@ def flat(chain: Chain) -> Space:
 
 def with_nested(among: Space, cuts: Bytes, levels: Bytes) -> Space:
     """The plans of ``among``, and those with segments in segments between ``cuts``, for inner bounds of ``levels``."""
-    inner = nested(among.table, cuts, levels)
-    kept = (replace(k, inner=nested(replace(among.table, ms=k.table.ms), cuts, levels)) for k in among.keeping)
+    costs = [among.table.ms, *(each.table.ms for each in among.keeping)]
+    inner, *others = nested(among.table, costs, cuts, levels)
+    kept = (replace(each, inner=other) for each, other in zip(among.keeping, others, strict=True))
     return Space(among.table, inner, tuple(kept))
 
 

@@ -51,9 +51,14 @@ class Intervals:
 
         Of what is made before ``start`` they use ``outside`` bytes, as ``live_ins`` has them, which do not count.
         """
-        ms, live_in = self.ms[start:b, b], outside[start:b, b]
-        needed = np.where(np.isfinite(ms), self.peak[start:b, b] - live_in + self.later[start, b], NEVER)
-        return ms, needed, self.held[start:b, b] - live_in
+        ms = self.ms[start:b, b]
+        needed, held = self.taking_to(b, start, outside)
+        return ms, np.where(np.isfinite(ms), needed, NEVER), held
+
+    def taking_to(self, b: int, start: int, outside: Bytes) -> tuple[Bytes, Bytes]:
+        """Bytes needed and bytes held of the same intervals, if they may run again."""
+        live_in = outside[start:b, b]
+        return self.peak[start:b, b] - live_in + self.later[start, b], self.held[start:b, b] - live_in
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,7 @@
 """Plans under several bounds at once are those under one bound after the other."""
 
+import itertools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -36,22 +38,26 @@ class Noting(_Labels):
 
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("slots", [4, 32])
-def test_each_bound_is_planned_as_if_it_were_alone(seed: int, slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_cost_and_bound_is_planned_as_if_it_were_alone(
+    seed: int, slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(dp, "_Labels", Noting)
     table = intervals(random_chain(seed)[1])
-    n = len(table)
+    n, random = len(table), np.random.default_rng(seed)
+    costs = [table.ms, np.where(random.random(table.ms.shape) < 0.8, table.ms * random.random(n + 1), np.inf)]
     lowest = lowest_bound(table, int(table.keep.sum() + table.work.max()))
     levels = np.geomspace(lowest / 8, 2 * lowest, 7).astype(np.int64)
     for start, stop in ((0, n), (n // 4, n - 2)):
         outside, positions = table.live_ins(start), np.arange(stop - start + 1)
-        ms, need = cheapest_under_each(table, start, stop, levels, slots, outside)
-        for number, level in enumerate(levels):
-            walked = _walk(Space(table), start, stop, int(level), slots, outside)
+        ms, need = cheapest_under_each(table, costs, start, stop, levels, slots, outside)
+        for k, number in itertools.product(range(len(costs)), range(len(levels))):
+            among = Space(replace(table, ms=costs[k]))
+            walked = _walk(among, start, stop, int(levels[number]), slots, outside)
             assert isinstance(walked, Noting)
             alone, needed = walked.least(positions)
-            assert np.array_equal(ms[:, number], alone)
+            assert np.array_equal(ms[:, k, number], alone)
             there = np.isfinite(alone)
-            assert np.array_equal(need[there, number], needed[there])
+            assert np.array_equal(need[there, k, number], needed[there])
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memrewrite.plan.dp import nested, plan
+from memrewrite.plan.dp import plan, with_nested
 from memrewrite.plan.segments import Chain, Plan
 from memrewrite.plan.tables import Space, intervals
 from tests.plan.test_plan import Interval, all_plans, chains, evaluate
@@ -56,8 +56,8 @@ def test_the_optimum_is_the_cheapest_of_all_plans(chain: Chain, bound: int) -> N
 @given(chains(longest=5), st.integers(0, 31))
 def test_segments_in_segments_are_the_cheapest_of_all(chain: Chain, bound: int) -> None:
     table = intervals(chain)
-    everywhere = nested(table, np.arange(len(chain) + 1), np.arange(100))
-    found = plan(Space(table, everywhere), bound)
+    everywhere = with_nested(Space(table), np.arange(len(chain) + 1), np.arange(100))
+    found = plan(everywhere, bound)
     check(chain, found, bound)
     evaluated = (evaluate(chain, chosen) for chosen in all_plans_with_segments_in_segments(chain))
     costs = [ms for most, ms in evaluated if most <= bound]

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from memrewrite.plan import refine
 from memrewrite.plan.coarse import coarsen, cuts
-from memrewrite.plan.dp import lowest_bound, nested, plan
+from memrewrite.plan.dp import lowest_bound, plan, with_nested
 from memrewrite.plan.refine import Fitted, Search, Simulate
 from memrewrite.plan.segments import Chain, Held, Plan
 from memrewrite.plan.tables import Space, intervals
@@ -199,8 +199,8 @@ def test_intervals_are_disjoint_ordered_and_legal_and_more_memory_never_costs_mo
 @given(chains(longest=9, unit=512), st.integers(1, 60), st.integers(2, 9))
 def test_what_a_plan_with_segments_in_segments_says_is_so(chain: Chain, units: int, count: int) -> None:
     table, bound = intervals(chain), 512 * units
-    inner = nested(table, cuts(chain, count), 512 * np.arange(1, units + 1))
-    flat, found = plan(table, bound), plan(Space(table, inner), bound)
+    among = with_nested(Space(table), cuts(chain, count), 512 * np.arange(1, units + 1))
+    flat, found = plan(table, bound), plan(among, bound)
     if found is None:
         assert flat is None
         return
@@ -216,8 +216,8 @@ def test_segments_in_segments_reach_where_segments_alone_do_not() -> None:
     chain = layers(64)
     table = intervals(chain)
     flat = lowest_bound(table, 64 * 512)
-    inner = nested(table, cuts(chain, 24), np.arange(512, flat, 512))
-    assert lowest_bound(Space(table, inner), flat) <= 0.75 * flat
+    among = with_nested(Space(table), cuts(chain, 24), np.arange(512, flat, 512))
+    assert lowest_bound(among, flat) <= 0.75 * flat
 
 
 @SMALL
