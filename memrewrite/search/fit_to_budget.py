@@ -138,14 +138,25 @@ def _lowest(asked: Asked, candidate: Candidate) -> Fit | Unmet:
 
 
 def _with_fewer(asked: Asked, candidate: Candidate, found: Fit) -> Fit:
-    """What fits in the least time, with some of the rewrites for the lowest peak or, as ``found``, with all of them."""
-    fitting = [found]
-    for names in registry.without_one_of_the_lowest(asked.names):
-        lower = rewritten_lowest(candidate, names)
-        other = None if lower.programs == candidate.programs else _found(asked.unless_far(asked.budget), lower)
-        if isinstance(other, Fit):
-            fitting.insert(0, other)  # which is taken where times are not known
-    return min(fitting, key=_time)
+    """What fits in the least time, with some of the rewrites for the lowest peak or, as ``found``, with all of them.
+
+    Where times are not known, the last that fits is taken: no other is looked for.
+    """
+    others = registry.without_one_of_the_lowest(asked.names)
+    if found.candidate.times() is None:
+        fitting = (_fit_of(asked, candidate, names) for names in reversed(others))
+        return next(filter(None, fitting), found)
+    known = [fit for names in others if (fit := _fit_of(asked, candidate, names)) is not None]
+    return min([*reversed(known), found], key=_time)
+
+
+def _fit_of(asked: Asked, candidate: Candidate, names: tuple[str, ...]) -> Fit | None:
+    """What fits with these rewrites for the lowest peak; None where none does, or they do nothing."""
+    lower = rewritten_lowest(candidate, names)
+    if lower.programs == candidate.programs:
+        return None
+    found = _found(asked.unless_far(asked.budget), lower)
+    return found if isinstance(found, Fit) else None
 
 
 def _lower_ones(asked: Asked, candidate: Candidate) -> Iterator[Candidate]:
