@@ -63,10 +63,16 @@ class InplaceActivation:
         return findings.finish(graph_module)
 
 
+def is_activation(node: fx.Node) -> bool:
+    """Whether ``node`` is a known activation."""
+    return operation(node) in (*ACTIVATIONS, "elu")
+
+
 def match(node: fx.Node, effects: Effects) -> bool:
     """Whether ``node`` is a known activation that puts its result in a new tensor."""
-    known = operation(node) in (*ACTIVATIONS, "elu")
-    return known and not effects.of[node].writes and not effects.of[node].outputs <= effects.of[node].reads
+    return (
+        is_activation(node) and not effects.of[node].writes and not effects.of[node].outputs <= effects.of[node].reads
+    )
 
 
 def check(node: fx.Node, effects: Effects, keeping: Set[fx.Node], marks: Marks = NO_MARKS) -> str | None:

@@ -6,7 +6,7 @@ from torch import fx
 
 from memrewrite.observe.any_gradient import observe_trained
 from memrewrite.observe.effects import Effects
-from memrewrite.passes.inplace_activation import InplaceActivation
+from memrewrite.passes.inplace_activation import InplaceActivation, is_activation
 from memrewrite.records.errors import CaptureError
 from memrewrite.rewriting.contract import Refused, Result
 from memrewrite.search.candidate import Candidate, CandidateRegion
@@ -34,6 +34,8 @@ def marked_inplace(candidate: Candidate, names: tuple[str, ...] | None) -> Candi
 def _marked(region: CandidateRegion) -> CandidateRegion:
     if _NAME in region.results:
         return region
+    if not any(map(is_activation, region.graph.nodes)):
+        return region.having(_NAME, Result())  # whatever would be kept
 
     def look(graph_module: fx.GraphModule, effects: Effects) -> Effects:
         original, graph = region.region, region.graph

@@ -8,16 +8,17 @@ import torch
 
 import memrewrite
 from memrewrite.observe import effects
+from memrewrite.observe.any_gradient import observe_trained
 from memrewrite.plan.segments import Plan
 from memrewrite.records.loop import HABITS, Loop
 from memrewrite.records.options import Budget
-from memrewrite.search import graphs
-from memrewrite.search.asked import Asked
+from memrewrite.search import fit_to_budget, graphs, inplace
+from memrewrite.search.asked import Asked, Fit
 from memrewrite.search.candidate import Candidate
 from memrewrite.search.inplace import marked_inplace
 from memrewrite.search.planning import plan, rewritten
 from memrewrite.targets.eager import Target
-from memrewrite.workload.step import OptimizerFactory, Step
+from memrewrite.workload.step import Inputs, OptimizerFactory, Step
 from tests.support.dropins import candidate
 from tests.support.models import make
 
@@ -27,6 +28,7 @@ OPTIMIZERS: dict[str, OptimizerFactory | None] = {
     "adamw": torch.optim.AdamW,
     "adagrad": torch.optim.Adagrad,  # has its state before the first step
 }
+BOTH = ["tiles", "attention_in_pieces"]
 
 
 def first(name: str, step: Step) -> Candidate:
@@ -133,3 +135,52 @@ def test_a_peak_that_one_pass_does_not_tell_is_found_by_two_steps(monkeypatch: p
     result = memrewrite.optimize(model, inputs.args, budget=budget, verify=False)
     assert result.report.predicted_after.peak <= budget
     assert result.report.segments
+
+
+@pytest.mark.parametrize(("between", "looks"), [(torch.nn.SiLU, False), (torch.nn.ReLU, True)])
+def test_what_autograd_would_keep_is_looked_at_where_there_are_activations(
+    between: type[torch.nn.Module], looks: bool
+) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), between(), torch.nn.Linear(4, 4))
+    under_test = candidate(model, Inputs((torch.randn(2, 4),), {}), Step(optimizer=None))
+    with mock.patch.object(inplace, "observe_trained", wraps=observe_trained) as observed:
+        found = marked_inplace(under_test, None)
+    assert observed.called == looks
+    with mock.patch.object(inplace, "is_activation", return_value=True):
+        looked = marked_inplace(under_test, None)
+    assert (found.programs, found.results) == (looked.programs, looked.results)
+
+
+@pytest.mark.parametrize(
+    ("times", "taken", "looked_for"),
+    [
+        ({}, "attention_in_pieces", ["attention_in_pieces"]),
+        ({"both": 2.0, "tiles": 1.0, "attention_in_pieces": 1.0}, "attention_in_pieces", BOTH),
+        ({"both": 2.0, "tiles": 1.0, "attention_in_pieces": 3.0}, "tiles", BOTH),
+        ({"both": 1.0, "tiles": 3.0, "attention_in_pieces": 2.0}, "both", BOTH),
+    ],
+)
+def test_fewer_of_the_rewrites_for_the_lowest_peak(
+    times: dict[str, float], taken: str, looked_for: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[str] = []
+
+    def made(name: str) -> mock.Mock:
+        ms = times.get(name)
+        return mock.Mock(programs=(name,), times=lambda: None if ms is None else (ms, ms))
+
+    made_of = {name: made(name) for name in ("none", "both", *BOTH)}
+
+    def found(asked: object, lower: Candidate) -> Fit:
+        looked.extend(lower.programs)
+        return Fit(lower, None, lower, 0)
+
+    def lowest(candidate: Candidate, names: tuple[str, ...]) -> mock.Mock:
+        return made_of["tiles" if "tiles" in names else "attention_in_pieces"]
+
+    monkeypatch.setattr(fit_to_budget, "rewritten_lowest", lowest)
+    monkeypatch.setattr(fit_to_budget, "_found", found)
+    asked, both = mock.Mock(names=None), made_of["both"]
+    fit = fit_to_budget._with_fewer(asked, made_of["none"], Fit(both, None, both, 0))
+    assert fit.candidate is made_of[taken]
+    assert looked == looked_for
