@@ -8,18 +8,15 @@ budget, so a larger one never gives a dearer plan; between two steps nodes are t
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import accumulate
 
+from memrewrite.backends.divisions import divisions
 from memrewrite.backends.facts import Facts
 from memrewrite.backends.live import Peaks, peaks
 from memrewrite.backends.plan import Order, Planner, Ways
 
-_REGIONS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96)
-_LIGHT = 1.25  # of the bytes that cross at the lightest quarter of the places where few do
 _STEPS = 16  # from all costly nodes kept to none
 _TRIES = 24  # nodes that are tried one by one between two steps
 _DEEP = 24  # nodes between what is kept and the costly one it is made of, at most
-_WINDOW = 0.5  # of a region's bytes: around where it would end, a lighter place is looked for
 
 
 @dataclass(frozen=True)
@@ -171,60 +168,3 @@ class _Row:
             if self._all.fits(tried, room, own) and tried.ms <= best.ms:
                 best = tried
         return best
-
-
-def divisions(facts: Facts) -> list[tuple[int, ...]]:
-    """The nodes that regions begin at, for several numbers of regions, each where few bytes cross.
-
-    Then those that begin wherever much fewer bytes cross than on either side, as between the halves of a transformer's
-    blocks, and every other of these.
-    """
-    across = _crossing(facts)
-    made = list(accumulate(sum(facts.bytes[s] for s in facts.makes[i]) * facts.forward[i] for i in range(len(across))))
-    total = made[-1] if made else 0
-    places = [i for i in range(1, len(across)) if _may_cut(facts, i)]
-    found: list[tuple[int, ...]] = []
-    for count in _REGIONS:
-        cuts = []
-        for number in range(1, count):
-            low, high = ((number + shift) * total / count for shift in (-_WINDOW, _WINDOW))
-            inside = [i for i in places if low < made[i - 1] <= high]
-            if inside:
-                cuts.append(min(inside, key=lambda i: (across[i], i)))
-        found.append(tuple(sorted({*cuts})))
-    light = _light(places, across)
-    return [*dict.fromkeys([*found, light, light[::2], light[1::2]])]
-
-
-def _light(places: list[int], across: list[int]) -> tuple[int, ...]:
-    """The lightest of the places where so few bytes cross that on either side twice as many do before it is fewer."""
-    from scipy.signal import find_peaks
-
-    _, told = find_peaks([-across[i] for i in places], prominence=0, plateau_size=1)
-    firsts = [places[each] for each in told["left_edges"]]
-    deep = [i for i, rise in zip(firsts, told["prominences"], strict=True) if rise >= across[i]]
-    least = sorted(across[i] for i in deep)[len(deep) // 4] if deep else 0
-    return tuple(i for i in deep if across[i] <= _LIGHT * least)
-
-
-def _may_cut(facts: Facts, node: int) -> bool:
-    return facts.place[node] == node and node not in facts.given and node not in facts.views
-
-
-def _crossing(facts: Facts) -> list[int]:
-    """For each node, the bytes made before it that it or a later node of forward reads."""
-    last: dict[int, int] = {}
-    born: dict[int, int] = {}
-    for node, place in enumerate(facts.place):
-        if place != node or not facts.forward[node]:
-            continue
-        for storage in facts.makes[node]:
-            born[storage] = node
-        for source in facts.inputs[node]:
-            last |= dict.fromkeys(facts.holds[source], node)
-    steps = [0] * (len(facts.nodes) + 2)
-    for storage, node in born.items():
-        if storage in last:
-            steps[node + 1] += facts.bytes[storage]
-            steps[last[storage] + 1] -= facts.bytes[storage]
-    return list(accumulate(steps))[: len(facts.nodes)]

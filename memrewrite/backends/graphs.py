@@ -5,8 +5,8 @@ from bisect import bisect_right
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
+from memrewrite.backends.divisions import divisions
 from memrewrite.backends.facts import Facts
-from memrewrite.backends.frontier import divisions
 from memrewrite.backends.plan import Order, Planner
 from memrewrite.runtime.compiled import SETTLE
 from memrewrite.torch_internals.partitioning import Divided, modules

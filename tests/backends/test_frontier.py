@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memrewrite.backends.frontier import Frontier, divisions
+from memrewrite.backends.divisions import divisions
+from memrewrite.backends.frontier import Frontier
 from tests.support.divided import Divided
 
 BLOCKS, ROWS, WIDTH, HIDDEN = 7, 64, 32, 256
