@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from memrewrite.backends.divisions import divisions
 from memrewrite.backends.facts import Facts
-from memrewrite.backends.live import Peaks, peaks
+from memrewrite.backends.live import Live, Peaks
 from memrewrite.backends.plan import Order, Planner, Ways
 
 _STEPS = 16  # from all costly nodes kept to none
@@ -30,7 +30,7 @@ class Found:
     @property
     def rank(self) -> tuple[float, int, int]:
         """The cheaper and then the lower comes first."""
-        return (self.ms, self.peaks.peak, len(self.order.items))
+        return (self.ms, self.peaks.peak, self.order.length)
 
 
 class Frontier:
@@ -41,7 +41,7 @@ class Frontier:
 
     def __init__(self, facts: Facts, later: float = 0.0) -> None:
         self.facts, self.later = facts, later
-        self.planner = Planner(facts)
+        self.planner, self._live = Planner(facts), Live(facts)
         self.rows = [_Row(self, cuts) for cuts in divisions(facts)]
 
     def lowest(self) -> Found:
@@ -69,8 +69,11 @@ class Frontier:
 
     def look(self, ways: Ways) -> Found:
         """A choice with its peaks and cost."""
-        order = self.planner.order(ways)
-        return Found(order, peaks(self.facts, order), order.ms(self.facts))
+        return self.found(self.planner.order(ways))
+
+    def found(self, order: Order) -> Found:
+        """An order with its peaks and cost."""
+        return Found(order, self._live.peaks(order), order.ms)
 
 
 class _Row:
@@ -120,18 +123,16 @@ class _Row:
         """
         facts, order = self._facts, now.order
         mark = max(now.peaks.forward, now.peaks.backward, key=lambda mark: mark.peak)
-        living = {storage for storage, copy in mark.living if copy == -1}
-        again = {copy for _, copy in mark.living}
         worth = []
         for number, kept in enumerate(order.kept):
             start, end = order.ways.region(number)
             for node in kept:
-                if not living & {*facts.holds[node]}:
+                if mark.living.isdisjoint(facts.holds[node]):
                     continue
                 for source in self._sources(node):
                     if start <= facts.place[source] < end and source not in order.ways.rerun:
                         price = facts.ms[source] / max(facts.size(node), 1)
-                        worth.append((number in again, price, source, facts.size(node)))
+                        worth.append((number in mark.regions, price, source, facts.size(node)))
         chosen: set[int] = set()
         total = 0
         for _, _, source, size in sorted(worth):

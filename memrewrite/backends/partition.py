@@ -12,7 +12,6 @@ from memrewrite.backends.facts import Facts, facts
 from memrewrite.backends.frontier import Found, Frontier
 from memrewrite.backends.graphs import graphs
 from memrewrite.backends.listed import kept_by, reruns
-from memrewrite.backends.live import peaks
 from memrewrite.backends.observed import Seen
 from memrewrite.backends.resident import Resident, parts
 from memrewrite.backends.rows import sum_in_place, written
@@ -154,7 +153,7 @@ class Partition:
         frontier = Frontier(known, self.lives.later)
         kept = frozenset(i for i in stock if i not in known.symbols)
         order = frontier.planner.given(kept)
-        usual = Found(order, peaks(known, order), order.ms(known))
+        usual = frontier.found(order)
         self.options = options = Options(frontier, usual)
         limit = self._limit(self._of_step(usual))
         found = self._picked(options, limit)

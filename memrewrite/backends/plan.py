@@ -45,22 +45,55 @@ class Item:
     reads: tuple[int, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
+class Part:
+    """The nodes of backward that belong to a region, each after what the region makes again for it.
+
+    ``steps`` are nodes, and whether it is a copy of the region's that runs.
+    """
+
+    region: int
+    steps: tuple[tuple[int, bool], ...]
+
+
+@dataclass(frozen=True, eq=False)
 class Order:
     """What is kept, by region, and backward with what it makes again."""
 
+    facts: Facts = field(repr=False)
     ways: Ways
     kept: tuple[frozenset[int], ...]
-    items: tuple[Item, ...] = field(repr=False)
+    parts: tuple[Part, ...] = field(repr=False)
 
     @functools.cached_property
     def saved(self) -> frozenset[int]:
         """All that is kept."""
         return frozenset().union(*self.kept)
 
-    def ms(self, facts: Facts) -> float:
+    @functools.cached_property
+    def items(self) -> tuple[Item, ...]:
+        """Backward in its order."""
+        return tuple(self._items())
+
+    def _items(self) -> Iterator[Item]:
+        facts, there = self.facts, dict[int, int]()  # where nodes stand in the order, copies as of the present region
+        ready = self.saved | facts.given | facts.symbols | {*facts.tangents}
+        steps = ((part.region, *step) for part in self.parts for step in part.steps)
+        for count, (region, node, copied) in enumerate(steps):
+            reads = tuple(-1 - i if i in ready else there[i] for i in facts.inputs[node])
+            yield Item(node, region if copied else None, reads)
+            there[node] = count
+
+    @property
+    def length(self) -> int:
+        """How many nodes run in backward."""
+        return sum(len(part.steps) for part in self.parts)
+
+    @functools.cached_property
+    def ms(self) -> float:
         """What running again takes, in milliseconds."""
-        return sum(facts.ms[item.node] for item in self.items if item.region is not None)
+        ms = self.facts.ms
+        return sum(ms[node] for part in self.parts for node, copied in part.steps if copied)
 
 
 class Planner:
@@ -70,17 +103,26 @@ class Planner:
         self.facts = facts
         self.backward = [i for i, before in enumerate(facts.forward) if not before and i not in facts.tangents]
         self.latest = self._latest()
+        self._ready = facts.given | facts.symbols
         self._cuts: dict[tuple[int, int, frozenset[int], frozenset[int]], frozenset[int]] = {}
+        self._divided: dict[tuple[int, ...], list[_Region]] = {}
 
     def order(self, ways: Ways) -> Order:
         """The order that a choice means."""
-        regions = self._regions(ways.cuts)
-        kept = tuple(self._kept(ways, number, nodes) for number, nodes in enumerate(regions))
-        return Order(ways, kept, tuple(self._items(regions, frozenset().union(*kept))))
+        if ways.cuts not in self._divided:
+            self._divided[ways.cuts] = self._regions(ways.cuts)
+        regions = self._divided[ways.cuts]
+        kept = tuple(self._kept(ways, region) for region in regions)
+        return self._ordered(ways, regions, kept)
 
     def given(self, saved: frozenset[int]) -> Order:
         """The order where exactly these values are kept, and no value runs twice."""
-        return Order(Ways((), frozenset()), (saved,), tuple(self._items([self.backward], saved)))
+        return self._ordered(Ways((), frozenset()), self._regions(()), (saved,))
+
+    def _ordered(self, ways: Ways, regions: list["_Region"], kept: tuple[frozenset[int], ...]) -> Order:
+        saved = frozenset().union(*kept)
+        pairs = zip(regions[::-1], kept[::-1], strict=True)
+        return Order(self.facts, ways, kept, tuple(self._part(region, mine, saved) for region, mine in pairs))
 
     def _latest(self) -> list[int]:
         """For each node of backward, in order, the latest value of forward that it or one after it reads."""
@@ -91,12 +133,12 @@ class Planner:
             found.append(latest)
         return found[::-1]
 
-    def _regions(self, cuts: tuple[int, ...]) -> list[list[int]]:
+    def _regions(self, cuts: tuple[int, ...]) -> list["_Region"]:
         """The nodes of backward by region."""
-        regions: list[list[int]] = [[] for _ in range(len(cuts) + 1)]
+        nodes: list[list[int]] = [[] for _ in range(len(cuts) + 1)]
         for node, latest in zip(self.backward, self.latest, strict=True):
-            regions[bisect_right(cuts, latest)].append(node)
-        return regions
+            nodes[bisect_right(cuts, latest)].append(node)
+        return [_Region(number, tuple(each), self._needed(number, each)) for number, each in enumerate(nodes)]
 
     def _needed(self, number: int, nodes: Iterable[int]) -> frozenset[int]:
         """The values of forward that nodes of backward read, and in the last region those that are its results."""
@@ -106,16 +148,15 @@ class Planner:
             read |= {i for i in facts.gradients if facts.forward[i]}
         return frozenset(i for i in read if i not in facts.given)
 
-    def _kept(self, ways: Ways, number: int, nodes: list[int]) -> frozenset[int]:
+    def _kept(self, ways: Ways, region: "_Region") -> frozenset[int]:
         """What is kept for a region: the fewest bytes."""
-        start, end = ways.region(number)
-        needed = self._needed(number, nodes)
-        if not needed:
+        start, end = ways.region(region.number)
+        if not region.needed:
             return frozenset()
         rerun = frozenset(i for i in ways.rerun if start <= self.facts.place[i] < end)
-        key = (start, end, rerun, needed)
+        key = (start, end, rerun, region.needed)
         if key not in self._cuts:
-            self._cuts[key] = self._cut(start, end, rerun, needed)
+            self._cuts[key] = self._cut(start, end, rerun, region.needed)
         return self._cuts[key]
 
     def _cut(self, start: int, end: int, rerun: frozenset[int], needed: frozenset[int]) -> frozenset[int]:
@@ -143,42 +184,54 @@ class Planner:
         found = cheapest_cut(needed, facts.inputs.__getitem__, price, makes)
         return frozenset(node for node in found if node not in facts.given)
 
-    def _items(self, regions: list[list[int]], saved: frozenset[int]) -> Iterator[Item]:
-        """Backward in its order, with what each region makes again before whoever first asks for it."""
-        facts = self.facts
-        there: dict[int, int] = {}  # where nodes of backward stand in the order
-        copies: dict[tuple[int, int], int] = {}
-        count = 0
-        region_of = {node: number for number, nodes in enumerate(regions) for node in nodes}
+    def _part(self, region: "_Region", kept: frozenset[int], saved: frozenset[int]) -> Part:
+        """A region's part of backward; it is the same where as much of what it is made of is kept."""
+        if kept not in region.made_of:
+            region.made_of[kept] = frozenset(self._again(region.needed, kept, set()))
+        known = saved & region.made_of[kept] | kept
+        if known not in region.parts:
+            region.parts[known] = Part(region.number, tuple(self._steps(region, known)))
+        return region.parts[known]
 
-        def places(node: int, region: int) -> tuple[int, ...]:
-            return tuple(place(i, region) for i in facts.inputs[node])
+    def _steps(self, region: "_Region", saved: frozenset[int]) -> Iterator[tuple[int, bool]]:
+        """The nodes of a region in their order, with what it makes again before whoever first asks for it."""
+        facts, made = self.facts, set[int]()
+        for node in region.nodes:
+            yield from ((i, True) for i in self._made_again(facts.inputs[node], saved, made))
+            yield node, False
+        if region.number == 0:
+            yield from ((i, True) for i in self._made_again(facts.gradients, saved, made))
 
-        def place(i: int, region: int) -> int:
-            if i in saved or i in facts.given or i in facts.symbols or i in facts.tangents:
-                return -1 - i
-            return there[i] if i in there else copies[i, region]
+    def _made_again(self, needed: Iterable[int], saved: frozenset[int], made: set[int]) -> list[int]:
+        """What has to run so that these are there, in order; it is ``made`` then."""
+        missing = sorted(self._again(needed, saved, made) - saved)
+        made.update(missing)
+        return missing
 
-        def again(needed: Iterable[int], region: int) -> Iterator[Item]:
-            nonlocal count
-            missing: set[int] = set()
-            ahead = list(needed)
-            while ahead:
-                i = ahead.pop()
-                kept = i in saved or i in facts.given or i in facts.symbols
-                if kept or i in missing or (i, region) in copies or not facts.forward[i]:
-                    continue
-                missing.add(i)
+    def _again(self, needed: Iterable[int], saved: frozenset[int], made: set[int]) -> set[int]:
+        """The values of forward that these are made of, from what is ``saved`` on, which is among them."""
+        facts, ready = self.facts, self._ready
+        found: set[int] = set()
+        ahead = list(needed)
+        while ahead:
+            i = ahead.pop()
+            if i in found or i in ready or i in made or not facts.forward[i]:
+                continue
+            found.add(i)
+            if i not in saved:
                 ahead += facts.inputs[i]
-            for i in sorted(missing):
-                yield Item(i, region, places(i, region))
-                copies[i, region] = count
-                count += 1
+        return found
 
-        for node in self.backward:
-            region = region_of[node]
-            yield from again(facts.inputs[node], region)
-            yield Item(node, None, places(node, region))
-            there[node] = count
-            count += 1
-        yield from again((i for i in facts.gradients if facts.forward[i]), 0)
+
+@dataclass(eq=False)
+class _Region:
+    """The nodes of backward in a region, what of forward they need, and what is known of these.
+
+    ``made_of`` has for what may be kept of it all that the rest is made of, and ``parts`` what then runs.
+    """
+
+    number: int
+    nodes: tuple[int, ...]
+    needed: frozenset[int]
+    made_of: dict[frozenset[int], frozenset[int]] = field(default_factory=dict)
+    parts: dict[frozenset[int], Part] = field(default_factory=dict)

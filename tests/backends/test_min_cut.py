@@ -24,7 +24,7 @@ def enough(
     return len(there - kept)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(20))
 def test_no_other_choice_is_cheaper(seed: int) -> None:
     chance = random.Random(seed)  # noqa: S311  (no secret)
     count = chance.randrange(3, 11)

@@ -1,0 +1,173 @@
+"""What forward and a planned backward run, in stretches that orders have in common.
+
+A storage is a key; its copy for a region is one, too: the storage and, once more than the region's number, how many
+storages there are.
+"""
+
+import functools
+from collections.abc import Iterable, Mapping, Set
+from itertools import groupby
+
+from memrewrite.backends.facts import Facts
+from memrewrite.backends.plan import Order, Part
+from memrewrite.backends.stretches import Key, Run, Stretch
+
+_STRETCH = 100  # nodes of forward or of backward itself that are simulated at once
+
+Keys = tuple[Key, ...]
+Step = tuple[int, bool]
+
+
+class Runs:
+    """Turns orders of one joint graph into stretches of runs; what two orders have in common is made once."""
+
+    def __init__(self, facts: Facts) -> None:
+        self.facts = facts
+        self.count = max(len(facts.bytes), 1)
+        self.outputs = frozenset(s for node in facts.outputs for s in facts.holds[node])
+        self._first = self._made_of(facts.outputs, frozenset())
+        self._block = {node: rank // _STRETCH for rank, node in enumerate(self._nodes(forward=False))}
+        self._keys = self._lies()
+        self._strange = self._elsewhere()
+        self._forward: dict[object, Stretch] = {}
+        self._backward: dict[object, tuple[Stretch, dict[int, Keys]]] = {}
+        self._parts: dict[object, list[Stretch]] = {}
+
+    def size(self, key: Key) -> int:
+        """The bytes of a storage, or of a copy of it."""
+        return self.facts.bytes[key % self.count]
+
+    def forward(self, values: Iterable[int], saved: frozenset[int]) -> list[Stretch]:
+        """What forward runs: all that its outputs and the values that are kept, in storages ``saved``, are made of."""
+        facts, found = self.facts, []
+        more = self._made_of(values, self._first)
+        for nodes, makes in self._blocks:
+            extra, ending = more & nodes, saved & makes
+            key = (nodes, extra, ending)
+            if key not in self._forward:
+                there = [i for i in sorted(nodes) if i in self._first or i in extra]
+                runs = (self._run(at, i, facts.makes[i], self._reads(i, {}, {})) for at, i in enumerate(there))
+                ends = ending | makes & self.outputs
+                self._forward[key] = Stretch(filter(None, runs), len(there), ends, self.size)
+            found.append(self._forward[key])
+        return found
+
+    def backward(self, order: Order) -> tuple[list[Stretch], frozenset[Key]]:
+        """What backward runs, and the storages that gradients lie in."""
+        strange = self._found(order) if self._strange else {}
+        told = tuple(strange.items())
+        ends = frozenset(key for node in self.facts.gradients for key in strange.get(node, self._keys[node]))
+        found: list[Stretch] = []
+        for part in order.parts:
+            if (part, told) not in self._parts:
+                self._parts[part, told] = list(self._of_part(part, strange, ends))
+            found += self._parts[part, told]
+        return found, ends
+
+    def _of_part(self, part: Part, strange: Mapping[int, Keys], ends: frozenset[Key]) -> Iterable[Stretch]:
+        """The stretches of a part of backward; they end at the same of its nodes whatever is made again."""
+        copies: dict[int, Keys] = {}
+        block = next((self._block[node] for node, copied in part.steps if not copied), 0)
+
+        def block_of(step: Step) -> int:
+            nonlocal block
+            block = block if step[1] else self._block[step[0]]
+            return block
+
+        for _, group in groupby(part.steps, block_of):
+            steps = tuple(group)
+            read = {i for node, _ in steps for i in self.facts.inputs[node]}
+            before = {i: copies[i] for i in sorted(read) if i in copies}
+            key = (part.region, steps, tuple(before.items()), tuple(strange.items()))
+            if key not in self._backward:
+                runs = [self._step(at, step, part.region, before, strange) for at, step in enumerate(steps)]
+                there = [run for run in runs if run is not None]
+                ending = ends & {key for run in there for key in run.makes}
+                self._backward[key] = Stretch(there, len(steps), ending, self.size), before
+            stretch, more = self._backward[key]
+            copies |= more
+            yield stretch
+
+    def _step(
+        self, at: int, step: Step, region: int, copies: dict[int, Keys], strange: Mapping[int, Keys]
+    ) -> Run | None:
+        """A step of backward as it runs; a copy is then among ``copies``."""
+        node, copied = step
+        reads = self._reads(node, copies, strange)
+        makes = self.facts.makes[node]
+        if copied:
+            makes = tuple(s + (region + 1) * self.count for s in makes)
+            copies[node] = makes or self._held(node, reads)
+        return self._run(at, node, makes, reads)
+
+    def _run(self, at: int, node: int, makes: Keys, reads: Keys) -> Run | None:
+        facts = self.facts
+        if not makes and node in facts.views:
+            return None
+        kinds = (node in facts.fused, node in facts.reader, node in facts.heavy)
+        return Run(at, makes, reads, *kinds, facts.scratch[node])
+
+    def _reads(self, node: int, copies: Mapping[int, Keys], strange: Mapping[int, Keys]) -> Keys:
+        found: list[Key] = []
+        for i in self.facts.inputs[node]:
+            found += copies[i] if i in copies else strange[i] if i in strange else self._keys[i]
+        return tuple(found)
+
+    def _held(self, node: int, reads: Keys) -> Keys:
+        """The storages that what makes nothing lies in, of those that it reads."""
+        own = {*self.facts.holds[node]}
+        return tuple(key for key in reads if key % self.count in own)
+
+    def _nodes(self, forward: bool) -> list[int]:
+        facts = self.facts
+        there = facts.given | {*facts.tangents}
+        return [i for i, before in enumerate(facts.forward) if before == forward and i not in there]
+
+    @functools.cached_property
+    def _blocks(self) -> list[tuple[frozenset[int], frozenset[Key]]]:
+        """The nodes of forward, so many at a time, and the storages that they make."""
+        nodes = self._nodes(forward=True)
+        blocks = [frozenset(nodes[i : i + _STRETCH]) for i in range(0, len(nodes), _STRETCH)]
+        return [(block, frozenset(s for i in block for s in self.facts.makes[i])) for block in blocks]
+
+    def _made_of(self, values: Iterable[int], known: Set[int]) -> frozenset[int]:
+        """What of forward these are made of and is not known."""
+        facts, found = self.facts, set[int]()
+        ahead = list(values)
+        while ahead:
+            node = ahead.pop()
+            if node not in found and node not in known and facts.forward[node] and node not in facts.given:
+                found.add(node)
+                ahead += facts.inputs[node]
+        return frozenset(found)
+
+    def _lies(self) -> list[Keys]:
+        """For each node the storages that its value lies in where it is no copy and reads none."""
+        facts = self.facts
+        found: list[Keys] = []
+        for node, (makes, holds) in enumerate(zip(facts.makes, facts.holds, strict=True)):
+            backward = node in self._block
+            read = [key for i in facts.inputs[node] for key in found[i]] if backward else []
+            found.append((makes or tuple(key for key in read if key in {*holds})) if backward else holds)
+        return found
+
+    def _elsewhere(self) -> frozenset[int]:
+        """The nodes of which only an order tells where they lie, though others than its part read them: gradients that
+        forward makes, and what of backward lies in what forward makes."""
+        facts = self.facts
+        of_forward = {s for i in self._nodes(forward=True) for s in facts.makes[i]}
+        own = {i for i in self._block if not facts.makes[i] and of_forward & {*facts.holds[i]}}
+        return frozenset(own | {i for i in facts.gradients if facts.forward[i] and i not in facts.given})
+
+    def _found(self, order: Order) -> dict[int, Keys]:
+        """Where they lie."""
+        found: dict[int, Keys] = {}
+        for part in order.parts:
+            copies: dict[int, Keys] = {}
+            for step in part.steps:
+                node, copied = step
+                self._step(0, step, part.region, copies, found)
+                if node in self._strange:
+                    reads = self._reads(node, copies, found)
+                    found[node] = copies[node] if copied else self.facts.makes[node] or self._held(node, reads)
+        return found
