@@ -6,17 +6,17 @@ handed to backward.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import NamedTuple
 
 from memrewrite.backends.facts import Facts
 from memrewrite.backends.plan import Order
 from memrewrite.backends.runs import Runs
-from memrewrite.backends.stretches import Event, Inside, Key, Placed, Reads, Recent, Stretch
+from memrewrite.backends.stretches import Event, Inside, Key, Placed, Reads, Recent, Size, Stretch
 
 _END = 1 << 40  # after any run
+
+_Span = tuple[Key, int, int]  # a value that is not within a stretch: from where to where it lives
 
 
 @dataclass(frozen=True)
@@ -61,29 +61,33 @@ class Live:
         return Peaks(forward, backward, sum(facts.bytes[s] for s in saved))
 
     def _watermark(self, stretches: list[Stretch], given: frozenset[Key], ends: frozenset[Key]) -> Watermark:
-        """Where the most bytes live: ``given`` ones are there at first, those that ``ends`` names until the end."""
-        placed = _placed(stretches)
-        starts = [0, *accumulate(stretch.length for stretch in stretches)]
-        spans = _spans(placed, starts, given, ends)
-        size = self._runs.size
-        now = best = sum(map(size, given))
-        now -= sum(size(span.key) for span in spans if span.last < 0)
-        where: tuple[Placed, int, int] | None = None
-        for each, start, events in zip(placed, starts, _events(spans, starts), strict=False):
-            curve = each.curve(tuple(events))
-            if now + curve.highest > best:
-                best, where = now + curve.highest, (each, start, curve.at)
-            now += curve.rise
-        if where is None:
-            return self._mark(best, given)
-        each, start, at = where
-        living = [span.key for span in spans if span.born <= start + at <= span.last]
-        return self._mark(best, [*living, *each.living(at)])
-
-    def _mark(self, peak: int, living: Iterable[Key]) -> Watermark:
+        peak, living = watermark(stretches, given, ends, self._runs.size)
         pairs = [divmod(key, self._runs.count) for key in living]
         once = frozenset(storage for region, storage in pairs if not region)
         return Watermark(peak, once, frozenset(region - 1 for region, _ in pairs if region))
+
+
+def watermark(
+    stretches: list[Stretch], given: frozenset[Key], ends: frozenset[Key], size: Size
+) -> tuple[int, list[Key]]:
+    """The most bytes that live, and what then lives: ``given`` values are there at first, and until the end those of
+    them that ``ends`` names, and those that stretches do."""
+    placed = _placed(stretches)
+    starts = [0, *accumulate(stretch.length for stretch in stretches)]
+    spans = _spans(placed, starts, given, ends)
+    now = best = sum(map(size, given))
+    now -= sum(size(key) for key, _, last in spans if last < 0)
+    where: tuple[Placed, int, int] | None = None
+    for each, start, events in zip(placed, starts, _events(spans, starts), strict=False):
+        curve = each.curve(tuple(events))
+        if now + curve.highest > best:
+            best, where = now + curve.highest, (each, start, curve.at)
+        now += curve.rise
+    if where is None:
+        return best, sorted(given)
+    each, start, at = where
+    living = [key for key, born, last in spans if born <= start + at <= last]
+    return best, [*living, *each.living(at)]
 
 
 def _placed(stretches: list[Stretch]) -> list[Placed]:
@@ -105,32 +109,26 @@ def _placed(stretches: list[Stretch]) -> list[Placed]:
         sources |= written.sources
         each = written.placed(recent, start)
         for key, (born, read, made) in each.recent.items():
-            recent[key] = Recent(born + start, read + start, made)
+            recent[key] = born + start, read + start, made
         found.append(each)
         start += stretch.length
     return found
 
 
-class _Span(NamedTuple):
-    """From where to where a value lives that is not within a stretch."""
-
-    key: Key
-    born: int
-    last: int
-
-
 def _spans(placed: list[Placed], starts: list[int], given: frozenset[Key], ends: frozenset[Key]) -> list[_Span]:
     """What is given or lives beyond the stretch that makes it; what is given is born and, unread, dies at -1."""
-    found = []
+    found: list[_Span] = []
     last: dict[Key, int] = {}
     for each, start in zip(placed[::-1], starts[-2::-1], strict=True):
-        further = {key: max(last[value] for value in values) for key, values in each.through.items()}
+        through = {key: max(last[value] for value in values) for key, values in each.through.items()}
         for key, born, here in each.open:
-            at = max(start + here, last.get(key, -1), further.get(key, -1))
-            found.append(_Span(key, start + born, _END if key in each.stretch.ends else at))
-        for key in each.stretch.outside:
-            last[key] = max(start + each.last[key], last.get(key, -1), further.get(key, -1))
-    found += [_Span(key, -1, _END if key in ends else last.get(key, -1)) for key in sorted(given)]
+            at = max(start + here, last.get(key, -1), through.get(key, -1))
+            found.append((key, start + born, _END if key in each.stretch.ends else at))
+        for key, here in each.outside:
+            at = max(start + here, through[key]) if key in through else start + here
+            if last.get(key, -1) < at:
+                last[key] = at
+    found += [(key, -1, _END if key in ends else last.get(key, -1)) for key in sorted(given)]
     return found
 
 
@@ -141,5 +139,5 @@ def _events(spans: list[_Span], starts: list[int]) -> list[list[Event]]:
         for at, begins in ((born, True), (last, False)):
             if 0 <= at < _END:
                 number = bisect_right(starts, at) - 1
-                found[number].append(Event(at - starts[number], key, begins))
+                found[number].append((at - starts[number], key, begins))
     return found

@@ -32,10 +32,14 @@ def cheapest_cut(
         value = ahead.pop()
         if value in ends or not (cost := price(value)):
             continue
-        sources[value] = inputs(value) if makes(value) else ()
-        start = network.place() if makes(value) else _SOURCE
-        ends[value] = start, network.place()
-        network.join(*ends[value], cost)
+        made = makes(value)
+        sources[value] = inputs(value) if made else ()
+        start = network.place() if made else _SOURCE
+        if made and cost >= INFINITE:
+            ends[value] = start, start
+        else:
+            ends[value] = start, network.place()
+            network.join(*ends[value], cost)
         ahead += sources[value]
     for value, read in sources.items():
         for each in read:

@@ -18,6 +18,8 @@ NEVER = -(1 << 40)  # no position
 Key = int  # a storage; of copies, one by region
 Size = Callable[[Key], int]
 Reads = tuple[int, bool]  # how many runs read something, and whether all make it in their own kernels
+Event = tuple[int, Key, bool]  # from a position on something lives (True), or no longer after it (False)
+Recent = tuple[int, int, int]  # where a value was last written, and where a kernel last read it that makes this much
 
 
 class Run(NamedTuple):
@@ -37,22 +39,6 @@ class Inside(NamedTuple):
 
     read: frozenset[Key]
     heavy: bool
-
-
-class Recent(NamedTuple):
-    """Of a value: where it was last written, and the last elementwise kernel that reads it with the size it makes."""
-
-    born: int = NEVER
-    read: int = NEVER
-    made: int = 0
-
-
-class Event(NamedTuple):
-    """Bytes that begin to live at a position, or do so no longer after it."""
-
-    at: int
-    key: Key
-    begins: bool
 
 
 class Curve(NamedTuple):
@@ -131,8 +117,8 @@ class Written:
         """Where its kernels run after those of which ``recent`` tells; it begins at ``start``."""
         before = {}
         for key in self._near:
-            if (each := recent.get(key)) is not None and max(each.born, each.read) >= start - FAR:
-                before[key] = Recent(each.born - start, each.read - start, each.made)
+            if (each := recent.get(key)) is not None and (each[0] >= start - FAR or each[1] >= start - FAR):
+                before[key] = each[0] - start, each[1] - start, each[2]
         known = tuple(before.items())
         if known not in self._placed:
             self._placed[known] = Placed(self, before)
@@ -158,8 +144,8 @@ class Placed:
         """For each run the one in whose kernel it is made: the latest elementwise one before it, if any, that makes
         values of its size and reads one of that size that it reads, too, when all that it reads is there."""
         size, found = self.stretch.size, []
-        born = {key: each.born for key, each in before.items()}
-        readers = {key: (each.read, each.made) for key, each in before.items()}
+        born = {key: at for key, (at, _, _) in before.items()}
+        readers = {key: (at, made) for key, (_, at, made) in before.items()}
         for run, kept, read in zip(self.stretch.runs, self.written.kept, self.written.read, strict=True):
             at = run.at
             if run.fused and kept:
@@ -172,7 +158,7 @@ class Placed:
             found.append(at)
         late = self.stretch.length - FAR
         told = {key for key, at in born.items() if at >= late} | {key for key, (at, _) in readers.items() if at >= late}
-        self.recent = {key: Recent(born.get(key, NEVER), *readers.get(key, (NEVER, 0))) for key in sorted(told)}
+        self.recent = {key: (born.get(key, NEVER), *readers.get(key, (NEVER, 0))) for key in sorted(told)}
         return found
 
     def _last(self) -> tuple[dict[Key, int], dict[Key, frozenset[Key]]]:
@@ -180,22 +166,21 @@ class Placed:
         last: dict[Key, int] = {}
         through: dict[Key, frozenset[Key]] = {}
         for run, kept, at in zip(self.stretch.runs[::-1], self.written.kept[::-1], self.at[::-1], strict=True):
-            reading, further = at, frozenset[Key]()
+            reading = at
             if len(kept) < len(run.makes):
                 inside = [key for key in run.makes if key not in kept]
-                ends = [last.get(key, NEVER if key in later else run.at) for key in inside]
-                further = frozenset(key for key in inside if key in later).union(
-                    *(through.get(key, ()) for key in inside)
-                )
-                reading = max([at, *ends]) if kept else max(ends)
+                reading = max(last.get(key, NEVER if key in later else run.at) for key in inside)
+                reading = max(reading, at) if kept else reading
+                if later:
+                    further = {key for key in inside if key in later}.union(*(through.get(key, ()) for key in inside))
+                    through |= {key: through.get(key, frozenset()) | further for key in run.reads if further}
             for key in run.reads:
-                last[key] = max(last.get(key, NEVER), reading)
-                if further:
-                    through[key] = through.get(key, frozenset()) | further
+                if last.setdefault(key, reading) < reading:
+                    last[key] = reading
         return last, through
 
     def _divide(self) -> None:
-        """What lives and dies here whatever comes later is ``_within``, all else ``open``."""
+        """What lives and dies here whatever comes later is ``_within``, all else ``open`` or made ``outside``."""
         length, ends, later = self.stretch.length, self.stretch.ends, self.written.later
         self.open: list[tuple[Key, int, int]] = []  # with where it begins to live and where it is last read here
         self._within: list[Event] = []
@@ -204,7 +189,8 @@ class Placed:
             if key in ends or key in later or key in self.through or at < 0 or not 0 <= last < length:
                 self.open.append((key, at, last))
             else:
-                self._within += (Event(at, key, True), Event(last, key, False))
+                self._within += ((at, key, True), (last, key, False))
+        self.outside = [(key, self.last.get(key, NEVER)) for key in self.stretch.outside]
 
     def curve(self, events: tuple[Event, ...]) -> Curve:
         """The bytes that live, with what begins to live or dies here besides."""
@@ -214,25 +200,27 @@ class Placed:
 
     def living(self, at: int) -> list[Key]:
         """What lives at a position of what lives and dies here."""
-        born = {event.key for event in self._within if event.begins and event.at <= at}
-        return sorted(born - {event.key for event in self._within if not event.begins and event.at < at})
+        born = {key for place, key, begins in self._within if begins and place <= at}
+        return sorted(born - {key for place, key, begins in self._within if not begins and place < at})
 
     def _curve(self, events: Sequence[Event]) -> Curve:
         size = self.stretch.size
         makes: dict[int, list[Key]] = {}
         dies: dict[int, list[Key]] = {}
-        for event in (*self._within, *events):
-            (makes if event.begins else dies).setdefault(event.at, []).append(event.key)
+        for at, key, begins in (*self._within, *events):
+            (makes if begins else dies).setdefault(at, []).append(key)
         now, highest, where = 0, NEVER, 0
         for run in self.stretch.runs:
             made, ended = makes.get(run.at, ()), dies.get(run.at, ())
-            now += sum(map(size, made))
+            if made:
+                now += sum(map(size, made))
             over = 0
             if run.fused and made and ended:
                 over = _written_over([size(key) for key in made], [size(key) for key in ended if key not in made])
             if (needed := now - over + run.scratch) > highest:
                 highest, where = needed, run.at
-            now -= sum(map(size, ended))
+            if ended:
+                now -= sum(map(size, ended))
         return Curve(highest, where, now)
 
 
