@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterator
 from itertools import accumulate, pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -96,7 +97,7 @@ def test_any_runs_may_be_cut_anywhere(seed: int) -> None:
 
 def test_what_is_made_in_an_earlier_kernel_of_a_later_stretch_reads_nothing_after_that() -> None:
     """The last is made where the first is, of what is given: that is let go of before the scratch of the second."""
-    value = {"fused": True, "reader": True, "heavy": False, "scratch": 0}
+    value: Any = {"fused": True, "reader": True, "heavy": False, "scratch": 0}
     first, second = Run(0, (0,), (-1,), **value), Run(1, (1,), (), False, False, False, 1000)
     chain = [Run(2, (2,), (-1,), **value), Run(3, (3,), (2,), **value)]
     last = Run(4, (4,), (3,), **value)
