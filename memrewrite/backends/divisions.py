@@ -13,7 +13,7 @@ def divisions(facts: Facts) -> list[tuple[int, ...]]:
     """The nodes that regions begin at, for several numbers of regions, each where few bytes cross.
 
     Then those that begin wherever much fewer bytes cross than on either side, as between the halves of a transformer's
-    blocks, and every other of these.
+    blocks, and every other and every fourth of these; and of these places the lightest, where adapters add more.
     """
     across = _crossing(facts)
     made = list(accumulate(sum(facts.bytes[s] for s in facts.makes[i]) * facts.forward[i] for i in range(len(across))))
@@ -28,21 +28,26 @@ def divisions(facts: Facts) -> list[tuple[int, ...]]:
             if inside:
                 cuts.append(min(inside, key=lambda i: (across[i], i)))
         found.append(tuple(sorted({*cuts})))
-    light = _light(places, across)
+    valleys = _valleys(places, across)
+    least = sorted(across[i] for i in valleys)[len(valleys) // 4] if valleys else 0
+    light = tuple(i for i in valleys if across[i] <= _LIGHT * least)
+    found += [min((valleys[k::step] for k in range(step)), key=lambda cuts: _sum(across, cuts)) for step in (1, 2, 4)]
     return [*dict.fromkeys([*found, light, light[::2], light[1::2]])]
 
 
-def _light(places: list[int], across: list[int]) -> tuple[int, ...]:
-    """The lightest of the places where so few bytes cross that on either side twice as many do before it is fewer."""
+def _sum(across: list[int], cuts: tuple[int, ...]) -> int:
+    return sum(across[i] for i in cuts)
+
+
+def _valleys(places: list[int], across: list[int]) -> tuple[int, ...]:
+    """The places where so few bytes cross that on either side twice as many do before it is fewer."""
     sizes = [across[i] for i in places]
     before, after = _highest(sizes), _highest(sizes[::-1])[::-1]
-    deep = [
+    return tuple(
         i
         for number, (i, left) in enumerate(zip(places, sizes, strict=True))
         if number and sizes[number - 1] > left and min(before[number], after[number]) >= max(2 * left, 1)
-    ]
-    least = sorted(across[i] for i in deep)[len(deep) // 4] if deep else 0
-    return tuple(i for i in deep if across[i] <= _LIGHT * least)
+    )
 
 
 def _highest(sizes: list[int]) -> list[int]:
