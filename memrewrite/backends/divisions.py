@@ -31,12 +31,13 @@ def divisions(facts: Facts) -> list[tuple[int, ...]]:
     valleys = _valleys(places, across)
     least = sorted(across[i] for i in valleys)[len(valleys) // 4] if valleys else 0
     light = tuple(i for i in valleys if across[i] <= _LIGHT * least)
-    found += [min((valleys[k::step] for k in range(step)), key=lambda cuts: _sum(across, cuts)) for step in (1, 2, 4)]
-    return [*dict.fromkeys([*found, light, light[::2], light[1::2]])]
+    spaced = (_every(step, valleys, across) for step in (1, 2, 4))
+    return [*dict.fromkeys([*found, *spaced, light, light[::2], light[1::2]])]
 
 
-def _sum(across: list[int], cuts: tuple[int, ...]) -> int:
-    return sum(across[i] for i in cuts)
+def _every(step: int, places: tuple[int, ...], across: list[int]) -> tuple[int, ...]:
+    """Every so many of the places, those of them where fewer bytes cross."""
+    return min((places[first::step] for first in range(step)), key=lambda each: sum(across[i] for i in each))
 
 
 def _valleys(places: list[int], across: list[int]) -> tuple[int, ...]:

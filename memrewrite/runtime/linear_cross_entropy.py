@@ -111,8 +111,8 @@ class _EarlyLoss(torch.autograd.Function):
                 loss = _loss_of(losses, target, class_weight, ctx.reduction, terms.options[1])
                 slopes = _slopes_again(terms.wanted, loss, grad, head)
             else:
-                again = ctx.slopes or _early(terms, ctx.reduction, ctx.fused, head, target, class_weight)[1]
-                slopes, ctx.slopes = again, None
+                slopes = ctx.slopes or _early(terms, ctx.reduction, ctx.fused, head, target, class_weight)[1]
+                ctx.slopes = None
                 for slope in (each for each in slopes if each is not None):
                     slope.mul_(grad)
         return *slopes, *[None] * 6

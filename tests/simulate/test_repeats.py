@@ -100,13 +100,11 @@ def in_numbers(asked: Requests) -> list[tuple[int, int, bool]]:
     return [(numbers.setdefault(id(block), len(numbers)), size, spare) for block, size, spare in each]
 
 
-@pytest.mark.parametrize("part", [chain_mlp, chain_pair, chain_resizing])
-@pytest.mark.parametrize("target", [EAGER, CUDA_FROM_CPU])
-def test_a_repeated_timeline_is_that_of_all_operators(
-    part: Any, target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    module, inputs, step = Net(part), Inputs((torch.randn(4, 24, WIDTH),), {}), step_on(target)
-    both = target is CUDA_FROM_CPU
+def counted_alike(
+    module: nn.Module, inputs: Inputs, step: Step, monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[str], dict[Any, Any]]:
+    """What ran and was counted again, and what is known then; timelines and requests are those of all operators."""
+    both = step.target is CUDA_FROM_CPU
     with monkeypatch.context() as patch:
         patch.setattr(simulating, "repeated", lambda trackers: nullcontext())
         expected = simulate(module, inputs, step, both=both)
@@ -115,6 +113,15 @@ def test_a_repeated_timeline_is_that_of_all_operators(
         for _ in range(2):  # all of the second one is known
             assert simulate(module, inputs, step, both=both) == expected
         assert in_numbers(requests(module, inputs, step)) == asked
+        return told, repeats._KNOWN
+
+
+@pytest.mark.parametrize("part", [chain_mlp, chain_pair, chain_resizing])
+@pytest.mark.parametrize("target", [EAGER, CUDA_FROM_CPU])
+def test_a_repeated_timeline_is_that_of_all_operators(
+    part: Any, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told, _ = counted_alike(Net(part), Inputs((torch.randn(4, 24, WIDTH),), {}), step_on(target), monkeypatch)
     assert told.count("_noted") == 4  # kinds of calls
     assert told.count("_again") > 4 * (LAYERS + 1) * 3
 
@@ -142,18 +149,9 @@ class Headed(nn.Module):
 def test_rows_of_logits_are_counted_again(
     early: bool, bias: bool, weighted: bool, target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module, step = Headed(early, bias, weighted), step_on(target)
     inputs = Inputs((torch.randn(40, WIDTH), torch.randint(100, (40,))), {})
-    both = target is CUDA_FROM_CPU
-    with monkeypatch.context() as patch:
-        patch.setattr(simulating, "repeated", lambda trackers: nullcontext())
-        expected = simulate(module, inputs, step, both=both)
-        asked = in_numbers(requests(module, inputs, step))
-    with counting(monkeypatch) as told:
-        for _ in range(2):
-            assert simulate(module, inputs, step, both=both) == expected
-        assert in_numbers(requests(module, inputs, step)) == asked
-        assert None not in repeats._KNOWN.values()
+    told, known = counted_alike(Headed(early, bias, weighted), inputs, step_on(target), monkeypatch)
+    assert None not in known.values()
     assert "_again" in told
 
 
