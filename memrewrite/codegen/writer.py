@@ -33,6 +33,7 @@ from memrewrite.capture.origin import origin
 from memrewrite.codegen.program import program
 from memrewrite.codegen.submodules import Submodules
 from memrewrite.costs.normalizations import in_one_with, runs_again_with
+from memrewrite.observe.opaque_calls import body_of
 from memrewrite.plan.marks import NO_MARKS, UNMARKED, Marks, NodeMark
 from memrewrite.records.errors import CaptureError
 from memrewrite.records.function_call import FunctionCall
@@ -362,9 +363,8 @@ def _function(name: str, parameters: list[str], lines: list[str]) -> str:
 
 def _body(node: fx.Node, body: Any) -> fx.GraphModule:
     """The graph inside a region; the region may itself stand in another's."""
-    owner = node.graph.owning_module
-    module = owner.get_submodule(str(body.target)) if owner is not None and isinstance(body, fx.Node) else None
-    if not isinstance(module, fx.GraphModule):
+    module = body_of(body) if isinstance(body, fx.Node) else None
+    if module is None:
         raise CaptureError(f"The region {node.name} has no body that can be written as source.")
     return module
 

@@ -1,6 +1,7 @@
 """The calls of a graph that nobody looks into, also where they stand in the body of a region."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import fx
 
@@ -34,9 +35,16 @@ def _inside(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _bodies(node: fx.Node) -> Iterator[fx.GraphModule]:
-    """The graphs that a node of higher order runs, which are attributes of its own graph's module."""
-    owner = node.graph.owning_module
-    for source in node.all_input_nodes if owner is not None and node.op == "call_function" else ():
-        value = getattr(owner, str(source.target), None) if source.op == "get_attr" else None
-        if isinstance(value, fx.GraphModule):
-            yield value
+    """The graphs that a node of higher order runs."""
+    sources = node.all_input_nodes if node.op == "call_function" else ()
+    return (body for body in map(body_of, sources) if body is not None)
+
+
+def body_of(node: fx.Node) -> fx.GraphModule | None:
+    """The graph that a node stands for, which is an attribute of its own graph's module; None for other nodes."""
+    if node.op != "get_attr":
+        return None
+    found: Any = node.graph.owning_module
+    for name in str(node.target).split("."):
+        found = getattr(found, name, None)
+    return found if isinstance(found, fx.GraphModule) else None
