@@ -41,7 +41,7 @@ _RATIOS = ("0.8", "0.5", "0.3", "0.2", "0.1", "0")
 _COMPILED = [f"{COMPILE} {ratio}" for ratio in _RATIOS]
 _BOTH = [f"{BOTH} {budget}" for budget in ("min", "27%", "33%", "40%", "50%", "65%", "80%")]
 _MATCHED = [f"{BOTH} ={ratio}" for ratio in _RATIOS]
-_BY_BACKEND = [f"{BACKEND} {budget}" for budget in ("min", "50%", "80%")]
+_BY_BACKEND = [f"{BACKEND} {budget}" for budget in ("min", "block", "50%", "80%")]
 _AS_LIGER = [f"{each} ={peer}" for each in (OURS, BOTH, BACKEND) for peer in LIGER]
 _LOSS = ("linear_cross_entropy", "tied_embeddings")
 _PLAIN = [EAGER, BLOCK, SQRT, *LIGER, *CHUNKED]

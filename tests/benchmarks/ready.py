@@ -1,10 +1,11 @@
 """Seconds of ``optimize`` by stage: what a user waits for before the first step of a script that starts.
 
-    python -m tests.benchmarks.ready FILE [--only resnet50 gpt2_medium] [--budget 60%] [--tiny | --without-cuda]
+    python -m tests.benchmarks.ready FILE [--only resnet50 ...] [--budget 60%] [--again] [--tiny | --without-cuda]
 
 Every workload of ``pareto`` starts in a process of its own, on CUDA or in ``--tiny`` form on the CPU, and becomes a row
 of ``FILE``; a stopped run resumes there. ``--without-cuda`` plans for CUDA without using it, of full size: nothing is
-verified or measured then, and seconds are the CPU's, which other work on it changes less.
+verified or measured then, and seconds are the CPU's, which other work on it changes less. ``--again`` starts each a
+second time, in a process that finds the plan of the first in a cache on disk.
 Of the stages, ``simulating`` and ``measuring`` are the parts of planning that look at candidates.
 """
 
@@ -16,9 +17,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, Literal
 from unittest import mock
 
 import torch
@@ -68,7 +71,9 @@ class Clock:
             yield
 
 
-def run(name: str, budget: str, device: str, tiny: bool, without_cuda: bool = False) -> ReadyRow:
+def run(
+    name: str, budget: str, device: str, tiny: bool, without_cuda: bool = False, cache: str | Literal[False] = False
+) -> ReadyRow:
     """Optimize one workload; what fails is a row with the reason, and the seconds until then."""
     workload, clock = WORKLOADS[name], Clock(time.process_time if without_cuda else time.perf_counter)
     batch = _TINY_BATCH if tiny else workload.batch
@@ -96,7 +101,7 @@ def run(name: str, budget: str, device: str, tiny: bool, without_cuda: bool = Fa
                     device="cuda" if without_cuda else None,
                     verify=not without_cuda,
                     progress=clock,
-                    cache=False,
+                    cache=cache,
                 )
         finally:
             clock("")  # which ends the last stage
@@ -114,10 +119,10 @@ def run(name: str, budget: str, device: str, tiny: bool, without_cuda: bool = Fa
 def table(rows: list[ReadyRow]) -> str:
     """Seconds, a line for each workload and a column for each stage."""
     stages = list(dict.fromkeys(stage for row in rows for stage in row.stages))
-    lines = [["", "all", *stages]]
+    lines = [["", "all", "again", *stages]]
     for row in rows:
         figures = (f"{row.stages[stage]:.1f}" if stage in row.stages else "" for stage in stages)
-        lines.append([row.workload, f"{row.seconds:.1f}", *figures])
+        lines.append([row.workload, f"{row.seconds:.1f}", "" if row.again is None else f"{row.again:.1f}", *figures])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
 
@@ -127,12 +132,25 @@ def _alone(*args: Any) -> ReadyRow:
     return run(*args)
 
 
+def _starts(name: str, options: argparse.Namespace, device: str) -> ReadyRow:
+    """A first start, and with ``--again`` a second one, each in a process of its own."""
+    with TemporaryDirectory() as folder:
+        cache = folder if options.again else False
+        asked = name, options.budget, device, options.tiny, options.without_cuda, cache
+        rows = []
+        for _ in range(1 + options.again):
+            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+                rows.append(pool.submit(_alone, *asked).result())
+        return replace(rows[0], again=rows[1].seconds if options.again and rows[1].ok else None)
+
+
 def main() -> int:
     """Run what the file lacks; see the module docstring."""
     parser = argparse.ArgumentParser(description="Seconds of optimize by stage, one row per workload.")
     parser.add_argument("file", type=Path, help="where the rows are kept and resumed from")
     parser.add_argument("--only", nargs="+", choices=WORKLOADS, default=[*WORKLOADS], help="run these workloads only")
     parser.add_argument("--budget", default="min", help="as optimize takes it")
+    parser.add_argument("--again", action="store_true", help="start each a second time, with the plan of the first")
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--tiny", action="store_true", help="tiny models of the same families, on the CPU")
     where.add_argument("--without-cuda", action="store_true", help="plan for CUDA on the CPU, in seconds of that")
@@ -141,9 +159,7 @@ def main() -> int:
     done = {(row.workload, row.budget) for row in read(options.file, ReadyRow)}
     for name in options.only:
         if (name, options.budget) not in done:
-            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-                job = pool.submit(_alone, name, options.budget, device, options.tiny, options.without_cuda)
-                append(options.file, job.result())
+            append(options.file, _starts(name, options, device))
     print(table(read(options.file, ReadyRow)))
     return 0
 

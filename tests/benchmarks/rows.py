@@ -94,12 +94,16 @@ class PlanRow(Row):
 
 @dataclass(frozen=True, kw_only=True)
 class ReadyRow(Row):
-    """Seconds of ``optimize`` for a ``budget``, in all and by stage; ``peak`` is what it predicts of the result."""
+    """Seconds of ``optimize`` for a ``budget``, in all and by stage; ``peak`` is what it predicts of the result.
+
+    ``again`` are the seconds of a second start, which finds the plan of the first.
+    """
 
     budget: str
     seconds: float
     stages: dict[str, float]
     peak: int | None = None
+    again: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -164,6 +164,15 @@ def test_seconds_are_told_by_stage(tmp_path: Path) -> None:
     assert line.split()[0] == "unet"
 
 
+@pytest.mark.slow
+def test_a_second_start_finds_the_first_ones_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["ready", str(tmp_path / "rows"), "--only", "unet", "--tiny", "--again"])
+    assert ready.main() == 0
+    (row,) = rows.read(tmp_path / "rows", rows.ReadyRow)
+    assert row.again is not None
+    assert row.again < row.seconds - row.stages["plan"]
+
+
 def test_what_fails_is_a_row_with_its_seconds() -> None:
     row = ready.run("unet", "much", "cpu", tiny=True)
     assert not row.ok
