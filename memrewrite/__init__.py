@@ -38,7 +38,7 @@ from memrewrite.version import __version__ as __version__
 if TYPE_CHECKING:
     from memrewrite.api import OptimizedModule, measure, optimize, verify
     from memrewrite.artifact.load import load
-    from memrewrite.equivalence.verifying import Verdict
+    from memrewrite.equivalence.verdict import Verdict
     from memrewrite.estimates import Estimate, estimate
     from memrewrite.measurement.watching import OverBudgetWarning, watch
     from memrewrite.records.attached import report_of

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from memrewrite.cache.place import Asked
 from memrewrite.cache.store import store_in
 from memrewrite.equivalence import verifying
-from memrewrite.equivalence.verifying import Verdict
+from memrewrite.equivalence.verdict import Verdict
 from memrewrite.measurement import measuring
 from memrewrite.optimizing.ranks import planned
 from memrewrite.optimizing.request import Request

@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from memrewrite.records.errors import UsageError
 from memrewrite.simulate.memory.tracker import Tracker
 from memrewrite.targets.allocator import rounded
-from memrewrite.targets.workspaces import measured_here
+from memrewrite.targets.workspaces import measured
 from memrewrite.torch_internals.compiling import real_tensors_of, saved_by
 from memrewrite.torch_internals.fake_tensors import FAKE_TENSOR_ERRORS, FakeTensorMode
 from memrewrite.torch_internals.foreach import foreach_on_fake_tensors
@@ -84,7 +84,7 @@ def resident(graph: fx.GraphModule, model: nn.Module | None, optimizer: str) -> 
         gradients=_bytes(parameters),
         own=_bytes([each for each in mine if each.requires_grad]),
         others=_bytes([each for each in parameters if id(each) not in before]),
-        libraries=max((measured_here(each) for each in {tensor.device for tensor in [*given, *every]}), default=0),
+        libraries=max((measured(each) for each in {tensor.device for tensor in [*given, *every]}), default=0),
         kept=kept,
         later=_later(whole, mine, leaves),
     )

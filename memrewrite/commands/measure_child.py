@@ -19,10 +19,9 @@ from memrewrite.records.errors import MemrewriteError, OtherInputsError, UsageEr
 from memrewrite.runtime.dropin import programs
 from memrewrite.runtime.promise import FallbackWarning
 from memrewrite.targets.compiled import CompiledTarget
-from memrewrite.targets.workspaces import allocated_by_libraries
 from memrewrite.workload.inputs import to_device
 from memrewrite.workload.step import Inputs, Step
-from memrewrite.workload.stepspec import StepSpec, amp_dtype
+from memrewrite.workload.stepspec import StepSpec
 from memrewrite.workload.target import load
 
 
@@ -127,14 +126,9 @@ def _load(loader: Loader, spec: StepSpec) -> tuple[nn.Module, Inputs, Step]:
     return module, to_device(loaded.inputs, device), spec.build()
 
 
-def _workspaces(job: dict[str, Any]) -> int:
-    return allocated_by_libraries(torch.device(job["device"]), amp_dtype(job["amp"]), job["mode"])
-
-
 JOBS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "measure": _measure,
     "verify": _verify,
-    "workspaces": _workspaces,
 }
 
 if __name__ == "__main__":

@@ -97,7 +97,7 @@ class Sums:
 class Comparison:
     """Everything known about the differences between two models, step by step.
 
-    ``device`` is where values are compared, which lie on the CPU.
+    ``device`` is where values are compared that lie on the CPU.
     """
 
     half: bool
@@ -121,7 +121,8 @@ class Comparison:
         """Add how far the original is from itself in one step; the largest difference counts."""
         noise = self.noise[step]
         if not self.sizes[step]:
-            self.sizes[step] = {key: _size(value) for key, value in original.items() if isinstance(value, Tensor)}
+            tensors = {key: value for key, value in original.items() if isinstance(value, Tensor)}
+            self.sizes[step] = {key: _size(value, self.device) for key, value in tensors.items()}
         for key, difference in differences(original, again, self.device).items():
             noise[key] = max(noise.get(key, 0.0), difference)
 
@@ -181,11 +182,11 @@ class Comparison:
         return (HALF_MULTIPLIER if self.half else MULTIPLIER) * own + sums.tolerance / 10 * scale
 
 
-def _size(tensor: Tensor) -> float:
+def _size(tensor: Tensor, device: torch.device) -> float:
     """The largest absolute value that is a number."""
     if not tensor.is_floating_point() or not tensor.numel():
         return 0.0
-    return float(tensor.abs().nan_to_num(0.0, 0.0, 0.0).max())
+    return max(float(part.abs().nan_to_num(0.0, 0.0, 0.0).max()) for (part,) in _parts(device, tensor))
 
 
 def differences(original: Record, rewritten: Record, device: torch.device) -> dict[Key, float]:

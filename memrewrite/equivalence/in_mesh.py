@@ -13,8 +13,8 @@ from torch import nn
 
 from memrewrite.equivalence.compare import HALF, NOISE_RUNS, Comparison
 from memrewrite.equivalence.sizes import batch_of
-from memrewrite.equivalence.trial import Record, deterministic, take_step, without_outputs
-from memrewrite.equivalence.verifying import Verdict, concluded
+from memrewrite.equivalence.trial import Kept, Record, deterministic, take_step
+from memrewrite.equivalence.verdict import Verdict, concluded
 from memrewrite.state.random_state import preserved_rng, seed_all
 from memrewrite.workload.step import Inputs, Step
 
@@ -45,8 +45,7 @@ def verify_in_mesh(
         seed_all(seed, devices)
         optimizer = step.make_optimizer(module)
         for _ in range(STEPS):
-            record = take_step(module, inputs, step, optimizer, devices, False)
-            yield record if outputs else without_outputs(record)
+            yield take_step(module, inputs, step, optimizer, devices, False, Kept(outputs))
         del module, optimizer
         gc.collect()  # as they are in cycles, and the next run needs their memory
 

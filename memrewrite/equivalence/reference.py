@@ -1,7 +1,7 @@
 """The float64 reference of one step: the original in double precision, seeing the same random draws.
 
-The original runs once more in its own precision under ``Recorder``, which keeps the result of every random operator on
-the CPU. Its double copy then runs under ``Replay``: random operators give the recorded results, and every request for a
+The original runs once more in its own precision under ``Recorder``, which keeps the result of every random operator.
+Its double copy then runs under ``Replay``: random operators give the recorded results, and every request for a
 narrower floating-point type (``x.float()``, ``softmax(dtype=torch.float32)``, ``torch.zeros``) gives float64.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memrewrite.equivalence.trial import Record, take_step
+from memrewrite.equivalence.trial import EVERYTHING, Kept, Record, take_step
 from memrewrite.records.errors import MeasurementError
 from memrewrite.torch_internals.fake_tensors import TorchDispatchMode
 from memrewrite.torch_internals.operators import is_mutable, named_arguments
@@ -45,21 +45,22 @@ class FusedRandomnessError(Exception):
 
 @dataclass(frozen=True)
 class Draw:
-    """One random operator's name and what it drew, on the CPU."""
+    """One random operator's name and what it drew."""
 
     operator: str
     values: tuple[Tensor, ...]
 
 
 class Recorder(TorchDispatchMode):
-    """Keeps what every random operator draws, in ``draws``.
+    """Keeps what every random operator draws, in ``draws``, on the CPU or ``near`` where it was drawn.
 
     Raises ``FusedRandomnessError`` when a fused attention or recurrent operator with dropout is met.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, near: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.draws: list[Draw] = []
+        self._kept = Kept(near=near)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator; keep its results if it is random."""
@@ -71,7 +72,9 @@ class Recorder(TorchDispatchMode):
         if family is not None:
             raise FusedRandomnessError(family)
         drawn = (named_arguments(func, args, kwargs)["noise"],) if "rrelu" in func.name() else result
-        values = tuple(t.detach().to("cpu", copy=True) for t in tree_leaves(drawn) if isinstance(t, Tensor))
+        if "native_dropout" in func.name():
+            drawn = result[1]  # the mask
+        values = tuple(self._kept.copy(each) for each in tree_leaves(drawn) if isinstance(each, Tensor))
         self.draws.append(Draw(func.name(), values))
         return result
 
@@ -127,6 +130,7 @@ def double_step(
     draws: list[Draw],
     devices: tuple[torch.device, ...],
     input_gradients: bool,
+    kept: Kept = EVERYTHING,
 ) -> Record:
     """What the step computes in float64 with the recorded draws; makes one copy of the model and frees it.
 
@@ -140,7 +144,7 @@ def double_step(
             wide = {id(tensor): _widened(tensor) for tensor in inputs.tensors()}  # by identity: ties stay ties
             args, kwargs = tree_map(lambda leaf: wide.get(id(leaf), leaf), (inputs.args, inputs.kwargs))
             plain = dataclasses.replace(step, amp=None, optimizer=None)
-            return take_step(model, Inputs(args, kwargs), plain, None, devices, input_gradients)
+            return take_step(model, Inputs(args, kwargs), plain, None, devices, input_gradients, kept)
 
 
 @contextlib.contextmanager

@@ -1,10 +1,10 @@
-"""One training step run from a known state, with everything it computed kept on the CPU for comparison."""
+"""One training step run from a known state, with copies of everything it computed kept for comparison."""
 
 import contextlib
-import dataclasses
 import functools
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,8 +19,32 @@ from memrewrite.workload.step import Inputs, Phase, Step, Targets, autocast, def
 Key = tuple[str, str]
 """Kind and name of one compared value, e.g. ``("gradient", "blocks.0.conv.weight")``."""
 Record = dict[Key, Any]
-"""What one step computed; tensors lie on the CPU."""
+"""What one step computed."""
 _DEEPEST_OUTPUT = 8  # levels of attributes followed into an output of unknown class; it may refer to itself
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What of a step is kept, as copies on the CPU or, ``near``, where each tensor lies.
+
+    ``outputs`` are left out where a model may return its loss alone: logits are most of what it computes.
+    """
+
+    outputs: bool = True
+    parameters: bool = True
+    near: bool = False
+
+    def copy(self, value: Any) -> Any:
+        """A copy of a tensor, dense; of one that is spread, its part here; anything else as it is."""
+        if not isinstance(value, Tensor):
+            return value
+        value = local_part(value.detach())  # which is all that one process has to compare
+        value = value if value.layout == torch.strided else value.to_dense()
+        return value.to(value.device if self.near else "cpu", copy=True)
+
+
+EVERYTHING = Kept()
+"""All that a step computes, on the CPU."""
 
 
 @contextlib.contextmanager
@@ -48,8 +72,9 @@ def take_step(
     optimizer: torch.optim.Optimizer | None,
     devices: tuple[torch.device, ...],
     input_gradients: bool,
+    kept: Kept = EVERYTHING,
 ) -> Record:
-    """Take one step on private copies of the inputs and return all it computed.
+    """Take one step on private copies of the inputs and return copies of what it computed, as ``kept`` says.
 
     Kinds: output, layout (of outputs: shape, stride, requires_grad), loss, gradient, input gradient, buffer, parameter
     (after the step), random state, training flag. ``input_gradients`` asks for those of every floating-point input.
@@ -58,29 +83,30 @@ def take_step(
     leaves, private = private_inputs(inputs, input_gradients and step.mode == "train")
     if step.mode == "inference":
         with torch.no_grad(), autocast(step.amp, device_type(module, private)):
-            _keep_output(record, module(*private.args, **private.kwargs))
+            _keep_output(record, module(*private.args, **private.kwargs), kept)
     else:
         loss_fn = step.loss_fn or default_loss
 
         def observed_loss(output: Any) -> Tensor:
-            _keep_output(record, output)  # before the loss or a later operator can write it in place
+            _keep_output(record, output, kept)  # before the loss or a later operator can write it in place
             return loss_fn(output)
 
         def on_phase(phase: Phase) -> None:
             if phase == "backward":
-                _keep_gradients(record, module, leaves)
+                _keep_gradients(record, module, leaves, kept)
 
-        alone = dataclasses.replace(step.loop, ahead=0, average=False)  # what lies beside the step computes nothing
-        observed = dataclasses.replace(step, loss_fn=observed_loss, loop=alone, mesh=None)
+        alone = replace(step.loop, ahead=0, average=False)  # what lies beside the step computes nothing
+        observed = replace(step, loss_fn=observed_loss, loop=alone, mesh=None)
         loop = observed.begin(module, private, optimizer, Targets())
-        record["loss", "loss"] = to_cpu(loop.take(on_phase))
-    _keep_state(record, module, devices, parameters=optimizer is not None)
+        record["loss", "loss"] = kept.copy(loop.take(on_phase))
+    _keep_state(record, module, devices, kept if optimizer is not None else replace(kept, parameters=False))
     return record
 
 
-def without_outputs(record: Record) -> Record:
-    """What a step computed but for what the model returned, where it may return its loss alone."""
-    return {key: value for key, value in record.items() if key[0] not in ("output", "layout")}
+def bring_to_cpu(record: Record) -> None:
+    """Have its tensors lie on the CPU."""
+    for key, value in record.items():
+        record[key] = value.cpu() if isinstance(value, Tensor) else value
 
 
 def private_inputs(inputs: Inputs, gradients: bool) -> tuple[list[Tensor], Inputs]:
@@ -104,12 +130,14 @@ def private_inputs(inputs: Inputs, gradients: bool) -> tuple[list[Tensor], Input
     return [leaf for leaf, _ in leaves.values()], Inputs(args, kwargs)
 
 
-def _keep_output(record: Record, output: Any) -> None:
+def _keep_output(record: Record, output: Any, kept: Kept) -> None:
+    if not kept.outputs:
+        return
     leaves, structure = tree_flatten(_expanded(output))
     record["output", "structure"] = structure
     for index, leaf in enumerate(leaves):
         name = "output" if len(leaves) == 1 else f"output[{index}]"
-        record["output", name] = to_cpu(leaf)
+        record["output", name] = kept.copy(leaf)
         if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
             stride = tuple(s for s, size in zip(leaf.stride(), leaf.shape, strict=True) if size > 1)
             record["layout", name] = tuple(leaf.shape), stride, leaf.requires_grad
@@ -126,18 +154,18 @@ def _expanded(value: Any, depth: int = 0) -> Any:
     return type(value).__qualname__, {name: _expanded(field, depth + 1) for name, field in vars(value).items()}
 
 
-def _keep_gradients(record: Record, module: nn.Module, leaves: list[Tensor]) -> None:
+def _keep_gradients(record: Record, module: nn.Module, leaves: list[Tensor], kept: Kept) -> None:
     for name, parameter in module.named_parameters():
-        record["gradient", name] = to_cpu(parameter.grad)
+        record["gradient", name] = kept.copy(parameter.grad)
     for index, leaf in enumerate(leaves):
-        record["input gradient", f"input {index}"] = to_cpu(leaf.grad)
+        record["input gradient", f"input {index}"] = kept.copy(leaf.grad)
 
 
-def _keep_state(record: Record, module: nn.Module, devices: tuple[torch.device, ...], parameters: bool) -> None:
+def _keep_state(record: Record, module: nn.Module, devices: tuple[torch.device, ...], kept: Kept) -> None:
     for name, buffer in module.named_buffers():
-        record["buffer", name] = to_cpu(buffer)
-    for name, parameter in module.named_parameters() if parameters else ():
-        record["parameter", name] = to_cpu(parameter)
+        record["buffer", name] = kept.copy(buffer)
+    for name, parameter in module.named_parameters() if kept.parameters else ():
+        record["parameter", name] = kept.copy(parameter)
     state = RandomState(devices)
     for device, generator in state.torch.items():
         record["random state", device] = generator
@@ -147,8 +175,5 @@ def _keep_state(record: Record, module: nn.Module, devices: tuple[torch.device, 
 
 
 def to_cpu(value: Any) -> Any:
-    """A copy of a tensor, dense and on the CPU; of one that is spread, its part here; anything else as it is."""
-    if not isinstance(value, Tensor):
-        return value
-    value = local_part(value.detach())  # which is all that one process has to compare
-    return (value if value.layout == torch.strided else value.to_dense()).to("cpu", copy=True)
+    """A copy of a tensor on the CPU, as ``Kept`` makes it; anything else as it is."""
+    return EVERYTHING.copy(value)

@@ -8,7 +8,8 @@ With ``exact=True`` both models run freely through the optimizer from the same s
 compared too. With ``exact=False`` every run starts step k from the state the original reached after step k - 1, because
 an optimizer such as Adam turns the last bit of a gradient into another path; only if a step is not bit-equal is the
 float64 reference (``memrewrite.equivalence.reference``) made. Both models usually share their parameters and buffers,
-so they run one after the other from the same restored state; nothing of the original's results stays on the device.
+so they run one after the other from the same restored state. Results stay on the device, where they are compared, as
+long as there is room for them beside a step; then they are brought to the CPU, which takes far longer.
 
 Two choices follow from what fused operators hide: where the original runs fused attention with dropout and arithmetic
 changed, all runs use ``sdpa_kernel(SDPBackend.MATH)``, and recurrent networks with dropout run without cuDNN.
@@ -18,8 +19,6 @@ tensors written too early.
 
 import contextlib
 import itertools
-import math
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -29,40 +28,17 @@ from torch import nn
 from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from memrewrite.equivalence.compare import HALF, NOISE_RUNS, Comparison, TensorVerdict, fingerprints
-from memrewrite.equivalence.reference import FusedRandomnessError, Recorder, double_step
+from memrewrite.equivalence.compare import HALF, NOISE_RUNS, Comparison, fingerprints
+from memrewrite.equivalence.reference import Draw, FusedRandomnessError, Recorder, double_step
 from memrewrite.equivalence.sizes import at_less, batch_of, cut_down, halved, smaller_inputs
-from memrewrite.equivalence.trial import Record, deterministic, take_step, without_outputs
+from memrewrite.equivalence.trial import Kept, Record, bring_to_cpu, deterministic, take_step
+from memrewrite.equivalence.verdict import Verdict, concluded
 from memrewrite.measurement.snapshot import State, cuda_devices
 from memrewrite.records.errors import MeasurementError, UsageError
-from memrewrite.records.outcomes import Check
 from memrewrite.runtime.dropin import accept, programs
 from memrewrite.runtime.promise import FallbackWarning
 from memrewrite.state.random_state import seed_all
 from memrewrite.workload.step import Inputs, Step, autocast, device_type
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """Whether two models are equivalent, in one sentence (``summary``) and value by value (``tensors``).
-
-    ``exact`` means everything was bit-equal. ``batch`` is the size of dimension 0 of the inputs it was found at,
-    None if they have none.
-    """
-
-    equivalent: bool
-    exact: bool
-    summary: str
-    tensors: tuple[TensorVerdict, ...]
-    batch: int | None
-
-    @property
-    def checks(self) -> tuple[Check, ...]:
-        """The same by group of values, in the order they were computed."""
-        groups: dict[str, list[TensorVerdict]] = {}
-        for tensor in self.tensors:
-            groups.setdefault(tensor.kind, []).append(tensor)
-        return tuple(_check(kind, tensors) for kind, tensors in groups.items())
 
 
 class _OriginalError(Exception):
@@ -71,6 +47,10 @@ class _OriginalError(Exception):
 
 class _RewrittenError(Exception):
     """The rewritten model raised; the cause says what."""
+
+
+class _TooLargeError(Exception):
+    """The reference does not fit in device memory, wherever results are kept."""
 
 
 @dataclass(frozen=True)
@@ -84,24 +64,25 @@ class _Case:
     devices: tuple[torch.device, ...]
     input_gradients: bool = True
     avoid: frozenset[str] = frozenset()  # families of fused random operators
+    near: bool = True  # results stay on the device
 
     @cached_property
-    def _kept(self) -> Callable[[Record], Record]:
+    def kept(self) -> Kept:
         """What is compared of a step."""
         alone = any(program.returns == "loss" for program in programs(self.rewritten).values())
-        return without_outputs if alone else lambda record: record
+        return Kept(outputs=not alone, near=self.near)
 
     def comparison(self) -> Comparison:
         half = self.step.amp in HALF or any(p.dtype in HALF for p in self.original.parameters())
         return Comparison(half, next(iter(self.devices), torch.device("cpu")))
 
     def keep(self) -> State:
-        return State((self.original, self.rewritten), self.devices)
+        return State((self.original, self.rewritten), self.devices, near=self.near)
 
-    def run_original(self, optimizer: torch.optim.Optimizer | None) -> Record:
+    def run_original(self, optimizer: torch.optim.Optimizer | None, parameters: bool = True) -> Record:
+        kept = replace(self.kept, parameters=parameters)
         try:
-            took = take_step(self.original, self.inputs, self.step, optimizer, self.devices, self.input_gradients)
-            return self._kept(took)
+            return take_step(self.original, self.inputs, self.step, optimizer, self.devices, self.input_gradients, kept)
         except (torch.OutOfMemoryError, FusedRandomnessError):
             raise
         except Exception as error:
@@ -110,9 +91,9 @@ class _Case:
     def run_rewritten(self, optimizer: torch.optim.Optimizer | None) -> Record:
         if (reason := _why_not_run(self)) is not None:
             raise _RewrittenError from FallbackWarning(reason)
+        how = self.devices, self.input_gradients, self.kept
         try:
-            took = take_step(self.rewritten, self.inputs, self.step, optimizer, self.devices, self.input_gradients)
-            return self._kept(took)
+            return take_step(self.rewritten, self.inputs, self.step, optimizer, *how)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
@@ -145,22 +126,25 @@ def verify(
     # A forward that asks whether its inputs need gradients was captured for those of the example.
     of_inputs = all(program.gradients is None for program in programs(rewritten).values())
     case = _Case(original, rewritten, inputs, step.shortest(), steps, seed, devices, of_inputs)
-    state = case.keep()
+    state = replace(case, near=False).keep()
     try:
         with deterministic():
             while True:
-                verdict = _attempt(case, state, exact, inputs)
-                if verdict is not None:
+                try:
+                    verdict = _attempt(case, state, exact, inputs)
                     return _at_smaller_sizes(case, state, exact, verdict) if smaller and verdict.equivalent else verdict
-                case = replace(
-                    case, inputs=halved(rewritten, case.inputs), input_gradients=of_inputs, avoid=frozenset()
-                )
+                except torch.OutOfMemoryError:
+                    bring_away = case.near
+                except _TooLargeError:
+                    bring_away = False
+                case = replace(case, near=False) if bring_away else replace(case, inputs=halved(rewritten, case.inputs))
+                case = replace(case, input_gradients=of_inputs, avoid=frozenset())
     finally:
         state.restore()
 
 
-def _attempt(case: _Case, state: State, exact: bool, full: Inputs) -> Verdict | None:
-    """The verdict at this batch size; None when memory ran out."""
+def _attempt(case: _Case, state: State, exact: bool, full: Inputs) -> Verdict:
+    """The verdict at this batch size. Raises ``torch.OutOfMemoryError`` and ``_TooLargeError`` where memory ran out."""
     while True:
         state.restore()
         state.clear_gradients()
@@ -170,8 +154,6 @@ def _attempt(case: _Case, state: State, exact: bool, full: Inputs) -> Verdict | 
                 start = state.restarted()
                 comparison = _run_freely(case, start) if exact else _run_forced(case, start, _against_float64)
             return concluded(comparison, case.steps, batch_of(case.inputs), at_less(case.inputs, full))
-        except torch.OutOfMemoryError:
-            return None
         except FusedRandomnessError as fused:
             if fused.family in case.avoid:
                 raise MeasurementError(
@@ -240,8 +222,7 @@ def _run_forced(case: _Case, before: State, judge: Judge) -> Comparison:
     comparison = case.comparison()
     optimizer = case.step.make_optimizer(case.original)
     for index in range(case.steps):
-        record = case.run_original(optimizer)
-        record = {key: value for key, value in record.items() if key[0] != "parameter"}
+        record = case.run_original(optimizer, parameters=False)
         after = case.keep() if index + 1 < case.steps else before  # no step goes on from the last
         before.restore()
         rewritten = case.run_rewritten(None)
@@ -286,12 +267,28 @@ def _against_float64(
 ) -> None:
     """The errors of both models against the original in float64, on the same random draws."""
     before.restore()
-    with Recorder() as recorder:
+    with Recorder(case.near) as recorder:
         again = case.run_original(None)
     comparison.add_noise(index, record, again)
+    del again
     before.restore()
-    reference = double_step(case.original, case.inputs, case.step, recorder.draws, case.devices, case.input_gradients)
-    comparison.add_reference(record, rewritten, reference)
+
+    found = _reference(case, recorder.draws)
+    if found is None and case.near:
+        for each in (record, rewritten):
+            bring_to_cpu(each)
+        found = _reference(replace(case, near=False), recorder.draws)
+    if found is None:
+        raise _TooLargeError
+    comparison.add_reference(record, rewritten, found)
+
+
+def _reference(case: _Case, draws: list[Draw]) -> Record | None:
+    """What the original computes in float64; None where memory runs out, of which nothing is held any more then."""
+    try:
+        return double_step(case.original, case.inputs, case.step, draws, case.devices, case.input_gradients, case.kept)
+    except torch.OutOfMemoryError:
+        return None
 
 
 def _why_not_run(case: _Case) -> str | None:
@@ -314,46 +311,6 @@ def _follow(source: nn.Module, target: nn.Module) -> bool:
         for other, tensor in apart:
             other.copy_(tensor)
     return bool(apart)
-
-
-def concluded(comparison: Comparison, steps: int, batch: int | None, at: str = "") -> Verdict:
-    """The verdict on what was compared over ``steps`` steps; ``at`` ends its sentence."""
-    tensors = comparison.verdicts()
-    failed = [t for t in tensors if not t.passed]
-    changed = [t for t in tensors if not t.bit_equal]
-    if failed:
-        worst = max(failed, key=_excess)
-        text = f"not equivalent: {_describe(worst)} ({len(failed)} of {len(tensors)} values differ)"
-    elif changed:
-        text = f"equivalent: worst {_describe(max(changed, key=_excess))}"
-    else:
-        counts = Counter(t.kind for t in tensors)
-        text = f"bit-equal: {steps} steps, {counts['gradient']} gradients, {counts['buffer']} buffers, random state"
-    return Verdict(not failed, not changed, text + at, tensors, batch)
-
-
-def _check(kind: str, tensors: list[TensorVerdict]) -> Check:
-    changed = [t for t in tensors if not t.bit_equal]
-    row = Check(kind, len(tensors), len(tensors) - len(changed), all(t.passed for t in tensors))
-    if not changed:
-        return row
-    worst = max(changed, key=lambda t: (not t.passed, _excess(t)))
-    error, own, allowed = (x if math.isfinite(x) else None for x in (worst.error, worst.reference_error, worst.allowed))
-    return replace(row, worst=worst.name, error=error, own_error=own, allowed=allowed)
-
-
-def _describe(tensor: TensorVerdict) -> str:
-    label = tensor.kind if tensor.name == tensor.kind else f"{tensor.kind} {tensor.name}"
-    if not math.isfinite(tensor.error):
-        return f"{label}, which is missing, of another form or not finite in one of the two models"
-    if tensor.reference_error > 0:
-        own = tensor.error / tensor.reference_error
-        return f"{label}, error {tensor.error:.2g}, {own:.2g} times the original's own (allowed {tensor.allowed:.2g})"
-    return f"{label}, error {tensor.error:.2g} (allowed {tensor.allowed:.2g})"
-
-
-def _excess(tensor: TensorVerdict) -> float:
-    return tensor.error / tensor.allowed if tensor.allowed > 0 else math.inf
 
 
 def _raised(cause: BaseException | None, case: _Case, full: Inputs) -> Verdict:

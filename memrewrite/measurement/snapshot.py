@@ -19,16 +19,22 @@ from memrewrite.workload.step import Inputs
 class State:
     """Parameters, buffers, other attributes, gradients, flags and random state of some modules, bit for bit.
 
-    ``inputs`` are tensors that count as well. Bytes are kept on the CPU, one copy per storage; ``.grad`` tensors are
-    kept by reference.
+    ``inputs`` are tensors that count as well. Bytes are kept on the CPU or, ``near``, where they lie, one copy per
+    storage; ``.grad`` tensors are kept by reference.
     """
 
     def __init__(
-        self, modules: tuple[nn.Module, ...], devices: tuple[torch.device, ...], inputs: Iterable[Tensor] = ()
+        self,
+        modules: tuple[nn.Module, ...],
+        devices: tuple[torch.device, ...],
+        inputs: Iterable[Tensor] = (),
+        *,
+        near: bool = False,
     ) -> None:
+        self._near = near
         self._attributes = [Attributes(module) for module in modules]
         self._tensors: dict[int, tuple[Tensor, Tensor, bool, Tensor | None]] = {}  # itself, alias, requires_grad, grad
-        self._bytes: dict[int, tuple[Any, Any]] = {}  # a storage and its copy on the CPU
+        self._bytes: dict[int, tuple[Any, Any]] = {}  # a storage and its copy
         for tensor in itertools.chain(*map(tensors_of, modules), inputs):
             if id(tensor) not in self._tensors:
                 self._keep(tensor)
@@ -42,7 +48,7 @@ class State:
             return  # a sparse buffer is kept by reference: no module writes one in place
         storage: Any = tensor.untyped_storage()
         if id(storage) not in self._bytes:
-            saved = storage.clone() if storage.device.type == "cpu" else storage.cpu()
+            saved = storage.clone() if self._near or storage.device.type == "cpu" else storage.cpu()
             self._bytes[id(storage)] = (storage, saved)
 
     def restore(self) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from memrewrite.equivalence import verifying
-from memrewrite.equivalence.verifying import Verdict
+from memrewrite.equivalence.verdict import Verdict
 from memrewrite.records.errors import NotEquivalentError
 from memrewrite.search import registry
 from memrewrite.search.candidate import Candidate

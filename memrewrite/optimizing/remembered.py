@@ -22,7 +22,7 @@ from memrewrite.cache.description import Description, IndescribableError, replac
 from memrewrite.cache.environment import environment
 from memrewrite.cache.store import Entry, Store
 from memrewrite.equivalence import verifying
-from memrewrite.equivalence.verifying import Verdict
+from memrewrite.equivalence.verdict import Verdict
 from memrewrite.optimizing.by_size import noted
 from memrewrite.optimizing.foresight import foresee_in
 from memrewrite.optimizing.request import Request

@@ -9,7 +9,7 @@ from torch import nn
 
 from memrewrite.capture.origin import origin
 from memrewrite.costs import Costs
-from memrewrite.equivalence.verifying import Verdict
+from memrewrite.equivalence.verdict import Verdict
 from memrewrite.plan_facts.chain import compute_nodes, held_storages
 from memrewrite.records.options import Budget
 from memrewrite.records.outcomes import Measured, Peaks, Segment, Share

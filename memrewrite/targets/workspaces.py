@@ -2,9 +2,9 @@
 
 cuBLAS gets its workspace from PyTorch's caching allocator, one per handle and stream and for good; a handle belongs to
 a thread, so the forward pass and the autograd engine's device thread hold one each. How large it is depends on the
-device and on the versions, so a fresh process runs a tiny step and reads what stays allocated. cuBLASLt, which adds
-biases, has one per handle, too, where PyTorch does not give it cuBLAS's: that of autograd's thread is asked for where a
-product with a bias runs again in backward, as in checkpoint segments.
+device and on the versions, so a tiny step is run to read what stays allocated. cuBLASLt, which adds biases, has one
+per handle, too, where PyTorch does not give it cuBLAS's: that of autograd's thread is asked for where a product with a
+bias runs again in backward, as in checkpoint segments.
 """
 
 import functools
@@ -14,11 +14,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from memrewrite.process.child import run_job
 from memrewrite.torch_internals.cuda import clear_cublas_workspaces
 
-_NAMES = {None: "off", torch.bfloat16: "bf16", torch.float16: "fp16"}
-_TIMEOUT_S = 300.0
 _WIDTH = 64
 _MIB = 2**20
 _CUBLAS, _CUBLASLT = 32 * _MIB, _MIB
@@ -41,31 +38,20 @@ def library_requests(size: int, mode: str) -> tuple[list[int], list[int]]:
     return requests, requests if mode == "train" else []
 
 
+@functools.cache
 def measured(device: torch.device, amp: torch.dtype | None = None, mode: str = "train") -> int:
     """Bytes that stay allocated on ``device`` once a step of ``mode`` under ``amp`` has run there; 0 on the CPU.
 
-    Measured in a fresh process the first time, then remembered. Raises ``MeasurementError`` when that process fails.
-    """
-    return 0 if device.type != "cuda" else _measured(str(device), _NAMES[amp], mode)
-
-
-@functools.cache
-def _measured(device: str, amp: str, mode: str) -> int:
-    job = {"kind": "workspaces", "device": device, "amp": amp, "mode": mode}
-    return int(run_job(job, timeout_s=_TIMEOUT_S))
-
-
-@functools.cache
-def measured_here(device: torch.device) -> int:
-    """As ``measured`` for training, in this process and at once; 0 on the CPU.
-
-    What cuBLAS holds already is freed first, for which it asks again.
+    Measured in this process the first time, then remembered. What libraries hold is freed before, so that they ask for
+    it, and after.
     """
     if device.type != "cuda":
         return 0
     clear_cublas_workspaces()
     with torch.random.fork_rng([device]), torch.inference_mode(False), torch.enable_grad():
-        return allocated_by_libraries(device, None, "train")
+        size = allocated_by_libraries(device, amp, mode)
+    clear_cublas_workspaces()
+    return size
 
 
 def allocated_by_libraries(device: torch.device, amp: torch.dtype | None, mode: str) -> int:

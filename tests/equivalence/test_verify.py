@@ -20,8 +20,10 @@ from torch.utils.checkpoint import checkpoint
 from memrewrite.api import optimize
 from memrewrite.equivalence import verifying
 from memrewrite.equivalence.compare import Comparison
-from memrewrite.equivalence.reference import Recorder, Replay, double_copy
-from memrewrite.equivalence.verifying import Verdict, verify
+from memrewrite.equivalence.reference import Recorder, Replay, double_copy, double_step
+from memrewrite.equivalence.trial import take_step
+from memrewrite.equivalence.verdict import Verdict
+from memrewrite.equivalence.verifying import verify
 from memrewrite.measurement.snapshot import State
 from memrewrite.records.errors import MeasurementError, UsageError
 from memrewrite.runtime.promise import FallbackWarning
@@ -203,8 +205,8 @@ def test_parameters_are_copied_at_the_start_and_between_steps_alone(
     """Of a model of a billion parameters each copy takes seconds."""
     made = []
 
-    def counted(*args: Any) -> State:
-        made.append(State(*args))
+    def counted(*args: Any, **kwargs: Any) -> State:
+        made.append(State(*args, **kwargs))
         return made[-1]
 
     monkeypatch.setattr(verifying, "State", counted)
@@ -346,6 +348,50 @@ def test_out_of_memory_halves_the_batch() -> None:
     verdict = verify(model, rewrite(model), HUNGRY, ADAM, exact=False)
     assert (verdict.exact, verdict.batch) == (True, 2)
     assert verdict.summary.endswith("; verified at batch 2, as 8 does not fit in memory")
+
+
+def short_of_memory(function: Callable[..., Any], calls: list[bool], limit: Callable[[bool, Inputs], bool]) -> Any:
+    """``function``, which runs out of memory where ``limit`` says so of results that stay near, and of its inputs."""
+
+    def run(module: nn.Module, inputs: Inputs, *args: Any) -> Any:
+        calls.append(args[-1].near)
+        if limit(args[-1].near, inputs):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return function(module, inputs, *args)
+
+    return run
+
+
+def test_results_are_brought_to_the_cpu_where_they_leave_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[bool] = []
+    monkeypatch.setattr(verifying, "take_step", short_of_memory(take_step, steps, lambda near, _: near))
+    model = Hungry(most=8)
+    verdict = verify(model, rewrite(model), HUNGRY, ADAM, exact=False)
+    assert (verdict.exact, verdict.batch) == (True, 8)
+    assert steps == [True] + [False] * 6
+
+
+def test_results_leave_their_room_to_the_reference(model: Net, inputs: Inputs, monkeypatch: pytest.MonkeyPatch) -> None:
+    references: list[bool] = []
+    monkeypatch.setattr(verifying, "double_step", short_of_memory(double_step, references, lambda near, _: near))
+    verdict = verify(model, rewrite(model, **CHANGED["swish"]), inputs, ADAM, exact=False)
+    assert verdict.equivalent
+    assert not verdict.exact
+    assert verdict.batch == len(inputs.args[0])
+    assert references == [True, False] * 3
+
+
+def test_a_reference_that_never_fits_halves_the_batch(
+    model: Net, inputs: Inputs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    references: list[bool] = []
+    size = len(inputs.args[0]) // 2
+    limited = short_of_memory(double_step, references, lambda _, given: len(given.args[0]) > size)
+    monkeypatch.setattr(verifying, "double_step", limited)
+    verdict = verify(model, rewrite(model, **CHANGED["swish"]), inputs, ADAM, exact=False)
+    assert verdict.equivalent
+    assert verdict.batch == size
+    assert references == [True, False, *[True] * 3]
 
 
 @pytest.mark.parametrize(

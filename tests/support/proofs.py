@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import memrewrite
 from memrewrite.equivalence import in_mesh as comparing
 from memrewrite.equivalence.trial import take_step
-from memrewrite.equivalence.verifying import Verdict
+from memrewrite.equivalence.verdict import Verdict
 from memrewrite.optimizing import in_mesh, ranks
 from memrewrite.optimizing.in_mesh import Pair, prove_in_mesh, written_in
 from memrewrite.runtime.dropin import program_from
