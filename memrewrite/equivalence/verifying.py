@@ -126,19 +126,23 @@ def verify(
     # A forward that asks whether its inputs need gradients was captured for those of the example.
     of_inputs = all(program.gradients is None for program in programs(rewritten).values())
     case = _Case(original, rewritten, inputs, step.shortest(), steps, seed, devices, of_inputs)
-    state = replace(case, near=False).keep()
+    try:
+        state = case.keep()
+    except torch.OutOfMemoryError:
+        case = replace(case, near=False)
+        state = case.keep()
     try:
         with deterministic():
             while True:
                 try:
                     verdict = _attempt(case, state, exact, inputs)
                     return _at_smaller_sizes(case, state, exact, verdict) if smaller and verdict.equivalent else verdict
-                except torch.OutOfMemoryError:
-                    bring_away = case.near
-                except _TooLargeError:
-                    bring_away = False
-                case = replace(case, near=False) if bring_away else replace(case, inputs=halved(rewritten, case.inputs))
-                case = replace(case, input_gradients=of_inputs, avoid=frozenset())
+                except (torch.OutOfMemoryError, _TooLargeError) as error:
+                    away = case.near and isinstance(error, torch.OutOfMemoryError)
+                if away:
+                    state.bring_to_cpu()
+                less = replace(case, near=False) if away else replace(case, inputs=halved(rewritten, case.inputs))
+                case = replace(less, input_gradients=of_inputs, avoid=frozenset())
     finally:
         state.restore()
 
@@ -277,6 +281,7 @@ def _against_float64(
     if found is None and case.near:
         for each in (record, rewritten):
             bring_to_cpu(each)
+        before.bring_to_cpu()
         found = _reference(replace(case, near=False), recorder.draws)
     if found is None:
         raise _TooLargeError

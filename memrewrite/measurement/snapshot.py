@@ -69,6 +69,11 @@ class State:
                 tensor.grad = grad
         self._generators.restore()
 
+    def bring_to_cpu(self) -> None:
+        """Keep bytes on the CPU from now on, also those of what ``restarted`` made of this."""
+        for key, (storage, saved) in self._bytes.items():
+            self._bytes[key] = storage, saved.cpu()
+
     def clear_gradients(self) -> None:
         """Set every kept ``.grad`` to None; ``restore`` brings them back."""
         for tensor, *_ in self._tensors.values():

@@ -364,11 +364,28 @@ def short_of_memory(function: Callable[..., Any], calls: list[bool], limit: Call
 
 def test_results_are_brought_to_the_cpu_where_they_leave_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[bool] = []
+    brought: list[State] = []
     monkeypatch.setattr(verifying, "take_step", short_of_memory(take_step, steps, lambda near, _: near))
+    monkeypatch.setattr(State, "bring_to_cpu", lambda state: brought.append(state))
     model = Hungry(most=8)
     verdict = verify(model, rewrite(model), HUNGRY, ADAM, exact=False)
     assert (verdict.exact, verdict.batch) == (True, 8)
     assert steps == [True] + [False] * 6
+    assert len(brought) == 1
+
+
+def test_parameters_are_kept_on_the_cpu_where_they_do_not_fit_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    def made(*args: Any, near: bool) -> State:
+        if near:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return State(*args, near=near)
+
+    steps: list[bool] = []
+    monkeypatch.setattr(verifying, "State", made)
+    monkeypatch.setattr(verifying, "take_step", short_of_memory(take_step, steps, lambda near, _: near))
+    model = Hungry(most=8)
+    assert verify(model, rewrite(model), HUNGRY, ADAM, exact=False).exact
+    assert steps == [False] * 6
 
 
 def test_results_leave_their_room_to_the_reference(model: Net, inputs: Inputs, monkeypatch: pytest.MonkeyPatch) -> None:
