@@ -6,7 +6,7 @@ that read it. Torch only: this file's text is also pasted into generated models.
 
 import functools
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from memrewrite.runtime.kernels import Kernel
 from memrewrite.runtime.segment import autocast_dtype
 
 Chain = Callable[..., Any]
-_CHAINS: dict[str, Chain] = {}  # by names, which say what they compute
+CHAINS: dict[str, Chain] = {}  # by names, which say what they compute
 
 
 def fused(chain: Chain, trained: tuple[int, ...], keeps: tuple[int, ...], *given: Tensor) -> Any:
@@ -28,7 +28,7 @@ def fused(chain: Chain, trained: tuple[int, ...], keeps: tuple[int, ...], *given
     """
     if torch.compiler.is_compiling():
         return chain(*given)
-    _CHAINS.setdefault(chain.__name__, chain)
+    CHAINS.setdefault(chain.__name__, chain)
     if any(t.requires_grad and i not in trained for i, t in enumerate(given)):
         keeps = tuple(range(len(given)))
     results = _Fused.apply(chain.__name__, keeps, *given)  # type: ignore[no-untyped-call]
@@ -37,7 +37,7 @@ def fused(chain: Chain, trained: tuple[int, ...], keeps: tuple[int, ...], *given
 
 def at_once(name: str, chain: Chain, given: list[Tensor]) -> list[Tensor]:
     """The results of ``chain(*given)``, of which autograd knows nothing; ``name`` says what it computes."""
-    _CHAINS.setdefault(name, chain)
+    CHAINS.setdefault(name, chain)
     results: list[Tensor] = torch.ops.memrewrite.chain(name, given)
     return results
 
@@ -49,6 +49,7 @@ class _Fused(torch.autograd.Function):
     def forward(ctx: Any, name: str, keeps: tuple[int, ...], *given: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(*(given[i] for i in keeps))
         ctx.likes = [None if i in keeps else (t.shape, t.dtype, t.device) for i, t in enumerate(given)]
+        ctx.orders = [_order(t) if need else () for t, need in zip(given, ctx.needs_input_grad[2:], strict=True)]
         ctx.chain, ctx.autocast = name, autocast_dtype(given[0].device.type)
         ctx.set_materialize_grads(False)
         return tuple(torch.ops.memrewrite.chain(name, given))
@@ -60,15 +61,36 @@ class _Fused(torch.autograd.Function):
         wanted = list(ctx.needs_input_grad[2:])
         with in_autocast(given[0], ctx.autocast):
             if torch.is_grad_enabled():  # to be differentiated again
-                found = iter(_chain_slopes(_CHAINS[ctx.chain], given, gradients, wanted))
+                found = iter(_chain_slopes(CHAINS[ctx.chain], given, gradients, wanted))
             else:
-                found = iter(torch.ops.memrewrite.chain_slopes(ctx.chain, given, gradients, wanted))
+                orders = [dim for order, need in zip(ctx.orders, wanted, strict=True) if need for dim in order]
+                found = iter(torch.ops.memrewrite.chain_slopes(ctx.chain, given, gradients, wanted, orders))
         return None, None, *(next(found) if need else None for need in wanted)
 
 
 def _shaped(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor of that shape, of which nobody reads the values."""
     return torch.empty((), dtype=dtype, device=device).expand(shape)
+
+
+def _order(tensor: Tensor) -> tuple[int, ...]:
+    """Its dimensions as they lie in memory, the outermost first; as they are counted where some share memory."""
+    strides = tensor.stride()
+    dims = range(len(strides))
+    return tuple(dims) if 0 in strides else tuple(sorted(dims, key=strides.__getitem__, reverse=True))
+
+
+def _places(order: Sequence[int]) -> list[int]:
+    """Where each dimension is in ``order``."""
+    return [order.index(dim) for dim in range(len(order))]
+
+
+def _each(orders: Sequence[int], tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, Sequence[int]]]:
+    """Each tensor with its part of ``orders``, those of all of them one after the other."""
+    start = 0
+    for tensor in tensors:
+        yield tensor, orders[start : start + tensor.dim()]
+        start += tensor.dim()
 
 
 def listed(results: Any) -> list[Tensor]:
@@ -102,15 +124,26 @@ def has_triton() -> bool:
 
 @functools.cache
 def _forward_of(name: str) -> Kernel:
-    chain = _CHAINS[name]
+    chain = CHAINS[name]
     return Kernel(lambda given: listed(chain(*given)), name)
 
 
 @functools.cache
-def _slopes_of(name: str, count: int, wanted: tuple[bool, ...]) -> Kernel:
-    """The gradients of the ``wanted`` of ``count`` tensors, by these and the gradients of the results."""
-    chain, asked = _CHAINS[name], list(wanted)
-    return Kernel(lambda given: _chain_slopes(chain, given[:count], given[count:], asked), f"{name}_slopes")
+def _slopes_of(name: str, count: int, wanted: tuple[bool, ...], orders: tuple[int, ...]) -> Kernel:
+    """The gradients of the ``wanted`` of ``count`` tensors, by these and the gradients of the results.
+
+    They lie in memory as ``orders`` says: as the tensors do, so that views that these are of others need no copy of
+    them.
+    """
+    chain, asked = CHAINS[name], list(wanted)
+
+    def slopes(given: Sequence[Any]) -> list[Tensor]:
+        found = _chain_slopes(chain, given[:count], given[count:], asked)
+        return [
+            slope.permute(list(order)).contiguous().permute(_places(order)) for slope, order in _each(orders, found)
+        ]
+
+    return Kernel(slopes, f"{name}_slopes")
 
 
 def _run(kernel: Kernel, given: Sequence[Tensor | None], on: Tensor) -> list[Tensor]:
@@ -121,22 +154,24 @@ def _run_chain(name: str, given: list[Tensor]) -> list[Tensor]:
     return _run(_forward_of(name), given, given[0])
 
 
-def _run_slopes(name: str, given: list[Tensor], gradients: Sequence[Tensor | None], wanted: list[bool]) -> list[Tensor]:
-    return _run(_slopes_of(name, len(given), tuple(wanted)), [*given, *gradients], given[0])
+def _run_slopes(
+    name: str, given: list[Tensor], gradients: Sequence[Tensor | None], wanted: list[bool], orders: list[int]
+) -> list[Tensor]:
+    return _run(_slopes_of(name, len(given), tuple(wanted), tuple(orders)), [*given, *gradients], given[0])
 
 
 def _chain_slopes_on_fakes(
-    name: str, given: list[Tensor], gradients: Sequence[Tensor | None], wanted: list[bool]
+    name: str, given: list[Tensor], gradients: Sequence[Tensor | None], wanted: list[bool], orders: list[int]
 ) -> list[Tensor]:
-    return [torch.empty_like(t) for t, need in zip(given, wanted, strict=True) if need]
+    asked = [t for t, need in zip(given, wanted, strict=True) if need]
+    return [t.new_empty([t.shape[d] for d in order]).permute(_places(order)) for t, order in _each(orders, asked)]
 
 
 if not hasattr(torch.ops.memrewrite, "chain"):
     torch.library.define("memrewrite::chain", "(str name, Tensor[] given) -> Tensor[]")
     torch.library.impl("memrewrite::chain", "CompositeExplicitAutograd", _run_chain)
-    torch.library.register_fake("memrewrite::chain", lambda name, given: listed(_CHAINS[name](*given)))
-    torch.library.define(
-        "memrewrite::chain_slopes", "(str name, Tensor[] given, Tensor?[] gradients, bool[] wanted) -> Tensor[]"
-    )
+    torch.library.register_fake("memrewrite::chain", lambda name, given: listed(CHAINS[name](*given)))
+    slopes = "(str name, Tensor[] given, Tensor?[] gradients, bool[] wanted, int[] orders) -> Tensor[]"
+    torch.library.define("memrewrite::chain_slopes", slopes)
     torch.library.impl("memrewrite::chain_slopes", "CompositeExplicitAutograd", _run_slopes)
     torch.library.register_fake("memrewrite::chain_slopes", _chain_slopes_on_fakes)

@@ -20,6 +20,11 @@ Direct = Callable[[Given], list[Tensor]]
 Code = Callable[..., Sequence[Tensor]]
 _MOST = 4096  # calls that a kernel knows at once
 
+# Inductor stores what two kernels read, rather than have both compute it, once that reads 4 tensors or takes 30
+# operations: in the backward of a norm with a rotary embedding after it, the gradient of the norm's result, which
+# kernels along rows and across them read, of the size of that. Such values are read from what the kernel is given.
+_SETTINGS = {"realize_reads_threshold": 16, "realize_acc_reads_threshold": 16, "realize_opcount_threshold": 128}
+
 
 class _Calls(threading.local):
     """Those of compiled code since this was emptied, in this thread: a code, what it was given and what it gave."""
@@ -75,7 +80,8 @@ class Kernel:
 
     def _inductor(self, graph: Any, inputs: Any) -> Code:
         """Inductor's code for a graph, whose calls are noted."""
-        code: Code = torch._dynamo.lookup_backend("inductor")(graph, inputs)
+        with torch._inductor.config.patch(_SETTINGS):
+            code: Code = torch._dynamo.lookup_backend("inductor")(graph, inputs)
 
         def noted(*args: Any) -> Sequence[Tensor]:
             results = code(*args)

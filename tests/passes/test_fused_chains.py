@@ -1,5 +1,6 @@
 """Operations between products become one wherever that is the same function, keeps no more and moves less."""
 
+import contextlib
 import copy
 import pickle
 import re
@@ -22,7 +23,9 @@ from memrewrite.passes.fused_chains import FusedChains
 from memrewrite.passes.linear_cross_entropy import LinearCrossEntropy
 from memrewrite.records.graph_calls import ChainCall
 from memrewrite.runtime.dropin import build, program_from, programs
+from memrewrite.runtime.fused import fused
 from memrewrite.search import registry
+from memrewrite.torch_internals.fake_tensors import FakeTensorMode
 from memrewrite.workload.step import Inputs
 from tests.passes.helpers import (
     FRONT_ENDS,
@@ -164,6 +167,23 @@ def test_a_weight_that_is_trained_later_has_its_gradient() -> None:
     model.betas.requires_grad_(True)
     gradients = [torch.autograd.grad(each(x).sum(), model.betas)[0] for each in (result, model)]
     torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("keeps", [(), (0,)], ids=["not kept", "kept"])
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, FakeTensorMode], ids=["real", "fake"])
+def test_gradients_lie_as_what_they_are_of(mode: Any, keeps: tuple[int, ...]) -> None:
+    """So that none is copied where that is a view of a product's result."""
+
+    def chain_twice(x: Tensor) -> Tensor:
+        return x * 2.0 + x.expand(x.shape)
+
+    with mode():
+        product = torch.ones(3, ROWS, 2 * WIDTH, requires_grad=True)
+        heads = product.view(3, ROWS, 2, WIDTH).transpose(1, 2)
+        loss = (fused(chain_twice, (0,), keeps, heads) * torch.ones(3, 2, ROWS, WIDTH)).sum()
+        (gradient,) = torch.autograd.grad(loss, heads)
+        assert gradient.stride() == heads.stride()
+        assert gradient.transpose(1, 2).is_contiguous()
 
 
 def test_differentiates_twice() -> None:

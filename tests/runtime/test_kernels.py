@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from memrewrite.runtime import kernels
 from memrewrite.runtime.kernels import Function, Given, Kernel
 from tests.support.compiled import counted_inductor
 
@@ -124,3 +125,18 @@ def test_parameters_are_tensors_like_others() -> None:
         assert all(map(torch.equal, found, kernel.plain(given)))
     with torch.enable_grad():
         assert not any(t.requires_grad for t in kernel(parameters))
+
+
+def test_inductor_is_to_compute_again_rather_than_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[dict[str, int]] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        seen.append({name: getattr(torch._inductor.config, name) for name in kernels._SETTINGS})
+        return graph.forward
+
+    monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda name: backend)
+    torch.compiler.reset()
+    with torch.no_grad():
+        Kernel(scaled, "scaled")(pair(4))
+    assert seen == [kernels._SETTINGS]
+    assert all(getattr(torch._inductor.config, name) != value for name, value in kernels._SETTINGS.items())
