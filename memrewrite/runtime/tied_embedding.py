@@ -2,13 +2,17 @@
 
 Autograd makes one of the size of the weight for each and adds them up where backward ends. What comes later reads the
 weight by way of the embedding here, whose backward is thereby given their gradient and adds the rows of the words that
-it looked up, and nothing else, in place: the same sums, to the last bit, as the original's.
+it looked up, and nothing else, in place: the same sums, to the last bit, as the original's. Some columns at a time, as
+CUDA makes float32 sums of up to as many rows as there are tokens first: no column is added to another.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+
+_AT_ONCE, _NARROW = 2**23, 256  # numbers of a gradient that is made at once, but no fewer columns
 
 
 def tied_embedding(weight: Tensor, indices: Tensor, padding_idx: int = -1) -> tuple[Tensor, Tensor]:
@@ -46,12 +50,12 @@ class _TiedEmbedding(torch.autograd.Function):
         (indices,) = ctx.saved_tensors
         if of_rows is None:
             return of_weight, None, None
-        few = indices.numel() < ctx.count and of_weight is not None and of_weight.dtype == of_rows.dtype
-        if few and not torch.is_grad_enabled():  # which says that the gradient is to be differentiated again
-            _add_rows(of_weight, of_rows, indices, ctx.padding_idx)
-            return of_weight, None, None
-        dense = torch.ops.aten.embedding_dense_backward(of_rows, indices, ctx.count, ctx.padding_idx, False)
-        return dense if of_weight is None else of_weight + dense, None, None
+        again = torch.is_grad_enabled()  # the gradient is to be differentiated
+        if again or of_weight is None or of_weight.dtype != of_rows.dtype:
+            dense = torch.ops.aten.embedding_dense_backward(of_rows, indices, ctx.count, ctx.padding_idx, False)
+            return dense if of_weight is None else of_weight + dense, None, None
+        (_add_rows if indices.numel() < ctx.count else _add_all)(of_weight, of_rows, indices, ctx.padding_idx)
+        return of_weight, None, None
 
 
 def _add_rows(total: Any, rows: Tensor, indices: Tensor, padding_idx: int) -> None:
@@ -70,8 +74,26 @@ def _add_rows(total: Any, rows: Tensor, indices: Tensor, padding_idx: int) -> No
     numbers = torch.empty_like(number).scatter(0, order, number)
     if padding_idx >= 0:
         numbers = numbers.where(flat != padding_idx, count)
-    sums = torch.ops.aten.embedding_dense_backward(rows, numbers.view_as(indices), count + 1, count, False)
-    total.index_add_(0, places, sums[:count])
+    numbers = numbers.view_as(indices)
+    for some in _columns(count, total.shape[1]):
+        sums = torch.ops.aten.embedding_dense_backward(rows[..., some], numbers, count + 1, count, False)
+        total[:, some].index_add_(0, places, sums[:count])
+        del sums  # before the next ones are made
+
+
+def _add_all(total: Tensor, rows: Tensor, indices: Tensor, padding_idx: int) -> None:
+    """The same where there are more indices than words: a gradient of the size of ``total`` is the smaller one."""
+    for some in _columns(indices.numel(), total.shape[1]):
+        total[:, some].add_(
+            torch.ops.aten.embedding_dense_backward(rows[..., some], indices, len(total), padding_idx, False)
+        )
+
+
+def _columns(rows: int, width: int) -> Iterator[slice]:
+    """All columns, some at a time."""
+    some = max(_AT_ONCE // max(rows, 1), _NARROW)
+    for start in range(0, width, some):
+        yield slice(start, start + some)
 
 
 def _keep_indices(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -115,7 +137,7 @@ if not hasattr(torch.ops.memrewrite, "embedding"):
     onto = "(Tensor{} total, Tensor of_rows, Tensor indices, int padding_idx) -> {}"
     torch.library.define("memrewrite::add_rows", onto.format("(a!)", "()"))
     torch.library.impl("memrewrite::add_rows", "CompositeExplicitAutograd", _add_rows)
-    torch.library.register_fake("memrewrite::add_rows", _add_rows)
+    torch.library.register_fake("memrewrite::add_rows", lambda *_: None)
     torch.library.define("memrewrite::rows_added", onto.format("", "Tensor"))
     torch.library.impl("memrewrite::rows_added", "CompositeExplicitAutograd", _added)
     torch.library.register_fake("memrewrite::rows_added", lambda total, *_: torch.empty_like(total))

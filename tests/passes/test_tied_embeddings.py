@@ -92,6 +92,31 @@ def test_of_any_type_and_number_of_tokens(rows: int, dtype: torch.dtype) -> None
     assert_same_bits(numbers(graph_module, tokens, model), numbers(model, tokens, model))
 
 
+@pytest.mark.parametrize("rows", [9, 30], ids=["few tokens", "more than words"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_some_columns_at_a_time(rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = sys.modules[tied_embedding.__module__]
+    monkeypatch.setattr(module, "_AT_ONCE", 1)
+    monkeypatch.setattr(module, "_NARROW", 4)
+    assert [*module._columns(rows, WIDTH)] == [slice(0, 4), slice(4, 8)]
+    model, tokens = Tied(SPELLINGS["padding"]).to(dtype), example(rows)
+    graph_module, _ = functional(model, tokens, PASS, "export")
+    assert_same_bits(numbers(graph_module, tokens, model), numbers(model, tokens, model))
+
+
+@pytest.mark.parametrize("way", ["_add_rows", "_add_all"])
+def test_no_sums_of_all_columns_are_made(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = sys.modules[tied_embedding.__module__]
+    total, rows, indices = torch.zeros(300, 1024), torch.randn(200, 1024), torch.randint(300, (200,))
+    peaks = []
+    for at_once in (module._AT_ONCE, 1):
+        monkeypatch.setattr(module, "_AT_ONCE", at_once)
+        with Tracker("cpu") as tracker:
+            getattr(module, way)(total, rows, indices, -1)
+        peaks.append(tracker.peak)
+    assert peaks[1] < peaks[0] - 0.7 * rows.nbytes
+
+
 REFUSED: dict[str, tuple[Function, str]] = {
     "one reader": (lambda m, t: m.words(t).tanh(), ""),
     "read before": (lambda m, t: m.head(m.between.weight).sum() + m.words(t), ""),
