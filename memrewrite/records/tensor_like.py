@@ -26,6 +26,10 @@ class TensorLike:
         spans = [(size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True)]
         return 0 if 0 in self.shape else 1 + sum(spans)
 
+    def empty(self) -> Tensor:
+        """A tensor like it, of whatever values."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+
     def filled(self, value: float) -> Tensor:
         """A tensor like it all of whose memory is ``value``; elements may share memory."""
         whole = torch.full((self.extent,), value, dtype=self.dtype, device=self.device)

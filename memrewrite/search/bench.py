@@ -20,7 +20,7 @@ from memrewrite.records.errors import DataDependentError
 from memrewrite.records.mesh import Fsdp, Tp
 from memrewrite.records.outcomes import Measured
 from memrewrite.runtime.assembled import Written
-from memrewrite.simulate import Timeline, requests
+from memrewrite.simulate import Noted, Timeline, requests
 from memrewrite.state.random_state import preserved_rng
 from memrewrite.targets.allocator import Requests
 from memrewrite.targets.eager import Target
@@ -57,6 +57,7 @@ class Bench:
     tried: list[Tried] = field(default_factory=list, compare=False)
     _simulated: _Simulated = field(default_factory=dict, compare=False)
     _beside: _Simulated = field(default_factory=dict, compare=False)  # what came with it, until it is asked for
+    _courses: dict[tuple[str, ...], Noted] = field(default_factory=dict, compare=False)
     _passes: dict[tuple[str, ...], tuple[Timeline, int]] = field(default_factory=dict, compare=False)
     _requests: dict[tuple[str, ...], Requests | None] = field(default_factory=dict, compare=False)  # None: unknown
     _remembered: dict[object, tuple[object, Any]] = field(default_factory=dict, compare=False)
@@ -114,19 +115,21 @@ class Bench:
         passes = self.step.micro_batches
         return step_times(effects, self.costs(effects), [*[loss] * passes, optimizer], passes, marks)
 
-    def simulate(self, programs: tuple[str, ...], written: Callable[[], Written], blocks: bool) -> Timeline:
+    def simulate(
+        self, programs: tuple[str, ...], written: Callable[[], Written], blocks: bool, noted: Noted | None = None
+    ) -> Timeline:
         """The exact timeline of two steps of ``programs``, as they are ``written``; ``blocks`` counts on CUDA alone."""
         blocks = blocks and self.device == "cuda"
         if (blocks, programs) not in self._simulated:
             if (blocks, programs) not in self._beside:
-                self._look(programs, written(), blocks)
+                self._look(programs, written(), blocks, noted)
             self._simulated[blocks, programs] = self._beside.pop((blocks, programs))
         return self._simulated[blocks, programs]
 
-    def _look(self, programs: tuple[str, ...], written: Written, blocks: bool) -> None:
+    def _look(self, programs: tuple[str, ...], written: Written, blocks: bool, noted: Noted | None) -> None:
         """Simulate, on CUDA with and without blocks at once: who asks for one asks for the other sooner or later."""
         both = self.device == "cuda" and self.step.mesh is None
-        found = self.predict(self.model, written=written, blocks=blocks, both=both)
+        found = self.predict(self.model, written=written, blocks=blocks, both=both, noted=noted)
         if found.asked_for is None:
             self._beside[blocks, programs] = found
         else:
@@ -155,27 +158,46 @@ class Bench:
         """Whether the second step differs from the first: then there are gradients to add to in place."""
         return self.step.loop.zero_grad == "in place"
 
-    def one_pass(self, programs: tuple[str, ...], written: Callable[[], Written], usual: Timeline) -> int:
+    def noted(self, whole: tuple[str, ...], room: int) -> Noted:
+        """What is known of the passes of a whole model's program, which makes room for so many bytes before all else.
+
+        They are alike where those of the usual timeline are.
+        """
+        usual = self.usual
+        alike = usual is not None and self.remembered("alike", id(usual), lambda: usual.passes_alike)
+        return replace(self._courses.setdefault(whole, Noted()), alike=alike, room=room)
+
+    def one_pass(
+        self, programs: tuple[str, ...], written: Callable[[], Written], usual: Timeline, noted: Noted | None
+    ) -> int:
         """The peak in bytes of forward and backward in a later step, by one pass; ``usual`` is another's timeline."""
         if programs not in self._passes or self._passes[programs][0] is not usual:
             step = replace(self.step, optimizer=None)
-            once = self.predict(self.model, step, written=written(), steps=1, blocks=False)
+            once = self.predict(self.model, step, written=written(), steps=1, blocks=False, noted=noted)
             self._passes[programs] = usual, once.repeated(usual, self.step.mode)
         return self._passes[programs][1]
 
-    def reserved_under(self, programs: tuple[str, ...], written: Callable[[], Written], cap: int, room: int) -> int:
+    def reserved_under(
+        self,
+        programs: tuple[str, ...],
+        written: Callable[[], Written],
+        cap: int,
+        room: int,
+        noted: Noted | None,
+    ) -> int:
         """What CUDA's allocator reserves in bytes for ``programs``, as ``Candidate.reserved_under`` says.
 
         ``room`` is for how many bytes they make room, which they do for any number of them.
         """
         if programs not in self._requests:
-            self._requests[programs] = self._requests_of(written())
+            self._requests[programs] = self._requests_of(written(), noted)
         asked = self._requests[programs]
         return cap if asked is None else asked.reserved_under(cap, room)
 
-    def _requests_of(self, written: Written) -> Requests | None:
+    def _requests_of(self, written: Written, noted: Noted | None) -> Requests | None:
+        how: dict[str, Any] = {"workspace_bytes": self.workspace, "written": written, "noted": noted}
         with suppress(DataDependentError):
-            return requests(self.model, self.inputs, self.step, workspace_bytes=self.workspace, written=written)
+            return requests(self.model, self.inputs, self.step, **how)
         return None
 
     def remembered(self, slot: object, asked: object, make: Callable[[], T]) -> T:

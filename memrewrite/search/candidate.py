@@ -25,7 +25,7 @@ from memrewrite.runtime.dropin import Program, program_from
 from memrewrite.search.bench import Bench
 from memrewrite.search.graphs import ObservedGraph
 from memrewrite.search.regions import Region
-from memrewrite.simulate import Timeline
+from memrewrite.simulate import Noted, Timeline
 
 Look = Callable[[fx.GraphModule, Effects], Effects]
 """Another way to look at a graph, given its effects in the step that is planned for."""
@@ -251,7 +251,7 @@ class Candidate:
         Plans are made and compared by what is asked for, ``blocks`` False: which block the allocator has for it depends
         on all that was there before, and is seen once a plan is chosen.
         """
-        return self.bench.simulate(self.programs, self.written, blocks)
+        return self.bench.simulate(self.programs, self.written, blocks, self._noted)
 
     def peak(self, spare: int = 0) -> int:
         """The simulated peak in bytes, with ``spare`` more in forward and backward."""
@@ -266,7 +266,15 @@ class Candidate:
         """
         if self.bench.one_pass_tells_nothing or self.bench.has_simulated(self.programs):
             return self.peak(spare)
-        return max(self.bench.one_pass(self.programs, self.written, usual) + spare, usual.peak_of_optimizer)
+        once = self.bench.one_pass(self.programs, self.written, usual, self._noted)
+        return max(once + spare, usual.peak_of_optimizer)
+
+    @property
+    def _noted(self) -> Noted | None:
+        """What is known of its passes; None where some of what they do is in no program."""
+        if [region.region.path for region in self.regions] != [""]:
+            return None
+        return self.bench.noted((self.making_room(0) if self.room else self).programs, self.room)
 
     def attributed(self, blocks: bool = True) -> Timeline:
         """What ``simulate`` gives, with the submodule that made each storage."""
@@ -279,7 +287,7 @@ class Candidate:
         is not known.
         """
         at_all = self.making_room(1)  # a byte: none is made, and where is seen
-        return self.bench.reserved_under(at_all.programs, at_all.written, cap, self.room)
+        return self.bench.reserved_under(at_all.programs, at_all.written, cap, self.room, at_all._noted)
 
     def costs(self, region: CandidateRegion) -> Costs:
         """What the nodes of a region's graph take."""

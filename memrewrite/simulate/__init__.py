@@ -7,9 +7,8 @@ from birth to death. ``run_tracked`` does the same on real tensors, which is how
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from itertools import accumulate
-from typing import Literal, TypeVar
+from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -23,6 +22,7 @@ from memrewrite.simulate.fake.batch import part_of
 from memrewrite.simulate.fake.fakes import fakes_of, on_fakes, tensors_of
 from memrewrite.simulate.fake.true_results import TrueResults
 from memrewrite.simulate.memory.counted import Life
+from memrewrite.simulate.memory.course import Noted, Noting, notable
 from memrewrite.simulate.memory.given import communicated, parameters_apart, register_apart, register_given
 from memrewrite.simulate.memory.places import Places
 from memrewrite.simulate.memory.recorder import (
@@ -39,7 +39,8 @@ from memrewrite.simulate.memory.recorder import (
     take_step,
 )
 from memrewrite.simulate.memory.repeats import repeated
-from memrewrite.simulate.memory.tracker import OPERATOR_WORKSPACE, Tracker
+from memrewrite.simulate.memory.tracker import Tracker
+from memrewrite.simulate.timeline import Timeline, with_workspaces
 from memrewrite.state.random_state import preserved_rng
 from memrewrite.targets.allocator import Allocator, Requests, allocator_on, cuda_allocator
 from memrewrite.targets.transients import Transients
@@ -48,7 +49,7 @@ from memrewrite.torch_internals.fake_tensors import FAKE_TENSOR_ERRORS, FakeTens
 from memrewrite.torch_internals.fsdp import seen_by, without_peers
 from memrewrite.torch_internals.fsdp_offload import copies_seen
 from memrewrite.torch_internals.spread import is_divided
-from memrewrite.workload.step import Inputs, Phase, Running, Step, Targets, device_type
+from memrewrite.workload.step import Inputs, Running, Step, Targets, device_type
 
 __all__ = [
     "ACTIVATIONS",
@@ -61,6 +62,7 @@ __all__ = [
     "TEMPORARIES",
     "WORKSPACES",
     "Life",
+    "Noted",
     "Timeline",
     "requests",
     "run_tracked",
@@ -70,92 +72,6 @@ __all__ = [
 
 T = TypeVar("T")
 _SMALLER = (0.75, 0.5)  # of a batch
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """Where memory stands during the steps taken, two as a rule; everything in bytes.
-
-    A storage counts as its bytes rounded up to 512; on CUDA as the block of the caching allocator that it lies in,
-    unless that was not asked for. ``peak`` is that of the last step, ``reserved`` what the allocator holds by then,
-    ``phases`` the bytes in use as each phase of every step ends, ``categories`` the bytes in use at ``peak`` by kind
-    (they sum to it). ``events`` are (bytes in use, ``step 2 backward: operator``) after each operator that changed
-    them, ``peak_event`` the number of the one at which ``peak`` was reached. ``floor`` is what no plan can lower:
-    parameters, buffers, inputs with the targets that the loss function holds, gradients, optimizer state, an average of
-    the weights, DDP's buckets and library workspaces. ``held`` is what is freed when the loop lets go of the last
-    step's output and loss. ``multiplied`` says whether there was anything for cuBLAS to do.
-
-    Where submodules were followed, ``lives`` has every storage and ``modules`` for each event the path of the submodule
-    whose operator it is: in backward, the one whose forward is undone; "" for the module itself, None outside of it.
-    ``asked_for`` are the same steps by what is asked for and not by blocks, where both were counted.
-    """
-
-    peak: int
-    peak_step1: int
-    phases: tuple[tuple[str, int], ...]
-    categories: dict[str, int]
-    events: list[tuple[int, str]]
-    floor: int
-    reserved: int
-    multiplied: bool
-    held: int = 0
-    peak_event: int = 0
-    lives: tuple[Life, ...] = ()
-    modules: tuple[str | None, ...] = ()
-    asked_for: "Timeline | None" = None
-
-    def living(self, event: int) -> list[Life]:
-        """The storages in use at the event of that number."""
-        return [life for life in self.lives if life.born <= event < life.died]
-
-    def split(self) -> dict[str, list[int]]:
-        """Bytes in use at each event by category, from ``lives``; they sum to those in ``events``."""
-        changes: dict[str, list[int]] = {}
-        for life in self.lives:
-            changed = changes.setdefault(life.category, [0] * (len(self.events) + 1))
-            changed[life.born] += life.bytes
-            changed[life.died] -= life.bytes
-        series = {category: list(accumulate(changed))[:-1] for category, changed in changes.items()}
-        library = self.categories.get(WORKSPACES, 0)
-        known = [sum(sizes) + library for sizes in zip(*series.values(), strict=True)]
-        operator = [size - other for (size, _), other in zip(self.events, known, strict=True)]
-        extra = {WORKSPACES: [library] * len(known)} if library else {}
-        return series | extra | ({OPERATOR_WORKSPACE: operator} if any(operator) else {})
-
-    def as_ends(self, phase: Phase, number: int) -> int:
-        """Bytes in use as ``phase`` of step ``number``, the first or last, ends."""
-        return [size for name, size in self.phases if name == phase][0 if number == 1 else -1]
-
-    def peak_in(self, phase: Phase, number: int) -> int:
-        """The peak in bytes of a phase of step ``number``, 0 where nothing happens in it."""
-        return max((size for size, label in self.events if label.startswith(f"step {number} {phase}")), default=0)
-
-    def repeated(self, usual: "Timeline", mode: Literal["train", "inference"]) -> int:
-        """The peak in bytes that this one, of one forward and backward pass, would have in a second step.
-
-        There is as much more in use in each phase of a second step than in that of the first as in ``usual``: optimizer
-        state, and what the loop keeps from the last step.
-        """
-        made_before = usual.as_ends("data", 1) - self.as_ends("data", 1)  # by optimizers that make it as they are made
-
-        def later(phase: Phase, like: Phase) -> int:
-            """The peak of a phase that has as much more in use as there is as ``like`` ends."""
-            return self.peak_in(phase, 1) + made_before + usual.as_ends(like, 2) - usual.as_ends(like, 1)
-
-        ways: tuple[tuple[Phase, Phase], ...]
-        ways = (("data", "data"), ("forward", "data"), ("loss", "forward"), ("backward", "backward"))
-        return max(later(*way) for way in (ways if mode == "train" else ways[:2]))
-
-    @property
-    def peak_of_passes(self) -> int:
-        """The peak in bytes of the second step until the optimizer works."""
-        optimizer, second = "step 2 step", "step 2"
-        return max(size for size, label in self.events if label.startswith(second) and not label.startswith(optimizer))
-
-    @property
-    def peak_of_optimizer(self) -> int:
-        """The peak in bytes of the second step's last phase, in which the optimizer works; 0 in inference."""
-        return max((size for size, label in self.events if label.startswith("step 2 step")), default=0)
 
 
 def simulate(
@@ -170,6 +86,7 @@ def simulate(
     blocks: bool = True,
     both: bool = False,
     written: Written | None = None,
+    noted: Noted | None = None,
 ) -> Timeline:
     """Run ``steps`` steps on a fake twin of ``module``, or of what is ``written`` for it, and count.
 
@@ -178,7 +95,8 @@ def simulate(
     one operator at a time, the first time its signature is met; for a target without it, or with ``probe`` False, it is
     known of attention and of sums alone and the device is left alone. ``attribute`` says by which submodule every
     storage was made. With ``blocks`` False what is asked for counts, and not what the caching allocator of CUDA hands
-    out for it; with ``both`` the timeline has that besides, as ``asked_for``. Module, tensors and random state stay.
+    out for it; with ``both`` the timeline has that besides, as ``asked_for``. ``noted`` is what is known of the passes
+    of what is written, and gets to know them. Module, tensors and random state stay.
     Raises ``UsageError`` for CUDA tensors without CUDA, ``DataDependentError`` where the step depends on data.
     """
     kind = step.device_type(module, inputs)
@@ -187,13 +105,19 @@ def simulate(
         allocator = allocator_on(kind) if blocks else None
         counted = transients, steps, attribute, allocator, workspace_bytes
         with _on_fakes(module, inputs, step, allocator, written) as (twin, fakes, targets):
-            return run_tracked(twin, fakes, step, *counted, targets, both)
+            return run_tracked(twin, fakes, step, *counted, targets, both, noted)
 
     return with_workspaces(_counting_transients(module, inputs, step, probe, once), workspace_bytes)
 
 
 def requests(
-    module: nn.Module, inputs: Inputs, step: Step, *, workspace_bytes: int = 0, written: Written | None = None
+    module: nn.Module,
+    inputs: Inputs,
+    step: Step,
+    *,
+    workspace_bytes: int = 0,
+    written: Written | None = None,
+    noted: Noted | None = None,
 ) -> Requests:
     """What CUDA's allocator is asked for in two steps of ``module``, and in more with smaller batches between.
 
@@ -204,7 +128,7 @@ def requests(
         allocator = cuda_allocator()
         with _on_fakes(module, inputs, step, allocator, written) as (twin, fakes, targets):
             tracker = Tracker(device_type(twin, fakes), transients, None, step.target, allocator)
-            loop, _ = _taken(twin, fakes, step, [tracker], 2, workspace_bytes, targets)
+            loop, _ = _taken(twin, fakes, step, [tracker], 2, workspace_bytes, targets, noted)
             asked = allocator.asked()
             try:
                 with warnings.catch_warnings():
@@ -280,19 +204,20 @@ def run_tracked(
     libraries: int = 0,
     targets: Targets | None = None,
     both: bool = False,
+    noted: Noted | None = None,
 ) -> Timeline:
     """Run ``steps`` steps on the module itself, real or fake, and count the storages on its device type.
 
     With an ``allocator`` the bytes reserved are those after more steps like the last, once these reserve no more; among
     them the ``libraries`` bytes that cuBLAS asks it for at the first products. ``targets`` are by default those of the
-    step. ``both`` counts by what is asked for besides.
+    step. ``both`` counts by what is asked for besides. Fake passes are counted by what is ``noted`` of them.
     """
     places = Places(module) if attribute else None
     kind, targets = device_type(module, inputs), step.targets(module, inputs) if targets is None else targets
     trackers = [Tracker(kind, transients, places, step.target, allocator)]
     trackers += [Tracker(kind, transients, None, step.target)] * both
     with places.followed() if places else nullcontext():
-        loop, recorders = _taken(module, inputs, step, trackers, steps, libraries, targets)
+        loop, recorders = _taken(module, inputs, step, trackers, steps, libraries, targets, noted)
     stand = [(each.categories(), each.current, each.events[:]) for each in trackers]
     trackers[0].blocks = None  # what dies from here on was counted
     loop.release()
@@ -311,13 +236,17 @@ def _taken(
     steps: int,
     libraries: int,
     targets: Targets,
+    noted: Noted | None,
 ) -> tuple[Running, list[Recorder]]:
     """The loop after so many steps under ``trackers``, and what was recorded of each."""
     apart = parameters_apart(step, module, inputs)
     for each in trackers:
         register_given(each, module, inputs, targets, apart)
     sent = communicated(trackers[0], module)
-    loop = step.shortest().begin(module, inputs, step.make_optimizer(module), targets, sent)
+    begun = step.shortest(), module, inputs, step.make_optimizer(module), targets, sent
+    plain = _on_plain_fakes(module, step) and not trackers[0].places
+    note = noted is not None and plain and notable(step, inputs)
+    loop = Noting(noted, trackers, *begun) if noted is not None and note else Running(*begun)
     for each in trackers:
         each.register(loop.batches, INPUTS)
         if loop.average is not None:
@@ -325,7 +254,7 @@ def _taken(
             each.register(loop.average.tensors, AVERAGE)
     recorders = [Recorder(each, loop, library_requests(libraries, step.mode), apart) for each in trackers]
     sharded = seen_by(trackers[0]) if isinstance(step.mesh, Fsdp | Tp) else nullcontext()
-    again = repeated(trackers) if _on_plain_fakes(module, step) and not trackers[0].places else nullcontext()
+    again = repeated(trackers) if plain else nullcontext()
     one_device = device_type(module, inputs) == "cpu"  # where the host is simulated on what stands for the other one
     copies = copies_seen(trackers[0]) if apart and one_device else nullcontext()
     with step.target.around(module), sharded, copies, again:
@@ -373,22 +302,3 @@ def _take_other(loop: Running, other: Inputs, tracker: Tracker, allocator: Alloc
     loop.inputs = other
     with tracker:
         loop.take()
-
-
-def with_workspaces(timeline: Timeline, size: int) -> Timeline:
-    """The timeline with ``size`` bytes of library workspaces throughout, if the libraries had anything to do.
-
-    What is reserved has them already, see ``run_tracked``.
-    """
-    if not size or not timeline.multiplied:
-        return timeline
-    return replace(
-        timeline,
-        peak=timeline.peak + size,
-        peak_step1=timeline.peak_step1 + size,
-        phases=tuple((phase, count + size) for phase, count in timeline.phases),
-        categories={**timeline.categories, WORKSPACES: size},
-        events=[(count + size, label) for count, label in timeline.events],
-        floor=timeline.floor + size,
-        asked_for=timeline.asked_for and with_workspaces(timeline.asked_for, size),
-    )

@@ -217,13 +217,26 @@ class Running:
         """Let go of the last step's output and loss, as the end of the loop's function does."""
         self._output = self._loss = None
 
+    @property
+    def output(self) -> Any:
+        """What the loop holds of the last output, None where it holds none."""
+        return self._output
+
+    def hold_output(self, output: Any) -> None:
+        """Hold it from here on, if the loop does; the last step's is gone."""
+        self._output = output if self.step.loop.keeps_output else None
+
+    def hold_loss(self, loss: Any) -> None:
+        """The same of the loss."""
+        self._loss = loss if self.step.loop.keeps_output else None
+
     def _pass(self, first: bool, on_phase: Callable[[Phase], None]) -> Tensor:
         """Forward, loss and backward; returns the detached loss."""
         on_phase("data")
         with self._autocast():
             output = self._forward(on_phase)
             loss = (self.step.loss_fn or default_loss)(output)
-            self._loss = loss if self.step.loop.keeps_output else None
+            self.hold_loss(loss)
             on_phase("loss")
         del output  # a loop that keeps it has another name for it
         if first and self.step.loop.zero_grad == "before backward":
@@ -234,7 +247,7 @@ class Running:
 
     def _forward(self, on_phase: Callable[[Phase], None]) -> Any:
         output = (self._replica or self.module)(*self.inputs.args, **self.inputs.kwargs)
-        self._output = output if self.step.loop.keeps_output else None  # from here on the last step's is gone
+        self.hold_output(output)
         on_phase("forward")
         return output
 

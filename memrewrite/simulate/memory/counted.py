@@ -61,6 +61,12 @@ class Counted(weakref.ref[Any]):
     given: Block | None  # by the allocator
 
 
+class Stand:
+    """Stands for a storage that lives for a while."""
+
+    __slots__ = ("__weakref__",)
+
+
 @dataclass(frozen=True, slots=True)
 class Birth:
     """A storage to be counted; ``inner`` says that a backward inside of what runs now made it."""

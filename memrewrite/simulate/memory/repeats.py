@@ -17,7 +17,7 @@ from torch import Tensor
 
 from memrewrite.runtime import attention, linear_cross_entropy, tiles
 from memrewrite.simulate.fake.trials import Made, made_again, made_of
-from memrewrite.simulate.memory.counted import Birth, Counted, Log
+from memrewrite.simulate.memory.counted import Birth, Counted, Log, Stand
 from memrewrite.simulate.memory.tracker import Tracker, by_cublas
 from memrewrite.targets.transients import NOTHING, Taken
 from memrewrite.torch_internals.autograd_nodes import backward_number
@@ -184,12 +184,6 @@ def _known(log: Log, results: Any, tensors: list[Tensor], tracker: Tracker, now:
     return _Known(tuple(course), made_here, tree, kept)
 
 
-class _Stand:
-    """Stands for a storage that lives for a while."""
-
-    __slots__ = ("__weakref__",)
-
-
 def _again(known: _Known, tensors: list[Tensor], trackers: Sequence[Tracker]) -> Any:
     """Results like those, and for the trackers all that led to them."""
     with ExitStack() as stack:
@@ -205,7 +199,7 @@ def _again(known: _Known, tensors: list[Tensor], trackers: Sequence[Tracker]) ->
             continue
         made = []
         for nbytes, inner in step.made:
-            there[count] = storages[count] if count in storages else _Stand()
+            there[count] = storages[count] if count in storages else Stand()
             made.append(Birth(there[count], nbytes, inner))
             count += 1
         for tracker in trackers:

@@ -81,6 +81,7 @@ class Tracker(Layer):
         self._device: Any = torch.cuda if device_type == "cuda" else torch.cpu
         self._streams: dict[Any, int] = {}
         self.log: Log | None = None  # of what happens, while it is kept
+        self.course: list[Any] | None = None  # the same of a pass; None in it stands for what is more than that
         self._ready: dict[int, deque[Block]] = {}  # what the allocator handed out for the operator that runs, by bytes
 
     def __enter__(self) -> Self:
@@ -202,15 +203,20 @@ class Tracker(Layer):
         self._ran(clock, func, self._made(result, taken))
         if self.log is not None:
             self.log.append(Ran(func, tuple(self._blocks[made:]), taken, first))
+        if self.course is not None:
+            self.course.append(Ran(func, tuple(self._blocks[made:]), taken, first))
         return result
 
     def repeat(self, func: Any, made: list[Birth], taken: Taken, added: Any) -> None:
         """Count what an operator did once more: the storages that it ``made``, where ``added`` is one's or None."""
         clock = self._clock
         self._runs(func)
-        if added is not None:
-            self._hand_on(self._live[id(added)])
+        first, count = None if added is None else self._live[id(added)], len(self._blocks)
+        if first is not None:
+            self._hand_on(first)
         self._ran(clock, func, self._made(made, taken))
+        if self.course is not None:
+            self.course.append(Ran(func, tuple(self._blocks[count:]), taken, first))
 
     def _runs(self, func: Any) -> None:
         """An operator runs, and may be the one for which cuBLAS asks for memory."""
@@ -250,6 +256,8 @@ class Tracker(Layer):
         self._died(block)
         if self.log is not None:
             self.log.pop()  # the sum is noted with it
+        if self.course is not None:
+            self.course.pop()
         if given is not None:
             self._ready.setdefault(rounded(block.nbytes), deque()).append(given)
 
@@ -374,6 +382,8 @@ class Tracker(Layer):
         if self._live.get(block.key) is block:
             if self.log is not None:
                 self.log.append(block)
+            if self.course is not None:
+                self.course.append(block if block() is None else None)  # it has another size
             del self._live[block.key]
             block.died = self._clock
             block.events = block.events[0], len(self.events)
