@@ -3,7 +3,8 @@
 Found by its entry point, without an import. Dynamo gives the graphs and Inductor makes the kernels, as ever; what is
 kept for backward and what runs again is chosen here, so that the training step stays within ``budget``.
 Bytes are foreseen by what Inductor is expected to fuse. What its code really takes is read off that, before it runs
-(``memrewrite.backends.observed``): where it is more than a budget in bytes, the graph is compiled again with less room.
+(``memrewrite.backends.observed``): where it is more than a budget in bytes, or much more than was foreseen of the
+lowest peak, the graph is compiled again by other plans (``memrewrite.backends.tries``).
 
 Options: ``budget`` (``"8GB"``, ``"60%"`` of what the stock partitioner's step takes, ``"min"``), ``optimizer`` (its
 name as for ``memrewrite.optimize``, ``"adamw"`` by default, ``"none"`` where its state does not count), ``reserve``
@@ -29,10 +30,9 @@ from memrewrite.backends.proof import Proof
 from memrewrite.backends.resident import resident
 from memrewrite.backends.steps import key_of, step_of
 from memrewrite.backends.told import note
-from memrewrite.records.errors import BudgetInfeasibleError, MemrewriteError, UsageError
-from memrewrite.records.options import format_bytes
+from memrewrite.records.errors import MemrewriteError, UsageError
 from memrewrite.targets import transients
-from memrewrite.torch_internals import partitioning, written_over
+from memrewrite.torch_internals import compiling, partitioning, written_over
 from memrewrite.torch_internals.compiled_code import compiled_codes
 from memrewrite.torch_internals.compiling import (
     Partitioner,
@@ -45,7 +45,6 @@ from memrewrite.torch_internals.compiling import (
 from memrewrite.version import __version__
 
 _EXACT = {"emulate_precision_casts": True}
-_TRIES = 5  # with what is made apart, then with less room by what the code of the one before took too much
 # A buffer that waits for another use lives on meanwhile; where Inductor thinks there is room for it, libraries need it.
 _LEAN = {"allow_buffer_reuse": False}
 _VERIFIED = {"fallback_random": True}  # random numbers as eager draws them
@@ -97,23 +96,18 @@ def _fitting(
 ) -> tuple[Callable[..., Any], bool]:
     """What is compiled within the budget, and whether it comes from a cache."""
     tried = []
-    for _ in range(_TRIES):
+    while True:
         before = cache_hits()
         with compiled_codes() as codes:
             made = _compiled(graph, inputs, mode, options, partition)
-        over = partition.observe(seen(codes, partition.lives.kept, partition.held))
-        tried.append((partition.observed or 0, made, cache_hits() > before))
-        if over <= 0:
-            return made, tried[-1][2]
-        if partition.apart and partition.asked.lowest:
-            partition.observed, made, cached = min(tried, key=lambda each: each[0])
-            return made, cached
-        if partition.apart:
-            partition.excesses.append(over)
-        partition.apart = True
-    message = f"What Inductor makes of {_TRIES} plans for {partition.asked.budget} takes more, at last"
-    taken = tried[-1][0]
-    raise BudgetInfeasibleError(f"{message} {format_bytes(taken)}; give it that much.", taken)
+        cached = cache_hits() > before
+        tried.append((made, cached))
+        again = partition.observe(seen(codes, partition.lives.kept, partition.held), cached)
+        ended = f"{key_of(graph)} {identity(partition)}"
+        if not again and partition.asked.lowest:
+            compiling.note(ended)
+        if not again or (partition.asked.lowest and cached and compiling.noted(ended)):
+            return tried[partition.settle()]
 
 
 def _compiled(
@@ -133,5 +127,5 @@ def identity(partition: Partition) -> str:
     """What tells the graphs of a partition from others in Inductor's cache: code, options, and the bytes there are."""
     others = (partitioning, transients, written_over)
     code = digest(Path(__file__).parent, *(Path(str(each.__file__)) for each in others))
-    whole = (partition.asked, partition.lives, partition.fused, partition.excesses, partition.apart, partition.in_step)
+    whole = (partition.asked, partition.lives, partition.fused, partition.taken, partition.in_step)
     return f"memrewrite {__version__} {code} {' '.join(map(str, whole))}"

@@ -6,7 +6,7 @@ there anyway and counts nothing.
 """
 
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, fx
@@ -78,6 +78,14 @@ class Facts:
     def size(self, node: int) -> int:
         """The bytes of the storages that a node's value lies in."""
         return sum(self.bytes[storage] for storage in self.holds[node])
+
+
+def same(one: Facts, other: Facts) -> bool:
+    """Whether two graphs are the same but for what they are made of, so that plans of one are plans of the other."""
+    if replace(one, nodes=()) != replace(other, nodes=()):
+        return False
+    pairs = zip(one.nodes, other.nodes, strict=True)
+    return all((a.op, a.name, str(a.target)) == (b.op, b.name, str(b.target)) for a, b in pairs)
 
 
 def facts(joint: fx.GraphModule, divided: Divided, fused: bool = True, held: bool = False) -> Facts:

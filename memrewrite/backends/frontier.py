@@ -6,7 +6,7 @@ budget, so a larger one never gives a dearer plan; between two steps nodes are t
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from memrewrite.backends.divisions import divisions
@@ -17,6 +17,9 @@ from memrewrite.backends.plan import Order, Planner, Ways
 _STEPS = 16  # from all costly nodes kept to none
 _TRIES = 24  # nodes that are tried one by one between two steps
 _DEEP = 24  # nodes between what is kept and the costly one it is made of, at most
+
+Cuts = tuple[int, ...]
+"""The nodes that the regions of a division begin at."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +47,6 @@ class Frontier:
         self.planner, self._live = Planner(facts), Live(facts)
         self.rows = [_Row(self, cuts) for cuts in divisions(facts)]
 
-    def lowest(self) -> Found:
-        """The plan of the lowest peak."""
-        found = (row.lowest for row in self.rows)
-        return min(found, key=lambda each: (self.takes(each), each.ms))
-
     def least(self, room: int) -> Found | None:
         """The plan that keeps least for backward of those whose own peak is at most ``room`` bytes."""
         found = (each for row in self.rows for each in row.all if each.peaks.peak <= room)
@@ -62,10 +60,11 @@ class Frontier:
         """Whether a plan takes at most ``room`` bytes, and at most ``own`` without what later graphs keep."""
         return self.takes(found) <= room and found.peaks.peak <= own
 
-    def within(self, room: int, own: int = sys.maxsize) -> Found | None:
-        """The cheapest plan that ``fits``; None where there is none."""
-        fitting = [each for row in self.rows if (each := row.within(room, own)) is not None]
-        return min(fitting, key=lambda each: each.rank) if fitting else None
+    def within(self, room: int, own: int = sys.maxsize, beyond: Callable[[Cuts], int] = lambda cuts: 0) -> Found | None:
+        """The cheapest plan that ``fits``; None where there is none. Those of a division take ``beyond`` more."""
+        more = [beyond(row.cuts) for row in self.rows]
+        found = (row.within(room - each, own - each) for row, each in zip(self.rows, more, strict=True))
+        return min((each for each in found if each is not None), key=lambda each: each.rank, default=None)
 
     def look(self, ways: Ways) -> Found:
         """A choice with its peaks and cost."""
@@ -79,8 +78,8 @@ class Frontier:
 class _Row:
     """The plans of one division, from all that is costly kept to as little as can be, made as they are asked for."""
 
-    def __init__(self, frontier: Frontier, cuts: tuple[int, ...]) -> None:
-        self._all, self._facts, self._cuts = frontier, frontier.facts, cuts
+    def __init__(self, frontier: Frontier, cuts: Cuts) -> None:
+        self._all, self._facts, self.cuts = frontier, frontier.facts, cuts
         self._found: list[Found] = []
         self._falling = self._steps()
         self.last = frontier.look(Ways(cuts, frontier.facts.costly & frontier.facts.may_rerun))
@@ -109,11 +108,11 @@ class _Row:
             place += 1
 
     def _steps(self) -> Iterator[Found]:
-        now = self._all.look(Ways(self._cuts, frozenset()))
+        now = self._all.look(Ways(self.cuts, frozenset()))
         yield now
         step = max((now.peaks.saved - self.last.peaks.saved) // _STEPS, 1)
         while more := self._next(now, step):
-            now = self._all.look(Ways(self._cuts, now.order.ways.rerun | more))
+            now = self._all.look(Ways(self.cuts, now.order.ways.rerun | more))
             yield now
 
     def _next(self, now: Found, step: int) -> frozenset[int]:
@@ -165,7 +164,7 @@ class _Row:
         before = self._found[place - 1].order.ways.rerun
         given = sorted(best.order.ways.rerun - before, key=lambda node: (-self._facts.ms[node], node))
         for node in given[:_TRIES]:
-            tried = self._all.look(Ways(self._cuts, best.order.ways.rerun - {node}))
+            tried = self._all.look(Ways(self.cuts, best.order.ways.rerun - {node}))
             if self._all.fits(tried, room, own) and tried.ms <= best.ms:
                 best = tried
         return best

@@ -8,20 +8,23 @@ from typing import Any
 from torch import fx
 
 from memrewrite.backends.asked import Asked
-from memrewrite.backends.facts import Facts, facts
+from memrewrite.backends.choices import InStep, Options
+from memrewrite.backends.facts import Facts, facts, same
 from memrewrite.backends.frontier import Found, Frontier
 from memrewrite.backends.graphs import graphs
 from memrewrite.backends.listed import kept_by, reruns
 from memrewrite.backends.observed import Seen
 from memrewrite.backends.resident import Resident, parts
 from memrewrite.backends.rows import sum_in_place, written
+from memrewrite.backends.tries import Search, Step, Tries, Try, cheapest, lowest, one
 from memrewrite.process.garbage import sought_seldom
 from memrewrite.records.errors import BudgetInfeasibleError, MemrewriteError
 from memrewrite.records.options import format_bytes
 from memrewrite.torch_internals.compiling import let_through
 from memrewrite.torch_internals.partitioning import is_ours, prepared, stock_partition, stock_saved
 
-_NEAR = 1.02  # of the bytes foreseen for the lowest peak
+_FROM_CACHE = 5  # tries for the lowest peak of code of which no plan is known, at most
+_HOPELESS = 1.5  # of what is foreseen code took 12 % less at most: beyond this nothing is compiled to tell
 
 
 @dataclass(frozen=True)
@@ -43,50 +46,15 @@ class Foreseen:
 
 
 @dataclass(frozen=True)
-class InStep:
-    """What a graph of several in a step is to know of the others: nothing, until a first step is over.
+class Outcome:
+    """What came of a plan that was compiled: as in ``Partition``, with the plan itself, None where it is not known."""
 
-    ``room`` are the bytes that its plan may take, with what later graphs keep, and ``limit`` those of the whole step,
-    None where that is to be as low as can be and nothing is known of it. ``late``: it comes after graphs that were
-    divided as if there were no others, so that the first step may take more than its budget.
-    """
-
-    room: int | None = None
-    limit: int | None = None
-    late: bool = False
-
-
-@dataclass
-class Options:
-    """The plans that there are for a graph; ``usual`` is PyTorch's own, ``chosen`` the one that it was given."""
-
-    frontier: Frontier
-    usual: Found
-    chosen: Found | None = None
-
-    def within(self, room: int, own: int = sys.maxsize) -> Found | None:
-        """PyTorch's own plan where it takes at most ``room`` bytes, and at most ``own`` without what later graphs keep,
-        else the cheapest that does; None without one."""
-        return self.usual if self.frontier.fits(self.usual, room, own) else self.frontier.within(room, own)
-
-    def least(self, room: int | None) -> Found:
-        """What leaves most to other graphs: what keeps least with a peak of at most ``room`` bytes, where that is known
-        and there is any, else the lowest."""
-        if room is None:
-            return self.lowest()
-        fitting = [each for each in (self.frontier.least(room), self.usual) if each and each.peaks.peak <= room]
-        return min(fitting, key=lambda each: (each.peaks.saved, each.peaks.peak)) if fitting else self.lowest()
-
-    def told(self, told: InStep, base: int) -> Found:
-        """The cheapest plan for what is told of a step of which ``base`` bytes live besides what the graph makes; where
-        none takes so little, or no room is told, what leaves most."""
-        own = sys.maxsize if told.limit is None else told.limit - base
-        within = None if told.room is None else self.within(told.room, own)
-        return within or self.least(None if told.limit is None else own)
-
-    def lowest(self) -> Found:
-        """The plan of the lowest peak, with what later graphs keep."""
-        return min(self.usual, self.frontier.lowest(), key=lambda each: (self.frontier.takes(each), each.ms))
+    found: Found | None
+    apart: bool
+    choice: str
+    foreseen: Foreseen | None
+    observed: int | None
+    unseen: str
 
 
 class Partition:
@@ -94,8 +62,8 @@ class Partition:
 
     ``choice`` is one of ``memrewrite.records.compiled.CHOICES``; ``verified`` says how the graph was compared.
     ``observed`` is the peak of the step by the code that was compiled, None where it is not known, for which ``unseen``
-    has the reason; ``excesses`` has for each plan that was compiled and given up by how many bytes its code was beyond
-    the budget; ``apart``: gradients are kept from being made together, which takes less where they lie far apart.
+    has the reason; ``taken`` has for each plan that was compiled the bytes that its code makes, and ``outcomes`` all
+    that came of it. ``apart``: gradients are kept from being made together, which takes less where they lie far apart.
     ``options`` are the plans that it had, until those of its step are settled, and ``in_step`` what it knew of other
     graphs, None where it seemed to be alone; ``replaced`` says that there is another of the same graph.
     """
@@ -108,9 +76,11 @@ class Partition:
         self.held = asked.keeps_output and not lives.later  # what later graphs are given dies with the step
         self.foreseen: Foreseen | None = None
         self.choice, self.verified = "no backward", ""
-        self.excesses: list[int] = []
+        self.taken: list[int] = []
+        self.outcomes: list[Outcome] = []
         self.observed: int | None = None
         self.unseen = ""
+        self._tries: Tries | None = None
 
     @property
     def tells_options(self) -> bool:
@@ -148,29 +118,48 @@ class Partition:
         return forward, written(backward)
 
     def chosen(self, known: Facts, stock: frozenset[int]) -> Found:
-        """PyTorch's own choice where it fits, else the cheapest that does."""
-        assert self.asked.budget is not None  # noqa: S101  (else the stock partitioner divides)
-        frontier = Frontier(known, self.lives.later)
-        kept = frozenset(i for i in stock if i not in known.symbols)
-        order = frontier.planner.given(kept)
-        usual = frontier.found(order)
-        self.options = options = Options(frontier, usual)
-        limit = self._limit(self._of_step(usual))
-        found = self._picked(options, limit)
+        """The plan that is the next to be tried."""
+        options = self._options(known, frozenset(i for i in stock if i not in known.symbols))
+        limit = self._limit(self._of_step(options.usual))
         if limit is not None and self.lives.of_optimizer + self.asked.reserve > limit and not self.asked.lowest:
-            raise self._infeasible(limit, found)
-        options.chosen = found
+            raise self._infeasible(limit, options.lowest())
+        if self._tries is None:
+            self._tries = Tries(self._search(options, limit))
+            for taken in self.taken:  # of code from caches, which nothing divided
+                if self._tries.now is not None:
+                    self._tries.tell(taken)
+        now = self._tries.now
+        if now is None and self.asked.lowest:  # all had been tried when that code was made
+            now, _ = min(self._tries.all, key=lambda each: each[1])
+        if now is None:
+            assert limit is not None  # noqa: S101  (else there is a plan)
+            raise self._infeasible(limit, options.lowest(), self._tries.lowest)
+        self._take(options, now)
+        return now.found
+
+    def _options(self, known: Facts, stock: frozenset[int]) -> Options:
+        """The plans for these facts, where PyTorch keeps ``stock``; those of the try before, if it was the same."""
+        there = self.options
+        if there is None or there.usual.order.saved != stock or not same(there.frontier.facts, known):
+            frontier = Frontier(known, self.lives.later)
+            there = Options(frontier, frontier.found(frontier.planner.given(stock)))
+            self.options, self._tries = there, None
+        return there
+
+    def _take(self, options: Options, now: Try) -> None:
+        """What is compiled is this one."""
+        found, known = now.found, options.frontier.facts
+        self.choice, self.apart, options.chosen = now.choice, now.apart, found
         self.foreseen = Foreseen(
-            before=self._of_step(usual),
+            before=self._of_step(options.usual),
             after=self._of_step(found),
-            kept_before=usual.peaks.saved,
+            kept_before=options.usual.peaks.saved,
             kept=found.peaks.saved,
             regions=len(found.order.kept),
             ms=found.ms,
             kept_by=kept_by(known, found.order),
             reruns=reruns(known, found.order),
         )
-        return found
 
     def _limit(self, original: int) -> int | None:
         """The bytes of the budget; None for the lowest peak, and for a share of a step of which too little is known."""
@@ -179,58 +168,97 @@ class Partition:
             return self.asked.budget.resolve(original)
         return self.asked.budget.bytes if self.in_step.room is None else self.in_step.limit
 
-    def _picked(self, options: Options, limit: int | None) -> Found:
-        """The plan of ``options`` for what is asked for, and known of the step."""
-        told = self.in_step
+    def _search(self, options: Options, limit: int | None) -> Search:
+        """What to compile for what is asked for, and known of the step."""
+        told, own = self.in_step, None if limit is None else limit - self.base
+        step = Step(self.base, self.lives.of_optimizer + self.asked.reserve)
+        if told is None and own is None:
+            return (yield from lowest(options, step))
         if told is not None and self.tells_options:
-            own = None if limit is None else limit - self.base
-            self.choice = "first step"
             found = (options.within(own or sys.maxsize) if told.late else None) or options.least(own)
-            if limit is not None and found.peaks.peak > limit - self.base and not told.late:
-                raise self._infeasible(limit, found)
-            return found
-        if told is not None and self.asked.lowest:
-            self.choice = "lowest"
-            return options.told(told, self.base)
-        if limit is None:
-            self.choice, found = "lowest", options.lowest()
-            room = max(found.peaks.peak, self.lives.of_optimizer - self.lives.base)
-            return options.frontier.within(room) or found
-        return self._fitting(options, limit)
+            if own is None or told.late or found.peaks.peak <= own:
+                made = yield from one(found, "first step", step)
+            if own is None:
+                return made
+        elif told is not None and (self.asked.lowest or own is None):
+            return (yield from one(options.told(told, self.base), "lowest", step))
+        assert own is not None  # noqa: S101  (see above)
+        if told is None:
+            yield from cheapest(options, own, own)
+        elif told.room is not None:  # of which others have had a guess, which may be too much: perhaps they keep less
+            yield from cheapest(options, told.room, own)
+            found = options.least(own)
+            if found.peaks.peak <= own:
+                yield from one(found, "usual" if found is options.usual else "cheapest", step)
+        of_code = self.asked.budget is not None and self.asked.budget.bytes is not None
+        if not of_code or options.lowest().peaks.peak > own * _HOPELESS:
+            return None
+        return (yield from lowest(options, step))
 
-    def _fitting(self, options: Options, limit: int) -> Found:
-        """What fits, after the plans whose code did not: each next one is foreseen to take so much less."""
-        own, beyond = limit - self.base, 0
-        told = None if self.in_step is None else self.in_step.room
-        room = own if told is None else told
-        given_up = iter(self.excesses)
-        while True:
-            found = options.within(room, own)  # of the room others have had a guess, which may be too much
-            if found is None:  # perhaps later graphs keep less
-                found = options.least(None if told is None else own)
-                if found.peaks.peak > (room if told is None else own):
-                    raise self._infeasible(limit, found, beyond)
-            self.choice = "usual" if found is options.usual else "cheapest"
-            if (excess := next(given_up, None)) is None:
-                return found
-            beyond = excess + own - found.peaks.peak
-            room = min(room - 1, options.frontier.takes(found) - excess)
-
-    def observe(self, found: Seen | str) -> int:
-        """Take over what the compiled code takes, or why that is not known; returns the bytes beyond the budget.
+    def observe(self, found: Seen | str, cached: bool = False) -> bool:
+        """Take over what the compiled code takes, or why that is not known; says whether to compile another plan.
 
         A budget in percent is one of what is foreseen, and is compared with that alone; so is the lowest peak, of which
-        a few percent more are none, where it is known: Inductor's caches do not tell.
+        a few percent more are none. Of code that is ``cached`` it may not be known which plan it is of. Raises
+        ``BudgetInfeasibleError`` where there is no other plan for a budget.
         """
-        if isinstance(found, str):
-            self.unseen, self.observed = found, None
-            return 0
-        self.unseen, self.observed = "", self._with_optimizer(max(found.forward, found.backward))
-        budget = self.asked.budget
-        limit = None if budget is None or (self.in_step is not None and self.in_step.late) else budget.bytes
+        if cached:
+            self._of_cache()
+        made = None if isinstance(found, str) else max(found.forward, found.backward)
+        self.unseen = found if isinstance(found, str) else ""
+        self.observed = None if made is None else self._with_optimizer(made)
+        plan = None if self.options is None else self.options.chosen
+        self.outcomes.append(Outcome(plan, self.apart, self.choice, self.foreseen, self.observed, self.unseen))
+        if made is None and plan is not None:
+            made = plan.peaks.peak
+        limit = self._of_code
+        if made is None or not (self.asked.lowest or (limit is not None and self._with_optimizer(made) > limit)):
+            return False
+        self.taken.append(made)
+        if self._tries is None:
+            return self._without_plans(limit)
+        if self._tries.now is None:
+            return False
+        self._tries.tell(made)
+        if self._tries.now is None and limit is not None:
+            assert self.options is not None  # noqa: S101  (tries are of them)
+            raise self._infeasible(limit, self.options.lowest(), self._tries.lowest)
+        return self._tries.now is not None
+
+    @property
+    def _of_code(self) -> int | None:
+        """The bytes of the budget that code is compared with; None without any."""
+        late = self.in_step is not None and self.in_step.late
+        return None if self.asked.budget is None or late else self.asked.budget.bytes
+
+    def _of_cache(self) -> None:
+        """Nothing divided the graph: it is of the next plan, where plans are known."""
+        if self.options is not None and self._tries is not None and self._tries.now is not None:
+            self._take(self.options, self._tries.now)
+        else:
+            self.foreseen, self.choice = None, "no backward"
+
+    def _without_plans(self, limit: int | None) -> bool:
+        """As ``observe`` of code that is beyond the budget, or not known to be the lowest."""
+        if self.choice != "not ours":
+            return limit is not None or len(self.taken) < _FROM_CACHE
+        if limit is None:
+            return False
+        raise self._infeasible(limit, None, self.taken[-1])
+
+    def settle(self) -> int:
+        """Which try stays: of those for the lowest peak the one whose code takes least, else the last one."""
+        number = len(self.outcomes) - 1
         if self.asked.lowest:
-            limit = 0 if self.foreseen is None else int(self.foreseen.after * _NEAR)
-        return 0 if limit is None else self.observed - limit
+            known = [(each.observed, i) for i, each in enumerate(self.outcomes) if each.observed is not None]
+            number = min(known, default=(0, number))[1]
+        stays = self.outcomes[number]
+        self.apart, self.choice, self.foreseen = stays.apart, stays.choice, stays.foreseen
+        self.observed, self.unseen = stays.observed, stays.unseen
+        if self.options is not None and stays.found is not None:
+            self.options.chosen = stays.found
+        self._tries, self.outcomes = None, []  # hold graphs
+        return number
 
     def keep(self, choice: str, peak: int) -> None:
         """What was compiled stays, in a step that takes ``peak`` bytes."""
@@ -252,22 +280,22 @@ class Partition:
     def _with_optimizer(self, made: int) -> int:
         return max(self.base + made, self.lives.of_optimizer + self.asked.reserve)
 
-    def _infeasible(self, limit: int, lowest: Found, beyond: int = 0) -> BudgetInfeasibleError:
-        """The error; code took ``beyond`` bytes more than was foreseen of it, as far as some was compiled."""
-        reached = self._with_optimizer(lowest.peaks.peak + beyond)
-        reached = min([reached, *(limit + excess for excess in self.excesses)])
-        made = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts(self.lives))
+    def _infeasible(self, limit: int, lowest: Found | None, reached: int | None = None) -> BudgetInfeasibleError:
+        """The error; the graph makes ``reached`` bytes at least by its code, else those foreseen of the ``lowest``."""
+        made = reached if reached is not None or lowest is None else lowest.peaks.peak
+        least = self._with_optimizer(made or 0)
+        there = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts(self.lives))
         message = (
             f"No plan for torch.compile fits {format_bytes(limit)}: the lowest reachable peak is "
-            f"{format_bytes(reached)} ({made}). What else would fit:"
+            f"{format_bytes(least)} ({there}). What else would fit:"
         )
-        return BudgetInfeasibleError(message, reached, tuple(self._advice(limit, lowest)))
+        return BudgetInfeasibleError(message, least, tuple(self._advice(limit, made or 0)))
 
-    def _advice(self, limit: int, lowest: Found) -> list[str]:
+    def _advice(self, limit: int, lowest: int) -> list[str]:
         """What of a leaner optimizer and of smaller batches would fit, by what is known here."""
-        made = lowest.peaks.peak - self.lives.gradients
+        made = lowest - self.lives.gradients
         found = []
-        if self.lives.state and self.base - self.lives.state + lowest.peaks.peak <= limit:
+        if self.lives.state and self.base - self.lives.state + lowest <= limit:
             found.append("  - SGD without momentum: another optimizer wants another learning rate")
         least = self.base - self.lives.inputs + self.lives.gradients
         for parts_of in (2, 4, 8, 16, 32):

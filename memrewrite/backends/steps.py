@@ -22,8 +22,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from memrewrite.backends.asked import Asked
+from memrewrite.backends.choices import InStep, Options
 from memrewrite.backends.frontier import Found
-from memrewrite.backends.partition import InStep, Options, Partition
+from memrewrite.backends.partition import Partition
 from memrewrite.backends.resident import Resident
 from memrewrite.torch_internals.compiling import code_of_frame, forget_code
 from memrewrite.torch_internals.pytrees import tree_leaves

@@ -253,6 +253,24 @@ def cache_hits() -> int:
     return int(counters["aot_autograd"]["autograd_cache_hit"])
 
 
+def noted(key: str) -> bool:
+    """Whether a process that wrote into Inductor's cache has noted this."""
+    return _note(key).exists()
+
+
+def note(key: str) -> None:
+    """Note something in Inductor's cache, beside the graphs that it is about."""
+    with contextlib.suppress(OSError):  # of a cache that nobody may write to
+        _note(key).parent.mkdir(parents=True, exist_ok=True)
+        _note(key).touch()
+
+
+def _note(key: str) -> Path:
+    with private_imports():
+        from torch._inductor.runtime.cache_dir_utils import cache_dir
+    return Path(cache_dir(), "memrewrite", hashlib.sha256(key.encode()).hexdigest())
+
+
 def saved_by(node: Any) -> list[Tensor]:
     """The tensors that a node of the autograd graph keeps for backward; none that it lets go of.
 

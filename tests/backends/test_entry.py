@@ -120,6 +120,9 @@ def test_identities_tell_options_and_bytes_apart() -> None:
     found = [entry.identity(Partition(each, lives)) for each in asked]
     assert found[0] == found[2] != found[1]
     assert entry.identity(Partition(asked[0], Resident(2, 2, 3, 4, 5, 6, 7, 8, 9))) != found[0]
+    second = Partition(asked[0], lives)
+    second.taken.append(10)
+    assert entry.identity(second) != found[0]
 
 
 def test_the_entry_point_leads_here() -> None:

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 import memrewrite
 from memrewrite.backends import entry
-from memrewrite.backends.partition import InStep, Partition
+from memrewrite.backends.choices import InStep
+from memrewrite.backends.partition import Partition
 from memrewrite.backends.steps import Step
 from memrewrite.records.errors import BudgetInfeasibleError
 from tests.backends.test_partition import Block
