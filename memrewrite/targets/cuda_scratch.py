@@ -1,7 +1,7 @@
 """What backward of attention, embeddings and compiled chains and the sums of rows take on CUDA while they run, by the
 sources of the kernels.
 
-The latter two as on a Hopper device. Not modelled: workspaces of convolutions, and what attention by cuDNN takes.
+The latter two as on a Hopper device. Not modelled: workspaces of convolutions.
 """
 
 import math
@@ -40,7 +40,8 @@ class Scratch(Transients):
 def _flash_backward(given: dict[str, Any]) -> int:
     """``mha_bwd`` of flash attention: float32 sums of the gradient of q, a float per row, rows in blocks of 128.
 
-    Where heads share k and v, their gradients for every head.
+    Where heads share k and v, their gradients for every head. Attention by cuDNN, which PyTorch prefers on Hopper
+    devices, was measured to take the same (``tests/targets/test_cuda_scratch.py``); there is no source to read.
     """
     batch, heads, rows, depth = given["query"].shape
     columns, item = given["key"].shape[2], given["key"].element_size()
@@ -161,6 +162,7 @@ _FEW_WORDS, _ROWS_OF_A_WORD = 3072, 10  # for which nothing is sorted, and that 
 _FEWEST = 32  # rows that a thread of Inductor's adds up
 
 _SCRATCH: dict[Any, Callable[[dict[str, Any]], int]] = {
+    torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default: _flash_backward,
     torch.ops.aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
     torch.ops.aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
     torch.ops.aten.embedding_dense_backward.default: _embedding_backward,

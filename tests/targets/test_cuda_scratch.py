@@ -17,6 +17,16 @@ from tests.support.cuda_code import held_by_cuda_code
 BF16, F32 = torch.bfloat16, torch.float32
 
 
+@pytest.mark.parametrize(("texts", "megabytes"), [(60, 2029.0), (8, 270.5), (7, 236.7)])
+def test_what_attention_by_cudnn_takes_in_its_backward(texts: int, megabytes: float) -> None:
+    """Measured on an H200, PyTorch 2.11, at 32 heads and 8 of keys, 2,048 tokens."""
+    backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
+    with FakeTensorMode():
+        queries, keys = e(texts, 32, 2048, 64), e(texts, 8, 2048, 64)
+        found = Scratch().lookup(backward, (queries, queries, keys, keys), {}).bytes
+    assert round(found / 1e6, 1) == megabytes
+
+
 @pytest.mark.parametrize("count", [128256, 60 * 2048 + 1])
 def test_what_the_gradient_of_an_embedding_takes(count: int) -> None:
     """1,114.3 MB beyond its result on an H200, PyTorch 2.11."""
