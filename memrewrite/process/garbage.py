@@ -11,14 +11,21 @@ _SELDOM = 200  # times that younger objects were looked through, before all are:
 def sought_seldom() -> Iterator[None]:
     """Let Python look through all there is seldom meanwhile: much is made, little of it in cycles, and nothing large.
 
-    With graphs of thousands of nodes and the libraries around, each look takes a third of a second.
+    With graphs of thousands of nodes and the libraries around, each look takes a third of a second. What is there
+    already is not looked through at all: that is most of it.
     """
     before = gc.get_threshold()
     _BEFORE.append(before)
     gc.set_threshold(*before[:2], max(before[2], _SELDOM))
+    aside = gc.get_freeze_count() == 0  # else somebody has put objects aside, who would get them back
+    if aside:
+        gc.freeze()
+    _ASIDE.append(aside)
     try:
         yield
     finally:
+        if _ASIDE.pop():
+            gc.unfreeze()
         _BEFORE.pop()
         gc.set_threshold(*before)
 
@@ -27,6 +34,8 @@ def sought_seldom() -> Iterator[None]:
 def sought_as_before() -> Iterator[None]:
     """Let Python look through all there is as often as before it was to do so seldom, where large things are made."""
     within = gc.get_threshold()
+    if any(_ASIDE):
+        gc.unfreeze()
     gc.set_threshold(*(_BEFORE[0] if _BEFORE else within))
     try:
         yield
@@ -35,3 +44,4 @@ def sought_as_before() -> Iterator[None]:
 
 
 _BEFORE: list[tuple[int, int, int]] = []  # how often it did so outside of each scope
+_ASIDE: list[bool] = []  # whether each of these scopes put aside what was there

@@ -66,7 +66,7 @@ def report_on(
         notes=_notes(candidate),
         versions=_versions(),
         shares=_shares(candidate),
-        habits=habits.costs(bench.step, after, lambda step: bench.peak_of(result, step)),
+        habits=habits.costs(bench.step, after, lambda step: candidate.peak_of(result, step)),
         predicted_ms_before=_longer(bench.original),
         predicted_ms_after=_longer(bench.original if after is before else candidate.times()),
         reserved=limit is not None and limit.reserved,

@@ -149,10 +149,6 @@ class Bench:
         """``measuring.predict`` of a module in the step, or in another one on the same inputs."""
         return measuring.predict(module, self.inputs, step or self.step, workspace_bytes=self.workspace, **how)
 
-    def peak_of(self, module: nn.Module, step: Step) -> int:
-        """The predicted peak in bytes of another step of a module, on the same inputs."""
-        return self.predict(module, step).peak
-
     @property
     def one_pass_tells_nothing(self) -> bool:
         """Whether the second step differs from the first: then there are gradients to add to in place."""

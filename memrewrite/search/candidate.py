@@ -26,6 +26,7 @@ from memrewrite.search.bench import Bench
 from memrewrite.search.graphs import ObservedGraph
 from memrewrite.search.regions import Region
 from memrewrite.simulate import Noted, Timeline
+from memrewrite.workload.step import Step
 
 Look = Callable[[fx.GraphModule, Effects], Effects]
 """Another way to look at a graph, given its effects in the step that is planned for."""
@@ -278,7 +279,13 @@ class Candidate:
 
     def attributed(self, blocks: bool = True) -> Timeline:
         """What ``simulate`` gives, with the submodule that made each storage."""
-        return self.bench.predict(self.bench.model, written=self.written(), attribute=True, blocks=blocks)
+        noted = None if self._noted is None else replace(self._noted, courses={})  # none of the others has it
+        return self.bench.predict(self.bench.model, written=self.written(), attribute=True, blocks=blocks, noted=noted)
+
+    def peak_of(self, result: nn.Module, step: Step) -> int:
+        """The predicted peak in bytes of another step of what was made of it, or of the model itself."""
+        mine = None if result is self.bench.model else self._noted
+        return self.bench.predict(result, step, noted=None if mine is None else replace(mine, courses={})).peak
 
     def reserved_under(self, cap: int) -> int:
         """What CUDA's allocator reserves in bytes if it is to be at most ``cap``; more than that where it cannot be.

@@ -244,8 +244,8 @@ def _taken(
         register_given(each, module, inputs, targets, apart)
     sent = communicated(trackers[0], module)
     begun = step.shortest(), module, inputs, step.make_optimizer(module), targets, sent
-    plain = _on_plain_fakes(module, step) and not trackers[0].places
-    note = noted is not None and plain and notable(step, inputs)
+    fake = _on_plain_fakes(module, step)
+    note = noted is not None and fake and notable(step, inputs)
     loop = Noting(noted, trackers, *begun) if noted is not None and note else Running(*begun)
     for each in trackers:
         each.register(loop.batches, INPUTS)
@@ -254,7 +254,7 @@ def _taken(
             each.register(loop.average.tensors, AVERAGE)
     recorders = [Recorder(each, loop, library_requests(libraries, step.mode), apart) for each in trackers]
     sharded = seen_by(trackers[0]) if isinstance(step.mesh, Fsdp | Tp) else nullcontext()
-    again = repeated(trackers) if plain else nullcontext()
+    again = repeated(trackers) if fake and not trackers[0].places else nullcontext()
     one_device = device_type(module, inputs) == "cpu"  # where the host is simulated on what stands for the other one
     copies = copies_seen(trackers[0]) if apart and one_device else nullcontext()
     with step.target.around(module), sharded, copies, again:

@@ -14,15 +14,27 @@ def test_all_objects_are_looked_through_seldom_until_it_ends(
 ) -> None:
     usual = gc.get_threshold()
     gc.set_threshold(*before)
+    gc.unfreeze()  # what the tests put aside
     try:
         with contextlib.suppress(ZeroDivisionError), sought_seldom():
             assert gc.get_threshold() == within
+            assert gc.get_freeze_count() > 0
             with sought_seldom(), sought_as_before():
                 assert gc.get_threshold() == before
+                assert gc.get_freeze_count() == 0
             assert gc.get_threshold() == within
             raise ZeroDivisionError
         assert gc.get_threshold() == before
+        assert gc.get_freeze_count() == 0
         with sought_as_before():
             assert gc.get_threshold() == before
     finally:
         gc.set_threshold(*usual)
+        gc.freeze()
+
+
+def test_what_others_put_aside_stays_there() -> None:
+    gc.freeze()  # as the tests do
+    with sought_seldom(), sought_as_before():
+        assert gc.get_freeze_count() > 0
+    assert gc.get_freeze_count() > 0

@@ -81,6 +81,8 @@ def both_ways(module: nn.Module, inputs: Inputs, step: Step, monkeypatch: pytest
     expected = simulate(module, inputs, step, both=both)
     asked = in_turn(requests(module, inputs, step))
     assert expected.passes_alike
+    attributed = simulate(module, inputs, step, attribute=True)
+    assert simulate(module, inputs, step, attribute=True, noted=Noted(alike=True)) == attributed
     noted = Noted(alike=True)
     simulate(module, inputs, replace(step, optimizer=None), steps=1, blocks=False, noted=noted)
     for _ in range(2):
@@ -96,12 +98,14 @@ def both_ways(module: nn.Module, inputs: Inputs, step: Step, monkeypatch: pytest
 @pytest.mark.parametrize("amp", ["off", "bf16"])
 def test_a_pass_counts_again_as_it_ran(loop: str, amp: str, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     step = step_on(target, loss_of, loop=loop, amp=amp)
-    assert both_ways(Convolved(), IMAGES, step, monkeypatch) == 7  # two steps twice, and three around smaller batches
+    assert (
+        both_ways(Convolved(), IMAGES, step, monkeypatch) == 8
+    )  # one with submodules, two twice, and three around smaller batches
 
 
 @pytest.mark.parametrize(("module", "inputs"), [(Net(), ROWS), (Headed(True, True, True), TEXTS)])
 def test_so_does_what_works_piece_by_piece(module: nn.Module, inputs: Inputs, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert both_ways(module, inputs, step_on(CUDA_FROM_CPU), monkeypatch) == 7
+    assert both_ways(module, inputs, step_on(CUDA_FROM_CPU), monkeypatch) == 8
 
 
 @pytest.mark.parametrize(

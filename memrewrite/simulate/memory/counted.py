@@ -78,12 +78,16 @@ class Birth:
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """An operator that ran: the storages it made, what it took, and that to which a gradient was ``added``, if any."""
+    """An operator that ran: the storages it made, what it took, and that to which a gradient was ``added``, if any.
+
+    ``place`` is the submodule that it belongs to, where that was followed.
+    """
 
     func: Any
     made: tuple[Counted, ...]
     taken: Taken
     added: Counted | None
+    place: str | None
 
 
 Log = list[Ran | Counted]

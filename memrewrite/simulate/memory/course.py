@@ -26,12 +26,16 @@ OnPhase = Callable[[Phase], None]
 
 @dataclass(frozen=True, slots=True)
 class _Did:
-    """An operator: the bytes of each storage it made, and what it took; ``added`` to a storage it was in place."""
+    """An operator: the bytes of each storage it made, and what it took; ``added`` to a storage it was in place.
+
+    ``place`` is as in ``Ran``.
+    """
 
     func: Any
     made: tuple[int, ...]
     taken: Taken
     added: int | None
+    place: str | None
 
 
 @dataclass(frozen=True)
@@ -128,8 +132,10 @@ class Noting(Running):
                 new = range(count, count := count + len(entry.made))
                 there.update((number, storages.get(number) or Stand()) for number in new)
                 births = [Birth(there[number], size, False) for number, size in zip(new, entry.made, strict=True)]
+                added = None if entry.added is None else there[entry.added]
                 for tracker in self._trackers:
-                    tracker.repeat(entry.func, births, entry.taken, None if entry.added is None else there[entry.added])
+                    tracker.repeat(entry.func, births, entry.taken, added, entry.place)
+                del added
                 if entry.added is not None:
                     del there[entry.added]
                 births.clear()
@@ -172,8 +178,8 @@ def _course(
             for block in entry.made:
                 numbers[id(block)] = len(numbers)
                 living.add(numbers[id(block)])
-            did = _Did(entry.func, tuple(block.nbytes for block in entry.made), entry.taken, added)
-            entries.append(known.setdefault((did.func, did.made, id(did.taken), added), did))
+            did = _Did(entry.func, tuple(block.nbytes for block in entry.made), entry.taken, added, entry.place)
+            entries.append(known.setdefault((did.func, did.made, id(did.taken), added, did.place), did))
     gradients = _gradients(leaves, numbers, tracker)
     of_output, of_loss = _numbers(output, numbers, tracker), _numbers(loss, numbers, tracker)
     if gradients is None or living != {*(number for number, *_ in gradients), *of_output, *of_loss}:

@@ -200,15 +200,17 @@ class Tracker(Layer):
             self._see(result, size)
         known = None if first is not None or self.on_host else self._transients  # in place, a sum asks for nothing
         taken = NOTHING if known is None else known.lookup(func, args, dict(kwargs or {}))
+        place = self._place
         self._ran(clock, func, self._made(result, taken))
         if self.log is not None:
-            self.log.append(Ran(func, tuple(self._blocks[made:]), taken, first))
+            self.log.append(Ran(func, tuple(self._blocks[made:]), taken, first, place))
         if self.course is not None:
-            self.course.append(Ran(func, tuple(self._blocks[made:]), taken, first))
+            self.course.append(Ran(func, tuple(self._blocks[made:]), taken, first, place))
         return result
 
-    def repeat(self, func: Any, made: list[Birth], taken: Taken, added: Any) -> None:
+    def repeat(self, func: Any, made: list[Birth], taken: Taken, added: Any, place: str | None = None) -> None:
         """Count what an operator did once more: the storages that it ``made``, where ``added`` is one's or None."""
+        self._place = place
         clock = self._clock
         self._runs(func)
         first, count = None if added is None else self._live[id(added)], len(self._blocks)
@@ -216,7 +218,7 @@ class Tracker(Layer):
             self._hand_on(first)
         self._ran(clock, func, self._made(made, taken))
         if self.course is not None:
-            self.course.append(Ran(func, tuple(self._blocks[count:]), taken, first))
+            self.course.append(Ran(func, tuple(self._blocks[count:]), taken, first, place))
 
     def _runs(self, func: Any) -> None:
         """An operator runs, and may be the one for which cuBLAS asks for memory."""
