@@ -13,6 +13,7 @@ from memrewrite.plan_facts.chain import compute_nodes_of
 from memrewrite.rewriting.invariants import Health, health
 from memrewrite.search.regions import Region
 from memrewrite.torch_internals.pytrees import tree_unflatten
+from memrewrite.torch_internals.tracing import module_of
 from memrewrite.workload.step import Step, default_loss
 
 
@@ -53,7 +54,7 @@ class ObservedGraph:
             return self._copies.pop()
         effects = self.effects  # observed before, as values are copied with their nodes
         graph = copy.deepcopy(self.graph_module.graph)
-        copied = fx.GraphModule(self.graph_module, graph, class_name=type(self.graph_module).__name__)
+        copied = module_of(self.graph_module, graph, type(self.graph_module).__name__)
         return copied, effects.of_copy(graph)
 
     def left_alone(self, graph_module: fx.GraphModule, effects: Effects) -> None:

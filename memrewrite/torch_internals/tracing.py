@@ -12,12 +12,13 @@ from unittest import mock
 
 import torch
 import torch.utils.checkpoint as checkpoint_module
+from torch import fx, nn
 
 from memrewrite.torch_internals.patches import process_wide
 from memrewrite.torch_internals.versions import private_imports, require, require_module
 
 with private_imports():
-    from torch.fx._lazy_graph_module import _use_lazy_graph_module
+    from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 require(
@@ -38,6 +39,11 @@ def code_when_run() -> Iterator[None]:
     """Make code of what is traced meanwhile when that runs: export changes a graph thirty times and runs it never."""
     with _use_lazy_graph_module(True):
         yield
+
+
+def module_of(root: nn.Module, graph: fx.Graph, name: str) -> fx.GraphModule:
+    """The module of a graph, of which code is made once it is asked for or runs: passes change graphs, and run none."""
+    return _LazyGraphModule(root, graph, class_name=name)
 
 
 @process_wide
