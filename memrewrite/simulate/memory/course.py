@@ -2,7 +2,7 @@
 
 A program is simulated several times: by one pass while plans are compared, in two steps once it is chosen, with the
 blocks of an allocator and without, in one piece, and in more steps with smaller batches between. All its passes over
-the same inputs do the same, which takes a tenth of the time to count.
+the same inputs do the same, which takes a fifth of the time to count.
 """
 
 from collections.abc import Callable, Iterable, Sequence
