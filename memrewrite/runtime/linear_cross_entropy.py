@@ -361,12 +361,14 @@ def _loss_on_fakes(*given: Any) -> list[Tensor]:
 
 def _keep_slopes(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     ctx.wanted = inputs[-1]
+    ctx.others = tuple([] if isinstance(each, list) and not each else None for each in inputs[3:])
     ctx.save_for_backward(*output[1:])
 
 
-def _scaled_slopes(ctx: Any, gradients: list[Tensor]) -> tuple[Tensor | None, ...]:
+def _scaled_slopes(ctx: Any, gradients: list[Tensor]) -> tuple[Any, ...]:
+    """The gradients; PyTorch takes an empty list for one of tensors, which has as many."""
     slopes = iter(ctx.saved_tensors)
-    return *(next(slopes) * gradients[0] if need else None for need in ctx.wanted), *[None] * 10
+    return *(next(slopes) * gradients[0] if need else None for need in ctx.wanted), *ctx.others
 
 
 if not hasattr(torch.ops.memrewrite, "linear_loss"):

@@ -192,6 +192,7 @@ def reason(error: BaseException) -> str:
     """Why something failed, on one line."""
     if isinstance(error, torch.OutOfMemoryError):
         return "out of memory"
+    error = getattr(error, "inner_exception", error)  # of a compiler's back end, which that says no word of at first
     line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     return f"{type(error).__name__}: {line}"[:300]
 

@@ -252,7 +252,10 @@ def test_compiles_to_the_plain_form() -> None:
 
 @pytest.mark.parametrize("amp", [None, torch.bfloat16], ids=["float32", "autocast"])
 @pytest.mark.parametrize("trained", ["hidden weight bias", "hidden", "weight"])
-def test_compilers_have_it_as_one_operator_with_its_gradients(trained: str, amp: torch.dtype | None) -> None:
+@pytest.mark.parametrize("steps", [(("to", torch.float32), ("mul", 3.0), ("tanh",)), ()], ids=["capped", "plain"])
+def test_compilers_have_it_as_one_operator_with_its_gradients(
+    trained: str, amp: torch.dtype | None, steps: tuple[tuple[Any, ...], ...]
+) -> None:
     """Bit for bit as it is without a compiler."""
     torch.manual_seed(0)
     target, class_weight = torch.arange(20) % 9, torch.rand(9)
@@ -260,7 +263,6 @@ def test_compilers_have_it_as_one_operator_with_its_gradients(trained: str, amp:
     leaves = [given[name].requires_grad_() for name in trained.split()]
 
     def loss() -> Tensor:
-        steps = ("to", torch.float32), ("mul", 3.0), ("tanh",)
         head = given["hidden"], given["weight"], given["bias"]
         return 2.0 * linear_cross_entropy(*head, target, class_weight, steps, 1, 2, 0.1, 8, True)
 
