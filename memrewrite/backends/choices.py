@@ -4,7 +4,8 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from memrewrite.backends.frontier import Cuts, Found, Frontier
+from memrewrite.backends.frontier import Found, Frontier
+from memrewrite.backends.plan import Division
 
 
 @dataclass(frozen=True)
@@ -29,12 +30,12 @@ class Options:
     usual: Found
     chosen: Found | None = None
 
-    def division(self, found: Found) -> Cuts | None:
-        """Where regions of forward begin in a plan; None for PyTorch's own."""
-        return None if found is self.usual else found.order.ways.cuts
+    def division(self, found: Found) -> Division | None:
+        """How forward is divided in a plan; None for PyTorch's own."""
+        return None if found is self.usual else found.order.ways.division
 
     def within(
-        self, room: int, own: int = sys.maxsize, beyond: Callable[[Cuts | None], int] = lambda division: 0
+        self, room: int, own: int = sys.maxsize, beyond: Callable[[Division | None], int] = lambda division: 0
     ) -> Found | None:
         """PyTorch's own plan where it takes at most ``room`` bytes, and at most ``own`` without what later graphs keep,
         else the cheapest that does; None without one. Those of a division take ``beyond`` more than foreseen."""

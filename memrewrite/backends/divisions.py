@@ -18,7 +18,7 @@ def divisions(facts: Facts) -> list[tuple[int, ...]]:
     across = _crossing(facts)
     made = list(accumulate(sum(facts.bytes[s] for s in facts.makes[i]) * facts.forward[i] for i in range(len(across))))
     total = made[-1] if made else 0
-    places = [i for i in range(1, len(across)) if _may_cut(facts, i)]
+    places = [i for i in range(1, len(across)) if may_cut(facts, i)]
     found: list[tuple[int, ...]] = []
     for count in _REGIONS:
         cuts = []
@@ -63,7 +63,8 @@ def _highest(sizes: list[int]) -> list[int]:
     return found
 
 
-def _may_cut(facts: Facts, node: int) -> bool:
+def may_cut(facts: Facts, node: int) -> bool:
+    """Whether a region may begin at a node."""
     return facts.place[node] == node and node not in facts.given and node not in facts.views
 
 

@@ -3,23 +3,28 @@
 For each of several divisions of forward into regions all costly nodes are kept at first. Then, step by step, those may
 run again that free the most bytes of what lives at the peak for the time they take. The steps do not depend on the
 budget, so a larger one never gives a dearer plan; between two steps nodes are tried one by one.
+
+Where none of these is low enough, the lowest divisions are made finer or make things again from further back.
 """
 
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from memrewrite.backends.divisions import divisions
+from memrewrite.backends.divisions import divisions, may_cut
 from memrewrite.backends.facts import Facts
 from memrewrite.backends.live import Live, Peaks
-from memrewrite.backends.plan import Order, Planner, Ways
+from memrewrite.backends.plan import Division, Item, Order, Planner, Ways
 
 _STEPS = 16  # from all costly nodes kept to none
 _TRIES = 24  # nodes that are tried one by one between two steps
+_TOP = 2  # of the divisions of the lowest peaks
+_NEAR = 1.25  # of the lowest peak: others are not divided again
+_EARLY = 8  # regions before its own from which on a region makes things again, at most
 _DEEP = 24  # nodes between what is kept and the costly one it is made of, at most
 
 Cuts = tuple[int, ...]
-"""The nodes that the regions of a division begin at."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +50,65 @@ class Frontier:
     def __init__(self, facts: Facts, later: float = 0.0) -> None:
         self.facts, self.later = facts, later
         self.planner, self._live = Planner(facts), Live(facts)
-        self.rows = [_Row(self, cuts) for cuts in divisions(facts)]
+        self._divided = [_Row(self, cuts) for cuts in divisions(facts)]
+
+    @property
+    def rows(self) -> list["_Row"]:
+        """The plans of each division, those made for the lowest peak among them."""
+        return [*self._divided, *self._deeper]
+
+    @functools.cached_property
+    def _deeper(self) -> list["_Row"]:
+        """Rows for the lowest peak alone: regions divided again where backward needs most, and such as begin to make
+        things again in regions before their own.
+
+        All steps of such a row are looked at only where its last one is lower than that of the row it comes from.
+        """
+        low = sorted(self._divided, key=self._peak)
+        lowest = self._peak(low[0])
+        few = [row for row in low if 2 * len(row.cuts) <= len(low[0].cuts) and self._peak(row) <= _NEAR * lowest]
+        again = (_Row(self, self._cuts_again(row), early=1) for row in few[:_TOP])
+        found = [row for row in again if self.takes(row.last) < lowest]
+        for row in low[:_TOP]:
+            if min(map(self._peak, found), default=lowest) >= lowest:
+                found += self._earlier(row)
+        return found
+
+    def _peak(self, row: "_Row") -> int:
+        return self.takes(row.lowest)
+
+    def _earlier(self, row: "_Row") -> Iterator["_Row"]:
+        """A division that makes things again from one region before its own on, two, four, as long as that is lower."""
+        early, peak = 1, self._peak(row)
+        while early <= _EARLY:
+            new = _Row(self, row.cuts, early)
+            if self.takes(new.last) >= self.takes(row.last) or self._peak(new) >= peak:
+                return
+            yield new
+            row, peak, early = new, self._peak(new), 2 * early
+
+    def _cuts_again(self, row: "_Row") -> Cuts:
+        """Those of a division, and further ones where each part of backward needs most."""
+        order = row.last.order
+        places = {self._divisible(order.items[place]) for place in self._live.crests(order)}
+        return tuple(sorted({*row.cuts, *(place for place in places if place is not None)}))
+
+    def _divisible(self, item: Item) -> int | None:
+        """The node of forward to divide at so that what runs there is the first of its region."""
+        facts = self.facts
+        read = [item.node] if item.region is not None else facts.inputs[item.node]
+        found = [self._base(node) for node in read if facts.forward[node] and node not in facts.given]
+        return max((node for node in found if may_cut(facts, node)), default=None)
+
+    def _base(self, node: int) -> int:
+        """What a value lies in."""
+        while node in self.facts.views and self.facts.inputs[node]:
+            node = self.facts.inputs[node][0]
+        return node
 
     def least(self, room: int) -> Found | None:
         """The plan that keeps least for backward of those whose own peak is at most ``room`` bytes."""
-        found = (each for row in self.rows for each in row.all if each.peaks.peak <= room)
+        found = (each for row in self._divided for each in row.all if each.peaks.peak <= room)
         return min(found, key=lambda each: (each.peaks.saved, each.peaks.peak, each.ms), default=None)
 
     def takes(self, found: Found) -> int:
@@ -60,11 +119,17 @@ class Frontier:
         """Whether a plan takes at most ``room`` bytes, and at most ``own`` without what later graphs keep."""
         return self.takes(found) <= room and found.peaks.peak <= own
 
-    def within(self, room: int, own: int = sys.maxsize, beyond: Callable[[Cuts], int] = lambda cuts: 0) -> Found | None:
+    def within(
+        self, room: int, own: int = sys.maxsize, beyond: Callable[[Division], int] = lambda division: 0
+    ) -> Found | None:
         """The cheapest plan that ``fits``; None where there is none. Those of a division take ``beyond`` more."""
-        more = [beyond(row.cuts) for row in self.rows]
-        found = (row.within(room - each, own - each) for row, each in zip(self.rows, more, strict=True))
-        return min((each for each in found if each is not None), key=lambda each: each.rank, default=None)
+
+        def cheapest(rows: list[_Row]) -> Found | None:
+            more = (beyond(row.division) for row in rows)
+            found = (row.within(room - each, own - each) for row, each in zip(rows, more, strict=True))
+            return min((each for each in found if each is not None), key=lambda each: each.rank, default=None)
+
+        return cheapest(self._divided) or cheapest(self._deeper)
 
     def look(self, ways: Ways) -> Found:
         """A choice with its peaks and cost."""
@@ -78,11 +143,16 @@ class Frontier:
 class _Row:
     """The plans of one division, from all that is costly kept to as little as can be, made as they are asked for."""
 
-    def __init__(self, frontier: Frontier, cuts: Cuts) -> None:
-        self._all, self._facts, self.cuts = frontier, frontier.facts, cuts
+    def __init__(self, frontier: Frontier, cuts: Cuts, early: int = 0) -> None:
+        self._all, self._facts, self.cuts, self.early = frontier, frontier.facts, cuts, early
         self._found: list[Found] = []
         self._falling = self._steps()
-        self.last = frontier.look(Ways(cuts, frontier.facts.costly & frontier.facts.may_rerun))
+        self.last = self._look(frontier.facts.costly & frontier.facts.may_rerun)
+
+    @property
+    def division(self) -> Division:
+        """What its plans have in common."""
+        return self.last.order.ways.division
 
     @property
     def all(self) -> list[Found]:
@@ -107,12 +177,15 @@ class _Row:
                 return self._between(place, room, own)
             place += 1
 
+    def _look(self, rerun: frozenset[int]) -> Found:
+        return self._all.look(Ways(self.cuts, rerun, self.early))
+
     def _steps(self) -> Iterator[Found]:
-        now = self._all.look(Ways(self.cuts, frozenset()))
+        now = self._look(frozenset())
         yield now
         step = max((now.peaks.saved - self.last.peaks.saved) // _STEPS, 1)
         while more := self._next(now, step):
-            now = self._all.look(Ways(self.cuts, now.order.ways.rerun | more))
+            now = self._look(now.order.ways.rerun | more)
             yield now
 
     def _next(self, now: Found, step: int) -> frozenset[int]:
@@ -124,7 +197,7 @@ class _Row:
         mark = max(now.peaks.forward, now.peaks.backward, key=lambda mark: mark.peak)
         worth = []
         for number, kept in enumerate(order.kept):
-            start, end = order.ways.region(number)
+            start, end = order.ways.reach(number)
             for node in kept:
                 if mark.living.isdisjoint(facts.holds[node]):
                     continue
@@ -164,7 +237,7 @@ class _Row:
         before = self._found[place - 1].order.ways.rerun
         given = sorted(best.order.ways.rerun - before, key=lambda node: (-self._facts.ms[node], node))
         for node in given[:_TRIES]:
-            tried = self._all.look(Ways(self.cuts, best.order.ways.rerun - {node}))
+            tried = self._look(best.order.ways.rerun - {node})
             if self._all.fits(tried, room, own) and tried.ms <= best.ms:
                 best = tried
         return best

@@ -6,6 +6,7 @@ handed to backward.
 """
 
 from bisect import bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -51,14 +52,30 @@ class Live:
 
     def peaks(self, order: Order) -> Peaks:
         """The peaks of an order; autograd lets go of what backward was given only when that is through."""
-        facts, outputs = self.facts, self._runs.outputs
+        facts = self.facts
         saved = frozenset(s for node in order.saved for s in facts.holds[node])
         forward = self._watermark(self._runs.forward(order.saved, saved), frozenset(), frozenset())
         forward = replace(forward, peak=forward.peak + facts.held)
-        stretches, last = self._runs.backward(order)
-        held = outputs | self._tangents
-        backward = self._watermark(stretches, saved | held, last | held)
+        backward = self._watermark(*self._backward(order))
         return Peaks(forward, backward, sum(facts.bytes[s] for s in saved))
+
+    def crests(self, order: Order) -> list[int]:
+        """Where the most bytes live in each part of backward, as a place in its order."""
+        course = Course(*self._backward(order), self._runs.size)
+        ends = [*accumulate(len(part.steps) for part in order.parts)]
+        best: dict[int, tuple[int, int]] = {}
+        for (height, at), start, stretch in zip(course.heights(), course.starts, course.stretches, strict=False):
+            if stretch.runs:
+                part = bisect_right(ends, start)
+                best[part] = max(best.get(part, (height, start + at)), (height, start + at))
+        return [place for _, place in best.values()]
+
+    def _backward(self, order: Order) -> tuple[list[Stretch], frozenset[Key], frozenset[Key]]:
+        """What backward runs, what it is given, and what lives until it is through."""
+        saved = frozenset(s for node in order.saved for s in self.facts.holds[node])
+        stretches, last = self._runs.backward(order)
+        held = self._runs.outputs | self._tangents
+        return stretches, saved | held, last | held
 
     def _watermark(self, stretches: list[Stretch], given: frozenset[Key], ends: frozenset[Key]) -> Watermark:
         peak, living = watermark(stretches, given, ends, self._runs.size)
@@ -72,22 +89,36 @@ def watermark(
 ) -> tuple[int, list[Key]]:
     """The most bytes that live, and what then lives: ``given`` values are there at first, and until the end those of
     them that ``ends`` names, and those that stretches do."""
-    placed = _placed(stretches)
-    starts = [0, *accumulate(stretch.length for stretch in stretches)]
-    spans = _spans(placed, starts, given, ends)
-    now = best = sum(map(size, given))
-    now -= sum(size(key) for key, _, last in spans if last < 0)
-    where: tuple[Placed, int, int] | None = None
-    for each, start, events in zip(placed, starts, _events(spans, starts), strict=False):
-        curve = each.curve(tuple(events))
-        if now + curve.highest > best:
-            best, where = now + curve.highest, (each, start, curve.at)
-        now += curve.rise
+    course = Course(stretches, given, ends, size)
+    best = sum(map(size, given))
+    where: tuple[int, int] | None = None
+    for number, (height, at) in enumerate(course.heights()):
+        if height > best:
+            best, where = height, (number, at)
     if where is None:
         return best, sorted(given)
-    each, start, at = where
-    living = [key for key, born, last in spans if born <= start + at <= last]
-    return best, [*living, *each.living(at)]
+    number, at = where
+    place = course.starts[number] + at
+    living = [key for key, born, last in course.spans if born <= place <= last]
+    return best, [*living, *course.placed[number].living(at)]
+
+
+class Course:
+    """Stretches one after the other, from ``starts`` on, with what lives beyond them; as in ``watermark``."""
+
+    def __init__(self, stretches: list[Stretch], given: frozenset[Key], ends: frozenset[Key], size: Size) -> None:
+        self.stretches, self.placed = stretches, _placed(stretches)
+        self.starts = [0, *accumulate(stretch.length for stretch in stretches)]
+        self.spans = _spans(self.placed, self.starts, given, ends)
+        self._first = sum(map(size, given)) - sum(size(key) for key, _, last in self.spans if last < 0)
+
+    def heights(self) -> Iterator[tuple[int, int]]:
+        """For each stretch the most bytes that live in it, and where, counted from its beginning."""
+        now = self._first
+        for each, events in zip(self.placed, _events(self.spans, self.starts), strict=False):
+            curve = each.curve(tuple(events))
+            yield now + curve.highest, curve.at
+            now += curve.rise
 
 
 def _placed(stretches: list[Stretch]) -> list[Placed]:

@@ -19,18 +19,34 @@ from memrewrite.backends.min_cut import INFINITE, cheapest_cut
 _END = 1 << 30  # after any node
 _BACK = 12  # nodes before its region that may run again for a region, where they cost little
 
+Division = tuple[tuple[int, ...], int]
+"""Where forward is divided, and how many regions before its own one may begin to make things again."""
+
 
 @dataclass(frozen=True)
 class Ways:
-    """A choice: ``cuts`` are the nodes that regions begin at, ``rerun`` the costly nodes that may run again."""
+    """A choice: ``cuts`` are the nodes that regions begin at, ``rerun`` the costly nodes that may run again.
+
+    What a region makes again may begin ``early``, so many regions before it.
+    """
 
     cuts: tuple[int, ...]
     rerun: frozenset[int]
+    early: int = 0
+
+    @property
+    def division(self) -> Division:
+        """What choices of one division have in common."""
+        return self.cuts, self.early
 
     def region(self, number: int) -> tuple[int, int]:
         """The first node of a region, and the first after it."""
         bounds = (0, *self.cuts, _END)
         return bounds[number], bounds[number + 1]
+
+    def reach(self, number: int) -> tuple[int, int]:
+        """The first node that may run again for a region, and the first after it."""
+        return self.region(max(number - self.early, 0))[0], self.region(number)[1]
 
 
 @dataclass(frozen=True)
@@ -150,7 +166,7 @@ class Planner:
 
     def _kept(self, ways: Ways, region: "_Region") -> frozenset[int]:
         """What is kept for a region: the fewest bytes."""
-        start, end = ways.region(region.number)
+        start, end = ways.reach(region.number)
         if not region.needed:
             return frozenset()
         rerun = frozenset(i for i in ways.rerun if start <= self.facts.place[i] < end)

@@ -13,7 +13,8 @@ from collections.abc import Generator
 from dataclasses import dataclass
 
 from memrewrite.backends.choices import Options
-from memrewrite.backends.frontier import Cuts, Found
+from memrewrite.backends.frontier import Found
+from memrewrite.backends.plan import Division
 
 NEAR = 1.02  # of the lowest bytes that are foreseen: code that takes no more is not tried to be lowered
 _CHEAPEST = 3  # plans for a budget, before those for the lowest peak
@@ -109,7 +110,7 @@ def lowest(options: Options, step: Step) -> Search:
         return plain
     best = min(plain, (yield Try(first, "lowest", apart=True)))
     apart = best < plain
-    beyond: dict[Cuts | None, int] = {options.division(first): best - first.peaks.peak}
+    beyond: dict[Division | None, int] = {options.division(first): best - first.peaks.peak}
     tried = {Try(first, "").code}
 
     def expected(found: Found) -> int:
@@ -133,10 +134,10 @@ def cheapest(options: Options, room: int, own: int) -> Search:
 
     What the code of one took besides is expected of its division; of others, the least of what is known.
     """
-    beyond: dict[Cuts | None, int] = {}
+    beyond: dict[Division | None, int] = {}
     apart: bool | None = None  # not known yet which of both takes less
 
-    def expected(division: Cuts | None) -> int:
+    def expected(division: Division | None) -> int:
         return beyond.get(division, max(min(beyond.values(), default=0), 0))
 
     for _ in range(_CHEAPEST):

@@ -11,6 +11,11 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
 from memrewrite.backends import scratch
+from memrewrite.backends.choices import Options
+from memrewrite.backends.frontier import Found
+from memrewrite.backends.partition import Partition
+from memrewrite.backends.plan import Ways
+from memrewrite.backends.tries import Search, Step, one
 from memrewrite.records.errors import BudgetInfeasibleError
 from memrewrite.targets.transients import Call, Taken, Transients
 from tests.support.divided import Divided, gradients
@@ -143,6 +148,35 @@ def test_gradients_that_are_made_apart_are_the_same(name: str) -> None:
     assert all(map(torch.equal, got, expected))
     assert none == 0
     assert some >= 1
+
+
+@pytest.mark.parametrize("early", [2, 8])
+@pytest.mark.parametrize("name", ["mlp", "transformer", "dropout"])
+def test_regions_may_begin_to_make_things_again_before_their_own(
+    name: str, early: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No more bytes are kept, fewer of one region, and the numbers are the same."""
+    model, x = made(name)
+    stock = copy.deepcopy(model)
+    loss, expected = Divided(stock, None).step(x), gradients(stock)
+
+    def search(self: Partition, options: Options, limit: int | None) -> Search:
+        known = options.frontier.facts
+        cuts = max((row.cuts for row in options.frontier.rows), key=len)
+        found.append([options.frontier.look(Ways(cuts, known.costly & known.may_rerun, each)) for each in (0, early)])
+        return (yield from one(found[0][1], "lowest", Step(0, 0)))
+
+    found: list[list[Found]] = []
+    monkeypatch.setattr(Partition, "_search", search)
+    tried = copy.deepcopy(model)
+    ours = Divided(tried, "min")
+    assert torch.equal(ours.step(x), loss)
+    assert all(map(torch.equal, gradients(tried), expected))
+    ((plain, plan),) = found
+    assert 0.95 * plan.peaks.peak <= ours.peak <= plan.peaks.peak + GRADIENT
+    assert ours.kept == plan.peaks.saved <= plain.peaks.saved
+    assert plan.order.saved != plain.order.saved
+    assert plan.order.length > plain.order.length
 
 
 def test_a_value_may_run_again_in_several_places() -> None:
