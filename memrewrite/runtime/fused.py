@@ -86,10 +86,13 @@ def _places(order: Sequence[int]) -> list[int]:
 
 
 def _each(orders: Sequence[int], tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, Sequence[int]]]:
-    """Each tensor with its part of ``orders``, those of all of them one after the other."""
+    """Each tensor with its part of ``orders``, those of all of them one after the other.
+
+    Models that were written before there were orders give none.
+    """
     start = 0
     for tensor in tensors:
-        yield tensor, orders[start : start + tensor.dim()]
+        yield tensor, orders[start : start + tensor.dim()] if orders else range(tensor.dim())
         start += tensor.dim()
 
 
@@ -155,13 +158,13 @@ def _run_chain(name: str, given: list[Tensor]) -> list[Tensor]:
 
 
 def _run_slopes(
-    name: str, given: list[Tensor], gradients: Sequence[Tensor | None], wanted: list[bool], orders: list[int]
+    name: str, given: list[Tensor], gradients: Sequence[Tensor | None], wanted: list[bool], orders: Sequence[int] = ()
 ) -> list[Tensor]:
     return _run(_slopes_of(name, len(given), tuple(wanted), tuple(orders)), [*given, *gradients], given[0])
 
 
 def _chain_slopes_on_fakes(
-    name: str, given: list[Tensor], gradients: Sequence[Tensor | None], wanted: list[bool], orders: list[int]
+    name: str, given: list[Tensor], gradients: Sequence[Tensor | None], wanted: list[bool], orders: Sequence[int] = ()
 ) -> list[Tensor]:
     asked = [t for t, need in zip(given, wanted, strict=True) if need]
     return [t.new_empty([t.shape[d] for d in order]).permute(_places(order)) for t, order in _each(orders, asked)]
@@ -171,7 +174,7 @@ if not hasattr(torch.ops.memrewrite, "chain"):
     torch.library.define("memrewrite::chain", "(str name, Tensor[] given) -> Tensor[]")
     torch.library.impl("memrewrite::chain", "CompositeExplicitAutograd", _run_chain)
     torch.library.register_fake("memrewrite::chain", lambda name, given: listed(CHAINS[name](*given)))
-    slopes = "(str name, Tensor[] given, Tensor?[] gradients, bool[] wanted, int[] orders) -> Tensor[]"
+    slopes = "(str name, Tensor[] given, Tensor?[] gradients, bool[] wanted, int[] orders=[]) -> Tensor[]"
     torch.library.define("memrewrite::chain_slopes", slopes)
     torch.library.impl("memrewrite::chain_slopes", "CompositeExplicitAutograd", _run_slopes)
     torch.library.register_fake("memrewrite::chain_slopes", _chain_slopes_on_fakes)

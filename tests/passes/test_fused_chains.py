@@ -186,6 +186,19 @@ def test_gradients_lie_as_what_they_are_of(mode: Any, keeps: tuple[int, ...]) ->
         assert gradient.transpose(1, 2).is_contiguous()
 
 
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, FakeTensorMode], ids=["real", "fake"])
+def test_models_written_earlier_ask_for_gradients_without_orders(mode: Any) -> None:
+    def chain_thrice(x: Tensor) -> Tensor:
+        return x * 3.0
+
+    with mode():
+        x = torch.ones(2, 5).t()
+        fused(chain_thrice, (), (), x)
+        (gradient,) = torch.ops.memrewrite.chain_slopes("chain_thrice", [x], [torch.ones(5, 2)], [True])
+        assert gradient.shape == x.shape
+        assert gradient.is_contiguous()
+
+
 def test_differentiates_twice() -> None:
     model, x = Around(rms_norm), example(ROWS)
     graph_module, _ = functional(model, x, FusedChains(), "export")
