@@ -16,6 +16,7 @@ All others are Inductor's.
 """
 
 import functools
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,12 +32,15 @@ from memrewrite.backends.resident import resident
 from memrewrite.backends.steps import key_of, step_of
 from memrewrite.backends.told import note
 from memrewrite.records.errors import MemrewriteError, UsageError
+from memrewrite.runtime.promise import BeyondPlanWarning
 from memrewrite.targets import transients
 from memrewrite.torch_internals import compiling, partitioning, written_over
 from memrewrite.torch_internals.compiled_code import compiled_codes
 from memrewrite.torch_internals.compiling import (
     Partitioner,
+    at_limit_of,
     cache_hits,
+    code_of_frame,
     digest,
     inductor,
     let_through,
@@ -71,9 +75,24 @@ def memrewrite(
         if proof is not None:
             made = proof.first(made)
         note(partition, made, cached)
+        if asked.budget is not None:
+            _tell_limit()
         return made if step is None else step.add(key_of(graph), partition, made)
     except MemrewriteError as error:
         raise let_through(error) from None
+
+
+def _tell_limit() -> None:
+    """Warn where Dynamo will compile no other call of the present code, so that such run outside of the budget."""
+    code = code_of_frame()
+    times = None if code is None else at_limit_of(code)
+    if code is not None and times is not None:
+        warnings.warn(
+            f"{code.co_qualname} was compiled {times} times, for as many classes, sizes or settings; Dynamo runs calls "
+            "of other ones as they are, outside of the budget. Raise torch._dynamo.config.recompile_limit for more.",
+            BeyondPlanWarning,
+            stacklevel=2,
+        )
 
 
 def _settings(asked: Asked) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from memrewrite.torch_internals.written_over import written_over
 
 require("_TorchCompileInductorWrapper")
 with private_imports():
-    from torch._C._dynamo.eval_frame import reset_code
+    from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 # What Dynamo makes of torch.utils.checkpoint: operators on graphs, which no dispatch mode knows.
@@ -186,6 +186,12 @@ def code_of_frame() -> types.CodeType | None:
     """The code of the outermost frame that Dynamo is in; None outside of Dynamo."""
     found: types.CodeType | None = getattr(_outermost(), "f_code", None)
     return found
+
+
+def at_limit_of(code: types.CodeType) -> int | None:
+    """How often Dynamo compiles one code, where it does so now for the last time: other calls then run as they are."""
+    limit: int = torch._dynamo.config.recompile_limit
+    return limit if len(_debug_get_cache_entry_list(code)) + 1 >= limit else None
 
 
 def forget_code(code: types.CodeType) -> None:

@@ -16,6 +16,7 @@ from memrewrite.backends.asked import Asked
 from memrewrite.backends.partition import Partition
 from memrewrite.backends.resident import Resident, optimizer_bytes
 from memrewrite.records.errors import BudgetInfeasibleError, MemrewriteError, UsageError
+from memrewrite.runtime.promise import BeyondPlanWarning
 from memrewrite.targets.allocator import rounded
 from tests.backends.test_partition import mlp
 
@@ -50,6 +51,17 @@ def test_a_wrong_option_is_one_sentence(options: dict[str, Any], words: str) -> 
         run(mlp(1), torch.ones(2, 32), **options)
     assert str(caught.value).startswith(words)
     assert "\n" not in str(caught.value)
+
+
+def test_what_dynamo_will_not_compile_any_more_is_told_of() -> None:
+    torch._dynamo.reset()
+    model = mlp(1)
+    options = {"budget": "8GB"}
+    compiled: Any = torch.compile(model, backend=entry.memrewrite, options=options, dynamic=False)
+    with torch._dynamo.config.patch(recompile_limit=2):
+        compiled(torch.ones(2, 32)).backward()
+        with pytest.warns(BeyondPlanWarning, match=r"forward was compiled 2 times.*config\.recompile_limit for more"):
+            compiled(torch.ones(3, 32)).backward()
 
 
 def test_what_lives_besides_the_graph_counts(partitions: list[Partition]) -> None:
