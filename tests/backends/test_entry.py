@@ -56,7 +56,7 @@ def test_a_wrong_option_is_one_sentence(options: dict[str, Any], words: str) -> 
 def test_what_dynamo_will_not_compile_any_more_is_told_of() -> None:
     torch._dynamo.reset()
     model = mlp(1)
-    options = {"budget": "8GB"}
+    options: Any = {"budget": "8GB"}
     compiled: Any = torch.compile(model, backend=entry.memrewrite, options=options, dynamic=False)
     with torch._dynamo.config.patch(recompile_limit=2):
         compiled(torch.ones(2, 32)).backward()
