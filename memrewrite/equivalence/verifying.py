@@ -276,7 +276,6 @@ def _against_float64(
     comparison.add_noise(index, record, again)
     del again
     before.restore()
-
     found = _reference(case, recorder.draws)
     if found is None and case.near:
         for each in (record, rewritten):
