@@ -122,10 +122,12 @@ def _fitting(
         cached = cache_hits() > before
         tried.append((made, cached))
         again = partition.observe(seen(codes, partition.lives.kept, partition.held), cached)
-        ended = f"{key_of(graph)} {identity(partition)}"
-        if not again and partition.asked.lowest:
-            compiling.note(ended)
-        if not again or (partition.asked.lowest and cached and compiling.noted(ended)):
+        if partition.asked.lowest:
+            ended = f"{key_of(graph)} {identity(partition)}"
+            if not again:
+                compiling.note(ended)
+            again = again and not (cached and compiling.noted(ended))
+        if not again:
             return tried[partition.settle()]
 
 

@@ -52,16 +52,15 @@ class Live:
 
     def peaks(self, order: Order) -> Peaks:
         """The peaks of an order; autograd lets go of what backward was given only when that is through."""
-        facts = self.facts
-        saved = frozenset(s for node in order.saved for s in facts.holds[node])
+        facts, saved = self.facts, self._saved(order)
         forward = self._watermark(self._runs.forward(order.saved, saved), frozenset(), frozenset())
         forward = replace(forward, peak=forward.peak + facts.held)
-        backward = self._watermark(*self._backward(order))
+        backward = self._watermark(*self._backward(order, saved))
         return Peaks(forward, backward, sum(facts.bytes[s] for s in saved))
 
     def crests(self, order: Order) -> list[int]:
         """Where the most bytes live in each part of backward, as a place in its order."""
-        course = Course(*self._backward(order), self._runs.size)
+        course = Course(*self._backward(order, self._saved(order)), self._runs.size)
         ends = [*accumulate(len(part.steps) for part in order.parts)]
         best: dict[int, tuple[int, int]] = {}
         for (height, at), start, stretch in zip(course.heights(), course.starts, course.stretches, strict=False):
@@ -70,9 +69,11 @@ class Live:
                 best[part] = max(best.get(part, (height, start + at)), (height, start + at))
         return [place for _, place in best.values()]
 
-    def _backward(self, order: Order) -> tuple[list[Stretch], frozenset[Key], frozenset[Key]]:
+    def _saved(self, order: Order) -> frozenset[Key]:
+        return frozenset(s for node in order.saved for s in self.facts.holds[node])
+
+    def _backward(self, order: Order, saved: frozenset[Key]) -> tuple[list[Stretch], frozenset[Key], frozenset[Key]]:
         """What backward runs, what it is given, and what lives until it is through."""
-        saved = frozenset(s for node in order.saved for s in self.facts.holds[node])
         stretches, last = self._runs.backward(order)
         held = self._runs.outputs | self._tangents
         return stretches, saved | held, last | held

@@ -49,12 +49,12 @@ def measured(device: torch.device, amp: torch.dtype | None = None, mode: str = "
         return 0
     clear_cublas_workspaces()
     with torch.random.fork_rng([device]), torch.inference_mode(False), torch.enable_grad():
-        size = allocated_by_libraries(device, amp, mode)
+        size = _allocated_by_libraries(device, amp, mode)
     clear_cublas_workspaces()
     return size
 
 
-def allocated_by_libraries(device: torch.device, amp: torch.dtype | None, mode: str) -> int:
+def _allocated_by_libraries(device: torch.device, amp: torch.dtype | None, mode: str) -> int:
     """Run a tiny step on ``device`` in this process and return the bytes that outlive its tensors."""
     before = torch.cuda.memory_allocated(device)
     _tiny_step(device, amp, mode)

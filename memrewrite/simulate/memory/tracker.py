@@ -202,10 +202,11 @@ class Tracker(Layer):
         taken = NOTHING if known is None else known.lookup(func, args, dict(kwargs or {}))
         place = self._place
         self._ran(clock, func, self._made(result, taken))
-        if self.log is not None:
-            self.log.append(Ran(func, tuple(self._blocks[made:]), taken, first, place))
-        if self.course is not None:
-            self.course.append(Ran(func, tuple(self._blocks[made:]), taken, first, place))
+        if self.log is not None or self.course is not None:
+            ran = Ran(func, tuple(self._blocks[made:]), taken, first, place)
+            for log in (self.log, self.course):
+                if log is not None:
+                    log.append(ran)
         return result
 
     def repeat(self, func: Any, made: list[Birth], taken: Taken, added: Any, place: str | None = None) -> None:
