@@ -57,8 +57,9 @@ class TensorVerdict:
     """The verdict on one value of ``kind`` and ``name`` over all steps.
 
     Where arithmetic changed, ``error`` and ``reference_error`` are the root mean square errors of the rewritten and of
-    the original model against float64; else the largest difference between the two models, and between two runs of
-    the original. A difference that is no number (missing, other shape, not finite) is infinite.
+    the original model against float64; else, and where that alone would not do (``by_noise``), the largest difference
+    between the two models, and between two runs of the original. A difference that is no number (missing, other shape,
+    not finite) is infinite.
     """
 
     name: str
@@ -68,6 +69,7 @@ class TensorVerdict:
     reference_error: float
     passed: bool
     allowed: float = 0.0
+    by_noise: bool = False
 
 
 @dataclass
@@ -167,12 +169,13 @@ class Comparison:
         noise = [max(self.noise[i].get(key, 0.0), n) for i, n in zip(steps, hidden, strict=True)]
         noisy = all(math.isfinite(e) and e <= NOISE_FACTOR * n for e, n in zip(errors, noise, strict=True))
         worst, own_noise = max(errors, default=0.0), max(noise, default=0.0)
-        sums = self.sums.get(key)
-        if not steps or noisy or sums is None or not math.isfinite(worst):
-            return TensorVerdict(name, kind, not steps, worst, own_noise, noisy, NOISE_FACTOR * own_noise)
-        error, own = sums.rms(sums.rewritten), sums.rms(sums.original)
-        allowed = self._allowed(sums, groups[_group(kind)])
-        return TensorVerdict(name, kind, False, error, own, error <= allowed, allowed)
+        sums = self.sums.get(key) if steps and math.isfinite(worst) else None
+        if sums is not None:
+            error, own = sums.rms(sums.rewritten), sums.rms(sums.original)
+            allowed = self._allowed(sums, groups[_group(kind)])
+            if error <= allowed or not noisy:
+                return TensorVerdict(name, kind, False, error, own, error <= allowed, allowed)
+        return TensorVerdict(name, kind, not steps, worst, own_noise, noisy, NOISE_FACTOR * own_noise, by_noise=True)
 
     def _allowed(self, sums: Sums, group: Sums) -> float:
         size, own = sums.rms(sums.values), sums.rms(sums.original)

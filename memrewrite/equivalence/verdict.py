@@ -62,8 +62,9 @@ def _describe(tensor: TensorVerdict) -> str:
     if not math.isfinite(tensor.error):
         return f"{label}, which is missing, of another form or not finite in one of the two models"
     if tensor.reference_error > 0:
-        own = tensor.error / tensor.reference_error
-        return f"{label}, error {tensor.error:.2g}, {own:.2g} times the original's own (allowed {tensor.allowed:.2g})"
+        own = "between two runs of the original" if tensor.by_noise else "the original's own"
+        times = f"{tensor.error / tensor.reference_error:.2g} times {own}"
+        return f"{label}, error {tensor.error:.2g}, {times} (allowed {tensor.allowed:.2g})"
     return f"{label}, error {tensor.error:.2g} (allowed {tensor.allowed:.2g})"
 
 

@@ -22,7 +22,7 @@ from memrewrite.equivalence import verifying
 from memrewrite.equivalence.compare import Comparison
 from memrewrite.equivalence.reference import Recorder, Replay, double_copy, double_step
 from memrewrite.equivalence.trial import take_step
-from memrewrite.equivalence.verdict import Verdict
+from memrewrite.equivalence.verdict import Verdict, concluded
 from memrewrite.equivalence.verifying import verify
 from memrewrite.measurement.snapshot import State
 from memrewrite.records.errors import MeasurementError, UsageError
@@ -493,6 +493,20 @@ def test_noise_that_is_rare_counts_in_every_step(offset: float, passes: bool) ->
         comparison.add_step({key: torch.ones(2)}, {key: torch.ones(2) + offset})
         comparison.add_noise(len(comparison.noise) - 1, {key: torch.ones(2)}, {key: torch.ones(2) + noise})
     assert [verdict.passed for verdict in comparison.verdicts()] == [passes]
+
+
+@pytest.mark.parametrize(("error", "words"), [(0.015, "the original's own"), (0.035, "between two runs")])
+def test_figures_of_changed_arithmetic_are_those_against_float64_where_they_suffice(error: float, words: str) -> None:
+    key = ("gradient", "weight")
+    exact, original, again = torch.ones(2, dtype=torch.float64), torch.ones(2) + 0.01, torch.ones(2) + 0.02
+    comparison = Comparison(half=False)
+    comparison.add_step({key: original}, {key: torch.ones(2) + error})
+    comparison.add_noise(0, {key: original}, {key: again})
+    comparison.add_reference({key: original}, {key: torch.ones(2) + error}, {key: exact})
+    (verdict,) = comparison.verdicts()
+    assert verdict.passed
+    assert verdict.error == pytest.approx(error - 0.01 if verdict.by_noise else error, rel=1e-4)
+    assert words in concluded(comparison, steps=1, batch=None).summary
 
 
 @dataclass
