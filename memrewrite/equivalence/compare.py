@@ -15,11 +15,16 @@ float64 tensor, and at least ``GROUP_SHARE`` of that of its group (all gradients
 in mathematics (a convolution's bias before batch normalization) may be noise. One tensor's errors come from few sources
 (a rounding of a mean shows in all its values), too small a sample to be the only yardstick: the original's relative
 error over the whole group counts too. Integers must be equal.
+
+**Changed arithmetic, known.** Of two models that were compared like this before, it is known what float64 left to each
+tensor: the error that was allowed, less the original's own, in proportion to the scale (``Comparison.room``). One that
+is no further from the original than that is no further from float64 than is allowed, if the original's own error is
+what it was, as errors add up at most.
 """
 
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -99,7 +104,7 @@ class Sums:
 class Comparison:
     """Everything known about the differences between two models, step by step.
 
-    ``device`` is where values are compared that lie on the CPU.
+    ``device`` is where values are compared that lie on the CPU, ``seen`` noise from before (``shares``).
     """
 
     half: bool
@@ -109,6 +114,9 @@ class Comparison:
     noise: list[dict[Key, float]] = field(default_factory=list)
     sizes: list[dict[Key, float]] = field(default_factory=list)
     sums: dict[Key, Sums] = field(default_factory=dict)
+    distances: dict[Key, Sums] = field(default_factory=dict)
+    known: Mapping[Key, float] = field(default_factory=dict)
+    seen: Mapping[str, float] = field(default_factory=dict)
 
     def add_step(self, original: Record, rewritten: Record) -> bool:
         """Compare one step; returns whether everything was bit-equal."""
@@ -121,12 +129,16 @@ class Comparison:
 
     def add_noise(self, step: int, original: Record, again: Record) -> None:
         """Add how far the original is from itself in one step; the largest difference counts."""
+        self.add_sizes(step, original)
         noise = self.noise[step]
+        for key, difference in differences(original, again, self.device).items():
+            noise[key] = max(noise.get(key, 0.0), difference)
+
+    def add_sizes(self, step: int, original: Record) -> None:
+        """Add how large the original's values are, in proportion to which noise counts."""
         if not self.sizes[step]:
             tensors = {key: value for key, value in original.items() if isinstance(value, Tensor)}
             self.sizes[step] = {key: _size(value, self.device) for key, value in tensors.items()}
-        for key, difference in differences(original, again, self.device).items():
-            noise[key] = max(noise.get(key, 0.0), difference)
 
     def add_luck(self, step: int, keys: Iterable[Key]) -> None:
         """Take for noise how far the two models differ in these values, whose bits they have shared in other runs."""
@@ -144,17 +156,52 @@ class Comparison:
                 for mine, theirs, exact in _parts(self.device, value, other, wide):
                     sums.add(_sums(mine, theirs, exact, self.half))
 
+    def add_distance(self, original: Record, rewritten: Record, known: Mapping[Key, float]) -> None:
+        """Add one step's distances between the two models; ``known`` is what is allowed of each (``room``)."""
+        self.known = known
+        for key in known:
+            value, other = original.get(key), rewritten.get(key)
+            if isinstance(value, Tensor) and isinstance(other, Tensor) and value.shape == other.shape:
+                sums = self.distances.setdefault(key, Sums())
+                for mine, theirs in _parts(self.device, value, other):
+                    sums.add(_sums(mine, theirs, mine, self.half))
+
     def verdicts(self) -> tuple[TensorVerdict, ...]:
         """The verdict on every value, in the order they were computed."""
-        groups: dict[str, Sums] = {}
-        for (kind, _), sums in self.sums.items():
-            groups.setdefault(_group(kind), Sums()).add(sums)
-        shares = self._shares()
+        groups, shares = _grouped(self.sums or self.distances), self.shares()
         return tuple(self._verdict(key, groups, shares) for key in self.keys)
 
-    def _shares(self) -> dict[str, float]:
+    def passed(self) -> bool:
+        """Whether all values pass by what has been added until now."""
+        return all(verdict.passed for verdict in self.verdicts())
+
+    def lacks_noise(self) -> bool:
+        """Whether in a step that was not bit-equal the original has not run twice."""
+        return any(differences and not sizes for differences, sizes in zip(self.differences, self.sizes, strict=True))
+
+    def without(self, kind: str) -> "Comparison":
+        """The same of all values that are not of this kind."""
+
+        def others(steps: list[dict[Key, float]]) -> list[dict[Key, float]]:
+            return [{key: value for key, value in values.items() if key[0] != kind} for values in steps]
+
+        keys = {key: None for key in self.keys if key[0] != kind}
+        differences, noise, sizes = others(self.differences), others(self.noise), others(self.sizes)
+        return replace(self, keys=keys, differences=differences, noise=noise, sizes=sizes)
+
+    def room(self) -> dict[Key, float]:
+        """What is left to each value that float64 judged: the error allowed less the original's own, over the scale."""
+        groups, found = _grouped(self.sums), {}
+        for key, sums in self.sums.items():
+            group = groups[_group(key[0])]
+            scale, own = _scale(sums, group), sums.rms(sums.original)
+            if scale > 0 and sums.rms(sums.rewritten) <= (allowed := self._allowed(sums, group)):
+                found[key] = (allowed - own) / scale
+        return found
+
+    def shares(self) -> dict[str, float]:
         """Per kind, the largest noise of a tensor in proportion to its largest value, in any step: some is rare."""
-        shares: dict[str, float] = {}
+        shares = dict(self.seen)
         for noise, sizes in zip(self.noise, self.sizes, strict=True):
             for key, difference in noise.items():
                 if sizes.get(key, 0.0) > 0 and math.isfinite(difference):
@@ -175,14 +222,30 @@ class Comparison:
             allowed = self._allowed(sums, groups[_group(kind)])
             if error <= allowed or not noisy:
                 return TensorVerdict(name, kind, False, error, own, error <= allowed, allowed)
+        far = self.distances.get(key) if steps and math.isfinite(worst) else None
+        if far is not None and not self.sums:
+            error, allowed = far.rms(far.rewritten), self.known[key] * _scale(far, groups[_group(kind)])
+            if error <= allowed:
+                return TensorVerdict(name, kind, False, error, 0.0, True, allowed)
         return TensorVerdict(name, kind, not steps, worst, own_noise, noisy, NOISE_FACTOR * own_noise, by_noise=True)
 
     def _allowed(self, sums: Sums, group: Sums) -> float:
         size, own = sums.rms(sums.values), sums.rms(sums.original)
         if group.values:
             own = max(own, size * math.sqrt(group.original / group.values))
-        scale = max(size, GROUP_SHARE * group.rms(group.values))
-        return (HALF_MULTIPLIER if self.half else MULTIPLIER) * own + sums.tolerance / 10 * scale
+        return (HALF_MULTIPLIER if self.half else MULTIPLIER) * own + sums.tolerance / 10 * _scale(sums, group)
+
+
+def _grouped(sums: Mapping[Key, Sums]) -> dict[str, Sums]:
+    """The sums of each group."""
+    groups: dict[str, Sums] = {}
+    for (kind, _), each in sums.items():
+        groups.setdefault(_group(kind), Sums()).add(each)
+    return groups
+
+
+def _scale(sums: Sums, group: Sums) -> float:
+    return max(sums.rms(sums.values), GROUP_SHARE * group.rms(group.values))
 
 
 def _size(tensor: Tensor, device: torch.device) -> float:
@@ -211,9 +274,9 @@ def differences(original: Record, rewritten: Record, device: torch.device) -> di
     return found
 
 
-def fingerprints(record: Record) -> dict[Key, bytes]:
-    """Of the tensors of a run: so many runs can be remembered."""
-    return {key: fingerprint(value) for key, value in record.items() if isinstance(value, Tensor)}
+def fingerprints(record: Record, keys: Container[Key]) -> dict[Key, bytes]:
+    """Of the tensors of a run that are asked for: so many runs can be remembered."""
+    return {key: fingerprint(value) for key, value in record.items() if isinstance(value, Tensor) and key in keys}
 
 
 def _difference(a: Any, b: Any, device: torch.device) -> float | None:

@@ -43,6 +43,10 @@ class FusedRandomnessError(Exception):
         self.family = family
 
 
+class OtherDrawsError(MeasurementError):
+    """A step drew other random numbers than those that were recorded."""
+
+
 @dataclass(frozen=True)
 class Draw:
     """One random operator's name and what it drew."""
@@ -103,7 +107,7 @@ class Replay(TorchDispatchMode):
     def _replayed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         draw = next(self._draws, None)
         if draw is None or draw.operator != func.name():
-            raise MeasurementError(
+            raise OtherDrawsError(
                 f"The float64 reference drew {func.name()} where the original drew "
                 f"{draw.operator if draw else 'nothing'}, so the two cannot be compared; verify with exact=True."
             )

@@ -109,6 +109,11 @@ def bring_to_cpu(record: Record) -> None:
         record[key] = value.cpu() if isinstance(value, Tensor) else value
 
 
+def on_device(record: Record) -> bool:
+    """Whether its tensors lie on a device other than the CPU."""
+    return any(isinstance(value, Tensor) and value.is_cuda for value in record.values())
+
+
 def private_inputs(inputs: Inputs, gradients: bool) -> tuple[list[Tensor], Inputs]:
     """Leaf copies of the tensor inputs, and the inputs made of them; an input passed twice stays one tensor.
 

@@ -2,9 +2,11 @@
 
 import math
 from collections import Counter
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from memrewrite.equivalence.compare import Comparison, TensorVerdict
+from memrewrite.equivalence.trial import Key
 from memrewrite.records.outcomes import Check
 
 
@@ -13,7 +15,7 @@ class Verdict:
     """Whether two models are equivalent, in one sentence (``summary``) and value by value (``tensors``).
 
     ``exact`` means everything was bit-equal. ``batch`` is the size of dimension 0 of the inputs it was found at,
-    None if they have none.
+    None if they have none. ``room`` is what float64 left to each value, as ``verify`` takes it for what is known.
     """
 
     equivalent: bool
@@ -21,6 +23,7 @@ class Verdict:
     summary: str
     tensors: tuple[TensorVerdict, ...]
     batch: int | None
+    room: Mapping[Key, float] = field(default_factory=dict)
 
     @property
     def checks(self) -> tuple[Check, ...]:
@@ -44,7 +47,7 @@ def concluded(comparison: Comparison, steps: int, batch: int | None, at: str = "
     else:
         counts = Counter(t.kind for t in tensors)
         text = f"bit-equal: {steps} steps, {counts['gradient']} gradients, {counts['buffer']} buffers, random state"
-    return Verdict(not failed, not changed, text + at, tensors, batch)
+    return Verdict(not failed, not changed, text + at, tensors, batch, comparison.room())
 
 
 def _check(kind: str, tensors: list[TensorVerdict]) -> Check:

@@ -7,9 +7,22 @@ devices in use, training flags. ``memrewrite.equivalence.compare`` says what cou
 With ``exact=True`` both models run freely through the optimizer from the same seed, and parameters after each step are
 compared too. With ``exact=False`` every run starts step k from the state the original reached after step k - 1, because
 an optimizer such as Adam turns the last bit of a gradient into another path; only if a step is not bit-equal is the
-float64 reference (``memrewrite.equivalence.reference``) made. Both models usually share their parameters and buffers,
-so they run one after the other from the same restored state. Results stay on the device, where they are compared, as
-long as there is room for them beside a step; then they are brought to the CPU, which takes far longer.
+float64 reference (``memrewrite.equivalence.reference``) made. A third model may be ``plain``, whose bits the rewritten
+one must have: it takes the same steps, and what it computes is compared with what the rewritten model has computed in
+them. Models usually share their parameters and buffers, so they run one after the other from the same restored state.
+Results stay on the device, where they are compared, as long as there is room for them beside a step; then they are
+brought to the CPU, which takes far longer.
+
+No step is taken that could change no verdict. What passes passes with more noise, too: so the original runs again only
+until what there is to pass has passed, and noise that one step has shown is not looked for in the next
+(``memrewrite.equivalence.judging``). With ``n`` steps, O of the original, R of the rewritten model, P of the plain one,
+D in float64:
+
+    exact                                           n O, n R
+    exact, where O is noisy                         2 n O, (n + 1) R, and O until noise shows; 2 O and 1 R where n = 1
+    changed                                         n O, n R, n D, n P
+    changed, where numbers are drawn and recorded   2 n O, n R, n D, n P
+    changed, where P is noisy                       and 1 P, or as many P and R as show what two runs differ by
 
 Two choices follow from what fused operators hide: where the original runs fused attention with dropout and arithmetic
 changed, all runs use ``sdpa_kernel(SDPBackend.MATH)``, and recurrent networks with dropout run without cuDNN.
@@ -19,85 +32,33 @@ tensors written too early.
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import torch
 from torch import nn
 from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from memrewrite.equivalence.compare import HALF, NOISE_RUNS, Comparison, fingerprints
-from memrewrite.equivalence.reference import Draw, FusedRandomnessError, Recorder, double_step
+from memrewrite.equivalence.case import Case, OriginalError, RewrittenError, TooLargeError
+from memrewrite.equivalence.compare import NOISE_RUNS, Comparison
+from memrewrite.equivalence.judging import (
+    Judge,
+    against_float64,
+    against_float64_first,
+    against_itself,
+    against_what_is_known,
+)
+from memrewrite.equivalence.reference import FusedRandomnessError
 from memrewrite.equivalence.sizes import at_less, batch_of, cut_down, halved, smaller_inputs
-from memrewrite.equivalence.trial import Kept, Record, bring_to_cpu, deterministic, take_step
+from memrewrite.equivalence.trial import Key, Record, deterministic
 from memrewrite.equivalence.verdict import Verdict, concluded
 from memrewrite.measurement.snapshot import State, cuda_devices
 from memrewrite.records.errors import MeasurementError, UsageError
-from memrewrite.runtime.dropin import accept, programs
+from memrewrite.runtime.dropin import programs
 from memrewrite.runtime.promise import FallbackWarning
 from memrewrite.state.random_state import seed_all
-from memrewrite.workload.step import Inputs, Step, autocast, device_type
-
-
-class _OriginalError(Exception):
-    """The original model raised; the cause says what."""
-
-
-class _RewrittenError(Exception):
-    """The rewritten model raised; the cause says what."""
-
-
-class _TooLargeError(Exception):
-    """The reference does not fit in device memory, wherever results are kept."""
-
-
-@dataclass(frozen=True)
-class _Case:
-    original: nn.Module
-    rewritten: nn.Module
-    inputs: Inputs
-    step: Step
-    steps: int
-    seed: int
-    devices: tuple[torch.device, ...]
-    input_gradients: bool = True
-    avoid: frozenset[str] = frozenset()  # families of fused random operators
-    near: bool = True  # results stay on the device
-
-    @cached_property
-    def kept(self) -> Kept:
-        """What is compared of a step."""
-        alone = any(program.returns == "loss" for program in programs(self.rewritten).values())
-        return Kept(outputs=not alone, near=self.near)
-
-    def comparison(self) -> Comparison:
-        half = self.step.amp in HALF or any(p.dtype in HALF for p in self.original.parameters())
-        return Comparison(half, next(iter(self.devices), torch.device("cpu")))
-
-    def keep(self) -> State:
-        return State((self.original, self.rewritten), self.devices, near=self.near)
-
-    def run_original(self, optimizer: torch.optim.Optimizer | None, parameters: bool = True) -> Record:
-        kept = replace(self.kept, parameters=parameters)
-        try:
-            return take_step(self.original, self.inputs, self.step, optimizer, self.devices, self.input_gradients, kept)
-        except (torch.OutOfMemoryError, FusedRandomnessError):
-            raise
-        except Exception as error:
-            raise _OriginalError from error
-
-    def run_rewritten(self, optimizer: torch.optim.Optimizer | None) -> Record:
-        if (reason := _why_not_run(self)) is not None:
-            raise _RewrittenError from FallbackWarning(reason)
-        how = self.devices, self.input_gradients, self.kept
-        try:
-            return take_step(self.rewritten, self.inputs, self.step, optimizer, *how)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
-            raise _RewrittenError from error
+from memrewrite.workload.step import Inputs, Step
 
 
 def verify(
@@ -110,11 +71,15 @@ def verify(
     steps: int = 3,
     seed: int = 0,
     smaller: bool = True,
+    plain: nn.Module | None = None,
+    known: Mapping[Key, float] | None = None,
 ) -> Verdict:
     """Compare ``rewritten`` with ``original`` over ``steps`` training steps; inequality is a verdict, not an error.
 
     Where the step does not fit in device memory it is verified at half the batch, a quarter, and so on. Where sizes of
     the inputs may vary, with ``smaller`` steps at the smallest and in between, too, if the original takes such sizes.
+    Where not ``exact``, the rewritten model must also have the bits of ``plain``, if that is given, and is as near to
+    the original as it has to be where it is within what is ``known``: the ``room`` of an earlier verdict on the same.
     Afterwards parameters, buffers, gradients, random state and flags are bit for bit as before, also after an error.
     Raises ``MeasurementError`` if nothing could be verified, ``UsageError`` for fewer than one step or under
     saved-tensor hooks, and whatever the original itself raises.
@@ -123,9 +88,10 @@ def verify(
         raise UsageError(f"Cannot verify over {steps} steps; give at least 1.")
     _refuse_hooks()
     devices = cuda_devices((original, rewritten), inputs)
+    plain = None if exact else plain
     # A forward that asks whether its inputs need gradients was captured for those of the example.
     of_inputs = all(program.gradients is None for program in programs(rewritten).values())
-    case = _Case(original, rewritten, inputs, step.shortest(), steps, seed, devices, of_inputs)
+    case = Case(original, rewritten, inputs, step.shortest(), steps, seed, devices, plain, known or {}, of_inputs)
     try:
         state = case.keep()
     except torch.OutOfMemoryError:
@@ -137,18 +103,18 @@ def verify(
                 try:
                     verdict = _attempt(case, state, exact, inputs)
                     return _at_smaller_sizes(case, state, exact, verdict) if smaller and verdict.equivalent else verdict
-                except (torch.OutOfMemoryError, _TooLargeError) as error:
+                except (torch.OutOfMemoryError, TooLargeError) as error:
                     away = case.near and isinstance(error, torch.OutOfMemoryError)
                 if away:
                     state.bring_to_cpu()
                 less = replace(case, near=False) if away else replace(case, inputs=halved(rewritten, case.inputs))
-                case = replace(less, input_gradients=of_inputs, avoid=frozenset())
+                case = replace(less, input_gradients=of_inputs)
     finally:
         state.restore()
 
 
-def _attempt(case: _Case, state: State, exact: bool, full: Inputs) -> Verdict:
-    """The verdict at this batch size. Raises ``torch.OutOfMemoryError`` and ``_TooLargeError`` where memory ran out."""
+def _attempt(case: Case, state: State, exact: bool, full: Inputs) -> Verdict:
+    """The verdict at this batch size. Raises ``torch.OutOfMemoryError`` and ``TooLargeError`` where memory ran out."""
     while True:
         state.restore()
         state.clear_gradients()
@@ -156,18 +122,20 @@ def _attempt(case: _Case, state: State, exact: bool, full: Inputs) -> Verdict:
         try:
             with _without_fused(case.avoid):
                 start = state.restarted()
-                comparison = _run_freely(case, start) if exact else _run_forced(case, start, _against_float64)
-            return concluded(comparison, case.steps, batch_of(case.inputs), at_less(case.inputs, full))
+                compared = _compared(case, start, exact)
+            at = batch_of(case.inputs), at_less(case.inputs, full)
+            first, *others = (concluded(comparison, case.steps, *at) for comparison in compared)
+            return next((other for other in others if first.equivalent and not other.equivalent), first)
         except FusedRandomnessError as fused:
             if fused.family in case.avoid:
                 raise MeasurementError(
                     f"The original draws random numbers inside a fused {fused.family.strip('_')} operator, "
                     "so changed arithmetic cannot be judged; use only exact rewrites (exact=True)."
                 ) from fused
-            case = replace(case, avoid=case.avoid | {fused.family})
-        except _RewrittenError as failure:
+            case.avoid.add(fused.family)
+        except RewrittenError as failure:
             return _raised(failure.__cause__, case, full)
-        except _OriginalError as failure:
+        except OriginalError as failure:
             cause = failure.__cause__ or failure
             if not case.input_gradients:
                 _explain_small_batch(cause, case, full)
@@ -176,12 +144,12 @@ def _attempt(case: _Case, state: State, exact: bool, full: Inputs) -> Verdict:
             case = replace(case, input_gradients=False)
 
 
-def _at_smaller_sizes(case: _Case, state: State, exact: bool, verdict: Verdict) -> Verdict:
+def _at_smaller_sizes(case: Case, state: State, exact: bool, verdict: Verdict) -> Verdict:
     """The verdict, if it is the same where sizes that vary are as small as can be, and where they are in between."""
     verified = 0
     for candidates in smaller_inputs(case.rewritten, case.inputs):
         cases = (replace(case, inputs=inputs, steps=1) for inputs in candidates)
-        smaller = next((each for each in cases if _why_not_run(each) is None), None)
+        smaller = next((each for each in cases if each.why_not_run() is None), None)
         try:
             other = None if smaller is None else _attempt(smaller, state, exact, smaller.inputs)
         except Exception:  # the original does not run at such a size, or cannot be judged there  # noqa: S112
@@ -193,7 +161,19 @@ def _at_smaller_sizes(case: _Case, state: State, exact: bool, verdict: Verdict) 
     return replace(verdict, summary=f"{verdict.summary}, also at smaller sizes") if verified else verdict
 
 
-def _run_freely(case: _Case, start: State) -> Comparison:
+def _compared(case: Case, start: State, exact: bool) -> list[Comparison]:
+    """The comparison with the original and, where there is one, with the plain model."""
+    if exact:
+        return [_run_freely(case, start)]
+    first = against_what_is_known if case.known else against_float64_first
+    found, *others = _run_forced(case, start, first)
+    if not found.passed() and found.lacks_noise():
+        start.restore()
+        found, *_ = _run_forced(replace(case, plain=None), start, against_float64)
+    return [found, *others]
+
+
+def _run_freely(case: Case, start: State) -> Comparison:
     """All steps of the original from ``start``, then all of the rewritten model, each with its own optimizer.
 
     Where they differ and the original differs from itself too, step by step instead: an optimizer such as Adam turns
@@ -204,26 +184,44 @@ def _run_freely(case: _Case, start: State) -> Comparison:
     originals = [case.run_original(optimizer) for _ in range(case.steps)]
     start.restore()
     optimizer = case.step.make_optimizer(case.rewritten)
-    equal = [comparison.add_step(record, case.run_rewritten(optimizer)) for record in originals]
-    if all(equal):
+    for record in originals:
+        rewritten = case.run_rewritten(optimizer)
+        if not comparison.add_step(record, rewritten):
+            break
+    else:
         return comparison
+    taken = len(comparison.differences)
+    noisy = _noisy(case, comparison, start, originals[:taken])
+    if not noisy or {kind for kind, _ in comparison.differences[-1]} == {"parameter"}:  # of the same gradients
+        return comparison
+    if case.steps == 1:
+        alone = comparison.without("parameter")
+        against_itself(case, alone, 0, start, originals[0], rewritten)
+        return alone
+    del originals, record, rewritten, optimizer
+    start.restore()
+    found, *_ = _run_forced(case, start, against_itself, comparison.shares())
+    return found
+
+
+def _noisy(case: Case, comparison: Comparison, start: State, originals: list[Record]) -> bool:
+    """Whether the original, run again, differs from these steps; only as far as the first that does is it noise."""
     for _ in range(NOISE_RUNS):  # as often as it takes to see some
         start.restore()
         optimizer = case.step.make_optimizer(case.original)
         for index, record in enumerate(originals):
             comparison.add_noise(index, record, case.run_original(optimizer))
-        if any(comparison.noise):
-            start.restore()
-            return _run_forced(case, start, _against_itself)
-    return comparison
+            if comparison.noise[index]:
+                return True
+    return False
 
 
-Judge = Callable[[_Case, Comparison, int, State, Record, Record], None]
+def _run_forced(case: Case, before: State, judge: Judge, seen: Mapping[str, float] | None = None) -> list[Comparison]:
+    """Each step of the rewritten model from where the original was, at first ``before``; ``judge`` adds a yardstick.
 
-
-def _run_forced(case: _Case, before: State, judge: Judge) -> Comparison:
-    """Each step of the rewritten model from where the original was, at first ``before``; ``judge`` adds a yardstick."""
-    comparison = case.comparison()
+    Of the plain model, too, if there is one, whose noise is its yardstick. ``seen`` is what is known of noise.
+    """
+    comparison, beside = replace(case.comparison(), seen=seen or {}), case.comparison()
     optimizer = case.step.make_optimizer(case.original)
     for index in range(case.steps):
         record = case.run_original(optimizer, parameters=False)
@@ -232,77 +230,21 @@ def _run_forced(case: _Case, before: State, judge: Judge) -> Comparison:
         rewritten = case.run_rewritten(None)
         if not comparison.add_step(record, rewritten):
             judge(case, comparison, index, before, record, rewritten)
+        del record
+        if case.plain is not None:
+            _beside_plain(case.of(case.plain).beside(rewritten), beside, index, before, rewritten)
+        del rewritten
         after.restore()
         before = case.keep() if _follow(case.original, case.rewritten) else after
-    return comparison
+    return [comparison] if case.plain is None else [comparison, beside]
 
 
-def _against_itself(
-    case: _Case, comparison: Comparison, index: int, before: State, record: Record, rewritten: Record
-) -> None:
-    """How far the original is from itself in this step.
-
-    Where it differs from itself at all, but not as far: a value with the same bits in some run of both models is right,
-    and has shown in the first what such runs differ by.
-    """
-    seen = [fingerprints(record)]
-    for _ in range(NOISE_RUNS):
-        before.restore()
-        other = case.run_original(None)
-        comparison.add_noise(index, record, other)
-        seen.append(fingerprints(other))
-
-    def again() -> Record:
-        before.restore()
-        return case.run_rewritten(None)
-
-    left = set(comparison.differences[index])
-    for run in itertools.chain([rewritten], (again() for _ in range(NOISE_RUNS))):
-        mine = fingerprints(run)
-        shared = {key for key in left & mine.keys() if any(mine[key] == other.get(key) for other in seen)}
-        comparison.add_luck(index, shared)
-        left -= shared
-        if not left:
-            return
-
-
-def _against_float64(
-    case: _Case, comparison: Comparison, index: int, before: State, record: Record, rewritten: Record
-) -> None:
-    """The errors of both models against the original in float64, on the same random draws."""
+def _beside_plain(case: Case, comparison: Comparison, index: int, before: State, rewritten: Record) -> None:
+    """One step of the plain model, which ``case`` has in the place of the original."""
     before.restore()
-    with Recorder(case.near) as recorder:
-        again = case.run_original(None)
-    comparison.add_noise(index, record, again)
-    del again
-    before.restore()
-    found = _reference(case, recorder.draws)
-    if found is None and case.near:
-        for each in (record, rewritten):
-            bring_to_cpu(each)
-        before.bring_to_cpu()
-        found = _reference(replace(case, near=False), recorder.draws)
-    if found is None:
-        raise _TooLargeError
-    comparison.add_reference(record, rewritten, found)
-
-
-def _reference(case: _Case, draws: list[Draw]) -> Record | None:
-    """What the original computes in float64; None where memory runs out, of which nothing is held any more then."""
-    try:
-        return double_step(case.original, case.inputs, case.step, draws, case.devices, case.input_gradients, case.kept)
-    except torch.OutOfMemoryError:
-        return None
-
-
-def _why_not_run(case: _Case) -> str | None:
-    """Why a drop-in would run its original forward for these inputs, which would compare the original with itself."""
-    program = getattr(type(case.rewritten), "_memrewrite", None)
-    if program is None:
-        return None
-    with autocast(case.step.amp, device_type(case.rewritten, case.inputs)):
-        tensors, reason = accept(program, case.rewritten, case.inputs.args, case.inputs.kwargs)
-    return None if tensors is not None else reason or "it was captured in the other of train and eval mode"
+    record = case.run_original(None)
+    if not comparison.add_step(record, rewritten):
+        against_itself(case, comparison, index, before, record, rewritten)
 
 
 def _follow(source: nn.Module, target: nn.Module) -> bool:
@@ -317,14 +259,14 @@ def _follow(source: nn.Module, target: nn.Module) -> bool:
     return bool(apart)
 
 
-def _raised(cause: BaseException | None, case: _Case, full: Inputs) -> Verdict:
+def _raised(cause: BaseException | None, case: Case, full: Inputs) -> Verdict:
     if isinstance(cause, FallbackWarning):
         _explain_small_batch(cause, case, full)
     text = f"not equivalent: the rewritten model raised {type(cause).__name__}: {cause}{at_less(case.inputs, full)}"
     return Verdict(False, False, text, (), batch_of(case.inputs))
 
 
-def _explain_small_batch(cause: BaseException, case: _Case, full: Inputs) -> None:
+def _explain_small_batch(cause: BaseException, case: Case, full: Inputs) -> None:
     if cut := cut_down(case.inputs, full):
         kind, now, whole = cut
         raise MeasurementError(
@@ -334,7 +276,7 @@ def _explain_small_batch(cause: BaseException, case: _Case, full: Inputs) -> Non
 
 
 @contextlib.contextmanager
-def _without_fused(families: frozenset[str]) -> Iterator[None]:
+def _without_fused(families: set[str]) -> Iterator[None]:
     cudnn = torch.backends.cudnn.enabled
     try:
         torch.backends.cudnn.enabled = cudnn and "_rnn" not in families

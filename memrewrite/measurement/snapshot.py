@@ -2,7 +2,7 @@
 
 import copy
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -32,10 +32,10 @@ class State:
         near: bool = False,
     ) -> None:
         self._near = near
-        self._attributes = [Attributes(module) for module in modules]
+        self._attributes = Attributes(*modules)
         self._tensors: dict[int, tuple[Tensor, Tensor, bool, Tensor | None]] = {}  # itself, alias, requires_grad, grad
         self._bytes: dict[int, tuple[Any, Any]] = {}  # a storage and its copy
-        for tensor in itertools.chain(*map(tensors_of, modules), inputs):
+        for tensor in itertools.chain(tensors_of(*modules), inputs):
             if id(tensor) not in self._tensors:
                 self._keep(tensor)
         self._devices, self._generators = devices, RandomState(devices)
@@ -53,8 +53,7 @@ class State:
 
     def restore(self) -> None:
         """Put everything back, in place, into the same objects."""
-        for attributes in self._attributes:
-            attributes.restore()
+        self._attributes.restore()
         for storage, saved in self._bytes.values():
             if storage.nbytes() != saved.nbytes():
                 storage.resize_(saved.nbytes())
@@ -73,6 +72,21 @@ class State:
         """Keep bytes on the CPU from now on, also those of what ``restarted`` made of this."""
         for key, (storage, saved) in self._bytes.items():
             self._bytes[key] = storage, saved.cpu()
+
+    def bring_back(self) -> None:
+        """Keep bytes where they lie again, as far as there is room, if they were kept there before."""
+        for key, (storage, saved) in self._bytes.items():
+            if self._near and saved.device != storage.device:
+                try:
+                    near = torch.UntypedStorage(saved.nbytes(), device=storage.device)
+                except torch.OutOfMemoryError:
+                    return
+                self._bytes[key] = storage, near.copy_(saved)
+
+    def drawn_from(self, record: Mapping[tuple[str, str], Any]) -> bool:
+        """Whether PyTorch's random state is no longer that of here in what a step recorded of it."""
+        kept = self._generators.torch
+        return any(not torch.equal(record["random state", device], state) for device, state in kept.items())
 
     def clear_gradients(self) -> None:
         """Set every kept ``.grad`` to None; ``restore`` brings them back."""

@@ -37,21 +37,19 @@ def prove(candidate: Candidate, result: nn.Module, seed: int, exact: bool) -> Pr
     model, inputs = as_gathered(bench.model, bench.step.mesh), cast_inputs(bench.inputs, bench.step.mesh)
     result = result if model is bench.model else candidate.build_on(model)
 
-    def verified(original: nn.Module, bitwise: bool) -> Verdict:
+    def verified(bitwise: bool) -> Verdict:
         parts = len(candidate.regions) > 1  # whose sizes need not vary where those of the model do
-        how: dict[str, Any] = {"exact": bitwise, "seed": seed, "smaller": not parts}
-        return verifying.verify(original, result, inputs, bench.step, **how)
+        segmented = candidate.results.get("checkpoint_segments")
+        apart = not bitwise and segmented is not None and segmented.modified
+        plain = candidate.without_segments().build_on(model) if apart else None
+        how: dict[str, Any] = {"exact": bitwise, "seed": seed, "smaller": not parts, "plain": plain}
+        return verifying.verify(model, result, inputs, bench.step, **how)
 
-    verdict = verified(model, not changed)
+    verdict = verified(not changed)
     in_pieces = any(name in registry.SLOWER and found.modified for name, found in candidate.results.items())
     if not (verdict.equivalent or changed or exact) and (in_pieces or not candidate.captured_exactly):
         changed = True
-        verdict = verified(model, False)
-    segmented = candidate.results.get("checkpoint_segments")
-    if verdict.equivalent and changed and segmented and segmented.modified:
-        segments = verified(candidate.without_segments().build_on(model), True)
-        if not segments.equivalent:
-            verdict = segments
+        verdict = verified(False)
     if not verdict.equivalent:
         done = ", ".join(name for name, r in candidate.results.items() if r.modified)
         notes = "".join(f" {note}" for note in candidate.notes)

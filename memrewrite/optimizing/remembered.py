@@ -4,13 +4,15 @@
     second start    look up, build, verify one step    -> the same drop-in and report, with a note that says so
 
 An entry is taken for granted as little as a fresh plan: what forward read at capture is compared by the guards of the
-drop-in, and a step of it with one of the original, by the rule it was proved by. What does not hold is removed and
+drop-in, and a step of it with one of the original, by the rule it was proved by. Of what that has left to each value,
+where it was float64, another reference is made only if the two are further apart. What does not hold is removed and
 planned anew.
 """
 
 import functools
 import io
 import marshal
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import date
 from typing import Any
@@ -128,6 +130,7 @@ def _packed(outcome: Outcome, described: Description) -> Entry:
         "report": report.to_json(),
         "workspace": outcome.bench.workspace,
         "bitwise": None if outcome.proof is None else outcome.proof.bitwise,
+        "room": [] if outcome.proof is None else [[*key, room] for key, room in outcome.proof.verdict.room.items()],
     }
     tensors = io.BytesIO()
     torch.save({p: {n: t.detach() for n, t in each.items()} for p, each in constants.items()}, tensors)
@@ -145,11 +148,10 @@ def _recalled(entry: Entry, work: Workload, asked: Request, progress: Progress) 
         again = ""
         if asked.verify and result is not work.model:
             progress("verify")
-            verdict = _one_step(result, bench, asked.seed, bitwise)
+            verdict = _one_step(result, bench, asked.seed, entry.facts)
             if not verdict.equivalent:
                 return None
-            how = "bit for bit" if verdict.exact else "by the original's own noise" if bitwise else "against float64"
-            again = f"; one step was verified again, {how}"
+            again = f"; one step was verified again, {_how(verdict, bitwise)}"
         captured, made = dict(entry.facts["captured"]), str(entry.facts["about"]["made"])
     except Exception:  # whatever is wrong with it: a plan that is made anew is right, or says what is wrong
         return None
@@ -182,8 +184,20 @@ def _built(entry: Entry, work: Workload, bench: Bench, asked: Request) -> nn.Mod
     return result
 
 
-def _one_step(result: nn.Module, bench: Bench, seed: int, bitwise: bool) -> Verdict:
-    """Whether a step of it is that of the original, by the rule that the plan was proved by."""
-    return verifying.verify(
-        bench.model, result, bench.inputs, bench.step, exact=bitwise, steps=1, seed=seed, smaller=False
-    )
+def _one_step(result: nn.Module, bench: Bench, seed: int, facts: Mapping[str, Any]) -> Verdict:
+    """Whether a step of it is that of the original, by the rule that the plan was proved by.
+
+    Where that was float64, what it left to each value then says how far from the original one may be now; only where
+    that is not enough a reference is made again.
+    """
+    known = {(kind, name): room for kind, name, room in facts["room"]}
+    how: dict[str, Any] = {"exact": facts["bitwise"], "steps": 1, "seed": seed, "smaller": False, "known": known}
+    return verifying.verify(bench.model, result, bench.inputs, bench.step, **how)
+
+
+def _how(verdict: Verdict, bitwise: bool) -> str:
+    if verdict.exact:
+        return "bit for bit"
+    if bitwise:
+        return "by the original's own noise"
+    return "against float64" if verdict.room else "no farther from the original than float64 allowed at first"

@@ -25,26 +25,29 @@ _TABLES = ("_parameters", "_buffers", "_modules")  # where a module keeps what r
 
 
 class Attributes:
-    """The attributes of a module and its submodules as they were: the contents of each dict, list or set in reach.
+    """The attributes of modules and their submodules as they were: the contents of each dict, list or set in reach.
 
     Plain objects held by a module count with their attributes, so do containers of a class of their own; generators of
     random numbers count with their state.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, *modules: nn.Module) -> None:
         self._kept: dict[int, tuple[str, Any, list[Any]]] = {}  # path, a container, its contents
         self._generators: dict[int, tuple[str, Any, Any]] = {}  # path, the generator, its state
         self._tensors: list[tuple[str, Tensor, int]] = []  # path, a tensor that is no parameter or buffer, its version
-        self._trained = [(path, p, p.requires_grad) for path, p in module.named_parameters()]
-        self._owned = {id(tensor) for tensor in [*module.parameters(), *module.buffers()]}
-        for path, child in module.named_modules():
-            self._keep(path, vars(child), descend=True)
+        trained = {id(p): (path, p, p.requires_grad) for module in modules for path, p in module.named_parameters()}
+        self._trained = [*trained.values()]
+        self._owned = {id(tensor) for module in modules for tensor in [*module.parameters(), *module.buffers()]}
+        for module in modules:
+            for path, child in module.named_modules():
+                self._keep(path, vars(child), descend=True)
 
     def _keep(self, path: str, container: Any, descend: bool) -> None:
         if id(container) in self._kept:
             return
-        self._kept[id(container)] = (path, container, contents(container))
-        for key, item in _items(container, contents(container)):
+        parts = contents(container)
+        self._kept[id(container)] = (path, container, parts)
+        for key, item in _items(container, parts):
             inner = path if key in _TABLES else f"{path}.{key}".lstrip(".")
             if isinstance(item, Tensor) and id(item) not in self._owned:
                 self._tensors.append((inner, item, item._version))

@@ -5,6 +5,7 @@ others do. The methods of the builtin type see the contents, put them and copy t
 """
 
 import itertools
+import operator
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Sequence
 from typing import Any
@@ -41,7 +42,7 @@ def put(container: Any, parts: Sequence[Any]) -> None:
 def put_back(container: Any, parts: Sequence[Any]) -> None:
     """``put``, but where the container holds those very objects already nothing is written."""
     now = contents(container)
-    if len(now) != len(parts) or any(old is not new for old, new in zip(now, parts, strict=True)):
+    if len(now) != len(parts) or not all(map(operator.is_, now, parts)):
         put(container, parts)
 
 

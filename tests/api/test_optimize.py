@@ -26,6 +26,7 @@ from memrewrite.records.outcomes import Measured
 from memrewrite.records.report import Report
 from memrewrite.report import assembly as reporting
 from memrewrite.rewriting.contract import Findings, Result
+from memrewrite.runtime.dropin import programs
 from memrewrite.runtime.promise import FallbackWarning
 from memrewrite.search import bench, registry
 from memrewrite.simulate import Timeline, run_tracked, simulate
@@ -348,18 +349,30 @@ def test_a_pass_that_does_harm_is_caught_and_named(factor: float, monkeypatch: p
 
 def test_segments_that_do_harm_are_caught_behind_changed_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
     """The float64 rule forgives a last bit; segments are forgiven none, so they are compared bit for bit besides."""
-    seen: list[bool] = []
+    seen: list[tuple[bool, bool]] = []
+    spoiled = False
 
-    def note(*args: Any, **kwargs: Any) -> Any:
-        seen.append(kwargs["exact"])
-        return verify(*args, **kwargs)
+    def note(original: nn.Module, rewritten: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        plain = kwargs["plain"]
+        seen.append((kwargs["exact"], plain is not None))
+        if plain is not None:
+            (with_segments,), (without,) = (programs(each).values() for each in (rewritten, plain))
+            assert ("segment" in with_segments.source, "segment" in without.source) == (True, False)
+        if spoiled:
+            kind: Any = type(plain)
+            plain.__class__ = type("Off", (kind,), {"forward": lambda self, x: kind.forward(self, x) * (1 + 2**-23)})
+        return verify(original, rewritten, *args, **kwargs)
 
     monkeypatch.setattr(verifying, "verify", note)
     assert memrewrite.optimize(seeded(SwishStack), rows(256), budget="min").report.segments
-    assert seen == [False, True]
+    assert seen == [(False, True)]
+    spoiled = True
+    with pytest.raises(NotEquivalentError):
+        memrewrite.optimize(seeded(SwishStack), rows(256), budget="min")
     seen.clear()
+    spoiled = False
     assert memrewrite.optimize(conv_net(), image(8), budget="min").report.segments
-    assert seen == [True]
+    assert seen == [(True, False)]
 
 
 def test_inference_writes_in_place_and_never_recomputes() -> None:

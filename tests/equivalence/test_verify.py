@@ -18,7 +18,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from memrewrite.api import optimize
-from memrewrite.equivalence import verifying
+from memrewrite.equivalence import case as cases
+from memrewrite.equivalence import judging
 from memrewrite.equivalence.compare import Comparison
 from memrewrite.equivalence.reference import Recorder, Replay, double_copy, double_step
 from memrewrite.equivalence.trial import take_step
@@ -209,7 +210,7 @@ def test_parameters_are_copied_at_the_start_and_between_steps_alone(
         made.append(State(*args, **kwargs))
         return made[-1]
 
-    monkeypatch.setattr(verifying, "State", counted)
+    monkeypatch.setattr(cases, "State", counted)
     assert verify(model, rewrite(model), inputs, ADAM, exact=exact).exact
     assert len(made) == copies
 
@@ -365,7 +366,7 @@ def short_of_memory(function: Callable[..., Any], calls: list[bool], limit: Call
 def test_results_are_brought_to_the_cpu_where_they_leave_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[bool] = []
     brought: list[State] = []
-    monkeypatch.setattr(verifying, "take_step", short_of_memory(take_step, steps, lambda near, _: near))
+    monkeypatch.setattr(cases, "take_step", short_of_memory(take_step, steps, lambda near, _: near))
     monkeypatch.setattr(State, "bring_to_cpu", lambda state: brought.append(state))
     model = Hungry(most=8)
     verdict = verify(model, rewrite(model), HUNGRY, ADAM, exact=False)
@@ -381,8 +382,8 @@ def test_parameters_are_kept_on_the_cpu_where_they_do_not_fit_twice(monkeypatch:
         return State(*args, near=near)
 
     steps: list[bool] = []
-    monkeypatch.setattr(verifying, "State", made)
-    monkeypatch.setattr(verifying, "take_step", short_of_memory(take_step, steps, lambda near, _: near))
+    monkeypatch.setattr(cases, "State", made)
+    monkeypatch.setattr(cases, "take_step", short_of_memory(take_step, steps, lambda near, _: near))
     model = Hungry(most=8)
     assert verify(model, rewrite(model), HUNGRY, ADAM, exact=False).exact
     assert steps == [False] * 6
@@ -390,12 +391,16 @@ def test_parameters_are_kept_on_the_cpu_where_they_do_not_fit_twice(monkeypatch:
 
 def test_results_leave_their_room_to_the_reference(model: Net, inputs: Inputs, monkeypatch: pytest.MonkeyPatch) -> None:
     references: list[bool] = []
-    monkeypatch.setattr(verifying, "double_step", short_of_memory(double_step, references, lambda near, _: near))
+    moved: list[str] = []
+    monkeypatch.setattr(judging, "double_step", short_of_memory(double_step, references, lambda near, _: near))
+    for name in ("bring_to_cpu", "bring_back"):
+        monkeypatch.setattr(State, name, lambda state, name=name: moved.append(name))
     verdict = verify(model, rewrite(model, **CHANGED["swish"]), inputs, ADAM, exact=False)
     assert verdict.equivalent
     assert not verdict.exact
     assert verdict.batch == len(inputs.args[0])
     assert references == [True, False] * 3
+    assert moved == ["bring_to_cpu", "bring_back"] * 3
 
 
 def test_a_reference_that_never_fits_halves_the_batch(
@@ -404,7 +409,7 @@ def test_a_reference_that_never_fits_halves_the_batch(
     references: list[bool] = []
     size = len(inputs.args[0]) // 2
     limited = short_of_memory(double_step, references, lambda _, given: len(given.args[0]) > size)
-    monkeypatch.setattr(verifying, "double_step", limited)
+    monkeypatch.setattr(judging, "double_step", limited)
     verdict = verify(model, rewrite(model, **CHANGED["swish"]), inputs, ADAM, exact=False)
     assert verdict.equivalent
     assert verdict.batch == size
@@ -483,6 +488,182 @@ def test_what_the_rewritten_does_not_repeat_is_noise_where_its_other_runs_have_t
     model = Rare(3, 3)
     rewritten = rewrite(model, forward=lambda self, x: nn.Linear.forward(self, x) + next(others))
     assert verify(model, rewritten, inputs, Step(), exact=True, steps=1).equivalent == passes
+
+
+def steady(model: Net) -> nn.Module:
+    """The net without random numbers."""
+    return rewrite(model, drop=lambda self, x: x)
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, names: dict[int, str]) -> list[str]:
+    """Which steps are taken from now on: one letter for each, by the identity of the model, D in float64."""
+    taken: list[str] = []
+
+    def step(module: nn.Module, *args: Any) -> Any:
+        taken.append(names[id(module)])
+        return take_step(module, *args)
+
+    def reference(*args: Any) -> Any:
+        taken.append("D")
+        return double_step(*args)
+
+    monkeypatch.setattr(cases, "take_step", step)
+    monkeypatch.setattr(judging, "double_step", reference)
+    return taken
+
+
+@pytest.mark.parametrize(
+    ("random", "swish", "exact", "plain", "steps"),
+    [
+        (True, False, True, False, "OOORRR"),
+        (True, False, False, False, "OR" * 3),
+        (True, True, False, False, "OROD" * 3),
+        (False, True, False, False, "ORD" * 3),
+        (False, True, False, True, "ORDP" * 3),
+        (False, True, True, False, "OOOR" + "OOO"),
+    ],
+    ids=["exact", "bit-equal", "recorded", "changed", "changed, plain", "wrong"],
+)
+def test_steps_are_taken_once(
+    model: Net, inputs: Inputs, random: bool, swish: bool, exact: bool, plain: bool, steps: str, monkeypatch: Any
+) -> None:
+    original = model if random else steady(model)
+    rewritten, other = (rewrite(original, **CHANGED["swish"] if swish else {}) for _ in range(2))
+    taken = counted(monkeypatch, {id(original): "O", id(rewritten): "R", id(other): "P"})
+    verdict = verify(original, rewritten, inputs, ADAM, exact=exact, plain=other if plain else None)
+    assert "".join(taken) == steps
+    assert verdict.equivalent == (steps != "OOOROOO")
+
+
+@pytest.mark.parametrize(
+    ("steps", "noise", "taken"),
+    [
+        (1, [0, 1, 2], "ORO"),
+        (3, [0, 0, 0, 1, 2, *[0, 1] * 3], "OOOR" + "O" + "OR" * 3),
+        (1, [0, 1, 0, 0, 1], "OROOO"),
+    ],
+    ids=["one step", "three steps", "rare"],
+)
+def test_noise_is_looked_for_until_it_shows(
+    steps: int, noise: list[int], taken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = iter(noise)
+
+    class Trembling(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * (1 + 1e-5 * next(now))
+
+    model = Trembling(3, 3)
+    rewritten = rewrite(model)
+    seen = counted(monkeypatch, {id(model): "O", id(rewritten): "R"})
+    verdict = verify(model, rewritten, Inputs((torch.randn(5, 3),), {}), ADAM, exact=True, steps=steps)
+    assert verdict.equivalent, verdict.summary
+    assert "".join(seen) == taken
+
+
+def test_noise_of_the_plain_model_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter([0, 1, 2, *[0, 1] * 2])
+
+    def trembling(self: Any, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x * 3, self.weight.t() / 3) * (1 + 1e-7 * next(now))
+
+    model = nn.Linear(30, 30)
+    rewritten, plain = rewrite(model, forward=trembling), rewrite(model, forward=trembling)
+    seen = counted(monkeypatch, {id(model): "O", id(rewritten): "R", id(plain): "P"})
+    verdict = verify(model, rewritten, Inputs((torch.randn(5, 30),), {}), ADAM, exact=False, plain=plain)
+    assert verdict.equivalent, verdict.summary
+    assert "".join(seen) == "ORDPP" + "ORDP" * 2
+
+
+def test_the_bits_are_to_be_those_of_the_plain_model(model: Net, inputs: Inputs) -> None:
+    """Even where float64 allows others."""
+    before = fingerprint(model, inputs)
+    rewritten, plain = rewrite(model, **CHANGED["swish"]), rewrite(model)
+    assert verify(model, rewritten, inputs, ADAM, exact=False).equivalent
+    verdict = verify(model, rewritten, inputs, ADAM, exact=False, plain=plain)
+    assert verdict.summary.startswith("not equivalent: ")
+    assert verify(model, rewritten, inputs, ADAM, exact=False, plain=rewrite(model, **CHANGED["swish"])).equivalent
+    assert fingerprint(model, inputs) == before
+
+
+def test_a_plain_model_that_does_not_run_raises(model: Net, inputs: Inputs) -> None:
+    broken = rewrite(model, finish=lambda self, x: x @ x)
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        verify(model, rewrite(model), inputs, ADAM, exact=False, plain=broken)
+
+
+def test_noise_excuses_no_other_optimizer_path() -> None:
+    """Gradients happen to be the same, and the parameters are not."""
+    shaken = itertools.chain([0.0] * 6, itertools.cycle([0.0, 1e-5]))
+
+    class Late(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + next(shaken)
+
+    model = Late(3, 3)
+    hidden = rewrite(model, parameters=lambda self, recurse=True: iter([model.weight]))
+    verdict = verify(model, hidden, Inputs((torch.randn(2, 3),), {}), ADAM, exact=True)
+    assert {(t.kind, t.name) for t in verdict.tensors if not t.passed} == {("parameter", "bias")}
+
+
+def test_numbers_from_a_generator_of_the_models_own_are_recorded_too(inputs: Inputs) -> None:
+    class Own(Net):
+        def drop(self, x: Tensor) -> Tensor:
+            return x * torch.empty_like(x).bernoulli_(0.75, generator=torch.Generator().manual_seed(3))
+
+    torch.manual_seed(0)
+    model = Own()
+    verdict = verify(model, rewrite(model, **CHANGED["swish"]), inputs, ADAM, exact=False)
+    assert verdict.equivalent
+    assert not verdict.exact
+
+
+class Never(Exception):  # noqa: N818
+    """What must not run has run."""
+
+
+def test_what_float64_left_is_enough_for_another_look(model: Net, inputs: Inputs, monkeypatch: Any) -> None:
+    rewritten = rewrite(model, **CHANGED["swish"])
+    first = verify(model, rewritten, inputs, ADAM, exact=False)
+    judged = {(t.kind, t.name) for t in first.tensors if t.kind not in ("layout", "random state", "training flag")}
+    assert {*first.room} <= judged
+    assert all(0 < room < 1e-3 for room in first.room.values())
+
+    def never(*args: Any) -> Any:
+        raise Never
+
+    monkeypatch.setattr(judging, "double_step", never)
+    again = verify(model, rewritten, inputs, ADAM, exact=False, steps=1, known=first.room)
+    assert again.summary.startswith("equivalent: worst ")
+    assert not again.exact
+    assert not again.room
+    far = {key: room / 1e6 for key, room in first.room.items()}
+    with pytest.raises(Never):
+        verify(model, rewritten, inputs, ADAM, exact=False, steps=1, known=far)
+    monkeypatch.undo()
+    assert verify(model, rewritten, inputs, ADAM, exact=False, steps=1, known=far).room
+    for name, (methods, named) in WRONG.items():
+        wrong = verify(model, rewrite(model, **methods), inputs, ADAM, exact=False, steps=1, known=first.room)
+        described = [wrong.summary, *(f"{t.kind} {t.name}" for t in wrong.tensors if not t.passed)]
+        assert not wrong.equivalent, name
+        assert any(named in text for text in described), name
+
+
+def test_of_a_known_value_no_more_is_allowed_than_of_one_that_is_judged() -> None:
+    """The distance and the original's error together are what float64 allows."""
+    key, exact = ("gradient", "weight"), torch.linspace(1, 2, 50, dtype=torch.float64)
+    original = exact.float() * (1 + 1e-4)
+    comparison = Comparison(half=False)
+    comparison.add_step({key: original}, {key: original + 1e-6})
+    comparison.add_reference({key: original}, {key: original + 1e-6}, {key: exact})
+    (verdict,) = comparison.verdicts()
+    room = comparison.room()
+    for share, passes in ((0.99, True), (1.01, False)):
+        again = Comparison(half=False)
+        far = original + share * (verdict.allowed - verdict.reference_error)
+        again.add_step({key: original}, {key: far})
+        again.add_distance({key: original}, {key: far}, room)
+        assert again.passed() == passes
 
 
 @pytest.mark.parametrize(("offset", "passes"), [(0.03, True), (0.05, False)])

@@ -133,10 +133,11 @@ def running_on_fakes(
         raise NoDataError(str(error)) from error
 
 
-def tensors_of(module: nn.Module) -> list[Tensor]:
+def tensors_of(*modules: nn.Module) -> list[Tensor]:
     """Every tensor that ``fake_twin`` would replace, each once: parameters, buffers, tensors in plain attributes."""
     finder = _Finder()
-    finder.copy(module)
+    for module in modules:
+        finder.copy(module)
     return finder.found
 
 

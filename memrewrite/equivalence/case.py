@@ -1,0 +1,111 @@
+"""One verification under way: the models, the step that they take, and what is kept of it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+from torch import nn
+
+from memrewrite.equivalence.compare import HALF, Comparison
+from memrewrite.equivalence.reference import FusedRandomnessError
+from memrewrite.equivalence.trial import Kept, Key, Record, on_device, take_step
+from memrewrite.measurement.snapshot import State
+from memrewrite.runtime.dropin import accept, programs
+from memrewrite.runtime.promise import FallbackWarning
+from memrewrite.workload.step import Inputs, Step, autocast, device_type
+
+
+class OriginalError(Exception):
+    """The original model raised; the cause says what."""
+
+
+class RewrittenError(Exception):
+    """The rewritten model raised; the cause says what."""
+
+
+class TooLargeError(Exception):
+    """The reference does not fit in device memory, wherever results are kept."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Two models and how they are compared.
+
+    ``plain``, if there is one, is the model whose bits the rewritten one must have, whatever the original's are.
+    ``known`` is what float64 left to each value when the two were compared before (``Verdict.room``).
+    ``avoid`` are the families of fused random operators that are known to stand in the way of a reference, at any size.
+    Results stay on the device where they are to be ``near``.
+    """
+
+    original: nn.Module
+    rewritten: nn.Module
+    inputs: Inputs
+    step: Step
+    steps: int
+    seed: int
+    devices: tuple[torch.device, ...]
+    plain: nn.Module | None = None
+    known: Mapping[Key, float] = field(default_factory=dict)
+    input_gradients: bool = True
+    avoid: set[str] = field(default_factory=set)
+    near: bool = True
+
+    @cached_property
+    def kept(self) -> Kept:
+        """What is compared of a step."""
+        alone = any(program.returns == "loss" for program in programs(self.rewritten).values())
+        return Kept(outputs=not alone, near=self.near)
+
+    @property
+    def models(self) -> tuple[nn.Module, ...]:
+        """All of them."""
+        return (self.original, self.rewritten, *([] if self.plain is None else [self.plain]))
+
+    def of(self, original: nn.Module) -> "Case":
+        """The same with another model in the place of the original."""
+        return replace(self, original=original, plain=None)
+
+    def beside(self, record: Record) -> "Case":
+        """The same with results where those of ``record`` lie."""
+        return self if on_device(record) or not self.devices else replace(self, near=False)
+
+    def comparison(self) -> Comparison:
+        """One of which nothing is known yet."""
+        half = self.step.amp in HALF or any(p.dtype in HALF for p in self.original.parameters())
+        return Comparison(half, next(iter(self.devices), torch.device("cpu")))
+
+    def keep(self) -> State:
+        """All that a step may change, as it is now."""
+        return State(self.models, self.devices, near=self.near)
+
+    def run_original(self, optimizer: torch.optim.Optimizer | None, parameters: bool = True) -> Record:
+        """One step of the original."""
+        kept = replace(self.kept, parameters=parameters)
+        try:
+            return take_step(self.original, self.inputs, self.step, optimizer, self.devices, self.input_gradients, kept)
+        except (torch.OutOfMemoryError, FusedRandomnessError):
+            raise
+        except Exception as error:
+            raise OriginalError from error
+
+    def run_rewritten(self, optimizer: torch.optim.Optimizer | None) -> Record:
+        """One step of the rewritten model."""
+        if (reason := self.why_not_run()) is not None:
+            raise RewrittenError from FallbackWarning(reason)
+        how = self.devices, self.input_gradients, self.kept
+        try:
+            return take_step(self.rewritten, self.inputs, self.step, optimizer, *how)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            raise RewrittenError from error
+
+    def why_not_run(self) -> str | None:
+        """Why a drop-in would run its original forward, which would compare the original with itself."""
+        program = getattr(type(self.rewritten), "_memrewrite", None)
+        if program is None:
+            return None
+        with autocast(self.step.amp, device_type(self.rewritten, self.inputs)):
+            tensors, reason = accept(program, self.rewritten, self.inputs.args, self.inputs.kwargs)
+        return None if tensors is not None else reason or "it was captured in the other of train and eval mode"

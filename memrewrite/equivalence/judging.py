@@ -1,0 +1,127 @@
+"""What is allowed of one step in which two models differ: by the original's own noise, by float64, by what is known.
+
+A judge adds to a comparison what it takes for the step to pass, and no more: noise only ever allows more, so that what
+passes with the runs there are would pass with all of them.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+
+from memrewrite.equivalence.case import Case, TooLargeError
+from memrewrite.equivalence.compare import NOISE_RUNS, Comparison, fingerprints
+from memrewrite.equivalence.reference import Draw, OtherDrawsError, Recorder, double_step
+from memrewrite.equivalence.trial import Record, bring_to_cpu
+from memrewrite.measurement.snapshot import State
+
+Judge = Callable[[Case, Comparison, int, State, Record, Record], None]
+
+
+def against_itself(
+    case: Case, comparison: Comparison, index: int, before: State, record: Record, rewritten: Record
+) -> None:
+    """How far the original is from itself in this step, where what other steps have shown of that is not enough.
+
+    Where it differs from itself at all, but not as far: a value with the same bits in some run of both models is right,
+    and has shown in the first what such runs differ by.
+    """
+    comparison.add_sizes(index, record)
+    if comparison.passed():
+        return
+    left = set(comparison.differences[index])
+    seen = [fingerprints(record, left)]
+    for _ in range(NOISE_RUNS):
+        before.restore()
+        other = case.run_original(None)
+        comparison.add_noise(index, record, other)
+        if comparison.passed():
+            return
+        seen.append(fingerprints(other, left))
+        del other
+    if not any(comparison.noise):
+        return
+
+    def again() -> Record:
+        before.restore()
+        return case.run_rewritten(None)
+
+    for run in itertools.chain([rewritten], (again() for _ in range(NOISE_RUNS))):
+        mine = fingerprints(run, left)
+        shared = {key for key in left & mine.keys() if any(mine[key] == other.get(key) for other in seen)}
+        comparison.add_luck(index, shared)
+        left -= shared
+        if not left:
+            return
+
+
+def against_float64(
+    case: Case, comparison: Comparison, index: int, before: State, record: Record, rewritten: Record
+) -> None:
+    """The errors of both models against the original in float64, on the same random draws; and its noise."""
+    draws = _drawn(case, comparison, index, before, record)
+    comparison.add_reference(record, rewritten, _reference(case, before, draws, (record, rewritten)))
+
+
+def against_float64_first(
+    case: Case, comparison: Comparison, index: int, before: State, record: Record, rewritten: Record
+) -> None:
+    """The same, but the original runs again only where it drew random numbers, or where float64 is not enough."""
+    if before.drawn_from(record):
+        return against_float64(case, comparison, index, before, record, rewritten)
+    try:
+        found = _reference(case, before, [], (record, rewritten))
+    except OtherDrawsError:  # from a generator of the model's own
+        return against_float64(case, comparison, index, before, record, rewritten)
+    comparison.add_reference(record, rewritten, found)
+    del found
+    for _ in range(NOISE_RUNS):
+        if comparison.passed() or comparison.noise[index]:
+            break
+        before.restore()
+        comparison.add_noise(index, record, case.beside(record).run_original(None))
+    return None
+
+
+def against_what_is_known(
+    case: Case, comparison: Comparison, index: int, before: State, record: Record, rewritten: Record
+) -> None:
+    """The distance from the original, where it is known how much of one float64 allows; else as above."""
+    comparison.add_distance(record, rewritten, case.known)
+    if not comparison.passed():
+        against_float64_first(case, comparison, index, before, record, rewritten)
+
+
+def _drawn(case: Case, comparison: Comparison, index: int, before: State, record: Record) -> list[Draw]:
+    """What the original draws in another run of the step, whose noise counts."""
+    case = case.beside(record)
+    before.restore()
+    with Recorder(case.near) as recorder:
+        again = case.run_original(None)
+    comparison.add_noise(index, record, again)
+    return recorder.draws
+
+
+def _reference(case: Case, before: State, draws: list[Draw], records: Sequence[Record]) -> Record:
+    """What the original computes in float64; where there is no room, ``records`` leave theirs."""
+    before.restore()
+    case = case.beside(records[0])
+    found = _in_float64(case, draws)
+    if found is None and case.near:
+        for each in records:
+            bring_to_cpu(each)
+        before.bring_to_cpu()
+        found = _in_float64(replace(case, near=False), draws)
+        before.bring_back()
+    if found is None:
+        raise TooLargeError
+    return found
+
+
+def _in_float64(case: Case, draws: list[Draw]) -> Record | None:
+    """None where memory runs out, of which nothing is held any more then."""
+    try:
+        return double_step(case.original, case.inputs, case.step, draws, case.devices, case.input_gradients, case.kept)
+    except torch.OutOfMemoryError:
+        return None
