@@ -175,6 +175,10 @@ class Comparison:
         """Whether all values pass by what has been added until now."""
         return all(verdict.passed for verdict in self.verdicts())
 
+    def shows_noise(self) -> bool:
+        """Whether the original has differed from itself in any run."""
+        return bool(self.seen) or any(self.noise)
+
     def lacks_noise(self) -> bool:
         """Whether in a step that was not bit-equal the original has not run twice."""
         return any(differences and not sizes for differences, sizes in zip(self.differences, self.sizes, strict=True))

@@ -32,7 +32,9 @@ def against_itself(
         return
     left = set(comparison.differences[index])
     seen = [fingerprints(record, left)]
-    for _ in range(NOISE_RUNS):
+    for run in range(NOISE_RUNS * case.steps):  # where it is rare, as often as it takes to see some
+        if run >= NOISE_RUNS and comparison.shows_noise():
+            break
         before.restore()
         other = case.run_original(None)
         comparison.add_noise(index, record, other)
@@ -40,15 +42,15 @@ def against_itself(
             return
         seen.append(fingerprints(other, left))
         del other
-    if not any(comparison.noise):
+    if not comparison.shows_noise():
         return
 
     def again() -> Record:
         before.restore()
         return case.run_rewritten(None)
 
-    for run in itertools.chain([rewritten], (again() for _ in range(NOISE_RUNS))):
-        mine = fingerprints(run, left)
+    for attempt in itertools.chain([rewritten], (again() for _ in range(NOISE_RUNS))):
+        mine = fingerprints(attempt, left)
         shared = {key for key in left & mine.keys() if any(mine[key] == other.get(key) for other in seen)}
         comparison.add_luck(index, shared)
         left -= shared

@@ -190,9 +190,8 @@ def _run_freely(case: Case, start: State) -> Comparison:
             break
     else:
         return comparison
-    taken = len(comparison.differences)
-    noisy = _noisy(case, comparison, start, originals[:taken])
-    if not noisy or {kind for kind, _ in comparison.differences[-1]} == {"parameter"}:  # of the same gradients
+    differing = {kind for kind, _ in comparison.differences[-1]}
+    if not _noisy(case, comparison, start, originals) or differing == {"parameter"}:  # of the same gradients
         return comparison
     if case.steps == 1:
         alone = comparison.without("parameter")
@@ -206,6 +205,8 @@ def _run_freely(case: Case, start: State) -> Comparison:
 
 def _noisy(case: Case, comparison: Comparison, start: State, originals: list[Record]) -> bool:
     """Whether the original, run again, differs from these steps; only as far as the first that does is it noise."""
+    for record in originals[len(comparison.noise) :]:
+        comparison.add_step(record, record)
     for _ in range(NOISE_RUNS):  # as often as it takes to see some
         start.restore()
         optimizer = case.step.make_optimizer(case.original)
