@@ -27,7 +27,9 @@ from memrewrite.simulate.fake.constant_values import KnownValues, known_values
 from memrewrite.torch_internals.logs import quiet
 from memrewrite.torch_internals.operators import OpOverload, is_mutable, named_arguments
 from memrewrite.torch_internals.pytrees import tree_leaves
-from memrewrite.torch_internals.tracing import code_when_run, settled_on
+from memrewrite.torch_internals.size_arithmetic import sizes_remembered
+from memrewrite.torch_internals.symbolic_recall import SymbolicRecall
+from memrewrite.torch_internals.tracing import code_when_run, notes_in_short, settled_on
 from memrewrite.workload.step import Inputs
 
 aten = torch.ops.aten
@@ -186,9 +188,12 @@ def _export(
         _unmarked(inputs.tensors()),
         opaque(functions) as calls,
         launches_traced(calls),
+        SymbolicRecall(),
         known_values() as values,
         _CastsStayApart(values),
         code_when_run(),
+        notes_in_short(),
+        sizes_remembered(),
     ):
         try:
             program = torch.export.export(model, inputs.args, inputs.kwargs, dynamic_shapes=shapes, strict=False)

@@ -327,6 +327,7 @@ class _Watch(TorchFunctionMode):
             self.asks_of_gradients |= is_users(sys._getframe(1).f_code.co_filename)
             return func(*args, **kwargs)
         inference, seed, autocast, attention = self._outside
+        line = line_now()
         happens = {
             "hook": getattr(func, "__name__", "") in _TENSOR_HOOKS,
             "inference": torch.is_inference_mode_enabled() != inference,
@@ -335,18 +336,17 @@ class _Watch(TorchFunctionMode):
             "gradient": func in _GRADIENTS and not kwargs.get("create_graph"),
         }
         for what in (what for what, happened in happens.items() if happened):
-            self.places.setdefault(what, []).append(line_now())
-        if not torch.is_grad_enabled() and _autocast() != autocast and any(self._regions):
-            self.nested = self.nested or f"no_grad inside of autocast at {line_now()}"  # it keeps the outer one only
+            self.places.setdefault(what, []).append(line)
+        if not torch.is_grad_enabled() and any(self._regions) and _autocast() != autocast:
+            self.nested = self.nested or f"no_grad inside of autocast at {line}"  # it keeps the outer one only
         if torch.is_autocast_cache_enabled() != self._cache:
-            self.nested = self.nested or f"autocast without its cache at {line_now()}"
+            self.nested = self.nested or f"autocast without its cache at {line}"
         if _attention() != attention:
-            self.nested = self.nested or f"the choice of attention kernels at {line_now()}"
-        plain = [
-            repr(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, int | float | str | torch.dtype)
-        ]
-        plain.append(f"{sum(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs)))} tensors")
-        self._calls.append((func, plain, line_now()))
+            self.nested = self.nested or f"the choice of attention kernels at {line}"
+        leaves = tree_leaves((args, kwargs))
+        plain = [repr(leaf) for leaf in leaves if isinstance(leaf, int | float | str | torch.dtype)]
+        plain.append(f"{sum(isinstance(leaf, Tensor) for leaf in leaves)} tensors")
+        self._calls.append((func, plain, line))
         versions = [(value, value._version) for value in args if id(value) in self._buffers]
         result = func(*args, **kwargs)
         if any(isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in tree_leaves(result)):

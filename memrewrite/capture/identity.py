@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from memrewrite.simulate.fake.fakes import on_fakes
-from memrewrite.torch_internals.fake_tensors import TorchDispatchMode
+from memrewrite.torch_internals.dispatch_modes import Layer
 from memrewrite.torch_internals.pytrees import tree_map
 from memrewrite.workload.step import Inputs
 
@@ -44,13 +44,13 @@ def _operators(model: nn.Module, inputs: Inputs, separate: bool) -> list[str]:
     return seen.names
 
 
-class _Operators(TorchDispatchMode):
+class _Operators(Layer):
     """Lists the operators that run."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.names: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
+        return self.below(func, types, args, kwargs or {})

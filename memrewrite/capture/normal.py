@@ -17,7 +17,7 @@ from memrewrite.capture.origin import Origin, set_origin
 from memrewrite.records.errors import CaptureError, InternalError
 from memrewrite.records.lines import is_users
 from memrewrite.torch_internals.pytrees import tree_flatten, tree_leaves, tree_unflatten
-from memrewrite.torch_internals.tracing import size_conditions
+from memrewrite.torch_internals.tracing import module_of, size_conditions
 from memrewrite.workload.step import Inputs
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
@@ -85,7 +85,7 @@ def rebuild(
     kept = {path: behind(model.get_submodule(path)) for path in paths}
     for path, child in kept.items():
         _put(root, path, child)
-    module = fx.GraphModule(root, graph, class_name=type(model).__name__)
+    module = module_of(root, graph, type(model).__name__)
     theirs = {id(inner) for child in kept.values() for inner in child.modules()}
     for inner in module.modules():
         if id(inner) not in theirs:

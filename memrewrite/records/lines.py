@@ -15,7 +15,12 @@ def line_now() -> str:
     frame = inspect.currentframe()
     while frame is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back
-    return "" if frame is None else f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+    return "" if frame is None else _place(frame.f_code.co_filename, frame.f_lineno)
+
+
+@functools.lru_cache(4096)
+def _place(file: str, line: int) -> str:
+    return f"{os.path.basename(file)}:{line}"
 
 
 def line_of(error: Exception) -> str:

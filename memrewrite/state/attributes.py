@@ -3,6 +3,7 @@
 Forward may change them (a hazard: a graph would not), and front ends leave traces in them (to be taken back).
 """
 
+import operator
 import random
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from memrewrite.state.random_state import preserved_everywhere
 
 CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_CONSTANTS = {bool, int, float, complex, str, bytes, type(None)}
 OPAQUE = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, partial, Tensor, nn.Module)
 _TABLES = ("_parameters", "_buffers", "_modules")  # where a module keeps what reads like an attribute
 
@@ -48,7 +50,12 @@ class Attributes:
         parts = contents(container)
         self._kept[id(container)] = (path, container, parts)
         for key, item in _items(container, parts):
+            if type(item) in _CONSTANTS:  # as most attributes of modules are, beside empty tables of hooks
+                continue
             inner = path if key in _TABLES else f"{path}.{key}".lstrip(".")
+            if type(item) in CONTAINERS and not item:
+                self._kept.setdefault(id(item), (inner, item, []))
+                continue
             if isinstance(item, Tensor) and id(item) not in self._owned:
                 self._tensors.append((inner, item, item._version))
                 continue
@@ -64,7 +71,10 @@ class Attributes:
     def changed(self) -> Iterator[tuple[str, Any]]:
         """Path and new value of each attribute or item that is no longer what it was."""
         for path, container, kept in self._kept.values():
-            now, before = dict(_items(container, contents(container))), dict(_items(container, kept))
+            parts = contents(container)
+            if len(parts) == len(kept) and all(map(operator.is_, parts, kept)):
+                continue
+            now, before = dict(_items(container, parts)), dict(_items(container, kept))
             for key in dict.fromkeys([*before, *now]):
                 if key not in now or key not in before or not _same(before[key], now[key]):
                     yield (path if key in _TABLES else f"{path}.{key}".lstrip(".")), now.get(key)

@@ -4,7 +4,9 @@ Nothing public tells who asked whether a graph is being made, that a checkpoint 
 """
 
 import contextlib
+import functools
 import sys
+import traceback
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,6 +24,8 @@ with private_imports():
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 require(
+    "fx.proxy.CapturedTraceback",
+    "fx.experimental.proxy_tensor._extract_tensor_metadata",
     "utils.checkpoint._checkpoint_without_reentrant_generator",
     "utils.checkpoint.CheckpointFunction",
 )
@@ -36,9 +40,82 @@ def notes_operators() -> bool:
 @process_wide
 @contextlib.contextmanager
 def code_when_run() -> Iterator[None]:
-    """Make code of what is traced meanwhile when that runs: export changes a graph thirty times and runs it never."""
-    with _use_lazy_graph_module(True):
+    """Make code of what is traced meanwhile when that runs: export changes a graph thirty times and runs it never.
+
+    It asks for that itself in some places; in others code is made at once of every graph.
+    """
+    with _use_lazy_graph_module(True), mock.patch.object(fx.GraphModule, "recompile", _recompile_when_run):
         yield
+
+
+_recompile: Callable[[fx.GraphModule], Any] = fx.GraphModule.recompile
+
+
+def _recompile_when_run(module: fx.GraphModule) -> Any:
+    if isinstance(module, _LazyGraphModule):  # which asks for it now
+        return _recompile(module)
+    kind: Any = type(module)  # of this module alone
+    kind.forward, kind.code = _WhenAsked("forward"), _WhenAsked("code")
+    nesting = getattr(module.graph._codegen, "pytree_info", None)
+    if nesting is not None:  # which recompiling notes besides
+        module._in_spec, module._out_spec = nesting.in_spec, nesting.out_spec
+    return None
+
+
+class _WhenAsked:
+    """What a graph module has once its code is made, which is then."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, module: fx.GraphModule | None, kind: Any = None) -> Any:
+        if module is None:
+            return self
+        for name in ("forward", "code"):
+            if isinstance(vars(kind).get(name), _WhenAsked):
+                delattr(kind, name)
+        _recompile(module)
+        return getattr(module, self._name)
+
+
+@process_wide
+@contextlib.contextmanager
+def notes_in_short() -> Iterator[None]:
+    """Let nodes that are traced meanwhile note sooner where they come from, and not how their values lie in memory.
+
+    That is in the values themselves. Each node has a stack, of which a hundred frames are looked up and few are kept.
+    """
+    proxies: Any = torch.fx.experimental.proxy_tensor
+    metadata = functools.partial(proxies._extract_tensor_metadata, include_contiguity=False)
+    with (
+        mock.patch.object(torch.fx.proxy, "CapturedTraceback", _Stack),
+        mock.patch.object(proxies, "_extract_tensor_metadata", metadata),
+    ):
+        yield
+
+
+class _Stack:
+    """The frames that run, the outermost first, where a line is looked up once it is asked for."""
+
+    def __init__(self, frame: types.FrameType | None) -> None:
+        self._frames: list[traceback.FrameSummary] = []
+        while frame is not None:
+            self._frames.append(_frame(frame.f_code, frame.f_lineno))
+            frame = frame.f_back
+
+    @classmethod
+    def extract(cls) -> "_Stack":
+        """The stack of the caller."""
+        return cls(sys._getframe(1))
+
+    def summary(self) -> traceback.StackSummary:
+        """The frames as Python's own module has them."""
+        return traceback.StackSummary(reversed(self._frames))
+
+
+@functools.lru_cache(4096)
+def _frame(code: types.CodeType, line: int) -> traceback.FrameSummary:
+    return traceback.FrameSummary(code.co_filename, line, code.co_name, lookup_line=False)
 
 
 def module_of(root: nn.Module, graph: fx.Graph, name: str) -> fx.GraphModule:
