@@ -31,6 +31,11 @@ class Scratch(Transients):
         """The sources stay what they are."""
         return type(self)
 
+    @property
+    def empty(self) -> bool:
+        """No: nothing is to be measured."""
+        return False
+
     def lookup(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Taken:
         """Bytes by the sources of the kernels."""
         count = _SCRATCH.get(func)

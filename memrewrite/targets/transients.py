@@ -56,6 +56,11 @@ class Transients:
         """What is another one whenever a call may be said to take something else."""
         return self._own, len(self._known)
 
+    @property
+    def empty(self) -> bool:
+        """Whether nothing was measured yet."""
+        return not self._known
+
     def lookup(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Taken:
         """What this call takes; nothing as long as that is not known."""
         if (

@@ -88,34 +88,42 @@ def notes_in_short() -> Iterator[None]:
     proxies: Any = torch.fx.experimental.proxy_tensor
     metadata = functools.partial(proxies._extract_tensor_metadata, include_contiguity=False)
     with (
-        mock.patch.object(torch.fx.proxy, "CapturedTraceback", _Stack),
+        mock.patch.object(torch.fx.proxy, "CapturedTraceback", _Stacks()),
         mock.patch.object(proxies, "_extract_tensor_metadata", metadata),
     ):
         yield
 
 
-class _Stack:
-    """The frames that run, the outermost first, where a line is looked up once it is asked for."""
+class _Stacks:
+    """Gives the stack of the caller, where each frame is looked up once, and its line once it is asked for."""
 
-    def __init__(self, frame: types.FrameType | None) -> None:
-        self._frames: list[traceback.FrameSummary] = []
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, int], tuple[traceback.FrameSummary, types.CodeType]] = {}
+
+    def extract(self) -> "_Stack":
+        """The stack as it is now."""
+        known, found = self._known, []
+        frame: types.FrameType | None = sys._getframe(1)
         while frame is not None:
-            self._frames.append(_frame(frame.f_code, frame.f_lineno))
+            code = frame.f_code
+            place = id(code), frame.f_lasti
+            if place not in known:  # with the code itself, so that no other one gets its id
+                line = frame.f_lineno
+                known[place] = traceback.FrameSummary(code.co_filename, line, code.co_name, lookup_line=False), code
+            found.append(known[place][0])
             frame = frame.f_back
+        return _Stack(found)
 
-    @classmethod
-    def extract(cls) -> "_Stack":
-        """The stack of the caller."""
-        return cls(sys._getframe(1))
+
+class _Stack:
+    """Frames, the innermost first."""
+
+    def __init__(self, frames: list[traceback.FrameSummary]) -> None:
+        self._frames = frames
 
     def summary(self) -> traceback.StackSummary:
-        """The frames as Python's own module has them."""
+        """The frames as Python's own module has them, the outermost first."""
         return traceback.StackSummary(reversed(self._frames))
-
-
-@functools.lru_cache(4096)
-def _frame(code: types.CodeType, line: int) -> traceback.FrameSummary:
-    return traceback.FrameSummary(code.co_filename, line, code.co_name, lookup_line=False)
 
 
 def module_of(root: nn.Module, graph: fx.Graph, name: str) -> fx.GraphModule:

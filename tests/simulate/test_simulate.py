@@ -498,6 +498,32 @@ def test_what_operators_take_while_they_run_counts_towards_the_peak() -> None:
     assert transients_on(torch.device("cpu")) is None
 
 
+def test_operators_are_met_in_one_step_before_the_first_simulation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in all that a simulation does, which would be done again once they are measured."""
+    events: list[Any] = []
+
+    def measure(calls: Sequence[Call]) -> list[Taken]:
+        events.append(sorted({str(func) for func, _, _ in calls}))
+        return [Taken(10**6 if func is torch.ops.aten.mm.default else 0) for func, _, _ in calls]
+
+    def tracked(*args: Any, **kwargs: Any) -> Timeline:
+        timeline = run_tracked(*args, **kwargs)
+        events.append(len(timeline.phases))
+        return timeline
+
+    table = Transients(measure)
+    monkeypatch.setattr(Target, "transients", lambda self, device, probe=True: table)
+    monkeypatch.setattr("memrewrite.simulate.run_tracked", tracked)
+    module, inputs = nn.Linear(64, 64), Inputs((torch.zeros(64, 64),), {})
+    step = Step(optimizer=optimizer_factory("sgd"), micro_batches=2)
+    first, again = (simulate(module, inputs, step, attribute=True) for _ in range(2))
+    each, met, *rest = events
+    assert "aten.mm.default" in met
+    assert rest == [2 * each, 2 * each]  # phases of two steps, twice, and nothing else to measure
+    assert first == again
+    assert first.categories[OPERATOR_WORKSPACE] == 10**6
+
+
 @pytest.mark.parametrize(
     ("tensor", "value"),
     [
