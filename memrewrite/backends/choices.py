@@ -1,11 +1,15 @@
 """The plans that there are for a graph, and which of them suits what is known of its step."""
 
+import functools
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from memrewrite.backends.facts import with_fewer_rows
 from memrewrite.backends.frontier import Found, Frontier
+from memrewrite.backends.live import Live
 from memrewrite.backends.plan import Division
+from memrewrite.backends.scratch import shares
 
 
 @dataclass(frozen=True)
@@ -24,15 +28,47 @@ class InStep:
 
 @dataclass
 class Options:
-    """The plans that there are for a graph; ``usual`` is PyTorch's own, ``chosen`` the one that it was given."""
+    """The plans that there are for a graph; ``usual`` is PyTorch's own, ``chosen`` the one that it was given.
+
+    ``by_share`` tells the peaks of plans where losses make so many times fewer rows at a time, fewer and fewer.
+    """
 
     frontier: Frontier
     usual: Found
     chosen: Found | None = None
+    by_share: tuple[tuple[int, Live], ...] = ()
+
+    @functools.cached_property
+    def fewer(self) -> "Options | None":
+        """The plans where losses make as few rows of logits at a time as they may; None where that changes nothing."""
+        known = self.frontier.facts
+        facts = [(share, with_fewer_rows(known, share)) for share in shares(known.nodes)]
+        fewest = facts[-1][1]
+        if fewest.scratch == known.scratch:
+            return None
+        frontier = Frontier(fewest, self.frontier.later)
+        usual = frontier.found(frontier.planner.given(self.usual.order.saved))
+        return Options(frontier, usual, by_share=tuple((share, Live(each)) for share, each in facts))
+
+    @property
+    def fewest(self) -> "Options":
+        """The same, or these plans where there are no such."""
+        return self.fewer or self
+
+    def with_most_rows(self, found: Found, room: int) -> tuple[Found, int]:
+        """A plan where losses make as many rows at a time as ``room`` bytes allow, and how many times fewer these are.
+
+        As few as they are planned with where these are too many, too.
+        """
+        for share, live in self.by_share:
+            more = replace(found, peaks=live.peaks(found.order))
+            if self.frontier.takes(more) <= room:
+                return more, share
+        return found, self.frontier.facts.share
 
     def division(self, found: Found) -> Division | None:
         """How forward is divided in a plan; None for PyTorch's own."""
-        return None if found is self.usual else found.order.ways.division
+        return None if found.order is self.usual.order else found.order.ways.division
 
     def within(
         self, room: int, own: int = sys.maxsize, beyond: Callable[[Division | None], int] = lambda division: 0

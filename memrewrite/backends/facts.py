@@ -48,7 +48,7 @@ class Facts:
     are the nodes that can run again, ``must_rerun`` those that have to, ``costly`` those that take a while, ``ms`` how
     long, ``scratch`` the bytes that each takes meanwhile besides what it makes. ``savable`` are values that can be
     handed to backward. ``outputs`` of forward and ``gradients`` stay until the end; ``tangents`` come with backward.
-    ``held`` are the bytes of what the step before gave, while forward runs.
+    ``held`` are the bytes of what the step before gave, while forward runs; ``share`` is as in ``scratch``.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -74,6 +74,7 @@ class Facts:
     gradients: tuple[int, ...]
     tangents: tuple[int, ...]
     held: int = 0
+    share: int = 1
 
     def size(self, node: int) -> int:
         """The bytes of the storages that a node's value lies in."""
@@ -86,6 +87,11 @@ def same(one: Facts, other: Facts) -> bool:
         return False
     pairs = zip(one.nodes, other.nodes, strict=True)
     return all((a.op, a.name, str(a.target)) == (b.op, b.name, str(b.target)) for a, b in pairs)
+
+
+def with_fewer_rows(known: Facts, share: int) -> Facts:
+    """The facts where losses make so many times fewer rows of logits at once."""
+    return replace(known, scratch=scratch(known.nodes, share), share=share)
 
 
 def facts(joint: fx.GraphModule, divided: Divided, fused: bool = True, held: bool = False) -> Facts:

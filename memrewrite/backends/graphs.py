@@ -8,6 +8,7 @@ from torch.fx.node import map_arg
 from memrewrite.backends.divisions import divisions
 from memrewrite.backends.facts import Facts
 from memrewrite.backends.plan import Order, Planner
+from memrewrite.backends.scratch import make_fewer_rows
 from memrewrite.runtime.compiled import SETTLE
 from memrewrite.torch_internals.partitioning import Divided, modules
 
@@ -15,12 +16,19 @@ _PARTS = 32  # of backward that settle, at most
 
 
 def graphs(
-    joint: fx.GraphModule, divided: Divided, facts: Facts, order: Order, outputs: int, apart: bool = False
+    joint: fx.GraphModule,
+    divided: Divided,
+    facts: Facts,
+    order: Order,
+    outputs: int,
+    apart: bool = False,
+    share: int = 1,
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Forward and backward; what runs again is written into the joint graph first, each copy before its reader.
 
     Nothing else of the joint graph changes, so that what PyTorch knows of it stays; but for ``apart``, with which
-    backward settles what it has made in many places.
+    backward settles what it has made in many places, and losses, which make so many times fewer rows at once as
+    ``share`` says.
     """
     settled = settles(facts, order) if apart else {}
     following = _following(joint, facts, order)
@@ -41,6 +49,7 @@ def graphs(
             copy = joint.graph.node_copy(node, made.__getitem__)
         copy.meta = {**node.meta, "partitioner_tag": "is_backward"}
         stand.append(copy)
+    make_fewer_rows(joint.graph, share)
     joint.recompile()
     return modules(joint, [facts.nodes[i] for i in handed(facts, order)], outputs, divided.static)
 

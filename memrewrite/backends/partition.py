@@ -72,6 +72,8 @@ class Partition:
         self.asked, self.lives, self.fused, self.in_step = asked, lives, fused, in_step
         self.options: Options | None = None
         self.replaced = self.apart = False
+        self.share = 1  # how many times fewer rows losses make at a time
+        self.divisions = 0  # how often it divided the graph
         self.base = lives.base + asked.reserve
         self.held = asked.keeps_output and not lives.later  # what later graphs are given dies with the step
         self.foreseen: Foreseen | None = None
@@ -97,6 +99,7 @@ class Partition:
         **kwargs: Any,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """The forward and the backward graph; raises ``BudgetInfeasibleError``, as Dynamo lets it through."""
+        self.divisions += 1
         static = static_lifetime_input_indices or []
         if self.asked.budget is not None:
             sum_in_place(joint)
@@ -114,7 +117,7 @@ class Partition:
                 found = self.chosen(known, frozenset(stock))
         except MemrewriteError as error:
             raise let_through(error) from None
-        forward, backward = graphs(joint, divided, known, found.order, num_fwd_outputs, self.apart)
+        forward, backward = graphs(joint, divided, known, found.order, num_fwd_outputs, self.apart, self.share)
         return forward, written(backward)
 
     def chosen(self, known: Facts, stock: frozenset[int]) -> Found:
@@ -122,7 +125,7 @@ class Partition:
         options = self._options(known, frozenset(i for i in stock if i not in known.symbols))
         limit = self._limit(self._of_step(options.usual))
         if limit is not None and self.lives.of_optimizer + self.asked.reserve > limit and not self.asked.lowest:
-            raise self._infeasible(limit, options.lowest())
+            raise self._infeasible(limit, options.fewest.lowest())
         if self._tries is None:
             self._tries = Tries(self._search(options, limit))
             for taken in self.taken:  # of code from caches, which nothing divided
@@ -133,7 +136,7 @@ class Partition:
             now, _ = min(self._tries.all, key=lambda each: each[1])
         if now is None:
             assert limit is not None  # noqa: S101  (else there is a plan)
-            raise self._infeasible(limit, options.lowest(), self._tries.lowest)
+            raise self._infeasible(limit, options.fewest.lowest(), self._tries.lowest)
         self._take(options, now)
         return now.found
 
@@ -149,7 +152,7 @@ class Partition:
     def _take(self, options: Options, now: Try) -> None:
         """What is compiled is this one."""
         found, known = now.found, options.frontier.facts
-        self.choice, self.apart, options.chosen = now.choice, now.apart, found
+        self.choice, self.apart, self.share, options.chosen = now.choice, now.apart, now.share, found
         self.foreseen = Foreseen(
             before=self._of_step(options.usual),
             after=self._of_step(found),
@@ -173,7 +176,7 @@ class Partition:
         told, own = self.in_step, None if limit is None else limit - self.base
         step = Step(self.base, self.lives.of_optimizer + self.asked.reserve)
         if told is None and own is None:
-            return (yield from lowest(options, step))
+            return (yield from lowest(options.fewest, step))
         if told is not None and self.tells_options:
             found = (options.within(own or sys.maxsize) if told.late else None) or options.least(own)
             if own is None or told.late or found.peaks.peak <= own:
@@ -185,15 +188,17 @@ class Partition:
         assert own is not None  # noqa: S101  (see above)
         if told is None:
             yield from cheapest(options, own, own)
+            if options.fewer is not None:
+                yield from cheapest(options.fewer, own, own)
         elif told.room is not None:  # of which others have had a guess, which may be too much: perhaps they keep less
             yield from cheapest(options, told.room, own)
             found = options.least(own)
             if found.peaks.peak <= own:
                 yield from one(found, "usual" if found is options.usual else "cheapest", step)
         of_code = self.asked.budget is not None and self.asked.budget.bytes is not None
-        if not of_code or options.lowest().peaks.peak > own * _HOPELESS:
+        if not of_code or options.fewest.lowest().peaks.peak > own * _HOPELESS:
             return None
-        return (yield from lowest(options, step))
+        return (yield from lowest(options.fewest, step))
 
     def observe(self, found: Seen | str, cached: bool = False) -> bool:
         """Take over what the compiled code takes, or why that is not known; says whether to compile another plan.
@@ -222,7 +227,7 @@ class Partition:
         self._tries.tell(made)
         if self._tries.now is None and limit is not None:
             assert self.options is not None  # noqa: S101  (tries are of them)
-            raise self._infeasible(limit, self.options.lowest(), self._tries.lowest)
+            raise self._infeasible(limit, self.options.fewest.lowest(), self._tries.lowest)
         return self._tries.now is not None
 
     @property

@@ -1,7 +1,8 @@
-"""What products, convolutions and attention take while they run, which Inductor leaves to libraries.
+"""What products, convolutions, attention and losses with their heads take while they run, which Inductor leaves alone.
 
 Measured on CUDA as for eager models (``memrewrite.targets.transients``), with the sizes that a graph is traced with.
-Inductor chooses the memory format of convolutions, so that the more of both counts.
+Inductor chooses the memory format of convolutions, so that the more of both counts. A loss makes some rows of logits at
+a time: the fewer, the less it takes, and the longer.
 """
 
 from collections.abc import Iterator
@@ -14,34 +15,60 @@ from torch.fx.node import map_aggregate
 
 from memrewrite.observe.flops import FLOPS
 from memrewrite.records.tensor_like import TensorLike
+from memrewrite.runtime.linear_cross_entropy import LOSS
 from memrewrite.targets.transients import Call, transients_on
+from memrewrite.torch_internals.compiled_code import beside
 from memrewrite.torch_internals.fake_tensors import real_tensors
 from memrewrite.torch_internals.operators import OpOverload
 from memrewrite.torch_internals.partitioning import number
 
 _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+_ROWS = [each.name for each in LOSS._schema.arguments].index("rows")
+_FEWEST = 128  # rows: a product of fewer takes no less time, as it has to read the whole matrix of a head
 
 
-def scratch(nodes: tuple[fx.Node, ...]) -> tuple[int, ...]:
-    """The bytes that each node takes while it runs besides its results; 0 on other devices than CUDA."""
-    calls = [list(_calls(node)) for node in nodes]
+def scratch(nodes: tuple[fx.Node, ...], share: int = 1) -> tuple[int, ...]:
+    """The bytes that each node takes while it runs besides its results; 0 on other devices than CUDA.
+
+    Losses make so many times fewer rows at once as ``share`` says.
+    """
+    calls = [list(_calls(node, share)) for node in nodes]
     devices = {each.device for made in calls for _, args, _ in made for each in _tensors(args)}
     table = next((found for device in devices if (found := transients_on(device)) is not None), None)
     if table is None:
         return (0,) * len(nodes)
     for call in (each for made in calls for each in made):
         table.lookup(*call)
-    with real_tensors():
+    with real_tensors(), beside():  # a loss compiles what it computes of logits
         table.probe()
     return tuple(max((table.lookup(*call).bytes for call in made), default=0) for made in calls)
 
 
-def _calls(node: fx.Node) -> Iterator[Call]:
+def shares(nodes: tuple[fx.Node, ...]) -> list[int]:
+    """How many times fewer rows losses may make at a time, once first of all."""
+    most = max((node.args[_ROWS] for node in nodes if node.target is LOSS), default=0)
+    return [1] + [2**i for i in range(1, 32) if most >= 2**i * _FEWEST]
+
+
+def make_fewer_rows(graph: fx.Graph, share: int) -> None:
+    """Let losses make so many times fewer rows at a time."""
+    for node in graph.find_nodes(op="call_function", target=LOSS):
+        node.args = _with_fewer_rows(node, share)
+
+
+def _with_fewer_rows(node: fx.Node, share: int) -> tuple[Any, ...]:
+    args = list(node.args)
+    args[_ROWS] = max(args[_ROWS] // share, min(args[_ROWS], _FEWEST))
+    return tuple(args)
+
+
+def _calls(node: fx.Node, share: int) -> Iterator[Call]:
     """What a node may call."""
     target = node.target
-    if not isinstance(target, OpOverload) or target.overloadpacket not in FLOPS:
+    if not isinstance(target, OpOverload) or not (target.overloadpacket in FLOPS or target is LOSS):
         return
-    args, kwargs = map_aggregate((node.args, dict(node.kwargs)), _as_traced)
+    given = _with_fewer_rows(node, share) if target is LOSS else node.args
+    args, kwargs = map_aggregate((given, dict(node.kwargs)), _as_traced)
     yield target, args, kwargs
     if "convolution" in target.__name__:
         yield target, map_aggregate(args, _channels_last), kwargs

@@ -24,17 +24,20 @@ _LOWEST = 3  # plans for the lowest peak
 @dataclass(frozen=True)
 class Try:
     """A plan to be compiled; ``apart``: gradients are kept from being made together, which takes less where they lie
-    far apart. ``choice`` is one of ``memrewrite.records.compiled.CHOICES``."""
+    far apart. ``choice`` is one of ``memrewrite.records.compiled.CHOICES``; losses make so many times fewer rows of
+    logits at a time as ``share`` says."""
 
     found: Found
     choice: str
     apart: bool = False
+    share: int = 1
 
     @property
     def code(self) -> tuple[object, ...]:
         """What is the same where the code is."""
         order = self.found.order
-        return order.saved, tuple(step for part in order.parts for step in part.steps), self.apart
+        steps = tuple(step for part in order.parts for step in part.steps)
+        return order.saved, steps, self.apart, self.share
 
 
 Search = Generator[Try, int, int | None]
@@ -105,10 +108,11 @@ def lowest(options: Options, step: Step) -> Search:
     """
     first = options.lowest()
     first = options.frontier.within(max(first.peaks.peak, step.floor - step.base)) or first
-    plain = yield Try(first, "lowest")
+    first, share = options.with_most_rows(first, max(options.frontier.takes(first), step.floor - step.base))
+    plain = yield Try(first, "lowest", share=share)
     if not step.gains(plain, first.peaks.peak):
         return plain
-    best = min(plain, (yield Try(first, "lowest", apart=True)))
+    best = min(plain, (yield Try(first, "lowest", True, share)))
     apart = best < plain
     beyond: dict[Division | None, int] = {options.division(first): best - first.peaks.peak}
     tried = {Try(first, "").code}
@@ -122,7 +126,8 @@ def lowest(options: Options, step: Step) -> Search:
         found = min(others, key=lambda each: (expected(each), each.ms), default=first)
         if not step.gains(best, expected(found)):
             return best
-        made = yield Try(found, "lowest", apart)
+        found, share = options.with_most_rows(found, options.frontier.takes(found))
+        made = yield Try(found, "lowest", apart, share)
         best = min(best, made)
         beyond[options.division(found)] = made - found.peaks.peak
         tried.add(Try(found, "").code)
@@ -145,9 +150,10 @@ def cheapest(options: Options, room: int, own: int) -> Search:
         if found is None:
             return None
         choice = "usual" if found is options.usual else "cheapest"
-        made = yield Try(found, choice, bool(apart))
+        found, share = options.with_most_rows(found, room)
+        made = yield Try(found, choice, bool(apart), share)
         if apart is None:
-            other = yield Try(found, choice, apart=True)
+            other = yield Try(found, choice, True, share)
             apart, made = other <= made, min(made, other)
         division = options.division(found)
         beyond[division] = max(beyond.get(division, 0), made - found.peaks.peak)

@@ -9,6 +9,7 @@ Read in PyTorch 2.11 to 2.14.
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -25,6 +26,7 @@ with private_imports():
 require("_functorch.config.force_non_lazy_backward_lowering", "_C._dynamo.guards.assert_size_stride")
 
 _ARGUMENTS = "get_args"
+_BESIDE: ContextVar[bool] = ContextVar("beside", default=False)
 
 
 @dataclass(frozen=True)
@@ -68,19 +70,32 @@ class CompiledCode:
 
 @contextmanager
 def compiled_codes() -> Iterator[list[CompiledCode]]:
-    """The code of each graph that Inductor compiles meanwhile, or takes from its caches; backward's at once, too."""
+    """The code of each graph that Inductor compiles meanwhile, or takes from its caches; backward's at once, too.
+
+    Without what is compiled ``beside`` it.
+    """
     found: list[CompiledCode] = []
     finish = _Graph.post_compile
 
     def post_compile(graph: Any, inputs: Any, constants: Any, told: Any) -> None:
         call = graph.current_callable  # as it is, before CUDA graphs or copies of inputs are put around it
         finish(graph, inputs, constants, told)
-        if call is not None:
+        if call is not None and not _BESIDE.get():
             found.append(CompiledCode(bool(told.get("is_backward")), call))
 
     at_once = _functorch.patch(force_non_lazy_backward_lowering=True)
     with mock.patch.object(_Graph, "post_compile", post_compile), at_once:
         yield found
+
+
+@contextmanager
+def beside() -> Iterator[None]:
+    """What is compiled meanwhile is run while a graph is compiled, and is no part of it."""
+    token = _BESIDE.set(True)
+    try:
+        yield
+    finally:
+        _BESIDE.reset(token)
 
 
 def _with_globals(function: Callable[..., Any], names: dict[str, Any]) -> Callable[..., Any]:

@@ -17,7 +17,7 @@ from memrewrite.backends.partition import Partition
 from memrewrite.records.errors import BudgetInfeasibleError
 from memrewrite.targets.allocator import Allocator
 from memrewrite.torch_internals import compiled_code
-from memrewrite.torch_internals.compiled_code import CompiledCode, compiled_codes
+from memrewrite.torch_internals.compiled_code import CompiledCode, beside, compiled_codes
 from memrewrite.torch_internals.compiling import cache_hits
 from tests.backends.test_partition import MODELS, Loss, made, mlp
 
@@ -44,6 +44,12 @@ def test_the_peaks_are_those_of_the_code_with_its_kernels(name: str, monkeypatch
     monkeypatch.setattr(compiled_code, "_stand_in", stand_in)
     monkeypatch.setattr(observed, "FakeTensorMode", contextlib.ExitStack)
     assert seen(codes) == found
+
+
+def test_what_is_compiled_beside_a_graph_is_no_part_of_it() -> None:
+    with compiled_codes() as codes, beside():
+        torch.compile(mlp(1))(torch.randn(4, 32))
+    assert not codes
 
 
 def test_blocks_of_the_allocator_count_as_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from memrewrite.backends.partition import Partition
 from memrewrite.backends.plan import Ways
 from memrewrite.backends.tries import Search, Step, one
 from memrewrite.records.errors import BudgetInfeasibleError
+from memrewrite.runtime.linear_cross_entropy import LOSS, linear_cross_entropy
 from memrewrite.targets.transients import Call, Taken, Transients
 from tests.support.divided import Divided, gradients
 
@@ -235,3 +236,43 @@ def test_what_libraries_take_while_they_run_counts(monkeypatch: pytest.MonkeyPat
     assert after is not None
     assert before.after < after.after <= before.after + taken[True]
     assert before.before + taken[False] < after.before <= before.before + taken[True]
+
+
+class Head(nn.Module):
+    """A head with its loss, after a layer that is ``wide``."""
+
+    def __init__(self, wide: int) -> None:
+        super().__init__()
+        self.up, self.down, self.head = nn.Linear(16, wide), nn.Linear(wide, 16), nn.Linear(16, CLASSES, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = x + self.down(self.up(x).relu())
+        target = torch.arange(len(x), device=x.device) % CLASSES
+        how: Any = {"reduction": 1, "ignore_index": -100, "label_smoothing": 0.0}
+        return linear_cross_entropy(hidden, self.head.weight, None, target, None, (), **how, rows=ROWS, early=True)
+
+
+CLASSES, ROWS, GIVEN = 64, 1024, 2048
+
+
+@pytest.mark.parametrize(
+    ("wide", "budget", "rows"),
+    [(8, "100%", ROWS), (8, "min", 128), (64, "min", ROWS // 2), (192, "min", ROWS), (8, 600_000, ROWS // 4)],
+)
+def test_a_loss_makes_fewer_rows_at_a_time_where_its_logits_are_the_peak(
+    monkeypatch: pytest.MonkeyPatch, wide: int, budget: str | int, rows: int
+) -> None:
+    """But as many as the rest of the step leaves room for."""
+    place = [each.name for each in LOSS._schema.arguments].index("rows")
+    table = Transients(lambda calls: [Taken(8 * CLASSES * args[place] if f is LOSS else 0) for f, args, _ in calls])
+    monkeypatch.setattr(scratch, "transients_on", lambda device: table)
+    torch.manual_seed(0)
+    model, x = Head(wide), torch.randn(GIVEN, 16)
+    divided = Divided(copy.deepcopy(model), budget, fused=True)
+    torch.testing.assert_close(divided.step(x), model(x).detach())
+    forward, _ = divided.graphs[-1]
+    (loss,) = forward.graph.find_nodes(op="call_function", target=LOSS)
+    assert loss.args[place] == rows
+    if isinstance(budget, int):
+        assert divided.partition.foreseen is not None
+        assert divided.partition.foreseen.after <= budget
