@@ -46,7 +46,7 @@ def scratch(nodes: tuple[fx.Node, ...], share: int = 1) -> tuple[int, ...]:
 
 def shares(nodes: tuple[fx.Node, ...]) -> list[int]:
     """How many times fewer rows losses may make at a time, once first of all."""
-    most = max((node.args[_ROWS] for node in nodes if node.target is LOSS), default=0)
+    most = max((_rows(node) for node in nodes if node.target is LOSS), default=0)
     return [1] + [2**i for i in range(1, 32) if most >= 2**i * _FEWEST]
 
 
@@ -57,9 +57,14 @@ def make_fewer_rows(graph: fx.Graph, share: int) -> None:
 
 
 def _with_fewer_rows(node: fx.Node, share: int) -> tuple[Any, ...]:
-    args = list(node.args)
-    args[_ROWS] = max(args[_ROWS] // share, min(args[_ROWS], _FEWEST))
-    return tuple(args)
+    rows = _rows(node)
+    return *node.args[:_ROWS], max(rows // share, min(rows, _FEWEST)), *node.args[_ROWS + 1 :]
+
+
+def _rows(node: fx.Node) -> int:
+    rows = node.args[_ROWS]
+    assert isinstance(rows, int)  # noqa: S101  (as its operator says)
+    return rows
 
 
 def _calls(node: fx.Node, share: int) -> Iterator[Call]:
