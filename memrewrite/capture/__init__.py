@@ -79,7 +79,7 @@ def _captured(
     with_calls: bool,
 ) -> Captured:
     findings = hazards.check(model, inputs)
-    if not pairs or not identity.asked(model, inputs):
+    if not pairs or not identity.asked(model, inputs, findings.operators):
         inputs, pairs = identity.apart(inputs, model), ()
     if findings.asks and front_end != "dynamo" and not findings.export_loses:
         # Not told that it is traced, it does what it always does; nothing else is as good, but it may not work.

@@ -52,3 +52,8 @@ def autocast_regions() -> Iterator[list[bool]]:
 
     with mock.patch.multiple(torch.autocast, __enter__=entered, __exit__=left):
         yield regions
+
+
+def autocast_now() -> tuple[Any, ...]:
+    """Whether autocast is on, and what it casts to, on each type of device."""
+    return tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from memrewrite.capture.at_sight import refuse_hooks, refuse_names, refuse_unnamed
-from memrewrite.capture.autocasts import autocast_asked, autocast_regions
+from memrewrite.capture.autocasts import autocast_asked, autocast_now, autocast_regions
 from memrewrite.capture.gradients import QUESTIONS, all_or_none, gradients_asked, with_or_without
+from memrewrite.capture.identity import OperatorsSeen
 from memrewrite.capture.reads import ReadsOfForward
 from memrewrite.records.errors import CaptureError
 from memrewrite.records.lines import is_users, line_now, line_of
@@ -54,6 +55,7 @@ class Findings:
     another way on the values of these inputs than on values it cannot see; ``checkpoints`` says that it checkpoints,
     ``functions`` are the custom ``autograd.Function`` classes that it applies, ``autocast``, ``reads`` and ``looks``
     are those of ``Captured``; ``gradients`` says whether forward does something else where other tensors need them.
+    ``operators`` are the names of those that forward runs on these inputs.
     """
 
     notes: tuple[str, ...] = ()
@@ -66,6 +68,7 @@ class Findings:
     reads: Reads = ()
     looks: tuple[str, ...] = ()
     gradients: bool = False
+    operators: Sequence[str] = ()
 
 
 def check(model: nn.Module, inputs: Inputs) -> Findings:
@@ -112,6 +115,7 @@ def check(model: nn.Module, inputs: Inputs) -> Findings:
         reads=first.reads.found,
         looks=first.reads.looks,
         gradients=gradients,
+        operators=first.operators,
     )
 
 
@@ -200,9 +204,18 @@ class _Rehearsal:
         leaves, nesting = tree_flatten((inputs.args, inputs.kwargs))
         reads = ReadsOfForward(self._twin)
         unseen, recall = forwards_replaced(self.functions, watch.unseen), Recall(self._mode)
-        with self._explained(), self._mode, recall, known_values(given) as values, watch, unseen, reads.observed():
+        with (
+            self._explained(),
+            self._mode,
+            recall,
+            known_values(given) as values,
+            OperatorsSeen() as operators,
+            watch,
+            unseen,
+            reads.observed(),
+        ):
             watch.output = self._twin.forward(*inputs.args, **inputs.kwargs)
-        watch.reads = reads
+        watch.reads, watch.operators = reads, operators.names
         self._asked |= values.asked
         now, as_nested = tree_flatten((inputs.args, inputs.kwargs))
         if as_nested != nesting or any(new is not old for new, old in zip(now, leaves, strict=True)):
@@ -304,11 +317,12 @@ class _Watch(TorchFunctionMode):
         self.nested = ""
         self.output: Any = None
         self.reads: Any = None
+        self.operators: list[str] = []
         self.asks_of_gradients = False
         self._calls: list[_FunctionCall] = []
         self._computing: list[_FunctionCall] = []  # those of them that gave numbers with fractions
         self._cache = torch.is_autocast_cache_enabled()
-        self._outside = (torch.is_inference_mode_enabled(), torch.initial_seed(), _autocast(), _attention())
+        self._outside = (torch.is_inference_mode_enabled(), torch.initial_seed(), autocast_now(), _attention())
 
     def unseen(self, kind: type, forward: Forward, context: Any, args: tuple[Any, ...]) -> Any:
         """What a custom Function gives, without a look at how; nor does it draw for anybody else."""
@@ -337,7 +351,7 @@ class _Watch(TorchFunctionMode):
         }
         for what in (what for what, happened in happens.items() if happened):
             self.places.setdefault(what, []).append(line)
-        if not torch.is_grad_enabled() and any(self._regions) and _autocast() != autocast:
+        if not torch.is_grad_enabled() and any(self._regions) and autocast_now() != autocast:
             self.nested = self.nested or f"no_grad inside of autocast at {line}"  # it keeps the outer one only
         if torch.is_autocast_cache_enabled() != self._cache:
             self.nested = self.nested or f"autocast without its cache at {line}"
@@ -365,10 +379,6 @@ class _Watch(TorchFunctionMode):
             if mine is None or theirs is None or mine[:2] != theirs[:2]:
                 return (mine or theirs)[2] or "a place unknown"
         return ""
-
-
-def _autocast() -> tuple[Any, ...]:
-    return tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda"))
 
 
 def _attention() -> tuple[bool, ...]:

@@ -1,6 +1,7 @@
 """Inputs that are one tensor, as in ``model(ids, labels=ids)``: front ends take them for one in every call."""
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -31,20 +32,24 @@ def shared(leaves: list[Any]) -> tuple[tuple[int, int], ...]:
     return tuple(pair for pair in pairs if pair[0] != pair[1])
 
 
-def asked(model: nn.Module, inputs: Inputs) -> bool:
-    """Whether forward asks if inputs are one object (``key is value``) and goes another way where they are not."""
-    return _operators(model, inputs, False) != _operators(model, inputs, True)
+def asked(model: nn.Module, inputs: Inputs, known: Sequence[str] = ()) -> bool:
+    """Whether forward asks if inputs are one object (``key is value``) and goes another way where they are not.
+
+    ``known`` are the operators of a run on the inputs as they are, where one was looked at.
+    """
+    apart = _operators(model, inputs, True)
+    return apart != list(known) and apart != _operators(model, inputs, False)
 
 
 def _operators(model: nn.Module, inputs: Inputs, separate: bool) -> list[str]:
     with on_fakes(model, inputs) as (twin, fakes):
         given = apart(fakes, twin) if separate else fakes
-        with _Operators() as seen:
+        with OperatorsSeen() as seen:
             twin.forward(*given.args, **given.kwargs)
     return seen.names
 
 
-class _Operators(Layer):
+class OperatorsSeen(Layer):
     """Lists the operators that run."""
 
     def __init__(self) -> None:

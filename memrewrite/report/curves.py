@@ -83,7 +83,7 @@ def _parsed(label: str) -> tuple[str, str, str]:
 
 def _by_category(timeline: Timeline) -> dict[str, NDArray[np.int64]]:
     """Bytes in use at every event by category; at the peak's event they sum to the peak, which is never less."""
-    table = {name: np.array(sizes, dtype=np.int64) for name, sizes in timeline.split().items()}
+    table = timeline.split()
     for name, size in timeline.categories.items():
         table.setdefault(name, np.zeros(len(timeline.events), dtype=np.int64))[timeline.peak_event] = size
     for name in table.keys() - timeline.categories.keys():

@@ -1,8 +1,10 @@
 """Where memory stands during the steps that were taken, and what follows from that."""
 
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from memrewrite.simulate.memory.counted import Life
 from memrewrite.simulate.memory.recorder import WORKSPACES
@@ -46,19 +48,18 @@ class Timeline:
         """The storages in use at the event of that number."""
         return [life for life in self.lives if life.born <= event < life.died]
 
-    def split(self) -> dict[str, list[int]]:
+    def split(self) -> dict[str, NDArray[np.int64]]:
         """Bytes in use at each event by category, from ``lives``; they sum to those in ``events``."""
-        changes: dict[str, list[int]] = {}
+        changes: dict[str, list[tuple[int, int]]] = {}
         for life in self.lives:
-            changed = changes.setdefault(life.category, [0] * (len(self.events) + 1))
-            changed[life.born] += life.bytes
-            changed[life.died] -= life.bytes
-        series = {category: list(accumulate(changed))[:-1] for category, changed in changes.items()}
+            changes.setdefault(life.category, []).extend(((life.born, life.bytes), (life.died, -life.bytes)))
+        series = {category: _added_up(changed, len(self.events)) for category, changed in changes.items()}
         library = self.categories.get(WORKSPACES, 0)
-        known = [sum(sizes) + library for sizes in zip(*series.values(), strict=True)]
-        operator = [size - other for (size, _), other in zip(self.events, known, strict=True)]
-        extra = {WORKSPACES: [library] * len(known)} if library else {}
-        return series | extra | ({OPERATOR_WORKSPACE: operator} if any(operator) else {})
+        known = sum(series.values(), np.full(len(self.events), library, dtype=np.int64))
+        operator = np.array([size for size, _ in self.events], dtype=np.int64) - known
+        if library:
+            series[WORKSPACES] = np.full(len(self.events), library, dtype=np.int64)
+        return series | ({OPERATOR_WORKSPACE: operator} if operator.any() else {})
 
     def as_ends(self, phase: Phase, number: int) -> int:
         """Bytes in use as ``phase`` of step ``number``, the first or last, ends."""
@@ -107,6 +108,14 @@ class Timeline:
     def peak_of_optimizer(self) -> int:
         """The peak in bytes of the second step's last phase, in which the optimizer works; 0 in inference."""
         return max((size for size, label in self.events if label.startswith("step 2 step")), default=0)
+
+
+def _added_up(changes: list[tuple[int, int]], count: int) -> NDArray[np.int64]:
+    """The sum after each of ``count`` moments of what changed at some of them, in whole numbers."""
+    moments, amounts = np.array(changes, dtype=np.int64).T
+    totals = np.zeros(count + 1, dtype=np.int64)
+    np.add.at(totals, moments, amounts)
+    return totals.cumsum()[:-1]
 
 
 def with_workspaces(timeline: Timeline, size: int) -> Timeline:

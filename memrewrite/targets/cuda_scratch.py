@@ -5,7 +5,7 @@ The latter two as on a Hopper device. Not modelled: workspaces of convolutions.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -116,12 +116,22 @@ def _chain_backward(given: dict[str, Any]) -> int:
     some rows by the second. Whatever else both need, both compute (``memrewrite.runtime.kernels``). A chain's forward,
     of one kernel, takes nothing.
     """
-    tensors = given["given"]
+    tensors, wanted = given["given"], tuple(given["wanted"])
+    asked = given["name"], wanted, tuple((t.dtype, t.shape, t.stride()) for t in tensors)
+    if asked not in _HELD:
+        _HELD[asked] = _held(given["name"], tensors, wanted)
+    return _HELD[asked]
+
+
+_HELD: dict[Any, int] = {}  # by chains, whose names say what they compute, and what they are given
+
+
+def _held(name: str, tensors: Sequence[Tensor], wanted: Sequence[bool]) -> int:
     largest = max(tensor.numel() for tensor in tensors)
-    sizes = [tensor.numel() for tensor, wanted in zip(tensors, given["wanted"], strict=True) if wanted]
+    sizes = [tensor.numel() for tensor, wanted in zip(tensors, wanted, strict=True) if wanted]
     weights = [size for size in sizes if 0 < size < largest]
     with _AlongRows() as along:
-        CHAINS[given["name"]](*tensors)
+        CHAINS[name](*tensors)
     of_rows = [rounded(4 * rows) for rows in along.found if weights]
     return sum(of_rows) + sum(_sums_across(size, largest // size) for size in weights)
 
