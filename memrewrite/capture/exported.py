@@ -121,7 +121,7 @@ def _normal(model: nn.Module, inputs: Inputs, program: ExportedProgram, exported
 
 
 class _CastsStayApart(TorchFunctionMode):
-    """Casts what a model casts through an alias, because a cast that changes nothing returns its input itself.
+    """Casts through an alias what a cast does not change, because that returns its input itself.
 
     The tracer would take all later uses of that input for uses of the cast, which under autocast has another type.
     PyTorch lets no alias be detached in place, as it does what ``torch.tensor`` makes of a size that varies; where
@@ -137,12 +137,25 @@ class _CastsStayApart(TorchFunctionMode):
         self._values.check()
         if func is Tensor.detach_ and not args[0].requires_grad:
             return args[0]
-        if func in _CASTS and isinstance(args[0], Tensor):
+        if func in _CASTS and isinstance(args[0], Tensor) and not _changes(func, args, kwargs or {}):
             args = (torch.ops.aten.alias.default(args[0]), *args[1:])
         return func(*args, **(kwargs or {}))
 
 
-_CASTS = (Tensor.to, Tensor.type, Tensor.type_as, Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.double)
+_TO_ONE_TYPE = {
+    Tensor.float: torch.float32,
+    Tensor.half: torch.float16,
+    Tensor.bfloat16: torch.bfloat16,
+    Tensor.double: torch.float64,
+}
+_CASTS = (Tensor.to, Tensor.type, Tensor.type_as, *_TO_ONE_TYPE)
+
+
+def _changes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a cast is known to give another type."""
+    given = (_TO_ONE_TYPE.get(func), *args[1:], *kwargs.values())
+    wanted = [each.dtype if isinstance(each, Tensor) else each for each in given]
+    return any(isinstance(each, torch.dtype) and each != args[0].dtype for each in wanted)
 
 
 def _drop_aliases(graph: fx.Graph) -> None:
