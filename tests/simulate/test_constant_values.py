@@ -54,6 +54,9 @@ KNOWN: dict[str, Callable[[Tensor], Tensor]] = {
     "joined": lambda given: torch.cat([torch.arange(2), torch.tensor([5])]),
     "into another": lambda given: torch.add(torch.arange(3), 1, out=torch.zeros(3, dtype=torch.int64)),
     "of two results": lambda given: torch.sort(torch.arange(4).flip(0))[1],
+    "drawn and below 0": lambda given: torch.rand(3) < 0.0,
+    "drawn and 0 or above": lambda given: torch.rand_like(given.float()) >= 0,
+    "drawn and below less": lambda given: torch.rand(3) <= -0.5,
 }
 UNKNOWN: dict[str, Callable[[Tensor], Tensor]] = {
     "an input": lambda given: given,
@@ -71,6 +74,10 @@ UNKNOWN: dict[str, Callable[[Tensor], Tensor]] = {
     "written where an input says": lambda given: changed(torch.arange(4), lambda t: t.index_fill_(0, given, 1)),
     "written in a list": lambda given: changed(torch.arange(4), lambda t: torch._foreach_add_([t], [given])),
     "into another from an input": lambda given: beside(torch.arange(4), lambda t: torch.add(given, 1, out=t)),
+    "drawn and below a share": lambda given: torch.rand(3) < 0.05,
+    "drawn and above 0": lambda given: torch.rand(3) > 0,
+    "drawn and written": lambda given: changed(torch.rand(3), lambda t: t.sub_(1)) < 0,
+    "drawn otherwise": lambda given: torch.randn(3) < 0,
     "other data": lambda given: changed(torch.arange(4), lambda t: setattr(t, "data", given)),
     "other memory": lambda given: changed(torch.arange(4), lambda t: t.set_(given.untyped_storage(), 0, (4,), (1,))),
 }
@@ -191,6 +198,32 @@ def test_what_inputs_decide_is_refused_as_before() -> None:
 
     with pytest.raises(CaptureError, match="lets the values of a tensor decide"):
         capture(model(forward), Inputs((x(), torch.ones(4, dtype=torch.bool)), {}))
+
+
+def dropping(self: Any, x: Tensor) -> Any:
+    """As transformers drops layers, though it drops none unless asked to."""
+    for _ in range(4):
+        if self.training and torch.rand([]) < self.share:
+            continue
+        x = self.other(self.linear(x).sigmoid()).sigmoid()
+    return x
+
+
+@pytest.mark.filterwarnings("ignore::memrewrite.FallbackWarning")
+def test_layers_that_are_never_dropped_are_part_of_one_graph_which_draws_all_the_same() -> None:
+    module = model(dropping, lambda module: setattr(module, "share", 0.0))
+    optimized: Any = memrewrite.optimize(module, (x(16, WIDTH),), budget="min", optimizer="sgd")
+    assert optimized.report.config["regions"] == [""]
+    assert optimized.report.predicted_after.peak < optimized.report.predicted_before.peak
+    assert optimized.report.verdict.startswith("bit-equal")
+    optimized.share = 1.0  # the program is for another one
+    assert torch.equal(optimized(x(16, WIDTH)), x(16, WIDTH))
+
+
+def test_layers_that_may_be_dropped_stay_a_question() -> None:
+    module = model(dropping, lambda module: setattr(module, "share", 0.05))
+    with pytest.raises(CaptureError, match="lets the values of a tensor decide"):
+        capture(module, Inputs((x(),), {}))
 
 
 def test_what_a_buffer_decides_is_refused_as_before() -> None:

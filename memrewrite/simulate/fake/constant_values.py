@@ -3,7 +3,8 @@
 Models ask such values what to do: transformers makes positions with ``arange`` and leaves a mask out if nothing but
 consecutive positions is in them. A fake tensor has no answer, and code that sees one does something else. Here small
 integer and boolean tensors that are made of nothing but numbers keep their values beside the fake ones. Whatever holds
-parameters or buffers stays unknown, and so do inputs, unless a run is about these very inputs.
+parameters or buffers stays unknown, and so do inputs, unless a run is about these very inputs. What ``rand`` draws is
+known not to be below 0, the share of layers that transformers drops unless it is asked to drop some.
 """
 
 import functools
@@ -30,6 +31,9 @@ _FACTORIES = {"arange", "eye", "tril_indices", "triu_indices"}
 _FILLS = {"zeros": 0, "new_zeros": 0, "zeros_like": 0, "ones": 1, "new_ones": 1, "ones_like": 1, "scalar_tensor": "s"}
 _FILLS |= {"full": "fill_value", "new_full": "fill_value", "full_like": "fill_value"}
 _LIFTS = {"lift_fresh", "lift_fresh_copy"}  # what torch.tensor(...) becomes
+_DRAWS = {"aten::rand", "aten::rand_like"}  # numbers from 0 to 1
+# What comparing them with a number gives: where that is at most 0, or less than 0.
+_AT_MOST_0, _LESS_THAN_0 = {"lt": False, "ge": True}, {"le": False, "gt": True}
 _RESHAPING = {"resize_", "resize_as_", "set_"}  # what they write may be another storage
 _PLACE = {"device": torch.device("cpu"), "pin_memory": None, "non_blocking": False}  # where values are computed
 
@@ -59,6 +63,7 @@ class KnownValues(Layer):
     def __init__(self) -> None:
         super().__init__()
         self._values: Any = WeakTensorKeyDictionary()
+        self._drawn: Any = WeakTensorKeyDictionary()  # where each lies
         self.asked = False  # whether code outside PyTorch has asked for values that are not known
         self.would_know = False  # whether one of them is not known only because sizes vary
 
@@ -116,6 +121,8 @@ class KnownValues(Layer):
                 return answer
         if kind != "write":
             result = self.below(func, types, args, kwargs)
+            if kind == "draw":
+                self._drawn[result] = _storage(result)
             fraction = type(result) is FakeTensor and result.is_floating_point()  # as most are: no value is kept
             if kind == "function" and not fraction and any(map(_is_small_fake, _results(result))):
                 self._follow(func, args, kwargs, result)
@@ -131,6 +138,8 @@ class KnownValues(Layer):
 
     def _write(self, func: OpOverload, args: Any, kwargs: Any, written: list[Tensor]) -> None:
         places = _places(written)
+        for tensor in [tensor for tensor, storage in self._drawn.items() if storage in places]:
+            del self._drawn[tensor]
         there = {tensor: value for tensor, (value, storage) in self._values.items() if storage in places}
         if not there:
             return
@@ -147,8 +156,8 @@ class KnownValues(Layer):
     def _follow(self, func: OpOverload, args: Any, kwargs: Any, result: Any) -> None:
         """Keep the values of what a function gave, where they are known."""
         name = schema_name(func).removeprefix("aten::")
-        if name in _FILLS:
-            number: Any = _FILLS[name]
+        if name in _FILLS or self._is_decided(name, args):
+            number: Any = _FILLS[name] if name in _FILLS else (_AT_MOST_0 | _LESS_THAN_0)[name]
             number = named_arguments(func, args, kwargs)[number] if isinstance(number, str) else number
             if isinstance(number, int | float):
                 with in_place_of_modes():
@@ -171,6 +180,15 @@ class KnownValues(Layer):
                 self.keep(fake, value)
             elif _is_small_fake(fake) and (varies or not all(map(self.knows, tensors))):
                 self._values[fake] = (None, _storage(fake))
+
+    def _is_decided(self, name: str, args: Any) -> bool:
+        """Whether this compares what was drawn with a number that none of it can be on both sides of."""
+        if name not in _AT_MOST_0 and name not in _LESS_THAN_0:
+            return False
+        drawn, number = args
+        if not isinstance(number, int | float) or drawn not in self._drawn or self._drawn[drawn] != _storage(drawn):
+            return False
+        return number <= 0 if name in _AT_MOST_0 else number < 0
 
     def _by_rows(self, func: OpOverload, name: str, call: Any, result: Any) -> Any:
         if not all(map(self.knows, tensors_in(call))) or not isinstance(result, Tensor):
@@ -211,6 +229,8 @@ def _kind(func: Any) -> str:
         return "write"
     if torch.Tag.data_dependent_output in func.tags:
         return "question"
+    if schema_name(func) in _DRAWS:
+        return "draw"
     own = func.namespace == "aten" and torch.Tag.nondeterministic_seeded not in func.tags
     return "function" if own and "empty" not in schema_name(func) else "other"
 

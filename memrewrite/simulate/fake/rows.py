@@ -52,6 +52,8 @@ def value_by_rows(func: OpOverload, name: str, call: Any, result: Tensor, values
         return start + step * torch.arange(2, dtype=result.dtype, device="cpu")
     if name == "expand":
         return compute((call[0][0], two_rows(call[0][1])), {})
+    if name == "repeat":
+        return compute((call[0][0], two_rows(call[0][1])), {}) if _makes_rows(*call[0]) else None
     tensors = tensors_in(call)
     if name in _ALONG and any(isinstance(tensor.shape[given["dim"]], torch.SymInt) for tensor in tensors):
         return _along(name, given, result, values, lambda: compute(*call))
@@ -62,6 +64,16 @@ def value_by_rows(func: OpOverload, name: str, call: Any, result: Tensor, values
     sure = name in _MOVES or (name in _LINEAR and whole and not (name == "mul" and len(uneven) > 1))
     even = not uneven and (name in _EVEN or torch.Tag.pointwise in func.tags)
     return compute(*call) if sure or even else None
+
+
+def _makes_rows(tensor: Tensor, repeats: Sequence[int]) -> bool:
+    """Whether to repeat it so makes rows that vary of one, and rows that vary already stay."""
+    sizes = [1] * (len(repeats) - tensor.dim()) + [*tensor.shape]
+    pairs = zip(sizes, repeats, strict=True)
+    return all(
+        type(count) is int and count == 1 if isinstance(size, torch.SymInt) else type(count) is int or size == 1
+        for size, count in pairs
+    )
 
 
 def _along(name: str, given: dict[str, Any], result: Tensor, values: Values, computed: Callable[[], Any]) -> Any:
