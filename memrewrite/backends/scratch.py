@@ -19,11 +19,11 @@ from memrewrite.runtime.linear_cross_entropy import LOSS
 from memrewrite.targets.transients import Call, transients_on
 from memrewrite.torch_internals.compiled_code import beside
 from memrewrite.torch_internals.fake_tensors import real_tensors
-from memrewrite.torch_internals.operators import OpOverload
+from memrewrite.torch_internals.operators import OpOverload, argument_names
 from memrewrite.torch_internals.partitioning import number
 
 _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
-_ROWS = [each.name for each in LOSS._schema.arguments].index("rows")
+_ROWS = argument_names(LOSS).index("rows")
 _FEWEST = 128  # rows: a product of fewer takes no less time, as it has to read the whole matrix of a head
 
 

@@ -19,6 +19,7 @@ from memrewrite.backends.tries import Search, Step, one
 from memrewrite.records.errors import BudgetInfeasibleError
 from memrewrite.runtime.linear_cross_entropy import LOSS, linear_cross_entropy
 from memrewrite.targets.transients import Call, Taken, Transients
+from memrewrite.torch_internals.operators import argument_names
 from tests.support.divided import Divided, gradients
 
 GRADIENT = 512  # bytes of the loss's gradient, which its backward holds
@@ -263,7 +264,7 @@ def test_a_loss_makes_fewer_rows_at_a_time_where_its_logits_are_the_peak(
     monkeypatch: pytest.MonkeyPatch, wide: int, budget: str | int, rows: int
 ) -> None:
     """But as many as the rest of the step leaves room for."""
-    place = [each.name for each in LOSS._schema.arguments].index("rows")
+    place = argument_names(LOSS).index("rows")
     table = Transients(lambda calls: [Taken(8 * CLASSES * args[place] if f is LOSS else 0) for f, args, _ in calls])
     monkeypatch.setattr(scratch, "transients_on", lambda device: table)
     torch.manual_seed(0)

@@ -25,6 +25,14 @@ SLOW: dict[str, tuple[str, ...]] = {
     "fuzz/test_fuzz.py::test_the_same_random_models_every_time": ("30",),
     "fuzz/test_fuzz.py::test_the_same_edits_every_time": ("30",),
     "api/test_optimize.py::test_random_nets_at_random_budgets": ("15",),
+    # The same in other meshes, graphs and stages, a quarter of a minute each.
+    "commands/test_together.py::test_a_plan_is_the_same_with_and_without_the_other_processes": (
+        "fsdp=2,tp=2-4",
+        "tp=2-2",
+    ),
+    "backends/test_later_graphs.py::test_the_step_stays_within_the_budget": ("Stack", "Late"),
+    "backends/test_later_graphs.py::test_the_lowest_peak_that_is_named_is_reached": ("Three",),
+    "benchmarks/test_benchmarks.py::test_largest_batch_without_times": ("*",),
     # More ways of what the other cases show.
     "capture/test_kept_calls.py::test_it_is_a_call_in_one_plan_for_the_whole_model": (
         "memory_handed_on",
@@ -217,7 +225,11 @@ SLOW: dict[str, tuple[str, ...]] = {
     "torch_internals/test_two_dimensions.py::test_each_process_estimates_what_it_takes": ("*",),
     # The whole command line once more, with children that measure; what is particular is tested without them, too.
     "capture/test_ranges.py::test_the_command_plans_saves_and_measures_at_the_largest": ("*",),
-    "commands/test_together.py::test_an_error_ends_both_and_is_told_once": ("budget",),
+    "commands/test_together.py::test_an_error_ends_both_and_is_told_once": (
+        "budget",
+        "one process alone",
+        "proof of shards",
+    ),
     "workload/test_micro_batches.py::test_the_command_line_accumulates": ("*",),
     # Examples and benchmarks, which are no part of what is installed.
     "project/test_examples.py::test_small_model_is_optimized": ("efficientnet", "resnet50"),
