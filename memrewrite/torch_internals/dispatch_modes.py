@@ -5,6 +5,7 @@ a ``Layer`` calls the one below it itself. A fake tensor mode remembers what it 
 takes longer to look that up than most operators take on real tensors: ``Recall`` looks it up in a tenth of the time.
 """
 
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -26,7 +27,7 @@ require(
     "_C._set_throw_on_mutable_data_ptr",
     "_C._set_warn_deprecated_on_mutable_data_ptr",
     "_subclasses.fake_tensor.FakeTensorMode._cache_key",
-    "_subclasses.fake_tensor.FakeTensorMode.cache",
+    "_subclasses.fake_tensor.FakeTensorMode._make_cache_entry",
     "ops.prim.device.default",
 )
 
@@ -134,15 +135,9 @@ class Recall(Layer):
         return True
 
     def _learn(self, known: tuple[Any, ...], func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run the operator, and keep what the mode has kept of it."""
-        mode = self._mode
+        """Run the operator, and keep what the mode would keep of it."""
         _LEARNED.add(func)
-        try:
-            key = mode._cache_key(_CacheKeyState(mode.shape_env), func, args, kwargs)
-        except _BypassDispatchCache:
-            key = None
-        result = func(*args, **kwargs)
-        kept = FakeTensorMode.cache.get(key) if key is not None else None
+        result, kept = run_and_keep(self._mode, func, args, kwargs)
         if func in _VIEWS:
             _RESULTS[known] = _views(result, args[0])
         elif func.namespace == _SHARDING:
@@ -154,7 +149,7 @@ class Recall(Layer):
             else:
                 _RESULTS[known] = made
         else:
-            _RESULTS[known] = _results(kept) if isinstance(kept, _DispatchCacheValidEntry) else None
+            _RESULTS[known] = None if kept is None else _results(kept)
         return result
 
     def _make(self, result: "_Given", args: tuple[Any, ...]) -> Any:
@@ -179,6 +174,27 @@ class Recall(Layer):
             self._attributes[result.device] = dict(vars(FakeTensor(self._mode, whole, result.device)))
         vars(made).update(self._attributes[result.device])
         return made
+
+
+def run_and_keep(
+    mode: FakeTensorMode, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Any, _DispatchCacheValidEntry | None]:
+    """What an operator gives on fake tensors of a mode, and what that would keep of it; None where nothing.
+
+    The mode itself keeps nothing: the operators that its rules run inside, ten for some, would not come again.
+    """
+    state, key = _CacheKeyState(mode.shape_env), None
+    with contextlib.suppress(_BypassDispatchCache):
+        key = mode._cache_key(state, func, args, kwargs)
+    enabled, mode.cache_enabled = mode.cache_enabled, False
+    try:
+        result = func(*args, **kwargs)
+    finally:
+        mode.cache_enabled = enabled
+    if key is not None:
+        with contextlib.suppress(_BypassDispatchCache):
+            return result, mode._make_cache_entry(state, key, func, args, kwargs, result)
+    return result, None
 
 
 @dataclass(frozen=True, slots=True)
