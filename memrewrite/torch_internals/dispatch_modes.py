@@ -137,7 +137,7 @@ class Recall(Layer):
     def _learn(self, known: tuple[Any, ...], func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the operator, and keep what the mode would keep of it."""
         _LEARNED.add(func)
-        result, kept = run_and_keep(self._mode, func, args, kwargs)
+        result, kept = _run_and_keep(self._mode, func, args, kwargs)
         if func in _VIEWS:
             _RESULTS[known] = _views(result, args[0])
         elif func.namespace == _SHARDING:
@@ -176,7 +176,7 @@ class Recall(Layer):
         return made
 
 
-def run_and_keep(
+def _run_and_keep(
     mode: FakeTensorMode, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Any, _DispatchCacheValidEntry | None]:
     """What an operator gives on fake tensors of a mode, and what that would keep of it; None where nothing.

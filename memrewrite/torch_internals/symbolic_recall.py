@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memrewrite.torch_internals.dispatch_modes import Layer, run_and_keep
+from memrewrite.torch_internals.dispatch_modes import Layer
 from memrewrite.torch_internals.size_arithmetic import another, replaced
 from memrewrite.torch_internals.versions import private_imports, require
 
 with private_imports():
-    from torch._subclasses.fake_tensor import FakeTensor, _DispatchCacheValidEntry
+    from torch._subclasses._fake_tensor_utils import _CacheKeyState
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, _BypassDispatchCache, _DispatchCacheValidEntry
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 require(
@@ -25,6 +26,7 @@ require(
     "_C._DisableTorchDispatch",
     "_C._set_throw_on_mutable_data_ptr",
     "_C._set_warn_deprecated_on_mutable_data_ptr",
+    "_subclasses.fake_tensor.FakeTensorMode._cache_key",
 )
 
 _PLAIN = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
@@ -121,12 +123,22 @@ class SymbolicRecall(Layer):
                 call += (_Again, place)
 
     def _learn(self, key: Any, func: Any, args: Any, kwargs: Mapping[str, Any], nodes: list[Any]) -> Any:
-        """Run the operator, and keep what the mode would keep of it."""
-        result, kept = run_and_keep(self._mode, func, args, kwargs)
+        """Run the operator, and keep what the mode has kept of it.
+
+        Unlike in ``Recall``, that keeps what it runs inside, too: names of nodes tell which sizes were asked for.
+        """
+        mode, state = self._mode, _CacheKeyState(self._mode.shape_env)
+        try:
+            theirs = mode._cache_key(state, func, args, kwargs)
+        except _BypassDispatchCache:
+            theirs = None
+        result = func(*args, **kwargs)
+        cache = mode.shape_env.fake_tensor_cache if state.cache_on_shape_env() else FakeTensorMode.cache
+        kept = None if theirs is None else cache.get(theirs)
         found: _Results | None = None
         if func is _UNSAFE_VIEW:
             found = _of_view(result, args, nodes)
-        elif kept is not None:
+        elif isinstance(kept, _DispatchCacheValidEntry):
             found = _of_entry(kept, result, nodes)
         self._pinned += (func, [node._expr for node in nodes])
         self._results[key] = found
