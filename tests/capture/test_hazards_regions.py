@@ -197,7 +197,7 @@ class Body(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            if torch.rand([]) >= 0:
+            if torch.rand([]) > 0:  # which can be 0
                 x = x + layer(x)
         return x
 
