@@ -21,15 +21,13 @@ from memrewrite import cli
 from memrewrite.cache import environment as environments
 from memrewrite.cache.description import Description
 from memrewrite.cache.store import Entry, Store
-from memrewrite.equivalence import case, judging
-from memrewrite.equivalence.reference import double_step
-from memrewrite.equivalence.trial import take_step
 from memrewrite.optimizing import run
 from memrewrite.records.errors import BudgetInfeasibleError
 from memrewrite.runtime.dropin import programs
 from memrewrite.runtime.promise import BeyondPlanWarning, FallbackWarning
 from tests.api.test_optimize import assert_untouched, state
 from tests.support.dropins import ConvNet, conv_net, image
+from tests.support.verification import steps_taken
 
 BITS, KNOWN = (
     "one step was verified again, bit for bit",
@@ -143,18 +141,7 @@ def test_a_second_start_takes_one_step_of_each_model_and_a_reference_only_where_
 ) -> None:
     x = torch.randn(64, 16)
     optimize(swishes(), x)
-    taken: list[str] = []
-
-    def step(module: nn.Module, *args: Any) -> Any:
-        taken.append("rewritten" if programs(module) else "original")
-        return take_step(module, *args)
-
-    def reference(*args: Any) -> Any:
-        taken.append("float64")
-        return double_step(*args)
-
-    monkeypatch.setattr(case, "take_step", step)
-    monkeypatch.setattr(judging, "double_step", reference)
+    taken = steps_taken(monkeypatch, lambda module: "rewritten" if programs(module) else "original", "float64")
     assert found(optimize(swishes(), x))
     assert taken == ["original", "rewritten"]
     taken.clear()

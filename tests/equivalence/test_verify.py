@@ -29,6 +29,7 @@ from memrewrite.measurement.snapshot import State
 from memrewrite.records.errors import MeasurementError, UsageError
 from memrewrite.runtime.promise import FallbackWarning
 from memrewrite.workload.step import Inputs, Step
+from tests.support.verification import steps_taken
 
 ADAM = Step(optimizer=lambda parameters: torch.optim.Adam(parameters, lr=1e-2))
 
@@ -497,19 +498,7 @@ def steady(model: Net) -> nn.Module:
 
 def counted(monkeypatch: pytest.MonkeyPatch, names: dict[int, str]) -> list[str]:
     """Which steps are taken from now on: one letter for each, by the identity of the model, D in float64."""
-    taken: list[str] = []
-
-    def step(module: nn.Module, *args: Any) -> Any:
-        taken.append(names[id(module)])
-        return take_step(module, *args)
-
-    def reference(*args: Any) -> Any:
-        taken.append("D")
-        return double_step(*args)
-
-    monkeypatch.setattr(cases, "take_step", step)
-    monkeypatch.setattr(judging, "double_step", reference)
-    return taken
+    return steps_taken(monkeypatch, lambda module: names[id(module)], "D")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,28 @@
+"""Which steps verification takes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch import nn
+
+from memrewrite.equivalence import case, judging
+from memrewrite.equivalence.reference import double_step
+from memrewrite.equivalence.trial import take_step
+
+
+def steps_taken(monkeypatch: pytest.MonkeyPatch, name: Callable[[nn.Module], str], reference: str) -> list[str]:
+    """The steps that are taken from now on, by the ``name`` of each one's model; ``reference`` is one in float64."""
+    taken: list[str] = []
+
+    def step(module: nn.Module, *args: Any) -> Any:
+        taken.append(name(module))
+        return take_step(module, *args)
+
+    def in_float64(*args: Any) -> Any:
+        taken.append(reference)
+        return double_step(*args)
+
+    monkeypatch.setattr(case, "take_step", step)
+    monkeypatch.setattr(judging, "double_step", in_float64)
+    return taken
