@@ -30,7 +30,8 @@ class InStep:
 class Options:
     """The plans that there are for a graph; ``usual`` is PyTorch's own, ``chosen`` the one that it was given.
 
-    ``by_share`` tells the peaks of plans where losses make so many times fewer rows at a time, fewer and fewer.
+    ``by_share`` tells their peaks where losses make more rows of logits at a time: how many times fewer than they were
+    told, the most rows first.
     """
 
     frontier: Frontier
@@ -42,13 +43,12 @@ class Options:
     def fewer(self) -> "Options | None":
         """The plans where losses make as few rows of logits at a time as they may; None where that changes nothing."""
         known = self.frontier.facts
-        facts = [(share, with_fewer_rows(known, share)) for share in shares(known.nodes)]
-        fewest = facts[-1][1]
+        *more, fewest = known, *(with_fewer_rows(known, share) for share in shares(known.nodes))
         if fewest.scratch == known.scratch:
             return None
         frontier = Frontier(fewest, self.frontier.later)
         usual = frontier.found(frontier.planner.given(self.usual.order.saved))
-        return Options(frontier, usual, by_share=tuple((share, Live(each)) for share, each in facts))
+        return Options(frontier, usual, by_share=tuple((each.share, Live(each)) for each in more))
 
     @property
     def fewest(self) -> "Options":

@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from memrewrite.backends.scratch import scratch
 from memrewrite.costs import ROOFLINES, Roofline
 from memrewrite.observe.flops import FLOPS
+from memrewrite.runtime.linear_cross_entropy import LOSS
 from memrewrite.runtime.tied_embedding import ADDED
 from memrewrite.targets.allocator import rounded
 from memrewrite.torch_internals.operators import OpOverload, written_arguments
@@ -91,7 +92,9 @@ def same(one: Facts, other: Facts) -> bool:
 
 def with_fewer_rows(known: Facts, share: int) -> Facts:
     """The facts where losses make so many times fewer rows of logits at once."""
-    return replace(known, scratch=scratch(known.nodes, share), share=share)
+    losses = [i for i, node in enumerate(known.nodes) if node.target is LOSS]
+    taken = dict(zip(losses, scratch(tuple(known.nodes[i] for i in losses), share), strict=True))
+    return replace(known, scratch=tuple(taken.get(i, size) for i, size in enumerate(known.scratch)), share=share)
 
 
 def facts(joint: fx.GraphModule, divided: Divided, fused: bool = True, held: bool = False) -> Facts:

@@ -45,9 +45,9 @@ def scratch(nodes: tuple[fx.Node, ...], share: int = 1) -> tuple[int, ...]:
 
 
 def shares(nodes: tuple[fx.Node, ...]) -> list[int]:
-    """How many times fewer rows losses may make at a time, once first of all."""
+    """How many times fewer rows losses may make at a time than they were told."""
     most = max((_rows(node) for node in nodes if node.target is LOSS), default=0)
-    return [1] + [2**i for i in range(1, 32) if most >= 2**i * _FEWEST]
+    return [2**i for i in range(1, 32) if most >= 2**i * _FEWEST]
 
 
 def make_fewer_rows(graph: fx.Graph, share: int) -> None:

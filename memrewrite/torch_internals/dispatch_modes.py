@@ -32,7 +32,8 @@ require(
 )
 
 _DEVICE = torch.ops.prim.device.default
-_PLAIN = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
+# Arguments that a call is known by as they are.
+PLAIN = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
 
 
 class Layer(TorchDispatchMode):
@@ -124,7 +125,7 @@ class Recall(Layer):
                     return False
                 place = value.storage_offset(), value.untyped_storage().nbytes(), value.fake_device
                 call += (dtype, value.shape, value.stride(), value.requires_grad, place)
-            elif kind in _PLAIN:
+            elif kind in PLAIN:
                 call += (kind, value)
             elif kind is list or kind is tuple or kind is torch.Size:
                 call += (kind, len(value))
@@ -166,14 +167,28 @@ class Recall(Layer):
             made = Tensor._make_subclass(
                 FakeTensor, whole, False, dispatch_device=True, device_for_backend_keys=result.device
             )
-        if self._mode._allow_unsafe_data_ptr_access:
-            torch._C._set_warn_deprecated_on_mutable_data_ptr(made)
-        else:
-            torch._C._set_throw_on_mutable_data_ptr(made)
-        if result.device not in self._attributes:  # the same for all fake tensors of a mode on a device
-            self._attributes[result.device] = dict(vars(FakeTensor(self._mode, whole, result.device)))
-        vars(made).update(self._attributes[result.device])
-        return made
+        return as_fake(made, whole, self._mode, result.device, self._attributes)
+
+
+def as_fake(
+    made: Any,
+    whole: Tensor,
+    mode: FakeTensorMode,
+    device: torch.device,
+    attributes: dict[torch.device, dict[str, Any]],
+) -> Any:
+    """What was ``made`` of ``whole`` with all that a fake tensor of a ``mode`` has on a device.
+
+    ``attributes`` are those of fake tensors of that mode by device: they are the same for all.
+    """
+    if mode._allow_unsafe_data_ptr_access:
+        torch._C._set_warn_deprecated_on_mutable_data_ptr(made)
+    else:
+        torch._C._set_throw_on_mutable_data_ptr(made)
+    if device not in attributes:
+        attributes[device] = dict(vars(FakeTensor(mode, whole, device)))
+    vars(made).update(attributes[device])
+    return made
 
 
 def _run_and_keep(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memrewrite.torch_internals.dispatch_modes import Layer
+from memrewrite.torch_internals.dispatch_modes import PLAIN, Layer, as_fake
 from memrewrite.torch_internals.size_arithmetic import another, replaced
 from memrewrite.torch_internals.versions import private_imports, require
 
@@ -24,12 +24,9 @@ with private_imports():
 require(
     "Tensor._make_subclass",
     "_C._DisableTorchDispatch",
-    "_C._set_throw_on_mutable_data_ptr",
-    "_C._set_warn_deprecated_on_mutable_data_ptr",
     "_subclasses.fake_tensor.FakeTensorMode._cache_key",
 )
 
-_PLAIN = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
 _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default  # which is a view, and nothing is kept of it
 
 
@@ -89,7 +86,7 @@ class SymbolicRecall(Layer):
                 self._sizes(value.shape, call, nodes)
                 self._sizes(value.stride(), call, nodes)
                 self._sizes(place, call, nodes)
-            elif kind in _PLAIN:
+            elif kind in PLAIN:
                 call += (kind, value)
             elif kind is torch.SymInt:
                 self._sizes((value,), call, nodes)
@@ -161,14 +158,7 @@ class SymbolicRecall(Layer):
             made = Tensor._make_subclass(
                 FakeTensor, whole, False, dispatch_device=True, device_for_backend_keys=result.device
             )
-        if self._mode._allow_unsafe_data_ptr_access:
-            torch._C._set_warn_deprecated_on_mutable_data_ptr(made)
-        else:
-            torch._C._set_throw_on_mutable_data_ptr(made)
-        if result.device not in self._attributes:  # the same for all fake tensors of a mode on a device
-            self._attributes[result.device] = dict(vars(FakeTensor(self._mode, whole, result.device)))
-        vars(made).update(self._attributes[result.device])
-        return made
+        return as_fake(made, whole, self._mode, result.device, self._attributes)
 
 
 class _Again:

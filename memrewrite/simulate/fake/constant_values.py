@@ -138,8 +138,7 @@ class KnownValues(Layer):
 
     def _write(self, func: OpOverload, args: Any, kwargs: Any, written: list[Tensor]) -> None:
         places = _places(written)
-        for tensor in [tensor for tensor, storage in self._drawn.items() if storage in places]:
-            del self._drawn[tensor]
+        self._forget_draws(places)
         there = {tensor: value for tensor, (value, storage) in self._values.items() if storage in places}
         if not there:
             return
@@ -156,8 +155,8 @@ class KnownValues(Layer):
     def _follow(self, func: OpOverload, args: Any, kwargs: Any, result: Any) -> None:
         """Keep the values of what a function gave, where they are known."""
         name = schema_name(func).removeprefix("aten::")
-        if name in _FILLS or self._is_decided(name, args):
-            number: Any = _FILLS[name] if name in _FILLS else (_AT_MOST_0 | _LESS_THAN_0)[name]
+        number: Any = _FILLS.get(name, self._compared(name, args))
+        if number is not None:
             number = named_arguments(func, args, kwargs)[number] if isinstance(number, str) else number
             if isinstance(number, int | float):
                 with in_place_of_modes():
@@ -181,14 +180,16 @@ class KnownValues(Layer):
             elif _is_small_fake(fake) and (varies or not all(map(self.knows, tensors))):
                 self._values[fake] = (None, _storage(fake))
 
-    def _is_decided(self, name: str, args: Any) -> bool:
-        """Whether this compares what was drawn with a number that none of it can be on both sides of."""
-        if name not in _AT_MOST_0 and name not in _LESS_THAN_0:
-            return False
+    def _compared(self, name: str, args: Any) -> bool | None:
+        """What comparing drawn numbers with another one gives; None where that depends on them, or is no such thing."""
+        answer = _AT_MOST_0.get(name, _LESS_THAN_0.get(name))
+        if answer is None:
+            return None
         drawn, number = args
         if not isinstance(number, int | float) or drawn not in self._drawn or self._drawn[drawn] != _storage(drawn):
-            return False
-        return number <= 0 if name in _AT_MOST_0 else number < 0
+            return None
+        sure = number <= 0 if name in _AT_MOST_0 else number < 0
+        return answer if sure else None
 
     def _by_rows(self, func: OpOverload, name: str, call: Any, result: Any) -> Any:
         if not all(map(self.knows, tensors_in(call))) or not isinstance(result, Tensor):
@@ -213,11 +214,17 @@ class KnownValues(Layer):
         If it is ``decided``, it would be known if no size varied.
         """
         places = _places(tensors)
+        self._forget_draws(places)
         for tensor, (_, storage) in list(self._values.items()):
             if storage in places:
                 del self._values[tensor]
                 if decided:
                     self._values[tensor] = (None, storage)
+
+    def _forget_draws(self, places: set[StorageWeakRef]) -> None:
+        """What was drawn there may have been written since."""
+        for tensor in [tensor for tensor, storage in self._drawn.items() if storage in places]:
+            del self._drawn[tensor]
 
 
 @functools.cache
