@@ -17,7 +17,8 @@ def sought_seldom() -> Iterator[None]:
     before = gc.get_threshold()
     _BEFORE.append(before)
     gc.set_threshold(*before[:2], max(before[2], _SELDOM))
-    aside = gc.get_freeze_count() == 0  # else somebody has put objects aside, who would get them back
+    known = bool(_ASIDE) and _ASIDE[-1] is not None  # counting them walks through all that are aside
+    aside = not known and gc.get_freeze_count() == 0  # else somebody has put objects aside, who would get them back
     if aside:
         gc.freeze()
     _ASIDE.append(aside)
@@ -36,6 +37,7 @@ def sought_as_before() -> Iterator[None]:
     within = gc.get_threshold()
     if any(_ASIDE):
         gc.unfreeze()
+        _ASIDE[:] = [None] * len(_ASIDE)
     gc.set_threshold(*(_BEFORE[0] if _BEFORE else within))
     try:
         yield
@@ -44,4 +46,4 @@ def sought_as_before() -> Iterator[None]:
 
 
 _BEFORE: list[tuple[int, int, int]] = []  # how often it did so outside of each scope
-_ASIDE: list[bool] = []  # whether each of these scopes put aside what was there
+_ASIDE: list[bool | None] = []  # whether each of these scopes put aside what was there; None: it was given back since
