@@ -46,7 +46,7 @@ class Net(nn.Module):
 
     def __init__(self, odd: nn.Module) -> None:
         super().__init__()
-        self.before, self.after = (nn.ModuleList([self.layer() for _ in range(4)]) for _ in range(2))
+        self.before, self.after = (nn.ModuleList([self.layer() for _ in range(2)]) for _ in range(2))
         self.odd, self.head = odd, nn.Linear(WIDTH, 4)
 
     @staticmethod

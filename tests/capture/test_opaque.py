@@ -23,7 +23,7 @@ from memrewrite.runtime.dropin import programs
 from memrewrite.simulate import run_tracked, simulate
 from memrewrite.workload.step import Inputs, Step
 
-WIDTH, LAYERS = 32, 6
+WIDTH, LAYERS = 32, 3
 
 
 class Sign(torch.autograd.Function):
