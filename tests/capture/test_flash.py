@@ -88,7 +88,7 @@ class Packed(nn.Module):
             nn.Embedding(64, WIDTH),
             nn.Linear(WIDTH, WORDS),
         )
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
 
     def forward(self, ids: Tensor, position_ids: Tensor, bounds: Tensor) -> Tensor:
         x = self.words(ids) + self.places(position_ids)

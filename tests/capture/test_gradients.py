@@ -21,7 +21,7 @@ class Net(nn.Module):
         super().__init__()
         self.first = first
         self.layers = nn.Sequential(
-            *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sigmoid(), nn.SiLU()) for _ in range(4))
+            *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sigmoid(), nn.SiLU()) for _ in range(2))
         )
         self.head = nn.Linear(WIDTH, WIDTH)
 

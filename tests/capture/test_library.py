@@ -85,7 +85,7 @@ class Calls(nn.Module):
     def __init__(self, name: str) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers, self.name = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(5)), name
+        self.layers, self.name = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3)), name
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:

@@ -100,7 +100,7 @@ class Net(nn.Module):
     def __init__(self, name: str) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
         self.parts = nn.ModuleList(Part() for _ in range(6 if name == "a part" else 0))
         self.name = name
 

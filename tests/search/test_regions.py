@@ -34,10 +34,10 @@ class Quantize(nn.Module):
 
 
 class Stage(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, depth: int = 2) -> None:
         super().__init__()
-        self.conv = nn.ModuleList([nn.Conv2d(8, 8, 3, padding=1) for _ in range(3)])
-        self.bn = nn.ModuleList([nn.BatchNorm2d(8) for _ in range(3)])
+        self.conv = nn.ModuleList([nn.Conv2d(8, 8, 3, padding=1) for _ in range(depth)])
+        self.bn = nn.ModuleList([nn.BatchNorm2d(8) for _ in range(depth)])
         self.drop = nn.Dropout(0.1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -122,8 +122,8 @@ class Loop(nn.Module):
 
     def __init__(self, checkpointed: bool = False) -> None:
         super().__init__()
-        self.before, self.shared, self.after = Stage(), Stage(), Stage()
-        self.wrapper = nn.ModuleDict({"inner": Stage()})
+        self.before, self.shared, self.after = Stage(3), Stage(3), Stage(3)
+        self.wrapper = nn.ModuleDict({"inner": Stage(3)})
         self.quantize, self.checkpointed = Quantize(), checkpointed
 
     def forward(self, x: Tensor) -> Tensor:
