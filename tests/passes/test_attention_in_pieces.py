@@ -195,7 +195,7 @@ class Texts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
         self.register_buffer("mask", torch.zeros(64, 64))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ class Case:
 NESTED, KEPT = "segments in segments", "nodes kept"
 CASES = {
     NESTED: Case(lambda: ResidualNet(4, 8), torch.randn(8, 3, 16, 16), "min"),
-    KEPT: Case(lambda: nn.Sequential(*(Block(16, 0.0) for _ in range(4))), torch.randn(2, 128, 16), "65%"),
+    KEPT: Case(lambda: nn.Sequential(*(Block(16, 0.0) for _ in range(3))), torch.randn(2, 128, 16), "65%"),
 }
 PRODUCTS = ("aten.addmm.default", "aten.mm.default", "aten.convolution.default", "aten.bmm.default")
 
@@ -171,7 +171,7 @@ def test_a_budget_that_only_segments_in_segments_reach() -> None:
 class Wide(nn.Module):
     """Residual branches whose products are dear and narrow, or wide."""
 
-    def __init__(self, width: int = 32, depth: int = 6) -> None:
+    def __init__(self, width: int = 32, depth: int = 4) -> None:
         super().__init__()
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(depth))
         self.ups = nn.ModuleList(nn.Linear(width, 4 * width) for _ in range(depth))
@@ -229,7 +229,7 @@ def test_compiled_the_lowest_plan_is_through_with_a_value_before_its_gradient_is
 class Dropped(nn.Module):
     """Branches that are dropped for whole samples, as timm does it."""
 
-    def __init__(self, width: int = 64, depth: int = 6) -> None:
+    def __init__(self, width: int = 64, depth: int = 4) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
 
