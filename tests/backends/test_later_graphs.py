@@ -35,7 +35,7 @@ class Three(nn.Module):
 class Stack(nn.Module):
     """Blocks that are compiled one by one, as one code, and a head that takes more than any of them."""
 
-    def __init__(self, depth: int = 4) -> None:
+    def __init__(self, depth: int = 3) -> None:
         super().__init__()
         self.blocks, self.head = nn.ModuleList(Block(32) for _ in range(depth)), nn.Linear(32, 512)
 

@@ -68,7 +68,7 @@ def conv() -> Loss:
 
 MODELS: dict[str, Any] = {
     "mlp": (mlp, (256, 32)),
-    "transformer": (lambda: Loss(*(Block(32) for _ in range(3))), (4, 32, 32)),
+    "transformer": (lambda: Loss(*(Block(32) for _ in range(2))), (4, 32, 32)),
     "dropout": (lambda: Loss(*(Block(32, 0.3) for _ in range(2))), (4, 32, 32)),
     "batch norm": (conv, (4, 3, 12, 12)),
     "checkpoint": (lambda: Loss(Checkpointed(32), Block(32)), (4, 32, 32)),

@@ -175,7 +175,7 @@ class Gated(nn.Module):
 class Language(nn.Module):
     """Gated MLPs and a head, of which code takes up to an eighth less than foreseen, and a twentieth more."""
 
-    def __init__(self, width: int = 64, layers: int = 4) -> None:
+    def __init__(self, width: int = 64, layers: int = 2) -> None:
         super().__init__()
         self.blocks = nn.Sequential(*(Gated(width) for _ in range(layers)))
         self.norm, self.head = Norm(width), nn.Linear(width, 512, bias=False)

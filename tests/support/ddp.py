@@ -55,7 +55,7 @@ class Net(nn.Module):
     def __init__(self, unused: bool) -> None:
         super().__init__()
         torch.manual_seed(0)
-        sizes = [3, 16, 16, 16, 16]
+        sizes = [3, 16, 16, 16]
         pairs = itertools.pairwise(sizes)
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.Conv2d(i, o, 3, padding=1), nn.BatchNorm2d(o), nn.SiLU()) for i, o in pairs

@@ -28,7 +28,7 @@ Loop = Callable[[nn.Module, torch.optim.Optimizer, Criterion, Batches], None]
 class LanguageModel(nn.Module):
     """Token embedding, residual layers that are no wider inside, a head whose logits are the largest tensor of all."""
 
-    def __init__(self, words: int = 160, width: int = 32, depth: int = 5) -> None:
+    def __init__(self, words: int = 160, width: int = 32, depth: int = 3) -> None:
         super().__init__()
         self.embed = nn.Embedding(words, width)
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(depth))
