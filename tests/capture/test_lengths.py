@@ -41,7 +41,7 @@ class Text(nn.Module):
         torch.manual_seed(0)
         self.multiple = multiple
         self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(LONGEST, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(Block() for _ in range(1))
         self.head = nn.Linear(WIDTH, WORDS)
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:

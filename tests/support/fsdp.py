@@ -1,7 +1,7 @@
 """What two processes take under FSDP2 in ``tests/torch_internals/test_fsdp.py``, the storages of each counted."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,10 +75,10 @@ CAST = "fsdp=2,param-dtype=bf16,reduce-dtype=fp32,output-dtype=bf16"
 AFTER = [CAST + PREFETCH, "fsdp=2" + GROUPED, CAST + GROUPED]  # optimized when sharded
 
 
-def trainings(models: dict[str, nn.Module]) -> dict[str, tuple[Trained, Trained]]:
-    """The model as it is, and what was made of it, by mesh."""
+def trainings(models: dict[str, nn.Module], later: Sequence[str]) -> dict[str, tuple[Trained, Trained]]:
+    """The model as it is, and what was made of it before it was sharded, or later, by mesh."""
     found = {name: (train(Net(), name), train(model, name)) for name, model in models.items()}
-    after = {f"after {name}": (train(Net(), name), train(Net(), name, optimized)) for name in AFTER}
+    after = {f"after {name}": (train(Net(), name), train(Net(), name, optimized)) for name in later}
     return found | after
 
 

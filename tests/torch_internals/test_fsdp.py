@@ -26,11 +26,25 @@ Found = tuple[dict[str, Any], list[dict[str, tuple[Trained, Trained]]]]
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """What was made of the model, by mesh, and the trainings in each of two processes."""
+def first(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """What was made of the model, by mesh, and some trainings in each of two processes."""
     optimized = {name: memrewrite.optimize(fsdp.Net(), fsdp.X, mesh=name, **fsdp.ASKED) for name in WHOLE}
-    models = {name: optimized.get(name, fsdp.Net()) for name in fsdp.MESHES}
-    return optimized, together(fsdp.trainings, tmp_path_factory.mktemp("fsdp"), models)
+    return optimized, together(fsdp.trainings, tmp_path_factory.mktemp("fsdp"), optimized, fsdp.AFTER[:1])
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """The other trainings."""
+    models = {name: fsdp.Net() for name in fsdp.MESHES if name not in WHOLE}
+    return {}, together(fsdp.trainings, tmp_path_factory.mktemp("fsdp"), models, fsdp.AFTER[1:])
+
+
+@pytest.fixture
+def found(name: str, request: pytest.FixtureRequest) -> Found:
+    """Where the trainings in a mesh are."""
+    known = (*WHOLE, *fsdp.AFTER[:1])
+    result: Found = request.getfixturevalue("first" if name.removeprefix("after ") in known else "others")
+    return result
 
 
 @pytest.mark.parametrize("name", fsdp.MESHES)
