@@ -524,7 +524,14 @@ def _run(folder: Path, *arguments: str) -> tuple[dict[str, Any], str]:
     return json.loads(done.stdout), done.stderr
 
 
-def test_the_command_line_finds_what_another_process_planned(tmp_path: Path) -> None:
+def test_the_command_line_finds_what_another_process_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def kept(*options: str) -> Any:
+        assert cli.run(["cache", *options, "--cache", "plans", "--json", "-"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    monkeypatch.chdir(tmp_path)
     optimize = ("optimize", "net.py", "--device", "cpu", "--no-measure", "-v", "--passes", "swish")
     (tmp_path / "net.py").write_text(TARGET.format(more=""))
     first, stages = _run(tmp_path, *optimize)
@@ -537,16 +544,16 @@ def test_the_command_line_finds_what_another_process_planned(tmp_path: Path) -> 
     assert any("comes from the cache" in note for note in second["notes"])
     assert second["diff"]
     assert (tmp_path / "out" / "report.json").exists()
-    listed, _ = _run(tmp_path, "cache")
+    listed = kept()
     assert [each["model"] for each in listed["plans"]] == ["Net"]
     assert listed["bytes"] == listed["plans"][0]["bytes"] > 0
     (tmp_path / "net.py").write_text(TARGET.format(more=" + y"))
     changed, stages = _run(tmp_path, *optimize)
     assert "capture:" in stages
     assert not any("cache" in note for note in changed["notes"])
-    assert len(_run(tmp_path, "cache")[0]["plans"]) == 2
-    assert _run(tmp_path, "cache", "--clear")[0]["removed"] == 2
-    assert _run(tmp_path, "cache")[0]["plans"] == []
+    assert len(kept()["plans"]) == 2
+    assert kept("--clear")["removed"] == 2
+    assert kept()["plans"] == []
 
 
 def test_the_list_of_plans_on_the_terminal(

@@ -304,7 +304,7 @@ class Speaker(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(400, 16), nn.Linear(16, 400, bias=False)
-        self.body = nn.Sequential(*(nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)) for _ in range(2)))
+        self.body = nn.Sequential(*(nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)) for _ in range(1)))
         self.head.weight = self.embed.weight
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:

@@ -391,6 +391,11 @@ SLOW: dict[str, tuple[str, ...]] = {
     "torch_internals/test_tensor_parallel.py::test_what_a_plan_divides_takes_what_is_estimated": ("*",),
     "torch_internals/test_tensor_parallel.py::test_a_model_that_is_parallelized_says_its_mesh": ("*",),
     "benchmarks/test_benchmarks.py::test_seconds_are_told_by_stage": ("*",),
+    # Fewer splits, types and front ends of what is observed.
+    "observe/test_kept.py::test_every_number_is_the_same": ("*-9", "*-(100, 12)"),
+    "observe/test_kept.py::test_autocast": ("9-*", "(100, 12)-*"),
+    "observe/test_effects.py::test_both_front_ends_see_the_same_storages_saved": ("*-bf16",),
+    "artifact/test_artifact.py::test_verified_in_a_fresh_process": ("*",),
 }
 
 
