@@ -29,7 +29,7 @@ CORE = (
     "runtime/test_segments.py",
     "simulate/test_simulate.py",
 )
-"""Where a new PyTorch shows: what has to pass on every supported one, ``pytest -m core``."""
+"""Where a new PyTorch shows: what has to pass on every supported one, ``pytest -m core``, without what is slow."""
 GOLDEN = Path(__file__).with_name("golden")
 os.environ["MEMREWRITE_CACHE"] = "off"  # for every test and its children: plans are to be made, not found
 

@@ -22,6 +22,10 @@ def test_only_cases_that_are_named_are_slow() -> None:
     name = "plan/test_plan.py::test_fit_tells_the_truth_and_finds_what_it_saw"
     assert is_slow(f"{name}[waves-0.5]")
     assert not is_slow(f"{name}[waves-0.35]")
+    name = "passes/test_composites.py::test_near_misses_are_left_alone"
+    assert is_slow(f"{name}[minus-dynamo]")
+    assert not is_slow(f"{name}[minus-export]")
+    assert not is_slow(f"{name}[other slope-dynamo]")
     assert is_slow("benchmarks/test_pareto.py::test_rows_of_a_workload")
     assert not is_slow("benchmarks/test_pareto.py::test_bounds[ours min-None]")
 
