@@ -28,7 +28,7 @@ class Speaker(nn.Module):
         super().__init__()
         self.output = output
         self.embed, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
-        self.body = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2)))
+        self.body = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(1)))
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Any:
         logits = self.head(self.body(self.embed(tokens)))
