@@ -115,6 +115,10 @@ class Frontier:
         """The peak in bytes of a plan, with what later graphs keep."""
         return found.peaks.peak + int(self.later * found.peaks.saved)
 
+    def left(self, found: Found, room: int) -> tuple[int, int]:
+        """Of so many bytes those for what forward makes, and for what backward makes or is handed."""
+        return self._live.left(found.order, room)
+
     def fits(self, found: Found, room: int, own: int = sys.maxsize) -> bool:
         """Whether a plan takes at most ``room`` bytes, and at most ``own`` without what later graphs keep."""
         return self.takes(found) <= room and found.peaks.peak <= own

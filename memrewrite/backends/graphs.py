@@ -6,10 +6,11 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from memrewrite.backends.divisions import divisions
-from memrewrite.backends.facts import Facts
+from memrewrite.backends.facts import Facts, with_fewer_rows
 from memrewrite.backends.plan import Order, Planner
 from memrewrite.backends.scratch import make_fewer_rows
 from memrewrite.runtime.compiled import SETTLE
+from memrewrite.torch_internals.fusions import SCRATCH
 from memrewrite.torch_internals.partitioning import Divided, modules
 
 _PARTS = 32  # of backward that settle, at most
@@ -30,6 +31,9 @@ def graphs(
     backward settles what it has made in many places, and losses, which make so many times fewer rows at once as
     ``share`` says.
     """
+    for node, taken in zip(facts.nodes, with_fewer_rows(facts, share).scratch, strict=True):
+        if taken:
+            node.meta[SCRATCH] = taken
     settled = settles(facts, order) if apart else {}
     following = _following(joint, facts, order)
     stand: list[fx.Node] = []  # what stands at each place of the order

@@ -58,6 +58,11 @@ class Live:
         backward = self._watermark(*self._backward(order, saved))
         return Peaks(forward, backward, sum(facts.bytes[s] for s in saved))
 
+    def left(self, order: Order, room: int) -> tuple[int, int]:
+        """Of so many bytes those that what lives all through forward, and all through backward, leaves."""
+        through = (self._runs.outputs | self._tangents) - self._saved(order)
+        return room - self.facts.held, room - sum(map(self._runs.size, through))
+
     def crests(self, order: Order) -> list[int]:
         """Where the most bytes live in each part of backward, as a place in its order."""
         course = Course(*self._backward(order, self._saved(order)), self._runs.size)

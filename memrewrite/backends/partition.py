@@ -83,6 +83,7 @@ class Partition:
         self.observed: int | None = None
         self.unseen = ""
         self._tries: Tries | None = None
+        self._left: tuple[int, int] | None = None
 
     @property
     def tells_options(self) -> bool:
@@ -100,6 +101,7 @@ class Partition:
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """The forward and the backward graph; raises ``BudgetInfeasibleError``, as Dynamo lets it through."""
         self.divisions += 1
+        self._left = None
         static = static_lifetime_input_indices or []
         if self.asked.budget is not None:
             sum_in_place(joint)
@@ -153,6 +155,7 @@ class Partition:
         """What is compiled is this one."""
         found, known = now.found, options.frontier.facts
         self.choice, self.apart, self.share, options.chosen = now.choice, now.apart, now.share, found
+        self._left = options.frontier.left(found, self._room(options, now))
         self.foreseen = Foreseen(
             before=self._of_step(options.usual),
             after=self._of_step(found),
@@ -163,6 +166,21 @@ class Partition:
             kept_by=kept_by(known, found.order),
             reruns=reruns(known, found.order),
         )
+
+    def room(self, backward: bool) -> int | None:
+        """The bytes that the forward or the backward graph that it has just made may make and let go of."""
+        return None if self._left is None else self._left[backward]
+
+    def _room(self, options: Options, now: Try) -> int:
+        """The bytes that kernels are fused within: those that are foreseen, or that do not count.
+
+        The first code of a plan for a budget may take all of that.
+        """
+        least = max(now.found.peaks.peak, self.lives.of_optimizer + self.asked.reserve - self.base)
+        limit = self._limit(self._of_step(options.usual))
+        if limit is None or now.apart or self.in_step is not None:
+            return least
+        return max(least, limit - self.base)
 
     def _limit(self, original: int) -> int | None:
         """The bytes of the budget; None for the lowest peak, and for a share of a step of which too little is known."""

@@ -98,6 +98,11 @@ def beside() -> Iterator[None]:
         _BESIDE.reset(token)
 
 
+def is_beside() -> bool:
+    """Whether what is compiled now is run while a graph is compiled, and is no part of it."""
+    return _BESIDE.get()
+
+
 def _with_globals(function: Callable[..., Any], names: dict[str, Any]) -> Callable[..., Any]:
     made = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
     made.__kwdefaults__ = function.__kwdefaults__

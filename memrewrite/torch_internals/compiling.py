@@ -21,6 +21,7 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_arg
 
 from memrewrite.runtime.tied_embedding import embedding_gradient
+from memrewrite.torch_internals.fusions import Room, fused_within
 from memrewrite.torch_internals.versions import private_imports, require
 from memrewrite.torch_internals.written_over import written_over
 
@@ -44,11 +45,13 @@ def inductor(
     options: dict[str, Any],
     partitioner: "Partitioner | None" = None,
     cached: bool = True,
+    room: Room | None = None,
 ) -> Callable[..., Any]:
     """What Inductor makes of a graph with a mode and options of its own, and with a partitioner, else the stock one.
 
     Where it must not be ``cached`` the partitioner is asked even for a graph that was compiled before. With one the
     gradients of embeddings are left to ATen: Inductor's own are made in float32, of the size of the whole weight.
+    Kernels are fused as long as there is ``room``, where any is told.
 
     Raises ``ValueError`` with Inductor's words for a mode or an option that it does not know.
     """
@@ -60,7 +63,8 @@ def inductor(
         return cast(Callable[..., Any], compiler(graph, inputs))
     compiler.config["custom_partitioner_fn"] = partitioner
     of_cache = contextlib.nullcontext() if cached else torch._functorch.config.patch(enable_autograd_cache=False)
-    with of_cache, _embeddings_of_aten(compiler.config), written_over():
+    fused = contextlib.nullcontext() if room is None else fused_within(room)
+    with of_cache, _embeddings_of_aten(compiler.config), written_over(), fused:
         return cast(Callable[..., Any], compiler(graph, inputs))
 
 
