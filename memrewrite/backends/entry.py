@@ -2,7 +2,8 @@
 
 Found by its entry point, without an import. Dynamo gives the graphs and Inductor makes the kernels, as ever; what is
 kept for backward and what runs again is chosen here, so that the training step stays within ``budget``.
-Bytes are foreseen by what Inductor is expected to fuse. What its code really takes is read off that, before it runs
+Bytes are foreseen by what Inductor is expected to fuse, and it is let fuse what stays within these, or for a budget in
+that (``memrewrite.torch_internals.fusions``). What its code really takes is read off that, before it runs
 (``memrewrite.backends.observed``): where it is more than a budget in bytes, or much more than was foreseen of the
 lowest peak, the graph is compiled again by other plans (``memrewrite.backends.tries``).
 

@@ -2,8 +2,8 @@
 
 Inductor's code takes more than was foreseen of a plan, or less, and by another amount for each division of forward,
 with gradients made apart or not: 4 layers of Qwen3 0.6B, of which 2.211 GB were foreseen, took 2.558 GB, and 2.262 GB
-apart; another division, of which 2.213 GB were foreseen, took 2.274 GB and 2.237 GB. What code took too much is
-remembered for its division alone.
+apart, as long as Inductor fused what it would; another division, of which 2.213 GB were foreseen, took 2.274 GB and
+2.237 GB. What code took too much is remembered for its division alone.
 
 A search gives what to compile next, and is sent the bytes that its code makes. The one for a budget ends on the very
 path of the one for the lowest peak, so that no budget is refused that is above what that one ends with.

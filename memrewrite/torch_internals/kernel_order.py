@@ -174,7 +174,7 @@ class KernelOrder:
         readers = self._readers.get(value, ())
         return self._values[value].stays or not readers or any(i not in kernel.operations for i in readers)
 
-    def _written_over(self, kernel: Kernel, made: Set[str], gone: Set[str]) -> int:
+    def _written_over(self, kernel: Kernel, made: set[str], gone: set[str]) -> int:
         """The bytes of what an operation of an elementwise kernel makes in the place of what it reads itself, and
         nothing does later."""
         left, found = {*gone}, 0

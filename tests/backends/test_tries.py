@@ -53,6 +53,34 @@ def compiled(known: Options, budget: str | int, beyond: Beyond) -> tuple[Partiti
             return partition, count
 
 
+def room(known: Options, budget: str | int, made: int) -> list[tuple[int, int]]:
+    """The bytes foreseen of the first two plans, and the room of their kernels, where code takes ``made`` bytes."""
+    partition, found = Partition(Asked(Budget.parse(budget)), NOTHING), list[tuple[int, int]]()
+    partition.options = known
+    assert partition.room(True) is None  # of which it made no graph yet
+    for _ in range(2):
+        plan = partition.chosen(known.frontier.facts, known.usual.order.saved)
+        held = known.frontier.facts.held
+        forward, backward = partition.room(False), partition.room(True)
+        assert forward is not None
+        assert backward is not None
+        found.append((plan.peaks.peak, forward + held))
+        assert forward - backward == sum(known.frontier.facts.size(i) for i in known.frontier.facts.tangents)
+        partition.observe(Seen(made, 0))
+    return found
+
+
+def test_kernels_are_fused_within_what_is_foreseen_of_the_lowest(known: Options) -> None:
+    assert all(foreseen == within for foreseen, within in room(known, "min", 10 * known.usual.peaks.peak))
+
+
+def test_the_first_kernels_for_a_budget_may_take_all_of_it(known: Options) -> None:
+    budget = int(1.1 * known.usual.peaks.peak)
+    (_, first), (foreseen, second) = room(known, budget, budget + 1)
+    assert first == budget
+    assert second == foreseen < budget
+
+
 def drawn(seed: int, low: float, high: float, peak: int) -> Beyond:
     """Amounts between two shares of a peak, drawn for each division."""
     found: dict[tuple[Division | None, bool], int] = {}
