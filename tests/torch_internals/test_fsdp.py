@@ -1,5 +1,7 @@
 """FSDP2 on fake tensors takes what it takes in two processes over gloo, and rewritten units train as they did."""
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,25 +27,31 @@ WHOLE = [*fsdp.MESHES][:3:2]  # every layer is a unit
 Found = tuple[dict[str, Any], list[dict[str, tuple[Trained, Trained]]]]
 
 
+def trained(folder: Path, meshes: Sequence[str], later: Sequence[str]) -> Found:
+    """What was made of the model, by mesh, and the trainings in each of two processes."""
+    whole = [name for name in meshes if name in WHOLE]
+    optimized = {name: memrewrite.optimize(fsdp.Net(), fsdp.X, mesh=name, **fsdp.ASKED) for name in whole}
+    models = {name: optimized.get(name, fsdp.Net()) for name in meshes}
+    return optimized, together(fsdp.trainings, folder, models, later)
+
+
 @pytest.fixture(scope="module")
 def first(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """What was made of the model, by mesh, and some trainings in each of two processes."""
-    optimized = {name: memrewrite.optimize(fsdp.Net(), fsdp.X, mesh=name, **fsdp.ASKED) for name in WHOLE}
-    return optimized, together(fsdp.trainings, tmp_path_factory.mktemp("fsdp"), optimized, fsdp.AFTER[:1])
+    """The trainings in one mesh."""
+    return trained(tmp_path_factory.mktemp("fsdp"), WHOLE[:1], fsdp.AFTER[:1])
 
 
 @pytest.fixture(scope="module")
 def others(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """The other trainings."""
-    models = {name: fsdp.Net() for name in fsdp.MESHES if name not in WHOLE}
-    return {}, together(fsdp.trainings, tmp_path_factory.mktemp("fsdp"), models, fsdp.AFTER[1:])
+    """Those in the others."""
+    return trained(tmp_path_factory.mktemp("fsdp"), [*fsdp.MESHES][1:], fsdp.AFTER[1:])
 
 
 @pytest.fixture
 def found(name: str, request: pytest.FixtureRequest) -> Found:
     """Where the trainings in a mesh are."""
-    known = (*WHOLE, *fsdp.AFTER[:1])
-    result: Found = request.getfixturevalue("first" if name.removeprefix("after ") in known else "others")
+    known = (WHOLE[0], f"after {fsdp.AFTER[0]}", fsdp.AFTER[0])
+    result: Found = request.getfixturevalue("first" if name in known else "others")
     return result
 
 

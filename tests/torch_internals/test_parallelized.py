@@ -35,8 +35,14 @@ from tests.support.processes import together
 from tests.support.tensor_parallel import TOKENS, Mixture
 
 Found = list[dict[str, tuple[Trained, Trained]]]
-FIRST = ["mlp", parallelized.BEFORE]
-OTHERS = ["prepared", "llama", "sequence", *(["transformers"] if find_spec("transformers") else [])]
+FIRST = ["mlp"]
+OTHERS = [
+    "prepared",
+    parallelized.BEFORE,
+    "llama",
+    "sequence",
+    *(["transformers"] if find_spec("transformers") else []),
+]
 BOTH = pytest.mark.parametrize("rank", [0, 1])
 EACH = pytest.mark.parametrize("name", FIRST + OTHERS)
 
