@@ -78,9 +78,8 @@ def _repeating(own: Callable[..., Any], trackers: Sequence[Tracker]) -> Callable
 
     @functools.wraps(own)
     def run(*args: Any) -> Any:
-        words, tensors = [own, first.device_type, first.edition, *_state()], list[Tensor]()
-        # Autocast may keep casts for later, or have kept them before.
-        apart = first.log is not None or first.on_host or torch.is_autocast_enabled(first.device_type)
+        words, tensors = [own, first.device_type, first.edition, *_state(first.device_type)], list[Tensor]()
+        apart = first.log is not None or first.on_host or _casts_are_kept(first.device_type)
         if apart or not _say(args, words, tensors):
             return own(*args)
         asked = tuple(words)
@@ -92,11 +91,17 @@ def _repeating(own: Callable[..., Any], trackers: Sequence[Tracker]) -> Callable
     return run
 
 
-def _state() -> tuple[Any, ...]:
+def _casts_are_kept(device_type: str) -> bool:
+    """Whether autocast may keep casts for later, or have kept them before; it does not in segments and pieces."""
+    return torch.is_autocast_enabled(device_type) and torch.is_autocast_cache_enabled()
+
+
+def _state(device_type: str) -> tuple[Any, ...]:
     """What operators depend on besides their arguments."""
     kernels = torch.backends.cuda
     attending = kernels.flash_sdp_enabled(), kernels.mem_efficient_sdp_enabled(), kernels.math_sdp_enabled()
-    return torch.is_grad_enabled(), torch.get_default_dtype(), *attending
+    casting = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+    return torch.is_grad_enabled(), torch.get_default_dtype(), casting, *attending
 
 
 def _say(value: Any, words: list[Any], tensors: list[Tensor]) -> bool:
