@@ -83,7 +83,7 @@ def check(node: fx.Node, effects: Effects, keeping: Set[fx.Node], marks: Marks =
         return "Its result has another dtype or shape than its input."
     (key,) = effects.of[source].outputs
     return (
-        _unsupported(node, value)
+        unsupported(node)
         or _foreign(source, value, key, effects)
         or _read_later(node, source, key, effects)
         or _kept(node, source, key, effects, keeping)
@@ -109,11 +109,12 @@ def _overwritten(node: fx.Node, spelling: Spelling | None, effects: Effects) -> 
     return next((f"In place, its result would be kept, which {writer.name} writes later." for writer in writers), None)
 
 
-def _unsupported(node: fx.Node, value: Tensor) -> str | None:
-    kind = operation(node)
+def unsupported(node: fx.Node) -> str | None:
+    """Why an activation may not be in place whatever is kept; None where that decides."""
+    kind, value = operation(node), tensor(operand(node))
     if kind == "elu":
         return "In-place ELU computes its gradient from its result, which rounds differently."
-    if kind == "dropout" and value.device.type != "cpu":
+    if kind == "dropout" and value is not None and value.device.type != "cpu":
         return "In-place dropout draws its mask by another kernel and keeps it in full size."
     if kind == "leaky_relu" and any(not isinstance(option, int | float) or option < 0 for option in options(node)):
         return "In-place leaky ReLU has no gradient for a negative slope."

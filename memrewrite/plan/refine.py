@@ -1,8 +1,10 @@
 """From a budget to a plan whose simulated peak fits it: plan on estimates, simulate exactly, correct, repeat."""
 
+import bisect
+import contextlib
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -11,16 +13,24 @@ from memrewrite.plan.coarse import Coarse, coarsen, cuts
 from memrewrite.plan.dp import flat, lowest_bound, plan, possible, with_nested
 from memrewrite.plan.segments import Chain, Plan
 from memrewrite.plan.tables import Space
+from memrewrite.process.beside import Beside
 
 Simulate = Callable[[Plan], int]
+LowestPlans = tuple[int, dict[int, Plan | None]]
 _ROUNDS = 9
 _CUTS = 24  # between which segments may hold segments
 _LEVELS = 12  # bounds they are planned for
 # Segments in segments do not pay where there is this much more room than the lowest plan without them needs: the plans
 # of eight models, from ResNet-50 to GPT-2, cost the same to the last digit.
 _ROOMY = 1.25
-_ALIKE = 0.005  # the share by which the lowest peaks may differ: GPT-2's last 0.2 % cost half the recomputation again
+ALIKE = 0.005  # the share by which the lowest peaks may differ: GPT-2's last 0.2 % cost half the recomputation again
 _RISEN = 0.01  # a peak so much above the lowest one seen is beyond the minimum, in the plans of ten models
+# A peak so many times the lowest one known is far from it: other ways to count, and looser bounds than the lowest, led
+# to peaks up to 5 % lower than the first, in the plans of ten models.
+FAR = 1.06
+_FLAT = 1.4  # the same of an estimate without segments in segments, which with them was 0.77 of that or more
+_AROUND = (1.0, 1.03, 1.07, 1.12, 1.2, 1.35)  # the lowest bound, by which it may be missed
+_LONG = 200  # chains of so many nodes take a second to tabulate, others less than to start a process
 _HOPES = (0.9, 0.8)  # ViT-B's lowest peak falls by 3 % so, EfficientNet-B4's by 2 %, Swin-T's and ConvNeXt-T's by 1 %
 _SLACK = 0.01  # a plan that leaves less than this share of the bytes it may move unused is good enough,
 _MORE = 2  # and one that leaves less than this share of the whole budget so, if this many more looks find no better one
@@ -46,6 +56,7 @@ class Search:
         self.chain, self.kept, self.fixed, self.simulate, self.least = chain, kept, fixed, simulate, least
         self.peaks: dict[Plan, int] = {}
         self._plans: dict[int, Plan | None] = {}
+        self._beside: Beside[LowestPlans] | None = None
 
     def fit(self, budget: int, hopeless: float = math.inf) -> Fitted:
         """The cheapest plan found whose simulated peak is at most ``budget`` bytes; else that of the lowest, to 0.5 %.
@@ -56,23 +67,50 @@ class Search:
         """
         if budget < self.kept and min(self.kept, self.fixed + self.of_one_node) > hopeless:
             return Fitted(Plan(), self.kept, False)
-        found = self._fit(budget)
-        if not found.fits and found.peak > hopeless:
-            return found
+        sure = budget < self.least and hopeless == math.inf  # that the other ways are asked where they may help
+        with self._others_beside() if sure else contextlib.nullcontext():
+            found = self._fit(budget)
+            return found if not found.fits and found.peak > hopeless else self._or_by_others(found, budget)
+
+    def _or_by_others(self, found: Fitted, budget: int) -> Fitted:
+        """What was ``found``, or what other ways to count lead to, where that is better."""
         for other in self.others:
-            if self._may_fall(found) or other._promises(budget, found.plan.ms):
-                found = min(found, other._fit(budget), key=_rank)
-        for other in self.hopeful if self._may_fall(found) else ():
-            hoped = other._fit(budget)
-            helped = hoped.peak <= found.peak
-            found = min(found, hoped, key=_rank)
+            hoped = self._may_fall(found, budget) and not other._is_far(found.peak)
+            if hoped or other._promises(budget, found.plan.ms):
+                found = min(found, other._fit(budget, found.peak), key=_rank)
+        for other in self.hopeful if self._may_fall(found, budget) else ():
+            hoping = other._fit(budget, found.peak)
+            helped = hoping.peak <= found.peak
+            found = min(found, hoping, key=_rank)
             if not helped:
                 break
         return found
 
-    def _may_fall(self, found: Fitted) -> bool:
+    @contextlib.contextmanager
+    def _others_beside(self) -> Iterator[None]:
+        """Meanwhile other processes make the lowest plans by the other ways to count, which may well be asked for."""
+        begun = [*self.others, *self.hopeful] if len(self.chain.work) >= _LONG else []
+        for other in begun:
+            other._beside = Beside(lowest_plans, other.chain, other.kept, other.fixed)
+        try:
+            yield
+        finally:
+            for other in begun:
+                if other._beside is not None:
+                    other._beside.drop()
+
+    def _may_fall(self, found: Fitted, budget: int) -> bool:
         """Whether it does not fit and a plan of a lower peak is thinkable."""
-        return not found.fits and found.peak > self.least
+        return not found.fits and found.peak > self._as_low_as_any(budget)
+
+    def _as_low_as_any(self, budget: int) -> int:
+        """The peak in bytes below which none is, or, where no plan can fit, none is that differs."""
+        return int((1 + ALIKE) * self.least) if budget < self.least else self.least
+
+    def _is_far(self, peak: int) -> bool:
+        """Whether even the estimate without segments in segments, which are not tabulated for it, is far above it."""
+        room = max(self.kept - self.fixed, 1)
+        return self.fixed + lowest_bound(self.flat.table, room) > _FLAT * peak
 
     def _promises(self, budget: int, ms: float) -> bool:
         """Whether, if the estimate were exact, there would be a plan of less than ``ms``.
@@ -82,14 +120,17 @@ class Search:
         likely = plan(self.flat, budget - self.fixed) if ms else None
         return likely is not None and likely.ms < ms
 
-    def _fit(self, budget: int) -> Fitted:
-        """``fit`` with one way to count; nothing is simulated where ``least`` tells the outcome."""
+    def _fit(self, budget: int, known: float = math.inf) -> Fitted:
+        """``fit`` with one way to count, where another led to a ``known`` peak.
+
+        Nothing is simulated where ``least`` tells the outcome.
+        """
         self.best = Fitted(Plan(), self.kept, self.kept <= budget)
         if self.best.fits or self.kept <= self.least:  # then no plan takes less
             return self.best
-        return self._explore(budget) if budget < self.least else self._approach(budget)
+        return self._explore(budget, known) if budget < self.least else self._approach(budget, known)
 
-    def _approach(self, budget: int) -> Fitted:
+    def _approach(self, budget: int, known: float) -> Fitted:
         """The bound is moved by what the simulation shows until a plan fits."""
         low = (0, 0)  # (bound, peak) of a plan that fits, 0 while none is known
         high = (self.kept - self.fixed, self.kept)  # of one that does not
@@ -114,7 +155,7 @@ class Search:
             if high[0] - low[0] <= _SLACK * slack or close > _MORE:
                 break
             bound = _next(bound, peak, low, high, int(budget - slack / 2))
-        return self.best if self.best.fits else self._explore(budget)
+        return self.best if self.best.fits else self._explore(budget, known)
 
     @functools.cached_property
     def others(self) -> "list[Search]":
@@ -179,15 +220,15 @@ class Search:
         """The lowest bound on the estimate for which there is a plan."""
         return lowest_bound(self.nested, max(self.kept - self.fixed, 1))
 
-    def _cheapest(self, bound: int) -> Plan | None:
+    def _planned(self, bound: int) -> Plan | None:
         """The cheapest plan under a bound on the estimate; None where there is none."""
-        return plan(self.flat if possible(self.flat, int(bound / _ROOMY)) else self.nested, bound)
+        cheapest = plan(self.flat if possible(self.flat, int(bound / _ROOMY)) else self.nested, bound)
+        return None if cheapest is None else self.coarse.expand(cheapest)
 
     def _look(self, bound: int, budget: int) -> int | None:
         """The exact peak of the cheapest plan under a bound on the estimate; None where there is no plan."""
         if bound not in self._plans:
-            cheapest = self._cheapest(bound)
-            self._plans[bound] = None if cheapest is None else self.coarse.expand(cheapest)
+            self._plans[bound] = self._planned(bound)
         found = self._plans[bound]
         if found is None:
             return None
@@ -197,18 +238,35 @@ class Search:
         self.best = min(self.best, Fitted(found, peak, peak <= budget), key=_rank)
         return peak
 
-    def _explore(self, budget: int) -> Fitted:
+    def _explore(self, budget: int, known: float) -> Fitted:
         """Look around the lowest bound, where the estimate and the exact peak need not have their minima together.
 
         What was tried before is forgotten, so that the lowest peak does not depend on the budget and is found again
-        when it is asked for.
+        when it is asked for. Where the lowest bound leads to a peak as low as any, the others are for cheaper plans.
         """
         self.best = Fitted(Plan(), self.kept, self.kept <= budget)
-        for factor in (1.0, 1.03, 1.07, 1.12, 1.2, 1.35):
-            peak = self._look(int(self.lowest * factor), budget)
-            if peak is not None and peak > (1 + _RISEN) * self.best.peak:
+        if self._beside is not None and (made := self._beside.result()) is not None:
+            self.lowest, plans = made
+            self._plans.update(plans)
+        bounds = [int(self.lowest * factor) for factor in _AROUND]
+        as_low = self._as_low_as_any(budget)
+        for bound in bounds:
+            peak = self._look(bound, budget)
+            if peak is None:
+                continue
+            if bound == bounds[0] and budget < self.least and peak <= as_low:
+                bisect.bisect(bounds, as_low, 1, key=lambda looser: self._look(looser, budget) or 0)
+                break
+            if peak > min((1 + _RISEN) * self.best.peak, FAR * known):
                 break
         return self.best
+
+
+def lowest_plans(chain: Chain, kept: int, fixed: int) -> LowestPlans:
+    """What a search explores: the lowest bound on the estimate, and the cheapest plans under bounds around it."""
+    search = Search(chain, kept, fixed, lambda plan: 0)
+    bounds = [int(search.lowest * factor) for factor in _AROUND]
+    return search.lowest, {bound: search._planned(bound) for bound in bounds}
 
 
 def _next(bound: int, peak: int, low: tuple[int, int], high: tuple[int, int], wanted: int) -> int:
@@ -223,5 +281,5 @@ def _next(bound: int, peak: int, low: tuple[int, int], high: tuple[int, int], wa
 
 def _rank(fitted: Fitted) -> tuple[bool, int, float]:
     """What fits comes first, then the lower peak; among peaks that are about alike, the cheaper plan."""
-    level = 0 if fitted.fits else int(math.log(max(fitted.peak, 1)) / math.log1p(_ALIKE))
+    level = 0 if fitted.fits else int(math.log(max(fitted.peak, 1)) / math.log1p(ALIKE))
     return (not fitted.fits, level, fitted.plan.ms)

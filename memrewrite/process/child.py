@@ -26,7 +26,7 @@ def run_job(job: dict[str, Any], *, timeout_s: float) -> Any:
     command = [sys.executable, "-P", "-m", "memrewrite.commands.measure_child"]
     # A session of its own, so that everything the model started can be ended with it.
     child = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=_environment(), start_new_session=True
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment(), start_new_session=True
     )
     with child:
         try:
@@ -43,7 +43,7 @@ def run_job(job: dict[str, Any], *, timeout_s: float) -> Any:
     return _answer(output, child.returncode)
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
     """This process's environment, with its import path, as the target's modules may come from anywhere on it."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)}
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from math import inf
 
+from memrewrite.plan.refine import FAR
 from memrewrite.records.options import Budget
 from memrewrite.records.outcomes import Measured
 from memrewrite.search.bench import Bench
@@ -15,9 +16,6 @@ from memrewrite.search.planning import Planned, plan, without_needless_casts, wi
 RESERVE = 0.002
 # What a plan leaves of a budget of reserved bytes there: in other processes one segment of small tensors more was seen.
 _STRAY = 2 * 2 * 2**20
-# A plan whose peak is so much above what is wanted, by the first way to plan, is given up where other rewrites may do:
-# the other ways gained 3 % at most, in the plans of ten models.
-_FAR = 1.1
 # One pass need not tell the peak of two steps to the byte: it decides where it is so many times the budget.
 _CLEAR = 1.05
 
@@ -94,6 +92,8 @@ class Asked:
 
     def exceeded_by(self, candidate: Candidate) -> bool:
         """Whether a candidate as it is takes more than the budget; by one pass where that is clear."""
+        if self.limit.minimum:
+            return True
         usual = None if self.limit.reserved else candidate.bench.usual
         if usual is not None and candidate.rehearse(usual, 0) > _CLEAR * self.budget:
             return True
@@ -106,8 +106,8 @@ class Asked:
         return ready.programs != candidate.programs and not (planned and ready.peak() > self.hopeless)
 
     def unless_far(self, size: int) -> "Asked":
-        """The same, given up where the peak stays far above ``size`` bytes."""
-        return replace(self, hopeless=_FAR * size)
+        """The same, given up where the peak is far above ``size`` bytes by the first way to plan."""
+        return replace(self, hopeless=FAR * size)
 
     def finished(self, candidate: Candidate) -> Candidate:
         """A candidate that was planned, as it is returned."""

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from math import inf
 
-from memrewrite.plan.refine import Fitted
+from memrewrite.plan.refine import ALIKE
 from memrewrite.records.errors import UsageError
 from memrewrite.records.options import Budget, format_bytes
 from memrewrite.records.outcomes import Measured
@@ -130,11 +130,19 @@ def _looked_for_on(asked: Asked, candidate: Candidate, found: Fit | Unmet) -> Fi
 
 
 def _lowest(asked: Asked, candidate: Candidate) -> Fit | Unmet:
-    """What takes the fewest bytes, with the rewrites for a lower peak or without them."""
+    """What takes the fewest bytes, with the rewrites for a lower peak or without them.
+
+    Where those take no more than the optimizer's step does, none is looked for without them, unless the model is one.
+    """
     lower = [rewritten_lowest(each, asked.names) for each in _lower_ones(asked, candidate)]
     found = [_found(asked, each) for each in lower if each.programs != candidate.programs]
-    near = asked.unless_far(min(map(_bytes(asked), found))[1]) if found else asked
-    return _told(min([_found(near, candidate), *found], key=_bytes(asked)), lower[0])
+    if not found:
+        return _told(_found(asked, candidate), lower[0])
+    best = min(found, key=_bytes(asked))
+    timeline = best.candidate.simulate(blocks=False)
+    if timeline.peak > (1 + ALIKE) * timeline.peak_of_optimizer or candidate.rehearse(timeline, 0) <= timeline.peak:
+        best = min(_found(asked.unless_far(_bytes(asked)(best)[1]), candidate), best, key=_bytes(asked))
+    return _told(best, lower[0])
 
 
 def _with_fewer(asked: Asked, candidate: Candidate, found: Fit) -> Fit:
@@ -389,5 +397,4 @@ def _below_the_optimizer(planned: Planned, measured: Measured, wanted: int) -> t
 
 
 def _at_the_optimizer(planned: Planned) -> bool:
-    fitted: Fitted = planned.fitted
-    return fitted.peak == planned.candidate.simulate(blocks=False).peak_of_optimizer
+    return planned.fitted.peak == planned.candidate.simulate(blocks=False).peak_of_optimizer

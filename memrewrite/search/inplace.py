@@ -6,7 +6,7 @@ from torch import fx
 
 from memrewrite.observe.any_gradient import observe_trained
 from memrewrite.observe.effects import Effects
-from memrewrite.passes.inplace_activation import InplaceActivation, is_activation
+from memrewrite.passes.inplace_activation import InplaceActivation, is_activation, unsupported
 from memrewrite.records.errors import CaptureError
 from memrewrite.rewriting.contract import Refused, Result
 from memrewrite.search.candidate import Candidate, CandidateRegion
@@ -36,6 +36,8 @@ def _marked(region: CandidateRegion) -> CandidateRegion:
         return region
     if not any(map(is_activation, region.graph.nodes)):
         return region.having(_NAME, Result())  # whatever would be kept
+    if all(unsupported(node) for node in region.effects.order if is_activation(node)):
+        return region.after(InplaceActivation(region.marks))
 
     def look(graph_module: fx.GraphModule, effects: Effects) -> Effects:
         original, graph = region.region, region.graph

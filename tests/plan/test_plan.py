@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -420,10 +421,10 @@ def test_a_plan_that_counts_what_goes_by_once_is_taken_where_it_is_cheaper(monke
     assert alone.fits
     (cautious,) = search.others
     cheaper = cautious._fit(budget)
-    monkeypatch.setattr(search, "_fit", lambda budget: replace(alone, plan=replace(alone.plan, ms=1e9)))
+    monkeypatch.setattr(search, "_fit", lambda *asked: replace(alone, plan=replace(alone.plan, ms=1e9)))
     assert search.fit(budget) == cheaper
-    monkeypatch.setattr(search, "_fit", lambda budget: replace(alone, plan=replace(alone.plan, ms=0.0)))
-    monkeypatch.setattr(cautious, "_fit", lambda budget: pytest.fail("nothing was promised"))
+    monkeypatch.setattr(search, "_fit", lambda *asked: replace(alone, plan=replace(alone.plan, ms=0.0)))
+    monkeypatch.setattr(cautious, "_fit", lambda *asked: pytest.fail("nothing was promised"))
     assert search.fit(budget).plan.ms == 0.0
 
 
@@ -439,9 +440,9 @@ def test_where_nothing_fits_more_hopeful_estimates_are_asked_as_long_as_hope_hel
     assert lowest.peak == min(machine.peaks.values())
     assert search.hopeful[1].lowest < search.hopeful[0].lowest < search.lowest
     found = replace(lowest, peak=lowest.peak // 2)
-    monkeypatch.setattr(search.hopeful[1], "_fit", lambda budget: found)
+    monkeypatch.setattr(search.hopeful[1], "_fit", lambda *asked: found)
     assert search.fit(1) == found
-    monkeypatch.setattr(search.hopeful[0], "_fit", lambda budget: replace(lowest, peak=search.kept))
+    monkeypatch.setattr(search.hopeful[0], "_fit", lambda *asked: replace(lowest, peak=search.kept))
     assert search.fit(1).peak >= lowest.peak
 
 
@@ -450,6 +451,57 @@ def test_no_more_hopeful_estimate_is_asked_where_no_plan_could_take_less() -> No
     search = Search(machine.chain, machine(Plan()), 0, machine, least=9000)
     assert search.fit(1).peak == 9000
     assert "hopeful" not in vars(search)
+
+
+def test_where_no_plan_takes_less_than_the_lowest_bound_gives_the_cheapest_alike_is_found_by_halves() -> None:
+    machine = Machine(layers(40), lambda estimate, segments: max(estimate, 9000))
+    search = Search(machine.chain, machine(Plan()), 0, machine, least=9000)
+    found = search.fit(1)
+    other = Search(machine.chain, search.kept, 0, machine)
+    assert found == other._fit(1)
+    assert found.peak == 9000
+    looked_at = [{bound for bound in each._plans if bound >= each.lowest} for each in (search, other)]
+    assert len(looked_at[0]) < len(looked_at[1])
+    assert looked_at[0] < looked_at[1]
+
+
+def test_plans_made_beside_this_process_are_those_made_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    chain = layers(refine._LONG)
+    chain = replace(chain, work=chain.work + 4000)
+    machine = Machine(chain, lambda estimate, segments: estimate)
+    found, counted = [], mock.Mock(wraps=with_nested)
+    monkeypatch.setattr(refine, "with_nested", counted)
+    for beside in (True, False):
+        if not beside:
+            monkeypatch.setattr(refine, "Beside", lambda *job: mock.Mock(result=lambda: None))
+        search = Search(chain, machine(Plan()), 0, machine, least=1)
+        found.append(search.fit(0))
+        assert counted.call_count == 1 if beside else counted.call_count > 2
+    assert found[0] == found[1]
+
+
+def test_a_way_to_count_whose_first_plan_is_far_above_another_is_given_up() -> None:
+    machine = Machine(LAYERS, lambda estimate, segments: estimate)
+    search = Search(LAYERS, machine(Plan()), 0, machine)
+    lowest = search._fit(1)
+    again = Search(LAYERS, search.kept, 0, machine)
+    before = len(machine.peaks)
+    again._fit(1, known=0.9 * lowest.peak)
+    assert list(again.peaks) == [again._plans[again.lowest]]
+    assert len(machine.peaks) == before
+    again = Search(LAYERS, search.kept, 0, machine)
+    assert again._fit(1, known=lowest.peak) == lowest
+
+
+def test_no_tables_are_made_of_a_way_to_count_that_is_far_without_segments_in_segments() -> None:
+    often = tuple(Held(s.bytes, s.producer, tuple(range(s.producer + 1, 40)) or s.uses, None) for s in LAYERS.storages)
+    search = Search(replace(LAYERS, storages=(*LAYERS.storages, *often)), 90_000, 0, lambda candidate: 9_000)
+    (cautious,) = search.others
+    assert cautious._is_far(int(lowest_bound(cautious.flat.table, 90_000) / 1.5))
+    assert not cautious._is_far(int(lowest_bound(cautious.flat.table, 90_000) / 1.3))
+    assert search.fit(1).peak == 9_000
+    far = cautious._is_far(9_000)
+    assert ("nested" in vars(cautious)) == (not far)
 
 
 def test_no_other_estimate_is_asked_where_the_lowest_peak_is_hopeless() -> None:

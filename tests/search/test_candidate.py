@@ -73,6 +73,13 @@ def test_one_pass_tells_that_a_candidate_is_clearly_above_its_budget() -> None:
     assert planned.bench.has_simulated(planned.programs)
 
 
+def test_that_the_lowest_peak_is_wanted_is_not_simulated() -> None:
+    under_test = first("residual", Step())
+    asked = Asked(under_test.bench, Budget(minimum=True), 0, 1, None)
+    with mock.patch.object(Candidate, "simulate", side_effect=AssertionError):
+        assert asked.exceeded_by(under_test)
+
+
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("loop", [*HABITS, "prefetch,scaler,ema,zero-before-backward"])
 @pytest.mark.parametrize("name", ["residual", "tied"])
@@ -137,8 +144,8 @@ def test_a_peak_that_one_pass_does_not_tell_is_found_by_two_steps(monkeypatch: p
     assert result.report.segments
 
 
-@pytest.mark.parametrize(("between", "looks"), [(torch.nn.SiLU, False), (torch.nn.ReLU, True)])
-def test_what_autograd_would_keep_is_looked_at_where_there_are_activations(
+@pytest.mark.parametrize(("between", "looks"), [(torch.nn.SiLU, False), (torch.nn.ELU, False), (torch.nn.ReLU, True)])
+def test_what_autograd_would_keep_is_looked_at_where_it_decides_about_activations(
     between: type[torch.nn.Module], looks: bool
 ) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), between(), torch.nn.Linear(4, 4))
@@ -146,7 +153,7 @@ def test_what_autograd_would_keep_is_looked_at_where_there_are_activations(
     with mock.patch.object(inplace, "observe_trained", wraps=observe_trained) as observed:
         found = marked_inplace(under_test, None)
     assert observed.called == looks
-    with mock.patch.object(inplace, "is_activation", return_value=True):
+    with mock.patch.multiple(inplace, is_activation=lambda node: True, unsupported=lambda node: None):
         looked = marked_inplace(under_test, None)
     assert (found.programs, found.results) == (looked.programs, looked.results)
 
@@ -184,3 +191,37 @@ def test_fewer_of_the_rewrites_for_the_lowest_peak(
     fit = fit_to_budget._with_fewer(asked, made_of["none"], Fit(both, None, both, 0))
     assert fit.candidate is made_of[taken]
     assert looked == looked_for
+
+
+@pytest.mark.parametrize(
+    ("lowest", "optimizer", "as_it_is", "looked_for"),
+    [
+        (1000, 1000, 2000, ["lower"]),
+        (1004, 1000, 2000, ["lower"]),
+        (1010, 1000, 2000, ["lower", "plain"]),
+        (1000, 1000, 1000, ["lower", "plain"]),
+    ],
+)
+def test_no_plan_without_rewrites_is_looked_for_where_the_optimizer_alone_takes_more(
+    lowest: int, optimizer: int, as_it_is: int, looked_for: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[str] = []
+
+    def found(asked: object, each: Candidate) -> Fit:
+        looked.extend(each.programs)
+        return Fit(each, None, each, 0)
+
+    timeline = mock.Mock(peak=lowest, peak_of_optimizer=optimizer)
+    plain, lower = (
+        mock.Mock(programs=(name,), simulate=mock.Mock(return_value=timeline)) for name in ("plain", "lower")
+    )
+    plain.rehearse.return_value = as_it_is
+    asked = mock.Mock()
+    monkeypatch.setattr(fit_to_budget, "_bytes", lambda asked: lambda found: (False, lowest))
+    monkeypatch.setattr(fit_to_budget, "_lower_ones", lambda asked, candidate: [candidate])
+    monkeypatch.setattr(fit_to_budget, "rewritten_lowest", lambda candidate, names: lower)
+    monkeypatch.setattr(fit_to_budget, "_found", found)
+    monkeypatch.setattr(fit_to_budget, "_told", lambda found, lower: found)
+    best = fit_to_budget._lowest(asked, plain)
+    assert looked == looked_for
+    assert best.candidate.programs == (looked_for[-1],)
