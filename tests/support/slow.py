@@ -36,8 +36,6 @@ SLOW: dict[str, tuple[str, ...]] = {
     "plan/test_milp.py::test_there_is_a_plan_just_where_there_can_be_one": CHAINS,
     "plan/test_milp.py::test_the_graphs_are_many_and_unlike": ("*",),
     "plan/test_milp.py::test_the_worst_and_the_median_of_all_graphs": ("*",),
-    # As the back end compiled before, which takes several tries for each budget.
-    "backends/test_tries.py::test_budgets_from_the_lowest_on_are_met_by_real_code": ("fused as ever",),
     # Each takes a C++ compiler some seconds; two of the kinds of models are enough by default.
     "backends/test_observed.py::test_the_peaks_are_those_of_the_code_with_its_kernels": (
         "transformer",
