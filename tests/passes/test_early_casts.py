@@ -143,7 +143,7 @@ class Block(nn.Module):
 def optimized(monkeypatch: pytest.MonkeyPatch, early: bool, compiled: bool = False) -> Any:
     """A net of such blocks at its lowest peak under autocast."""
     torch.manual_seed(0)
-    model, x = nn.Sequential(nn.Conv2d(3, 16, 4, 4), *(Block(16) for _ in range(3))), torch.randn(2, 3, 64, 64)
+    model, x = nn.Sequential(nn.Conv2d(3, 16, 4, 4), *(Block(16) for _ in range(6))), torch.randn(2, 3, 64, 64)
     if not early:
         monkeypatch.setattr(early_casts, "insert", lambda graph_module, effects: False)
     options: Any = {"budget": "min", "amp": "bf16", "exact": True, "compiled": compiled, "loop": "drop-output"}

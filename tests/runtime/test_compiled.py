@@ -34,7 +34,7 @@ class Case:
 NESTED, KEPT = "segments in segments", "nodes kept"
 CASES = {
     NESTED: Case(lambda: ResidualNet(4, 8), torch.randn(8, 3, 16, 16), "min"),
-    KEPT: Case(lambda: nn.Sequential(*(Block(16, 0.0) for _ in range(3))), torch.randn(2, 128, 16), "65%"),
+    KEPT: Case(lambda: nn.Sequential(*(Block(16, 0.0) for _ in range(4))), torch.randn(2, 128, 16), "65%"),
 }
 PRODUCTS = ("aten.addmm.default", "aten.mm.default", "aten.convolution.default", "aten.bmm.default")
 

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+import torch._inductor.lowering  # which PyTorch's decomposition of max_pool2d takes to be there
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
