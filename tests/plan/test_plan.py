@@ -3,6 +3,7 @@
 import itertools
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -19,6 +20,7 @@ from memrewrite.plan.dp import lowest_bound, plan, with_nested
 from memrewrite.plan.refine import Fitted, Search, Simulate
 from memrewrite.plan.segments import Chain, Held, Plan
 from memrewrite.plan.tables import Space, intervals
+from memrewrite.process import beside
 
 Interval = tuple[int, int]
 SMALL = settings(max_examples=80, deadline=None, derandomize=True)
@@ -466,17 +468,18 @@ def test_where_no_plan_takes_less_than_the_lowest_bound_gives_the_cheapest_alike
 
 
 def test_plans_made_beside_this_process_are_those_made_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(beside, "_threads", lambda: ThreadPoolExecutor(1))
     chain = layers(refine._LONG)
     chain = replace(chain, work=chain.work + 4000)
     machine = Machine(chain, lambda estimate, segments: estimate)
     found, counted = [], mock.Mock(wraps=with_nested)
     monkeypatch.setattr(refine, "with_nested", counted)
-    for beside in (True, False):
-        if not beside:
+    for apart in (True, False):
+        if not apart:
             monkeypatch.setattr(refine, "Beside", lambda *job: mock.Mock(result=lambda: None))
         search = Search(chain, machine(Plan()), 0, machine, least=1)
         found.append(search.fit(0))
-        assert counted.call_count == 1 if beside else counted.call_count > 2
+        assert counted.call_count == 1 if apart else counted.call_count > 2
     assert found[0] == found[1]
 
 

@@ -1,5 +1,6 @@
 """Calls in processes beside this one."""
 
+import functools
 import os
 import sys
 import time
@@ -10,6 +11,14 @@ import pytest
 
 from memrewrite.process import beside
 from memrewrite.process.beside import Beside
+
+
+@pytest.fixture(autouse=True)
+def two_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as it takes for one call beside this process."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1}, raising=False)
+    monkeypatch.setattr(beside, "_threads", functools.cache(beside._threads.__wrapped__))
+
 
 TORCH_THERE = "'torch' in __import__('sys').modules"
 PRINTED = "print('to no pipe') or 7"
@@ -41,14 +50,12 @@ def test_with_one_cpu_nothing_is_started(name: str, value: Any, monkeypatch: pyt
     if name == "cpu_count":
         monkeypatch.delattr(os, "sched_getaffinity", raising=False)
     monkeypatch.setattr(os, name, value, raising=False)
-    monkeypatch.setattr(beside, "_threads", beside._threads.__wrapped__)
     assert Beside(pow, 2, 10).result() is None
 
 
 @pytest.mark.parametrize(("name", "value"), [("executable", "/opt/app/app"), ("frozen", True), ("executable", "")])
 def test_where_no_python_can_be_started_nothing_is(name: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, name, value, raising=False)
-    monkeypatch.setattr(beside, "_threads", beside._threads.__wrapped__)
     assert Beside(pow, 2, 10).result() is None
 
 
