@@ -17,6 +17,7 @@ from unittest import mock
 from memrewrite.torch_internals.compiled_code import is_beside
 from memrewrite.torch_internals.kernel_order import KernelOrder, Operation, Value
 from memrewrite.torch_internals.versions import private_imports
+from memrewrite.torch_internals.written_over import is_elementwise
 
 SCRATCH = "memrewrite_scratch"
 """In the ``meta`` of a node: the bytes that it takes while it runs besides its results."""
@@ -156,7 +157,7 @@ class _Fusions:
             ),
             frozenset(reads & self._values.keys()),
             frozenset(after - {number}),
-            _is_elementwise(node),
+            is_elementwise(node),
             _scratch(node),
         )
 
@@ -196,15 +197,6 @@ def _is_part(node: Any) -> bool:
     from torch._inductor.ir import MultiOutput
 
     return isinstance(node.node, MultiOutput)
-
-
-def _is_elementwise(node: Any) -> bool:
-    from torch._inductor.scheduler import SchedulerNode
-
-    return all(
-        isinstance(each, SchedulerNode) and not each.is_reduction() and not each.is_template()
-        for each in node.get_nodes()
-    )
 
 
 def _scratch(node: Any) -> int:

@@ -42,15 +42,22 @@ def _same_kernel(node: Any) -> set[str] | None:
 
     A reduction may read in a later pass what was written in an earlier one.
     """
-    from torch._inductor.scheduler import FusedSchedulerNode, SchedulerNode
+    from torch._inductor.scheduler import FusedSchedulerNode
 
     fused = node.scheduler.get_fused_node(node)
     if type(fused) is not FusedSchedulerNode:  # its subclasses are several kernels, or end in a product
         return None
-    parts = fused.get_nodes()
-    if any(not isinstance(part, SchedulerNode) or part.is_reduction() or part.is_template() for part in parts):
-        return None
-    return {part.get_name() for part in parts}
+    return {part.get_name() for part in fused.get_nodes()} if is_elementwise(fused) else None
+
+
+def is_elementwise(node: Any) -> bool:
+    """Whether all that a node consists of computes one element after the other."""
+    from torch._inductor.scheduler import SchedulerNode
+
+    return all(
+        isinstance(part, SchedulerNode) and not part.is_reduction() and not part.is_template()
+        for part in node.get_nodes()
+    )
 
 
 def _stays_inside(node: Any, kernel: set[str]) -> bool:
