@@ -89,15 +89,11 @@ class Search:
     @contextlib.contextmanager
     def _others_beside(self) -> Iterator[None]:
         """Meanwhile other processes make the lowest plans by the other ways to count, which may well be asked for."""
-        begun = [*self.others, *self.hopeful] if len(self.chain.work) >= _LONG else []
-        for other in begun:
-            other._beside = Beside(lowest_plans, other.chain, other.kept, other.fixed)
-        try:
+        with contextlib.ExitStack() as stack:
+            for other in (*self.others, *self.hopeful) if len(self.chain.work) >= _LONG else ():
+                other._beside = Beside(lowest_plans, other.chain, other.kept, other.fixed)
+                stack.callback(other._beside.drop)
             yield
-        finally:
-            for other in begun:
-                if other._beside is not None:
-                    other._beside.drop()
 
     def _may_fall(self, found: Fitted, budget: int) -> bool:
         """Whether it does not fit and a plan of a lower peak is thinkable."""
@@ -109,8 +105,7 @@ class Search:
 
     def _is_far(self, peak: int) -> bool:
         """Whether even the estimate without segments in segments, which are not tabulated for it, is far above it."""
-        room = max(self.kept - self.fixed, 1)
-        return self.fixed + lowest_bound(self.flat.table, room) > _FLAT * peak
+        return self.fixed + self.lowest_flat > _FLAT * peak
 
     def _promises(self, budget: int, ms: float) -> bool:
         """Whether, if the estimate were exact, there would be a plan of less than ``ms``.
@@ -128,9 +123,11 @@ class Search:
         self.best = Fitted(Plan(), self.kept, self.kept <= budget)
         if self.best.fits or self.kept <= self.least:  # then no plan takes less
             return self.best
-        return self._explore(budget, known) if budget < self.least else self._approach(budget, known)
+        if budget >= self.least and self._approach(budget).fits:
+            return self.best
+        return self._explore(budget, known)
 
-    def _approach(self, budget: int, known: float) -> Fitted:
+    def _approach(self, budget: int) -> Fitted:
         """The bound is moved by what the simulation shows until a plan fits."""
         low = (0, 0)  # (bound, peak) of a plan that fits, 0 while none is known
         high = (self.kept - self.fixed, self.kept)  # of one that does not
@@ -155,7 +152,7 @@ class Search:
             if high[0] - low[0] <= _SLACK * slack or close > _MORE:
                 break
             bound = _next(bound, peak, low, high, int(budget - slack / 2))
-        return self.best if self.best.fits else self._explore(budget, known)
+        return self.best
 
     @functools.cached_property
     def others(self) -> "list[Search]":
@@ -211,9 +208,13 @@ class Search:
         """All plans."""
         if self.chain.on_demand:
             return self.flat
-        lowest = lowest_bound(self.flat.table, max(self.kept - self.fixed, 1))
-        levels = np.geomspace(lowest / 8, lowest, _LEVELS).astype(np.int64)
+        levels = np.geomspace(self.lowest_flat / 8, self.lowest_flat, _LEVELS).astype(np.int64)
         return with_nested(self.flat, cuts(self.coarse.chain, _CUTS), levels)
+
+    @functools.cached_property
+    def lowest_flat(self) -> int:
+        """The lowest bound on the estimate for which there is a plan without segments in segments."""
+        return lowest_bound(self.flat.table, max(self.kept - self.fixed, 1))
 
     @functools.cached_property
     def lowest(self) -> int:

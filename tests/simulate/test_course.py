@@ -1,6 +1,5 @@
 """A pass that was noted counts as it would if it ran once more: event by event, block by block."""
 
-import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -13,12 +12,11 @@ from memrewrite import optimize
 from memrewrite.search.bench import Bench
 from memrewrite.simulate import Noted, requests, simulate
 from memrewrite.simulate.memory.course import Noting
-from memrewrite.targets.allocator import Requests
 from memrewrite.targets.cuda_from_cpu import CUDA_FROM_CPU
 from memrewrite.targets.eager import EAGER, Target
 from memrewrite.workload.step import Inputs, Step
 from memrewrite.workload.stepspec import StepSpec
-from tests.simulate.test_repeats import Headed, Net, in_numbers, telling
+from tests.simulate.test_repeats import Headed, Net, in_turn, telling
 
 
 class Convolved(nn.Module):
@@ -66,12 +64,6 @@ def loss_of(output: dict[str, Tensor]) -> Tensor:
 
 def step_on(target: Target, loss_fn: Any = None, **spec: Any) -> Step:
     return replace(StepSpec(**spec).build(), target=target, loss_fn=loss_fn)
-
-
-def in_turn(asked: Requests) -> list[list[tuple[int, int, bool]]]:
-    """What an allocator was asked for; what is given back at once comes in no order, as autocast's casts do."""
-    runs = itertools.groupby(in_numbers(asked), key=lambda request: request[1] < 0)
-    return [sorted(run) if given_back else [*run] for given_back, run in runs]
 
 
 def both_ways(module: nn.Module, inputs: Inputs, step: Step, monkeypatch: pytest.MonkeyPatch) -> int:

@@ -1,7 +1,7 @@
 """What works piece by piece is counted again as it was counted when it ran, to the byte and event by event."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -93,28 +93,36 @@ def step_on(target: Target, **spec: Any) -> Step:
     return replace(StepSpec(**spec).build(), target=target)
 
 
-def in_numbers(asked: Requests, ordered: bool = True) -> list[tuple[int, int, bool]]:
-    """What an allocator was asked for, with its blocks numbered; where it is not ``ordered``, by their sizes alone."""
-    if not ordered:
-        return sorted((0, size, spare) for _, size, spare in itertools.chain.from_iterable(asked.steps))
+def in_numbers(asked: Requests) -> list[tuple[int, int, bool]]:
+    """What an allocator was asked for, with its blocks numbered."""
     numbers: dict[int, int] = {}
     each = itertools.chain.from_iterable(asked.steps)
     return [(numbers.setdefault(id(block), len(numbers)), size, spare) for block, size, spare in each]
 
 
+def in_turn(asked: Requests) -> list[list[tuple[int, int, bool]]]:
+    """What an allocator was asked for; what is given back at once comes in no order, as autocast's casts do."""
+    runs = itertools.groupby(in_numbers(asked), key=lambda request: request[1] < 0)
+    return [sorted(run) if given_back else [*run] for given_back, run in runs]
+
+
 def counted_alike(
-    module: nn.Module, inputs: Inputs, step: Step, monkeypatch: pytest.MonkeyPatch, ordered: bool = True
+    module: nn.Module,
+    inputs: Inputs,
+    step: Step,
+    monkeypatch: pytest.MonkeyPatch,
+    written: Callable[[Requests], object] = in_numbers,
 ) -> tuple[list[str], dict[Any, Any]]:
     """What ran and was counted again, and what is known then; timelines and requests are those of all operators."""
     both = step.target is CUDA_FROM_CPU
     with monkeypatch.context() as patch:
         patch.setattr(simulating, "repeated", lambda trackers: nullcontext())
         expected = simulate(module, inputs, step, both=both)
-        asked = in_numbers(requests(module, inputs, step), ordered)
+        asked = written(requests(module, inputs, step))
     with counting(monkeypatch) as told:
         for _ in range(2):  # all of the second one is known
             assert simulate(module, inputs, step, both=both) == expected
-        assert in_numbers(requests(module, inputs, step), ordered) == asked
+        assert written(requests(module, inputs, step)) == asked
         return told, repeats._KNOWN
 
 
@@ -190,8 +198,7 @@ def test_under_autocast_what_keeps_no_casts_is_counted_again(
     module: type[Net], forward: bool, target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step, inputs = step_on(target, amp="bf16"), Inputs((torch.randn(4, 24, WIDTH),), {})
-    # As autocast ends it lets go of the casts it kept in the order of their addresses.
-    told, known = counted_alike(module(), inputs, step, monkeypatch, ordered=forward)
+    told, known = counted_alike(module(), inputs, step, monkeypatch, in_numbers if forward else in_turn)
     counted = {call[0].__qualname__ for call, found in known.items() if found is not None}
     assert "_Tiles.slopes" in counted
     assert ("_Tiles.run" in counted) == forward

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from memrewrite.runtime import attention, linear_cross_entropy, tiles
+from memrewrite.runtime.segment import autocast_dtype
 from memrewrite.simulate.fake.trials import Made, made_again, made_of
 from memrewrite.simulate.memory.counted import Birth, Counted, Log, Stand
 from memrewrite.simulate.memory.tracker import Tracker, by_cublas
@@ -93,15 +94,14 @@ def _repeating(own: Callable[..., Any], trackers: Sequence[Tracker]) -> Callable
 
 def _casts_are_kept(device_type: str) -> bool:
     """Whether autocast may keep casts for later, or have kept them before; it does not in segments and pieces."""
-    return torch.is_autocast_enabled(device_type) and torch.is_autocast_cache_enabled()
+    return autocast_dtype(device_type) is not None and torch.is_autocast_cache_enabled()
 
 
 def _state(device_type: str) -> tuple[Any, ...]:
     """What operators depend on besides their arguments."""
     kernels = torch.backends.cuda
     attending = kernels.flash_sdp_enabled(), kernels.mem_efficient_sdp_enabled(), kernels.math_sdp_enabled()
-    casting = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
-    return torch.is_grad_enabled(), torch.get_default_dtype(), casting, *attending
+    return torch.is_grad_enabled(), torch.get_default_dtype(), autocast_dtype(device_type), *attending
 
 
 def _say(value: Any, words: list[Any], tensors: list[Tensor]) -> bool:
