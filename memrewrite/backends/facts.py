@@ -49,7 +49,8 @@ class Facts:
     are the nodes that can run again, ``must_rerun`` those that have to, ``costly`` those that take a while, ``ms`` how
     long, ``scratch`` the bytes that each takes meanwhile besides what it makes. ``savable`` are values that can be
     handed to backward. ``outputs`` of forward and ``gradients`` stay until the end; ``tangents`` come with backward.
-    ``held`` are the bytes of what the step before gave, while forward runs; ``share`` is as in ``scratch``.
+    ``held`` are the bytes of what the step before gave, while forward runs; ``share`` is as in ``scratch``. ``stored``
+    are ``fused`` ones that backward writes all the same.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -76,6 +77,7 @@ class Facts:
     tangents: tuple[int, ...]
     held: int = 0
     share: int = 1
+    stored: frozenset[int] = frozenset()
 
     def size(self, node: int) -> int:
         """The bytes of the storages that a node's value lies in."""

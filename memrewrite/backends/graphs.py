@@ -12,6 +12,7 @@ from memrewrite.backends.scratch import make_fewer_rows
 from memrewrite.runtime.compiled import SETTLE
 from memrewrite.torch_internals.fusions import SCRATCH
 from memrewrite.torch_internals.partitioning import Divided, modules
+from memrewrite.torch_internals.realized import realized
 
 _PARTS = 32  # of backward that settle, at most
 
@@ -47,12 +48,12 @@ def graphs(
         made = {facts.nodes[i]: each for i, each in zip(facts.inputs[item.node], now, strict=True)}
         if item.region is None:
             node.args, node.kwargs = map_arg(node.args, made.__getitem__), map_arg(node.kwargs, made.__getitem__)
-            stand.append(node)
+            stand.append(realized(node) if item.node in facts.stored else node)
             continue
         with joint.graph.inserting_before(following[place]):
             copy = joint.graph.node_copy(node, made.__getitem__)
         copy.meta = {**node.meta, "partitioner_tag": "is_backward"}
-        stand.append(copy)
+        stand.append(realized(copy) if item.node in facts.stored else copy)
     make_fewer_rows(joint.graph, share)
     joint.recompile()
     return modules(joint, [facts.nodes[i] for i in handed(facts, order)], outputs, divided.static)

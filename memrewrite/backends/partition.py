@@ -16,6 +16,7 @@ from memrewrite.backends.listed import kept_by, reruns
 from memrewrite.backends.observed import Seen
 from memrewrite.backends.resident import Resident, parts
 from memrewrite.backends.rows import sum_in_place, written
+from memrewrite.backends.stored import stored
 from memrewrite.backends.tries import Search, Step, Tries, Try, cheapest, lowest, one
 from memrewrite.process.garbage import sought_seldom
 from memrewrite.records.errors import BudgetInfeasibleError, MemrewriteError
@@ -112,6 +113,7 @@ class Partition:
             forward, backward = stock_partition(joint, inputs, **outputs)
             return forward, written(backward)
         known = facts(joint, divided, self.fused, self.held)
+        known = replace(known, stored=stored(known))
         usual = stock_saved(joint, divided)
         stock = {i for i, node in enumerate(known.nodes) if node in usual}
         try:

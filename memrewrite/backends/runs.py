@@ -98,14 +98,14 @@ class Runs:
         if copied:
             makes = tuple(s + (region + 1) * self.count for s in makes)
             copies[node] = makes or self._held(node, reads)
-        return self._run(at, node, makes, reads)
+        return self._run(at, node, makes, reads, node in self.facts.stored)
 
-    def _run(self, at: int, node: int, makes: Keys, reads: Keys) -> Run | None:
+    def _run(self, at: int, node: int, makes: Keys, reads: Keys, stored: bool = False) -> Run | None:
         facts = self.facts
         if not makes and node in facts.views:
             return None
         kinds = (node in facts.fused, node in facts.reader, node in facts.heavy)
-        return Run(at, makes, reads, *kinds, facts.scratch[node])
+        return Run(at, makes, reads, *kinds, facts.scratch[node], stored)
 
     def _reads(self, node: int, copies: Mapping[int, Keys], strange: Mapping[int, Keys]) -> Keys:
         found: list[Key] = []

@@ -32,6 +32,7 @@ class Run(NamedTuple):
     reader: bool
     heavy: bool
     scratch: int
+    stored: bool = False
 
 
 class Inside(NamedTuple):
@@ -105,7 +106,7 @@ class Written:
         kept = []
         for key in run.makes:
             (here, inside), (after, fits) = self.stretch.reads.get(key, (0, True)), self.later.get(key, (0, True))
-            makes = run.fused and key not in self.stretch.ends and inside and fits
+            makes = run.fused and not run.stored and key not in self.stretch.ends and inside and fits
             twice = here + after > 1 and (heavy or len(read) > _READS)
             if not makes or twice or len(read) > _MOST_READS:
                 kept.append(key)
