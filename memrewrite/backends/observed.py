@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memrewrite.simulate.memory.tracker import Tracker
+from memrewrite.runtime.linear_cross_entropy import LOSS
+from memrewrite.simulate.memory.tracker import Tracker, by_cublas
 from memrewrite.targets.allocator import allocator_on, rounded
 from memrewrite.targets.transients import Transients, transients_on
 from memrewrite.torch_internals.compiled_code import CompiledCode
+from memrewrite.torch_internals.dispatch_modes import Layer
 from memrewrite.torch_internals.fake_tensors import FakeTensorMode
 
 _GRADIENT = "tangents"  # what the names of the gradients begin with that backward is given
@@ -28,10 +30,12 @@ class Seen:
     Of backward what is kept for it counts, the gradients that it is given, and outputs of forward, which may be held;
     where they are, those of the step before count in forward.
     By how much blocks are larger than the inputs, parameters, buffers and optimizer state in them counts for both.
+    ``biases`` says that a product may add one.
     """
 
     forward: int
     backward: int
+    biases: bool = True
 
 
 def seen(codes: Sequence[CompiledCode], state: Sequence[int] = (), held: bool = False) -> Seen | str:
@@ -75,16 +79,37 @@ def _run(
     with FakeTensorMode() as mode:
         given = list(forward.named_arguments().values())
     storages = {each.untyped_storage() for each in _tensors(given) if each.device.type == kind}
-    with mode, tracker:
+    with mode, tracker, _Products() as products:
         tracker.register(_tensors(given), "inputs")
         there = sum(rounded(each.nbytes()) for each in storages)
-        if tracker.blocks is None:
-            return _step(forward, backward, given, tracker, there)
-        gradients: list[Any] = []
-        _step(forward, backward, given, tracker, there, gradients)
-        there -= sum(tracker.blocks.allocate(size).size - rounded(size) for size in state)
-        gradients.clear()
-        return _step(forward, backward, given, tracker, there)
+        if tracker.blocks is not None:
+            gradients: list[Any] = []
+            _step(forward, backward, given, tracker, there, gradients)
+            there -= sum(tracker.blocks.allocate(size).size - rounded(size) for size in state)
+            gradients.clear()
+        found, given_out = _step(forward, backward, given, tracker, there)
+    return replace(found, biases=products.biases), given_out
+
+
+class _Products(Layer):
+    """Notes whether one of the operators may be a product that adds a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.biases = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.biases = self.biases or _may_add_a_bias(func, args)
+        return self.below(func, types, args, kwargs or {})
+
+
+def _may_add_a_bias(func: Any, args: Sequence[Any]) -> bool:
+    """Whether an operator is another product than of two matrices, or may have one in it."""
+    if func.namespace == "aten":
+        return by_cublas(func) and func.overloadpacket not in (torch.ops.aten.mm, torch.ops.aten.bmm)
+    if func is LOSS:
+        return any(each.dim() == 1 and each.is_floating_point() for each in _tensors(args))
+    return func.namespace not in ("prim", "prims", "inductor")
 
 
 def _step(

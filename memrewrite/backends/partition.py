@@ -229,7 +229,7 @@ class Partition:
         """
         if cached:
             self._of_cache()
-        made = None if isinstance(found, str) else max(found.forward, found.backward)
+        made = None if isinstance(found, str) else self._made(found)
         self.unseen = found if isinstance(found, str) else ""
         self.observed = None if made is None else self._with_optimizer(made)
         plan = None if self.options is None else self.options.chosen
@@ -249,6 +249,10 @@ class Partition:
             assert self.options is not None  # noqa: S101  (tries are of them)
             raise self._infeasible(limit, self.options.fewest.lowest(), self._tries.lowest)
         return self._tries.now is not None
+
+    def _made(self, found: Seen) -> int:
+        """The bytes that code makes, without those that are counted for biases where it adds none."""
+        return max(found.forward, found.backward) - (0 if found.biases else self.lives.biases)
 
     @property
     def _of_code(self) -> int | None:

@@ -34,7 +34,8 @@ class Resident:
     ``gradients`` those of all parameters, ``own`` those that this graph makes, ``others`` those that later graphs make
     and ``libraries`` what cuBLAS holds, whether or not this graph is the one that multiplies. ``kept`` are the bytes of
     each tensor in the state, ``later`` how many times the parameters of this graph those are of which nothing has run
-    yet.
+    yet. ``biases`` are the bytes of ``libraries`` that are there only where a product adds one, where no other graph
+    may have such a product.
     """
 
     model: int
@@ -48,6 +49,7 @@ class Resident:
     libraries: int
     kept: tuple[int, ...] = ()
     later: float = 0.0
+    biases: int = 0
 
     @property
     def base(self) -> int:
@@ -75,6 +77,8 @@ def resident(graph: fx.GraphModule, model: nn.Module | None, optimizer: str) -> 
     earlier = [tensor for tensor in saved if _key(tensor) not in held]
     before = {id(each) for each in [*mine, *leaves]}
     kept, transient = optimizer_bytes(parameters, optimizer)
+    later = _later(whole, mine, leaves)
+    libraries = [_libraries(each) for each in {tensor.device for tensor in [*given, *every]}]
     return Resident(
         model=_bytes(every),
         state=sum(map(rounded, kept)),
@@ -84,10 +88,21 @@ def resident(graph: fx.GraphModule, model: nn.Module | None, optimizer: str) -> 
         gradients=_bytes(parameters),
         own=_bytes([each for each in mine if each.requires_grad]),
         others=_bytes([each for each in parameters if id(each) not in before]),
-        libraries=max((measured(each) for each in {tensor.device for tensor in [*given, *every]}), default=0),
+        libraries=max((size for size, _ in libraries), default=0),
         kept=kept,
-        later=_later(whole, mine, leaves),
+        later=later,
+        biases=0 if leaves or later else min((biases for _, biases in libraries if biases), default=0),
     )
+
+
+def _libraries(device: torch.device) -> tuple[int, int]:
+    """What cuBLAS and cuBLASLt hold on a device, and what of that only products that add a bias ask for.
+
+    That is nothing where cuBLASLt was chosen for all products.
+    """
+    size = measured(device)
+    usual = bool(size) and str(torch.backends.cuda.preferred_blas_library()).endswith(".Cublas")
+    return size, size - measured(device, biases=False) if usual else 0
 
 
 def _later(whole: Sequence[Tensor], mine: Sequence[Tensor], earlier: Sequence[Tensor]) -> float:

@@ -39,33 +39,33 @@ def library_requests(size: int, mode: str) -> tuple[list[int], list[int]]:
 
 
 @functools.cache
-def measured(device: torch.device, amp: torch.dtype | None = None, mode: str = "train") -> int:
+def measured(device: torch.device, amp: torch.dtype | None = None, mode: str = "train", biases: bool = True) -> int:
     """Bytes that stay allocated on ``device`` once a step of ``mode`` under ``amp`` has run there; 0 on the CPU.
 
-    Measured in this process the first time, then remembered. What libraries hold is freed before, so that they ask for
-    it, and after.
+    Without ``biases`` no product of the step adds one. Measured in this process the first time, then remembered. What
+    libraries hold is freed before, so that they ask for it, and after.
     """
     if device.type != "cuda":
         return 0
     clear_cublas_workspaces()
     with torch.random.fork_rng([device]), torch.inference_mode(False), torch.enable_grad():
-        size = _allocated_by_libraries(device, amp, mode)
+        size = _allocated_by_libraries(device, amp, mode, biases)
     clear_cublas_workspaces()
     return size
 
 
-def _allocated_by_libraries(device: torch.device, amp: torch.dtype | None, mode: str) -> int:
+def _allocated_by_libraries(device: torch.device, amp: torch.dtype | None, mode: str, biases: bool) -> int:
     """Run a tiny step on ``device`` in this process and return the bytes that outlive its tensors."""
     before = torch.cuda.memory_allocated(device)
-    _tiny_step(device, amp, mode)
+    _tiny_step(device, amp, mode, biases)
     gc.collect()
     torch.cuda.synchronize(device)
     return torch.cuda.memory_allocated(device) - before
 
 
-def _tiny_step(device: torch.device, amp: torch.dtype | None, mode: str) -> None:
+def _tiny_step(device: torch.device, amp: torch.dtype | None, mode: str, biases: bool) -> None:
     """Products with and without a bias, which take different library paths; in training also again, in backward."""
-    biased = nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.Sigmoid()).to(device)  # whose own result is kept
+    biased = nn.Sequential(nn.Linear(_WIDTH, _WIDTH, bias=biases), nn.Sigmoid()).to(device)  # whose own result is kept
     plain = nn.Linear(_WIDTH, _WIDTH, bias=False).to(device)
     x = torch.zeros(_WIDTH, _WIDTH, device=device)
     with torch.autocast(device.type, amp, enabled=amp is not None):

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memrewrite.backends import entry
+from memrewrite.backends import entry, resident
 from memrewrite.backends.asked import Asked
+from memrewrite.backends.observed import Seen
 from memrewrite.backends.partition import Partition
 from memrewrite.backends.resident import Resident, optimizer_bytes
 from memrewrite.records.errors import BudgetInfeasibleError, MemrewriteError, UsageError
@@ -21,6 +23,7 @@ from memrewrite.targets.allocator import rounded
 from tests.backends.test_partition import mlp
 
 ROOT = Path(__file__).resolve().parents[2]
+MIB = 2**20
 WEIGHTS = 8 * (32 * 32 * 4 + 512)  # bytes, each storage rounded up
 
 
@@ -119,6 +122,25 @@ def test_graphs_share_the_budget(partitions: list[Partition]) -> None:
     assert kept is not None
     assert second.inputs == x.nbytes  # which what the first one gives is as large as
     assert second.earlier == kept.kept + x.nbytes
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+@pytest.mark.parametrize(("make", "biases"), [(mlp, 2 * MIB), (Broken, 0)], ids=["alone", "of several"])
+def test_what_is_held_for_biases_alone_is_not_told_where_none_is_added(
+    make: Callable[[], nn.Module], biases: int, partitions: list[Partition], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other graphs may add some, or what is not compiled between them."""
+    sizes = {True: 66 * MIB, False: 64 * MIB}
+    monkeypatch.setattr(resident, "measured", lambda device, biases=True: sizes[biases])
+    run(make(), torch.randn(256, 32), budget="1GB", optimizer="sgd")
+    assert {(partition.lives.libraries, partition.lives.biases) for partition in partitions} == {(66 * MIB, biases)}
+    partition = partitions[-1]
+    observed = []
+    for adds in (True, False):
+        partition.observe(Seen(10 * MIB, 20 * MIB, adds))
+        assert partition.observed is not None
+        observed.append(partition.observed)
+    assert observed[0] - observed[1] == biases
 
 
 def test_without_a_budget_nothing_is_planned(partitions: list[Partition]) -> None:

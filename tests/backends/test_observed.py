@@ -46,6 +46,14 @@ def test_the_peaks_are_those_of_the_code_with_its_kernels(name: str, monkeypatch
     assert seen(codes) == found
 
 
+@pytest.mark.parametrize(("parts", "biases"), [({}, True), ({"bias": False}, False)], ids=["added", "none"])
+def test_code_tells_whether_a_product_adds_a_bias(parts: dict[str, bool], biases: bool) -> None:
+    model = Loss(nn.Linear(16, 32, **parts), nn.ReLU(), nn.Linear(32, 8, **parts))
+    found = seen(compiled(model, torch.randn(4, 16)))
+    assert isinstance(found, Seen)
+    assert found.biases == biases
+
+
 def test_what_is_compiled_beside_a_graph_is_no_part_of_it() -> None:
     with compiled_codes() as codes, beside():
         torch.compile(mlp(1))(torch.randn(4, 32))
