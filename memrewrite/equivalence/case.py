@@ -34,7 +34,9 @@ class Case:
 
     ``plain``, if there is one, is the model whose bits the rewritten one must have, whatever the original's are.
     ``known`` is what float64 left to each value when the two were compared before (``Verdict.room``).
-    ``avoid`` are the families of fused random operators that are known to stand in the way of a reference, at any size.
+    ``avoid`` are the families of fused random operators that are known to stand in the way of a reference, at any size,
+    ``unfit`` the classes of blocks that may not run again in one, ``too_large`` the sizes of inputs at which one is too
+    large unless blocks do.
     Results stay on the device where they are to be ``near``.
     """
 
@@ -49,6 +51,8 @@ class Case:
     known: Mapping[Key, float] = field(default_factory=dict)
     input_gradients: bool = True
     avoid: set[str] = field(default_factory=set)
+    unfit: set[type] = field(default_factory=set)
+    too_large: set[tuple[torch.Size, ...]] = field(default_factory=set)
     near: bool = True
 
     @cached_property

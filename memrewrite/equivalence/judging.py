@@ -9,12 +9,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
+from torch import nn
 
+from memrewrite.equivalence.blocks import UnfitError, repeated_blocks
 from memrewrite.equivalence.case import Case, TooLargeError
 from memrewrite.equivalence.compare import NOISE_RUNS, Comparison, fingerprints
 from memrewrite.equivalence.reference import Draw, OtherDrawsError, Recorder, double_step
 from memrewrite.equivalence.trial import Record, bring_to_cpu
 from memrewrite.measurement.snapshot import State
+from memrewrite.records.errors import MeasurementError
 
 Judge = Callable[[Case, Comparison, int, State, Record, Record], None]
 
@@ -107,23 +110,46 @@ def _drawn(case: Case, comparison: Comparison, index: int, before: State, record
 
 def _reference(case: Case, before: State, draws: list[Draw], records: Sequence[Record]) -> Record:
     """What the original computes in float64; where there is no room, ``records`` leave theirs."""
-    before.restore()
     case = case.beside(records[0])
-    found = _in_float64(case, draws)
+    found = _in_float64(case, before, draws)
     if found is None and case.near:
         for each in records:
             bring_to_cpu(each)
         before.bring_to_cpu()
-        found = _in_float64(replace(case, near=False), draws)
+        found = _in_float64(replace(case, near=False), before, draws)
         before.bring_back()
     if found is None:
         raise TooLargeError
     return found
 
 
-def _in_float64(case: Case, draws: list[Draw]) -> Record | None:
-    """None where memory runs out, of which nothing is held any more then."""
-    try:
-        return double_step(case.original, case.inputs, case.step, draws, case.devices, case.input_gradients, case.kept)
-    except torch.OutOfMemoryError:
-        return None
+def _in_float64(case: Case, before: State, draws: list[Draw]) -> Record | None:
+    """The step of the original; where memory runs out, with repeated blocks that run again in backward.
+
+    None where that is too much as well. Of a step that ran out of memory nothing is held any more when the next begins.
+    """
+    how = case.original, case.inputs, case.step, draws, case.devices, case.input_gradients, case.kept
+    sizes = tuple(tensor.shape for tensor in case.inputs.tensors())
+    if sizes not in case.too_large or not _blocks(case):
+        before.restore()
+        try:
+            return double_step(*how)
+        except torch.OutOfMemoryError:
+            case.too_large.add(sizes)
+    while blocks := _blocks(case):
+        before.restore()
+        try:
+            return double_step(*how, case.unfit)
+        except torch.OutOfMemoryError:
+            return None
+        except UnfitError as error:
+            case.unfit.add(error.kind)
+        except MeasurementError as error:  # whatever it is: the model's own, it is met at less, too
+            if isinstance(error, OtherDrawsError) and not draws:  # which are recorded then
+                raise
+            case.unfit.update(map(type, blocks))
+    return None
+
+
+def _blocks(case: Case) -> list[nn.Module]:
+    return repeated_blocks(case.original, case.unfit) if case.step.mode == "train" else []

@@ -8,14 +8,16 @@ narrower floating-point type (``x.float()``, ``softmax(dtype=torch.float32)``, `
 import contextlib
 import copy
 import dataclasses
+import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from memrewrite.equivalence.blocks import Again, repeated_blocks, run_again
 from memrewrite.equivalence.trial import EVERYTHING, Kept, Record, take_step
 from memrewrite.records.errors import MeasurementError
 from memrewrite.torch_internals.fake_tensors import TorchDispatchMode
@@ -88,7 +90,24 @@ class Replay(TorchDispatchMode):
 
     def __init__(self, draws: list[Draw]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._draws = iter(draws)
+        self._draws, self._next = draws, 0
+
+    @property
+    def left(self) -> int:
+        """The number of draws that nothing was given yet."""
+        return len(self._draws) - self._next
+
+    def marked(self) -> Again:
+        """What draws again from here on, as often as it is asked to, and goes on afterwards where it was."""
+        return functools.partial(self._from, self._next)
+
+    @contextlib.contextmanager
+    def _from(self, place: int) -> Iterator[None]:
+        before, self._next = self._next, place
+        try:
+            yield
+        finally:
+            self._next = before
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator in double precision, or give what it drew when it was recorded."""
@@ -105,7 +124,8 @@ class Replay(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _replayed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        draw = next(self._draws, None)
+        draw = self._draws[self._next] if self._next < len(self._draws) else None
+        self._next += 1
         if draw is None or draw.operator != func.name():
             raise OtherDrawsError(
                 f"The float64 reference drew {func.name()} where the original drew "
@@ -135,20 +155,27 @@ def double_step(
     devices: tuple[torch.device, ...],
     input_gradients: bool,
     kept: Kept = EVERYTHING,
+    unfit: Collection[type] | None = None,
 ) -> Record:
     """What the step computes in float64 with the recorded draws; makes one copy of the model and frees it.
 
-    Raises ``MeasurementError`` when the model does not run in float64.
+    Where ``unfit`` classes are given, repeated blocks of all others run again in backward, which takes less memory.
+    Raises ``MeasurementError`` when the model does not run in float64; also, with such blocks, ``UnfitError`` when one
+    may not run again, and ``OtherDrawsError`` when the model runs some again itself, and draws less where they do, too.
     """
     with double_or_refused(
         "The original", "so changed arithmetic cannot be judged; use only exact rewrites (exact=True)."
     ):
         model = double_copy(original)
-        with in_double(draws):
+        blocks = [] if unfit is None else repeated_blocks(model, unfit)
+        with in_double(draws) as replay, run_again(blocks, replay.marked):
             wide = {id(tensor): _widened(tensor) for tensor in inputs.tensors()}  # by identity: ties stay ties
             args, kwargs = tree_map(lambda leaf: wide.get(id(leaf), leaf), (inputs.args, inputs.kwargs))
             plain = dataclasses.replace(step, amp=None, optimizer=None)
-            return take_step(model, Inputs(args, kwargs), plain, None, devices, input_gradients, kept)
+            record = take_step(model, Inputs(args, kwargs), plain, None, devices, input_gradients, kept)
+            if blocks and replay.left:
+                raise OtherDrawsError(f"With blocks that run again, {replay.left} random operators were not run.")
+            return record
 
 
 @contextlib.contextmanager
@@ -163,10 +190,10 @@ def double_or_refused(what: str, then: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def in_double(draws: list[Draw]) -> Iterator[None]:
+def in_double(draws: list[Draw]) -> Iterator[Replay]:
     """All that is computed here is computed in float64, with the recorded draws."""
-    with _double_by_default(), Replay(draws):
-        yield
+    with _double_by_default(), Replay(draws) as replay:
+        yield replay
 
 
 def double_copy(module: nn.Module) -> nn.Module:

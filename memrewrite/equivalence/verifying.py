@@ -24,6 +24,9 @@ D in float64:
     changed, where numbers are drawn and recorded   2 n O, n R, n D, n P
     changed, where P is noisy                       and 1 P, or as many P and R as show what two runs differ by
 
+A step in float64 that does not fit in memory is taken once more with repeated blocks that run again in backward
+(``memrewrite.equivalence.blocks``), before results leave their room, and before anything is verified at less.
+
 Two choices follow from what fused operators hide: where the original runs fused attention with dropout and arithmetic
 changed, all runs use ``sdpa_kernel(SDPBackend.MATH)``, and recurrent networks with dropout run without cuDNN.
 Verification installs no saved-tensor hooks and refuses to run under them: they switch off autograd's check for
@@ -32,7 +35,7 @@ tensors written too early.
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -50,12 +53,13 @@ from memrewrite.equivalence.judging import (
     against_what_is_known,
 )
 from memrewrite.equivalence.reference import FusedRandomnessError
-from memrewrite.equivalence.sizes import at_less, batch_of, cut_down, halved, smaller_inputs
+from memrewrite.equivalence.sizes import at_less, batch_of, cut_down, halved, smaller_inputs, varying
 from memrewrite.equivalence.trial import Key, Record, deterministic
 from memrewrite.equivalence.verdict import Verdict, concluded
 from memrewrite.measurement.snapshot import State, cuda_devices
 from memrewrite.records.errors import MeasurementError, UsageError
 from memrewrite.runtime.dropin import programs
+from memrewrite.runtime.fused import uncompiled
 from memrewrite.runtime.promise import FallbackWarning
 from memrewrite.state.random_state import seed_all
 from memrewrite.workload.step import Inputs, Step
@@ -77,7 +81,8 @@ def verify(
     """Compare ``rewritten`` with ``original`` over ``steps`` training steps; inequality is a verdict, not an error.
 
     Where the step does not fit in device memory it is verified at half the batch, a quarter, and so on. Where sizes of
-    the inputs may vary, with ``smaller`` steps at the smallest and in between, too, if the original takes such sizes.
+    the inputs may vary, with ``smaller`` steps at the smallest and in between, too, if the original takes such sizes;
+    chains whose kernels are verified at full size are not compiled for these, and the verdict says so.
     Where not ``exact``, the rewritten model must also have the bits of ``plain``, if that is given, and is as near to
     the original as it has to be where it is within what is ``known``: the ``room`` of an earlier verdict on the same.
     Afterwards parameters, buffers, gradients, random state and flags are bit for bit as before, also after an error.
@@ -102,7 +107,9 @@ def verify(
             while True:
                 try:
                     verdict = _attempt(case, state, exact, inputs)
-                    return _at_smaller_sizes(case, state, exact, verdict) if smaller and verdict.equivalent else verdict
+                    if not (smaller and verdict.equivalent):
+                        return verdict
+                    return _at_smaller_sizes(case, state, exact, verdict, inputs)
                 except (torch.OutOfMemoryError, TooLargeError) as error:
                     away = case.near and isinstance(error, torch.OutOfMemoryError)
                 if away:
@@ -144,21 +151,33 @@ def _attempt(case: Case, state: State, exact: bool, full: Inputs) -> Verdict:
             case = replace(case, input_gradients=False)
 
 
-def _at_smaller_sizes(case: Case, state: State, exact: bool, verdict: Verdict) -> Verdict:
+def _compiled_as_asked(case: Case, full: Inputs) -> contextlib.AbstractContextManager[Collection[str]]:
+    """At smaller sizes, chains are compiled only where the user named these, or where the kernels are not yet verified.
+
+    Else the program alone is in question there: its kernels were verified as they were compiled for the full size, and
+    others would be compiled for sizes that nobody asked for. Gives the chains that run uncompiled therefore.
+    """
+    named = any(place.named for place in varying(case.rewritten, full))
+    return contextlib.nullcontext(()) if named or cut_down(case.inputs, full) else uncompiled()
+
+
+def _at_smaller_sizes(case: Case, state: State, exact: bool, verdict: Verdict, full: Inputs) -> Verdict:
     """The verdict, if it is the same where sizes that vary are as small as can be, and where they are in between."""
     verified = 0
-    for candidates in smaller_inputs(case.rewritten, case.inputs):
-        cases = (replace(case, inputs=inputs, steps=1) for inputs in candidates)
-        smaller = next((each for each in cases if each.why_not_run() is None), None)
-        try:
-            other = None if smaller is None else _attempt(smaller, state, exact, smaller.inputs)
-        except Exception:  # the original does not run at such a size, or cannot be judged there  # noqa: S112
-            continue
-        if other is not None and not other.equivalent:
-            sizes = ", ".join(str(tuple(tensor.shape)) for tensor in smaller.inputs.tensors()) if smaller else ""
-            return replace(other, summary=f"{other.summary}; for inputs of {sizes}")
-        verified += other is not None
-    return replace(verdict, summary=f"{verdict.summary}, also at smaller sizes") if verified else verdict
+    with _compiled_as_asked(case, full) as spared:
+        for candidates in smaller_inputs(case.rewritten, case.inputs):
+            cases = (replace(case, inputs=inputs, steps=1) for inputs in candidates)
+            smaller = next((each for each in cases if each.why_not_run() is None), None)
+            try:
+                other = None if smaller is None else _attempt(smaller, state, exact, smaller.inputs)
+            except Exception:  # the original does not run at such a size, or cannot be judged there  # noqa: S112
+                continue
+            if other is not None and not other.equivalent:
+                sizes = ", ".join(str(tuple(tensor.shape)) for tensor in smaller.inputs.tensors()) if smaller else ""
+                return replace(other, summary=f"{other.summary}; for inputs of {sizes}")
+            verified += other is not None
+    also = f", also at smaller sizes{' without compiled kernels' if spared else ''}"
+    return replace(verdict, summary=verdict.summary + also) if verified else verdict
 
 
 def _compared(case: Case, start: State, exact: bool) -> list[Comparison]:

@@ -4,6 +4,7 @@ Autograd keeps what the chain is given, as far as its gradients need that; backw
 that read it. Torch only: this file's text is also pasted into generated models.
 """
 
+import contextlib
 import functools
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,7 @@ from memrewrite.runtime.segment import autocast_dtype
 
 Chain = Callable[..., Any]
 CHAINS: dict[str, Chain] = {}  # by names, which say what they compute
+_spared: list[set[str]] = []  # for each ``uncompiled`` under way, the chains that were not compiled therefore
 
 
 def fused(chain: Chain, trained: tuple[int, ...], keeps: tuple[int, ...], *given: Tensor) -> Any:
@@ -149,18 +151,33 @@ def _slopes_of(name: str, count: int, wanted: tuple[bool, ...], orders: tuple[in
     return Kernel(slopes, f"{name}_slopes")
 
 
-def _run(kernel: Kernel, given: Sequence[Tensor | None], on: Tensor) -> list[Tensor]:
-    return kernel(given) if _compiles(on) else kernel.plain(given)
+@contextlib.contextmanager
+def uncompiled() -> Iterator[set[str]]:
+    """Run chains as they are meanwhile, in all threads, as backward has its own; gives those compiled otherwise."""
+    _spared.append(set())
+    try:
+        yield _spared[-1]
+    finally:
+        _spared.pop()
+
+
+def _run(name: str, kernel: Kernel, given: Sequence[Tensor | None], on: Tensor) -> list[Tensor]:
+    if not _compiles(on):
+        return kernel.plain(given)
+    if not _spared:
+        return kernel(given)
+    _spared[-1].add(name)
+    return kernel.plain(given)
 
 
 def _run_chain(name: str, given: list[Tensor]) -> list[Tensor]:
-    return _run(_forward_of(name), given, given[0])
+    return _run(name, _forward_of(name), given, given[0])
 
 
 def _run_slopes(
     name: str, given: list[Tensor], gradients: Sequence[Tensor | None], wanted: list[bool], orders: Sequence[int] = ()
 ) -> list[Tensor]:
-    return _run(_slopes_of(name, len(given), tuple(wanted), tuple(orders)), [*given, *gradients], given[0])
+    return _run(name, _slopes_of(name, len(given), tuple(wanted), tuple(orders)), [*given, *gradients], given[0])
 
 
 def _chain_slopes_on_fakes(

@@ -9,10 +9,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import memrewrite
+from memrewrite.equivalence import judging, verifying
+from memrewrite.equivalence.reference import double_step
 from memrewrite.equivalence.sizes import smaller_inputs
+from memrewrite.runtime import fused
 from memrewrite.runtime.dropin import programs
+from memrewrite.runtime.kernels import Given, Kernel
 from memrewrite.workload.step import Inputs
 from tests.capture.test_lengths import Text, text
+from tests.passes.helpers import WIDTH
+from tests.passes.test_fused_chains import Gated
 
 ALSO = ", also at smaller sizes"
 
@@ -74,3 +80,58 @@ def test_what_is_no_number_in_both_is_the_same() -> None:
     mask[:4] = 0
     verdict = memrewrite.optimize(Short(), (torch.randn(8, 4), mask)).report.verdict
     assert verdict.endswith(ALSO)
+
+
+ROWS = 64
+RANGE = {"input": {0: (16, ROWS)}}
+
+
+def compiled(asked: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[str, set[int]]:
+    """The verdict on a plan for CUDA, and the sizes for which kernels of its chains would have been compiled there."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Gated(), Gated()), torch.randn(ROWS, WIDTH)
+    options: dict[str, Any] = {"device": "cuda", "optimizer": "sgd", "passes": "all", "dynamic": asked}
+    result = memrewrite.optimize(model, x, budget="min", verify=False, **options)
+    sizes = set()
+
+    def call(self: Kernel, given: Given) -> list[Tensor]:
+        sizes.add(max(len(tensor) for tensor in given if tensor is not None and tensor.dim() > 1))
+        return self.plain(given)
+
+    monkeypatch.setattr(fused, "_compiles", lambda tensor: True)
+    monkeypatch.setattr(Kernel, "__call__", call)
+    verdict = memrewrite.verify(model, result, x, optimizer="sgd")
+    assert verdict.equivalent
+    assert not verdict.exact
+    return verdict.summary, sizes
+
+
+def test_kernels_verified_at_full_size_are_not_compiled_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    summary, sizes = compiled(None, monkeypatch)
+    assert summary.endswith(f"{ALSO} without compiled kernels")
+    assert sizes == {ROWS}
+
+
+def test_kernels_for_sizes_that_were_named_are_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    summary, sizes = compiled(RANGE, monkeypatch)
+    assert summary.endswith(ALSO)
+    assert sizes == {16, 40, ROWS}
+
+
+def test_kernels_not_verified_at_full_size_are_at_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def short(model: nn.Module, inputs: Inputs, *args: Any) -> Any:
+        if len(inputs.args[0]) == ROWS:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return double_step(model, inputs, *args)
+
+    monkeypatch.setattr(judging, "double_step", short)
+    summary, sizes = compiled(None, monkeypatch)
+    assert summary.endswith(f"; verified at batch {ROWS // 2}, as {ROWS} does not fit in memory{ALSO}")
+    assert sizes == {2, ROWS // 4, ROWS // 2, ROWS}  # at full size for the first step, which has no reference
+
+
+def test_where_no_smaller_size_runs_nothing_is_said_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verifying, "smaller_inputs", lambda rewritten, inputs: [])
+    summary, sizes = compiled(None, monkeypatch)
+    assert "kernels" not in summary
+    assert sizes == {ROWS}

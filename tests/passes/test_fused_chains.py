@@ -5,6 +5,7 @@ import copy
 import pickle
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,10 @@ from memrewrite.observe.effects import observe
 from memrewrite.passes.fused_chains import FusedChains
 from memrewrite.passes.linear_cross_entropy import LinearCrossEntropy
 from memrewrite.records.graph_calls import ChainCall
+from memrewrite.runtime import fused as runtime
 from memrewrite.runtime.dropin import build, program_from, programs
 from memrewrite.runtime.fused import fused
+from memrewrite.runtime.kernels import Given, Kernel
 from memrewrite.search import registry
 from memrewrite.torch_internals.fake_tensors import FakeTensorMode
 from memrewrite.workload.step import Inputs
@@ -302,6 +305,26 @@ def test_a_compiled_model_is_fused_as_a_whole(planned: Any) -> None:
     torch.compiler.reset()
     compiled: Any = torch.compile(result, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x), result(x))
+
+
+def test_nothing_is_compiled_where_that_is_asked_for(planned: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In no thread, as on CUDA backward has one of its own."""
+    result, x = planned
+    expected, calls = numbers(result, x, result), list[Kernel]()
+
+    def call(kernel: Kernel, given: Given) -> list[Tensor]:
+        calls.append(kernel)
+        return kernel.plain(given)
+
+    monkeypatch.setattr(runtime, "_compiles", lambda tensor: True)
+    monkeypatch.setattr(Kernel, "__call__", call)
+    with runtime.uncompiled() as spared, ThreadPoolExecutor(1) as pool:
+        assert not spared
+        assert_same_bits(pool.submit(numbers, result, x, result).result(), expected)
+    assert not calls
+    assert spared == {name for name in runtime.CHAINS if f"def {name}(" in programs(result)[""].source}
+    assert_same_bits(numbers(result, x, result), expected)
+    assert calls
 
 
 def test_is_for_cuda_and_on_request() -> None:
