@@ -82,12 +82,11 @@ def verify(
 
     Where the step does not fit in device memory it is verified at half the batch, a quarter, and so on. Where sizes of
     the inputs may vary, with ``smaller`` steps at the smallest and in between, too, if the original takes such sizes;
-    chains whose kernels are verified at full size are not compiled for these, and the verdict says so.
-    Where not ``exact``, the rewritten model must also have the bits of ``plain``, if that is given, and is as near to
-    the original as it has to be where it is within what is ``known``: the ``room`` of an earlier verdict on the same.
-    Afterwards parameters, buffers, gradients, random state and flags are bit for bit as before, also after an error.
-    Raises ``MeasurementError`` if nothing could be verified, ``UsageError`` for fewer than one step or under
-    saved-tensor hooks, and whatever the original itself raises.
+    chains verified at full size are not compiled for these, and the verdict says so. Where not ``exact``, the rewritten
+    model must also have the bits of ``plain``, if that is given, and is as near to the original as it has to be where
+    it is within what is ``known``: the ``room`` of an earlier verdict on the same. Afterwards parameters, buffers,
+    gradients, random state and flags are bit for bit as before, also after an error. Raises ``MeasurementError`` if
+    nothing could be verified, ``UsageError`` for no step or under saved-tensor hooks, and what the original raises.
     """
     if steps < 1:
         raise UsageError(f"Cannot verify over {steps} steps; give at least 1.")
@@ -107,9 +106,7 @@ def verify(
             while True:
                 try:
                     verdict = _attempt(case, state, exact, inputs)
-                    if not (smaller and verdict.equivalent):
-                        return verdict
-                    return _at_smaller_sizes(case, state, exact, verdict, inputs)
+                    return _at_smaller_sizes(case, state, exact, verdict, inputs) if smaller else verdict
                 except (torch.OutOfMemoryError, TooLargeError) as error:
                     away = case.near and isinstance(error, torch.OutOfMemoryError)
                 if away:
@@ -163,6 +160,8 @@ def _compiled_as_asked(case: Case, full: Inputs) -> contextlib.AbstractContextMa
 
 def _at_smaller_sizes(case: Case, state: State, exact: bool, verdict: Verdict, full: Inputs) -> Verdict:
     """The verdict, if it is the same where sizes that vary are as small as can be, and where they are in between."""
+    if not verdict.equivalent:
+        return verdict
     verified = 0
     with _compiled_as_asked(case, full) as spared:
         for candidates in smaller_inputs(case.rewritten, case.inputs):
