@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memrewrite.runtime.linear_cross_entropy import LOSS
 from memrewrite.simulate.memory.tracker import Tracker, by_cublas
 from memrewrite.targets.allocator import allocator_on, rounded
 from memrewrite.targets.transients import Transients, transients_on
@@ -104,10 +103,10 @@ class _Products(Layer):
 
 
 def _may_add_a_bias(func: Any, args: Sequence[Any]) -> bool:
-    """Whether an operator is another product than of two matrices, or may have one in it."""
+    """Whether an operator may be a product with a bias, or have one in it; ours are given theirs."""
     if func.namespace == "aten":
         return by_cublas(func) and func.overloadpacket not in (torch.ops.aten.mm, torch.ops.aten.bmm)
-    if func is LOSS:
+    if func.namespace == "memrewrite":
         return any(each.dim() == 1 and each.is_floating_point() for each in _tensors(args))
     return func.namespace not in ("prim", "prims", "inductor")
 

@@ -15,6 +15,7 @@ from memrewrite.backends import entry, observed
 from memrewrite.backends.observed import Seen, seen
 from memrewrite.backends.partition import Partition
 from memrewrite.records.errors import BudgetInfeasibleError
+from memrewrite.runtime.linear_cross_entropy import linear_cross_entropy
 from memrewrite.targets.allocator import Allocator
 from memrewrite.torch_internals import compiled_code
 from memrewrite.torch_internals.compiled_code import CompiledCode, beside, compiled_codes
@@ -46,10 +47,31 @@ def test_the_peaks_are_those_of_the_code_with_its_kernels(name: str, monkeypatch
     assert seen(codes) == found
 
 
-@pytest.mark.parametrize(("parts", "biases"), [({}, True), ({"bias": False}, False)], ids=["added", "none"])
-def test_code_tells_whether_a_product_adds_a_bias(parts: dict[str, bool], biases: bool) -> None:
-    model = Loss(nn.Linear(16, 32, **parts), nn.ReLU(), nn.Linear(32, 8, **parts))
-    found = seen(compiled(model, torch.randn(4, 16)))
+class Head(nn.Module):
+    """A head with its loss, by one operator, whose classes count as much as each other or as ``weight`` says."""
+
+    def __init__(self, weight: Tensor | None = None) -> None:
+        super().__init__()
+        self.head, self.weight = nn.Linear(16, 8, bias=False), weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        target = torch.arange(len(x)) % 8
+        how: Any = {"reduction": 1, "ignore_index": -100, "label_smoothing": 0.0}
+        return linear_cross_entropy(x, self.head.weight, None, target, self.weight, (), **how, rows=4, early=True)
+
+
+@pytest.mark.parametrize(
+    ("model", "biases"),
+    [
+        (Loss(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8)), True),
+        (Loss(nn.Linear(16, 32, bias=False), nn.ReLU(), nn.Linear(32, 8, bias=False)), False),
+        (Head(), False),
+        (Head(torch.ones(8)), True),  # which is told from a bias by nothing
+    ],
+    ids=["added", "none", "head", "weights"],
+)
+def test_code_tells_whether_a_product_may_add_a_bias(model: nn.Module, biases: bool) -> None:
+    found = seen(compiled(model, torch.randn(8, 16)))
     assert isinstance(found, Seen)
     assert found.biases == biases
 
