@@ -24,7 +24,7 @@ from memrewrite.records.mesh import Fsdp, Tp
 from memrewrite.records.outcomes import Measured
 from memrewrite.runtime.assembled import Written, assembled
 from memrewrite.runtime.promise import BeyondPlanWarning
-from memrewrite.simulate import Noted, Timeline, run_tracked, simulate, with_workspaces
+from memrewrite.simulate import Noted, Timeline, Twins, run_tracked, simulate, with_workspaces
 from memrewrite.simulate.fake.fakes import tensors_of
 from memrewrite.targets.allocator import allocator_on
 from memrewrite.torch_internals.cuda import clear_cublas_workspaces
@@ -87,11 +87,12 @@ def predict(
     both: bool = False,
     written: Written | None = None,
     noted: Noted | None = None,
+    twins: Twins | None = None,
 ) -> Timeline:
     """``simulate``, or where the step depends on values real steps under the tracker, after which all is put back.
 
-    What those reserve on CUDA is read there. ``both`` and ``noted`` are as in ``simulate``, blocks or not; real steps
-    count one way.
+    What those reserve on CUDA is read there. ``both``, ``noted`` and ``twins`` are as in ``simulate``, blocks or not;
+    real steps count one way.
     Raises ``DoesNotFitError`` when those run out of memory, ``DataDependentError`` for such a step of a target
     without its device or,
     with ``probe`` False, on CUDA: that leaves the device alone.
@@ -109,6 +110,7 @@ def predict(
             both=both,
             written=written,
             noted=noted,
+            twins=twins,
         )
     except DataDependentError:
         left_alone = not probe and device_type(module, inputs) != "cpu"

@@ -20,7 +20,7 @@ from memrewrite.records.errors import DataDependentError
 from memrewrite.records.mesh import Fsdp, Tp
 from memrewrite.records.outcomes import Measured
 from memrewrite.runtime.assembled import Written
-from memrewrite.simulate import Noted, Timeline, requests
+from memrewrite.simulate import Noted, Timeline, Twins, requests
 from memrewrite.state.random_state import preserved_rng
 from memrewrite.targets.allocator import Requests
 from memrewrite.targets.eager import Target
@@ -59,6 +59,7 @@ class Bench:
     _beside: _Simulated = field(default_factory=dict, compare=False)  # what came with it, until it is asked for
     _courses: dict[tuple[str, ...], Noted] = field(default_factory=dict, compare=False)
     _passes: dict[tuple[str, ...], tuple[Timeline, int]] = field(default_factory=dict, compare=False)
+    _twins: Twins = field(default_factory=Twins, compare=False)
     _requests: dict[tuple[str, ...], Requests | None] = field(default_factory=dict, compare=False)  # None: unknown
     _remembered: dict[object, tuple[object, Any]] = field(default_factory=dict, compare=False)
 
@@ -169,7 +170,10 @@ class Bench:
         """The peak in bytes of forward and backward in a later step, by one pass; ``usual`` is another's timeline."""
         if programs not in self._passes or self._passes[programs][0] is not usual:
             step = replace(self.step, optimizer=None)
-            once = self.predict(self.model, step, written=written(), steps=1, blocks=False, noted=noted)
+            # Where the whole model is one program, nothing of the user's but the loss sees the twin.
+            twins = None if noted is None or self.step.mesh is not None else self._twins
+            how: dict[str, Any] = {"steps": 1, "blocks": False, "noted": noted, "twins": twins}
+            once = self.predict(self.model, step, written=written(), **how)
             self._passes[programs] = usual, once.repeated(usual, self.step.mode)
         return self._passes[programs][1]
 

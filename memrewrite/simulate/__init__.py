@@ -19,7 +19,7 @@ from memrewrite.runtime.assembled import Written
 from memrewrite.runtime.promise import FallbackWarning
 from memrewrite.runtime.room import room_simulated
 from memrewrite.simulate.fake.batch import part_of
-from memrewrite.simulate.fake.fakes import fakes_of, on_fakes, tensors_of
+from memrewrite.simulate.fake.fakes import Twins, fakes_of, on_fakes, tensors_of
 from memrewrite.simulate.fake.true_results import TrueResults
 from memrewrite.simulate.memory.counted import Life
 from memrewrite.simulate.memory.course import Noted, Noting, notable
@@ -64,6 +64,7 @@ __all__ = [
     "Life",
     "Noted",
     "Timeline",
+    "Twins",
     "requests",
     "run_tracked",
     "simulate",
@@ -87,6 +88,7 @@ def simulate(
     both: bool = False,
     written: Written | None = None,
     noted: Noted | None = None,
+    twins: Twins | None = None,
 ) -> Timeline:
     """Run ``steps`` steps on a fake twin of ``module``, or of what is ``written`` for it, and count.
 
@@ -96,7 +98,7 @@ def simulate(
     known of attention and of sums alone and the device is left alone. ``attribute`` says by which submodule every
     storage was made. With ``blocks`` False what is asked for counts, and not what the caching allocator of CUDA hands
     out for it; with ``both`` the timeline has that besides, as ``asked_for``. ``noted`` is what is known of the passes
-    of what is written, and gets to know them. Module, tensors and random state stay.
+    of what is written, and gets to know them; the twin may be one of ``twins``. Module, tensors and random state stay.
     Raises ``UsageError`` for CUDA tensors without CUDA, ``DataDependentError`` where the step depends on data.
     """
     kind = step.device_type(module, inputs)
@@ -104,7 +106,7 @@ def simulate(
     def once(transients: Transients | None) -> Timeline:
         allocator = allocator_on(kind) if blocks else None
         counted = transients, steps, attribute, allocator, workspace_bytes
-        with _on_fakes(module, inputs, step, allocator, written) as (twin, fakes, targets):
+        with _on_fakes(module, inputs, step, allocator, written, twins) as (twin, fakes, targets):
             return run_tracked(twin, fakes, step, *counted, targets, both, noted)
 
     def look(transients: Transients) -> None:
@@ -177,7 +179,12 @@ def _counting_transients(
 
 @contextmanager
 def _on_fakes(
-    module: nn.Module, inputs: Inputs, step: Step, allocator: Allocator | None, written: Written | None
+    module: nn.Module,
+    inputs: Inputs,
+    step: Step,
+    allocator: Allocator | None,
+    written: Written | None,
+    twins: Twins | None = None,
 ) -> Iterator[tuple[nn.Module, Inputs, Targets]]:
     """The fake twin of a module, its inputs and the targets, where the step runs on them."""
     targets = step.targets(module, inputs)
@@ -185,7 +192,7 @@ def _on_fakes(
         with (
             step.target.optimizer_kernels(),
             _sharding(step, module, device_type(module, inputs)) as shard,
-            on_fakes(module, inputs, step.target, True, written) as (twin, fakes),
+            on_fakes(module, inputs, step.target, True, written, twins) as (twin, fakes),
             TrueResults(),
             room_simulated(lambda wanted: None if allocator is None else allocator.make_room(wanted)),
         ):

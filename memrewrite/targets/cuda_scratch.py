@@ -39,7 +39,8 @@ class Scratch(Transients):
     def lookup(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Taken:
         """Bytes by the sources of the kernels."""
         count = _SCRATCH.get(func)
-        return NOTHING if count is None else Taken(count(named_arguments(func, args, kwargs)))
+        taken = 0 if count is None else count(named_arguments(func, args, kwargs))
+        return Taken(taken) if taken else NOTHING
 
 
 def _flash_backward(given: dict[str, Any]) -> int:

@@ -7,7 +7,7 @@ for what: which segments the allocator reserves depends on that.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -49,6 +49,7 @@ class Transients:
         self._measure = measure
         self._known: dict[Any, Taken] = {}
         self._unknown: dict[Any, tuple[OpOverload, Any, Any]] = {}
+        self._in_words: dict[Any, Taken] = {}  # of what is known, by what takes less time to make and to compare
         self._own = object()  # which no later one is taken for, as by its ``id``
 
     @property
@@ -69,14 +70,22 @@ class Transients:
             or func.__name__.startswith("_foreach")
         ):
             return NOTHING  # foreach operators work tensor by tensor and would each be a signature of its own
-        call = (func, like(args), like(tuple(kwargs.items())))
+        words: list[Any] = [func]
+        _say(args, words)
+        _say(kwargs.items(), words)
+        asked = tuple(words)
         try:
+            if (found := self._in_words.get(asked)) is not None:
+                return found
+            call = (func, like(args), like(tuple(kwargs.items())))
             known = self._known.get(call)
         except TypeError:  # an argument that cannot be part of a signature
             return NOTHING
         if known is None:
             self._unknown[call] = call
-        return known or NOTHING
+            return NOTHING
+        self._in_words[asked] = known
+        return known
 
     def probe(self) -> bool:
         """Measure what ``lookup`` was asked and did not know; returns whether any of it makes a difference."""
@@ -91,6 +100,19 @@ class Transients:
 def transients_on(device: torch.device) -> Transients | None:
     """The table of ``device``, filled as simulations ask; None on devices other than CUDA."""
     return Transients(functools.partial(_measured, device)) if device.type == "cuda" else None
+
+
+def _say(values: Iterable[Any], words: list[Any]) -> None:
+    """Add what ``like`` tells of arguments, as plain values one after the other."""
+    for value in values:
+        if isinstance(value, Tensor):
+            device = value.fake_device if isinstance(value, FakeTensor) else value.device
+            words += (Tensor, value.shape, value.stride(), value.dtype, device)
+        elif isinstance(value, list | tuple):
+            words += (tuple, len(value))
+            _say(value, words)
+        else:
+            words.append(value)
 
 
 def like(value: Any) -> Any:

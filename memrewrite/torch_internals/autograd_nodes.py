@@ -10,7 +10,9 @@ from memrewrite.torch_internals.versions import require
 require(
     "_C._autograd._get_sequence_nr",
     "_C._current_autograd_node",
+    "Tensor._backward_hooks",
     "Tensor._is_view",
+    "Tensor._post_accumulate_grad_hooks",
     "nn.modules.module._has_any_global_hook",
 )
 
@@ -41,3 +43,8 @@ def has_global_module_hooks() -> bool:
 def is_view(tensor: torch.Tensor) -> bool:
     """Whether autograd sees the tensor as a view, which operators such as ``linear`` return without saying so."""
     return tensor._is_view()
+
+
+def has_hooks(tensor: torch.Tensor) -> bool:
+    """Whether hooks are registered on a tensor; there are functions to register them but none that asks."""
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)

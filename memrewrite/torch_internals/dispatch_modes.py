@@ -32,6 +32,7 @@ require(
 )
 
 _DEVICE = torch.ops.prim.device.default
+_META = torch.device("meta")  # whose name takes as long to read as a tensor there takes to make
 # Arguments that a call is known by as they are.
 PLAIN = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
 
@@ -160,9 +161,9 @@ class Recall(Layer):
             return None if result is None else args[result]
         with torch._C._DisableTorchDispatch():
             if result.view_of is None:
-                whole = torch.empty_strided(result.shape, result.stride, dtype=result.dtype, device="meta")
+                whole = torch.empty_strided(result.shape, result.stride, dtype=result.dtype, device=_META)
             else:
-                whole = torch.empty(0, dtype=result.dtype, device="meta")
+                whole = torch.empty_strided((0,), (1,), dtype=result.dtype, device=_META)
                 whole.set_(args[result.view_of].untyped_storage(), result.offset, result.shape, result.stride)
             made = Tensor._make_subclass(
                 FakeTensor, whole, False, dispatch_device=True, device_for_backend_keys=result.device

@@ -10,7 +10,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import is_dataclass
+from dataclasses import is_dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from memrewrite.runtime.promise import Promise
 from memrewrite.simulate.fake.constant_values import known_values
 from memrewrite.simulate.fake.refusals import takes_data
 from memrewrite.simulate.fake.stand_ins import functions_on_fakes
+from memrewrite.simulate.fake.unchanged import Unchanged
 from memrewrite.state import containers
 from memrewrite.state.attributes import OPAQUE
 from memrewrite.targets.eager import EAGER, Target
@@ -48,20 +49,75 @@ def fake_twin(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
     What is tied stays tied, on the level of tensors and of storages. The real tensors are not touched or copied,
     gradients are left out, and the copy can change its buffers and attributes without the original seeing it.
     """
-    return _twin(module, mode, None)
-
-
-def _twin(module: nn.Module, mode: FakeTensorMode, written: Written | None) -> nn.Module:
-    """``fake_twin`` of what is ``written`` for a module; it promises nothing."""
-    copier = _Copier(lambda tensor: _fake(tensor, mode))
-    twin: nn.Module = copier.copy(module)
-    if written is None:
-        return twin
-    fakes = {path: (program, copier.copy(dict(constants))) for path, (program, constants) in written.items()}
-    twin = assembled(twin, fakes)
-    for kept in filter(None, (own(twin.get_submodule(path)) for path in written)):
-        kept.promise = Promise(kept.promise.name, None, False, {})
+    twin: nn.Module = _Copier(lambda tensor: _fake(tensor, mode)).copy(module)
     return twin
+
+
+class _Twin:
+    """The fake twin of a module, and of all that is written for it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        # Constants outside the module (globals of its file) are real; they are read as fakes and not counted.
+        self.mode = mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._copier = _Copier(lambda tensor: _fake(tensor, mode))
+        self._bare: nn.Module = self._copier.copy(module)
+        self._unchanged: Unchanged | None = None
+        self._noted = 0  # how many of the copies are among what is unchanged
+
+    def running(self, written: Written | None) -> nn.Module:
+        """What is ``written`` for the module on its twin, the twin itself where nothing is; it promises nothing."""
+        if written is None:
+            return self._bare
+        copy = self._copier.copy
+        fakes = {
+            # Nothing is traced here, and what code would compare then takes longer to look up than all it runs by.
+            path: (replace(program, look=_nothing), {name: copy(tensor) for name, tensor in constants.items()})
+            for path, (program, constants) in written.items()
+        }
+        twin = assembled(self._bare, fakes)
+        for kept in filter(None, (own(twin.get_submodule(path)) for path in written)):
+            kept.promise = Promise(kept.promise.name, None, False, {})
+        return twin
+
+    def note(self) -> None:
+        """Take the module and its twin for what they are now; ``as_noted`` says whether they still are that."""
+        self._unchanged = self._unchanged or Unchanged()
+        pairs = self._copier.pairs(self._noted)
+        self._unchanged.add(value for pair in pairs for value in pair)
+        self._noted += len(pairs)
+
+    def as_noted(self) -> bool:
+        """Whether module and twin are as they were noted, but for gradients, of which the twin has none now."""
+        for _, copied in self._copier.pairs():
+            if isinstance(copied, Tensor):
+                copied.grad = None
+        return self._copier.knows_all and self._unchanged is not None and self._unchanged.holds()
+
+
+def _nothing(module: nn.Module) -> tuple[()]:
+    return ()
+
+
+class Twins:
+    """Keeps the fake twin of a module from one pass of a program to the next, as long as nothing has changed.
+
+    To copy a module of many parts takes longer than half a pass. Of fake tensors only the form counts, so what a pass
+    writes in place changes nothing; where it changes an attribute, a container or the form of a tensor of the twin, or
+    something changes those of the module, the next pass gets another twin. So does one where something was copied of
+    which it cannot be told.
+    """
+
+    def __init__(self) -> None:
+        self._kept: tuple[nn.Module, _Twin] | None = None
+
+    def take(self, module: nn.Module) -> _Twin:
+        """The twin that was given back, if it is as it was, else a new one."""
+        kept, self._kept = self._kept, None
+        return kept[1] if kept is not None and kept[0] is module and kept[1].as_noted() else _Twin(module)
+
+    def give_back(self, module: nn.Module, twin: _Twin) -> None:
+        """Let the next pass have it."""
+        self._kept = module, twin
 
 
 def fake_inputs(inputs: Inputs, mode: FakeTensorMode, device: torch.device = _CPU) -> Inputs:
@@ -93,20 +149,25 @@ def on_fakes(
     target: Target = EAGER,
     these: bool = False,
     written: Written | None = None,
+    twins: Twins | None = None,
 ) -> Iterator[tuple[nn.Module, Inputs]]:
     """The fake twin of a module and its fake inputs, in the mode they run in, as on ``target``.
 
     With ``these``, the run is about these inputs alone, and the values of small ones without fractions are known. What
-    is ``written`` makes of the twin what it makes of the module, which is never made then.
+    is ``written`` makes of the twin what it makes of the module, which is never made then. The twin may be one of
+    ``twins``, which keep it then.
     """
-    # Constants outside the module (globals of its file) are real; they are read as fakes and not counted.
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
     device = next((parameter.device for parameter in module.parameters() if not parameter.is_meta), _CPU)
-    twin, fakes = _twin(module, mode, written), fake_inputs(inputs, mode, device)
+    twin = _Twin(module) if twins is None else twins.take(module)
+    running, fakes = twin.running(written), fake_inputs(inputs, twin.mode, device)
+    if twins is not None:
+        twin.note()
     pairs = zip(fakes.tensors(), inputs.tensors(), strict=True)
     given = [(fake, real) for fake, real in pairs if these and not real.is_meta]
-    with running_on_fakes(mode, target, given):
-        yield twin, fakes
+    with running_on_fakes(twin.mode, target, given):
+        yield running, fakes
+    if twins is not None:
+        twins.give_back(module, twin)
 
 
 @contextmanager
@@ -169,6 +230,12 @@ class _Copier:
         self._convert = convert
         self._memo: dict[int, Any] = {}
         self._originals: list[Any] = []  # keeps the ids in the memo from being used again
+        self._copies: list[Any] = []
+        self.knows_all = True  # whether all that it copied is in these
+
+    def pairs(self, start: int = 0) -> list[tuple[Any, Any]]:
+        """Originals and their copies, from the one numbered ``start`` on, but for what is not copied."""
+        return list(zip(self._originals[start:], self._copies[start:], strict=True))
 
     def copy(self, value: Any) -> Any:
         """The copy of ``value``; the same object for the same object."""
@@ -202,6 +269,7 @@ class _Copier:
     def _object(self, value: Any) -> Any:
         kept = own(value) if isinstance(value, nn.Module) else None
         copied = self._remember(value, object.__new__(type(value)) if kept is None else empty_like(value))
+        self.knows_all &= kept is None  # a drop-in has more to itself
         # Past any __setattr__: the attributes are those of a finished object.
         vars(copied).update({name: self._attribute(item) for name, item in vars(value).items()})
         if kept is not None:
@@ -247,6 +315,7 @@ class _Copier:
     def _remember(self, value: Any, copied: Any) -> Any:
         self._memo[id(value)] = copied
         self._originals.append(value)
+        self._copies.append(copied)
         return copied
 
 

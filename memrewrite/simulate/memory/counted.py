@@ -1,5 +1,6 @@
 """A storage that a tracker counts, what is told of it, and what operators did to such storages, to be done again."""
 
+import functools
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -67,7 +68,8 @@ class Stand:
     __slots__ = ("__weakref__",)
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen, which would take three times as long to make; there are thousands in a pass.
+@dataclass(slots=True)
 class Birth:
     """A storage to be counted; ``inner`` says that a backward inside of what runs now made it."""
 
@@ -76,7 +78,7 @@ class Birth:
     inner: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Ran:
     """An operator that ran: the storages it made, what it took, and that to which a gradient was ``added``, if any.
 
@@ -93,3 +95,13 @@ class Ran:
 Log = list[Ran | Counted]
 """Operators as they ran, and storages as they died."""
 INNER = -1  # the number of no node of autograd's
+
+# What cuBLAS computes, by name; convolutions are cuDNN's, attention and norms PyTorch's own.
+_BLAS = {"mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot", "linear", "_addmm_activation"}
+_BLAS |= {"_scaled_mm", "_grouped_mm", "_int_mm", "_scaled_grouped_mm"}
+
+
+@functools.cache
+def by_cublas(func: Any) -> bool:
+    """Whether cuBLAS computes an operator."""
+    return getattr(func, "__name__", "").partition(".")[0] in _BLAS

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from memrewrite.records.tensor_like import TensorLike
-from memrewrite.simulate.memory.counted import Birth, Counted, Ran, Stand
-from memrewrite.simulate.memory.tracker import Tracker, by_cublas
+from memrewrite.simulate.memory.counted import Birth, Counted, Ran, Stand, by_cublas
+from memrewrite.simulate.memory.tracker import Tracker
 from memrewrite.targets.transients import NOTHING, Taken
 from memrewrite.torch_internals.fake_tensors import FakeTensor
 from memrewrite.torch_internals.pytrees import tensors_in
@@ -172,19 +172,26 @@ def _course(
             entries.append(number)
         elif entry is None or (entry.added is not None and id(entry.added) not in numbers):
             return None
-        elif entry.made or entry.taken != NOTHING or by_cublas(entry.func):  # else it does nothing to what is counted
+        elif entry.made or _takes(entry.taken) or by_cublas(entry.func):  # else it does nothing to what is counted
             added = None if entry.added is None else numbers[id(entry.added)]
             living.discard(-1 if added is None else added)
             for block in entry.made:
-                numbers[id(block)] = len(numbers)
-                living.add(numbers[id(block)])
-            did = _Did(entry.func, tuple(block.nbytes for block in entry.made), entry.taken, added, entry.place)
-            entries.append(known.setdefault((did.func, did.made, id(did.taken), added, did.place), did))
+                numbers[id(block)] = number = len(numbers)
+                living.add(number)
+            did = entry.func, tuple([block.nbytes for block in entry.made]), entry.taken, added, entry.place
+            asked = (*did[:2], id(entry.taken), *did[3:])
+            if asked not in known:
+                known[asked] = _Did(*did)
+            entries.append(known[asked])
     gradients = _gradients(leaves, numbers, tracker)
     of_output, of_loss = _numbers(output, numbers, tracker), _numbers(loss, numbers, tracker)
     if gradients is None or living != {*(number for number, *_ in gradients), *of_output, *of_loss}:
         return None
     return Course(tuple(entries), gradients, of_output, of_loss)
+
+
+def _takes(taken: Taken) -> bool:
+    return taken is not NOTHING and taken != NOTHING
 
 
 def _numbers(tensors: Iterable[Tensor], numbers: dict[int, int], tracker: Tracker) -> tuple[int, ...]:

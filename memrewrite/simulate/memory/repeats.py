@@ -18,8 +18,8 @@ from torch import Tensor
 from memrewrite.runtime import attention, linear_cross_entropy, tiles
 from memrewrite.runtime.segment import autocast_dtype
 from memrewrite.simulate.fake.trials import Made, made_again, made_of
-from memrewrite.simulate.memory.counted import Birth, Counted, Log, Stand
-from memrewrite.simulate.memory.tracker import Tracker, by_cublas
+from memrewrite.simulate.memory.counted import Birth, Counted, Log, Stand, by_cublas
+from memrewrite.simulate.memory.tracker import Tracker
 from memrewrite.targets.transients import NOTHING, Taken
 from memrewrite.torch_internals.autograd_nodes import backward_number
 from memrewrite.torch_internals.fake_tensors import FakeTensor

@@ -11,7 +11,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from memrewrite.simulate.memory.counted import INNER, Birth, Counted, Life, Log, Ran
+from memrewrite.simulate.memory.counted import INNER, Birth, Counted, Life, Log, Ran, by_cublas
 from memrewrite.simulate.memory.places import Places
 from memrewrite.targets.allocator import Allocator, Block, rounded
 from memrewrite.targets.eager import EAGER, Target
@@ -27,9 +27,6 @@ OPERATOR_WORKSPACE = "operator workspace"
 COMMUNICATION, GATHERED = "communication buffers", "gathered parameters"
 _DEVICE = torch.ops.prim.device.default  # what half of all calls are: optimizers ask each tensor for its device
 _COLLECTIVES = {"c10d", "fsdp", "_c10d_functional"}  # the libraries of operators that communicate
-# What cuBLAS computes, by name; convolutions are cuDNN's, attention and norms PyTorch's own.
-_BLAS = {"mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot", "linear", "_addmm_activation"}
-_BLAS |= {"_scaled_mm", "_grouped_mm", "_int_mm", "_scaled_grouped_mm"}
 
 
 class Tracker(Layer):
@@ -393,8 +390,3 @@ class Tracker(Layer):
             self.current -= block.size
             if self.blocks is not None and block.given is not None:
                 self.blocks.release(block.given)
-
-
-def by_cublas(func: Any) -> bool:
-    """Whether cuBLAS computes an operator."""
-    return getattr(func, "__name__", "").partition(".")[0] in _BLAS
