@@ -61,8 +61,9 @@ class _Twin:
         self.mode = mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._copier = _Copier(lambda tensor: _fake(tensor, mode))
         self._bare: nn.Module = self._copier.copy(module)
-        self._unchanged: Unchanged | None = None
-        self._noted = 0  # how many of the copies are among what is unchanged
+        self._unchanged = Unchanged()
+        self._noted = 0  # how many of the copies are among these
+        self._tensors: list[Tensor] = []
 
     def running(self, written: Written | None) -> nn.Module:
         """What is ``written`` for the module on its twin, the twin itself where nothing is; it promises nothing."""
@@ -81,17 +82,17 @@ class _Twin:
 
     def note(self) -> None:
         """Take the module and its twin for what they are now; ``as_noted`` says whether they still are that."""
-        self._unchanged = self._unchanged or Unchanged()
-        pairs = self._copier.pairs(self._noted)
-        self._unchanged.add(value for pair in pairs for value in pair)
-        self._noted += len(pairs)
+        originals, copies = self._copier.made(self._noted)
+        self._unchanged.add(originals)
+        self._unchanged.add(copies)
+        self._tensors += [copied for copied in copies if isinstance(copied, Tensor)]
+        self._noted += len(copies)
 
     def as_noted(self) -> bool:
         """Whether module and twin are as they were noted, but for gradients, of which the twin has none now."""
-        for _, copied in self._copier.pairs():
-            if isinstance(copied, Tensor):
-                copied.grad = None
-        return self._copier.knows_all and self._unchanged is not None and self._unchanged.holds()
+        for tensor in self._tensors:
+            tensor.grad = None
+        return self._copier.knows_all and self._unchanged.holds()
 
 
 def _nothing(module: nn.Module) -> tuple[()]:
@@ -233,9 +234,9 @@ class _Copier:
         self._copies: list[Any] = []
         self.knows_all = True  # whether all that it copied is in these
 
-    def pairs(self, start: int = 0) -> list[tuple[Any, Any]]:
-        """Originals and their copies, from the one numbered ``start`` on, but for what is not copied."""
-        return list(zip(self._originals[start:], self._copies[start:], strict=True))
+    def made(self, start: int) -> tuple[list[Any], list[Any]]:
+        """What was copied, and the copies, from the one numbered ``start`` on."""
+        return self._originals[start:], self._copies[start:]
 
     def copy(self, value: Any) -> Any:
         """The copy of ``value``; the same object for the same object."""
