@@ -24,7 +24,7 @@ from memrewrite.targets.eager import EAGER, Target
 from memrewrite.torch_internals.custom_functions import kept_as_attributes
 from memrewrite.torch_internals.dispatch_modes import Layer
 from memrewrite.torch_internals.fake_tensors import FakeTensorMode
-from memrewrite.torch_internals.operators import schema_name, written_arguments
+from memrewrite.torch_internals.operators import OpOverload, schema_name, written_arguments
 from memrewrite.torch_internals.pytrees import tensors_in, tree_iter
 from memrewrite.torch_internals.spread import local_part, wraps_local
 from memrewrite.workload.step import autocast
@@ -216,6 +216,7 @@ class _Recorder(Layer):
             return NotImplemented  # its own rules come first, and lead here again with local parts
         kwargs = kwargs or {}
         inputs = [(self.storage(t), t) for t in tensors_in((args, kwargs))]
+        touched = {key for key, _ in inputs}
         written = {self.storage(t) for t in tensors_in(written_arguments(func, args, kwargs))}
         self.stale_save |= bool(written & self.saved)
         self.statistics |= {self.storage(t) for t in tensors_in(_statistics(func, args))}
@@ -223,10 +224,9 @@ class _Recorder(Layer):
         if size := self.target.read_as(func, args, result):
             self.storage(result, size=size)
         outputs = [(self.storage(t), t) for t in tensors_in(result)]
-        self.reads |= {key for key, _ in inputs}
+        self.reads |= touched
         self.writes |= written | self.statistics
         self.random |= torch.Tag.nondeterministic_seeded in func.tags
-        touched = {key for key, _ in inputs}
         if self.writes or any(key not in touched for key, _ in outputs):  # a pure view moves nothing
             slower = _LINK if func.namespace in _COLLECTIVES else 1
             self.moved += slower * sum(t.nbytes for _, t in inputs + outputs)
@@ -325,8 +325,13 @@ def _submodules_called(graph: fx.Graph) -> list[str]:
 
 def _statistics(func: Any, args: Any) -> list[Any]:
     """The running statistics that batch normalization updates."""
-    positions, flag = _UNDECLARED_WRITES.get(schema_name(func), ((), 0))
+    positions, flag = _undeclared_writes(func)
     return [args[position] for position in positions] if positions and args[flag] else []
+
+
+@functools.cache
+def _undeclared_writes(func: OpOverload) -> tuple[tuple[int, ...], int]:
+    return _UNDECLARED_WRITES.get(schema_name(func), ((), 0))
 
 
 _TOKEN = object()

@@ -4,6 +4,7 @@ A schema has no public spelling; which argument is the dropout probability, and 
 arguments, are read from it rather than kept in tables by hand. Read in PyTorch 2.11 to 2.15.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -67,11 +68,15 @@ def returns_view(operator: OpOverload) -> bool:
 
 def written_arguments(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """The arguments of a call that the operator's schema says it writes."""
-    written = []
-    for position, argument in enumerate(operator._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            written.append(args[position] if position < len(args) else kwargs.get(argument.name))
-    return written
+    places = _written_places(operator)
+    return [args[position] if position < len(args) else kwargs.get(name) for position, name in places]
+
+
+@functools.cache
+def _written_places(operator: OpOverload) -> tuple[tuple[int, str], ...]:
+    """Positions and names of what it writes; to ask a schema takes as long as most operators on fake tensors."""
+    arguments = enumerate(operator._schema.arguments)
+    return tuple((i, each.name) for i, each in arguments if each.alias_info is not None and each.alias_info.is_write)
 
 
 def argument_names(operator: OpOverload) -> tuple[str, ...]:

@@ -178,11 +178,11 @@ def _course(
             for block in entry.made:
                 numbers[id(block)] = number = len(numbers)
                 living.add(number)
-            did = entry.func, tuple([block.nbytes for block in entry.made]), entry.taken, added, entry.place
-            asked = (*did[:2], id(entry.taken), *did[3:])
-            if asked not in known:
-                known[asked] = _Did(*did)
-            entries.append(known[asked])
+            made = tuple([block.nbytes for block in entry.made])
+            asked = id(entry.func), made, id(entry.taken), added, entry.place
+            if (did := known.get(asked)) is None:
+                did = known[asked] = _Did(entry.func, made, entry.taken, added, entry.place)
+            entries.append(did)
     gradients = _gradients(leaves, numbers, tracker)
     of_output, of_loss = _numbers(output, numbers, tracker), _numbers(loss, numbers, tracker)
     if gradients is None or living != {*(number for number, *_ in gradients), *of_output, *of_loss}:

@@ -329,17 +329,18 @@ class Tracker(Layer):
         return max(0, highest - self.blocks.allocated)
 
     def _see_all(self, result: Any) -> None:
-        if type(result) is FakeTensor and result.layout is torch.strided:  # as most are: it has one storage
+        kind = type(result)
+        if kind is FakeTensor and result.layout is torch.strided:  # as most are: it has one storage
             self._see(result)
+        elif kind is Birth:
+            block = self._born(result.storage, result.nbytes, self._category)
+            block.node = INNER if result.inner else block.node
         elif isinstance(result, Tensor):
             for part in parts_of(result):
                 self._see(part)
         elif isinstance(result, list | tuple):
             for item in result:
                 self._see_all(item)
-        elif type(result) is Birth:
-            block = self._born(result.storage, result.nbytes, self._category)
-            block.node = INNER if result.inner else block.node
 
     def _see(self, tensor: Tensor, size: int | None = None) -> Counted | None:
         """The block of a tensor's storage, counted now, as ``size`` bytes, if it is new; None on other devices."""
