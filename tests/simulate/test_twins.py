@@ -76,7 +76,7 @@ def exchanged(module: Changing) -> None:
 
 
 def marked(module: Changing) -> None:
-    module.layer.weight.was_used = True  # type: ignore[union-attr]
+    module.layer.weight.was_used = True  # type: ignore[attr-defined]
 
 
 def hooked(module: Changing) -> None:
