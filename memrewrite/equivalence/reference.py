@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from memrewrite.equivalence.blocks import Again, repeated_blocks, run_again
 from memrewrite.equivalence.trial import EVERYTHING, Kept, Record, take_step
 from memrewrite.records.errors import MeasurementError
+from memrewrite.runtime.fused import run_plain
+from memrewrite.runtime.linear_cross_entropy import LOSS, run_loss
 from memrewrite.torch_internals.fake_tensors import TorchDispatchMode
 from memrewrite.torch_internals.operators import is_mutable, named_arguments
 from memrewrite.torch_internals.pytrees import tree_leaves, tree_map
@@ -34,6 +36,7 @@ WIDE = {
 }
 """The double-precision type that stands in for each narrower one."""
 _FUSED = {"attention": "dropout_p", "_rnn": "dropout"}  # in an operator's name: the argument that makes it random
+_COMPOSED = {LOSS: run_loss, torch.ops.memrewrite.chain.default: run_plain}  # our operators, and what they consist of
 _BITCAST = torch.ops.aten.view.dtype  # reads bytes as another type, so its types are not a matter of precision
 
 
@@ -118,6 +121,9 @@ class Replay(TorchDispatchMode):
             return self._replayed(func, args, kwargs)
         if not is_mutable(func):
             args, kwargs = _same_precision(args, kwargs)
+        if func in _COMPOSED:  # its own casts are to be widened, too
+            with self:
+                return _COMPOSED[func](*args, **kwargs)
         if func is torch.ops.aten._grouped_mm.default:
             given = named_arguments(func, args, kwargs)
             return _grouped_product(given["self"], given["mat2"], given["offs"])

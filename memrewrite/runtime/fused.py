@@ -174,6 +174,11 @@ def _run_chain(name: str, given: list[Tensor]) -> list[Tensor]:
     return _run(name, _forward_of(name), given, given[0])
 
 
+def run_plain(name: str, given: list[Tensor]) -> list[Tensor]:
+    """What a chain gives, uncompiled."""
+    return listed(CHAINS[name](*given))
+
+
 def _run_slopes(
     name: str, given: list[Tensor], gradients: Sequence[Tensor | None], wanted: list[bool], orders: Sequence[int] = ()
 ) -> list[Tensor]:
@@ -190,7 +195,7 @@ def _chain_slopes_on_fakes(
 if not hasattr(torch.ops.memrewrite, "chain"):
     torch.library.define("memrewrite::chain", "(str name, Tensor[] given) -> Tensor[]")
     torch.library.impl("memrewrite::chain", "CompositeExplicitAutograd", _run_chain)
-    torch.library.register_fake("memrewrite::chain", lambda name, given: listed(CHAINS[name](*given)))
+    torch.library.register_fake("memrewrite::chain", run_plain)
     slopes = "(str name, Tensor[] given, Tensor?[] gradients, bool[] wanted, int[] orders=[]) -> Tensor[]"
     torch.library.define("memrewrite::chain_slopes", slopes)
     torch.library.impl("memrewrite::chain_slopes", "CompositeExplicitAutograd", _run_slopes)

@@ -325,7 +325,7 @@ def _steps(names: list[str], numbers: list[float]) -> tuple[tuple[Any, ...], ...
     return tuple(found)
 
 
-def _run_loss(
+def run_loss(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -378,7 +378,7 @@ if not hasattr(torch.ops.memrewrite, "linear_loss"):
         "float[] numbers, int ignore_index, float smoothing, int reduction, int rows, ScalarType? autocast, "
         "bool[] wanted) -> Tensor[]",
     )
-    torch.library.impl("memrewrite::linear_loss", "CompositeExplicitAutograd", _run_loss)
+    torch.library.impl("memrewrite::linear_loss", "CompositeExplicitAutograd", run_loss)
     torch.library.register_fake("memrewrite::linear_loss", _loss_on_fakes)
     torch.library.register_autograd("memrewrite::linear_loss", _scaled_slopes, setup_context=_keep_slopes)
 LOSS = torch.ops.memrewrite.linear_loss.default

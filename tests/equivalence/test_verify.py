@@ -21,12 +21,13 @@ from memrewrite.api import optimize
 from memrewrite.equivalence import case as cases
 from memrewrite.equivalence import judging
 from memrewrite.equivalence.compare import Comparison
-from memrewrite.equivalence.reference import Recorder, Replay, double_copy, double_step
+from memrewrite.equivalence.reference import Recorder, Replay, double_copy, double_step, in_double
 from memrewrite.equivalence.trial import take_step
 from memrewrite.equivalence.verdict import Verdict, concluded
 from memrewrite.equivalence.verifying import verify
 from memrewrite.measurement.snapshot import State
 from memrewrite.records.errors import MeasurementError, UsageError
+from memrewrite.runtime.fused import at_once
 from memrewrite.runtime.promise import FallbackWarning
 from memrewrite.workload.step import Inputs, Step
 from tests.support.verification import steps_taken
@@ -770,6 +771,23 @@ def test_the_reference_sees_the_same_draws_in_double(function: Callable[[Tensor]
     torch.testing.assert_close(result.float(), narrow_result)
     assert wide.grad is not None
     torch.testing.assert_close(wide.grad.float(), x.grad)
+
+
+def _of_a_head(x: Tensor) -> list[Tensor]:
+    how: Any = (["float32"], [0.0], -100, 0.0, 1, 4, None, [True, True, False])
+    loss: list[Tensor] = torch.ops.memrewrite.linear_loss(x, x, None, torch.arange(len(x)), None, *how)
+    return loss
+
+
+@pytest.mark.parametrize(
+    "run", [_of_a_head, lambda x: at_once("narrow", lambda y: y.float().exp(), [x])], ids=["loss", "chain"]
+)
+def test_our_operators_are_in_double_as_a_whole(run: Callable[[Tensor], list[Tensor]]) -> None:
+    """They cast to float32 themselves: none of the values is one of float32."""
+    x = torch.linspace(0, 1, 64, dtype=torch.float64).view(8, 8)
+    with in_double([]):
+        found = run(x)
+    assert all(each.dtype == torch.float64 and not torch.equal(each, each.float().double()) for each in found)
 
 
 def test_a_model_that_draws_differently_in_double_cannot_be_judged() -> None:
