@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memrewrite.simulate.memory.tracker import Tracker, by_cublas
+from memrewrite.simulate.memory.counted import by_cublas
+from memrewrite.simulate.memory.tracker import Tracker
 from memrewrite.targets.allocator import allocator_on, rounded
 from memrewrite.targets.transients import Transients, transients_on
 from memrewrite.torch_internals.compiled_code import CompiledCode

@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import functools
 import itertools
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +36,10 @@ WIDE = {
 }
 """The double-precision type that stands in for each narrower one."""
 _FUSED = {"attention": "dropout_p", "_rnn": "dropout"}  # in an operator's name: the argument that makes it random
-_COMPOSED = {LOSS: run_loss, torch.ops.memrewrite.chain.default: run_plain}  # our operators, and what they consist of
+_COMPOSED: dict[Any, Callable[..., Any]] = {  # our operators, and what they consist of
+    LOSS: run_loss,
+    torch.ops.memrewrite.chain.default: run_plain,
+}
 _BITCAST = torch.ops.aten.view.dtype  # reads bytes as another type, so its types are not a matter of precision
 
 
