@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 # A value that takes more reads than these is written, where several kernels read it and in any case: Inductor's
 # settings realize_reads_threshold and realize_acc_reads_threshold.
-_READS, _MOST_READS = 4, 8
+READS, MOST_READS = 4, 8
 FAR = 64  # runs; what is further apart is not made in one kernel
 NEVER = -(1 << 40)  # no position
 
@@ -107,8 +107,8 @@ class Written:
         for key in run.makes:
             (here, inside), (after, fits) = self.stretch.reads.get(key, (0, True)), self.later.get(key, (0, True))
             makes = run.fused and not run.stored and key not in self.stretch.ends and inside and fits
-            twice = here + after > 1 and (heavy or len(read) > _READS)
-            if not makes or twice or len(read) > _MOST_READS:
+            twice = here + after > 1 and (heavy or len(read) > READS)
+            if not makes or twice or len(read) > MOST_READS:
                 kept.append(key)
             else:
                 sources[key] = Inside(frozenset(read), heavy)

@@ -1,6 +1,7 @@
 """What backward writes, though kernels that read it could make it: fewer bytes, and the same bits."""
 
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -12,6 +13,7 @@ from memrewrite.backends import entry, partition
 from memrewrite.backends.facts import Facts
 from memrewrite.backends.observed import Seen, seen
 from memrewrite.backends.partition import Partition
+from memrewrite.backends.stored import _OnTheWay
 from memrewrite.torch_internals.compiled_code import compiled_codes
 from tests.support.divided import Divided
 
@@ -65,6 +67,37 @@ def test_sums_are_written_that_are_read_again_and_stand_for_more(kind: str, coun
     written = [known.nodes[i] for i in known.stored]
     assert [node.target for node in written] == [torch.ops.aten.add.Tensor] * count
     assert all(known.size(i) == BUFFER for i in known.stored)
+
+
+def test_ways_that_meet_again_are_followed_to_where_they_do() -> None:
+    """0 is read by 1 and 2, these by 3, and that by 4 and 5, of which 4 alone is made where it is read, by 5."""
+    readers = [[1, 2], [3], [3], [4, 5], [5], []]
+    known: Any = SimpleNamespace(nodes=range(6), makes=[(i,) for i in range(6)])
+    on_the_way = _OnTheWay(known, readers, [1, 2, 3, 4])
+    assert [node for node in range(1, 6) if on_the_way(node, 0)] == [3, 5]
+    assert [node for node in range(1, 6) if on_the_way(node, 3)] == [5]
+    assert not any(on_the_way(node, 5) for node in range(6))  # nobody reads it
+
+
+class Convolved(nn.Module):
+    """A sum of two products that convolutions read, which lie in memory as these choose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = (nn.Conv2d(3, 8, 3, padding=1, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.one(x) + self.other(x)
+        return (made.sigmoid() * made).sum()
+
+
+def test_what_convolutions_give_lies_as_they_choose() -> None:
+    divided = Divided(Convolved(), "min", fused=True)
+    divided.step(torch.randn(2, 3, 16, 16))
+    assert divided.partition.options is not None
+    known = divided.partition.options.frontier.facts
+    assert known.stored == frozenset()
+    assert any(node.target is torch.ops.aten.add.Tensor for node in known.nodes)
 
 
 def test_what_any_number_of_rows_makes_is_not() -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from memrewrite.backends.stretches import _MOST_READS, _READS, FAR, Key, Run
+from memrewrite.backends.stretches import FAR, MOST_READS, READS, Key, Run
 
 Size = Callable[[Key], int]
 
@@ -43,7 +43,7 @@ def _written(runs: Sequence[Run], stays: set[Key]) -> tuple[set[Key], dict[Key, 
         for key in run.makes:
             readers = [each for each in runs for other in each.reads if other == key]
             inside = run.fused and key not in stays and all(each.reader for each in readers)
-            if not inside or (len(readers) > 1 and (weighs or len(read) > _READS)) or len(read) > _MOST_READS:
+            if not inside or (len(readers) > 1 and (weighs or len(read) > READS)) or len(read) > MOST_READS:
                 written.add(key)
                 continue
             sources[key] = read
