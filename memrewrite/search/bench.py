@@ -21,7 +21,6 @@ from memrewrite.records.mesh import Fsdp, Tp
 from memrewrite.records.outcomes import Measured
 from memrewrite.runtime.assembled import Written
 from memrewrite.simulate import Noted, Timeline, Twins, requests
-from memrewrite.simulate.memory.updates import Update
 from memrewrite.state.random_state import preserved_rng
 from memrewrite.targets.allocator import Requests
 from memrewrite.targets.eager import Target
@@ -60,7 +59,6 @@ class Bench:
     _beside: _Simulated = field(default_factory=dict, compare=False)  # what came with it, until it is asked for
     _courses: dict[tuple[str, ...], Noted] = field(default_factory=dict, compare=False)
     _passes: dict[tuple[str, ...], tuple[Timeline, int]] = field(default_factory=dict, compare=False)
-    _updates: dict[object, Update | None] = field(default_factory=dict, compare=False)
     _twins: Twins = field(default_factory=Twins, compare=False)
     _requests: dict[tuple[str, ...], Requests | None] = field(default_factory=dict, compare=False)  # None: unknown
     _remembered: dict[object, tuple[object, Any]] = field(default_factory=dict, compare=False)
@@ -164,7 +162,7 @@ class Bench:
         """
         usual = self.usual
         alike = usual is not None and self.remembered("alike", id(usual), lambda: usual.passes_alike)
-        return replace(self._courses.setdefault(whole, Noted(updates=self._updates)), alike=alike, room=room)
+        return replace(self._courses.setdefault(whole, Noted()), alike=alike, room=room)
 
     def one_pass(
         self, programs: tuple[str, ...], written: Callable[[], Written], usual: Timeline, noted: Noted | None

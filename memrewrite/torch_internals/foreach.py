@@ -7,7 +7,6 @@ import contextlib
 from collections.abc import Iterator
 from unittest import mock
 
-import torch
 import torch.optim.optimizer as optimizer_module
 
 from memrewrite.torch_internals.fake_tensors import FakeTensor
@@ -16,8 +15,6 @@ from memrewrite.torch_internals.versions import private_imports
 
 with private_imports():
     from torch.optim.optimizer import _foreach_supported_types as _foreach_types
-    from torch.optim.optimizer import _global_optimizer_post_hooks as _after_all
-    from torch.optim.optimizer import _global_optimizer_pre_hooks as _before_all
     from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices as _foreach_devices
 
 
@@ -41,9 +38,3 @@ def foreach_on_fake_tensors(on_cpu: bool = False) -> Iterator[None]:
             yield
     finally:
         _foreach_types.remove(FakeTensor)
-
-
-def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether anything is to be called around its step; there are functions to register hooks but none that asks."""
-    own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-    return any((*own, _before_all, _after_all))

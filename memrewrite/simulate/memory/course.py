@@ -14,15 +14,28 @@ import torch
 from torch import Tensor
 
 from memrewrite.records.tensor_like import TensorLike
-from memrewrite.simulate.memory.counted import Counted, Ran
-from memrewrite.simulate.memory.noted import Did, count_again, in_numbers
+from memrewrite.simulate.memory.counted import Birth, Counted, Ran, Stand, by_cublas
 from memrewrite.simulate.memory.tracker import Tracker
-from memrewrite.simulate.memory.updates import Update, take_update
+from memrewrite.targets.transients import NOTHING, Taken
 from memrewrite.torch_internals.fake_tensors import FakeTensor
 from memrewrite.torch_internals.pytrees import tensors_in
 from memrewrite.workload.step import Inputs, Phase, Running, Step
 
 OnPhase = Callable[[Phase], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Did:
+    """An operator: the bytes of each storage it made, and what it took; ``added`` to a storage it was in place.
+
+    ``place`` is as in ``Ran``.
+    """
+
+    func: Any
+    made: tuple[int, ...]
+    taken: Taken
+    added: int | None
+    place: str | None
 
 
 @dataclass(frozen=True)
@@ -33,7 +46,7 @@ class Course:
     storages that those leave.
     """
 
-    entries: tuple[Did | int | Phase, ...]
+    entries: tuple[_Did | int | Phase, ...]
     gradients: tuple[tuple[int, int, TensorLike], ...]
     output: tuple[int, ...]
     loss: tuple[int, ...]
@@ -44,11 +57,9 @@ class Noted:
     """What is known of a program's passes, by what is known of operators; None of those that are to run each time.
 
     They are counted again where they are ``alike``. ``room`` is for how many bytes the program makes room first of all.
-    ``updates`` are what optimizers did for programs of the same model.
     """
 
     courses: dict[object, Course | None] = field(default_factory=dict)
-    updates: dict[object, Update | None] = field(default_factory=dict)
     alike: bool = False
     room: int = 0
 
@@ -65,7 +76,7 @@ class Noting(Running):
 
     def __init__(self, noted: Noted, trackers: Sequence[Tracker], *loop: Any) -> None:
         super().__init__(*loop)
-        self._noted, self._trackers, self._usual = noted, list(trackers), self.inputs
+        self._noted, self._trackers, self._usual = noted, trackers, self.inputs
 
     def _pass(self, first: bool, on_phase: OnPhase) -> Any:
         edition, courses = self._trackers[0].edition, self._noted.courses
@@ -118,15 +129,17 @@ class Noting(Running):
                 on_phase(entry)
                 self._after(entry)
             else:
-                count_again(entry, count, storages, there, self._trackers)
-                count += len(entry.made)
+                new = range(count, count := count + len(entry.made))
+                there.update((number, storages.get(number) or Stand()) for number in new)
+                births = [Birth(there[number], size, False) for number, size in zip(new, entry.made, strict=True)]
+                added = None if entry.added is None else there[entry.added]
+                for tracker in self._trackers:
+                    tracker.repeat(entry.func, births, entry.taken, added, entry.place)
+                del added
+                if entry.added is not None:
+                    del there[entry.added]
+                births.clear()
         return [there[number] for number in course.loss]
-
-    def _update(self) -> None:
-        if self.optimizer is None or self.scaler is not None:
-            super()._update()
-        else:
-            take_update(self.optimizer, self._noted.updates, self._trackers, super()._update)
 
     def _after(self, phase: Phase) -> None:
         if phase == "data" and self._noted.room:
@@ -145,15 +158,40 @@ def _course(
     tracker: Tracker,
 ) -> Course | None:
     """What happened; None where that is more than storages that come and go, gradients and results aside."""
-    happened = in_numbers(log)
-    if happened is None:
-        return None
-    numbers = happened.numbers
+    numbers: dict[int, int] = {}
+    known: dict[Any, _Did] = {}
+    entries: list[_Did | int | Phase] = []
+    living: set[int] = set()
+    for entry in log:
+        if isinstance(entry, str):
+            entries.append(entry)
+        elif isinstance(entry, Counted):
+            if (number := numbers.get(id(entry))) is None:  # it was there before
+                return None
+            living.remove(number)
+            entries.append(number)
+        elif entry is None or (entry.added is not None and id(entry.added) not in numbers):
+            return None
+        elif entry.made or _takes(entry.taken) or by_cublas(entry.func):  # else it does nothing to what is counted
+            added = None if entry.added is None else numbers[id(entry.added)]
+            living.discard(-1 if added is None else added)
+            for block in entry.made:
+                numbers[id(block)] = number = len(numbers)
+                living.add(number)
+            made = tuple([block.nbytes for block in entry.made])
+            asked = id(entry.func), made, id(entry.taken), added, entry.place
+            if (did := known.get(asked)) is None:
+                did = known[asked] = _Did(entry.func, made, entry.taken, added, entry.place)
+            entries.append(did)
     gradients = _gradients(leaves, numbers, tracker)
     of_output, of_loss = _numbers(output, numbers, tracker), _numbers(loss, numbers, tracker)
-    if gradients is None or happened.living != {*(number for number, *_ in gradients), *of_output, *of_loss}:
+    if gradients is None or living != {*(number for number, *_ in gradients), *of_output, *of_loss}:
         return None
-    return Course(happened.entries, gradients, of_output, of_loss)
+    return Course(tuple(entries), gradients, of_output, of_loss)
+
+
+def _takes(taken: Taken) -> bool:
+    return taken is not NOTHING and taken != NOTHING
 
 
 def _numbers(tensors: Iterable[Tensor], numbers: dict[int, int], tracker: Tracker) -> tuple[int, ...]:
