@@ -29,8 +29,8 @@ def graphs(
     """Forward and backward; what runs again is written into the joint graph first, each copy before its reader.
 
     Nothing else of the joint graph changes, so that what PyTorch knows of it stays; but for ``apart``, with which
-    backward settles what it has made in many places, and losses, which make so many times fewer rows at once as
-    ``share`` says.
+    backward settles what it has made in many places, for what of it is ``stored``, and for losses, which make so many
+    times fewer rows at once as ``share`` says.
     """
     for node, taken in zip(facts.nodes, with_fewer_rows(facts, share).scratch, strict=True):
         if taken:
