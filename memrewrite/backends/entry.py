@@ -35,7 +35,7 @@ from memrewrite.backends.told import note
 from memrewrite.records.errors import MemrewriteError, UsageError
 from memrewrite.runtime.promise import BeyondPlanWarning
 from memrewrite.targets import transients
-from memrewrite.torch_internals import compiling, fusions, kernel_order, partitioning, written_over
+from memrewrite.torch_internals import compiling, fusions, kernel_order, partitioning, realized, written_over
 from memrewrite.torch_internals.compiled_code import compiled_codes
 from memrewrite.torch_internals.compiling import (
     Partitioner,
@@ -148,7 +148,7 @@ def _compiled(
 
 def identity(partition: Partition) -> str:
     """What tells the graphs of a partition from others in Inductor's cache: code, options, and the bytes there are."""
-    others = (partitioning, transients, written_over, fusions, kernel_order)
+    others = (partitioning, transients, realized, written_over, fusions, kernel_order)
     code = digest(Path(__file__).parent, *(Path(str(each.__file__)) for each in others))
     whole = (partition.asked, partition.lives, partition.fused, partition.taken, partition.in_step)
     return f"memrewrite {__version__} {code} {' '.join(map(str, whole))}"
