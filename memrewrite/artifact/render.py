@@ -13,6 +13,7 @@ from memrewrite.runtime import (
     differences,
     dropin,
     guards,
+    kernel_files,
     kernels,
     likeness,
     operations,
@@ -28,6 +29,7 @@ _OPERATIONS = (
     sys.modules[each.__module__] for each in (*operations.AROUND_NODES.values(), *operations.IN_GRAPHS.values())
 )
 _RUNTIME: tuple[ModuleType, ...] = (
+    kernel_files,
     kernels,
     *dict.fromkeys(_OPERATIONS),
     operations,

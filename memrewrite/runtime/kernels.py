@@ -2,10 +2,12 @@
 
 Dynamo looks at all that a call is given, which takes longer than a small kernel. What it decides by is the same in a
 call of the same shapes, strides, types and devices under the same settings: then the code that it chose is run as it
-was, while autograd records nothing. Torch only: this file's text is also pasted into generated models.
+was, while autograd records nothing; in another process, too. Torch only: this file's text is also pasted into generated
+models.
 """
 
 import contextlib
+import functools
 import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from memrewrite.runtime.kernel_files import Order, code_kept, code_of_graph, file_of_code, keep_code, said_of
 
 Given = Sequence[Any]  # tensors, and None where there is none
 Function = Callable[[Given], Sequence[Tensor]]
@@ -57,13 +61,32 @@ class Kernel:
             return known(given)
         tensors = [t if t is None else t.detach() for t in given]  # no parameter, nothing that needs a gradient
         with _usual_algorithms():
+            if not records and self._found(look):
+                return self._known[look](tensors)
             results = list(self._compiled(tensors)(tensors))
         calls, self._calls.made = self._calls.made, []
-        once = len(calls) == 1 and not records and len(self._known) < _MOST
-        direct = _direct(*calls[0], tensors, results) if once else None
-        if direct is not None:
-            self._known[look] = direct
+        if len(calls) == 1 and not records and len(self._known) < _MOST:
+            code, args, made = calls[0]
+            order = _order(args, made, tensors, results)
+            if order is not None:
+                self._known[look] = _direct(code, order)
+                keep_code(code, order, self._file(look))
         return results
+
+    def _found(self, look: tuple[Any, ...]) -> bool:
+        """Whether there is code for such a call that another process kept, which is known then."""
+        found = code_kept(self._file(look)) if len(self._known) < _MOST else None
+        if found is not None:
+            self._known[look] = _direct(*found)
+        return found is not None
+
+    def _file(self, look: tuple[Any, ...]) -> str:
+        with torch._inductor.config.patch(_SETTINGS):
+            return file_of_code(self._said, look)
+
+    @functools.cached_property
+    def _said(self) -> str:
+        return said_of(self._function)
 
     def _compiled(self, given: Given) -> Function:
         """The function for tensors of such types and dimensions.
@@ -81,7 +104,7 @@ class Kernel:
     def _inductor(self, graph: Any, inputs: Any) -> Code:
         """Inductor's code for a graph, whose calls are noted."""
         with torch._inductor.config.patch(_SETTINGS):
-            code: Code = torch._dynamo.lookup_backend("inductor")(graph, inputs)
+            code: Code = code_of_graph(graph, inputs)
 
         def noted(*args: Any) -> Sequence[Tensor]:
             results = code(*args)
@@ -91,16 +114,19 @@ class Kernel:
         return noted
 
 
-def _direct(
-    code: Code, args: tuple[Any, ...], made: Sequence[Tensor], given: Given, results: list[Tensor]
-) -> Direct | None:
-    """What calls ``code`` with the likes of ``given`` for the likes of ``results``; None where more was done."""
+def _order(args: tuple[Any, ...], made: Sequence[Tensor], given: Given, results: list[Tensor]) -> Order | None:
+    """How code that got ``args`` and ``made`` something is called; None where more was done for the ``results``."""
     places = {id(t): i for i, t in enumerate(given) if t is not None}
-    order = [(places.get(id(a)), a) for a in args]
+    takes = [(None, a) if isinstance(a, int) else (places.get(id(a)), None) for a in args]
     found = {id(t): i for i, t in enumerate(made)}
-    if any(i is None and not isinstance(a, int) for i, a in order) or any(id(t) not in found for t in results):
+    if (None, None) in takes or any(id(t) not in found for t in results):
         return None
-    takes, gives = [(i, a if i is None else None) for i, a in order], [found[id(t)] for t in results]
+    return Order(takes, [found[id(t)] for t in results])
+
+
+def _direct(code: Code, order: Order) -> Direct:
+    """Calls ``code`` with what is like what was given for what is like the results."""
+    takes, gives = order
 
     def run(tensors: Given) -> list[Tensor]:
         made = code(*[a if i is None else tensors[i] for i, a in takes])

@@ -15,6 +15,7 @@ from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 
+from memrewrite.runtime import kernels
 from memrewrite.torch_internals.pytrees import tree_flatten
 
 
@@ -32,8 +33,10 @@ class CompiledBytes:
 
 def counted_inductor(monkeypatch: pytest.MonkeyPatch) -> CompileCounterWithBackend:
     """Counts what Inductor would compile, which would need a C++ compiler; it is run as AOTAutograd makes it."""
-    counter, found = CompileCounterWithBackend("aot_eager"), torch._dynamo.lookup_backend
-    monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda name: counter if name == "inductor" else found(name))
+    counter = CompileCounterWithBackend("aot_eager")
+    monkeypatch.setattr(kernels, "code_of_graph", counter)
+    monkeypatch.setattr(kernels, "keep_code", lambda *kept: None)
+    monkeypatch.setattr(kernels, "code_kept", lambda file: None)
     torch.compiler.reset()
     return counter
 

@@ -37,6 +37,7 @@ SLOW: dict[str, tuple[str, ...]] = {
     "plan/test_milp.py::test_the_graphs_are_many_and_unlike": ("*",),
     "plan/test_milp.py::test_the_worst_and_the_median_of_all_graphs": ("*",),
     # Each takes a C++ compiler some seconds; two of the kinds of models are enough by default.
+    "runtime/test_kernel_files.py::test_another_kernel_of_the_function_finds_its_code": ("any",),
     "backends/test_observed.py::test_the_peaks_are_those_of_the_code_with_its_kernels": (
         "transformer",
         "dropout",

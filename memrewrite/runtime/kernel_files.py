@@ -1,0 +1,115 @@
+"""Compiled kernels on disk, beside what Inductor keeps there: another process calls them without Dynamo.
+
+Inductor keeps code by the graph that it was made of, and to make that graph again, by Dynamo and AOTAutograd, takes
+most of the time. Here the same code is kept by what a function is: the code of it and of what it calls, the shapes,
+strides and types that it was given, the device and PyTorch's settings and version. Torch only: this file's text is also
+pasted into generated models.
+"""
+
+import functools
+import hashlib
+import json
+import os
+import types
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+_KERNELS = "memrewrite"  # in Inductor's
+
+
+class Order(NamedTuple):
+    """How code is called: what it ``takes``, a number or what is given at a place; and which results are given."""
+
+    takes: list[tuple[int | None, int | None]]
+    gives: list[int]
+
+
+def code_of_graph(graph: Any, inputs: Any) -> Any:
+    """Inductor's code for what Dynamo saw, which can be kept; tuned as it is without that, when it first runs."""
+    how = {"config_patches": {"triton.autotune_at_compile_time": None}}
+    return torch._inductor.standalone_compile(graph, inputs, dynamic_shapes="from_tracing_context", options=how)
+
+
+def file_of_code(said: str, look: tuple[Any, ...]) -> str:
+    """Where the code is for a function of which that is ``said`` and what is given looks so."""
+    from torch._functorch import config  # imported here: all this takes a while
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    settings = torch._inductor.config.save_config_portable(), config.save_config_portable()
+    words = said, look, _kernel_versions(), [sorted(map(repr, each.items())) for each in settings]
+    return os.path.join(cache_dir(), _KERNELS, hashlib.sha256(repr(words).encode()).hexdigest())
+
+
+def keep_code(code: Any, order: Order, file: str) -> None:
+    """Write code, if it can be, and then how to call it."""
+    os.makedirs(os.path.dirname(file), exist_ok=True)
+    try:
+        code.save(path=file)
+    except (RuntimeError, AssertionError):  # its graph has no key, or caches are off
+        return
+    own = f"{file}.{os.getpid()}"
+    with open(own, "w") as to:
+        json.dump(order, to)
+    os.replace(own, f"{file}.json")
+
+
+def code_kept(file: str) -> tuple[Any, Order] | None:
+    """The code of a file and how to call it; None where there is none that can be read."""
+    if torch._inductor.config.force_disable_caches or not os.path.exists(f"{file}.json"):
+        return None
+    try:
+        with open(f"{file}.json") as of:
+            takes, gives = json.load(of)
+        return torch._inductor.CompiledArtifact.load(path=file), Order([(i, n) for i, n in takes], gives)
+    except Exception:  # whatever damaged files lead to: it is compiled anew
+        return None
+
+
+def said_of(function: Any) -> str:
+    """What tells a function from one that computes something else: its code and constants, and those of what it calls.
+
+    Names, of what PyTorch and other modules have, stand for it.
+    """
+    return hashlib.sha256("\n".join(_said(function, set())).encode()).hexdigest()
+
+
+def _said(value: Any, seen: set[int]) -> Iterator[str]:
+    if isinstance(value, types.CodeType):
+        yield value.co_code.hex()
+        yield from (*value.co_names, *value.co_varnames, *value.co_freevars)
+        for constant in value.co_consts:
+            yield from _said(constant, seen)
+    elif isinstance(value, types.FunctionType) and not (value.__module__ or "").startswith("torch"):
+        if id(value) in seen:
+            return
+        seen.add(id(value))
+        yield from _said(value.__code__, seen)
+        inside = [value.__defaults__, *(cell.cell_contents for cell in value.__closure__ or ())]
+        yield from _said((*inside, *(value.__globals__.get(name) for name in _names_in(value.__code__))), seen)
+    elif isinstance(value, functools.partial):
+        yield from _said((value.func, value.args, tuple(value.keywords.items())), seen)
+    elif isinstance(value, tuple | list):
+        yield f"{len(value)} in one"
+        for each in value:
+            yield from _said(each, seen)
+    elif callable(value) or isinstance(value, types.ModuleType):
+        yield getattr(value, "__name__", type(value).__name__)
+    else:
+        yield repr(value)
+
+
+def _names_in(code: types.CodeType) -> Iterator[str]:
+    """What code and that inside it look up by name."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names_in(constant)
+
+
+@functools.cache
+def _kernel_versions() -> tuple[Any, ...]:
+    """PyTorch's, and the devices'."""
+    on = [repr(torch.cuda.get_device_properties(i)) for i in range(torch.cuda.device_count())]
+    return torch.__version__, torch.version.git_version, torch.version.cuda, torch.version.hip, on

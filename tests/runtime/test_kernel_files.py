@@ -1,0 +1,134 @@
+"""Compiled kernels on disk: found again for the same function of what looks the same, and for nothing else."""
+
+import functools
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from memrewrite.runtime import kernels
+from memrewrite.runtime.kernel_files import file_of_code, said_of
+from memrewrite.runtime.kernels import Given, Kernel
+
+
+def normed(given: Given) -> list[Tensor]:
+    first, second = given[0], given[1]
+    return [first * second.sum(-1, keepdim=True) / first.shape[0], first + second]
+
+
+def pair(rows: int) -> list[Tensor]:
+    return [torch.randn(rows, 3), torch.randn(rows, 3)]
+
+
+def without_dynamo(kernel: Kernel, given: Given) -> list[Tensor]:
+    """What the kernel gives though nothing may be compiled."""
+    with mock.patch.object(kernel, "_compiled", side_effect=AssertionError("Dynamo was asked")):
+        return kernel(given)
+
+
+@torch.no_grad()
+@torch._inductor.config.patch({"cpp.simdlen": 0, "cpp_cache_precompile_headers": False})  # for less time
+@pytest.mark.parametrize("rows", [(4,), (4, 5, 6)], ids=["one length", "any"])
+def test_another_kernel_of_the_function_finds_its_code(
+    rows: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    torch.compiler.reset()
+    first, given = Kernel(normed, "normed"), list(map(pair, rows))
+    made = [first(each) for each in given]
+    second = Kernel(normed, "another")
+    for each, results in zip(given, made, strict=True):
+        found = without_dynamo(second, each)
+        assert all(map(torch.equal, found, results))
+        assert all(map(torch.equal, without_dynamo(second, each), results))
+    with pytest.raises(AssertionError, match="Dynamo was asked"):
+        without_dynamo(Kernel(lambda given: normed(given)[::-1], "normed"), given[0])
+    for file in (tmp_path / "memrewrite").iterdir():
+        file.write_bytes(file.read_bytes()[:-9])
+    with pytest.raises(AssertionError, match="Dynamo was asked"):  # which it is for what is damaged
+        without_dynamo(Kernel(normed, "normed"), given[0])
+    assert all(map(torch.equal, Kernel(normed, "normed")(given[0]), made[0]))
+
+
+@torch.no_grad()
+def test_what_cannot_be_kept_is_called_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Code:
+        """As of a graph without a key, or where caches are off."""
+
+        def __init__(self, graph: Any, inputs: Any) -> None:
+            self.graph = graph
+
+        def __call__(self, *given: Any) -> Any:
+            return self.graph(*given)
+
+        def save(self, path: str) -> None:
+            raise RuntimeError("there is no artifact to save")
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(kernels, "code_of_graph", Code)
+    kernel, given = Kernel(normed, "normed"), pair(4)
+    for found in (kernel(given), without_dynamo(kernel, given)):
+        assert all(map(torch.equal, found, normed(given)))
+    assert not any((tmp_path / "memrewrite").iterdir())
+
+
+TEXT = """
+def inner(x):
+    return x * {factor}
+
+def outer(given):
+    return [inner(x).{method}() for x in given]
+"""
+
+
+def outer(**parts: Any) -> Callable[..., Any]:
+    """A function that calls another one."""
+    names: dict[str, Any] = {}
+    exec(TEXT.format_map({"factor": 2, "method": "exp"} | parts), names)  # noqa: S102
+    made: Callable[..., Any] = names["outer"]
+    return made
+
+
+def scaled_by(factor: Any) -> Callable[..., Any]:
+    return lambda given: [x * factor for x in given]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (outer(), outer(factor=3)),
+        (outer(), outer(method="sin")),
+        (scaled_by(2), scaled_by(3)),
+        (scaled_by(2), scaled_by(2.0)),
+        (functools.partial(normed, scale=2.0), functools.partial(normed, scale=3.0)),
+        (functools.partial(outer(), 1), functools.partial(outer(factor=3), 1)),
+    ],
+    ids=["constant of what is called", "method", "closure", "type", "argument", "partial of another"],
+)
+def test_what_computes_something_else_is_said_otherwise(one: Any, other: Any) -> None:
+    assert said_of(one) != said_of(other)
+
+
+@pytest.mark.parametrize(
+    "make", [outer, lambda: scaled_by(torch.float32), lambda: functools.partial(outer(), [1, (2.0, None)])]
+)
+def test_what_computes_the_same_is_said_alike(make: Callable[[], Any]) -> None:
+    assert said_of(make()) == said_of(make())
+
+
+def test_another_process_looks_for_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    code = (
+        "from tests.runtime.test_kernel_files import *\n"
+        "print(file_of_code(said_of(normed), (torch.float32, torch.Size([2]))))"
+    )
+    environment = os.environ | {"PYTHONHASHSEED": "7", "PYTHONPATH": os.pathsep.join(sys.path)}
+    found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == file_of_code(said_of(normed), (torch.float32, torch.Size([2])))
