@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,8 +22,8 @@ _KERNELS = "memrewrite"  # in Inductor's
 class Order(NamedTuple):
     """How code is called: what it ``takes``, a number or what is given at a place; and which results are given."""
 
-    takes: list[tuple[int | None, int | None]]
-    gives: list[int]
+    takes: Sequence[tuple[int | None, int | None]]
+    gives: Sequence[int]
 
 
 def code_of_graph(graph: Any, inputs: Any) -> Any:
@@ -59,10 +59,12 @@ def code_kept(file: str) -> tuple[Any, Order] | None:
     """The code of a file and how to call it; None where there is none that can be read."""
     if torch._inductor.config.force_disable_caches or not os.path.exists(f"{file}.json"):
         return None
+    from torch._inductor.standalone_compile import CompiledArtifact
+
     try:
         with open(f"{file}.json") as of:
             takes, gives = json.load(of)
-        return torch._inductor.CompiledArtifact.load(path=file), Order([(i, n) for i, n in takes], gives)
+        return CompiledArtifact.load(path=file), Order([(i, n) for i, n in takes], gives)
     except Exception:  # whatever damaged files lead to: it is compiled anew
         return None
 

@@ -53,7 +53,8 @@ class Kernel:
 
     def __call__(self, given: Given) -> list[Tensor]:
         """What the function gives, compiled."""
-        autocast, records = torch.is_autocast_enabled(given[0].device.type), torch.is_grad_enabled()
+        kind, records = given[0].device.type, torch.is_grad_enabled()
+        autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
         settings = autocast, torch.is_inference_mode_enabled(), torch.get_default_dtype()
         look = (*settings, *[t if t is None else (t.shape, t.stride(), t.dtype, t.get_device()) for t in given])
         known = None if records else self._known.get(look)
@@ -67,7 +68,7 @@ class Kernel:
         calls, self._calls.made = self._calls.made, []
         if len(calls) == 1 and not records and len(self._known) < _MOST:
             code, args, made = calls[0]
-            order = _order(args, made, tensors, results)
+            order = _order_of(args, made, tensors, results)
             if order is not None:
                 self._known[look] = _direct(code, order)
                 keep_code(code, order, self._file(look))
@@ -114,7 +115,7 @@ class Kernel:
         return noted
 
 
-def _order(args: tuple[Any, ...], made: Sequence[Tensor], given: Given, results: list[Tensor]) -> Order | None:
+def _order_of(args: tuple[Any, ...], made: Sequence[Tensor], given: Given, results: list[Tensor]) -> Order | None:
     """How code that got ``args`` and ``made`` something is called; None where more was done for the ``results``."""
     places = {id(t): i for i, t in enumerate(given) if t is not None}
     takes = [(None, a) if isinstance(a, int) else (places.get(id(a)), None) for a in args]
