@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 _KERNELS = "memrewrite"  # in Inductor's
 
@@ -26,15 +27,34 @@ class Order(NamedTuple):
     gives: Sequence[int]
 
 
-def code_of_graph(graph: Any, inputs: Any) -> Any:
-    """Inductor's code for what Dynamo saw, which can be kept; tuned as it is without that, when it first runs."""
-    how = {"config_patches": {"triton.autotune_at_compile_time": None}}
-    return torch._inductor.standalone_compile(graph, inputs, dynamic_shapes="from_tracing_context", options=how)
+class Code:
+    """Inductor's code for what Dynamo saw, and what Inductor noted of it in its caches."""
+
+    def __init__(self, graph: Any, inputs: Any) -> None:
+        from torch.compiler._cache import CacheArtifactManager  # imported here: all this takes a while
+
+        with CacheArtifactManager.with_fresh_cache():
+            self._call = torch._dynamo.lookup_backend("inductor")(graph, inputs)
+            self._noted = torch.compiler.save_cache_artifacts()
+
+    def __call__(self, *args: Any) -> Sequence[Tensor]:
+        """Run it."""
+        results: Sequence[Tensor] = self._call(*args)
+        return results
+
+    def save(self, file: str) -> bool:
+        """Write what another process needs to call it; False where that is not known."""
+        from torch._inductor.standalone_compile import CacheCompiledArtifact
+
+        if self._noted is None or len(self._noted[1].aot_autograd_artifacts) != 1:
+            return False  # its graph has no key, or caches are off
+        CacheCompiledArtifact(self._call, self._noted).save(path=file)
+        return True
 
 
 def file_of_code(said: str, look: tuple[Any, ...]) -> str:
     """Where the code is for a function of which that is ``said`` and what is given looks so."""
-    from torch._functorch import config  # imported here: all this takes a while
+    from torch._functorch import config
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     settings = torch._inductor.config.save_config_portable(), config.save_config_portable()
@@ -42,12 +62,10 @@ def file_of_code(said: str, look: tuple[Any, ...]) -> str:
     return os.path.join(cache_dir(), _KERNELS, hashlib.sha256(repr(words).encode()).hexdigest())
 
 
-def keep_code(code: Any, order: Order, file: str) -> None:
+def keep_code(code: Code, order: Order, file: str) -> None:
     """Write code, if it can be, and then how to call it."""
     os.makedirs(os.path.dirname(file), exist_ok=True)
-    try:
-        code.save(path=file)
-    except (RuntimeError, AssertionError):  # its graph has no key, or caches are off
+    if not code.save(file):
         return
     own = f"{file}.{os.getpid()}"
     with open(own, "w") as to:

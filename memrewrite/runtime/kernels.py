@@ -16,12 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memrewrite.runtime.kernel_files import Order, code_kept, code_of_graph, file_of_code, keep_code, said_of
+from memrewrite.runtime.kernel_files import Code, Order, code_kept, file_of_code, keep_code, said_of
 
 Given = Sequence[Any]  # tensors, and None where there is none
 Function = Callable[[Given], Sequence[Tensor]]
 Direct = Callable[[Given], list[Tensor]]
-Code = Callable[..., Sequence[Tensor]]
 _MOST = 4096  # calls that a kernel knows at once
 
 # Inductor stores what two kernels read, rather than have both compute it, once that reads 4 tensors or takes 30
@@ -102,10 +101,10 @@ class Kernel:
             self._by_dynamo[kinds] = torch.compile(own, backend=self._inductor)
         return self._by_dynamo[kinds]
 
-    def _inductor(self, graph: Any, inputs: Any) -> Code:
+    def _inductor(self, graph: Any, inputs: Any) -> Callable[..., Sequence[Tensor]]:
         """Inductor's code for a graph, whose calls are noted."""
         with torch._inductor.config.patch(_SETTINGS):
-            code: Code = code_of_graph(graph, inputs)
+            code = Code(graph, inputs)
 
         def noted(*args: Any) -> Sequence[Tensor]:
             results = code(*args)
@@ -125,7 +124,7 @@ def _order_of(args: tuple[Any, ...], made: Sequence[Tensor], given: Given, resul
     return Order(takes, [found[id(t)] for t in results])
 
 
-def _direct(code: Code, order: Order) -> Direct:
+def _direct(code: Callable[..., Sequence[Tensor]], order: Order) -> Direct:
     """Calls ``code`` with what is like what was given for what is like the results."""
     takes, gives = order
 

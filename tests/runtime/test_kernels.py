@@ -135,7 +135,7 @@ def test_inductor_is_to_compute_again_rather_than_store(monkeypatch: pytest.Monk
         seen.append({name: getattr(torch._inductor.config, name) for name in kernels._SETTINGS})
         return graph.forward
 
-    monkeypatch.setattr(kernels, "code_of_graph", backend)
+    monkeypatch.setattr(kernels, "Code", backend)
     Kernel(scaled, "scaled")(pair(4))
     assert seen == [kernels._SETTINGS]
     assert all(getattr(torch._inductor.config, name) != value for name, value in kernels._SETTINGS.items())

@@ -34,7 +34,7 @@ class CompiledBytes:
 def counted_inductor(monkeypatch: pytest.MonkeyPatch) -> CompileCounterWithBackend:
     """Counts what Inductor would compile, which would need a C++ compiler; it is run as AOTAutograd makes it."""
     counter = CompileCounterWithBackend("aot_eager")
-    monkeypatch.setattr(kernels, "code_of_graph", counter)
+    monkeypatch.setattr(kernels, "Code", counter)
     monkeypatch.setattr(kernels, "keep_code", lambda *kept: None)
     monkeypatch.setattr(kernels, "code_kept", lambda file: None)
     torch.compiler.reset()
