@@ -6,6 +6,7 @@ strides and types that it was given, the device and PyTorch's settings and versi
 pasted into generated models.
 """
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -64,13 +65,14 @@ def file_of_code(said: str, look: tuple[Any, ...]) -> str:
 
 def keep_code(code: Code, order: Order, file: str) -> None:
     """Write code, if it can be, and then how to call it."""
-    os.makedirs(os.path.dirname(file), exist_ok=True)
-    if not code.save(file):
-        return
     own = f"{file}.{os.getpid()}"
-    with open(own, "w") as to:
-        json.dump(order, to)
-    os.replace(own, f"{file}.json")
+    with contextlib.suppress(OSError):  # a full disk, say: another process compiles it again
+        os.makedirs(os.path.dirname(file), exist_ok=True)
+        if not code.save(file):
+            return
+        with open(own, "w") as to:
+            json.dump(order, to)
+        os.replace(own, f"{file}.json")
 
 
 def code_kept(file: str) -> tuple[Any, Order] | None:

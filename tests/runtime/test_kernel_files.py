@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from memrewrite.runtime.kernel_files import file_of_code, said_of
+from memrewrite.runtime.kernel_files import Code, Order, file_of_code, keep_code, said_of
 from memrewrite.runtime.kernels import Given, Kernel
 
 
@@ -56,6 +56,18 @@ def test_another_kernel_of_the_function_finds_its_code(
     with pytest.raises(AssertionError, match="Dynamo was asked"):  # which it is for what is damaged
         without_dynamo(Kernel(normed, "normed"), given[0])
     assert all(map(torch.equal, Kernel(normed, "normed")(given[0]), made[0]))
+
+
+def test_a_disk_that_takes_nothing_is_no_error(tmp_path: Path) -> None:
+    class Full(Code):
+        def __init__(self) -> None:
+            """Nothing was compiled."""
+
+        def save(self, file: str) -> bool:
+            raise OSError(28, "No space left on device")
+
+    keep_code(Full(), Order([(0, None)], [0]), str(tmp_path / "kernels" / "one"))
+    assert not any((tmp_path / "kernels").iterdir())
 
 
 @torch.no_grad()
