@@ -27,7 +27,7 @@ from memrewrite.artifact.save import save
 from memrewrite.commands import optimize as commands
 from memrewrite.measurement.measuring import Loader
 from memrewrite.records.errors import NotEquivalentError, UsageError
-from memrewrite.records.outcomes import Check
+from memrewrite.records.outcomes import Check, Measured
 from memrewrite.workload.stepspec import StepSpec
 from tests.project.test_imports import packages
 from tests.support.artifacts import NET, assert_equal, listing, net, optimized, take_step, written
@@ -304,12 +304,21 @@ def test_verified_in_a_fresh_process(here: Path) -> None:
         verify_in_child(loader, StepSpec(optimizer="sgd"), exact=False, timeout_s=120)
 
 
-def test_command_line_end_to_end(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_line_end_to_end(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the process that verifies what was written; those that measure are tried by ``memrewrite measure``."""
+
+    def measured(loader: Loader, *_: object, **__: object) -> Measured:
+        peak = 2000 if loader.artifact is None else 1000
+        return Measured(peak, peak, 5.0, (), "cpu")
+
+    monkeypatch.setattr(commands, "measure_in_child", measured)
     arguments = ["optimize", "artifact_net.py:ArtifactNet", "--optimizer", "sgd", "--budget", "90%", "--device", "cpu"]
     assert cli.run([*arguments, "-o", "made", "-q"]) == 0, capsys.readouterr().err
     assert "Written: made" in capsys.readouterr().out
     facts = manifest.read(Path("made"))
-    assert facts["peaks"]["measured_after"] < facts["peaks"]["measured_before"]
+    assert (facts["peaks"]["measured_after"], facts["peaks"]["measured_before"]) == (1000, 2000)
     assert listing(here) == sorted(["artifact_net.py", "artifact_step.py", "made", "out"])
     before = listing(here)
     assert cli.run([*arguments, "-o", "made", "-q"]) == 2

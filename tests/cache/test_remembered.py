@@ -527,9 +527,14 @@ def _run(folder: Path, *arguments: str) -> tuple[dict[str, Any], str]:
 def test_the_command_line_finds_what_another_process_planned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    def ran(*command: str) -> tuple[Any, str]:
+        sys.modules.pop("net", None)
+        assert cli.run([*command, "--cache", "plans", "--json", "-"]) == 0
+        said = capsys.readouterr()
+        return json.loads(said.out), said.err
+
     def kept(*options: str) -> Any:
-        assert cli.run(["cache", *options, "--cache", "plans", "--json", "-"]) == 0
-        return json.loads(capsys.readouterr().out)
+        return ran("cache", *options)[0]
 
     monkeypatch.chdir(tmp_path)
     optimize = ("optimize", "net.py", "--device", "cpu", "--no-measure", "-v", "--passes", "swish")
@@ -537,7 +542,7 @@ def test_the_command_line_finds_what_another_process_planned(
     first, stages = _run(tmp_path, *optimize)
     assert "capture:" in stages
     assert not any("cache" in note for note in first["notes"])
-    second, stages = _run(tmp_path, *optimize, "-o", "out", "--diff")
+    second, stages = ran(*optimize, "-o", "out", "--diff")
     assert "look up:" in stages
     assert "capture:" not in stages
     assert "plan:" not in stages
@@ -548,7 +553,7 @@ def test_the_command_line_finds_what_another_process_planned(
     assert [each["model"] for each in listed["plans"]] == ["Net"]
     assert listed["bytes"] == listed["plans"][0]["bytes"] > 0
     (tmp_path / "net.py").write_text(TARGET.format(more=" + y"))
-    changed, stages = _run(tmp_path, *optimize)
+    changed, stages = ran(*optimize)
     assert "capture:" in stages
     assert not any("cache" in note for note in changed["notes"])
     assert len(kept()["plans"]) == 2

@@ -193,7 +193,7 @@ def test_a_write_that_fails_halfway_leaves_what_was_there(tmp_path: Path, monkey
 def test_a_reader_that_is_gone_is_no_internal_error(folder: Path) -> None:
     reading, writing = os.pipe()
     os.close(reading)
-    ran = memrewrite_command(*CHECK, stdout=writing, stderr=subprocess.PIPE)
+    ran = memrewrite_command("cache", "--cache", "plans", stdout=writing, stderr=subprocess.PIPE)
     os.close(writing)
     assert ran.returncode == OutputError.exit_code
     assert "Broken pipe" in ran.stderr

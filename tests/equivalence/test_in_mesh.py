@@ -47,7 +47,7 @@ def test_training_in_the_mesh_is_compared_bit_for_bit(found: Found, name: str, r
 
 
 def test_the_report_says_where_it_was_verified(first: Found) -> None:
-    notes = first[1][0]["sharded before"].notes
+    notes = first[1][0]["fsdp"].notes
     said = "Verified in each process of the mesh fsdp=2; this one: bit-equal: 3 steps, 16 gradients, 0 buffers, random"
     assert any(note.startswith(said) for note in notes)
 

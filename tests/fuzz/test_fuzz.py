@@ -21,7 +21,7 @@ def try_one(recipe: Recipe, ask: Ask) -> None:
     check(model, inputs, ask, model.in_half, model.varies, LENGTHS[recipe.layout])
 
 
-@pytest.mark.parametrize("examples", [5, 30])
+@pytest.mark.parametrize("examples", [3, 30])
 def test_the_same_random_models_every_time(examples: int) -> None:
     settings(SAME, max_examples=examples)(given(recipes(longest=9), asks())(try_one))()
 
@@ -42,7 +42,7 @@ def edit_one(recipe: Recipe, edits: list[Change], copied: str) -> None:
 COPIED = st.sampled_from(["no", "before", "after"])
 
 
-@pytest.mark.parametrize("examples", [5, 30])
+@pytest.mark.parametrize("examples", [3, 30])
 def test_the_same_edits_every_time(examples: int) -> None:
     settings(SAME, max_examples=examples)(given(recipes(longest=9), changes(), COPIED)(edit_one))()
 

@@ -104,7 +104,7 @@ def test_the_rest_stays_and_the_whole_step_fits() -> None:
 
 def test_the_gradient_of_the_custom_function_survives() -> None:
     model, x = made()
-    optimized = optimize(model, x, budget="min")
+    optimized = optimize(model, x, budget="min", verify=False)
     optimized(x).square().mean().backward()
     assert model.stem.weight.grad is not None
     assert model.stem.weight.grad.abs().sum() > 0
@@ -112,7 +112,7 @@ def test_the_gradient_of_the_custom_function_survives() -> None:
 
 def test_a_submodule_called_twice_is_left_alone() -> None:
     model, x = made(again=True)
-    optimized = optimize(model, x, budget="90%")
+    optimized = optimize(model, x, budget="90%", verify=False)
     assert list(programs(optimized)) == ["last"]
     assert "first is left alone: it is called 2 times in a step." in optimized.report.notes
 
@@ -144,7 +144,7 @@ class Loop(nn.Module):
 def test_a_block_called_over_and_over_is_left_alone_and_its_neighbours_are_not() -> None:
     torch.manual_seed(0)
     model, x = Loop().train(), torch.randn(8, 8, 16, 16)
-    optimized = optimize(model, x, budget="70%")
+    optimized = optimize(model, x, budget="70%", verify=False)
     assert sorted(programs(optimized)) == ["after", "before", "wrapper.inner"]
     alone = [note for note in optimized.report.notes if "left alone" in note]
     assert alone == ["shared is left alone: it is called 3 times in a step."]
@@ -154,7 +154,7 @@ def test_a_block_called_over_and_over_is_left_alone_and_its_neighbours_are_not()
 def test_what_the_model_checkpoints_itself_is_left_alone() -> None:
     torch.manual_seed(0)
     model, x = Loop(checkpointed=True).train(), torch.randn(8, 8, 16, 16)
-    optimized = optimize(model, x, budget="80%")
+    optimized = optimize(model, x, budget="80%", verify=False)
     assert list(programs(optimized)) == ["before", "after"]
     reason = "wrapper.inner is left alone: the model runs it under its own torch.utils.checkpoint."
     assert reason in optimized.report.notes
@@ -171,7 +171,7 @@ class CheckpointsInside(Stage):
 def test_a_region_whose_own_checkpoints_are_replaced_says_so() -> None:
     model, x = made()
     model.last = CheckpointsInside()
-    optimized = optimize(model, x, budget="80%")
+    optimized = optimize(model, x, budget="80%", verify=False)
     assert list(programs(optimized)) == ["first", "last"]
     told = "last: The model's own torch.utils.checkpoint calls are replaced by the plan."
     assert told in optimized.report.notes
@@ -271,7 +271,7 @@ def test_regions_by_name_keep_their_hooks_firing() -> None:
     model, x = made()
     fired: list[str] = []
     model.last.register_forward_hook(lambda module, args, output: fired.append("last"))
-    optimized = optimize(model, x, budget="90%", regions=["la*"])
+    optimized = optimize(model, x, budget="90%", regions=["la*"], verify=False)
     assert list(programs(optimized)) == ["last"]
     fired.clear()
     optimized(x)
@@ -281,7 +281,7 @@ def test_regions_by_name_keep_their_hooks_firing() -> None:
 def test_a_frozen_part_in_eval_mode_trains_as_a_region() -> None:
     model, x = made()
     model.first.eval()
-    optimized = optimize(model, x, budget="min", regions=["first", "last"])
+    optimized = optimize(model, x, budget="min", regions=["first", "last"], verify=False)
     assert any(segment.first.startswith("first") for segment in optimized.report.segments)
     assert same(step(optimized, x, model), step(model, x, model))  # without a warning
 
@@ -314,7 +314,7 @@ def by_artifact(optimized: nn.Module, model: nn.Module, folder: Path) -> nn.Modu
 @pytest.mark.parametrize("way", [by_pickle, by_artifact])
 def test_regions_travel(way: Callable[[nn.Module, nn.Module, Path], nn.Module], tmp_path: Path) -> None:
     model, x = made()
-    optimized = optimize(model, x, budget="60%")
+    optimized = optimize(model, x, budget="60%", verify=False)
     expected = step(optimized, x, model)
     arrived = way(optimized, model, tmp_path)
     assert list(programs(arrived)) == ["first", "last"]

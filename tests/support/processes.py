@@ -14,6 +14,13 @@ import torch
 import torch.distributed as dist
 
 DEADLINE_S = 300
+# What every one of them needs, and takes seconds to import: once, in the process that they are forked from.
+PRELOADED = [
+    "torch._dynamo",
+    "torch.distributed.tensor.parallel",
+    "torch.distributed.fsdp",
+    "memrewrite.optimizing.run",
+]
 
 
 def together(work: Callable[..., Any], folder: Path, *given: Any, count: int = 2) -> list[Any]:
@@ -23,7 +30,8 @@ def together(work: Callable[..., Any], folder: Path, *given: Any, count: int = 2
     files: starting a process that ends before it has read all of its arguments would never return.
     """
     (folder / "work").write_bytes(pickle.dumps((work, given)))
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")  # which has no threads
+    context.set_forkserver_preload(PRELOADED)
     processes = [context.Process(target=_run, args=(rank, count, folder), daemon=True) for rank in range(count)]
     for process in processes:
         process.start()
