@@ -18,6 +18,7 @@ from memrewrite.workload.step import Inputs, Step
 
 WORDS, WIDTH, LENGTH = 40, 16, 12  # the loops over tokens below are captured turn by turn
 STEP = Step("train", torch.optim.AdamW, loss_fn=lambda loss: loss)
+SEGMENTS = ["checkpoint_segments"]
 
 
 class Block(nn.Module):
@@ -188,7 +189,9 @@ class Between(nn.Module):
 def test_a_call_gives_a_length_of_its_own_or_what_has_it_inside_is_the_call(inner: type[nn.Module], call: str) -> None:
     model = Words(partial(Between, inner))
     example, ranges = (tokens(4, LENGTH),), {"ids": {1: (3, LENGTH)}}
-    result = memrewrite.optimize(model, example, budget="min", loss_fn=lambda loss: loss, dynamic=ranges, verify=False)
+    result = memrewrite.optimize(
+        model, example, budget="min", loss_fn=lambda loss: loss, dynamic=ranges, verify=False, passes=SEGMENTS
+    )
     assert f"{call} and 1 more stay calls that the model makes" in " ".join(result.report.notes)
     assert_runs_in_its_plan(result, model, (4, LENGTH), (4, 9), (4, 8), (3, 5))
 
@@ -250,7 +253,9 @@ class Windowed(Words):
 def test_a_call_may_be_given_something_at_some_lengths_alone() -> None:
     model = Windowed(Remembers)
     example, ranges = (tokens(4, LENGTH),), {"ids": {1: (3, LENGTH)}}
-    result = memrewrite.optimize(model, example, budget="min", loss_fn=lambda loss: loss, dynamic=ranges, verify=False)
+    result = memrewrite.optimize(
+        model, example, budget="min", loss_fn=lambda loss: loss, dynamic=ranges, verify=False, passes=SEGMENTS
+    )
     assert "mixes.0 (Remembers) and 1 more stay calls that the model makes" in " ".join(result.report.notes)
     assert_runs_in_its_plan(result, model, (4, LENGTH), (4, 9), (3, 5))
 

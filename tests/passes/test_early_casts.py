@@ -147,7 +147,7 @@ def optimized(monkeypatch: pytest.MonkeyPatch, early: bool, compiled: bool = Fal
     if not early:
         monkeypatch.setattr(early_casts, "insert", lambda graph_module, effects: False)
     options: Any = {"budget": "min", "amp": "bf16", "exact": True, "compiled": compiled, "loop": "drop-output"}
-    return memrewrite.optimize(model, x, **options)
+    return memrewrite.optimize(model, x, verify=early, **options)
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
