@@ -132,6 +132,7 @@ def _names_in(code: types.CodeType) -> Iterator[str]:
 
 @functools.cache
 def _kernel_versions() -> tuple[Any, ...]:
-    """PyTorch's, and the devices'."""
-    on = [repr(torch.cuda.get_device_properties(i)) for i in range(torch.cuda.device_count())]
-    return torch.__version__, torch.version.git_version, torch.version.cuda, torch.version.hip, on
+    """PyTorch's, and the kinds of devices there are: any of a kind runs what was compiled on another."""
+    each = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    kinds = sorted({(device.name, device.major, device.minor) for device in each})
+    return torch.__version__, torch.version.git_version, torch.version.cuda, torch.version.hip, kinds
