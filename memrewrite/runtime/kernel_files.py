@@ -58,9 +58,8 @@ def file_of_code(said: str, look: tuple[Any, ...]) -> str:
     from torch._functorch import config
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-    settings = torch._inductor.config.save_config_portable(), config.save_config_portable()
-    words = said, look, _kernel_versions(), [sorted(map(repr, each.items())) for each in settings]
-    return os.path.join(cache_dir(), _KERNELS, hashlib.sha256(repr(words).encode()).hexdigest())
+    settings = [each.save_config_portable() for each in (torch._dynamo.config, config, torch._inductor.config)]
+    return os.path.join(cache_dir(), _KERNELS, said_of((said, look, _kernel_versions(), settings)))
 
 
 def keep_code(code: Code, order: Order, file: str) -> None:
@@ -89,12 +88,13 @@ def code_kept(file: str) -> tuple[Any, Order] | None:
         return None
 
 
-def said_of(function: Any) -> str:
-    """What tells a function from one that computes something else: its code and constants, and those of what it calls.
+def said_of(value: Any) -> str:
+    """What tells a value from another one, and a function from one that computes something else, in any process.
 
-    Names, of what PyTorch and other modules have, stand for it.
+    That is its code and constants, and those of what it calls. Names, of what PyTorch and other modules have, stand for
+    it.
     """
-    return hashlib.sha256("\n".join(_said(function, set())).encode()).hexdigest()
+    return hashlib.sha256("\n".join(_said(value, set())).encode()).hexdigest()
 
 
 def _said(value: Any, seen: set[int]) -> Iterator[str]:
@@ -116,6 +116,10 @@ def _said(value: Any, seen: set[int]) -> Iterator[str]:
         yield f"{len(value)} in one"
         for each in value:
             yield from _said(each, seen)
+    elif isinstance(value, set | frozenset):
+        yield repr(sorted(map(repr, value)))
+    elif isinstance(value, dict):
+        yield from _said(sorted(value.items()), seen)
     elif callable(value) or isinstance(value, types.ModuleType):
         yield getattr(value, "__name__", type(value).__name__)
     else:

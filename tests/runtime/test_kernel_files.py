@@ -4,7 +4,7 @@ import functools
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -33,14 +33,21 @@ def without_dynamo(kernel: Kernel, given: Given) -> list[Tensor]:
         return kernel(given)
 
 
+@pytest.fixture
+def quick() -> Iterator[None]:
+    """Compilers do less: what instructions there are is not found out, and no headers are compiled."""
+    asked = dict.fromkeys(("cpp.vec_isa_ok", "cpp_cache_precompile_headers"), False)
+    with torch._inductor.config.patch(asked):
+        yield
+
+
 @torch.no_grad()
+@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("rows", [(4,), (4, 5, 6)], ids=["one length", "any"])
 def test_another_kernel_of_the_function_finds_its_code(
     rows: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(torch._inductor.config.cpp, "vec_isa_ok", False)  # needs no compiler to find out
-    monkeypatch.setattr(torch._inductor.config, "cpp_cache_precompile_headers", False)
     torch.compiler.reset()
     first, given = Kernel(normed, "normed"), list(map(pair, rows))
     made = [first(each) for each in given]
@@ -124,6 +131,16 @@ def test_what_computes_something_else_is_said_otherwise(one: Any, other: Any) ->
 )
 def test_what_computes_the_same_is_said_alike(make: Callable[[], Any]) -> None:
     assert said_of(make()) == said_of(make())
+
+
+def test_other_settings_are_another_file() -> None:
+    """What is kept is not called where compilers are turned off, say, or asked for something else."""
+    usual = file_of_code("function", ())
+    with torch._dynamo.config.patch(disable=True):
+        assert file_of_code("function", ()) != usual
+    with torch._inductor.config.patch(realize_opcount_threshold=5):
+        assert file_of_code("function", ()) != usual
+    assert file_of_code("function", ()) == usual
 
 
 def test_another_process_looks_for_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
