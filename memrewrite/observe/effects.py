@@ -7,41 +7,24 @@ graph (ATen overloads, torch functions, methods, higher-order ops) does not matt
 import functools
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from memrewrite.observe.flops import FLOPS
 from memrewrite.observe.opaque_calls import is_opaque
+from memrewrite.observe.recorder import Origin, Recorder, Storage
 from memrewrite.records.errors import CaptureError
 from memrewrite.simulate.fake.as_seen import on_fakes_or_seen
 from memrewrite.simulate.fake.fakes import fake_twin, running_on_fakes
 from memrewrite.simulate.fake.true_results import TrueResults
-from memrewrite.targets.allocator import rounded
+from memrewrite.simulate.memory.repeats import in_place_of_pieces
 from memrewrite.targets.eager import EAGER, Target
 from memrewrite.torch_internals.custom_functions import kept_as_attributes
-from memrewrite.torch_internals.dispatch_modes import Layer
 from memrewrite.torch_internals.fake_tensors import FakeTensorMode
-from memrewrite.torch_internals.operators import OpOverload, schema_name, written_arguments
 from memrewrite.torch_internals.pytrees import tensors_in, tree_iter
-from memrewrite.torch_internals.spread import local_part, wraps_local
 from memrewrite.workload.step import autocast
-
-Origin = Literal["parameter", "buffer", "input", "node"]
-
-
-@dataclass(frozen=True)
-class Storage:
-    """One storage: its size in bytes (rounded up to 512, the CUDA allocator's granule) and where it comes from.
-
-    ``producer`` is the index of the node that made it, -1 for what was there before the first node.
-    """
-
-    bytes: int
-    origin: Origin
-    producer: int
 
 
 @dataclass(frozen=True)
@@ -137,8 +120,8 @@ def observe(
     what it counts as, is up to ``target``.
     Leaves each node's fake result in ``node.meta["val"]``. No real memory is touched.
     """
-    observer = _Observer(graph_module, target)
     device = next((t.device.type for t in (*graph_module.parameters(), *example)), "cpu")
+    observer = _Observer(graph_module, target, device)
     # A model may write its inputs in place; PyTorch forbids that for leaves that require a gradient, hence the clone.
     # Detached, because the conversion would also copy .grad and the history of a non-leaf.
     fakes = [observer.fake.from_tensor(t.detach()).requires_grad_(t.requires_grad) for t in example]
@@ -146,6 +129,7 @@ def observe(
     with (
         running_on_fakes(observer.fake, target),
         TrueResults(),
+        in_place_of_pieces(observer.recorder.once),
         observer.recorder,
         saved_tensors_hooks(observer.recorder.pack, _unpack),
         autocast(amp, device),
@@ -160,88 +144,13 @@ def autocast_switch(node: fx.Node) -> int:
     return {"_enter_autocast": 1, "_exit_autocast": -1}.get(getattr(node.target, "__name__", ""), 0)
 
 
-# Batch normalization writes its running statistics without saying so in its schema (positions of the two buffers and
-# of the flag that makes it do so); every other write is declared and observed.
-_UNDECLARED_WRITES = {
-    "aten::native_batch_norm": ((3, 4), 5),
-    "aten::cudnn_batch_norm": ((3, 4), 5),
-    "aten::miopen_batch_norm": ((3, 4), 5),
-}
-
-
-_COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd"}
-# How many times slower than memory a link to another device is: 4.2 TB/s of an H200 against 450 GB/s in a direction of
-# its NVLink (NVIDIA's data). What a collective is given and gives is about what it sends.
-_LINK = 9
-
-
-class _Recorder(Layer):
-    """Notes for the node being run which storages its operators touch."""
-
-    def __init__(self, target: Target) -> None:
-        super().__init__()
-        self.target = target
-        self.storages: dict[int, Storage] = {}
-        self._ids: dict[int, int] = {}
-        self._alive: list[torch.UntypedStorage] = []  # so that an id is never given twice
-        self.begin(-1)
-
-    def begin(self, index: int) -> None:
-        self.index = index
-        self.reads: set[int] = set()
-        self.writes: set[int] = set()
-        self.saved: set[int] = set()
-        self.statistics: set[int] = set()
-        self.random = self.stale_save = False
-        self.flops = self.moved = 0
-        self.rerun = (0, 0)
-
-    def storage(self, tensor: Tensor, origin: Origin = "node", size: int = 0) -> int:
-        """The id of the tensor's storage; one not met before counts as made by the current node, of ``size`` bytes."""
-        storage = local_part(tensor).untyped_storage()
-        if id(storage) not in self._ids:
-            self._ids[id(storage)] = len(self._alive)
-            self._alive.append(storage)
-            self.storages[self._ids[id(storage)]] = Storage(rounded(size or storage.nbytes()), origin, self.index)
-        return self._ids[id(storage)]
-
-    def pack(self, tensor: Tensor) -> object:
-        """The saved-tensors hook; returns a token because returning the tensor builds an uncollectable cycle."""
-        self.saved.add(self.storage(tensor))
-        self.rerun = (self.flops, self.moved)
-        return _TOKEN
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(map(wraps_local, types)):
-            return NotImplemented  # its own rules come first, and lead here again with local parts
-        kwargs = kwargs or {}
-        inputs = [(self.storage(t), t) for t in tensors_in((args, kwargs))]
-        touched = {key for key, _ in inputs}
-        written = {self.storage(t) for t in tensors_in(written_arguments(func, args, kwargs))}
-        self.stale_save |= bool(written & self.saved)
-        self.statistics |= {self.storage(t) for t in tensors_in(_statistics(func, args))}
-        result = self.below(func, types, args, kwargs)
-        if size := self.target.read_as(func, args, result):
-            self.storage(result, size=size)
-        outputs = [(self.storage(t), t) for t in tensors_in(result)]
-        self.reads |= touched
-        self.writes |= written | self.statistics
-        self.random |= torch.Tag.nondeterministic_seeded in func.tags
-        if self.writes or any(key not in touched for key, _ in outputs):  # a pure view moves nothing
-            slower = _LINK if func.namespace in _COLLECTIVES else 1
-            self.moved += slower * sum(t.nbytes for _, t in inputs + outputs)
-        if (count := FLOPS.get(func.overloadpacket)) is not None:
-            self.flops += int(count(*args, **kwargs, out_val=result))
-        return result
-
-
 class _Observer(fx.Interpreter):
     """Runs the graph on fake tensors; parameters are made fake as they are met."""
 
-    def __init__(self, graph_module: fx.GraphModule, target: Target) -> None:
+    def __init__(self, graph_module: fx.GraphModule, target: Target, device: str) -> None:
         super().__init__(graph_module)
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self.recorder = _Recorder(target)
+        self.recorder = Recorder(target, device)
         self.facts: dict[fx.Node, NodeEffects] = {}
         self._attributes: dict[int, Any] = {}
         self._submodules = {path: self._twin(path) for path in _submodules_called(graph_module.graph)}
@@ -321,20 +230,6 @@ def note_runs(node: fx.Node, repeats: bool, draws: bool) -> None:
 
 def _submodules_called(graph: fx.Graph) -> list[str]:
     return list(dict.fromkeys(str(node.target) for node in graph.find_nodes(op="call_module")))
-
-
-def _statistics(func: Any, args: Any) -> list[Any]:
-    """The running statistics that batch normalization updates."""
-    positions, flag = _undeclared_writes(func)
-    return [args[position] for position in positions] if positions and args[flag] else []
-
-
-@functools.cache
-def _undeclared_writes(func: OpOverload) -> tuple[tuple[int, ...], int]:
-    return _UNDECLARED_WRITES.get(schema_name(func), ((), 0))
-
-
-_TOKEN = object()
 
 
 def _unpack(token: object) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 from memrewrite.simulate.fake.as_seen import on_fakes_or_seen
 from memrewrite.simulate.fake.fakes import on_fakes
 from memrewrite.simulate.fake.true_results import TrueResults
+from memrewrite.simulate.memory.repeats import repeated
 from memrewrite.simulate.memory.tracker import Tracker
 from memrewrite.state.random_state import preserved_rng
 from memrewrite.targets.eager import Target
@@ -71,7 +72,8 @@ def _watermarks(
         before = [*twin.parameters(), *twin.buffers(), *inputs, *_waiting(twin, step)]
         watch = _Watch(device.type, transients, before, step.target)
         runner = _Runner(twin, graph_module.graph, watch)
-        with watch:
+        plain = step.mesh is None and not step.target.fuses
+        with repeated([watch]) if plain else nullcontext(), watch:
             with autocast(step.amp, device.type, cached=False):
                 outputs = runner.run(*inputs)
                 runner.env.clear()  # where what it returned is, too

@@ -67,23 +67,39 @@ _KNOWN: dict[Any, _Known | None] = {}  # by function and arguments; None where i
 @contextmanager
 def repeated(trackers: Sequence[Tracker]) -> Iterator[None]:
     """Meanwhile these functions run once for arguments that are alike, and the trackers are told what they did then."""
+    with in_place_of_pieces(lambda own: _repeating(own, trackers)):
+        yield
+
+
+@process_wide
+@contextmanager
+def in_place_of_pieces(instead: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Meanwhile what ``instead`` makes of each of these functions runs in its place."""
     with ExitStack() as stack:
         for owner, name in _PIECEWISE:
-            instead = _repeating(getattr(owner, name), trackers)
-            stack.enter_context(mock.patch.object(owner, name, instead))
+            own = getattr(owner, name)
+            stack.enter_context(mock.patch.object(owner, name, functools.wraps(own)(instead(own))))
         yield
+
+
+def told(
+    own: Callable[..., Any], args: tuple[Any, ...], device_type: str
+) -> tuple[tuple[Any, ...], list[Tensor]] | None:
+    """What tells a call of such a function apart, and the tensors it is given; None where it is to run each time."""
+    words, tensors = [own, device_type, *_state(device_type)], list[Tensor]()
+    ordinary = not _casts_are_kept(device_type) and _say(args, words, tensors)
+    return (tuple(words), tensors) if ordinary else None
 
 
 def _repeating(own: Callable[..., Any], trackers: Sequence[Tracker]) -> Callable[..., Any]:
     first = trackers[0]
 
-    @functools.wraps(own)
     def run(*args: Any) -> Any:
-        words, tensors = [own, first.device_type, first.edition, *_state(first.device_type)], list[Tensor]()
-        apart = first.log is not None or first.on_host or _casts_are_kept(first.device_type)
-        if apart or not _say(args, words, tensors):
+        apart = first.log is not None or first.on_host
+        if apart or (call := told(own, args, first.device_type)) is None:
             return own(*args)
-        asked = tuple(words)
+        words, tensors = call
+        asked = *words, first.edition
         if asked not in _KNOWN:
             return _noted(asked, own, args, tensors, first)
         known = _KNOWN[asked]
