@@ -95,31 +95,27 @@ def observed(graph: fx.GraphModule, example: list[Tensor], **options: Any) -> tu
 
 
 @pytest.mark.parametrize("early", [True, False])
-@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("options", [{}, {"grad": False}, {"amp": torch.bfloat16}], ids=str)
 @pytest.mark.parametrize("part", [chain_mlp, chain_drawing])
 def test_what_is_observed_once_is_what_all_operators_do(
-    part: Any, grad: bool, early: bool, monkeypatch: pytest.MonkeyPatch
+    part: Any, options: dict[str, Any], early: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     graph, example = graph_of(part, early)
-    expected, ran = each_time(monkeypatch, lambda: observed(graph, example, grad=grad))
+    expected, ran = each_time(monkeypatch, lambda: observed(graph, example, **options))
     RAN.clear()
-    assert observed(graph, example, grad=grad) == expected
+    assert observed(graph, example, **options) == expected
     assert len(RAN) == ran // LAYERS
-    assert observed(graph, example, grad=grad) == expected
+    assert observed(graph, example, **options) == expected
     assert len(RAN) == ran // LAYERS
     assert None not in recorder._SEEN.values()
 
 
-@pytest.mark.parametrize(
-    ("part", "amp"), [(mlp_without_a_name, None), (chain_writing, None), (chain_mlp, torch.bfloat16)]
-)
-def test_what_may_differ_is_observed_each_time(
-    part: Any, amp: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("part", [mlp_without_a_name, chain_writing])
+def test_what_may_differ_is_observed_each_time(part: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     graph, example = graph_of(part)
-    expected, ran = each_time(monkeypatch, lambda: observed(graph, example, amp=amp))
+    expected, ran = each_time(monkeypatch, lambda: observed(graph, example))
     RAN.clear()
-    assert observed(graph, example, amp=amp) == expected
+    assert observed(graph, example) == expected
     assert len(RAN) == ran
 
 

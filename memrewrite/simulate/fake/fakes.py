@@ -341,17 +341,13 @@ class _Finder(_Copier):
 
     def _object(self, value: Any) -> Any:
         self._remember(value, value)
-        for item in vars(value).values():
-            self._attribute(item)
+        for item in vars(value).values():  # most attributes of modules are constants and empty tables of hooks
+            if type(item) not in _CONSTANTS and not (type(item) in _PLAIN_DICTS and not item):
+                self.copy(item)
         kept = own(value) if isinstance(value, nn.Module) else None
         for tensor in kept.constants.values() if kept is not None else ():
             self.copy(tensor)
         return value
-
-    def _attribute(self, item: Any) -> Any:
-        if type(item) not in _CONSTANTS and not (type(item) in _PLAIN_DICTS and not item):
-            self.copy(item)
-        return item
 
     def _container(self, value: Any) -> Any:
         self._remember(value, value)

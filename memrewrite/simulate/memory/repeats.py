@@ -36,6 +36,8 @@ _PIECEWISE: tuple[tuple[Any, str], ...] = (
     (linear_cross_entropy, "_late"),
     (linear_cross_entropy, "_late_slopes"),
 )
+# They detach what they are given before they compute with it: autocast, which keeps casts of leaves alone, keeps none.
+_DETACHING = {tiles._Tiles.run}
 _PLAIN = {int, float, bool, str, type(None), torch.dtype}
 _CHAIN = "chain_"  # begins the names of functions that say what they compute
 
@@ -87,7 +89,8 @@ def told(
 ) -> tuple[tuple[Any, ...], list[Tensor]] | None:
     """What tells a call of such a function apart, and the tensors it is given; None where it is to run each time."""
     words, tensors = [own, device_type, *_state(device_type)], list[Tensor]()
-    ordinary = not _casts_are_kept(device_type) and _say(args, words, tensors)
+    apart = own not in _DETACHING and _casts_are_kept(device_type)
+    ordinary = not apart and _say(args, words, tensors)
     return (tuple(words), tensors) if ordinary else None
 
 
