@@ -91,8 +91,8 @@ def code_kept(file: str) -> tuple[Any, Order] | None:
 def said_of(value: Any) -> str:
     """What tells a value from another one, and a function from one that computes something else, in any process.
 
-    That is its code and constants, and those of what it calls. Names, of what PyTorch and other modules have, stand for
-    it.
+    That is its code and constants, and those of what it calls; names stand for what PyTorch has, for classes and for
+    objects of these.
     """
     return hashlib.sha256("\n".join(_said(value, set())).encode()).hexdigest()
 
@@ -108,7 +108,7 @@ def _said(value: Any, seen: set[int]) -> Iterator[str]:
             return
         seen.add(id(value))
         yield from _said(value.__code__, seen)
-        inside = [value.__defaults__, *(cell.cell_contents for cell in value.__closure__ or ())]
+        inside = [value.__defaults__, value.__kwdefaults__, *(cell.cell_contents for cell in value.__closure__ or ())]
         yield from _said((*inside, *(value.__globals__.get(name) for name in _names_in(value.__code__))), seen)
     elif isinstance(value, functools.partial):
         yield from _said((value.func, value.args, tuple(value.keywords.items())), seen)
@@ -120,10 +120,14 @@ def _said(value: Any, seen: set[int]) -> Iterator[str]:
         yield repr(sorted(map(repr, value)))
     elif isinstance(value, dict):
         yield from _said(sorted(value.items()), seen)
-    elif callable(value) or isinstance(value, types.ModuleType):
-        yield getattr(value, "__name__", type(value).__name__)
-    else:
+    elif isinstance(value, types.FunctionType | types.BuiltinFunctionType | type):
+        yield f"{value.__module__}.{value.__qualname__}"
+    elif isinstance(value, types.ModuleType):
+        yield value.__name__
+    elif isinstance(value, int | float | complex | str | bytes | None | torch.dtype | torch.device):
         yield repr(value)
+    else:  # the name of the function is to say what an object does for it
+        yield f"a {type(value).__qualname__}"
 
 
 def _names_in(code: types.CodeType) -> Iterator[str]:

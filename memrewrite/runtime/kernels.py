@@ -86,7 +86,7 @@ class Kernel:
 
     @functools.cached_property
     def _said(self) -> str:
-        return said_of(self._function)
+        return said_of((self._name, self._function))
 
     def _compiled(self, given: Given) -> Function:
         """The function for tensors of such types and dimensions.

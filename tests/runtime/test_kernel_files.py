@@ -11,8 +11,10 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
+from memrewrite.records.graph_calls import ChainCall
+from memrewrite.runtime import fused
 from memrewrite.runtime.kernel_files import Code, Order, file_of_code, keep_code, said_of
 from memrewrite.runtime.kernels import Given, Kernel
 
@@ -51,13 +53,14 @@ def test_another_kernel_of_the_function_finds_its_code(
     torch.compiler.reset()
     first, given = Kernel(normed, "normed"), list(map(pair, rows))
     made = [first(each) for each in given]
-    second = Kernel(normed, "another")
+    second = Kernel(normed, "normed")
     for each, results in zip(given, made, strict=True):
         found = without_dynamo(second, each)
         assert all(map(torch.equal, found, results))
         assert all(map(torch.equal, without_dynamo(second, each), results))
-    with pytest.raises(AssertionError, match="Dynamo was asked"):
-        without_dynamo(Kernel(lambda given: normed(given)[::-1], "normed"), given[0])
+    for other in (Kernel(lambda given: normed(given)[::-1], "normed"), Kernel(normed, "another")):
+        with pytest.raises(AssertionError, match="Dynamo was asked"):
+            without_dynamo(other, given[0])
     for file in (tmp_path / "memrewrite").iterdir():
         file.write_bytes(file.read_bytes()[:-9])
     with pytest.raises(AssertionError, match="Dynamo was asked"):  # which it is for what is damaged
@@ -110,6 +113,13 @@ def scaled_by(factor: Any) -> Callable[..., Any]:
     return lambda given: [x * factor for x in given]
 
 
+def scaled_by_default(factor: Any) -> Callable[..., Any]:
+    def scaled(given: Given, *, factor: Any = factor) -> list[Tensor]:
+        return [x * factor for x in given]
+
+    return scaled
+
+
 @pytest.mark.parametrize(
     ("one", "other"),
     [
@@ -117,10 +127,21 @@ def scaled_by(factor: Any) -> Callable[..., Any]:
         (outer(), outer(method="sin")),
         (scaled_by(2), scaled_by(3)),
         (scaled_by(2), scaled_by(2.0)),
+        (scaled_by_default(2), scaled_by_default(3)),
+        (scaled_by(torch.sin), scaled_by(torch.cos)),
         (functools.partial(torch.mul, other=2.0), functools.partial(torch.mul, other=3.0)),
         (functools.partial(outer(), 1), functools.partial(outer(factor=3), 1)),
     ],
-    ids=["constant of what is called", "method", "closure", "type", "argument", "partial of another"],
+    ids=[
+        "constant of what is called",
+        "method",
+        "closure",
+        "type",
+        "default",
+        "function of PyTorch's",
+        "argument",
+        "partial of another",
+    ],
 )
 def test_what_computes_something_else_is_said_otherwise(one: Any, other: Any) -> None:
     assert said_of(one) != said_of(other)
@@ -131,6 +152,15 @@ def test_what_computes_something_else_is_said_otherwise(one: Any, other: Any) ->
 )
 def test_what_computes_the_same_is_said_alike(make: Callable[[], Any]) -> None:
     assert said_of(make()) == said_of(make())
+
+
+def test_chains_of_a_model_are_told_apart() -> None:
+    """All are one function that calls a graph; their names say what that computes."""
+    calls = [ChainCall(fx.symbolic_trace(each), (0,), (0,)) for each in (lambda x: x.sin(), lambda x: x.cos())]
+    for call in calls:
+        fused.CHAINS.setdefault(call.__name__, call._function)
+    one, other = (fused._forward_of(call.__name__)._said for call in calls)
+    assert one != other
 
 
 def test_other_settings_are_another_file() -> None:
