@@ -61,26 +61,23 @@ class Kernel:
             return known(given)
         tensors = [t if t is None else t.detach() for t in given]  # no parameter, nothing that needs a gradient
         with _usual_algorithms():
-            if not records and self._found(look):
+            file = None if records or len(self._known) >= _MOST else self._file(look)
+            found = None if file is None else code_kept(file)
+            if found is not None:
+                self._known[look] = _direct(*found)
                 return self._known[look](tensors)
             results = list(self._compiled(tensors)(tensors))
         calls, self._calls.made = self._calls.made, []
-        if len(calls) == 1 and not records and len(self._known) < _MOST:
+        if len(calls) == 1 and file is not None:
             code, args, made = calls[0]
             order = _order_of(args, made, tensors, results)
             if order is not None:
                 self._known[look] = _direct(code, order)
-                keep_code(code, order, self._file(look))
+                keep_code(code, order, file)
         return results
 
-    def _found(self, look: tuple[Any, ...]) -> bool:
-        """Whether there is code for such a call that another process kept, which is known then."""
-        found = code_kept(self._file(look)) if len(self._known) < _MOST else None
-        if found is not None:
-            self._known[look] = _direct(*found)
-        return found is not None
-
     def _file(self, look: tuple[Any, ...]) -> str:
+        """Where code for such a call is, kept by another process, or is to be."""
         with torch._inductor.config.patch(_SETTINGS):
             return file_of_code(self._said, look)
 
