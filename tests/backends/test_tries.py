@@ -239,9 +239,9 @@ def test_budgets_from_the_lowest_on_are_met_by_real_code(within: bool, monkeypat
     monkeypatch.setattr(AsyncCompile, "cpp_pybinding", lambda *_, **__: lambda *_: None)  # no kernel has to be made
     lowest = by_code("min", [])
     counts = []
-    for share in (1.0, 1.2):
+    for share in (1.0, 1.05, 1.2):
         tries: list[Partition] = []
         assert by_code(int(lowest * share), tries) <= int(lowest * share)
         counts.append(len(tries))
     assert max(counts) <= MOST
-    assert (counts[0] == 1) == within
+    assert (counts[:2] == [1, 1]) == within

@@ -213,7 +213,7 @@ from torch import nn
 NAMES = {{"relu", "tanh", "silu"}}
 
 def helper(x):{comment}
-    return x + 1 if "relu" in NAMES or "x" in {{"a", "b", "c"}} else x
+    return x + {number} if "relu" in NAMES or "x" in {{"a", "b", "c"}} else x
 
 class Net(nn.Module):
     def __init__(self):
@@ -227,7 +227,7 @@ class Net(nn.Module):
 
 def digest_elsewhere(folder: Path, seed: int, **how: Any) -> str:
     """The description of the model in a process of its own, where texts hash to other numbers."""
-    parts = {"before": "", "comment": "", **how}
+    parts = {"before": "", "comment": "", "number": 1, **how}
     (folder / "net.py").write_text(MODEL.format(**parts))
     code = (
         "import sys; sys.path.insert(0, '.'); from net import Net; from memrewrite.cache.description import *;"
@@ -241,7 +241,9 @@ def digest_elsewhere(folder: Path, seed: int, **how: Any) -> str:
 
 def test_other_processes_find_the_same_and_lines_and_comments_do_not_count(tmp_path: Path) -> None:
     first = digest_elsewhere(tmp_path, 1)
-    assert digest_elsewhere(tmp_path, 2, before="UNUSED = 3\n\n", comment="  # a word") == first
+    assert digest_elsewhere(tmp_path, 2) == first
+    assert digest_elsewhere(tmp_path, 3, before="UNUSED = 3\n\n", comment="  # a word") == first
+    assert digest_elsewhere(tmp_path, 4, number=2) != first
 
 
 def test_of_an_installed_package_its_files_count_and_what_was_replaced(

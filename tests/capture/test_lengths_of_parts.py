@@ -18,7 +18,6 @@ from memrewrite.workload.step import Inputs, Step
 
 WORDS, WIDTH, LENGTH = 40, 16, 12  # the loops over tokens below are captured turn by turn
 STEP = Step("train", torch.optim.AdamW, loss_fn=lambda loss: loss)
-SEGMENTS = ["checkpoint_segments"]
 
 
 class Block(nn.Module):
@@ -189,9 +188,8 @@ class Between(nn.Module):
 def test_a_call_gives_a_length_of_its_own_or_what_has_it_inside_is_the_call(inner: type[nn.Module], call: str) -> None:
     model = Words(partial(Between, inner))
     example, ranges = (tokens(4, LENGTH),), {"ids": {1: (3, LENGTH)}}
-    result = memrewrite.optimize(
-        model, example, budget="min", loss_fn=lambda loss: loss, dynamic=ranges, verify=False, passes=SEGMENTS
-    )
+    result = memrewrite.optimize(model, example, budget="min", loss_fn=lambda loss: loss, dynamic=ranges)
+    assert result.report.equivalent
     assert f"{call} and 1 more stay calls that the model makes" in " ".join(result.report.notes)
     assert_runs_in_its_plan(result, model, (4, LENGTH), (4, 9), (4, 8), (3, 5))
 
@@ -215,7 +213,8 @@ class Looks(nn.Module):
 
 def test_a_call_may_be_given_a_length_that_most_others_are_filled_up_to() -> None:
     model = FilledAround(Looks)
-    result = memrewrite.optimize(model, (tokens(4, LENGTH - 1),), budget="min", loss_fn=lambda loss: loss, verify=False)
+    result = memrewrite.optimize(model, (tokens(4, LENGTH - 1),), budget="min", loss_fn=lambda loss: loss)
+    assert result.report.equivalent
     assert "mixes.0 (Looks) and 1 more stay calls that the model makes" in " ".join(result.report.notes)
     assert_runs_in_its_plan(result, model, (4, LENGTH - 1), (4, 9), (3, 5))
 
@@ -253,9 +252,8 @@ class Windowed(Words):
 def test_a_call_may_be_given_something_at_some_lengths_alone() -> None:
     model = Windowed(Remembers)
     example, ranges = (tokens(4, LENGTH),), {"ids": {1: (3, LENGTH)}}
-    result = memrewrite.optimize(
-        model, example, budget="min", loss_fn=lambda loss: loss, dynamic=ranges, verify=False, passes=SEGMENTS
-    )
+    result = memrewrite.optimize(model, example, budget="min", loss_fn=lambda loss: loss, dynamic=ranges)
+    assert result.report.equivalent
     assert "mixes.0 (Remembers) and 1 more stay calls that the model makes" in " ".join(result.report.notes)
     assert_runs_in_its_plan(result, model, (4, LENGTH), (4, 9), (3, 5))
 

@@ -103,7 +103,7 @@ def test_compiled_it_holds_what_was_planned_across_skip_connections() -> None:
 class Chain(nn.Module):
     """Blocks that end with a view, which AOTAutograd would not keep for being told to."""
 
-    def __init__(self, width: int = 32, depth: int = 5) -> None:
+    def __init__(self, width: int = 32, depth: int = 6) -> None:
         super().__init__()
         self.ups = nn.ModuleList(nn.Linear(width, 4 * width) for _ in range(depth))
         self.downs = nn.ModuleList(nn.Linear(4 * width, width) for _ in range(depth))
@@ -118,7 +118,7 @@ def test_compiled_segments_that_give_views_run_again_one_by_one() -> None:
     torch.manual_seed(0)
     x = torch.randn(64, 16, 32)
     result: Any = memrewrite.optimize(Chain(), x, budget="min", optimizer="none", verify=False, compiled=True)
-    assert len(result.report.segments) > 3
+    assert len(result.report.segments) > 4
     assert beyond_plan(result, x) <= 1.02
 
 
@@ -214,8 +214,7 @@ def test_compiled_the_lowest_plan_is_through_with_a_value_before_its_gradient_is
     torch.manual_seed(0)
     model, x = Wide(), torch.randn(64, 16, 32)
     lowest, roomy = (
-        memrewrite.optimize(model, x, budget=budget, optimizer="none", verify=False, compiled=True)
-        for budget in ("min", "90%")
+        memrewrite.optimize(model, x, budget=budget, optimizer="none", compiled=True) for budget in ("min", "90%")
     )
     assert "in_turn(" not in cast(Any, roomy)._memrewrite.source
     source = cast(Any, lowest)._memrewrite.source
@@ -299,7 +298,7 @@ class Scored(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = ResidualNet(2, 4)
+        self.net = ResidualNet(4, 8)
 
     def forward(self, x: Tensor) -> Scores:
         scores = self.net(x)

@@ -67,10 +67,11 @@ def test_one_process_takes_what_it_takes_without_a_mesh() -> None:
 def test_a_model_that_is_not_there_is_estimated_in_any_mesh() -> None:
     with torch.device("meta"):
         model = Llama()
-    found = {mesh: memrewrite.estimate(model, TOKENS, mesh=mesh) for mesh in ("tp=4", "fsdp=64,tp=4")}
+    found = {mesh: memrewrite.estimate(model, TOKENS, mesh=mesh) for mesh in ("tp=2", "tp=4", "fsdp=64,tp=4")}
     assert {name for name, each in found.items() if each.inference_peak is None} == {"fsdp=64,tp=4"}  # as of fsdp alone
     peaks = [each.peak.bytes for each in found.values()]
     assert peaks == sorted(peaks, reverse=True)
+    assert memrewrite.estimate(model, TOKENS, mesh="tp=2").peak == found["tp=2"].peak
     assert memrewrite.estimate(Llama(), TOKENS, mesh="tp=4").peak == found["tp=4"].peak
     evaluated = memrewrite.estimate(model.eval(), TOKENS, mesh="tp=4")
     assert evaluated.peak.bytes == found["tp=4"].inference_peak
@@ -79,7 +80,7 @@ def test_a_model_that_is_not_there_is_estimated_in_any_mesh() -> None:
 
 
 def test_a_mixture_of_experts_is_estimated_in_two_dimensions() -> None:
-    found = [memrewrite.estimate(Mixture(), TOKENS, mesh=mesh).peak for mesh in (None, "fsdp=2,tp=2")]
+    found = [memrewrite.estimate(Mixture(), TOKENS, mesh=mesh).peak for mesh in (None, "fsdp=2,tp=2", "fsdp=4,tp=4")]
     parameters = [each.categories["parameters"] for each in found]
     assert parameters == sorted(parameters, reverse=True)
     assert parameters[1] < 0.3 * parameters[0]

@@ -91,7 +91,7 @@ def test_divided_layers_are_calls_in_units() -> None:
     sharding, tensors = devices("llama")
     model = sharded(parallelized.llama(tensors), sharding)
     estimated = memrewrite.estimate(model, TOKENS)
-    result = memrewrite.optimize(model, TOKENS, budget="min", passes=["checkpoint_segments"], verify=False)
+    result = memrewrite.optimize(model, TOKENS, budget="min", passes=["checkpoint_segments"])
     root, unit = (programs(result)[path].source for path in ("", "layers.0"))
     inside, _, _ = unit.partition("def part_0_graph(")
     assert estimated.peak.bytes == memrewrite.report_of(result).predicted_before.peak
