@@ -8,7 +8,7 @@ does not see what is asked of ``__dict__``. What leads to a part is compared bef
 
 import inspect
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, cast
 
 from torch import nn
@@ -26,8 +26,13 @@ def way(holder: Holder) -> tuple[Any, ...]:
     return (*filter(None, path.split(".")), *rest)
 
 
-def looks(root: nn.Module, holder: Holder, owner: Any, names: Iterable[str]) -> tuple[str, ...]:
-    """Expressions for what was read of ``owner``, to which ``holder`` leads; none where it does not, in one way."""
+def looks(
+    root: nn.Module, holder: Holder, owner: Any, names: Iterable[str], new: Collection[str] = ()
+) -> tuple[str, ...]:
+    """Expressions for what was read of ``owner``, to which ``holder`` leads; none where it does not, in one way.
+
+    Those of the names that are ``new`` were not there when they were read.
+    """
     text, value = "self", cast(Any, root)
     for part in way(holder):
         items = isinstance(value, dict | list | tuple)
@@ -39,8 +44,9 @@ def looks(root: nn.Module, holder: Holder, owner: Any, names: Iterable[str]) -> 
     if value is not owner:
         return ()
     kind = () if text == "self" else (f"type({text})",)
-    found = (look for name in sorted({*names, "training"}) for look in _of_attribute(text, owner, name))
-    return (*kind, *found)
+    absent = (_absent(text, name) for name in sorted(new))
+    found = (look for name in sorted({*names, "training"} - {*new}) for look in _of_attribute(text, owner, name))
+    return (*kind, *absent, *found)
 
 
 def _of_attribute(text: str, owner: Any, name: str) -> Iterator[str]:
@@ -53,11 +59,15 @@ def _of_attribute(text: str, owner: Any, name: str) -> Iterator[str]:
     elif is_module and not any(name in mine[table] for table in TABLES):
         found = inspect.getattr_static(type(owner), name, _NOWHERE)
         if found is _NOWHERE:
-            yield f"hasattr({text}, {name!r})"
+            yield _absent(text, name)
         elif isinstance(found, types.FunctionType) and (text, name) != ("self", "forward"):
             yield f"type({place})"
         elif is_plain(found):
             yield from _of_value(place, found)
+
+
+def _absent(text: str, name: str) -> str:
+    return f"hasattr({text}, {name!r})"
 
 
 def _of_value(text: str, value: Any) -> Iterator[str]:

@@ -7,6 +7,7 @@ spelled (``getattr``, a property, a loop over the children), and an attribute th
 none: it follows from the inputs.
 """
 
+import itertools
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -33,6 +34,7 @@ class ReadsOfForward:
         self._holders: dict[int, Holder] = {id(owner): path for path, owner in self._owners.items()}
         self._read: dict[Holder, dict[str, None]] = {}
         self._written: set[tuple[int, str]] = set()
+        self._made: dict[int, set[str]] = {}  # what was not there when it was read, by module
         self._watched: set[type] = set()
 
     @property
@@ -47,7 +49,9 @@ class ReadsOfForward:
     def looks(self) -> tuple[str, ...]:
         """What was read, as expressions in ``self``, of each holder before what it holds."""
         root, holders = self._owners[""], sorted(self._read, key=lambda holder: len(way(holder)))
-        return tuple(look for h in holders for look in looks(root, h, self._owners[h], self._read[h]))
+        made = [self._made.get(id(self._owners[holder]), set()) for holder in holders]
+        found = (looks(root, h, self._owners[h], self._read[h], new) for h, new in zip(holders, made, strict=True))
+        return tuple(itertools.chain.from_iterable(found))
 
     @contextmanager
     def observed(self) -> Iterator[None]:
@@ -58,8 +62,11 @@ class ReadsOfForward:
             assign = nn.Module.__setattr__
 
             def set_attribute(module: nn.Module, name: str, value: Any) -> None:
+                read = name in self._read.get(self._holders.get(id(module), ""), ())
+                if read and not hasattr(module, name):
+                    self._made.setdefault(id(module), set()).add(name)
                 assign(module, name, value)
-                if name not in self._read.get(self._holders.get(id(module), ""), ()):
+                if not read:
                     self._written.add((id(module), name))
 
             patches.enter_context(mock.patch.object(nn.Module, "__setattr__", set_attribute))

@@ -417,6 +417,25 @@ def test_what_forward_asked_for_and_did_not_find_is_added(add: Callable[[Any], N
         assert torch.equal(result(x), twin(x))
 
 
+class SetUp(nn.Tanh):
+    """Notes in its first forward that it is set up, as models of transformers do that record what layers give."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not getattr(self, "ready", False):
+            self.ready = True
+        return super().forward(x)
+
+
+def test_what_forward_sets_up_itself_is_not_there_before() -> None:
+    model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), SetUp()), torch.randn(3, WIDTH)
+    result: Any = memrewrite.optimize(model, x, verify=False, budget="min")
+    numbers, texts = told(result, x)
+    assert texts == []
+    assert_same_bits(numbers, step(copy.deepcopy(model), x))
+    model(x)  # sets up what the two share
+    assert "1.ready is new" in told(result, x)[1][0]
+
+
 def test_another_table_of_hooks(result: Any) -> None:
     plain, twin = net(), copy.deepcopy(result)
     settled(twin)
