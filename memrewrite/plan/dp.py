@@ -254,11 +254,11 @@ def possible(among: Space, bound: int) -> bool:
     return bool(lightest(among, bound)[-1] < NEVER)
 
 
-def lowest_bound(among: Space | Intervals, upper: int) -> int:
-    """The lowest bound in bytes for which a plan exists, within 0.5 % of ``upper``, by bisection."""
+def lowest_bound(among: Space | Intervals, upper: int, parts: int = 200) -> int:
+    """The lowest bound in bytes for which a plan exists, to one of so many ``parts`` of ``upper``, by bisection."""
     among = Space(among) if isinstance(among, Intervals) else among
     low, high = 0, upper
-    while high - low > max(upper // 200, 1):
+    while high - low > max(upper // parts, 1):
         middle = (low + high) // 2
         if possible(among, middle):
             high = middle

@@ -75,6 +75,18 @@ class Chain:
     def __len__(self) -> int:
         return len(self.ms)
 
+    @property
+    def of_one_node(self) -> int:
+        """The bytes that one node takes at most besides what no plan moves: no bound below it has a plan.
+
+        While the backward of a node runs, what autograd keeps for it first of all is there, kept or made again.
+        """
+        backward = self.work.copy()
+        for storage in self.storages:
+            if storage.saver is not None:
+                backward[storage.saver] += storage.bytes
+        return int(max(backward.max(initial=0), self.forward.max(initial=0)))
+
 
 @dataclass(frozen=True)
 class Plan:

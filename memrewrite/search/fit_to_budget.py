@@ -1,12 +1,12 @@
 """From a budget to a candidate that is within it: by simulation, and on a GPU by what is measured there."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from math import inf
 
 from memrewrite.plan.refine import ALIKE
 from memrewrite.records.errors import UsageError
-from memrewrite.records.options import Budget, format_bytes
+from memrewrite.records.options import Budget
 from memrewrite.records.outcomes import Measured
 from memrewrite.search import registry
 from memrewrite.search.asked import RESERVE, Asked, Fit, Unmet
@@ -15,25 +15,16 @@ from memrewrite.search.inplace import marked_inplace
 from memrewrite.search.planning import (
     Planned,
     plan,
+    promised,
     rewritten_lower,
     rewritten_lowest,
     rewritten_slower,
     with_inputs_cast,
 )
+from memrewrite.search.reserved import least_reserved, telling_of_room, under_cap
 
 _CORRECTIONS = 6  # plans made after the device's own peak was seen
 _MARGIN = 0.0005  # what each of them leaves of the budget besides, times its number
-# How much more than its budget a plan may make the allocator reserve. Another 1 % is for batches of other sizes: they
-# leave other blocks behind.
-_ROOM = 0.02
-_LOWER = (0.98, 0.95, 0.91, 0.86, 0.8, 0.7)  # of the bytes that did not
-_TOTALS = 3  # bytes in one piece that are tried, each less by what was too much
-_HALVINGS = 5  # of the bytes between which the fewest in one piece are sought
-_WHOLE = (
-    "Memory would be fragmented, and take {}, if PyTorch got it from the device as tensors ask for it. Therefore the "
-    "first forward lets PyTorch hold {}, and gets what it does not hold of that yet in one piece "
-    "(torch.cuda.max_memory_allocated counts that once)."
-)
 
 
 def limit_for(budget: str | int | Budget | None, reserved: bool, kind: str) -> Budget | None:
@@ -66,8 +57,8 @@ def fit_to_budget(candidate: Candidate, limit: Budget, original: int, names: tup
     if budget is None or bench.target.fuses or bench.device != "cuda":
         found = replace(found, candidate=asked.finished(found.candidate))
     else:
-        found = _under_cap(asked, found)
-    return replace(found, candidate=_telling_of_room(found.candidate))
+        found = under_cap(asked, found)
+    return replace(found, candidate=telling_of_room(found.candidate))
 
 
 def _found(asked: Asked, candidate: Candidate) -> Fit | Unmet:
@@ -106,22 +97,28 @@ def _with_lower(asked: Asked, candidate: Candidate) -> Fit | Unmet:
     known, made = {candidate.programs}, []
     for lower in _lower_ones(asked, candidate):
         made.append(lower)
-        if lower.programs in known:
+        if lower.programs in known or (isinstance(found, Unmet) and not _may_be_lower(asked, lower, found.lowest)):
             continue
         known.add(lower.programs)
         found = min(found, _found(asked, lower), key=_bytes(asked) if needed else _time)
         if isinstance(found, Fit):
             return found
-    if not needed:
+    if isinstance(found, Fit):
         return found
+    vain = found.lowest
     for less in made:
         lower = rewritten_lowest(less, asked.names)
-        if lower.programs in known:
+        if lower.programs in known or not _may_be_lower(asked, lower, found.lowest):
             continue
         found = min(found, _found(asked, lower), key=_bytes(asked))
         if isinstance(found, Fit):
-            return _with_fewer(asked, less, found)
+            return _with_fewer(asked, less, found, vain)
     return _told(min(_looked_for_on(asked, candidate, without), found, key=_bytes(asked)), lower)
+
+
+def _may_be_lower(asked: Asked, candidate: Candidate, reached: int) -> bool:
+    """Whether by the estimate a plan of it takes less than was ``reached``, by more than what is alike differs."""
+    return not asked.may_checkpoint or promised(candidate) < (1 - ALIKE) * reached
 
 
 def _looked_for_on(asked: Asked, candidate: Candidate, found: Fit | Unmet) -> Fit | Unmet:
@@ -135,33 +132,43 @@ def _lowest(asked: Asked, candidate: Candidate) -> Fit | Unmet:
     Where those take no more than the optimizer's step does, none is looked for without them, unless the model is one.
     """
     lower = [rewritten_lowest(each, asked.names) for each in _lower_ones(asked, candidate)]
-    found = [_found(asked, each) for each in lower if each.programs != candidate.programs]
-    if not found:
+    made = [each for each in lower if each.programs != candidate.programs]
+    if not made:
         return _told(_found(asked, candidate), lower[0])
-    best = min(found, key=_bytes(asked))
+    best = _lowest_of(asked, made)
     timeline = best.candidate.simulate(blocks=False)
     if timeline.peak > (1 + ALIKE) * timeline.peak_of_optimizer or candidate.rehearse(timeline, 0) <= timeline.peak:
         best = min(_found(asked.unless_far(_bytes(asked)(best)[1]), candidate), best, key=_bytes(asked))
     return _told(best, lower[0])
 
 
-def _with_fewer(asked: Asked, candidate: Candidate, found: Fit) -> Fit:
+def _lowest_of(asked: Asked, candidates: Sequence[Candidate]) -> Fit | Unmet:
+    """What takes the fewest bytes of one or two; only one is planned, the first unless the second promises less."""
+    if not asked.may_checkpoint:
+        return min((_found(asked, each) for each in candidates), key=_bytes(asked))
+    first, last = candidates[0], candidates[-1]
+    less = last is not first and promised(last) < (1 - ALIKE) * promised(first)
+    return _found(asked, last if less else first)
+
+
+def _with_fewer(asked: Asked, candidate: Candidate, found: Fit, vain: int) -> Fit:
     """What fits in the least time, with some of the rewrites for the lowest peak or, as ``found``, with all of them.
 
-    Where times are not known, the last that fits is taken: no other is looked for.
+    Where times are not known, the last that fits is taken: no other is looked for. None of them got below ``vain``
+    bytes.
     """
     others = registry.without_one_of_the_lowest(asked.names)
     if found.candidate.times() is None:
-        fitting = (_fit_of(asked, candidate, names) for names in reversed(others))
+        fitting = (_fit_of(asked, candidate, names, vain) for names in reversed(others))
         return next(filter(None, fitting), found)
-    known = [fit for names in others if (fit := _fit_of(asked, candidate, names)) is not None]
+    known = [fit for names in others if (fit := _fit_of(asked, candidate, names, vain)) is not None]
     return min([*reversed(known), found], key=_time)
 
 
-def _fit_of(asked: Asked, candidate: Candidate, names: tuple[str, ...]) -> Fit | None:
-    """What fits with these rewrites for the lowest peak; None where none does, or they do nothing."""
+def _fit_of(asked: Asked, candidate: Candidate, names: tuple[str, ...], vain: int) -> Fit | None:
+    """What fits with these rewrites for the lowest peak; None where none does, or they do nothing for it."""
     lower = rewritten_lowest(candidate, names)
-    if lower.programs == candidate.programs:
+    if lower.programs == candidate.programs or not _may_be_lower(asked, lower, vain):
         return None
     found = _found(asked.unless_far(asked.budget), lower)
     return found if isinstance(found, Fit) else None
@@ -227,7 +234,7 @@ def _corrected(asked: Asked, candidate: Candidate) -> Fit | Unmet:
         last = not planned.fitted.fits and not limit.minimum
         ready = candidate
         if limit.reserved and not bench.target.fuses:
-            ready = _least_reserved(asked, candidate, budget - stray, fewest=last or limit.minimum)
+            ready = least_reserved(asked, candidate, budget - stray, fewest=last or limit.minimum)
         elif last:
             ready = marked_inplace(candidate, asked.names)
         if last:
@@ -264,107 +271,6 @@ def _least(asked: Asked, candidate: Candidate, missed: int) -> int:
     if asked.limit.reserved:  # which may well be less than where more is allocated
         return found
     return max(found, candidate.simulate(blocks=False).peak + missed)
-
-
-def _under_cap(asked: Asked, fit: Fit) -> Fit:
-    """A plan, if needed another, such that fragmentation leaves room for it under a cap just above the budget.
-
-    One that takes its memory in one piece is preferred to a lower one; where none fits, it is the first, with a note.
-    """
-    reserved = asked.limit.reserved
-    cap = asked.budget if reserved else int((1 + _ROOM) * asked.budget)
-
-    def held(candidate: Candidate) -> int:
-        under = candidate.reserved_under(cap)
-        return max(under, candidate.simulate().reserved) if reserved else under
-
-    first = None
-    for candidate in _lower_and_lower(asked, fit):
-        ready = asked.finished(candidate)
-        needed = held(ready)
-        if needed <= cap and first is None:
-            return replace(fit, candidate=ready)
-        inferior = ready, needed
-        if needed > cap:
-            ready, needed = _in_one_piece(asked, ready, needed, cap - asked.stray, held)
-        measured = asked.measured(ready) if needed <= cap else None
-        if needed <= cap and (measured is None or asked.limit.of(measured) <= asked.budget):
-            return replace(fit, candidate=ready, measured=measured)
-        first = first or (inferior if reserved else (ready, needed))
-    ready, needed = first or (fit.candidate, cap)
-    note = (
-        f"Where a process may reserve no more than {format_bytes(cap)}, this may run out of memory all the same, "
-        f"because memory is fragmented{' by batches of other sizes' * reserved}: {format_bytes(needed)} would do. "
-        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True prevents most of that."
-    )
-    return replace(fit, candidate=ready.noted(note))
-
-
-def _least_reserved(asked: Asked, candidate: Candidate, limit: int, fewest: bool) -> Candidate:
-    """A candidate that was planned, in one piece if it is above that many reserved bytes and takes less so.
-
-    As close to the limit as it gets, or with the ``fewest`` bytes where it gets to no limit.
-    """
-    ready = asked.finished(candidate)
-    needed = ready.simulate().reserved
-    if needed <= limit:
-        return ready
-    return _in_one_piece(asked, ready, needed, limit, lambda it: it.simulate().reserved, fewest)[0]
-
-
-def _in_one_piece(
-    asked: Asked,
-    candidate: Candidate,
-    needed: int,
-    limit: int,
-    reserved: Callable[[Candidate], int],
-    fewest: bool = False,
-) -> tuple[Candidate, int]:
-    """The candidate with its memory in one piece, and what is ``reserved`` for it then, ``limit`` bytes if possible.
-
-    The candidate itself where that is no less than it ``needed``, or tensors get so much more than they ask for (see
-    ``Allocator``) that the peak is above the budget. ``fewest`` as in ``_least_reserved``.
-    """
-    peak, best = candidate.making_room(0).simulate().peak, (needed, candidate)
-
-    def taken(total: int) -> int:
-        nonlocal best
-        whole = candidate.making_room(total)
-        found = reserved(whole)
-        if found < best[0] and (asked.limit.reserved or whole.simulate().peak <= asked.budget):
-            best = found, whole
-        return found
-
-    total = min(limit, asked.budget)
-    for _ in range(_TOTALS):
-        if total < peak or best[0] <= limit:
-            break
-        total -= taken(total) - limit  # tensors of up to 1 MiB lie elsewhere
-    low, high = peak, needed
-    for _ in range(_HALVINGS if fewest and best[0] > limit else 0):
-        before, total = best[0], (low + high) // 2
-        low, high = (low, total) if taken(total) < before else (total, high)
-    return best[1], best[0]
-
-
-def _telling_of_room(candidate: Candidate) -> Candidate:
-    """The candidate with a note, if it takes its memory in one piece."""
-    if not candidate.room:
-        return candidate
-    pieces = candidate.making_room(0).simulate().reserved
-    return candidate.noted(_WHOLE.format(format_bytes(pieces), format_bytes(candidate.room)))
-
-
-def _lower_and_lower(asked: Asked, fit: Fit) -> Iterator[Candidate]:
-    """The candidate, and plans for ever less as long as they fit."""
-    yield fit.candidate
-    candidate = fit.planned
-    for share in _LOWER if asked.may_checkpoint else ():
-        planned = plan(candidate, int(share * fit.target))
-        if not planned.fitted.fits:
-            return
-        candidate = planned.candidate
-        yield candidate
 
 
 def _lowest_compiled(asked: Asked, planned: Planned, measured: Measured) -> tuple[Candidate, Measured]:

@@ -15,6 +15,7 @@ from memrewrite.runtime.fused import has_triton
 from memrewrite.search import registry
 from memrewrite.search.bench import Bench, Tried
 from memrewrite.search.candidate import Candidate, CandidateRegion
+from memrewrite.simulate import Timeline
 from memrewrite.targets.allocator import rounded
 from memrewrite.torch_internals.spread import local_part
 
@@ -77,8 +78,10 @@ def plan(
     One plan over all regions in the order they run. ``spare`` bytes are left for what forward and backward take
     besides; the peak in the result is with them. ``hopeless`` is as in ``Search.fit``.
     """
-    if candidate.bench.step.amp is not None and candidate.peak(spare) > budget:
-        candidate = candidate.each(lambda region: region.edited(early_casts.insert))
+    if _is_hopeless(candidate, budget, spare, hopeless):
+        return Planned(candidate, Fitted(Plan(), _usual(candidate).peak, False), in_turn, given_up=True)
+    if candidate.bench.step.amp is not None and _exceeds(candidate, budget, spare):
+        candidate = _with_casts(candidate)
     fitted = search(candidate, False, spare, in_turn).fit(budget, hopeless)
     planned = candidate.with_segments(fitted.plan, in_turn)
     if not fitted.fits and fitted.peak > hopeless:
@@ -89,6 +92,32 @@ def plan(
     if candidate.bench.target.on_demand and not (fitted.fits or in_turn):
         return Planned(candidate.with_segments(fitted.plan, in_turn=True), fitted, True)
     return Planned(planned, fitted, in_turn)
+
+
+def _is_hopeless(candidate: Candidate, budget: int, spare: int, hopeless: float) -> bool:
+    """Whether one node alone takes more than ``hopeless`` bytes, whatever the plan; nothing is simulated for that."""
+    bench, bare = candidate.bench, candidate.without_segments()
+    if hopeless == math.inf or (bench.has_simulated(bare.programs) and bare.peak(spare) <= budget):
+        return False
+    usual = _usual(bare)
+    return _fixed(bare, usual) + _joined(bare, usual.held).of_one_node > hopeless
+
+
+def _exceeds(candidate: Candidate, budget: int, spare: int) -> bool:
+    """Whether the candidate as it is takes more than the budget, which no plan makes the optimizer's step fit."""
+    return _usual(candidate).peak_of_optimizer > budget or candidate.peak(spare) > budget
+
+
+def _with_casts(candidate: Candidate) -> Candidate:
+    def made() -> tuple[CandidateRegion, ...]:
+        return candidate.each(lambda region: region.edited(early_casts.insert)).regions
+
+    return replace(candidate, regions=candidate.bench.remembered("casts", candidate.regions, made))
+
+
+def promised(candidate: Candidate) -> int:
+    """The bytes of the lowest peak for which there is a plan by the estimate alone: no plan is simulated."""
+    return search(candidate if candidate.bench.step.amp is None else _with_casts(candidate), exact=False).promised
 
 
 def without_plan(candidate: Candidate, budget: int) -> Planned:
@@ -109,7 +138,7 @@ def search(candidate: Candidate, exact: bool, spare: int = 0, in_turn: bool = Fa
 
 def _search(bare: Candidate, exact: bool, spare: int, in_turn: bool) -> Search:
     bench = bare.bench
-    usual = bench.usual or bare.simulate(blocks=False)
+    usual = _usual(bare)
 
     def peak(candidate: Candidate) -> int:
         return candidate.peak(spare) if exact else candidate.rehearse(usual, spare)
@@ -122,13 +151,25 @@ def _search(bare: Candidate, exact: bool, spare: int, in_turn: bool) -> Search:
 
     chains = _joined(bare, usual.held)
     waiting = bench.step.gradients_wait
-    parts = _parts(bench)
-    gradients = sum(rounded(local_part(p).nbytes // parts) for p in bench.model.parameters() if p.requires_grad)
-    fixed = usual.floor - (0 if waiting else gradients)  # which come as backward goes
-    kept = gradients if bench.step.loop.zero_grad == "before backward" and not waiting else 0
+    kept = _gradients(bench) if bench.step.loop.zero_grad == "before backward" and not waiting else 0
     chains = replace(chains, left=usual.held + kept)
     least = usual.peak_of_optimizer
-    return Search(chains, peak(bare), fixed, peak_of, least)
+    return Search(chains, peak(bare), _fixed(bare, usual), peak_of, least)
+
+
+def _usual(candidate: Candidate) -> Timeline:
+    """The timeline that others are compared with, whatever was simulated for it."""
+    return candidate.bench.usual or candidate.simulate(blocks=False)
+
+
+def _fixed(bare: Candidate, usual: Timeline) -> int:
+    """The bytes that no plan moves; gradients come as backward goes."""
+    return usual.floor - (0 if bare.bench.step.gradients_wait else _gradients(bare.bench))
+
+
+def _gradients(bench: Bench) -> int:
+    parts = _parts(bench)
+    return sum(rounded(local_part(p).nbytes // parts) for p in bench.model.parameters() if p.requires_grad)
 
 
 def _joined(bare: Candidate, held: int) -> Chain:

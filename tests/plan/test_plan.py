@@ -224,17 +224,17 @@ def test_segments_in_segments_reach_where_segments_alone_do_not() -> None:
 
 
 @SMALL
-@given(chains(), st.integers(1, 100))
-def test_lowest_bound(chain: Chain, upper: int) -> None:
+@given(chains(), st.integers(1, 100), st.sampled_from([10, 200]))
+def test_lowest_bound(chain: Chain, upper: int, parts: int) -> None:
     table = intervals(chain)
-    found = lowest_bound(table, upper)
+    found = lowest_bound(table, upper, parts)
     true = min(most for most, _ in (evaluate(chain, chosen) for chosen in all_plans(chain)))
     assert found <= upper
     if true > upper:
         assert found == upper
     else:
         assert plan(table, found) is not None
-        assert found - max(upper // 200, 1) <= true <= found
+        assert found - max(upper // parts, 1) <= true <= found
 
 
 def layers(n: int, size: int = 512) -> Chain:
@@ -511,7 +511,7 @@ def test_no_other_estimate_is_asked_where_the_lowest_peak_is_hopeless() -> None:
     chain = replace(LAYERS, work=LAYERS.work + 4000)
     machine = Machine(chain, lambda estimate, segments: estimate)
     search = Search(chain, machine(Plan()), 0, machine)
-    own = search.fit(1, hopeless=search.of_one_node)
+    own = search.fit(1, hopeless=search.chain.of_one_node)
     assert not {"hopeful", "others"} & vars(search).keys()
     assert search.fit(1, hopeless=own.peak).peak <= own.peak
     assert {"hopeful", "others"} <= vars(search).keys()
@@ -519,7 +519,7 @@ def test_no_other_estimate_is_asked_where_the_lowest_peak_is_hopeless() -> None:
 
 def test_nothing_is_planned_where_one_node_alone_is_hopeless() -> None:
     search = Search(LAYERS, 50_000, 700, lambda plan: pytest.fail("simulated"))
-    assert search.of_one_node == 1024
+    assert search.chain.of_one_node == 1024
     assert search.fit(1, hopeless=700 + 1023) == Fitted(Plan(), 50_000, fits=False)
     assert not {"lowest", "flat"} & vars(search).keys()
     assert search.fit(50_000, hopeless=0).fits
@@ -531,8 +531,7 @@ def test_no_plan_takes_less_than_one_node_does(chain: Chain) -> None:
     read = tuple(replace(s, saver=s.saver and min(max(s.saver, s.first_use), len(chain) - 1)) for s in chain.storages)
     read = tuple(s for s in read if s.saver is None or s.producer == s.saver or s.first_use <= s.saver)
     chain = replace(chain, storages=read)
-    search = Search(chain, 0, 0, lambda plan: 0)
-    assert search.of_one_node <= min(evaluate(chain, chosen)[0] for chosen in all_plans(chain))
+    assert chain.of_one_node <= min(evaluate(chain, chosen)[0] for chosen in all_plans(chain))
 
 
 @pytest.mark.parametrize("budget", [1, 8999])

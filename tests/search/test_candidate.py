@@ -13,10 +13,11 @@ from memrewrite.plan.segments import Plan
 from memrewrite.records.loop import HABITS, Loop
 from memrewrite.records.options import Budget
 from memrewrite.search import fit_to_budget, graphs, inplace
-from memrewrite.search.asked import Asked, Fit
+from memrewrite.search.asked import Asked, Fit, Unmet
+from memrewrite.search.bench import Bench
 from memrewrite.search.candidate import Candidate
 from memrewrite.search.inplace import marked_inplace
-from memrewrite.search.planning import plan, rewritten
+from memrewrite.search.planning import plan, promised, rewritten
 from memrewrite.targets.eager import Target
 from memrewrite.workload.step import Inputs, OptimizerFactory, Step
 from tests.support.dropins import candidate
@@ -187,8 +188,9 @@ def test_fewer_of_the_rewrites_for_the_lowest_peak(
 
     monkeypatch.setattr(fit_to_budget, "rewritten_lowest", lowest)
     monkeypatch.setattr(fit_to_budget, "_found", found)
+    monkeypatch.setattr(fit_to_budget, "promised", lambda candidate: 990)
     asked, both = mock.Mock(names=None), made_of["both"]
-    fit = fit_to_budget._with_fewer(asked, made_of["none"], Fit(both, None, both, 0))
+    fit = fit_to_budget._with_fewer(asked, made_of["none"], Fit(both, None, both, 0), vain=1000)
     assert fit.candidate is made_of[taken]
     assert looked == looked_for
 
@@ -225,3 +227,68 @@ def test_no_plan_without_rewrites_is_looked_for_where_the_optimizer_alone_takes_
     best = fit_to_budget._lowest(asked, plain)
     assert looked == looked_for
     assert best.candidate.programs == (looked_for[-1],)
+
+
+@pytest.mark.parametrize(
+    ("promises", "looked_for"),
+    [({"wide": 1000, "narrow": 996}, ["wide"]), ({"wide": 1000, "narrow": 994}, ["narrow"])],
+)
+def test_of_two_candidates_the_one_is_planned_that_promises_less(
+    promises: dict[str, int], looked_for: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[str] = []
+    monkeypatch.setattr(fit_to_budget, "promised", promises.__getitem__)
+    monkeypatch.setattr(fit_to_budget, "_found", lambda asked, each: looked.append(each))
+    fit_to_budget._lowest_of(mock.Mock(may_checkpoint=True), ["wide", "narrow"])  # type: ignore[list-item]
+    assert looked == looked_for
+
+
+@pytest.mark.parametrize(
+    ("promises", "looked_for"),
+    [
+        ({"wide": 990, "narrow": 985, "wide+": 900}, ["plain", "wide", "wide+"]),
+        ({"wide": 990, "narrow": 900, "wide+": 900}, ["plain", "wide", "narrow", "wide+"]),
+        ({"wide": 996, "narrow": 996, "wide+": 996, "narrow+": 996}, ["plain", "plain"]),
+    ],
+)
+def test_what_promises_no_less_than_was_reached_is_not_planned(
+    promises: dict[str, int], looked_for: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each without a fit but the last, after the rewrites for the lowest peak (+)."""
+    looked: list[str] = []
+    plain, wide, narrow = (mock.Mock(programs=(name,)) for name in ("plain", "wide", "narrow"))
+
+    def found(asked: object, each: mock.Mock) -> Fit | Unmet:
+        looked.extend(each.programs)
+        lowest = {"plain": 1000, "wide": 988, "narrow": 905}
+        (name,) = each.programs
+        return Unmet(each, lowest[name], given_up=name == "plain") if name in lowest else Fit(each, None, each, 0)
+
+    monkeypatch.setattr(fit_to_budget, "_found", found)
+    monkeypatch.setattr(fit_to_budget, "_lower_ones", lambda asked, candidate: [wide, narrow])
+    lowest = {name: mock.Mock(programs=(name,)) for name in ("wide+", "narrow+")}
+    monkeypatch.setattr(fit_to_budget, "rewritten_lowest", lambda less, names: lowest[f"{less.programs[0]}+"])
+    monkeypatch.setattr(fit_to_budget, "promised", lambda each: promises[each.programs[0]])
+    monkeypatch.setattr(fit_to_budget, "_with_fewer", lambda asked, less, found, vain: found)
+    monkeypatch.setattr(fit_to_budget, "_told", lambda found, lower: found)
+    plain.regions = ()
+    asked = mock.Mock(may_checkpoint=True, limit=mock.Mock(minimum=False), budget=800)
+    fit_to_budget._with_lower(asked, plain)
+    assert looked == looked_for
+
+
+@pytest.mark.parametrize("name", ["residual", "transformer"])
+def test_the_estimate_promises_about_what_the_lowest_plan_takes(name: str) -> None:
+    under_test = first(name, Step(optimizer=torch.optim.AdamW))
+    lowest = plan(under_test, 0).fitted.peak
+    assert promised(under_test) == pytest.approx(lowest, rel=0.02)
+
+
+def test_nothing_is_simulated_where_one_node_alone_takes_more_than_would_do() -> None:
+    under_test = first("residual", Step(optimizer=torch.optim.AdamW))
+    usual = under_test.simulate(blocks=False)
+    with mock.patch.object(Bench, "predict") as predict:
+        far = plan(under_test, 0, hopeless=usual.floor / 2)
+    predict.assert_not_called()
+    assert (far.given_up, far.fitted.peak, far.candidate) == (True, usual.peak, under_test)
+    assert not plan(under_test, 0, hopeless=usual.peak).given_up
