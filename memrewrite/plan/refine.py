@@ -191,7 +191,7 @@ class Search:
 
     @property
     def promised(self) -> int:
-        """The bytes of the lowest peak by the estimate: those that were found of eight models are at most 1 % off it."""
+        """The bytes of the lowest peak by the estimate, of which those found of eight models were at most 1 % off."""
         return max(self.least, self.fixed + self.lowest)
 
     @functools.cached_property

@@ -16,6 +16,7 @@ from memrewrite.search.planning import (
     Planned,
     plan,
     promised,
+    promises_below,
     rewritten_lower,
     rewritten_lowest,
     rewritten_slower,
@@ -118,7 +119,7 @@ def _with_lower(asked: Asked, candidate: Candidate) -> Fit | Unmet:
 
 def _may_be_lower(asked: Asked, candidate: Candidate, reached: int) -> bool:
     """Whether by the estimate a plan of it takes less than was ``reached``, by more than what is alike differs."""
-    return not asked.may_checkpoint or promised(candidate) < (1 - ALIKE) * reached
+    return not asked.may_checkpoint or promises_below(candidate, (1 - ALIKE) * reached)
 
 
 def _looked_for_on(asked: Asked, candidate: Candidate, found: Fit | Unmet) -> Fit | Unmet:
@@ -137,7 +138,12 @@ def _lowest(asked: Asked, candidate: Candidate) -> Fit | Unmet:
         return _told(_found(asked, candidate), lower[0])
     best = _lowest_of(asked, made)
     timeline = best.candidate.simulate(blocks=False)
-    if timeline.peak > (1 + ALIKE) * timeline.peak_of_optimizer or candidate.rehearse(timeline, 0) <= timeline.peak:
+    above = timeline.peak > (1 + ALIKE) * timeline.peak_of_optimizer
+    if (
+        _may_be_lower(asked, rewritten_slower(candidate, asked.names), timeline.peak)
+        if above
+        else candidate.rehearse(timeline, 0) <= timeline.peak
+    ):
         best = min(_found(asked.unless_far(_bytes(asked)(best)[1]), candidate), best, key=_bytes(asked))
     return _told(best, lower[0])
 

@@ -95,12 +95,17 @@ def plan(
 
 
 def _is_hopeless(candidate: Candidate, budget: int, spare: int, hopeless: float) -> bool:
-    """Whether one node alone takes more than ``hopeless`` bytes, whatever the plan; nothing is simulated for that."""
-    bench, bare = candidate.bench, candidate.without_segments()
-    if hopeless == math.inf or (bench.has_simulated(bare.programs) and bare.peak(spare) <= budget):
+    """Whether one node alone takes more than ``hopeless`` bytes, unless the candidate is known to be in the budget."""
+    if hopeless == math.inf or (candidate.bench.has_simulated(candidate.programs) and candidate.peak(spare) <= budget):
         return False
+    return _one_node_exceeds(candidate, hopeless)
+
+
+def _one_node_exceeds(candidate: Candidate, size: float) -> bool:
+    """Whether one node alone takes more bytes, whatever the plan; nothing is simulated for that."""
+    bare = candidate.without_segments()
     usual = _usual(bare)
-    return _fixed(bare, usual) + _joined(bare, usual.held).of_one_node > hopeless
+    return _fixed(bare, usual) + _joined(bare, usual.held).of_one_node > size
 
 
 def _exceeds(candidate: Candidate, budget: int, spare: int) -> bool:
@@ -118,6 +123,11 @@ def _with_casts(candidate: Candidate) -> Candidate:
 def promised(candidate: Candidate) -> int:
     """The bytes of the lowest peak for which there is a plan by the estimate alone: no plan is simulated."""
     return search(candidate if candidate.bench.step.amp is None else _with_casts(candidate), exact=False).promised
+
+
+def promises_below(candidate: Candidate, size: float) -> bool:
+    """Whether that is below ``size`` bytes."""
+    return not _one_node_exceeds(candidate, size) and promised(candidate) < size
 
 
 def without_plan(candidate: Candidate, budget: int) -> Planned:

@@ -188,7 +188,7 @@ def test_fewer_of_the_rewrites_for_the_lowest_peak(
 
     monkeypatch.setattr(fit_to_budget, "rewritten_lowest", lowest)
     monkeypatch.setattr(fit_to_budget, "_found", found)
-    monkeypatch.setattr(fit_to_budget, "promised", lambda candidate: 990)
+    monkeypatch.setattr(fit_to_budget, "promises_below", lambda candidate, size: size == 995)
     asked, both = mock.Mock(names=None), made_of["both"]
     fit = fit_to_budget._with_fewer(asked, made_of["none"], Fit(both, None, both, 0), vain=1000)
     assert fit.candidate is made_of[taken]
@@ -196,16 +196,17 @@ def test_fewer_of_the_rewrites_for_the_lowest_peak(
 
 
 @pytest.mark.parametrize(
-    ("lowest", "optimizer", "as_it_is", "looked_for"),
+    ("lowest", "optimizer", "as_it_is", "promise", "looked_for"),
     [
-        (1000, 1000, 2000, ["lower"]),
-        (1004, 1000, 2000, ["lower"]),
-        (1010, 1000, 2000, ["lower", "plain"]),
-        (1000, 1000, 1000, ["lower", "plain"]),
+        (1000, 1000, 2000, 900, ["lower"]),
+        (1004, 1000, 2000, 900, ["lower"]),
+        (1010, 1000, 2000, 1004, ["lower", "plain"]),
+        (1010, 1000, 2000, 1006, ["lower"]),
+        (1000, 1000, 1000, 1000, ["lower", "plain"]),
     ],
 )
-def test_no_plan_without_rewrites_is_looked_for_where_the_optimizer_alone_takes_more(
-    lowest: int, optimizer: int, as_it_is: int, looked_for: list[str], monkeypatch: pytest.MonkeyPatch
+def test_no_plan_without_rewrites_is_looked_for_where_the_optimizer_or_its_promise_takes_more(
+    lowest: int, optimizer: int, as_it_is: int, promise: int, looked_for: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked: list[str] = []
 
@@ -222,6 +223,8 @@ def test_no_plan_without_rewrites_is_looked_for_where_the_optimizer_alone_takes_
     monkeypatch.setattr(fit_to_budget, "_bytes", lambda asked: lambda found: (False, lowest))
     monkeypatch.setattr(fit_to_budget, "_lower_ones", lambda asked, candidate: [candidate])
     monkeypatch.setattr(fit_to_budget, "rewritten_lowest", lambda candidate, names: lower)
+    monkeypatch.setattr(fit_to_budget, "rewritten_slower", lambda candidate, names: candidate)
+    monkeypatch.setattr(fit_to_budget, "promises_below", lambda candidate, size: promise < size)
     monkeypatch.setattr(fit_to_budget, "_found", found)
     monkeypatch.setattr(fit_to_budget, "_told", lambda found, lower: found)
     best = fit_to_budget._lowest(asked, plain)
@@ -268,7 +271,7 @@ def test_what_promises_no_less_than_was_reached_is_not_planned(
     monkeypatch.setattr(fit_to_budget, "_lower_ones", lambda asked, candidate: [wide, narrow])
     lowest = {name: mock.Mock(programs=(name,)) for name in ("wide+", "narrow+")}
     monkeypatch.setattr(fit_to_budget, "rewritten_lowest", lambda less, names: lowest[f"{less.programs[0]}+"])
-    monkeypatch.setattr(fit_to_budget, "promised", lambda each: promises[each.programs[0]])
+    monkeypatch.setattr(fit_to_budget, "promises_below", lambda each, size: promises[each.programs[0]] < size)
     monkeypatch.setattr(fit_to_budget, "_with_fewer", lambda asked, less, found, vain: found)
     monkeypatch.setattr(fit_to_budget, "_told", lambda found, lower: found)
     plain.regions = ()
