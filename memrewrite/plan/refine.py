@@ -82,7 +82,7 @@ class Search:
     def _or_by_others(self, found: Fitted, budget: int) -> Fitted:
         """What was ``found``, or what other ways to count lead to, where that is better."""
         for other in self.others:
-            hoped = self._may_fall(found, budget) and not other._is_far(found.peak)
+            hoped = self._may_fall(found, budget) and other._may_reach_less(found.peak)
             if hoped or other._promises(budget, found.plan.ms):
                 found = min(found, other._fit(budget, found.peak), key=_rank)
         for other in self.hopeful if self._may_fall(found, budget) else ():
@@ -109,6 +109,10 @@ class Search:
     def _as_low_as_any(self, budget: int) -> int:
         """The peak in bytes below which none is, or, where no plan can fit, none is that differs."""
         return int((1 + ALIKE) * self.least) if budget < self.least else self.least
+
+    def _may_reach_less(self, peak: int) -> bool:
+        """Whether its estimate promises less than a peak by more than what is alike differs."""
+        return not self._is_far(peak) and self.promised < (1 - ALIKE) * peak
 
     def _is_far(self, peak: int) -> bool:
         """Whether even the estimate without segments in segments, which are not tabulated for it, is far above it."""
@@ -220,6 +224,10 @@ class Search:
     @functools.cached_property
     def lowest(self) -> int:
         """The lowest bound on the estimate for which there is a plan."""
+        if self._beside is not None and (made := self._beside.result()) is not None:
+            lowest, plans = made
+            self._plans.update(plans)
+            return lowest
         return lowest_bound(self.nested, max(self.kept - self.fixed, 1), self.parts)
 
     def _planned(self, bound: int) -> Plan | None:
@@ -247,9 +255,6 @@ class Search:
         when it is asked for. Where the lowest bound leads to a peak as low as any, the others are for cheaper plans.
         """
         self.best = Fitted(Plan(), self.kept, self.kept <= budget)
-        if self._beside is not None and (made := self._beside.result()) is not None:
-            self.lowest, plans = made
-            self._plans.update(plans)
         bounds = [int(self.lowest * factor) for factor in _AROUND]
         as_low = self._as_low_as_any(budget)
         for bound in bounds:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from memrewrite.plan import refine
 from memrewrite.plan.coarse import coarsen, cuts
 from memrewrite.plan.dp import lowest_bound, plan, with_nested
-from memrewrite.plan.refine import Fitted, Search, Simulate
+from memrewrite.plan.refine import ALIKE, Fitted, Search, Simulate
 from memrewrite.plan.segments import Chain, Held, Plan
 from memrewrite.plan.tables import Space, intervals
 from memrewrite.process import beside
@@ -505,6 +505,20 @@ def test_no_tables_are_made_of_a_way_to_count_that_is_far_without_segments_in_se
     assert search.fit(1).peak == 9_000
     far = cautious._is_far(9_000)
     assert ("nested" in vars(cautious)) == (not far)
+
+
+@pytest.mark.parametrize("hidden", [0, 40_000])
+def test_a_way_to_count_that_promises_no_less_is_not_looked_at(hidden: int) -> None:
+    """It is where plans take more than the first way to count promised."""
+    often = tuple(Held(s.bytes, s.producer, tuple(range(s.producer + 1, 40)) or s.uses, None) for s in LAYERS.storages)
+    chain = replace(LAYERS, storages=(*LAYERS.storages, *often))
+    machine = Machine(chain, lambda estimate, segments: estimate + hidden * bool(segments))
+    search = Search(chain, 90_000, 0, machine)
+    found = search.fit(1)
+    (cautious,) = search.others
+    looked = cautious.promised < (1 - ALIKE) * found.peak
+    assert looked == bool(hidden)
+    assert bool(cautious._plans) == looked
 
 
 def test_no_other_estimate_is_asked_where_the_lowest_peak_is_hopeless() -> None:
