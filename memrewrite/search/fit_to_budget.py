@@ -130,7 +130,8 @@ def _looked_for_on(asked: Asked, candidate: Candidate, found: Fit | Unmet) -> Fi
 def _lowest(asked: Asked, candidate: Candidate) -> Fit | Unmet:
     """What takes the fewest bytes, with the rewrites for a lower peak or without them.
 
-    Where those take no more than the optimizer's step does, none is looked for without them, unless the model is one.
+    None is looked for without them that promises no less; where those take no more than the optimizer's step does, none
+    but the model as it is.
     """
     lower = [rewritten_lowest(each, asked.names) for each in _lower_ones(asked, candidate)]
     made = [each for each in lower if each.programs != candidate.programs]
@@ -138,12 +139,11 @@ def _lowest(asked: Asked, candidate: Candidate) -> Fit | Unmet:
         return _told(_found(asked, candidate), lower[0])
     best = _lowest_of(asked, made)
     timeline = best.candidate.simulate(blocks=False)
-    above = timeline.peak > (1 + ALIKE) * timeline.peak_of_optimizer
-    if (
-        _may_be_lower(asked, rewritten_slower(candidate, asked.names), timeline.peak)
-        if above
-        else candidate.rehearse(timeline, 0) <= timeline.peak
-    ):
+    if timeline.peak > (1 + ALIKE) * timeline.peak_of_optimizer:
+        without = _may_be_lower(asked, rewritten_slower(candidate, asked.names), timeline.peak)
+    else:
+        without = candidate.rehearse(timeline, 0) <= timeline.peak
+    if without:
         best = min(_found(asked.unless_far(_bytes(asked)(best)[1]), candidate), best, key=_bytes(asked))
     return _told(best, lower[0])
 

@@ -17,7 +17,7 @@ VGG with SGD) at a budget of floor + 60 % of (peak - floor), where the floor is 
 and inputs. Each ran in a fresh process on one CPU core (PyTorch {torch}): `python -m tests.zoo.run rows.jsonl`.
 *Predicted* is the simulated peak of the result, *tracked* that of a real step under
 `memrewrite.simulate.run_tracked`; *recomputed* is the share of the forward's estimated milliseconds that runs a second
-time; *seconds* is the whole `optimize` call with its proof. Sizes in bytes.
+time; *seconds* is the whole `optimize` call with its proof, by the clock, beside what else ran. Sizes in bytes.
 
 | library | models | verified within the budget | refused by name | crashed | predicted = tracked |
 |---|---|---|---|---|---|
