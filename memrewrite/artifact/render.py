@@ -18,6 +18,7 @@ from memrewrite.runtime import (
     likeness,
     operations,
     promise,
+    recorders,
     rows,
     texts,
 )
@@ -35,6 +36,7 @@ _RUNTIME: tuple[ModuleType, ...] = (
     operations,
     dict_versions,
     differences,
+    recorders,
     rows,
     guards,
     promise,

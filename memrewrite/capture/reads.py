@@ -19,6 +19,7 @@ from torch import nn
 
 from memrewrite.capture.looks import looks, way
 from memrewrite.runtime.guards import Holder, Reads
+from memrewrite.runtime.recorders import INSTALLED
 from memrewrite.state.attributes import CONTAINERS, OPAQUE
 
 _MODULE_CODE = cast(Any, sys.modules[nn.Module.__module__]).__file__
@@ -121,4 +122,4 @@ def _counts(name: str, reader: FrameType | None) -> bool:
         return name == "__dict__" and reader is not None and reader.f_code.co_filename != _MODULE_CODE
     if name in ("forward", "_modules"):
         return True
-    return name not in _OWN and (reader is None or reader.f_code.co_filename != _MODULE_CODE)
+    return name not in _OWN and name != INSTALLED and (reader is None or reader.f_code.co_filename != _MODULE_CODE)

@@ -29,7 +29,7 @@ from memrewrite.report.later import complete_by
 from memrewrite.runtime.assembled import assembled
 from memrewrite.runtime.dropin import own, program_from
 from memrewrite.search.so_far import Offer
-from memrewrite.workload.hooks import with_hooks_of, without_hooks
+from memrewrite.workload.hooks import recorders_off, with_hooks_of, without_hooks
 from memrewrite.workload.sharding import refuse_tensor_parallel
 from memrewrite.workload.step import device_of
 from memrewrite.workload.workload import Workload
@@ -88,6 +88,13 @@ def planned(
     them, and what ``prove_in_mesh`` does.
     """
     refuse_tensor_parallel(work.model, work.step.mesh)
+    with recorders_off(work.model):
+        return _planned(work, asked, store, progress, offer, given)
+
+
+def _planned(
+    work: Workload, asked: Request, store: Store | None, progress: Progress, offer: Offer, given: nn.Module | None
+) -> Planned:
     if not _are_here(work):
         outcome = _alone(work, asked, lambda here: run_remembering(here, asked, store, progress, offer))
         return Planned(outcome.module, outcome.report, outcome)

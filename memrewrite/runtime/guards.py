@@ -35,6 +35,7 @@ from memrewrite.runtime.differences import (
     joined,
     kind_of,
 )
+from memrewrite.runtime.recorders import matter
 from memrewrite.runtime.rows import Row, bodies
 
 Holder = str | tuple[Any, ...]
@@ -173,7 +174,8 @@ class Guards:
         child = functools.partial(Row, watched=all(type(d) is dict for d in [*listed, *parents]))
 
         def hooked() -> list[Any]:
-            return hooks if any(hooks) else []
+            found = [each if each and matter(each) else () for each in hooks] if any(hooks) else []
+            return found if any(found) else []
 
         def hooked_anew() -> list[Any]:
             hooks[:] = flat(map(get, owners, again(kind), again(())) for kind in HOOKS)

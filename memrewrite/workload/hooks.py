@@ -1,10 +1,14 @@
-"""A model without the hooks of its own, which are not called while it is optimized and work on the result as before."""
+"""A model without hooks that are not called while it is optimized: its own, which work on the result as before, and
+those by which transformers records what layers give.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
+
+from memrewrite.runtime.recorders import INSTALLED, is_recorder
 
 
 def without_hooks(model: nn.Module) -> nn.Module:
@@ -25,6 +29,27 @@ def hooks_off(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         vars(module).update(hooks)
+
+
+@contextmanager
+def recorders_off(model: nn.Module) -> Iterator[None]:
+    """Meanwhile the model is as it was before it registered recorders (``memrewrite.runtime.recorders``)."""
+    tables = [vars(module)["_forward_hooks"] for module in model.modules()]
+    recording = [(table, dict(table)) for table in tables if any(map(is_recorder, table.values()))]
+    noted = [vars(module) for module in model.modules() if INSTALLED in vars(module)]
+    for table, hooks in recording:
+        for key in [key for key, hook in hooks.items() if is_recorder(hook)]:
+            del table[key]
+    for attributes in noted:
+        del attributes[INSTALLED]
+    try:
+        yield
+    finally:
+        for table, hooks in recording:
+            table.clear()
+            table.update(hooks)
+        for attributes in noted:
+            attributes[INSTALLED] = True
 
 
 def with_hooks_of(model: nn.Module, result: nn.Module) -> None:
