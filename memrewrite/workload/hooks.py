@@ -34,7 +34,7 @@ def hooks_off(module: nn.Module) -> Iterator[None]:
 @contextmanager
 def recorders_off(model: nn.Module) -> Iterator[None]:
     """Meanwhile the model is as it was before it registered recorders (``memrewrite.runtime.recorders``)."""
-    tables = [vars(module)["_forward_hooks"] for module in model.modules()]
+    tables = [vars(module).get("_forward_hooks", {}) for module in model.modules()]
     recording = [(table, dict(table)) for table in tables if any(map(is_recorder, table.values()))]
     noted = [vars(module) for module in model.modules() if INSTALLED in vars(module)]
     for table, hooks in recording:
