@@ -95,31 +95,42 @@ def _with_lower(asked: Asked, candidate: Candidate) -> Fit | Unmet:
     in_segments = any(region.marks for region in found.candidate.regions)
     if not needed and (not in_segments or found.candidate.times() is None):
         return found
-    known, made = {candidate.programs}, []
+    known, made, bar = {candidate.programs}, [], _bar(asked, candidate, without)
     for lower in _lower_ones(asked, candidate):
         made.append(lower)
-        if lower.programs in known or (isinstance(found, Unmet) and not _may_be_lower(asked, lower, found.lowest)):
+        if lower.programs in known or not _may_be_lower(asked, lower, bar):
             continue
         known.add(lower.programs)
-        found = min(found, _found(asked, lower), key=_bytes(asked) if needed else _time)
+        other = _found(asked, lower)
+        found, bar = min(found, other, key=_bytes(asked) if needed else _time), min(bar, _bar(asked, lower, other))
         if isinstance(found, Fit):
             return found
     if isinstance(found, Fit):
         return found
-    vain = found.lowest
     for less in made:
         lower = rewritten_lowest(less, asked.names)
-        if lower.programs in known or not _may_be_lower(asked, lower, found.lowest):
+        if lower.programs in known or not _may_be_lower(asked, lower, bar):
             continue
-        found = min(found, _found(asked, lower), key=_bytes(asked))
-        if isinstance(found, Fit):
-            return _with_fewer(asked, less, found, vain)
+        other = _found(asked, lower)
+        if isinstance(other, Fit):
+            return _with_fewer(asked, less, other, bar)
+        found, bar = min(found, other, key=_bytes(asked)), min(bar, _bar(asked, lower, other))
     return _told(min(_looked_for_on(asked, candidate, without), found, key=_bytes(asked)), lower)
 
 
-def _may_be_lower(asked: Asked, candidate: Candidate, reached: int) -> bool:
-    """Whether by the estimate a plan of it takes less than was ``reached``, by more than what is alike differs."""
-    return not asked.may_checkpoint or promises_below(candidate, (1 - ALIKE) * reached)
+def _bar(asked: Asked, candidate: Candidate, found: Fit | Unmet) -> float:
+    """The bytes below which another candidate has to promise a plan, where this one was planned without a fit.
+
+    Both are told by the estimate: plans that were found take up to 4 % less, of whichever candidate.
+    """
+    if isinstance(found, Fit) or found.given_up or not asked.may_checkpoint:
+        return inf
+    return max(found.lowest, promised(rewritten_slower(candidate, asked.names)))
+
+
+def _may_be_lower(asked: Asked, candidate: Candidate, bar: float) -> bool:
+    """Whether it promises less than that by more than what is alike differs."""
+    return bar == inf or promises_below(candidate, (1 - ALIKE) * bar)
 
 
 def _looked_for_on(asked: Asked, candidate: Candidate, found: Fit | Unmet) -> Fit | Unmet:
@@ -137,10 +148,13 @@ def _lowest(asked: Asked, candidate: Candidate) -> Fit | Unmet:
     made = [each for each in lower if each.programs != candidate.programs]
     if not made:
         return _told(_found(asked, candidate), lower[0])
-    best = _lowest_of(asked, made)
+    if asked.may_checkpoint:
+        made = [_most_promising(made)]
+    best = min((_found(asked, each) for each in made), key=_bytes(asked))
     timeline = best.candidate.simulate(blocks=False)
     if timeline.peak > (1 + ALIKE) * timeline.peak_of_optimizer:
-        without = _may_be_lower(asked, rewritten_slower(candidate, asked.names), timeline.peak)
+        bar = max(timeline.peak, promised(rewritten_slower(made[0], asked.names))) if asked.may_checkpoint else inf
+        without = _may_be_lower(asked, rewritten_slower(candidate, asked.names), bar)
     else:
         without = candidate.rehearse(timeline, 0) <= timeline.peak
     if without:
@@ -148,33 +162,29 @@ def _lowest(asked: Asked, candidate: Candidate) -> Fit | Unmet:
     return _told(best, lower[0])
 
 
-def _lowest_of(asked: Asked, candidates: Sequence[Candidate]) -> Fit | Unmet:
-    """What takes the fewest bytes of one or two; only one is planned, the first unless the second promises less."""
-    if not asked.may_checkpoint:
-        return min((_found(asked, each) for each in candidates), key=_bytes(asked))
+def _most_promising(candidates: Sequence[Candidate]) -> Candidate:
+    """The first of one or two, unless the second promises less by more than what is alike differs."""
     first, last = candidates[0], candidates[-1]
-    less = last is not first and promised(last) < (1 - ALIKE) * promised(first)
-    return _found(asked, last if less else first)
+    return last if last is not first and promised(last) < (1 - ALIKE) * promised(first) else first
 
 
-def _with_fewer(asked: Asked, candidate: Candidate, found: Fit, vain: int) -> Fit:
+def _with_fewer(asked: Asked, candidate: Candidate, found: Fit, bar: float) -> Fit:
     """What fits in the least time, with some of the rewrites for the lowest peak or, as ``found``, with all of them.
 
-    Where times are not known, the last that fits is taken: no other is looked for. None of them got below ``vain``
-    bytes.
+    Where times are not known, the last that fits is taken: no other is looked for. ``bar`` is that of what has none.
     """
     others = registry.without_one_of_the_lowest(asked.names)
     if found.candidate.times() is None:
-        fitting = (_fit_of(asked, candidate, names, vain) for names in reversed(others))
+        fitting = (_fit_of(asked, candidate, names, bar) for names in reversed(others))
         return next(filter(None, fitting), found)
-    known = [fit for names in others if (fit := _fit_of(asked, candidate, names, vain)) is not None]
+    known = [fit for names in others if (fit := _fit_of(asked, candidate, names, bar)) is not None]
     return min([*reversed(known), found], key=_time)
 
 
-def _fit_of(asked: Asked, candidate: Candidate, names: tuple[str, ...], vain: int) -> Fit | None:
+def _fit_of(asked: Asked, candidate: Candidate, names: tuple[str, ...], bar: float) -> Fit | None:
     """What fits with these rewrites for the lowest peak; None where none does, or they do nothing for it."""
     lower = rewritten_lowest(candidate, names)
-    if lower.programs == candidate.programs or not _may_be_lower(asked, lower, vain):
+    if lower.programs == candidate.programs or not _may_be_lower(asked, lower, bar):
         return None
     found = _found(asked.unless_far(asked.budget), lower)
     return found if isinstance(found, Fit) else None
