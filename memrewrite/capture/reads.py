@@ -7,7 +7,6 @@ spelled (``getattr``, a property, a loop over the children), and an attribute th
 none: it follows from the inputs.
 """
 
-import itertools
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -35,7 +34,7 @@ class ReadsOfForward:
         self._holders: dict[int, Holder] = {id(owner): path for path, owner in self._owners.items()}
         self._read: dict[Holder, dict[str, None]] = {}
         self._written: set[tuple[int, str]] = set()
-        self._made: dict[int, set[str]] = {}  # what was not there when it was read, by module
+        self._made: set[tuple[int, str]] = set()  # what was not there when it was read
         self._watched: set[type] = set()
 
     @property
@@ -50,9 +49,11 @@ class ReadsOfForward:
     def looks(self) -> tuple[str, ...]:
         """What was read, as expressions in ``self``, of each holder before what it holds."""
         root, holders = self._owners[""], sorted(self._read, key=lambda holder: len(way(holder)))
-        made = [self._made.get(id(self._owners[holder]), set()) for holder in holders]
-        found = (looks(root, h, self._owners[h], self._read[h], new) for h, new in zip(holders, made, strict=True))
-        return tuple(itertools.chain.from_iterable(found))
+        return tuple(look for h in holders for look in looks(root, h, self._owners[h], self._read[h], self._new(h)))
+
+    def _new(self, holder: Holder) -> set[str]:
+        """Of what was read, what was not there then."""
+        return {name for name in self._read[holder] if (id(self._owners[holder]), name) in self._made}
 
     @contextmanager
     def observed(self) -> Iterator[None]:
@@ -65,7 +66,7 @@ class ReadsOfForward:
             def set_attribute(module: nn.Module, name: str, value: Any) -> None:
                 read = name in self._read.get(self._holders.get(id(module), ""), ())
                 if read and not hasattr(module, name):
-                    self._made.setdefault(id(module), set()).add(name)
+                    self._made.add((id(module), name))
                 assign(module, name, value)
                 if not read:
                     self._written.add((id(module), name))

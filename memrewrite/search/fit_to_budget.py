@@ -95,40 +95,45 @@ def _with_lower(asked: Asked, candidate: Candidate) -> Fit | Unmet:
     in_segments = any(region.marks for region in found.candidate.regions)
     if not needed and (not in_segments or found.candidate.times() is None):
         return found
-    known, made, bar = {candidate.programs}, [], _bar(asked, candidate, without)
+    known, made, bar = {candidate.programs}, [], _bar_of(asked, candidate, without)
     for lower in _lower_ones(asked, candidate):
         made.append(lower)
-        if lower.programs in known or not _may_be_lower(asked, lower, bar):
+        if lower.programs in known or not _may_be_lower(lower, bar):
             continue
         known.add(lower.programs)
         other = _found(asked, lower)
-        found, bar = min(found, other, key=_bytes(asked) if needed else _time), min(bar, _bar(asked, lower, other))
+        found, bar = min(found, other, key=_bytes(asked) if needed else _time), min(bar, _bar_of(asked, lower, other))
         if isinstance(found, Fit):
             return found
     if isinstance(found, Fit):
         return found
     for less in made:
         lower = rewritten_lowest(less, asked.names)
-        if lower.programs in known or not _may_be_lower(asked, lower, bar):
+        if lower.programs in known or not _may_be_lower(lower, bar):
             continue
         other = _found(asked, lower)
         if isinstance(other, Fit):
             return _with_fewer(asked, less, other, bar)
-        found, bar = min(found, other, key=_bytes(asked)), min(bar, _bar(asked, lower, other))
+        found, bar = min(found, other, key=_bytes(asked)), min(bar, _bar_of(asked, lower, other))
     return _told(min(_looked_for_on(asked, candidate, without), found, key=_bytes(asked)), lower)
 
 
-def _bar(asked: Asked, candidate: Candidate, found: Fit | Unmet) -> float:
-    """The bytes below which another candidate has to promise a plan, where this one was planned without a fit.
+def _bar_of(asked: Asked, candidate: Candidate, found: Fit | Unmet) -> float:
+    """The bar where this candidate was planned without a fit; none where it has one, or was given up."""
+    if isinstance(found, Fit) or found.given_up:
+        return inf
+    return _bar(asked, candidate, found.lowest)
+
+
+def _bar(asked: Asked, candidate: Candidate, reached: int) -> float:
+    """The bytes below which another candidate has to promise a plan, where this one ``reached`` so many.
 
     Both are told by the estimate: plans that were found take up to 4 % less, of whichever candidate.
     """
-    if isinstance(found, Fit) or found.given_up or not asked.may_checkpoint:
-        return inf
-    return max(found.lowest, promised(rewritten_slower(candidate, asked.names)))
+    return max(reached, promised(rewritten_slower(candidate, asked.names))) if asked.may_checkpoint else inf
 
 
-def _may_be_lower(asked: Asked, candidate: Candidate, bar: float) -> bool:
+def _may_be_lower(candidate: Candidate, bar: float) -> bool:
     """Whether it promises less than that by more than what is alike differs."""
     return bar == inf or promises_below(candidate, (1 - ALIKE) * bar)
 
@@ -153,8 +158,8 @@ def _lowest(asked: Asked, candidate: Candidate) -> Fit | Unmet:
     best = min((_found(asked, each) for each in made), key=_bytes(asked))
     timeline = best.candidate.simulate(blocks=False)
     if timeline.peak > (1 + ALIKE) * timeline.peak_of_optimizer:
-        bar = max(timeline.peak, promised(rewritten_slower(made[0], asked.names))) if asked.may_checkpoint else inf
-        without = _may_be_lower(asked, rewritten_slower(candidate, asked.names), bar)
+        bar = _bar(asked, made[0], timeline.peak)
+        without = _may_be_lower(rewritten_slower(candidate, asked.names), bar)
     else:
         without = candidate.rehearse(timeline, 0) <= timeline.peak
     if without:
@@ -184,7 +189,7 @@ def _with_fewer(asked: Asked, candidate: Candidate, found: Fit, bar: float) -> F
 def _fit_of(asked: Asked, candidate: Candidate, names: tuple[str, ...], bar: float) -> Fit | None:
     """What fits with these rewrites for the lowest peak; None where none does, or they do nothing for it."""
     lower = rewritten_lowest(candidate, names)
-    if lower.programs == candidate.programs or not _may_be_lower(asked, lower, bar):
+    if lower.programs == candidate.programs or not _may_be_lower(lower, bar):
         return None
     found = _found(asked.unless_far(asked.budget), lower)
     return found if isinstance(found, Fit) else None

@@ -36,20 +36,18 @@ def recorders_off(model: nn.Module) -> Iterator[None]:
     """Meanwhile the model is as it was before it registered recorders (``memrewrite.runtime.recorders``)."""
     tables = [vars(module).get("_forward_hooks", {}) for module in model.modules()]
     recording = [(table, dict(table)) for table in tables if any(map(is_recorder, table.values()))]
-    noted = [vars(module) for module in model.modules() if INSTALLED in vars(module)]
+    noted = [(vars(module), vars(module).pop(INSTALLED)) for module in model.modules() if INSTALLED in vars(module)]
     for table, hooks in recording:
         for key in [key for key, hook in hooks.items() if is_recorder(hook)]:
             del table[key]
-    for attributes in noted:
-        del attributes[INSTALLED]
     try:
         yield
     finally:
         for table, hooks in recording:
             table.clear()
             table.update(hooks)
-        for attributes in noted:
-            attributes[INSTALLED] = True
+        for attributes, installed in noted:
+            attributes[INSTALLED] = installed
 
 
 def with_hooks_of(model: nn.Module, result: nn.Module) -> None:
