@@ -142,9 +142,9 @@ class Recorder(Layer):
 
         def run(*args: Any) -> Any:
             call = told(own, args, self.device_type)
-            if call is None or self.target.fuses or self.writes:
+            if call is None or self.target.fuses:
                 return own(*args)
-            words, tensors = call
+            words, tensors = (*call[0], bool(self.writes)), call[1]  # once there are any, views count as moved
             if not all(id(tensor.untyped_storage()) in self._ids for tensor in tensors):
                 return own(*args)
             if words not in _SEEN:
@@ -158,16 +158,23 @@ class Recorder(Layer):
         """Run it, and remember what it did."""
         reads, random, flops, moved, first = self.reads, self.random, self.flops, self.moved, len(self._alive)
         self.reads, self.random, saved = set(), False, set(self.saved)
+        written, versions = set(self.writes), [tensor._version for tensor in given]
         try:
             results = own(*args)
-            done = self._seen(results, given, first, self.flops - flops, self.moved - moved)
-            _SEEN[words] = done if self.saved == saved else None
+            done = self._seen(results, given, first, written, self.flops - flops, self.moved - moved)
+            unchanged = self.saved == saved and versions == [tensor._version for tensor in given]
+            _SEEN[words] = done if unchanged else None
         finally:
             self.reads, self.random = reads | self.reads, random or self.random
         return results
 
-    def _seen(self, results: Any, given: list[Tensor], first: int, flops: int, moved: int) -> _Seen | None:
-        """What was done since there were ``first`` storages; None where that is more than to make these results."""
+    def _seen(
+        self, results: Any, given: list[Tensor], first: int, written: set[int], flops: int, moved: int
+    ) -> _Seen | None:
+        """What was done since there were ``first`` storages, and since those ``written`` were all that had been.
+
+        None where that is more than to make these results.
+        """
         made = range(first, len(self._alive))
         numbers = {key: number for number, key in enumerate(made, len(given))}
         numbers |= {self.storage(tensor): number for number, tensor in enumerate(given)}
@@ -180,7 +187,8 @@ class Recorder(Layer):
             if key is not None and key not in made:
                 return None
             kept.append(None if key is None else key - first)
-        if not self.writes.issubset(made) or not numbers.keys() >= self.reads:
+        writes = self.writes - written
+        if not writes.issubset(made) or not numbers.keys() >= self.reads:
             return None
         return _Seen(
             made_of(leaves, given),
@@ -188,7 +196,7 @@ class Recorder(Layer):
             tuple(self.storages[key].bytes for key in made),
             tuple(kept),
             tuple(numbers[key] for key in self.reads),
-            tuple(numbers[key] for key in self.writes),
+            tuple(numbers[key] for key in writes),
             self.random,
             flops,
             moved,

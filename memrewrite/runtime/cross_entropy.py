@@ -53,7 +53,7 @@ class _Losses(torch.autograd.Function):
         ctx.save_for_backward(logits, target)
         ctx.options, ctx.rows, ctx.autocast = (dtype, 0, ignore_index), rows, autocast_dtype(logits.device.type)
         parts = zip(logits.split(rows), target.split(rows), strict=True)
-        return torch.cat([_losses(part, of, *ctx.options) for part, of in parts])
+        return torch.cat([_losses_of_some(part, of, ctx.options) for part, of in parts])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
@@ -66,7 +66,7 @@ class _Losses(torch.autograd.Function):
             result = torch.empty_like(logits)
             parts = (tensor.split(ctx.rows) for tensor in (result, logits, target, grad))
             for out, part, of, slope in zip(*parts, strict=True):
-                out.copy_(_slope(part.detach().requires_grad_(), of, slope, ctx.options))
+                out.copy_(_slope_of_some(part, of, slope, ctx.options))
         return result, None, None, None, None
 
 
@@ -75,7 +75,12 @@ def _losses(logits: Tensor, target: Tensor, dtype: torch.dtype | None, reduction
     return torch.ops.aten.cross_entropy_loss(wide, target, None, reduction, ignore_index)
 
 
-def _slope(logits: Tensor, target: Tensor, grad: Tensor, options: Any) -> Tensor:
+def _losses_of_some(logits: Tensor, target: Tensor, options: Any) -> Tensor:
+    return _losses(logits, target, *options)
+
+
+def _slope_of_some(logits: Tensor, target: Tensor, grad: Tensor, options: Any) -> Tensor:
+    logits = logits.detach().requires_grad_()
     with torch.enable_grad():
         losses = _losses(logits, target, *options)
     return torch.autograd.grad(losses, logits, grad)[0]

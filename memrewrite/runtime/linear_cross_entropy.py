@@ -10,7 +10,7 @@ This file needs torch only, because its text is also pasted into generated model
 
 import functools
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -175,19 +175,16 @@ def _late(terms: _Terms, head: Head, target: Tensor, class_weight: Tensor | None
     hidden, weight, bias = head
     cast = _cast_once(weight, terms.autocast), _cast_once(bias, terms.autocast)
     parts = zip(hidden.split(terms.rows), target.split(terms.rows), strict=True)
-    return torch.cat([_head_losses(part, *cast, of, class_weight, *terms.options) for part, of in parts])
+    return torch.cat([_head_losses_of_some((part, *cast), of, class_weight, terms.options) for part, of in parts])
 
 
 def _late_slopes(terms: _Terms, head: Head, target: Tensor, class_weight: Tensor | None, grad: Tensor) -> HeadSlopes:
     """The gradients of what losses are made of, by theirs."""
 
-    def of_logits(logits: Tensor, some: slice) -> Tensor:
-        logits = logits.detach().requires_grad_()
-        with torch.enable_grad():
-            losses = _logit_losses(logits, target[some], class_weight, *terms.options)
-        return torch.autograd.grad(losses, logits, grad[some])[0]
+    def slope_of(part: Head, some: slice) -> Tensor:
+        return _slope_by_losses(part, target[some], class_weight, grad[some], terms.options)
 
-    return _by_rows(terms, head, of_logits)
+    return _by_rows(terms, head, slope_of)
 
 
 def _early(
@@ -199,21 +196,19 @@ def _early(
     share = torch.ones((), dtype=_wide(of_losses), device=target.device)
     if reduction == 1:
         share = share / _weights(target, class_weight, terms.options[1]).sum()
-    chain = functools.partial(_losses_and_slope, (*terms.options, of_losses))
-    name = f"cross_entropy_{hashlib.sha256(repr(chain.args).encode()).hexdigest()[:12]}"
-    losses: list[Tensor] = []
+    options, losses = (*terms.options, of_losses), list[Tensor]()
+    name = f"cross_entropy_{hashlib.sha256(repr((options,)).encode()).hexdigest()[:12]}" if fused else None
 
-    def of_logits(logits: Tensor, some: slice) -> Tensor:
-        given = [logits, target[some], share, *([] if class_weight is None else [class_weight])]
-        loss, slope = at_once(name, chain, given) if fused else chain(*given)
+    def slope_of(part: Head, some: slice) -> Tensor:
+        loss, slope = _slope_at_once(part, target[some], share, class_weight, options, name)
         losses.append(loss)
         return slope
 
-    slopes = _by_rows(terms, head, of_logits)
+    slopes = _by_rows(terms, head, slope_of)
     return torch.cat(losses), slopes
 
 
-def _by_rows(terms: _Terms, head: Head, of_logits: Callable[[Tensor, slice], Tensor]) -> HeadSlopes:
+def _by_rows(terms: _Terms, head: Head, slope_of: Callable[[Head, slice], Tensor]) -> HeadSlopes:
     """The gradients of what the head is given and of its parameters, by those of some rows of logits at a time."""
     hidden, weight, bias = head
     of_hidden = torch.empty_like(hidden) if terms.wanted[0] else None
@@ -223,7 +218,7 @@ def _by_rows(terms: _Terms, head: Head, of_logits: Callable[[Tensor, slice], Ten
     start = 0
     for part in hidden.split(terms.rows):
         some = slice(start, start + len(part))
-        slope = of_logits(functional.linear(part, product, shift), some)
+        slope = slope_of((part, product, shift), some)
         if of_hidden is not None:
             of_hidden[some] = slope @ product
         if of_weight is not None and of_weight.dtype == slope.dtype == part.dtype:
@@ -235,6 +230,27 @@ def _by_rows(terms: _Terms, head: Head, of_logits: Callable[[Tensor, slice], Ten
         start = some.stop
         del slope  # before the next logits are made
     return of_hidden, of_weight, of_bias
+
+
+def _head_losses_of_some(part: Head, target: Tensor, class_weight: Tensor | None, options: Any) -> Tensor:
+    return _head_losses(*part, target, class_weight, *options)
+
+
+def _slope_by_losses(part: Head, target: Tensor, class_weight: Tensor | None, grad: Tensor, options: Any) -> Tensor:
+    """The gradient of some logits, by that of their losses."""
+    logits = functional.linear(*part).detach().requires_grad_()
+    with torch.enable_grad():
+        losses = _logit_losses(logits, target, class_weight, *options)
+    return torch.autograd.grad(losses, logits, grad)[0]
+
+
+def _slope_at_once(
+    part: Head, target: Tensor, share: Tensor, class_weight: Tensor | None, options: Any, name: str | None
+) -> Sequence[Tensor]:
+    """The losses of some logits and the gradient of these, compiled where that has a ``name``."""
+    chain = functools.partial(_losses_and_slope, options)
+    given = [functional.linear(*part), target, share, *([] if class_weight is None else [class_weight])]
+    return at_once(name, chain, given) if name else chain(*given)
 
 
 def _losses_and_slope(

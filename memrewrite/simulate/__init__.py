@@ -136,8 +136,9 @@ def requests(
             tracker = Tracker(device_type(twin, fakes), transients, None, step.target, allocator)
             loop, _ = _taken(twin, fakes, step, [tracker], 2, workspace_bytes, targets, noted)
             asked = allocator.asked()
+            again = repeated([tracker]) if _on_plain_fakes(twin, step) else nullcontext()
             try:
-                with warnings.catch_warnings():
+                with again, warnings.catch_warnings():
                     warnings.simplefilter("error", FallbackWarning)
                     others = [part_of(fakes, share) for share in _SMALLER]
                     for other in (*others, fakes):

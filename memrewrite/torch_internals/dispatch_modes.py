@@ -32,6 +32,7 @@ require(
 )
 
 _DEVICE = torch.ops.prim.device.default
+_CHAINS = {"memrewrite::chain", "memrewrite::chain_slopes"}  # operators of ours
 _META = torch.device("meta")  # whose name takes as long to read as a tensor there takes to make
 # Arguments that a call is known by as they are.
 PLAIN = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
@@ -74,9 +75,10 @@ class Layer(TorchDispatchMode):
 class Recall(Layer):
     """Gives what the fake ``mode`` under it would take from its memory.
 
-    A call is known by all that the mode tells apart: of a tensor its type, sizes, strides and place in its storage,
-    the size of that, its device and whether it has a gradient; of all else type and value. What is out of the ordinary
-    (symbolic sizes, complex numbers, constants) is left to the mode.
+    A call is known by all that the mode tells apart: of a tensor its type, sizes, strides, device and whether it has a
+    gradient, its place in its storage and the size of that, but for chains, whose results are new wherever it begins;
+    of all else type and value. What is out of the ordinary (symbolic sizes, complex numbers, constants) is left to the
+    mode.
     """
 
     supports_higher_order_operators = True
@@ -112,11 +114,15 @@ class Recall(Layer):
         call: list[Any] = [id(func), torch.get_default_dtype(), torch.is_inference_mode_enabled()]
         if func.namespace not in _BELOW_AUTOCAST:  # which may ask what autocast casts to
             call += [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
-        ordinary = self._describe(args, call) and (not kwargs or self._describe(kwargs.items(), call))
+        placed = func.namespace != "memrewrite" or func.name() not in _CHAINS
+        ordinary = self._describe(args, call, placed) and (not kwargs or self._describe(kwargs.items(), call, placed))
         return tuple(call) if ordinary else None
 
-    def _describe(self, values: Iterable[Any], call: list[Any]) -> bool:
-        """Add to ``call`` what tells these arguments apart; False where one is out of the ordinary."""
+    def _describe(self, values: Iterable[Any], call: list[Any], placed: bool) -> bool:
+        """Add to ``call`` what tells these arguments apart; False where one is out of the ordinary.
+
+        ``placed`` says that it matters where in its storage a tensor begins.
+        """
         for value in values:
             kind = type(value)
             if kind is FakeTensor:
@@ -124,13 +130,14 @@ class Recall(Layer):
                     return False
                 if value.is_neg() or value.is_inference() or (dtype := value.dtype).is_complex:
                     return False
-                place = value.storage_offset(), value.untyped_storage().nbytes(), value.fake_device
-                call += (dtype, value.shape, value.stride(), value.requires_grad, place)
+                call += (dtype, value.shape, value.stride(), value.requires_grad, value.fake_device)
+                if placed:
+                    call += (value.storage_offset(), value.untyped_storage().nbytes())
             elif kind in PLAIN:
                 call += (kind, value)
             elif kind is list or kind is tuple or kind is torch.Size:
                 call += (kind, len(value))
-                if not self._describe(value, call):
+                if not self._describe(value, call, placed):
                     return False
             else:
                 return False

@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 
 from memrewrite.observe import effects, recorder, watermarks
 from memrewrite.runtime.attention import attention_in_pieces
+from memrewrite.runtime.cross_entropy import chunked_cross_entropy
 from memrewrite.runtime.linear_cross_entropy import linear_cross_entropy
 from memrewrite.runtime.tiles import in_tiles
 from memrewrite.simulate.memory import repeats
@@ -47,8 +48,12 @@ def loss(x: Tensor, head: Tensor, target: Tensor, early: bool) -> Tensor:
     return linear_cross_entropy(x.flatten(0, 1), head, None, target, None, (), 1, -100, 0.0, 7, early)
 
 
-def graph_of(part: Callable[..., Tensor], early: bool = True) -> tuple[fx.GraphModule, list[Tensor]]:
-    """Layers with attention in pieces and an MLP in tiles, and a loss with its head; the inputs."""
+def loss_of_logits(x: Tensor, head: Tensor, target: Tensor, early: bool) -> Tensor:
+    return chunked_cross_entropy(F.linear(x.flatten(0, 1), head), target, torch.float32, 1, -100, 8)
+
+
+def graph_of(part: Callable[..., Tensor], early: bool | None = True) -> tuple[fx.GraphModule, list[Tensor]]:
+    """Layers with attention in pieces and an MLP in tiles, and a loss with its head, or without; the inputs."""
     root, graph = nn.Module(), fx.Graph()
     x, target = graph.placeholder("x"), graph.placeholder("target")
 
@@ -64,7 +69,8 @@ def graph_of(part: Callable[..., Tensor], early: bool = True) -> tuple[fx.GraphM
         x = graph.call_function(torch.add, (x, graph.call_function(attended, (x,))))
         weights = weight(f"up{i}", 2 * WIDTH, WIDTH), weight(f"down{i}", WIDTH, 2 * WIDTH)
         x = graph.call_function(torch.add, (x, graph.call_function(tiled, (x, *weights))))
-    graph.output((graph.call_function(loss, (x, weight("head", 50, WIDTH), target, early)),))
+    of = loss_of_logits if early is None else loss
+    graph.output((graph.call_function(of, (x, weight("head", 50, WIDTH), target, early)),))
     return fx.GraphModule(root, graph), [torch.randn(2, 12, WIDTH), torch.randint(50, (24,))]
 
 
@@ -94,11 +100,11 @@ def observed(graph: fx.GraphModule, example: list[Tensor], **options: Any) -> tu
     return found.of, found.storages, like
 
 
-@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("early", [True, False, None])
 @pytest.mark.parametrize("options", [{}, {"grad": False}, {"amp": torch.bfloat16}], ids=str)
 @pytest.mark.parametrize("part", [chain_mlp, chain_drawing])
 def test_what_is_observed_once_is_what_all_operators_do(
-    part: Any, options: dict[str, Any], early: bool, monkeypatch: pytest.MonkeyPatch
+    part: Any, options: dict[str, Any], early: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     graph, example = graph_of(part, early)
     expected, ran = each_time(monkeypatch, lambda: observed(graph, example, **options))

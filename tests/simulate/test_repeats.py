@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from memrewrite import simulate as simulating
 from memrewrite.runtime.attention import attention_in_pieces
+from memrewrite.runtime.cross_entropy import chunked_cross_entropy
 from memrewrite.runtime.linear_cross_entropy import linear_cross_entropy
 from memrewrite.runtime.tiles import in_tiles
 from memrewrite.simulate import requests, run_tracked, simulate
@@ -132,7 +133,7 @@ def test_a_repeated_timeline_is_that_of_all_operators(
     part: Any, target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told, _ = counted_alike(Net(part), Inputs((torch.randn(4, 24, WIDTH),), {}), step_on(target), monkeypatch)
-    assert told.count("_noted") == 4  # kinds of calls
+    assert told.count("_noted") == 3 * 4  # kinds of calls, in batches of three sizes
     assert told.count("_again") > 4 * (LAYERS + 1) * 3
 
 
@@ -163,6 +164,41 @@ def test_rows_of_logits_are_counted_again(
     told, known = counted_alike(Headed(early, bias, weighted), inputs, step_on(target), monkeypatch)
     assert None not in known.values()
     assert "_again" in told
+
+
+class Chunked(nn.Module):
+    """A loss by some rows of logits at a time, which are whole."""
+
+    def __init__(self, rows: int = 8) -> None:
+        super().__init__()
+        self.head, self.rows = nn.Linear(WIDTH, 100), rows
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return chunked_cross_entropy(self.head(x), target, torch.float32, 1, -100, self.rows)
+
+
+@pytest.mark.parametrize(
+    ("module", "amp", "kinds"),
+    [
+        (Chunked(), "off", {"_losses_of_some", "_slope_of_some"}),
+        (Chunked(), "bf16", {"_losses_of_some", "_slope_of_some"}),
+        (Headed(True, True, True), "bf16", {"_early", "_slope_at_once"}),
+        (Headed(False, True, False), "off", {"_late", "_late_slopes", "_head_losses_of_some", "_slope_by_losses"}),
+    ],
+)
+@pytest.mark.parametrize("target", [EAGER, CUDA_FROM_CPU])
+def test_rows_that_are_alike_run_once(
+    module: nn.Module, amp: Any, kinds: set[str], target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def counted(rows: int) -> tuple[set[str], int, int]:
+        inputs = Inputs((torch.randn(rows, WIDTH), torch.randint(100, (rows,))), {})
+        told, known = counted_alike(module, inputs, step_on(target, amp=amp), monkeypatch, in_turn)
+        return {call[0].__qualname__ for call in known}, told.count("_noted"), told.count("_again")
+
+    few, many = counted(7 * 8 * 2), counted(7 * 8 * 6)
+    assert few[0] == many[0] == kinds
+    assert few[1] == many[1]
+    assert many[2] >= few[2]
 
 
 def test_a_repeated_timeline_is_the_real_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -185,6 +185,15 @@ def test_recalled_is_without_the_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [type(each) for each in result] == [FakeTensor] * 3
 
 
+def test_a_chain_of_other_rows_of_a_storage_is_recalled(monkeypatch: pytest.MonkeyPatch) -> None:
+    with FakeTensorMode() as mode, Recall(mode):
+        x = mode.from_tensor(torch.ones(9, 7))
+        parts = x.split(3)
+        expected = several(parts[0])
+        monkeypatch.setattr(mode, "dispatch", lambda func, *rest: pytest.fail(f"{func} was asked of the mode"))
+        assert [kinds(each, x) for each in several(parts[1])] == [kinds(each, x) for each in expected]
+
+
 def test_tensors_of_another_mode_are_left_to_the_mode() -> None:
     other = FakeTensorMode()
     stranger = other.from_tensor(torch.ones(2))

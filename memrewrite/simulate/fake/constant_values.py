@@ -63,6 +63,7 @@ class KnownValues(Layer):
     def __init__(self) -> None:
         super().__init__()
         self._values: Any = WeakTensorKeyDictionary()
+        self._storages: set[StorageWeakRef] = set()  # where values lie or lay: most writes are to none of them
         self._drawn: Any = WeakTensorKeyDictionary()  # where each lies
         self.asked = False  # whether code outside PyTorch has asked for values that are not known
         self.would_know = False  # whether one of them is not known only because sizes vary
@@ -98,7 +99,12 @@ class KnownValues(Layer):
     def keep(self, fake: Tensor, value: Tensor) -> None:
         """Take ``value`` for that of ``fake`` from now on."""
         if type(value) is Tensor and fake.layout is torch.strided and _small(value) and _fits(value, fake):
-            self._values[fake] = (value, _storage(fake))
+            self._set(fake, value)
+
+    def _set(self, fake: Tensor, value: Tensor | None) -> None:
+        storage = _storage(fake)
+        self._values[fake] = (value, storage)
+        self._storages.add(storage)
 
     def copy(self, fake: Tensor, real: Tensor) -> None:
         """Take what ``real`` holds now for the value of ``fake``."""
@@ -139,6 +145,8 @@ class KnownValues(Layer):
     def _write(self, func: OpOverload, args: Any, kwargs: Any, written: list[Tensor]) -> None:
         places = _places(written)
         self._forget_draws(places)
+        if places.isdisjoint(self._storages):
+            return
         there = {tensor: value for tensor, (value, storage) in self._values.items() if storage in places}
         if not there:
             return
@@ -162,7 +170,7 @@ class KnownValues(Layer):
                 with in_place_of_modes():
                     self.keep(result, torch.full(two_rows(result.shape), number, dtype=result.dtype, device="cpu"))
             else:
-                self._values[result] = (None, _storage(result))
+                self._set(result, None)
             return
         if name in _LIFTS:
             self.copy(result, args[0])
@@ -178,7 +186,7 @@ class KnownValues(Layer):
             if value is not None and all(_share(fake, t) or not _share(value, self.value(t)) for t in tensors):
                 self.keep(fake, value)
             elif _is_small_fake(fake) and (varies or not all(map(self.knows, tensors))):
-                self._values[fake] = (None, _storage(fake))
+                self._set(fake, None)
 
     def _compared(self, name: str, args: Any) -> bool | None:
         """What comparing drawn numbers with another one gives; None where that depends on them, or is no such thing."""
@@ -215,6 +223,8 @@ class KnownValues(Layer):
         """
         places = _places(tensors)
         self._forget_draws(places)
+        if places.isdisjoint(self._storages):
+            return
         for tensor, (_, storage) in list(self._values.items()):
             if storage in places:
                 del self._values[tensor]

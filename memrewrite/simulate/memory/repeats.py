@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from memrewrite.runtime import attention, linear_cross_entropy, tiles
+from memrewrite.runtime import attention, cross_entropy, linear_cross_entropy, tiles
 from memrewrite.runtime.segment import autocast_dtype
 from memrewrite.simulate.fake.trials import Made, made_again, made_of
 from memrewrite.simulate.memory.counted import Birth, Counted, Log, Stand, by_cublas
@@ -32,12 +32,18 @@ _PIECEWISE: tuple[tuple[Any, str], ...] = (
     (tiles._Tiles, "slopes"),
     (attention, "_attended"),
     (attention, "_attention_slopes"),
+    (cross_entropy, "_losses_of_some"),
+    (cross_entropy, "_slope_of_some"),
     (linear_cross_entropy, "_early"),
     (linear_cross_entropy, "_late"),
     (linear_cross_entropy, "_late_slopes"),
+    (linear_cross_entropy, "_head_losses_of_some"),
+    (linear_cross_entropy, "_slope_by_losses"),
+    (linear_cross_entropy, "_slope_at_once"),
 )
-# They detach what they are given before they compute with it: autocast, which keeps casts of leaves alone, keeps none.
-_DETACHING = {tiles._Tiles.run}
+# They compute with what they detach, view or cast first: autocast, which keeps casts of leaves alone, keeps none.
+_LEAFLESS = {getattr(owner, name) for owner, name in _PIECEWISE if owner in (cross_entropy, linear_cross_entropy)}
+_LEAFLESS.add(tiles._Tiles.run)
 _PLAIN = {int, float, bool, str, type(None), torch.dtype}
 _CHAIN = "chain_"  # begins the names of functions that say what they compute
 
@@ -89,7 +95,7 @@ def told(
 ) -> tuple[tuple[Any, ...], list[Tensor]] | None:
     """What tells a call of such a function apart, and the tensors it is given; None where it is to run each time."""
     words, tensors = [own, device_type, *_state(device_type)], list[Tensor]()
-    apart = own not in _DETACHING and _casts_are_kept(device_type)
+    apart = own not in _LEAFLESS and _casts_are_kept(device_type)
     ordinary = not apart and _say(args, words, tensors)
     return (tuple(words), tensors) if ordinary else None
 
@@ -98,8 +104,7 @@ def _repeating(own: Callable[..., Any], trackers: Sequence[Tracker]) -> Callable
     first = trackers[0]
 
     def run(*args: Any) -> Any:
-        apart = first.log is not None or first.on_host
-        if apart or (call := told(own, args, first.device_type)) is None:
+        if first.on_host or (call := told(own, args, first.device_type)) is None:
             return own(*args)
         words, tensors = call
         asked = *words, first.edition
@@ -132,7 +137,8 @@ def _say(value: Any, words: list[Any], tensors: list[Tensor]) -> bool:
         whole = value.untyped_storage()
         same = next((i for i, t in enumerate(tensors) if t is value), -1)
         beside = next((i for i, t in enumerate(tensors) if t.untyped_storage() is whole), -1)
-        place = value.storage_offset(), whole.nbytes(), value.fake_device, same, beside
+        ahead = value.storage_offset() - tensors[beside].storage_offset() if beside >= 0 else None
+        place = ahead, whole.nbytes(), value.fake_device, same, beside
         words += (value.dtype, value.shape, value.stride(), value.requires_grad, value.is_leaf, place)
         tensors.append(value)
         return True
@@ -155,11 +161,13 @@ def _noted(asked: Any, own: Callable[..., Any], args: tuple[Any, ...], tensors: 
     """Run it, and remember what it did."""
     now, versions = backward_number(), [tensor._version for tensor in tensors]
     log: Log = []
-    tracker.log = log
+    outer, tracker.log = tracker.log, log
     try:
         results = own(*args)
     finally:
-        tracker.log = None
+        tracker.log = outer
+        if outer is not None:
+            outer += log
     unchanged = versions == [tensor._version for tensor in tensors]
     _KNOWN[asked] = _known(log, results, tensors, tracker, now) if unchanged else None
     return results

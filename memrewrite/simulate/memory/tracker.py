@@ -199,11 +199,7 @@ class Tracker(Layer):
         taken = NOTHING if known is None else known.lookup(func, args, dict(kwargs or {}))
         place = self._place
         self._ran(clock, func, self._made(result, taken))
-        if self.log is not None or self.course is not None:
-            ran = Ran(func, tuple(self._blocks[made:]), taken, first, place)
-            for log in (self.log, self.course):
-                if log is not None:
-                    log.append(ran)
+        self._note(func, made, taken, first, place)
         return result
 
     def repeat(self, func: Any, made: list[Birth], taken: Taken, added: Any, place: str | None = None) -> None:
@@ -215,8 +211,15 @@ class Tracker(Layer):
         if first is not None:
             self._hand_on(first)
         self._ran(clock, func, self._made(made, taken))
-        if self.course is not None:
-            self.course.append(Ran(func, tuple(self._blocks[count:]), taken, first, place))
+        self._note(func, count, taken, first, place)
+
+    def _note(self, func: Any, count: int, taken: Taken, first: Counted | None, place: str | None) -> None:
+        """Where a log is kept, an operator that ran since there were ``count`` storages."""
+        if self.log is not None or self.course is not None:
+            ran = Ran(func, tuple(self._blocks[count:]), taken, first, place)
+            for log in (self.log, self.course):
+                if log is not None:
+                    log.append(ran)
 
     def _runs(self, func: Any) -> None:
         """An operator runs, and may be the one for which cuBLAS asks for memory."""
