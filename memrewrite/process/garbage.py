@@ -17,8 +17,7 @@ def sought_seldom() -> Iterator[None]:
     before = gc.get_threshold()
     _BEFORE.append(before)
     gc.set_threshold(*before[:2], max(before[2], _SELDOM))
-    known = bool(_ASIDE) and _ASIDE[-1] is not None  # counting them walks through all that are aside
-    aside = not known and gc.get_freeze_count() == 0  # else somebody has put objects aside, who would get them back
+    aside = not _ASIDE and gc.get_freeze_count() == 0  # else somebody has put objects aside, who would get them back
     if aside:
         gc.freeze()
     _ASIDE.append(aside)
@@ -33,11 +32,16 @@ def sought_seldom() -> Iterator[None]:
 
 @contextmanager
 def sought_as_before() -> Iterator[None]:
-    """Let Python look through all there is as often as before it was to do so seldom, where large things are made."""
+    """Let Python look for garbage as often as before it was to do so seldom, where large things are made.
+
+    What is there already is looked through once: libraries and plans are millions of objects, and a deep copy of a
+    model makes enough new ones for Python to look through all of them.
+    """
     within = gc.get_threshold()
     if any(_ASIDE):
         gc.unfreeze()
-        _ASIDE[:] = [None] * len(_ASIDE)
+        gc.collect()
+        gc.freeze()
     gc.set_threshold(*(_BEFORE[0] if _BEFORE else within))
     try:
         yield
@@ -46,4 +50,4 @@ def sought_as_before() -> Iterator[None]:
 
 
 _BEFORE: list[tuple[int, int, int]] = []  # how often it did so outside of each scope
-_ASIDE: list[bool | None] = []  # whether each of these scopes put aside what was there; None: it was given back since
+_ASIDE: list[bool] = []  # whether each of these scopes put aside what was there
