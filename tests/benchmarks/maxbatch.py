@@ -41,6 +41,7 @@ from tests.benchmarks.contenders import BLOCK, CHUNKED, EAGER, LIGER, OURS, prep
 from tests.benchmarks.models import WORKLOADS
 from tests.benchmarks.rows import MAXBATCH, BatchRow, append, attempt, machine, read, reason
 from tests.benchmarks.trial import Trial, clear
+from tests.zoo.models import declare_operators
 
 CONTENDERS = [EAGER, BLOCK, *LIGER, *CHUNKED, OURS]
 BUDGETS_GB = [8.0, 16.0, 24.0, 80.0]
@@ -292,6 +293,7 @@ def _run(name: str, contender: str, budgets: list[int], options: argparse.Namesp
     device = torch.device("cpu" if options.without_cuda else options.device)
     planned = {row.budget: row.batch for row in read(options.folder / PLANNED, BatchRow) if row.workload == name}
     ours = contender == OURS
+    declare_operators()  # for a torchvision that was installed beside a PyTorch without CUDA
     with suppress(ImportError):  # which a row tells
         WORKLOADS[name].build(True)  # whose modules are imported before it is anyone's turn
     known = {} if options.without_cuda else _known(path, name, contender)
