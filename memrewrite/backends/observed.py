@@ -30,12 +30,13 @@ class Seen:
     Of backward what is kept for it counts, the gradients that it is given, and outputs of forward, which may be held;
     where they are, those of the step before count in forward.
     By how much blocks are larger than the inputs, parameters, buffers and optimizer state in them counts for both.
-    ``biases`` says that a product may add one.
+    ``biases`` says that a product may add one; ``given_out`` are the bytes of outputs that the caller keeps.
     """
 
     forward: int
     backward: int
     biases: bool = True
+    given_out: int = 0
 
 
 def seen(codes: Sequence[CompiledCode], state: Sequence[int] = (), held: bool = False) -> Seen | str:
@@ -65,7 +66,7 @@ def _counted(forward: CompiledCode, backward: CompiledCode, state: Sequence[int]
     found, given_out = _run(forward, backward, device.type, table, state)
     if table is not None and table.probe():
         found, given_out = _run(forward, backward, device.type, table, state)
-    return replace(found, forward=found.forward + given_out) if held else found
+    return replace(found, forward=found.forward + given_out, given_out=given_out) if held else found
 
 
 def _run(

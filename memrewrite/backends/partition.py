@@ -83,6 +83,7 @@ class Partition:
         self.outcomes: list[Outcome] = []
         self.observed: int | None = None
         self.unseen = ""
+        self._given_out = 0  # bytes of the outputs, where the caller keeps them
         self._tries: Tries | None = None
         self._left: tuple[int, int] | None = None
 
@@ -114,6 +115,7 @@ class Partition:
             return forward, written(backward)
         known = facts(joint, divided, self.fused, self.held)
         known = replace(known, stored=stored(known))
+        self._given_out = known.held
         usual = stock_saved(joint, divided)
         stock = {i for i, node in enumerate(known.nodes) if node in usual}
         try:
@@ -128,7 +130,7 @@ class Partition:
         """The plan that is the next to be tried."""
         options = self._options(known, frozenset(i for i in stock if i not in known.symbols))
         limit = self._limit(self._of_step(options.usual))
-        if limit is not None and self.lives.of_optimizer + self.asked.reserve > limit and not self.asked.lowest:
+        if limit is not None and self._at_optimizer > limit and not self.asked.lowest:
             raise self._infeasible(limit, options.fewest.lowest())
         if self._tries is None:
             self._tries = Tries(self._search(options, limit))
@@ -178,7 +180,7 @@ class Partition:
 
         The first code of a plan for a budget may take all of that.
         """
-        least = max(now.found.peaks.peak, self.lives.of_optimizer + self.asked.reserve - self.base)
+        least = max(now.found.peaks.peak, self._at_optimizer - self.base)
         limit = self._limit(self._of_step(options.usual))
         if limit is None or now.apart or self.in_step is not None:
             return least
@@ -194,7 +196,7 @@ class Partition:
     def _search(self, options: Options, limit: int | None) -> Search:
         """What to compile for what is asked for, and known of the step."""
         told, own = self.in_step, None if limit is None else limit - self.base
-        step = Step(self.base, self.lives.of_optimizer + self.asked.reserve)
+        step = Step(self.base, self._at_optimizer)
         if told is None and own is None:
             return (yield from lowest(options.fewest, step))
         if told is not None and self.tells_options:
@@ -231,6 +233,7 @@ class Partition:
             self._of_cache()
         made = None if isinstance(found, str) else self._made(found)
         self.unseen = found if isinstance(found, str) else ""
+        self._given_out = self._given_out if isinstance(found, str) else found.given_out
         self.observed = None if made is None else self._with_optimizer(made)
         plan = None if self.options is None else self.options.chosen
         self.outcomes.append(Outcome(plan, self.apart, self.choice, self.foreseen, self.observed, self.unseen))
@@ -306,8 +309,14 @@ class Partition:
         """The bytes of the step at its peak, in this graph or in the optimizer."""
         return self._with_optimizer(found.peaks.peak)
 
+    @property
+    def _at_optimizer(self) -> int:
+        """What lives at most while the optimizer works: the outputs, too, and of a graph that is all the batch."""
+        batch = self.lives.inputs if self.in_step is None else 0
+        return self.lives.of_optimizer + self.asked.reserve + self._given_out + batch
+
     def _with_optimizer(self, made: int) -> int:
-        return max(self.base + made, self.lives.of_optimizer + self.asked.reserve)
+        return max(self.base + made, self._at_optimizer)
 
     def _infeasible(self, limit: int, lowest: Found | None, reached: int | None = None) -> BudgetInfeasibleError:
         """The error; the graph makes ``reached`` bytes at least by its code, else those foreseen of the ``lowest``."""

@@ -14,12 +14,17 @@ import memrewrite
 from memrewrite.backends import entry, observed
 from memrewrite.backends.observed import Seen, seen
 from memrewrite.backends.partition import Partition
+from memrewrite.records.attached import report_of
+from memrewrite.records.compiled import CompiledReport
 from memrewrite.records.errors import BudgetInfeasibleError
 from memrewrite.runtime.linear_cross_entropy import linear_cross_entropy
+from memrewrite.simulate import simulate
 from memrewrite.targets.allocator import Allocator
 from memrewrite.torch_internals import compiled_code
 from memrewrite.torch_internals.compiled_code import CompiledCode, beside, compiled_codes
 from memrewrite.torch_internals.compiling import cache_hits
+from memrewrite.workload.step import Inputs
+from memrewrite.workload.stepspec import StepSpec
 from tests.backends.test_partition import MODELS, Loss, made, mlp
 
 
@@ -116,6 +121,20 @@ def test_outputs_of_the_step_before_count_in_forward() -> None:
     assert isinstance(held, Seen)
     assert held.forward == dropped.forward + 256 * 4096 * 4 + 512
     assert held.backward == dropped.backward
+
+
+@pytest.mark.parametrize("budget", ["min", "100%"])
+def test_batch_and_output_live_while_the_optimizer_works(budget: str) -> None:
+    torch._dynamo.reset()
+    model, x = nn.Linear(400, 400), torch.randn(100, 400)
+    compiled = torch.compile(model, backend="memrewrite", options={"budget": budget, "optimizer": "adamw"})
+    compiled(x).sum().backward()
+    told = report_of(compiled)
+    assert isinstance(told, CompiledReport)
+    assert told.peak is not None
+    timeline = simulate(model, Inputs((x,), {}), StepSpec(optimizer="adamw").build())
+    assert timeline.peak == timeline.peak_of_optimizer
+    assert abs(timeline.peak - told.peak) <= 4096  # the loss, which is in no graph, and numbers of the optimizer's
 
 
 @pytest.mark.parametrize("by", ["its code", "the plan"])
