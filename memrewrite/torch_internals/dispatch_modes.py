@@ -6,6 +6,7 @@ takes longer to look that up than most operators take on real tensors: ``Recall`
 """
 
 import contextlib
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -32,7 +33,8 @@ require(
 )
 
 _DEVICE = torch.ops.prim.device.default
-_CHAINS = {"memrewrite::chain", "memrewrite::chain_slopes"}  # operators of ours
+# Operators that give something new, or the tensor they write, wherever tensors begin: some rows of many after others.
+_PLACELESS = {"memrewrite::chain", "memrewrite::chain_slopes", "aten::mm", "aten::addmm_", "aten::copy_"}
 _META = torch.device("meta")  # whose name takes as long to read as a tensor there takes to make
 # Arguments that a call is known by as they are.
 PLAIN = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
@@ -76,9 +78,8 @@ class Recall(Layer):
     """Gives what the fake ``mode`` under it would take from its memory.
 
     A call is known by all that the mode tells apart: of a tensor its type, sizes, strides, device and whether it has a
-    gradient, its place in its storage and the size of that, but for chains, whose results are new wherever it begins;
-    of all else type and value. What is out of the ordinary (symbolic sizes, complex numbers, constants) is left to the
-    mode.
+    gradient, and where that may matter its place in its storage and the size of that; of all else type and value. What
+    is out of the ordinary (symbolic sizes, complex numbers, constants) is left to the mode.
     """
 
     supports_higher_order_operators = True
@@ -114,7 +115,7 @@ class Recall(Layer):
         call: list[Any] = [id(func), torch.get_default_dtype(), torch.is_inference_mode_enabled()]
         if func.namespace not in _BELOW_AUTOCAST:  # which may ask what autocast casts to
             call += [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
-        placed = func.namespace != "memrewrite" or func.name() not in _CHAINS
+        placed = _is_placed(func)
         ordinary = self._describe(args, call, placed) and (not kwargs or self._describe(kwargs.items(), call, placed))
         return tuple(call) if ordinary else None
 
@@ -176,6 +177,12 @@ class Recall(Layer):
                 FakeTensor, whole, False, dispatch_device=True, device_for_backend_keys=result.device
             )
         return as_fake(made, whole, self._mode, result.device, self._attributes)
+
+
+@functools.cache
+def _is_placed(func: Any) -> bool:
+    """Whether it may matter to an operator where in its storage a tensor begins."""
+    return func.name() not in _PLACELESS
 
 
 def as_fake(
