@@ -4,6 +4,8 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch.distributed as dist
+
 _SELDOM = 200  # times that younger objects were looked through, before all are: by default Python does so after 10
 
 
@@ -35,13 +37,15 @@ def sought_as_before() -> Iterator[None]:
     """Let Python look for garbage as often as before it was to do so seldom, where large things are made.
 
     What is there already is looked through once: libraries and plans are millions of objects, and a deep copy of a
-    model makes enough new ones for Python to look through all of them.
+    model makes enough new ones for Python to look through all of them. In a process of several it is not looked for at
+    a moment of ours: what ends with groups of processes may wait for threads that wait for the interpreter's lock.
     """
     within = gc.get_threshold()
     if any(_ASIDE):
         gc.unfreeze()
-        gc.collect()
-        gc.freeze()
+        if not (dist.is_available() and dist.is_initialized()):
+            gc.collect()
+            gc.freeze()
     gc.set_threshold(*(_BEFORE[0] if _BEFORE else within))
     try:
         yield
