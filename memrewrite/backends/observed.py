@@ -63,16 +63,16 @@ def _counted(forward: CompiledCode, backward: CompiledCode, state: Sequence[int]
         devices = {each.device for each in _tensors(forward.named_arguments().values())}
     device = next((each for each in devices if each.type != "cpu"), torch.device("cpu"))
     table = transients_on(device)
-    found, given_out = _run(forward, backward, device.type, table, state)
+    found = _run(forward, backward, device.type, table, state)
     if table is not None and table.probe():
-        found, given_out = _run(forward, backward, device.type, table, state)
-    return replace(found, forward=found.forward + given_out, given_out=given_out) if held else found
+        found = _run(forward, backward, device.type, table, state)
+    return replace(found, forward=found.forward + found.given_out) if held else replace(found, given_out=0)
 
 
 def _run(
     forward: CompiledCode, backward: CompiledCode, kind: str, table: Transients | None, state: Sequence[int]
-) -> tuple[Seen, int]:
-    """The peaks of a second step, and the bytes of its outputs.
+) -> Seen:
+    """The peaks of a second step.
 
     Optimizer state is made between the two steps, where the first one left room.
     """
@@ -88,8 +88,8 @@ def _run(
             _step(forward, backward, given, tracker, there, gradients)
             there -= sum(tracker.blocks.allocate(size).size - rounded(size) for size in state)
             gradients.clear()
-        found, given_out = _step(forward, backward, given, tracker, there)
-    return replace(found, biases=products.biases), given_out
+        found = _step(forward, backward, given, tracker, there)
+    return replace(found, biases=products.biases)
 
 
 class _Products(Layer):
@@ -120,7 +120,7 @@ def _step(
     tracker: Tracker,
     there: int,
     gradients: list[Any] | None = None,
-) -> tuple[Seen, int]:
+) -> Seen:
     """The peaks in bytes beyond ``there``, and the outputs' bytes; what backward gives is put into ``gradients``."""
     tracker.reset_peak()
     outputs = forward.run([*given])
@@ -137,7 +137,7 @@ def _step(
     del results
     if gradients is not None:
         gradients += made
-    return Seen(max(first, 0), max(tracker.peak - there, 0)), given_out
+    return Seen(max(first, 0), max(tracker.peak - there, 0), given_out=given_out)
 
 
 def _bytes_beside(given: list[Any], results: list[Any]) -> int:

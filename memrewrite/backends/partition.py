@@ -231,9 +231,10 @@ class Partition:
         """
         if cached:
             self._of_cache()
-        made = None if isinstance(found, str) else self._made(found)
-        self.unseen = found if isinstance(found, str) else ""
-        self._given_out = self._given_out if isinstance(found, str) else found.given_out
+        if isinstance(found, str):
+            made, self.unseen = None, found
+        else:
+            made, self.unseen, self._given_out = self._made(found), "", found.given_out
         self.observed = None if made is None else self._with_optimizer(made)
         plan = None if self.options is None else self.options.chosen
         self.outcomes.append(Outcome(plan, self.apart, self.choice, self.foreseen, self.observed, self.unseen))

@@ -76,6 +76,7 @@ def _losses(logits: Tensor, target: Tensor, dtype: torch.dtype | None, reduction
 
 
 def _losses_of_some(logits: Tensor, target: Tensor, options: Any) -> Tensor:
+    """``_losses`` without gradients; a simulation runs it once for rows that are alike."""
     return _losses(logits, target, *options)
 
 

@@ -145,9 +145,7 @@ class KnownValues(Layer):
     def _write(self, func: OpOverload, args: Any, kwargs: Any, written: list[Tensor]) -> None:
         places = _places(written)
         self._forget_draws(places)
-        if places.isdisjoint(self._storages):
-            return
-        there = {tensor: value for tensor, (value, storage) in self._values.items() if storage in places}
+        there = self._values_in(places)
         if not there:
             return
         tensors = tensors_in((args, kwargs))
@@ -223,13 +221,16 @@ class KnownValues(Layer):
         """
         places = _places(tensors)
         self._forget_draws(places)
+        for tensor in self._values_in(places):
+            _, storage = self._values.pop(tensor)
+            if decided:
+                self._values[tensor] = (None, storage)
+
+    def _values_in(self, places: set[StorageWeakRef]) -> dict[Tensor, Any]:
+        """The tensors whose values are kept for what lies there, with these."""
         if places.isdisjoint(self._storages):
-            return
-        for tensor, (_, storage) in list(self._values.items()):
-            if storage in places:
-                del self._values[tensor]
-                if decided:
-                    self._values[tensor] = (None, storage)
+            return {}
+        return {tensor: value for tensor, (value, storage) in self._values.items() if storage in places}
 
     def _forget_draws(self, places: set[StorageWeakRef]) -> None:
         """What was drawn there may have been written since."""

@@ -43,7 +43,7 @@ _PIECEWISE: tuple[tuple[Any, str], ...] = (
 )
 # They compute with what they detach, view or cast first: autocast, which keeps casts of leaves alone, keeps none.
 _LEAFLESS = {getattr(owner, name) for owner, name in _PIECEWISE if owner in (cross_entropy, linear_cross_entropy)}
-_LEAFLESS.add(tiles._Tiles.run)
+_LEAFLESS |= {tiles._Tiles.run}
 _PLAIN = {int, float, bool, str, type(None), torch.dtype}
 _CHAIN = "chain_"  # begins the names of functions that say what they compute
 
