@@ -4,6 +4,7 @@
 
 By ``torch.utils.checkpoint``: the arithmetic is the model's own, and so is what autograd makes of it. That a block
 gives the same bits again is seen to each time. It may not change its buffers, attributes or inputs: that happens twice.
+Attention in such a step is made in pieces.
 """
 
 import contextlib
@@ -16,9 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from memrewrite.records.errors import MeasurementError
+from memrewrite.runtime.attention import attention_in_pieces
 from memrewrite.runtime.guards import hooks_of
 from memrewrite.state.attributes import OPAQUE, Attributes
 from memrewrite.state.bits import fingerprint
@@ -60,6 +64,32 @@ def _members(model: nn.Module) -> list[nn.Module]:
     if isinstance(model, nn.ModuleDict):
         return [*model.values()]
     return [*(model if isinstance(model, nn.ModuleList | nn.Sequential) else model.children())]
+
+
+class AttentionInPieces(TorchFunctionMode):
+    """Attention of one text or of the heads of one key at a time: no kernel for float64 does without all scores."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call the function, or what stands for it."""
+        return (_attend if func is functional.scaled_dot_product_attention else func)(*args, **(kwargs or {}))
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **options: Any,
+) -> Tensor:
+    """``functional.scaled_dot_product_attention``, in pieces where there is no other arithmetic in these."""
+    alike = query.dim() == key.dim() == value.dim() == 4 and len(query) == len(key) == len(value)
+    if dropout_p or not alike or query.shape[1] % key.shape[1] or (attn_mask is not None and attn_mask.requires_grad):
+        how: Any = attn_mask, dropout_p, is_causal
+        return functional.scaled_dot_product_attention(query, key, value, *how, **options)
+    pieces = max(len(query), key.shape[1])
+    return attention_in_pieces(query, key, value, attn_mask, pieces, is_causal, **options)
 
 
 @contextlib.contextmanager

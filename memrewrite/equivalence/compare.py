@@ -16,10 +16,11 @@ in mathematics (a convolution's bias before batch normalization) may be noise. O
 (a rounding of a mean shows in all its values), too small a sample to be the only yardstick: the original's relative
 error over the whole group counts too. Integers must be equal.
 
-**Changed arithmetic, known.** Of two models that were compared like this before, it is known what float64 left to each
-tensor: the error that was allowed, less the original's own, in proportion to the scale (``Comparison.room``). One that
-is no further from the original than that is no further from float64 than is allowed, if the original's own error is
-what it was, as errors add up at most.
+**Changed arithmetic, known.** Of two models that were compared like this before, in another process or in an earlier
+step, it is known what float64 left to each tensor: the error that was allowed, less the original's own, in proportion
+to the scale (``Comparison.room``). One that is no further from the original than that is no further from float64 than
+is allowed, if the original's own error is what it was, as errors add up at most. The errors of a verdict are those of
+the steps that float64 judged.
 """
 
 import math
@@ -159,12 +160,29 @@ class Comparison:
     def add_distance(self, original: Record, rewritten: Record, known: Mapping[Key, float]) -> None:
         """Add one step's distances between the two models; ``known`` is what is allowed of each (``room``)."""
         self.known = known
-        for key in known:
+        for key, found in self._distances(original, rewritten, known).items():
+            self.distances.setdefault(key, Sums()).add(found)
+
+    def stays_within(self, step: int, original: Record, rewritten: Record) -> bool:
+        """Whether all that differs in a step is no further apart than the steps allow that float64 has judged."""
+        room, differing = self.room(), self.differences[step]
+        if not room or not differing.keys() <= room.keys():
+            return False
+        found = self._distances(original, rewritten, room)
+        groups = _grouped(found)
+        allowed = {key: room[key] * _scale(sums, groups[_group(key[0])]) for key, sums in found.items()}
+        return all(key in found and found[key].rms(found[key].rewritten) <= allowed[key] for key in differing)
+
+    def _distances(self, original: Record, rewritten: Record, keys: Iterable[Key]) -> dict[Key, Sums]:
+        """What there is between the two models in one step, where a tensor has the same form in both."""
+        found: dict[Key, Sums] = {}
+        for key in keys:
             value, other = original.get(key), rewritten.get(key)
             if isinstance(value, Tensor) and isinstance(other, Tensor) and value.shape == other.shape:
-                sums = self.distances.setdefault(key, Sums())
+                found[key] = Sums()
                 for mine, theirs in _parts(self.device, value, other):
-                    sums.add(_sums(mine, theirs, mine, self.half))
+                    found[key].add(_sums(mine, theirs, mine, self.half))
+        return found
 
     def verdicts(self) -> tuple[TensorVerdict, ...]:
         """The verdict on every value, in the order they were computed."""

@@ -5,7 +5,7 @@ import functools
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -27,20 +27,30 @@ _DEEPEST_OUTPUT = 8  # levels of attributes followed into an output of unknown c
 class Kept:
     """What of a step is kept, as copies on the CPU or, ``near``, where each tensor lies.
 
-    ``outputs`` are left out where a model may return its loss alone: logits are most of what it computes.
+    ``outputs`` are left out where a model may return its loss alone: logits are most of what it computes. ``gradients``
+    are no copies, wherever they lie, of a module that nobody has afterwards.
     """
 
     outputs: bool = True
     parameters: bool = True
     near: bool = False
+    gradients: Literal["copied", "taken"] = "copied"
 
     def copy(self, value: Any) -> Any:
         """A copy of a tensor, dense; of one that is spread, its part here; anything else as it is."""
-        if not isinstance(value, Tensor):
-            return value
-        value = local_part(value.detach())  # which is all that one process has to compare
-        value = value if value.layout == torch.strided else value.to_dense()
-        return value.to(value.device if self.near else "cpu", copy=True)
+        found = _dense(value)
+        return found.to(found.device if self.near else "cpu", copy=True) if isinstance(found, Tensor) else found
+
+    def gradient(self, of: Tensor) -> Any:
+        """That of a tensor, if it has one."""
+        return _dense(of.grad) if self.gradients == "taken" else self.copy(of.grad)
+
+
+def _dense(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    value = local_part(value.detach())  # which is all that one process has to compare
+    return value if value.layout == torch.strided else value.to_dense()
 
 
 EVERYTHING = Kept()
@@ -161,9 +171,9 @@ def _expanded(value: Any, depth: int = 0) -> Any:
 
 def _keep_gradients(record: Record, module: nn.Module, leaves: list[Tensor], kept: Kept) -> None:
     for name, parameter in module.named_parameters():
-        record["gradient", name] = kept.copy(parameter.grad)
+        record["gradient", name] = kept.gradient(parameter)
     for index, leaf in enumerate(leaves):
-        record["input gradient", f"input {index}"] = kept.copy(leaf.grad)
+        record["input gradient", f"input {index}"] = kept.gradient(leaf)
 
 
 def _keep_state(record: Record, module: nn.Module, devices: tuple[torch.device, ...], kept: Kept) -> None:

@@ -20,8 +20,9 @@ D in float64:
 
     exact                                           n O, n R
     exact, where O is noisy                         2 n O, (n + 1) R, and O until noise shows; 2 O and 1 R where n = 1
-    changed                                         n O, n R, n D, n P
-    changed, where numbers are drawn and recorded   2 n O, n R, n D, n P
+    changed                                         n O, n R, 1 D, n P
+    changed, where numbers are drawn and recorded   (n + 1) O, n R, 1 D, n P
+    changed, where float64 left less to a step      and 1 D for it, and the O that records
     changed, where P is noisy                       and 1 P, or as many P and R as show what two runs differ by
 
 A step in float64 that does not fit in memory is taken once more with repeated blocks that run again in backward
@@ -159,13 +160,16 @@ def _compiled_as_asked(case: Case, full: Inputs) -> contextlib.AbstractContextMa
 
 
 def _at_smaller_sizes(case: Case, state: State, exact: bool, verdict: Verdict, full: Inputs) -> Verdict:
-    """The verdict, if it is the same where sizes that vary are as small as can be, and where they are in between."""
+    """The verdict, if it is the same where sizes that vary are as small as can be, and where they are in between.
+
+    There a step in float64 is made only where what it left to the full size is not enough.
+    """
     if not verdict.equivalent:
         return verdict
     verified = 0
     with _compiled_as_asked(case, full) as spared:
         for candidates in smaller_inputs(case.rewritten, case.inputs):
-            cases = (replace(case, inputs=inputs, steps=1) for inputs in candidates)
+            cases = (replace(case, inputs=inputs, steps=1, known=verdict.room) for inputs in candidates)
             smaller = next((each for each in cases if each.why_not_run() is None), None)
             try:
                 other = None if smaller is None else _attempt(smaller, state, exact, smaller.inputs)

@@ -379,7 +379,7 @@ def test_where_the_whole_does_not_fit_blocks_run_again(monkeypatch: pytest.Monke
     assert verdict.equivalent
     assert (verdict.exact, verdict.batch) == (False, 4)
     assert "does not fit" not in verdict.summary
-    assert tried == [(4, True, False), *[(4, True, True)] * 3]
+    assert tried == [(4, True, False), (4, True, True)]
 
 
 def test_what_is_wrong_is_found_with_blocks_that_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -404,8 +404,8 @@ def test_where_blocks_that_run_again_do_not_fit_results_leave_their_room(monkeyp
     tried = without_room(monkeypatch, lambda batch, near, again: again and not near)
     verdict = verify(model, another_swish(model), X, ADAM, exact=False)
     assert verdict.batch == 4
-    assert tried == [(4, True, False), *[(4, True, True), (4, False, True)] * 3]
-    assert moved == ["away", "back"] * 3
+    assert tried == [(4, True, False), (4, True, True), (4, False, True)]
+    assert moved == ["away", "back"]
 
 
 def test_where_nothing_fits_less_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -414,7 +414,7 @@ def test_where_nothing_fits_less_is_verified(monkeypatch: pytest.MonkeyPatch) ->
     verdict = verify(model, another_swish(model), X, ADAM, exact=False)
     assert verdict.equivalent
     assert verdict.summary.endswith("; verified at batch 2, as 4 does not fit in memory")
-    assert tried == [(4, True, False), (4, True, True), (4, False, True), *[(2, True, False)] * 3]
+    assert tried == [(4, True, False), (4, True, True), (4, False, True), (2, True, False)]
 
 
 @pytest.mark.parametrize("around", [writes_a_buffer, counts], ids=["buffer", "attribute"])
@@ -424,7 +424,7 @@ def test_where_blocks_are_unfit_less_is_verified(around: Forward, monkeypatch: p
     verdict = verify(model, another_swish(model), X, ADAM, exact=False)
     assert verdict.equivalent
     assert verdict.summary.endswith("; verified at batch 2, as 4 does not fit in memory")
-    assert tried == [(4, True, False), (4, True, True), (4, False, False), *[(2, True, False)] * 3]
+    assert tried == [(4, True, False), (4, True, True), (4, False, False), (2, True, False)]
 
 
 def test_fit_blocks_run_again_beside_unfit_ones(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -437,7 +437,7 @@ def test_fit_blocks_run_again_beside_unfit_ones(monkeypatch: pytest.MonkeyPatch)
     tried = without_room(monkeypatch, lambda batch, near, again: again)
     verdict = verify(model, another_swish(model), X, ADAM, exact=False)
     assert (verdict.equivalent, verdict.batch) == (True, 4)
-    assert tried == [(4, True, False), *[(4, True, True)] * 4]
+    assert tried == [(4, True, False), *[(4, True, True)] * 2]
 
 
 def test_a_model_that_does_not_run_in_float64_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

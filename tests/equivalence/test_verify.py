@@ -394,6 +394,7 @@ def test_parameters_are_kept_on_the_cpu_where_they_do_not_fit_twice(monkeypatch:
 def test_results_leave_their_room_to_the_reference(model: Net, inputs: Inputs, monkeypatch: pytest.MonkeyPatch) -> None:
     references: list[bool] = []
     moved: list[str] = []
+    model.get_parameter("conv.bias").requires_grad_(False)  # whose gradient is noise
     monkeypatch.setattr(judging, "double_step", short_of_memory(double_step, references, lambda near, _: near))
     for name in ("bring_to_cpu", "bring_back"):
         monkeypatch.setattr(State, name, lambda state, name=name: moved.append(name))
@@ -401,21 +402,22 @@ def test_results_leave_their_room_to_the_reference(model: Net, inputs: Inputs, m
     assert verdict.equivalent
     assert not verdict.exact
     assert verdict.batch == len(inputs.args[0])
-    assert references == [True, False] * 3
-    assert moved == ["bring_to_cpu", "bring_back"] * 3
+    assert references == [True, False]
+    assert moved == ["bring_to_cpu", "bring_back"]
 
 
 def test_a_reference_that_never_fits_halves_the_batch(
     model: Net, inputs: Inputs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     references: list[bool] = []
+    model.get_parameter("conv.bias").requires_grad_(False)  # whose gradient is noise
     size = len(inputs.args[0]) // 2
     limited = short_of_memory(double_step, references, lambda _, given: len(given.args[0]) > size)
     monkeypatch.setattr(judging, "double_step", limited)
     verdict = verify(model, rewrite(model, **CHANGED["swish"]), inputs, ADAM, exact=False)
     assert verdict.equivalent
     assert verdict.batch == size
-    assert references == [True, False, *[True] * 3]
+    assert references == [True, False, True]
 
 
 @pytest.mark.parametrize(
@@ -507,9 +509,9 @@ def counted(monkeypatch: pytest.MonkeyPatch, names: dict[int, str]) -> list[str]
     [
         (True, False, True, False, "OOORRR"),
         (True, False, False, False, "OR" * 3),
-        (True, True, False, False, "OROD" * 3),
-        (False, True, False, False, "ORD" * 3),
-        (False, True, False, True, "ORDP" * 3),
+        (True, True, False, False, "OROD" + "OR" * 2),
+        (False, True, False, False, "ORD" + "OR" * 2),
+        (False, True, False, True, "ORDP" + "ORP" * 2),
         (False, True, True, False, "OOOR" + "OOO" * 3),
     ],
     ids=["exact", "bit-equal", "recorded", "changed", "changed, plain", "wrong"],
@@ -517,6 +519,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, names: dict[int, str]) -> list[str]
 def test_steps_are_taken_once(
     model: Net, inputs: Inputs, random: bool, swish: bool, exact: bool, plain: bool, steps: str, monkeypatch: Any
 ) -> None:
+    model.get_parameter("conv.bias").requires_grad_(False)  # whose gradient is noise
     original = model if random else steady(model)
     rewritten, other = (rewrite(original, **CHANGED["swish"] if swish else {}) for _ in range(2))
     taken = counted(monkeypatch, {id(original): "O", id(rewritten): "R", id(other): "P"})
@@ -554,9 +557,9 @@ def test_noise_is_looked_for_until_it_shows(
 @pytest.mark.parametrize(
     ("noise", "taken", "passes"),
     [
-        ([0, 1, 2, *[0, 1] * 2], "ORDPP" + "ORDP" * 2, True),
-        ([1, *[0] * 4, 2, *[0, 0] * 2], "ORDP" + "PPPP" + "ORDP" * 2, True),
-        ([1, *[0] * 10, *[0, 0] * 2], "ORDP" + "P" * 9 + "ORDP" * 2, False),
+        ([0, 1, 2, *[0, 1] * 2], "ORDPP" + "ORP" * 2, True),
+        ([1, *[0] * 4, 2, *[0, 0] * 2], "ORDP" + "PPPP" + "ORP" * 2, True),
+        ([1, *[0] * 10, *[0, 0] * 2], "ORDP" + "P" * 9 + "ORP" * 2, False),
     ],
     ids=["once", "rare", "none"],
 )
@@ -648,6 +651,30 @@ def test_what_float64_left_is_enough_for_another_look(model: Net, inputs: Inputs
         described = [wrong.summary, *(f"{t.kind} {t.name}" for t in wrong.tensors if not t.passed)]
         assert not wrong.equivalent, name
         assert any(named in text for text in described), name
+
+
+@pytest.mark.parametrize(
+    ("off", "taken", "equivalent"),
+    [(1e-6, "ORD" + "OR" * 2, True), (1.2e-5, "ORDORDOR", True), (1e-3, "ORD" + "ORDOOO" * 2 + "OR", False)],
+    ids=["little", "within float64", "wrong"],
+)
+def test_a_step_that_is_further_off_than_those_before_is_judged_by_float64(
+    off: float, taken: str, equivalent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three steps the second is off; a hundred-thousandth is allowed, by then or over both that are judged."""
+    factors = iter([1 + 1e-6, 1 + off, 1 + 1e-6])
+
+    def another(self: Any, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight, self.bias) * next(factors)
+
+    torch.manual_seed(0)
+    model = nn.Linear(30, 30)
+    nn.init.ones_(model.bias)  # and the loss is about one in each step
+    rewritten = rewrite(model, forward=another)
+    seen = counted(monkeypatch, {id(model): "O", id(rewritten): "R"})
+    verdict = verify(model, rewritten, Inputs((torch.randn(5, 30),), {}), ADAM, exact=False)
+    assert "".join(seen) == taken
+    assert verdict.equivalent == equivalent, verdict.summary
 
 
 def test_of_a_known_value_no_more_is_allowed_than_of_one_that_is_judged() -> None:
