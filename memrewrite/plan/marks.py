@@ -57,6 +57,11 @@ class Marks:
     def __bool__(self) -> bool:
         return self != NO_MARKS
 
+    @property
+    def bare(self) -> bool:
+        """Whether they mark nodes alone."""
+        return not (self.room or self.budget or self.strict or self.holds_for)
+
     def segments(self, names: Iterable[str]) -> Iterator[tuple[int, ...]]:
         """The numbers of the segments that each of these nodes stands in."""
         return (self[name].segment for name in names)

@@ -275,17 +275,23 @@ class Candidate:
         """What is known of its passes; None where some of what they do is in no program."""
         if [region.region.path for region in self.regions] != [""]:
             return None
-        return self.bench.noted((self.making_room(0) if self.room else self).programs, self.room)
+        bare = self.each(
+            lambda region: region if region.marks.bare else replace(region, marks=Marks(region.marks.nodes))
+        )
+        return self.bench.noted(bare.programs, self.room)
 
     def attributed(self, blocks: bool = True) -> Timeline:
         """What ``simulate`` gives, with the submodule that made each storage."""
-        noted = None if self._noted is None else replace(self._noted, courses={})  # none of the others has it
-        return self.bench.predict(self.bench.model, written=self.written(), attribute=True, blocks=blocks, noted=noted)
+        noted, written = self._noted, self.written()
+        return self.bench.predict(self.bench.model, written=written, attribute=True, blocks=blocks, noted=noted)
 
     def peak_of(self, result: nn.Module, step: Step) -> int:
-        """The predicted peak in bytes of another step of what was made of it, or of the model itself."""
-        mine = None if result is self.bench.model else self._noted
-        return self.bench.predict(result, step, noted=None if mine is None else replace(mine, courses={})).peak
+        """The predicted peak in bytes of the step in another loop, of what was made of it or of the model itself."""
+        noted = None if result is self.bench.model else self._noted
+        mine, other = self.bench.step.loop, step.loop
+        if noted is not None and (mine.keeps_output, mine.scaler) != (other.keeps_output, other.scaler):
+            noted = replace(noted, courses={})  # a pass holds something else
+        return self.bench.predict(result, step, noted=noted).peak
 
     def reserved_under(self, cap: int) -> int:
         """What CUDA's allocator reserves in bytes if it is to be at most ``cap``; more than that where it cannot be.

@@ -235,7 +235,7 @@ def run_tracked(
     them the ``libraries`` bytes that cuBLAS asks it for at the first products. ``targets`` are by default those of the
     step. ``both`` counts by what is asked for besides. Fake passes are counted by what is ``noted`` of them.
     """
-    places = Places(module) if attribute else None
+    places = Places(module) if attribute or noted is not None else None
     kind, targets = device_type(module, inputs), step.targets(module, inputs) if targets is None else targets
     trackers = [Tracker(kind, transients, places, step.target, allocator)]
     trackers += [Tracker(kind, transients, None, step.target)] * both
@@ -277,7 +277,7 @@ def _taken(
             each.register(loop.average.tensors, AVERAGE)
     recorders = [Recorder(each, loop, library_requests(libraries, step.mode), apart) for each in trackers]
     sharded = seen_by(trackers[0]) if isinstance(step.mesh, Fsdp | Tp) else nullcontext()
-    again = repeated(trackers) if fake and not trackers[0].places else nullcontext()
+    again = repeated(trackers) if fake else nullcontext()
     one_device = device_type(module, inputs) == "cpu"  # where the host is simulated on what stands for the other one
     copies = copies_seen(trackers[0]) if apart and one_device else nullcontext()
     with step.target.around(module), sharded, copies, again:

@@ -18,6 +18,7 @@ from memrewrite.search.bench import Bench
 from memrewrite.search.candidate import Candidate
 from memrewrite.search.inplace import marked_inplace
 from memrewrite.search.planning import plan, promised, rewritten
+from memrewrite.simulate.memory.course import Noting
 from memrewrite.targets.eager import Target
 from memrewrite.workload.step import Inputs, OptimizerFactory, Step
 from tests.support.dropins import candidate
@@ -59,6 +60,21 @@ def test_what_is_simulated_without_making_the_drop_in_is_what_the_drop_in_does(n
         made = planned.bench.predict(planned.build(), attribute=True)
         assert planned.attributed() == made
         assert planned.simulate().events == made.events
+
+
+@pytest.mark.parametrize("loop", ["tutorial", "drop-output", "zero-before-backward", "ema,prefetch,scaler"])
+def test_peaks_in_other_loops_and_submodules_are_those_of_steps_that_run(loop: str) -> None:
+    """Where what the candidate's passes do is known from before."""
+    step = Step(optimizer=torch.optim.AdamW, loop=Loop.parse(loop))
+    planned = first("residual", step).with_segments(Plan(((0, 3),)))
+    planned.simulate()
+    marked = planned.making_room(4096).promising(10**9, strict=False)
+    result = marked.build()
+    with mock.patch.object(Noting, "_note", side_effect=AssertionError):
+        assert marked.attributed() == planned.bench.predict(planned.build(), attribute=True)
+    for habit in HABITS:
+        other = replace(step, loop=Loop.parse(habit))
+        assert marked.peak_of(result, other) == planned.bench.predict(planned.build(), other).peak
 
 
 def test_one_pass_tells_that_a_candidate_is_clearly_above_its_budget() -> None:

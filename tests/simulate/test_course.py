@@ -79,6 +79,7 @@ def both_ways(module: nn.Module, inputs: Inputs, step: Step, monkeypatch: pytest
     simulate(module, inputs, replace(step, optimizer=None), steps=1, blocks=False, noted=noted)
     for _ in range(2):
         assert simulate(module, inputs, step, both=both, noted=noted) == expected
+    assert simulate(module, inputs, step, attribute=True, noted=noted) == attributed
     assert in_turn(requests(module, inputs, step, noted=noted)) == asked
     return len(again)
 
@@ -90,14 +91,13 @@ def both_ways(module: nn.Module, inputs: Inputs, step: Step, monkeypatch: pytest
 @pytest.mark.parametrize("amp", ["off", "bf16"])
 def test_a_pass_counts_again_as_it_ran(loop: str, amp: str, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     step = step_on(target, loss_of, loop=loop, amp=amp)
-    assert (
-        both_ways(Convolved(), IMAGES, step, monkeypatch) == 8
-    )  # one with submodules, two twice, and three around smaller batches
+    # One with submodules, two twice, two with submodules that were noted before, and three around smaller batches.
+    assert both_ways(Convolved(), IMAGES, step, monkeypatch) == 10
 
 
 @pytest.mark.parametrize(("module", "inputs"), [(Net(), ROWS), (Headed(True, True, True), TEXTS)])
 def test_so_does_what_works_piece_by_piece(module: nn.Module, inputs: Inputs, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert both_ways(module, inputs, step_on(CUDA_FROM_CPU), monkeypatch) == 8
+    assert both_ways(module, inputs, step_on(CUDA_FROM_CPU), monkeypatch) == 10
 
 
 @pytest.mark.parametrize(

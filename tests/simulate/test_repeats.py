@@ -119,10 +119,12 @@ def counted_alike(
     with monkeypatch.context() as patch:
         patch.setattr(simulating, "repeated", lambda trackers: nullcontext())
         expected = simulate(module, inputs, step, both=both)
+        attributed = simulate(module, inputs, step, attribute=True)
         asked = written(requests(module, inputs, step))
     with counting(monkeypatch) as told:
         for _ in range(2):  # all of the second one is known
             assert simulate(module, inputs, step, both=both) == expected
+        assert simulate(module, inputs, step, attribute=True) == attributed
         assert written(requests(module, inputs, step)) == asked
         return told, repeats._KNOWN
 

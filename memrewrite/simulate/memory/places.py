@@ -13,6 +13,7 @@ import threading
 from ast import literal_eval
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 from torch import nn
@@ -51,24 +52,26 @@ class Places:
         self._made: dict[int, str] = {}  # the path by autograd's number of what forward noted for backward
         self._seen: dict[int, int] = {}  # by thread, as each has numbers of its own: the next one when last looked
         self._lines: dict[tuple[str, int], str] = {}
+        self._outside: FrameType | None = None  # what follows it, whose callers are no code of the module
 
     @contextmanager
     def followed(self) -> Iterator["Places"]:
         """Keep track of which module is called."""
         enter = register_module_forward_pre_hook(self._enter)
         leave = register_module_forward_hook(self._leave, always_call=True)
+        self._outside = sys._getframe(2)
         try:
             yield self
         finally:
+            self._outside = None
             enter.remove()
             leave.remove()
 
     def now(self) -> str | None:
         """The path of the innermost submodule, "" for the module's own forward, None outside of it (the loss, say)."""
         path = (self._in_generated_code() if self._generated else None) or self._called()
-        undone = backward_number()
-        if path is None and undone is not None:
-            return self._made.get(undone)
+        if path is None and (undone := backward_number()) is not None:
+            path = self._made.get(undone)
         thread, number = threading.get_ident(), next_backward_number()
         if path is not None:
             self._made.update(dict.fromkeys(range(self._seen.get(thread, number - 1), number), path))
@@ -89,14 +92,14 @@ class Places:
 
     def _in_generated_code(self) -> str | None:
         """The path at the innermost line of generated code that has one; "" where none of its lines does."""
-        frame = sys._getframe(1)
+        frame: FrameType | None = sys._getframe(2)
         path = None
-        while frame is not None:
+        while frame is not self._outside and frame is not None:
             if id(frame.f_globals) in self._generated:
                 path = self._named(frame.f_code.co_filename, frame.f_lineno)
                 if path:
                     break
-            frame = frame.f_back  # type: ignore[assignment]
+            frame = frame.f_back
         return path
 
     def _named(self, file: str, line: int) -> str:

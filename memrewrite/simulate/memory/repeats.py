@@ -224,6 +224,7 @@ def _again(known: _Known, tensors: list[Tensor], trackers: Sequence[Tracker]) ->
         results = made_again(known.results, tensors)
     storages: dict[int, Any] = {number: results[position].untyped_storage() for number, position in known.kept.items()}
     there: dict[int, Any] = {}
+    place = None if trackers[0].places is None else trackers[0].places.now()
     count = 0
     for step in known.course:
         if isinstance(step, int):
@@ -235,6 +236,6 @@ def _again(known: _Known, tensors: list[Tensor], trackers: Sequence[Tracker]) ->
             made.append(Birth(there[count], nbytes, inner))
             count += 1
         for tracker in trackers:
-            tracker.repeat(step.func, made, step.taken, None if step.added is None else there[step.added])
+            tracker.repeat(step.func, made, step.taken, None if step.added is None else there[step.added], place)
         del made
     return tree_unflatten(results, known.tree)
