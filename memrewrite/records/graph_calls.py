@@ -37,6 +37,7 @@ class GraphCall:
             return self.graph(*given)
 
         function.__name__ = self.__name__
+        vars(function)["calls_a_graph"] = True
         return function
 
     @cached_property

@@ -30,7 +30,7 @@ def fused(chain: Chain, trained: tuple[int, ...], keeps: tuple[int, ...], *given
     """
     if torch.compiler.is_compiling():
         return chain(*given)
-    CHAINS.setdefault(chain.__name__, chain)
+    _name(chain.__name__, chain)
     if any(t.requires_grad and i not in trained for i, t in enumerate(given)):
         keeps = tuple(range(len(given)))
     results = _Fused.apply(chain.__name__, keeps, *given)  # type: ignore[no-untyped-call]
@@ -39,9 +39,24 @@ def fused(chain: Chain, trained: tuple[int, ...], keeps: tuple[int, ...], *given
 
 def at_once(name: str, chain: Chain, given: list[Tensor]) -> list[Tensor]:
     """The results of ``chain(*given)``, of which autograd knows nothing; ``name`` says what it computes."""
-    CHAINS.setdefault(name, chain)
+    _name(name, chain)
     results: list[Tensor] = torch.ops.memrewrite.chain(name, given)
     return results
+
+
+def _name(name: str, chain: Chain) -> None:
+    """Have the chain be the one of that name, unless there is one.
+
+    Kernels are kept for other processes by a chain's code: one that calls a graph, and has none, gives way to one that
+    was written.
+    """
+    known = CHAINS.setdefault(name, chain)
+    if known is not chain and _calls_a_graph(known) and not _calls_a_graph(chain):
+        CHAINS[name] = chain
+
+
+def _calls_a_graph(chain: Chain) -> bool:
+    return getattr(chain, "calls_a_graph", False)
 
 
 class _Fused(torch.autograd.Function):
@@ -128,19 +143,18 @@ def has_triton() -> bool:
 
 
 @functools.cache
-def _forward_of(name: str) -> Kernel:
-    chain = CHAINS[name]
+def _forward_of(name: str, chain: Chain) -> Kernel:
     return Kernel(lambda given: listed(chain(*given)), name)
 
 
 @functools.cache
-def _slopes_of(name: str, count: int, wanted: tuple[bool, ...], orders: tuple[int, ...]) -> Kernel:
+def _slopes_of(name: str, chain: Chain, count: int, wanted: tuple[bool, ...], orders: tuple[int, ...]) -> Kernel:
     """The gradients of the ``wanted`` of ``count`` tensors, by these and the gradients of the results.
 
     They lie in memory as ``orders`` says: as the tensors do, so that views that these are of others need no copy of
     them.
     """
-    chain, asked = CHAINS[name], list(wanted)
+    asked = list(wanted)
 
     def slopes(given: Sequence[Any]) -> list[Tensor]:
         found = _chain_slopes(chain, given[:count], given[count:], asked)
@@ -171,7 +185,7 @@ def _run(name: str, kernel: Kernel, given: Sequence[Tensor | None], on: Tensor) 
 
 
 def _run_chain(name: str, given: list[Tensor]) -> list[Tensor]:
-    return _run(name, _forward_of(name), given, given[0])
+    return _run(name, _forward_of(name, CHAINS[name]), given, given[0])
 
 
 def run_plain(name: str, given: list[Tensor]) -> list[Tensor]:
@@ -182,7 +196,8 @@ def run_plain(name: str, given: list[Tensor]) -> list[Tensor]:
 def _run_slopes(
     name: str, given: list[Tensor], gradients: Sequence[Tensor | None], wanted: list[bool], orders: Sequence[int] = ()
 ) -> list[Tensor]:
-    return _run(name, _slopes_of(name, len(given), tuple(wanted), tuple(orders)), [*given, *gradients], given[0])
+    kernel = _slopes_of(name, CHAINS[name], len(given), tuple(wanted), tuple(orders))
+    return _run(name, kernel, [*given, *gradients], given[0])
 
 
 def _chain_slopes_on_fakes(

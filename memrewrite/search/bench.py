@@ -97,9 +97,9 @@ class Bench:
             costs = self.profile.costs(effects, self.step.amp)
         if self.target.fuses:
             return when_fused(costs, effects)
-        if not self.statistics:
-            return costs
         found = normalizations.found(effects)
+        if not (found and self.statistics):  # asked last, as the kernel is tried then
+            return costs
         again = self.profile.again(found) if self.profile else normalizations.again_ms(found, costs.roofline)
         return replace(costs, again=again)
 

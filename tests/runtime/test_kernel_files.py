@@ -159,8 +159,30 @@ def test_chains_of_a_model_are_told_apart() -> None:
     calls = [ChainCall(fx.symbolic_trace(each), (0,), (0,)) for each in (lambda x: x.sin(), lambda x: x.cos())]
     for call in calls:
         fused.CHAINS.setdefault(call.__name__, call._function)
-    one, other = (fused._forward_of(call.__name__)._said for call in calls)
+    one, other = (fused._forward_of(call.__name__, call._function)._said for call in calls)
     assert one != other
+
+
+def test_a_chain_that_was_written_takes_the_place_of_one_that_calls_a_graph() -> None:
+    """Another process has the program alone, and looks for kernels of what is written there."""
+    call = ChainCall(fx.symbolic_trace(lambda x: x.tan()), (0,), (0,))
+
+    def tangent(x: Tensor) -> Tensor:
+        return x.tan()
+
+    def again(x: Tensor) -> Tensor:
+        return x.tan()
+
+    tangent.__name__ = again.__name__ = call.__name__
+    x = torch.randn(3, requires_grad=True)
+    for runs, stays in (
+        (call._function, call._function),
+        (tangent, tangent),
+        (call._function, tangent),
+        (again, tangent),
+    ):
+        assert torch.equal(fused.fused(runs, (0,), (0,), x), x.tan())
+        assert fused.CHAINS[call.__name__] is stays
 
 
 def test_other_settings_are_another_file() -> None:

@@ -115,7 +115,7 @@ def slopes_of(case: Case) -> tuple[Callable[..., list[Tensor]], list[Tensor], tu
     given, gradients = make(), [gradient()]
     orders = [dim for t, need in zip(given, wanted, strict=True) if need for dim in fused._order(t)]
     fused.CHAINS[chain.__name__] = chain
-    kernel = fused._slopes_of(chain.__name__, len(given), tuple(wanted), tuple(orders))
+    kernel = fused._slopes_of(chain.__name__, chain, len(given), tuple(wanted), tuple(orders))
     call = chain.__name__, given, gradients, wanted, orders
     return lambda *values: list(kernel._function(values)), [*given, *gradients], call
 
