@@ -4,7 +4,7 @@
 
 By ``torch.utils.checkpoint``: the arithmetic is the model's own, and so is what autograd makes of it. That a block
 gives the same bits again is seen to each time. It may not change its buffers, attributes or inputs: that happens twice.
-Attention in such a step is made in pieces.
+Attention in blocks is made in pieces.
 """
 
 import contextlib
@@ -64,32 +64,6 @@ def _members(model: nn.Module) -> list[nn.Module]:
     if isinstance(model, nn.ModuleDict):
         return [*model.values()]
     return [*(model if isinstance(model, nn.ModuleList | nn.Sequential) else model.children())]
-
-
-class AttentionInPieces(TorchFunctionMode):
-    """Attention of one text or of the heads of one key at a time: no kernel for float64 does without all scores."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call the function, or what stands for it."""
-        return (_attend if func is functional.scaled_dot_product_attention else func)(*args, **(kwargs or {}))
-
-
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    **options: Any,
-) -> Tensor:
-    """``functional.scaled_dot_product_attention``, in pieces where there is no other arithmetic in these."""
-    alike = query.dim() == key.dim() == value.dim() == 4 and len(query) == len(key) == len(value)
-    if dropout_p or not alike or query.shape[1] % key.shape[1] or (attn_mask is not None and attn_mask.requires_grad):
-        how: Any = attn_mask, dropout_p, is_causal
-        return functional.scaled_dot_product_attention(query, key, value, *how, **options)
-    pieces = max(len(query), key.shape[1])
-    return attention_in_pieces(query, key, value, attn_mask, pieces, is_causal, **options)
 
 
 @contextlib.contextmanager
@@ -160,7 +134,7 @@ class _Call:
         given = iter(tensors)
         args, kwargs = _put_together(self._text, [next(given) if part is None else part for part in self._parts])
         try:
-            with self._again():
+            with self._again(), _AttentionInPieces():  # backward is called without any such mode
                 result = self._forward(*args, **kwargs)
         except torch.OutOfMemoryError:
             raise
@@ -175,7 +149,8 @@ class _Call:
         self._parts = [None if isinstance(part, Tensor) else part for part in self._parts]
         there = [t for t in (*self._block.parameters(), *self._block.buffers(), *tensors) if not t.is_inference()]
         attributes, versions = Attributes(self._block), [t._version for t in there]
-        result = self._forward(*args, **kwargs)
+        with _AttentionInPieces():
+            result = self._forward(*args, **kwargs)
         changed = next(attributes.changed(), None) or next(attributes.written(), None)
         self._made = _fingerprints(result)
         if changed or versions != [t._version for t in there] or not self._made:
@@ -225,3 +200,29 @@ def _taken_apart(given: Any) -> tuple[bytes, list[Any]]:
 
 def _put_together(text: bytes, parts: Sequence[Any]) -> Any:
     return _Unpickler(io.BytesIO(text), parts).load()
+
+
+class _AttentionInPieces(TorchFunctionMode):
+    """Attention of one text or of the heads of one key at a time: no kernel for float64 does without all scores."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call the function, or what stands for it."""
+        return (_attend if func is functional.scaled_dot_product_attention else func)(*args, **(kwargs or {}))
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **options: Any,
+) -> Tensor:
+    """``functional.scaled_dot_product_attention``, in pieces where there is no other arithmetic in these."""
+    alike = query.dim() == key.dim() == value.dim() == 4 and len(query) == len(key) == len(value)
+    if dropout_p or not alike or query.shape[1] % key.shape[1] or (attn_mask is not None and attn_mask.requires_grad):
+        how: Any = attn_mask, dropout_p, is_causal
+        return functional.scaled_dot_product_attention(query, key, value, *how, **options)
+    pieces = max(len(query), key.shape[1])
+    return attention_in_pieces(query, key, value, attn_mask, pieces, is_causal, **options)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memrewrite.equivalence.blocks import Again, AttentionInPieces, repeated_blocks, run_again
+from memrewrite.equivalence.blocks import Again, repeated_blocks, run_again
 from memrewrite.equivalence.trial import EVERYTHING, Kept, Record, take_step
 from memrewrite.records.errors import MeasurementError
 from memrewrite.runtime.fused import run_plain
@@ -168,8 +168,8 @@ def double_step(
 ) -> Record:
     """What the step computes in float64 with the recorded draws; makes one copy of the model and frees it.
 
-    Where ``unfit`` classes are given, repeated blocks of all others run again in backward, and attention is computed
-    some heads at a time, which takes less memory. Gradients are on the device, whatever is ``kept``.
+    Where ``unfit`` classes are given, repeated blocks of all others run again in backward, which takes less memory.
+    Gradients are where they are made, wherever the rest is ``kept``.
     Raises ``MeasurementError`` when the model does not run in float64; also, with such blocks, ``UnfitError`` when one
     may not run again, and ``OtherDrawsError`` when the model runs some again itself, and draws less where they do, too.
     """
@@ -178,8 +178,7 @@ def double_step(
     ):
         model = double_copy(original)
         blocks = [] if unfit is None else repeated_blocks(model, unfit)
-        sparing = contextlib.nullcontext() if unfit is None else AttentionInPieces()
-        with in_double(draws) as replay, run_again(blocks, replay.marked), sparing:
+        with in_double(draws) as replay, run_again(blocks, replay.marked):
             wide = {id(tensor): _widened(tensor) for tensor in inputs.tensors()}  # by identity: ties stay ties
             args, kwargs = tree_map(lambda leaf: wide.get(id(leaf), leaf), (inputs.args, inputs.kwargs))
             plain = dataclasses.replace(step, amp=None, optimizer=None)

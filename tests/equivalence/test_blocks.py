@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from memrewrite.equivalence import judging
+from memrewrite.equivalence import blocks, judging
 from memrewrite.equivalence.blocks import UnfitError, repeated_blocks
 from memrewrite.equivalence.reference import OtherDrawsError, Recorder, double_step
 from memrewrite.equivalence.trial import EVERYTHING, Record, take_step
 from memrewrite.equivalence.verifying import verify
 from memrewrite.measurement.snapshot import State
 from memrewrite.records.errors import MeasurementError
+from memrewrite.runtime.attention import attention_in_pieces
 from memrewrite.simulate.memory.tracker import Tracker
 from memrewrite.state.bits import same_bits
 from memrewrite.workload.step import Inputs, Step
@@ -370,6 +371,30 @@ def without_room(monkeypatch: pytest.MonkeyPatch, fits: Callable[[int, bool, boo
 
     monkeypatch.setattr(judging, "double_step", step)
     return tried
+
+
+def attending(self: Block, x: Tensor) -> Tensor:
+    heads = self.layers(x).view(1, 4, 2, 4).transpose(1, 2)
+    return (
+        x + functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True).transpose(1, 2).flatten(2)[0]
+    )
+
+
+def test_attention_is_made_in_pieces_both_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces: list[int] = []
+
+    def in_pieces(
+        query: Tensor, key: Tensor, value: Tensor, mask: None, number: int, *how: Any, **named: Any
+    ) -> Tensor:
+        pieces.append(number)
+        return attention_in_pieces(query, key, value, mask, number, *how, **named) * (1 + 1e-9)
+
+    monkeypatch.setattr(blocks, "attention_in_pieces", in_pieces)
+    whole, again = steps(net(attending))
+    assert pieces == [2] * 6  # of three blocks
+    for key, value in whole.items():
+        if isinstance(value, Tensor) and value.is_floating_point():
+            torch.testing.assert_close(again[key], value, rtol=1e-6, atol=1e-12)
 
 
 def test_where_the_whole_does_not_fit_blocks_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
