@@ -18,12 +18,14 @@ class InStep:
 
     ``room`` are the bytes that its plan may take, with what later graphs keep, and ``limit`` those of the whole step,
     None where that is to be as low as can be and nothing is known of it. ``late``: it comes after graphs that were
-    divided as if there were no others, so that the first step may take more than its budget.
+    divided as if there were no others, so that the first step may take more than its budget. ``batch`` are the bytes
+    that the first of them is given.
     """
 
     room: int | None = None
     limit: int | None = None
     late: bool = False
+    batch: int = 0
 
 
 @dataclass

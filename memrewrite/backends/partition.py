@@ -301,10 +301,14 @@ class Partition:
         elif self.foreseen is not None:
             self.foreseen = replace(self.foreseen, after=peak)
 
-    def peak_of(self, found: Found) -> int:
-        """The bytes of the step at its peak with another plan; code that took more than was foreseen will again."""
+    def peak_of(self, found: Found, others: int, batch: int) -> int:
+        """The bytes of the step at its peak with another plan, in this graph or in the optimizer.
+
+        So many bytes of ``others`` live while the graph runs besides what was known as it was compiled; while the
+        optimizer works, the ``batch`` does. Code that took more than was foreseen will again.
+        """
         beyond = 0 if self.foreseen is None or self.observed is None else self.observed - self.foreseen.after
-        return self._of_step(found) + max(beyond, 0)
+        return max(self.base + found.peaks.peak + max(beyond, 0) + others, self._beside_optimizer(batch))
 
     def _of_step(self, found: Found) -> int:
         """The bytes of the step at its peak, in this graph or in the optimizer."""
@@ -313,7 +317,9 @@ class Partition:
     @property
     def _at_optimizer(self) -> int:
         """What lives at most while the optimizer works: the outputs, too, and of a graph that is all the batch."""
-        batch = self.lives.inputs if self.in_step is None else 0
+        return self._beside_optimizer(self.lives.inputs if self.in_step is None else self.in_step.batch)
+
+    def _beside_optimizer(self, batch: int) -> int:
         return self.lives.of_optimizer + self.asked.reserve + self._given_out + batch
 
     def _with_optimizer(self, made: int) -> int:

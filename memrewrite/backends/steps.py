@@ -15,7 +15,7 @@ import types
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -153,10 +153,15 @@ class Step:
                 room = (low + high) // 2
                 low, high = (room, high) if peak(InStep(room, limit)) <= limit else (low, room)
             told = InStep(low, limit)
-        self.told, found = told, peaks(told)
+        self.told, found = replace(told, batch=self._batch), peaks(told)
         above = limit is not None and max(found.values(), default=0) > limit
         for key, part in parts.items():
             part.settle(told, found.get(key, 0), above)
+
+    @property
+    def _batch(self) -> int:
+        """The bytes that the first graph of a step is given."""
+        return self._parts[self.calls[0]].partition.lives.inputs
 
     def _peaks(self, plans: Mapping[str, Found]) -> dict[str, int]:
         """The peaks of the step in bytes while each graph runs with these plans, by what the first step showed."""
@@ -173,7 +178,7 @@ class Step:
                 kept += 0 if part.partition.foreseen is None else part.partition.foreseen.kept
             else:
                 gone = min(seen[key] * lives.own, lives.others)  # gradients that earlier backwards have yet to make
-                peak = part.partition.peak_of(found) - lives.earlier - gone + kept + others
+                peak = part.partition.peak_of(found, kept + others - lives.earlier - gone, self._batch)
                 peaks[key] = max(peaks.get(key, 0), peak)
                 kept += found.peaks.saved
             seen[key] += 1
