@@ -203,7 +203,7 @@ def _put_together(text: bytes, parts: Sequence[Any]) -> Any:
 
 
 class _AttentionInPieces(TorchFunctionMode):
-    """Attention of one text or of the heads of one key at a time: no kernel for float64 does without all scores."""
+    """Attention of one text or of the heads of one key at a time: on CUDA none of float64 does without all scores."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call the function, or what stands for it."""
