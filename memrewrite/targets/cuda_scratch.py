@@ -27,7 +27,7 @@ class Scratch(Transients):
         super().__init__(lambda calls: [Taken()] * len(calls))
 
     @property
-    def edition(self) -> object:
+    def table(self) -> object:
         """The sources stay what they are."""
         return type(self)
 

@@ -22,17 +22,25 @@ from memrewrite.torch_internals.operators import OpOverload, argument_names
 Call = tuple[OpOverload, tuple[Any, ...], dict[str, Any]]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Taken:
     """What a call takes while it runs: at most ``bytes`` beyond its results, by the requests in ``course``.
 
     Those that it does not give back are its results. An empty course says that it is not known. ``spare`` says that the
-    call goes without the others where there is no room for them.
+    call goes without the others where there is no room for them. As long as nothing is measured, it is ``Unmeasured``.
     """
 
     bytes: int = 0
     course: Course = ()
     spare: bool = False
+
+
+class Unmeasured(Taken):
+    """Nothing, until it is measured: then what whoever holds this has to count is in it."""
+
+    def fill(self, found: Taken) -> None:
+        """It is this."""
+        self.bytes, self.course, self.spare = found.bytes, found.course, found.spare
 
 
 # In the names of operators for which cuDNN tries one algorithm after another, until it gets the workspace that one asks
@@ -48,14 +56,14 @@ class Transients:
     def __init__(self, measure: Measure) -> None:
         self._measure = measure
         self._known: dict[Any, Taken] = {}
-        self._unknown: dict[Any, tuple[OpOverload, Any, Any]] = {}
+        self._unknown: dict[Any, Unmeasured] = {}
         self._in_words: dict[Any, Taken] = {}  # of what is known, by what takes less time to make and to compare
         self._own = object()  # which no later one is taken for, as by its ``id``
 
     @property
-    def edition(self) -> object:
-        """What is another one whenever a call may be said to take something else."""
-        return self._own, len(self._known)
+    def table(self) -> object:
+        """What is the same for all that say of calls that they take the same."""
+        return self._own
 
     @property
     def empty(self) -> bool:
@@ -63,7 +71,7 @@ class Transients:
         return not self._known
 
     def lookup(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Taken:
-        """What this call takes; nothing as long as that is not known."""
+        """What this call takes, which is ``Unmeasured`` as long as that is not known."""
         if (
             not isinstance(func, OpOverload)
             or func.namespace not in ("aten", "memrewrite")
@@ -82,18 +90,19 @@ class Transients:
         except TypeError:  # an argument that cannot be part of a signature
             return NOTHING
         if known is None:
-            self._unknown[call] = call
-            return NOTHING
+            return self._unknown.setdefault(call, Unmeasured())
         self._in_words[asked] = known
         return known
 
     def probe(self) -> bool:
         """Measure what ``lookup`` was asked and did not know; returns whether any of it makes a difference."""
-        calls = [(func, args, dict(kwargs)) for func, args, kwargs in self._unknown.values()]
-        learned = dict(zip(self._unknown, self._measure(calls) if calls else [], strict=True))
-        self._known.update(learned)
+        calls = [(func, args, dict(kwargs)) for func, args, kwargs in self._unknown]
+        measured = self._measure(calls) if calls else []
+        for held, found in zip(self._unknown.values(), measured, strict=True):
+            held.fill(found)
+        self._known.update(self._unknown)
         self._unknown.clear()
-        return any(taken.bytes or len(taken.course) > 1 for taken in learned.values())
+        return any(taken.bytes or len(taken.course) > 1 for taken in measured)
 
 
 @functools.cache

@@ -14,6 +14,7 @@ from memrewrite.simulate import Noted, requests, simulate
 from memrewrite.simulate.memory.course import Noting
 from memrewrite.targets.cuda_from_cpu import CUDA_FROM_CPU
 from memrewrite.targets.eager import EAGER, Target
+from memrewrite.targets.transients import Taken, Transients
 from memrewrite.workload.step import Inputs, Step
 from memrewrite.workload.stepspec import StepSpec
 from tests.simulate.test_repeats import Headed, Net, in_turn, telling
@@ -118,6 +119,26 @@ def test_passes_of_which_more_stays_run_each_time(module: nn.Module, inputs: Inp
     for _ in range(2):
         assert simulate(module, inputs, step, noted=noted) == expected
     assert not any(noted.courses.values())
+
+
+def test_what_is_known_of_a_pass_holds_while_more_is_learned_of_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    table, noting = Transients(lambda calls: [Taken(2**20)] * len(calls)), list[str]()
+    monkeypatch.setattr(Target, "transients", lambda target, device, probe=True: table)
+    monkeypatch.setattr(Noting, "_note", telling(Noting._note, "noted", noting))
+    step, noted = step_on(EAGER), Noted(alike=True)
+    module, inputs = nn.Linear(8, 8), Inputs((torch.randn(2, 8),), {})
+    found = simulate(module, inputs, step, noted=noted)
+    assert found.peak > 2**20
+    assert len(noting) == 1
+    table.lookup(torch.ops.aten.exp.default, (torch.randn(3),), {})
+    assert table.probe()
+    assert simulate(module, inputs, step, noted=noted) == found
+    assert len(noting) == 1
+    other, unknown = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), Noted(alike=True)
+    found = simulate(other, inputs, step, noted=unknown)
+    assert found == simulate(other, inputs, step)
+    assert simulate(other, inputs, step, noted=unknown) == found
+    assert len(noting) == 2  # before it was known what its operators take
 
 
 def test_a_loss_that_changes_is_seen() -> None:

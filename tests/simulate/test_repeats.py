@@ -21,6 +21,7 @@ from memrewrite.simulate.memory import repeats
 from memrewrite.targets.allocator import Requests
 from memrewrite.targets.cuda_from_cpu import CUDA_FROM_CPU
 from memrewrite.targets.eager import EAGER, Target
+from memrewrite.targets.transients import Taken, Transients
 from memrewrite.workload.step import Inputs, Step
 from memrewrite.workload.stepspec import StepSpec
 
@@ -210,6 +211,23 @@ def test_a_repeated_timeline_is_the_real_one(monkeypatch: pytest.MonkeyPatch) ->
     assert "_again" in told
     real = run_tracked(module, inputs, step)
     assert (simulated.peak, simulated.phases, simulated.events) == (real.peak, real.phases, real.events)
+
+
+def test_what_is_known_of_pieces_holds_while_more_is_learned_of_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = Transients(lambda calls: [Taken(2**20)] * len(calls))
+    monkeypatch.setattr(Target, "transients", lambda target, device, probe=True: table)
+    step = step_on(EAGER)
+    with counting(monkeypatch) as told:
+        found = simulate(Net(), Inputs((torch.randn(4, 24, WIDTH),), {}), step)
+        pieces = told.count("_noted")
+        table.lookup(torch.ops.aten.exp.default, (torch.randn(3),), {})
+        assert table.probe()
+        again = simulate(Net(), Inputs((torch.randn(4, 24, WIDTH),), {}), step)
+        assert (again.peak, again.phases) == (found.peak, found.phases)
+        assert told.count("_noted") == pieces
+    with monkeypatch.context() as patch:
+        patch.setattr(simulating, "repeated", lambda trackers: nullcontext())
+        assert simulate(Net(), Inputs((torch.randn(4, 24, WIDTH),), {}), step).peak == found.peak
 
 
 def test_what_may_differ_runs_each_time(monkeypatch: pytest.MonkeyPatch) -> None:

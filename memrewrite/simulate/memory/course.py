@@ -54,7 +54,7 @@ class Course:
 
 @dataclass(frozen=True)
 class Noted:
-    """What is known of a program's passes, by what is known of operators; None of those that are to run each time.
+    """What is known of a program's passes, by the table of what operators take; None of those that run each time.
 
     They are counted again where they are ``alike``. ``room`` is for how many bytes the program makes room first of all.
     """
@@ -79,12 +79,12 @@ class Noting(Running):
         self._noted, self._trackers, self._usual = noted, trackers, self.inputs
 
     def _pass(self, first: bool, on_phase: OnPhase) -> Any:
-        edition, courses = self._trackers[0].edition, self._noted.courses
+        table, courses = self._trackers[0].table, self._noted.courses
         if self.inputs is not self._usual:
             return super()._pass(first, on_phase)
-        if edition not in courses:
+        if table not in courses:
             return self._note(first, on_phase)
-        course = courses[edition] if self._noted.alike else None
+        course = courses[table] if self._noted.alike else None
         return super()._pass(first, on_phase) if course is None else self._again(course, on_phase)
 
     def _note(self, first: bool, on_phase: OnPhase) -> Any:
@@ -102,7 +102,7 @@ class Noting(Running):
         finally:
             tracker.course = None
         results = tensors_in(self.output), [loss]
-        self._noted.courses[tracker.edition] = _course(log, leaves, *results, tracker) if fresh else None
+        self._noted.courses[tracker.table] = _course(log, leaves, *results, tracker) if fresh else None
         return loss
 
     def _again(self, course: Course, on_phase: OnPhase) -> Any:

@@ -107,7 +107,7 @@ def _repeating(own: Callable[..., Any], trackers: Sequence[Tracker]) -> Callable
         if first.on_host or (call := told(own, args, first.device_type)) is None:
             return own(*args)
         words, tensors = call
-        asked = *words, first.edition
+        asked = *words, first.table
         if asked not in _KNOWN:
             return _noted(asked, own, args, tensors, first)
         known = _KNOWN[asked]

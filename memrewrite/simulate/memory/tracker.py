@@ -126,9 +126,9 @@ class Tracker(Layer):
         return self._live.get(id(tensor.untyped_storage()))
 
     @property
-    def edition(self) -> object:
-        """What is another one whenever an operator may be known to take something else."""
-        return None if self._transients is None else self._transients.edition
+    def table(self) -> object:
+        """By what it is known what operators take."""
+        return None if self._transients is None else self._transients.table
 
     def begin(self, label: str, category: str) -> None:
         """From here on, storages are born as ``category`` and events are labelled ``label: operator``."""
