@@ -89,7 +89,7 @@ def _checkpointed(block: nn.Module, forward: Callable[..., Any], marked: Callabl
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        call = _Call(block, forward, marked(), args, kwargs)
+        call = _Call(block, _in_pieces(forward), marked(), args, kwargs)
         # Up to its results, which are compared; random numbers are not drawn but given.
         result = checkpoint(call, *call.tensors(), use_reentrant=False, preserve_rng_state=False, early_stop=False)
         call.raise_again()
@@ -134,7 +134,7 @@ class _Call:
         given = iter(tensors)
         args, kwargs = _put_together(self._text, [next(given) if part is None else part for part in self._parts])
         try:
-            with self._again(), _AttentionInPieces():  # backward is called without any such mode
+            with self._again():
                 result = self._forward(*args, **kwargs)
         except torch.OutOfMemoryError:
             raise
@@ -149,8 +149,7 @@ class _Call:
         self._parts = [None if isinstance(part, Tensor) else part for part in self._parts]
         there = [t for t in (*self._block.parameters(), *self._block.buffers(), *tensors) if not t.is_inference()]
         attributes, versions = Attributes(self._block), [t._version for t in there]
-        with _AttentionInPieces():
-            result = self._forward(*args, **kwargs)
+        result = self._forward(*args, **kwargs)
         changed = next(attributes.changed(), None) or next(attributes.written(), None)
         self._made = _fingerprints(result)
         if changed or versions != [t._version for t in there] or not self._made:
@@ -200,6 +199,16 @@ def _taken_apart(given: Any) -> tuple[bytes, list[Any]]:
 
 def _put_together(text: bytes, parts: Sequence[Any]) -> Any:
     return _Unpickler(io.BytesIO(text), parts).load()
+
+
+def _in_pieces(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """With a mode of each run's own: backward, in which a block runs again, is called without any."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _AttentionInPieces():
+            return forward(*args, **kwargs)
+
+    return run
 
 
 class _AttentionInPieces(TorchFunctionMode):

@@ -170,8 +170,10 @@ class Comparison:
             return False
         found = self._distances(original, rewritten, room)
         groups = _grouped(found)
-        allowed = {key: room[key] * _scale(sums, groups[_group(key[0])]) for key, sums in found.items()}
-        return all(key in found and found[key].rms(found[key].rewritten) <= allowed[key] for key in differing)
+        return all(
+            key in found and found[key].rms(found[key].rewritten) <= _left(room, key, found[key], groups)
+            for key in differing
+        )
 
     def _distances(self, original: Record, rewritten: Record, keys: Iterable[Key]) -> dict[Key, Sums]:
         """What there is between the two models in one step, where a tensor has the same form in both."""
@@ -246,7 +248,7 @@ class Comparison:
                 return TensorVerdict(name, kind, False, error, own, error <= allowed, allowed)
         far = self.distances.get(key) if steps and math.isfinite(worst) else None
         if far is not None and not self.sums:
-            error, allowed = far.rms(far.rewritten), self.known[key] * _scale(far, groups[_group(kind)])
+            error, allowed = far.rms(far.rewritten), _left(self.known, key, far, groups)
             if error <= allowed:
                 return TensorVerdict(name, kind, False, error, 0.0, True, allowed)
         return TensorVerdict(name, kind, not steps, worst, own_noise, noisy, NOISE_FACTOR * own_noise, by_noise=True)
@@ -268,6 +270,11 @@ def _grouped(sums: Mapping[Key, Sums]) -> dict[str, Sums]:
 
 def _scale(sums: Sums, group: Sums) -> float:
     return max(sums.rms(sums.values), GROUP_SHARE * group.rms(group.values))
+
+
+def _left(room: Mapping[Key, float], key: Key, distance: Sums, groups: Mapping[str, Sums]) -> float:
+    """What float64 left to a value, for one of this scale."""
+    return room[key] * _scale(distance, groups[_group(key[0])])
 
 
 def _size(tensor: Tensor, device: torch.device) -> float:

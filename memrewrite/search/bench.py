@@ -5,7 +5,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from torch import nn
+from torch import fx, nn
 
 from memrewrite.costs import Costs, normalizations, roofline_costs
 from memrewrite.costs.fused import when_fused
@@ -89,6 +89,11 @@ class Bench:
             return False
         return self.target.normalizes_by_kernel(device_of(self.model, self.inputs))
 
+    def normalizations(self, effects: Effects) -> dict[fx.Node, fx.Node | None]:
+        """Those of a graph that keep their ``statistics``, with their rectifiers."""
+        found = normalizations.found(effects)
+        return found if found and self.statistics else {}  # asked last, as the kernel is tried then
+
     def costs(self, effects: Effects) -> Costs:
         """What the nodes of a graph take: measured where there is a profile."""
         if self.profile is None:
@@ -97,8 +102,7 @@ class Bench:
             costs = self.profile.costs(effects, self.step.amp)
         if self.target.fuses:
             return when_fused(costs, effects)
-        found = normalizations.found(effects)
-        if not (found and self.statistics):  # asked last, as the kernel is tried then
+        if not (found := self.normalizations(effects)):
             return costs
         again = self.profile.again(found) if self.profile else normalizations.again_ms(found, costs.roofline)
         return replace(costs, again=again)

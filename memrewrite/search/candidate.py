@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 from memrewrite.capture.normal import is_below
 from memrewrite.codegen.writer import generate
-from memrewrite.costs import Costs, normalizations
+from memrewrite.costs import Costs
 from memrewrite.observe.effects import Effects
 from memrewrite.passes.checkpoint_segments import CheckpointSegments
 from memrewrite.plan.marks import NO_MARKS, Marks
@@ -167,7 +167,7 @@ class Candidate:
         """
         regions = []
         for region, part in zip(self.regions, self._parts_of(plan), strict=True):
-            statistics = bool(normalizations.found(region.effects)) and self.bench.statistics
+            statistics = bool(self.bench.normalizations(region.effects))
             segments = CheckpointSegments(part, statistics, self.bench.target.on_demand, in_turn)
             marks, result = segments(region.effects)
             regions.append(replace(region.having(segments.name, result), marks=marks))

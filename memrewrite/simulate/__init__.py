@@ -235,7 +235,7 @@ def run_tracked(
     them the ``libraries`` bytes that cuBLAS asks it for at the first products. ``targets`` are by default those of the
     step. ``both`` counts by what is asked for besides. Fake passes are counted by what is ``noted`` of them.
     """
-    places = Places(module) if attribute or noted is not None else None
+    places = Places(module) if attribute or (noted is not None and notable(step, inputs)) else None
     kind, targets = device_type(module, inputs), step.targets(module, inputs) if targets is None else targets
     trackers = [Tracker(kind, transients, places, step.target, allocator)]
     trackers += [Tracker(kind, transients, None, step.target)] * both
