@@ -1,6 +1,7 @@
 """The stages of ``optimize``, one after the other: each takes a candidate and gives another one."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -31,6 +32,7 @@ from memrewrite.search.planning import rewritten, rewritten_lower, rewritten_slo
 from memrewrite.search.regions import Regions, find
 from memrewrite.search.so_far import Offer, best_so_far
 from memrewrite.simulate import Timeline
+from memrewrite.targets.kernels_ahead import compiling_ahead
 from memrewrite.workload.hooks import with_hooks_of, without_hooks
 from memrewrite.workload.sharding import bucket_notes
 from memrewrite.workload.step import Step, default_loss, device_of
@@ -84,13 +86,14 @@ def run(work: Workload, asked: Request, progress: Progress, offer: Offer = decli
     workspace = step.target.workspace_bytes(device, step.amp, step.mode)
     before = simulate_original(bare.model, work.inputs, step, workspace, attribute=True)
     progress("capture")
-    found = find(bare.model, work.inputs, step, asked.regions_in(bare), ranges)
-    if asked.returns == "loss":
-        found = _loss_alone(found, step)
-    bench = Bench(bare.model, work.inputs, asked.rewritten(step), workspace, profile_on(device))
-    candidate = _first(bench, found, progress)
-    progress("rewrite")
-    candidate, measured = _rewritten(candidate, limit, before, asked, progress, offer)
+    with compiling_ahead(device) if step.mesh is None and registry.compiles(asked.names) else nullcontext():
+        found = find(bare.model, work.inputs, step, asked.regions_in(bare), ranges)
+        if asked.returns == "loss":
+            found = _loss_alone(found, step)
+        bench = Bench(bare.model, work.inputs, asked.rewritten(step), workspace, profile_on(device))
+        candidate = _first(bench, found, progress)
+        progress("rewrite")
+        candidate, measured = _rewritten(candidate, limit, before, asked, progress, offer)
     after = candidate.simulate()
     bound = 0 if limit is None else limit.resolve(limit.of(before)) or 0
     if not candidate.modified:

@@ -51,11 +51,12 @@ def _name(name: str, chain: Chain) -> None:
     was written.
     """
     known = CHAINS.setdefault(name, chain)
-    if known is not chain and _calls_a_graph(known) and not _calls_a_graph(chain):
+    if known is not chain and calls_a_graph(known) and not calls_a_graph(chain):
         CHAINS[name] = chain
 
 
-def _calls_a_graph(chain: Chain) -> bool:
+def calls_a_graph(chain: Chain) -> bool:
+    """Whether it computes a graph that it holds, and has no code of its own."""
     return getattr(chain, "calls_a_graph", False)
 
 
@@ -175,8 +176,21 @@ def uncompiled() -> Iterator[set[str]]:
         _spared.pop()
 
 
-def _run(name: str, kernel: Kernel, given: Sequence[Tensor | None], on: Tensor) -> list[Tensor]:
-    if not _compiles(on):
+def kernel_for(
+    name: str,
+    given: list[Tensor],
+    gradients: Sequence[Tensor | None] = (),
+    wanted: list[bool] | None = None,
+    orders: Sequence[int] = (),
+) -> tuple[Kernel, list[Tensor | None]]:
+    """What computes a chain, or the gradients that are ``wanted``, and all that it is given."""
+    if wanted is None:
+        return _forward_of(name, CHAINS[name]), [*given]
+    return _slopes_of(name, CHAINS[name], len(given), tuple(wanted), tuple(orders)), [*given, *gradients]
+
+
+def _run(name: str, kernel: Kernel, given: Sequence[Any]) -> list[Tensor]:
+    if not _compiles(given[0]):
         return kernel.plain(given)
     if not _spared:
         return kernel(given)
@@ -185,7 +199,7 @@ def _run(name: str, kernel: Kernel, given: Sequence[Tensor | None], on: Tensor) 
 
 
 def _run_chain(name: str, given: list[Tensor]) -> list[Tensor]:
-    return _run(name, _forward_of(name, CHAINS[name]), given, given[0])
+    return _run(name, *kernel_for(name, given))
 
 
 def run_plain(name: str, given: list[Tensor]) -> list[Tensor]:
@@ -196,8 +210,7 @@ def run_plain(name: str, given: list[Tensor]) -> list[Tensor]:
 def _run_slopes(
     name: str, given: list[Tensor], gradients: Sequence[Tensor | None], wanted: list[bool], orders: Sequence[int] = ()
 ) -> list[Tensor]:
-    kernel = _slopes_of(name, CHAINS[name], len(given), tuple(wanted), tuple(orders))
-    return _run(name, kernel, [*given, *gradients], given[0])
+    return _run(name, *kernel_for(name, given, gradients, wanted, orders))
 
 
 def _chain_slopes_on_fakes(

@@ -52,16 +52,13 @@ class Kernel:
 
     def __call__(self, given: Given) -> list[Tensor]:
         """What the function gives, compiled."""
-        kind, records = given[0].device.type, torch.is_grad_enabled()
-        autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
-        settings = autocast, torch.is_inference_mode_enabled(), torch.get_default_dtype()
-        look = (*settings, *[t if t is None else (t.shape, t.stride(), t.dtype, t.get_device()) for t in given])
+        look, records = look_of(given), torch.is_grad_enabled()
         known = None if records else self._known.get(look)
         if known is not None:
             return known(given)
         tensors = [t if t is None else t.detach() for t in given]  # no parameter, nothing that needs a gradient
         with _usual_algorithms():
-            file = None if records or len(self._known) >= _MOST else self._file(look)
+            file = None if records or len(self._known) >= _MOST else self.file(look)
             found = None if file is None else code_kept(file)
             if found is not None:
                 self._known[look] = _direct(*found)
@@ -76,7 +73,7 @@ class Kernel:
                 keep_code(code, order, file)
         return results
 
-    def _file(self, look: tuple[Any, ...]) -> str:
+    def file(self, look: tuple[Any, ...]) -> str:
         """Where code for such a call is, kept by another process, or is to be."""
         with torch._inductor.config.patch(_SETTINGS):
             return file_of_code(self._said, look)
@@ -109,6 +106,14 @@ class Kernel:
             return results
 
         return noted
+
+
+def look_of(given: Given) -> tuple[Any, ...]:
+    """By what calls are told apart."""
+    kind = given[0].device.type
+    autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+    settings = autocast, torch.is_inference_mode_enabled(), torch.get_default_dtype()
+    return (*settings, *[t if t is None else (t.shape, t.stride(), t.dtype, t.get_device()) for t in given])
 
 
 def _order_of(args: tuple[Any, ...], made: Sequence[Tensor], given: Given, results: list[Tensor]) -> Order | None:

@@ -75,6 +75,11 @@ def without_one_of_the_lowest(names: tuple[str, ...] | None) -> list[tuple[str, 
     return [tuple(n for n in asked if n != name) for name in reversed(there)] if len(there) > 1 else []
 
 
+def compiles(names: tuple[str, ...] | None) -> bool:
+    """Whether one of the passes by these names writes what has to be compiled."""
+    return FusedChains.name in (names or ())
+
+
 def allowed(names: tuple[str, ...] | None, exact: bool) -> tuple[str, ...] | None:
     """Of the names asked for, None for all, those that may be used where every bit has to stay."""
     if not exact:

@@ -4,13 +4,13 @@ import functools
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from memrewrite.process import beside
-from memrewrite.process.beside import Beside
+from memrewrite.process.beside import Beside, Crew, free_cpus
 
 
 @pytest.fixture(autouse=True)
@@ -63,3 +63,41 @@ def test_a_python_that_is_gone_is_no_error(monkeypatch: pytest.MonkeyPatch) -> N
     assert Beside(pow, 2, 3).result() == 8
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     assert Beside(pow, 2, 3).result() is None
+
+
+@pytest.fixture
+def crew() -> Iterator[Crew]:
+    found = Crew(2, ["fractions"], {"SET_FOR_THEM": "yes"})
+    yield found
+    found.close()
+
+
+def test_a_crew_answers_in_the_order_of_jobs_and_again(crew: Crew) -> None:
+    assert crew.results(pow, [(n, 2) for n in range(9)], 60.0) == [n * n for n in range(9)]
+    asked = "'fractions' in __import__('sys').modules", "__import__('os').environ['SET_FOR_THEM']", PRINTED
+    assert crew.results(eval, [(text,) for text in asked], 60.0) == [True, "yes", 7]
+
+
+def test_what_ends_a_process_of_a_crew_costs_its_own_jobs_alone(crew: Crew) -> None:
+    assert crew.results(eval, [("__import__('os')._exit(3)",)], 60.0) == [None]
+    answers = crew.results(pow, [(2, n) for n in range(8)], 60.0)
+    assert all(answer in (None, 2**n) for n, answer in enumerate(answers))
+    assert any(answers)  # of the other one
+
+
+def test_a_crew_is_not_waited_for_any_longer(crew: Crew) -> None:
+    begun = time.monotonic()
+    assert crew.results(time.sleep, [(600,)] * 3, 0.5) == [None] * 3
+    assert crew.results(pow, [(2, 10)], 60.0) == [None]  # nor asked again
+    assert time.monotonic() - begun < 300
+
+
+def test_where_no_python_can_be_started_a_crew_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/opt/no/python")
+    assert Crew(2, [], {}).results(pow, [(2, 10)], 60.0) == [None]
+
+
+@pytest.mark.parametrize(("cpus", "free"), [({0}, 0), ({0, 1, 2, 3}, 3)])
+def test_one_cpu_is_for_this_process(cpus: set[int], free: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: cpus, raising=False)
+    assert free_cpus() == free

@@ -1,0 +1,155 @@
+"""Compiled chains, several at a time: processes beside this one make the code that is called here afterwards.
+
+A chain takes half a second to compile, most of it in Python, and a plan for the lowest peak of a language model meets
+fifty to a hundred. What other processes make lies where ``runtime.kernels`` looks for it. They compile alone: no
+tensors are there, and which configuration of a kernel is the fastest is timed here, by the one process that runs.
+"""
+
+import contextlib
+import inspect
+import linecache
+import os
+import pickle
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from memrewrite.process.beside import Crew, free_cpus
+from memrewrite.records.tensor_like import TensorLike
+from memrewrite.runtime import fused, kernels
+from memrewrite.runtime.kernel_files import Code
+from memrewrite.runtime.kernels import Kernel
+from memrewrite.runtime.operations import AROUND_NODES, IN_GRAPHS
+from memrewrite.torch_internals.fake_tensors import FakeTensorMode
+
+CHAINED = {torch.ops.memrewrite.chain.default, torch.ops.memrewrite.chain_slopes.default}
+"""The operators that call what is compiled."""
+_MOST = 8  # processes
+_ROOM = 8 * 2**30  # bytes that the device has free for each, of which its context takes a sixteenth
+_SECONDS = 120.0  # until those that are not done are no longer waited for
+_IMPORTED = (__name__, "torch._inductor.compile_fx")
+_SETTINGS = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
+_crews: list[Crew] = []  # the one there is
+
+
+@dataclass(frozen=True)
+class Job:
+    """A call of a chain, or of its gradients (``arguments`` of the operator, as ``transients.like`` tells them).
+
+    The chain is pickled, or it is text after ``names`` that this reads. ``file`` is where the code is to be.
+    """
+
+    name: str
+    chain: bytes | str
+    names: str
+    arguments: tuple[Any, ...]
+    file: str
+
+
+@contextlib.contextmanager
+def compiling_ahead(device: torch.device) -> Iterator[None]:
+    """Have processes ready for ``compile_ahead`` meanwhile, as far as CPUs and the device have room for them."""
+    count = min(_MOST, free_cpus())
+    if device.type != "cuda" or not fused.has_triton():
+        count = 0
+    elif count:
+        count = min(count, torch.cuda.mem_get_info(device)[0] // _ROOM)
+    if count < 2 or _crews:
+        yield
+        return
+    _crews.append(Crew(count, _IMPORTED, _SETTINGS))
+    try:
+        yield
+    finally:
+        stop_ahead()
+
+
+def stop_ahead() -> None:
+    """End the processes, if there are any: what the device has in use is to be this process's."""
+    while _crews:
+        _crews.pop().close()
+
+
+def compile_ahead(calls: Sequence[tuple[str, tuple[Any, ...]]]) -> None:
+    """Make the code for such calls, each the name of a chain and what the operator is given, where there is none."""
+    jobs = {job.file: job for job in map(_job, calls) if job is not None} if _crews else {}
+    if len(jobs) > 1:
+        _crews[0].results(compiled, [(job,) for job in jobs.values()], _SECONDS)
+
+
+def compiled(job: Job) -> bool:
+    """Write the code of a job to its file; False where that cannot be done here, or this process has other settings."""
+    try:
+        return _compiled(job)
+    except Exception:  # whatever compilers raise, who calls the chain is told
+        return False
+
+
+def _compiled(job: Job) -> bool:
+    if isinstance(job.chain, bytes):
+        chain = pickle.loads(job.chain)  # noqa: S301  (by the process that started this one)
+    else:
+        names: dict[str, Any] = {**AROUND_NODES, **IN_GRAPHS}
+        exec(job.names + job.chain, names)  # noqa: S102  (our own generated text)
+        chain = names[job.name]
+    fused.CHAINS[job.name] = chain
+    with torch.no_grad(), FakeTensorMode(), mock.patch.object(kernels, "Code", _Unrun):
+        kernel, given = _called(job.name, job.arguments)
+        if kernel.file(kernels.look_of(given)) != job.file:
+            return False
+        kernel(given)
+    return _is_there(job.file)
+
+
+class _Unrun(Code):
+    """Code that gives as many tensors as it has to, and computes none."""
+
+    def __init__(self, graph: Any, inputs: Any) -> None:
+        super().__init__(graph, inputs)
+        self._results = len(graph.graph.output_node().args[0])
+
+    def __call__(self, *args: Any) -> list[Tensor]:
+        """Run nothing."""
+        return [torch.empty(()) for _ in range(self._results)]
+
+
+def _job(call: tuple[str, tuple[Any, ...]]) -> Job | None:
+    """What another process is to do for such a call; None where there is nothing that it could."""
+    name, arguments = call
+    chain: Any = fused.CHAINS.get(name)
+    if chain is None or fused.calls_a_graph(chain):
+        return None
+    with torch.no_grad(), FakeTensorMode():
+        kernel, given = _called(name, arguments)
+        file = kernel.file(kernels.look_of(given))
+    if _is_there(file):
+        return None
+    try:
+        return Job(name, pickle.dumps(chain), "", arguments, file)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        pass
+    try:
+        text, lines = inspect.getsource(chain), linecache.getlines(chain.__code__.co_filename)
+    except (OSError, TypeError):  # it has no text
+        return None
+    first = next((i for i, line in enumerate(lines) if line.startswith("def ")), 0)
+    return Job(name, text, "".join(lines[:first]), arguments, file)
+
+
+def _called(name: str, arguments: tuple[Any, ...]) -> tuple[Kernel, list[Tensor | None]]:
+    """The kernel for a call, and what stands for what it is given."""
+    return fused.kernel_for(name, *map(_stand_in, arguments))
+
+
+def _stand_in(value: Any) -> Any:
+    if isinstance(value, TensorLike):
+        return value.empty()
+    return [_stand_in(each) for each in value] if isinstance(value, tuple) else value
+
+
+def _is_there(file: str) -> bool:
+    return os.path.exists(f"{file}.json")
