@@ -7,7 +7,6 @@ tensors are there, and which configuration of a kernel is the fastest is timed h
 
 import contextlib
 import inspect
-import linecache
 import os
 import pickle
 from collections.abc import Iterator, Sequence
@@ -33,6 +32,12 @@ _ROOM = 8 * 2**30  # bytes that the device has free for each, of which its conte
 _SECONDS = 120.0  # until those that are not done are no longer waited for
 _IMPORTED = (__name__, "torch._inductor.compile_fx")
 _SETTINGS = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
+_NAMES = """
+import builtins, importlib, math, operator
+import torch
+aten = torch.ops.aten
+inf, nan = math.inf, math.nan
+"""  # what chains read of the head of a program; one that reads more is compiled where it is called
 _crews: list[Crew] = []  # the one there is
 
 
@@ -40,12 +45,11 @@ _crews: list[Crew] = []  # the one there is
 class Job:
     """A call of a chain, or of its gradients (``arguments`` of the operator, as ``transients.like`` tells them).
 
-    The chain is pickled, or it is text after ``names`` that this reads. ``file`` is where the code is to be.
+    The chain is pickled, or it is text. ``file`` is where the code is to be.
     """
 
     name: str
     chain: bytes | str
-    names: str
     arguments: tuple[Any, ...]
     file: str
 
@@ -94,7 +98,7 @@ def _compiled(job: Job) -> bool:
         chain = pickle.loads(job.chain)  # noqa: S301  (by the process that started this one)
     else:
         names: dict[str, Any] = {**AROUND_NODES, **IN_GRAPHS}
-        exec(job.names + job.chain, names)  # noqa: S102  (our own generated text)
+        exec(_NAMES + job.chain, names)  # noqa: S102  (our own generated text)
         chain = names[job.name]
     fused.CHAINS[job.name] = chain
     with torch.no_grad(), FakeTensorMode(), mock.patch.object(kernels, "Code", _Unrun):
@@ -129,15 +133,13 @@ def _job(call: tuple[str, tuple[Any, ...]]) -> Job | None:
     if _is_there(file):
         return None
     try:
-        return Job(name, pickle.dumps(chain), "", arguments, file)
+        return Job(name, pickle.dumps(chain), arguments, file)
     except (pickle.PicklingError, AttributeError, TypeError):
         pass
     try:
-        text, lines = inspect.getsource(chain), linecache.getlines(chain.__code__.co_filename)
+        return Job(name, inspect.getsource(chain), arguments, file)
     except (OSError, TypeError):  # it has no text
         return None
-    first = next((i for i, line in enumerate(lines) if line.startswith("def ")), 0)
-    return Job(name, text, "".join(lines[:first]), arguments, file)
 
 
 def _called(name: str, arguments: tuple[Any, ...]) -> tuple[Kernel, list[Tensor | None]]:

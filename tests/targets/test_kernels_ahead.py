@@ -22,6 +22,8 @@ import torch
 
 aten = torch.ops.aten
 
+TREE_0 = treespec_loads
+
 
 def chain_normed_ahead(x, w):
     h = aten.to.dtype(x, torch.float32)
@@ -45,7 +47,7 @@ def chain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A chain as a program has it, no code of which is kept; compilers do less, as in ``test_kernel_files``."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     torch.compiler.reset()
-    namespace: dict[str, Any] = {}
+    namespace: dict[str, Any] = {"treespec_loads": None}
     run_text(SOURCE, namespace)
     fused.CHAINS[NAME] = namespace[NAME]
     asked = dict.fromkeys(("cpp.vec_isa_ok", "cpp_cache_precompile_headers"), False)
@@ -93,7 +95,7 @@ def test_with_other_settings_nothing_is_made() -> None:
 )
 def test_what_does_not_compile_is_left_to_who_calls_it(text: str) -> None:
     job = job_of(FORWARD)
-    assert not compiled(Job(job.name, text, job.names, job.arguments, job.file))
+    assert not compiled(Job(job.name, text, job.arguments, job.file))
 
 
 def test_a_function_of_a_module_goes_there_by_its_name() -> None:
