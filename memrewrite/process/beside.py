@@ -62,16 +62,17 @@ class Beside(Generic[T]):
 
 
 class Crew:
-    """So many processes that wait for jobs, with ``modules`` that are imported before there are any.
+    """So many processes that wait for jobs, and call ``prepare``, a function of a module, before there are any.
 
     ``settings`` are variables of their environment. Whatever becomes of a process, the caller can do the work itself.
     """
 
-    def __init__(self, count: int, modules: Sequence[str], settings: dict[str, str]) -> None:
+    def __init__(self, count: int, prepare: Callable[[], object], settings: dict[str, str]) -> None:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._free: queue.SimpleQueue[subprocess.Popen[bytes]] = queue.SimpleQueue()
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="memrewrite-crew")
-        command, place = [sys.executable, "-P", "-m", "memrewrite.process.beside", *modules], environment() | settings
+        first = [prepare.__module__, prepare.__name__]
+        command, place = [sys.executable, "-P", "-m", "memrewrite.process.beside", *first], environment() | settings
         with contextlib.suppress(OSError):
             for _ in range(count):
                 self._processes.append(subprocess.Popen(command, env=place, start_new_session=True, **_PIPES))
@@ -125,10 +126,11 @@ def free_cpus() -> int:
 
 
 def _serve() -> None:
-    """Do the jobs on stdin, and answer on stdout, where nothing else is printed; first import what is named."""
+    """Do the jobs on stdin, and answer on stdout, where nothing else is printed; first call what is named, if it is."""
     answers, sys.stdout = sys.stdout.buffer, sys.stderr
-    for module in sys.argv[1:]:
-        importlib.import_module(module)
+    if sys.argv[1:]:
+        module, function = sys.argv[1:]
+        getattr(importlib.import_module(module), function)()
     with contextlib.suppress(EOFError):
         while True:
             function, args = pickle.load(sys.stdin.buffer)  # noqa: S301  (by the process that started this one)

@@ -27,10 +27,9 @@ from memrewrite.torch_internals.fake_tensors import FakeTensorMode
 
 CHAINED = {torch.ops.memrewrite.chain.default, torch.ops.memrewrite.chain_slopes.default}
 """The operators that call what is compiled."""
-_MOST = 8  # processes
+_MOST = 6  # processes
 _ROOM = 8 * 2**30  # bytes that the device has free for each, of which its context takes a sixteenth
 _SECONDS = 120.0  # until those that are not done are no longer waited for
-_IMPORTED = (__name__, "torch._inductor.compile_fx")
 _SETTINGS = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
 _NAMES = """
 import builtins, importlib, math, operator
@@ -65,7 +64,7 @@ def compiling_ahead(device: torch.device) -> Iterator[None]:
     if count < 2 or _crews:
         yield
         return
-    _crews.append(Crew(count, _IMPORTED, _SETTINGS))
+    _crews.append(Crew(count, prepare, _SETTINGS))
     try:
         yield
     finally:
@@ -85,6 +84,16 @@ def compile_ahead(calls: Sequence[tuple[str, tuple[Any, ...]]]) -> None:
         _crews[0].results(compiled, [(job,) for job in jobs.values()], _SECONDS)
 
 
+def prepare(device: str = "cuda") -> None:
+    """Compile what nobody calls, and keep no kernel of it: the first time, all that compilers consist of is loaded."""
+
+    def averaged(given: Sequence[Any]) -> list[Tensor]:
+        return [given[0] * given[0].float().mean(-1, keepdim=True)]
+
+    with contextlib.suppress(Exception), torch._inductor.config.patch(force_disable_caches=True), _nothing_is_there():
+        Kernel(averaged, "averaged")([torch.empty(64, 64, dtype=torch.bfloat16, device=device)])
+
+
 def compiled(job: Job) -> bool:
     """Write the code of a job to its file; False where that cannot be done here, or this process has other settings."""
     try:
@@ -101,12 +110,19 @@ def _compiled(job: Job) -> bool:
         exec(_NAMES + job.chain, names)  # noqa: S102  (our own generated text)
         chain = names[job.name]
     fused.CHAINS[job.name] = chain
-    with torch.no_grad(), FakeTensorMode(), mock.patch.object(kernels, "Code", _Unrun):
+    with _nothing_is_there():
         kernel, given = _called(job.name, job.arguments)
         if kernel.file(kernels.look_of(given)) != job.file:
             return False
         kernel(given)
     return _is_there(job.file)
+
+
+@contextlib.contextmanager
+def _nothing_is_there() -> Iterator[None]:
+    """Tensors are fake meanwhile, and code is made and not run."""
+    with torch.no_grad(), FakeTensorMode(), mock.patch.object(kernels, "Code", _Unrun):
+        yield
 
 
 class _Unrun(Code):

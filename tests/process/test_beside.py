@@ -1,6 +1,7 @@
 """Calls in processes beside this one."""
 
 import functools
+import gc
 import os
 import sys
 import time
@@ -67,15 +68,15 @@ def test_a_python_that_is_gone_is_no_error(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.fixture
 def crew() -> Iterator[Crew]:
-    found = Crew(2, ["fractions"], {"SET_FOR_THEM": "yes"})
+    found = Crew(2, gc.disable, {"SET_FOR_THEM": "yes"})
     yield found
     found.close()
 
 
 def test_a_crew_answers_in_the_order_of_jobs_and_again(crew: Crew) -> None:
     assert crew.results(pow, [(n, 2) for n in range(9)], 60.0) == [n * n for n in range(9)]
-    asked = "'fractions' in __import__('sys').modules", "__import__('os').environ['SET_FOR_THEM']", PRINTED
-    assert crew.results(eval, [(text,) for text in asked], 60.0) == [True, "yes", 7]
+    asked = "__import__('gc').isenabled()", "__import__('os').environ['SET_FOR_THEM']", PRINTED
+    assert crew.results(eval, [(text,) for text in asked], 60.0) == [False, "yes", 7]
 
 
 def test_what_ends_a_process_of_a_crew_costs_its_own_jobs_alone(crew: Crew) -> None:
@@ -94,7 +95,7 @@ def test_a_crew_is_not_waited_for_any_longer(crew: Crew) -> None:
 
 def test_where_no_python_can_be_started_a_crew_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/opt/no/python")
-    assert Crew(2, [], {}).results(pow, [(2, 10)], 60.0) == [None]
+    assert Crew(2, gc.disable, {}).results(pow, [(2, 10)], 60.0) == [None]
 
 
 @pytest.mark.parametrize(("cpus", "free"), [({0}, 0), ({0, 1, 2, 3}, 3)])

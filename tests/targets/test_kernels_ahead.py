@@ -14,7 +14,7 @@ from memrewrite.process.beside import Crew
 from memrewrite.runtime import fused, kernels
 from memrewrite.runtime.texts import run_text
 from memrewrite.targets import kernels_ahead
-from memrewrite.targets.kernels_ahead import Job, _job, compile_ahead, compiled, compiling_ahead, stop_ahead
+from memrewrite.targets.kernels_ahead import Job, _job, compile_ahead, compiled, compiling_ahead, prepare, stop_ahead
 from memrewrite.targets.transients import like
 
 SOURCE = """import math
@@ -83,6 +83,15 @@ def test_code_that_was_made_ahead_is_called(chain: Any) -> None:
     torch.testing.assert_close(called(([X, W], [gradient], [True, True], [0, 1, 2, 0])), [*expected])
 
 
+@pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled")
+def test_a_process_that_is_prepared_has_compiled_and_kept_nothing(tmp_path: Path) -> None:
+    run = kernels_ahead._Unrun.__call__
+    with mock.patch.object(kernels_ahead._Unrun, "__call__", autospec=True, side_effect=run) as ran:
+        prepare("cpu")
+    ran.assert_called_once()
+    assert not [*(tmp_path / "memrewrite").iterdir()]
+
+
 def test_with_other_settings_nothing_is_made() -> None:
     job = job_of(FORWARD)
     with torch._inductor.config.patch(max_fusion_size=3):
@@ -128,7 +137,7 @@ def test_a_crew_compiles_what_there_is_no_code_for(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    ("cpus", "free_gb", "count"), [(15, 70, 8), (3, 70, 3), (15, 20, 2), (15, 12, None), (1, 70, None), (0, 70, None)]
+    ("cpus", "free_gb", "count"), [(15, 70, 6), (3, 70, 3), (15, 20, 2), (15, 12, None), (1, 70, None), (0, 70, None)]
 )
 def test_processes_are_as_many_as_there_is_room_for(
     cpus: int, free_gb: int, count: int | None, monkeypatch: pytest.MonkeyPatch
