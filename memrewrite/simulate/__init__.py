@@ -40,6 +40,7 @@ from memrewrite.simulate.memory.recorder import (
 )
 from memrewrite.simulate.memory.repeats import repeated
 from memrewrite.simulate.memory.tracker import Tracker
+from memrewrite.simulate.memory.updates import updates_repeated
 from memrewrite.simulate.timeline import Timeline, with_workspaces
 from memrewrite.state.random_state import preserved_rng
 from memrewrite.targets.allocator import Allocator, Requests, allocator_on, cuda_allocator
@@ -136,7 +137,7 @@ def requests(
             tracker = Tracker(device_type(twin, fakes), transients, None, step.target, allocator)
             loop, _ = _taken(twin, fakes, step, [tracker], 2, workspace_bytes, targets, noted)
             asked = allocator.asked()
-            again = repeated([tracker]) if _on_plain_fakes(twin, step) else nullcontext()
+            again = _repeating([tracker]) if _on_plain_fakes(twin, step) else nullcontext()
             try:
                 with again, warnings.catch_warnings():
                     warnings.simplefilter("error", FallbackWarning)
@@ -277,13 +278,20 @@ def _taken(
             each.register(loop.average.tensors, AVERAGE)
     recorders = [Recorder(each, loop, library_requests(libraries, step.mode), apart) for each in trackers]
     sharded = seen_by(trackers[0]) if isinstance(step.mesh, Fsdp | Tp) else nullcontext()
-    again = repeated(trackers) if fake else nullcontext()
+    again = _repeating(trackers) if fake else nullcontext()
     one_device = device_type(module, inputs) == "cpu"  # where the host is simulated on what stands for the other one
     copies = copies_seen(trackers[0]) if apart and one_device else nullcontext()
     with step.target.around(module), sharded, copies, again:
         for number in range(1, steps + 1):
             take_step(loop, recorders, number)
     return loop, recorders
+
+
+@contextmanager
+def _repeating(trackers: Sequence[Tracker]) -> Iterator[None]:
+    """What does the same again for the memory is counted without running."""
+    with repeated(trackers), updates_repeated(trackers):
+        yield
 
 
 def _on_plain_fakes(module: nn.Module, step: Step) -> bool:

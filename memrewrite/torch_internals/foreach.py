@@ -1,12 +1,13 @@
-"""Which kernels optimizers choose for fake parameters. Read in PyTorch 2.11 to 2.15.
+"""Which kernels optimizers choose for fake parameters, and what users hooked to them. Read in PyTorch 2.11 to 2.15.
 
-They decide by lists of types and devices that have no public way in.
+They decide by lists of types and devices that have no public way in; hooks can be added, and not be asked for.
 """
 
 import contextlib
 from collections.abc import Iterator
 from unittest import mock
 
+import torch
 import torch.optim.optimizer as optimizer_module
 
 from memrewrite.torch_internals.fake_tensors import FakeTensor
@@ -15,6 +16,8 @@ from memrewrite.torch_internals.versions import private_imports
 
 with private_imports():
     from torch.optim.optimizer import _foreach_supported_types as _foreach_types
+    from torch.optim.optimizer import _global_optimizer_post_hooks as _after_all
+    from torch.optim.optimizer import _global_optimizer_pre_hooks as _before_all
     from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices as _foreach_devices
 
 
@@ -38,3 +41,10 @@ def foreach_on_fake_tensors(on_cpu: bool = False) -> Iterator[None]:
             yield
     finally:
         _foreach_types.remove(FakeTensor)
+
+
+def has_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether something is called before or after its steps."""
+    own = vars(optimizer)
+    places = own.get("_optimizer_step_pre_hooks"), own.get("_optimizer_step_post_hooks"), _before_all, _after_all
+    return any(places)

@@ -71,6 +71,34 @@ def notable(step: Step, inputs: Inputs) -> bool:
     return alone and found_alike and step.mode == "train" and not any(t.requires_grad for t in inputs.tensors())
 
 
+class Replay:
+    """Counts once more what is in a course, one entry after the other.
+
+    ``storages`` are those, by number, that stand for themselves; ``there`` is what lives.
+    """
+
+    def __init__(self, trackers: Sequence[Tracker], storages: dict[int, Any]) -> None:
+        self._trackers, self._storages = trackers, storages
+        self.there: dict[int, Any] = {}
+        self._count = 0
+
+    def count(self, entry: "_Did | int") -> None:
+        """An operator runs, or a storage ends."""
+        there = self.there
+        if isinstance(entry, int):
+            del there[entry]
+            return
+        new = range(self._count, self._count + len(entry.made))
+        self._count += len(entry.made)
+        there.update((number, self._storages.get(number) or Stand()) for number in new)
+        births = [Birth(there[number], size, False) for number, size in zip(new, entry.made, strict=True)]
+        added = None if entry.added is None else there[entry.added]
+        for tracker in self._trackers:
+            tracker.repeat(entry.func, births, entry.taken, added, entry.place)
+        if entry.added is not None:
+            del there[entry.added]
+
+
 class Noting(Running):
     """A loop that notes a pass as it runs, and counts later ones by that; passes over other inputs run."""
 
@@ -102,7 +130,7 @@ class Noting(Running):
         finally:
             tracker.course = None
         results = tensors_in(self.output), [loss]
-        self._noted.courses[tracker.table] = _course(log, leaves, *results, tracker) if fresh else None
+        self._noted.courses[tracker.table] = course_of(log, leaves, *results, tracker) if fresh else None
         return loss
 
     def _again(self, course: Course, on_phase: OnPhase) -> Any:
@@ -112,34 +140,21 @@ class Noting(Running):
             for tracker in self._trackers:
                 stack.enter_context(tracker.looking_away())
             gradients = {number: (leaves[leaf], like.empty()) for number, leaf, like in course.gradients}
-        storages: dict[int, Any] = {n: gradient.untyped_storage() for n, (_, gradient) in gradients.items()}
-        there: dict[int, Any] = {}
-        count = 0
+        replay = Replay(self._trackers, {n: gradient.untyped_storage() for n, (_, gradient) in gradients.items()})
         for entry in course.entries:
-            if isinstance(entry, int):
-                del there[entry]
-            elif isinstance(entry, str):
-                if entry == "forward":
-                    self.hold_output({number: there[number] for number in course.output})
-                elif entry == "loss":
-                    self.hold_loss([there[number] for number in course.loss])
-                elif entry == "backward":
-                    for leaf, gradient in gradients.values():
-                        leaf.grad = gradient
-                on_phase(entry)
-                self._after(entry)
-            else:
-                new = range(count, count := count + len(entry.made))
-                there.update((number, storages.get(number) or Stand()) for number in new)
-                births = [Birth(there[number], size, False) for number, size in zip(new, entry.made, strict=True)]
-                added = None if entry.added is None else there[entry.added]
-                for tracker in self._trackers:
-                    tracker.repeat(entry.func, births, entry.taken, added, entry.place)
-                del added
-                if entry.added is not None:
-                    del there[entry.added]
-                births.clear()
-        return [there[number] for number in course.loss]
+            if not isinstance(entry, str):
+                replay.count(entry)
+                continue
+            if entry == "forward":
+                self.hold_output([replay.there[number] for number in course.output])
+            elif entry == "loss":
+                self.hold_loss([replay.there[number] for number in course.loss])
+            elif entry == "backward":
+                for leaf, gradient in gradients.values():
+                    leaf.grad = gradient
+            on_phase(entry)
+            self._after(entry)
+        return [replay.there[number] for number in course.loss]
 
     def _after(self, phase: Phase) -> None:
         if phase == "data" and self._noted.room:
@@ -150,7 +165,7 @@ class Noting(Running):
             self._zero_grad()
 
 
-def _course(
+def course_of(
     log: Sequence[Ran | Counted | Phase | None],
     leaves: Sequence[Tensor],
     output: Sequence[Tensor],
