@@ -13,8 +13,9 @@ import pickle
 import queue
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -62,53 +63,69 @@ class Beside(Generic[T]):
 
 
 class Crew:
-    """So many processes that wait for jobs, and call ``prepare``, a function of a module, before there are any.
+    """So many processes that call ``prepare``, a function of a module, and then do jobs until this is closed.
 
     ``settings`` are variables of their environment. Whatever becomes of a process, the caller can do the work itself.
     """
 
     def __init__(self, count: int, prepare: Callable[[], object], settings: dict[str, str]) -> None:
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._free: queue.SimpleQueue[subprocess.Popen[bytes]] = queue.SimpleQueue()
-        self._threads = ThreadPoolExecutor(count, thread_name_prefix="memrewrite-crew")
+        self._threads: list[threading.Thread] = []
+        self._jobs: queue.LifoQueue[tuple[Future[Any], bytes] | None] = queue.LifoQueue()
         first = [prepare.__module__, prepare.__name__]
         command, place = [sys.executable, "-P", "-m", "memrewrite.process.beside", *first], environment() | settings
         with contextlib.suppress(OSError):
             for _ in range(count):
-                self._processes.append(subprocess.Popen(command, env=place, start_new_session=True, **_PIPES))
-                self._free.put(self._processes[-1])
+                process = subprocess.Popen(command, env=place, start_new_session=True, **_PIPES)
+                self._processes.append(process)
+                self._threads.append(threading.Thread(target=self._work, args=(process,), daemon=True))
+                self._threads[-1].start()
 
-    def results(self, function: Callable[..., T], jobs: Sequence[tuple[Any, ...]], seconds: float) -> list[T | None]:
-        """What the function returned for each job; None where it did not run through, or not in time."""
-        if not self._processes:
-            return [None] * len(jobs)
-        calls = [self._threads.submit(self._do, pickle.dumps((function, job))) for job in jobs]
-        if wait(calls, timeout=seconds).not_done:
-            self.close()
-        return [call.result() for call in calls]
+    def asked(self, function: Callable[..., T], jobs: Sequence[tuple[Any, ...]]) -> "list[Future[T | None]]":
+        """What will become of jobs, of which the last are done first; None of one that does not run through.
+
+        One that has not begun can be cancelled, and done by the caller.
+        """
+        futures: list[Future[T | None]] = [Future() for _ in jobs]
+        for future, job in zip(futures, jobs, strict=True):
+            self._jobs.put((future, pickle.dumps((function, job))))
+        return futures
 
     def close(self) -> None:
-        """End the processes; there are no answers any more."""
-        processes, self._processes = self._processes, []
-        for process in processes:
+        """End the processes: nothing comes of the jobs that they do, nor of those that have not begun."""
+        for process in self._processes:
             process.kill()
-        self._threads.shutdown()  # none waits any longer
-        for process in processes:
+        with contextlib.suppress(queue.Empty):
+            while (left := self._jobs.get_nowait()) is not None:
+                left[0].cancel()
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread, process in zip(self._threads, self._processes, strict=True):
+            thread.join()
             with contextlib.suppress(OSError), process:  # whose pipes are closed
                 pass
+        self._processes, self._threads = [], []
 
-    def _do(self, job: bytes) -> Any:
-        process = self._free.get()
+    def _work(self, process: "subprocess.Popen[bytes]") -> None:
+        """Have a process do one job after the other, from when it is prepared until it or the crew ends."""
+        to, of = process.stdin, process.stdout
+        future: Future[Any] | None = None
         try:
-            if process.stdin is None or process.stdout is None:
-                return None
-            process.stdin.write(job)
-            process.stdin.flush()
-            return pickle.load(process.stdout)  # noqa: S301  (of a process that was started here)
-        except (OSError, ValueError, EOFError, pickle.UnpicklingError):  # it is gone, and is for all others
-            return None
-        finally:
-            self._free.put(process)
+            while to is not None and of is not None:
+                answer = pickle.load(of)  # noqa: S301  (of a process that was started here)
+                if future is not None:
+                    future.set_result(answer)
+                while (taken := self._jobs.get()) is not None:
+                    future, job = taken
+                    if future.set_running_or_notify_cancel():
+                        break
+                else:
+                    return
+                to.write(job)
+                to.flush()
+        except (OSError, ValueError, EOFError, pickle.UnpicklingError):  # it is gone
+            if future is not None and future.running():
+                future.set_result(None)
 
 
 @functools.cache
@@ -127,10 +144,13 @@ def free_cpus() -> int:
 
 def _serve() -> None:
     """Do the jobs on stdin, and answer on stdout, where nothing else is printed; first call what is named, if it is."""
-    answers, sys.stdout = sys.stdout.buffer, sys.stderr
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # also for compilers that print past Python
+    sys.stdout = sys.stderr
     if sys.argv[1:]:
         module, function = sys.argv[1:]
-        getattr(importlib.import_module(module), function)()
+        answers.write(pickle.dumps(getattr(importlib.import_module(module), function)()))
+        answers.flush()
     with contextlib.suppress(EOFError):
         while True:
             function, args = pickle.load(sys.stdin.buffer)  # noqa: S301  (by the process that started this one)

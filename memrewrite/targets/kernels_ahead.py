@@ -10,6 +10,7 @@ import inspect
 import os
 import pickle
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -29,7 +30,7 @@ CHAINED = {torch.ops.memrewrite.chain.default, torch.ops.memrewrite.chain_slopes
 """The operators that call what is compiled."""
 _MOST = 6  # processes
 _ROOM = 8 * 2**30  # bytes that the device has free for each, of which its context takes a sixteenth
-_SECONDS = 120.0  # until those that are not done are no longer waited for
+_SECONDS = 120.0  # until one that is not done is no longer waited for
 _SETTINGS = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
 _NAMES = """
 import builtins, importlib, math, operator
@@ -55,7 +56,7 @@ class Job:
 
 @contextlib.contextmanager
 def compiling_ahead(device: torch.device) -> Iterator[None]:
-    """Have processes ready for ``compile_ahead`` meanwhile, as far as CPUs and the device have room for them."""
+    """Have processes for ``Ahead`` meanwhile, as far as CPUs and the device have room for them."""
     count = min(_MOST, free_cpus())
     if device.type != "cuda" or not fused.has_triton():
         count = 0
@@ -77,11 +78,31 @@ def stop_ahead() -> None:
         _crews.pop().close()
 
 
-def compile_ahead(calls: Sequence[tuple[str, tuple[Any, ...]]]) -> None:
-    """Make the code for such calls, each the name of a chain and what the operator is given, where there is none."""
-    jobs = {job.file: job for job in map(_job, calls) if job is not None} if _crews else {}
-    if len(jobs) > 1:
-        _crews[0].results(compiled, [(job,) for job in jobs.values()], _SECONDS)
+class Ahead:
+    """Code that processes make for calls, each the name of a chain and what its operator is given; None for another.
+
+    They begin with the last of these, while who calls this begins with the first.
+    """
+
+    def __init__(self, calls: Sequence[tuple[str, tuple[Any, ...]] | None]) -> None:
+        self._futures: dict[int, Future[bool | None]] = {}
+        jobs: dict[str, Job] = {}
+        places: dict[int, str] = {}
+        for place, call in enumerate(calls if _crews else ()):
+            if call is not None and (job := _job(call)) is not None:
+                jobs[job.file], places[place] = job, job.file
+        if len(jobs) > 1:
+            made = dict(zip(jobs, _crews[0].asked(compiled, [(job,) for job in jobs.values()]), strict=True))
+            self._futures = {place: made[file] for place, file in places.items()}
+
+    def settle(self, place: int) -> None:
+        """Have the code for a call, as far as a process is at it; else it is for who calls it to compile."""
+        future = self._futures.get(place)
+        if future is not None and not future.cancel():
+            try:
+                future.result(_SECONDS)
+            except TimeoutError:
+                stop_ahead()
 
 
 def prepare(device: str = "cuda") -> None:

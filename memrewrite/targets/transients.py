@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from memrewrite.records.tensor_like import TensorLike
-from memrewrite.targets.kernels_ahead import CHAINED, compile_ahead
+from memrewrite.targets.kernels_ahead import CHAINED, Ahead
 from memrewrite.torch_internals.allocations import Course, History, recorded_allocations
 from memrewrite.torch_internals.fake_tensors import FakeTensor
 from memrewrite.torch_internals.operators import OpOverload, argument_names
@@ -144,9 +144,12 @@ def made(value: Any) -> Any:
 
 def _measured(device: torch.device, calls: Sequence[Call]) -> list[Taken]:
     """Run each operator twice (libraries set themselves up in the first run) and look at the second."""
-    compile_ahead([(args[0], args[1:]) for func, args, _ in calls if func in CHAINED])
+    ahead = Ahead([(args[0], args[1:]) if func in CHAINED else None for func, args, _ in calls])
     with recorded_allocations(device) as history:
-        found = [_run(device, history, *call) for call in calls]
+        found = []
+        for place, call in enumerate(calls):
+            ahead.settle(place)
+            found.append(_run(device, history, *call))
     return [
         Taken(extra, history.course(first, last), _CHOOSES in func.__name__)
         for (extra, first, last), (func, _, _) in zip(found, calls, strict=True)

@@ -22,7 +22,7 @@ def two_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 TORCH_THERE = "'torch' in __import__('sys').modules"
-PRINTED = "print('to no pipe') or 7"
+PRINTED = "print('to no pipe') or __import__('os').write(1, b'nor this') and 7"
 
 
 @pytest.mark.parametrize(
@@ -73,29 +73,45 @@ def crew() -> Iterator[Crew]:
     found.close()
 
 
-def test_a_crew_answers_in_the_order_of_jobs_and_again(crew: Crew) -> None:
-    assert crew.results(pow, [(n, 2) for n in range(9)], 60.0) == [n * n for n in range(9)]
+def answers_of(crew: Crew, function: Callable[..., Any], jobs: list[tuple[Any, ...]]) -> list[Any]:
+    return [future.result(60.0) for future in crew.asked(function, jobs)]
+
+
+def test_a_crew_answers_each_job_and_again(crew: Crew) -> None:
+    assert answers_of(crew, pow, [(n, 2) for n in range(9)]) == [n * n for n in range(9)]
     asked = "__import__('gc').isenabled()", "__import__('os').environ['SET_FOR_THEM']", PRINTED
-    assert crew.results(eval, [(text,) for text in asked], 60.0) == [False, "yes", 7]
+    assert answers_of(crew, eval, [(text,) for text in asked]) == [False, "yes", 7]
 
 
-def test_what_ends_a_process_of_a_crew_costs_its_own_jobs_alone(crew: Crew) -> None:
-    assert crew.results(eval, [("__import__('os')._exit(3)",)], 60.0) == [None]
-    answers = crew.results(pow, [(2, n) for n in range(8)], 60.0)
-    assert all(answer in (None, 2**n) for n, answer in enumerate(answers))
-    assert any(answers)  # of the other one
+def test_what_ends_a_process_of_a_crew_costs_its_own_job_alone(crew: Crew) -> None:
+    assert answers_of(crew, eval, [("__import__('os')._exit(3)",)]) == [None]
+    assert answers_of(crew, pow, [(2, n) for n in range(8)]) == [2**n for n in range(8)]  # by the other one
 
 
-def test_a_crew_is_not_waited_for_any_longer(crew: Crew) -> None:
-    begun = time.monotonic()
-    assert crew.results(time.sleep, [(600,)] * 3, 0.5) == [None] * 3
-    assert crew.results(pow, [(2, 10)], 60.0) == [None]  # nor asked again
-    assert time.monotonic() - begun < 300
+def test_jobs_that_have_not_begun_are_for_who_cancels_them(crew: Crew) -> None:
+    assert answers_of(crew, pow, [(2, 2)] * 4) == [4] * 4  # both are prepared
+    *waiting, first, second = crew.asked(time.sleep, [(0.0,)] * 3 + [(600,)] * 2)
+    while not (first.running() and second.running()):
+        time.sleep(0.01)
+    assert [future.cancel() for future in waiting] == [True] * 3
+    with pytest.raises(TimeoutError):
+        first.result(0.1)
+    crew.close()
+    assert (first.result(60.0), second.result(60.0)) == (None, None)
+
+
+def test_of_a_crew_that_is_closed_nothing_comes(crew: Crew) -> None:
+    under_way = crew.asked(time.sleep, [(600,)] * 9)
+    crew.close()
+    assert all(future.cancelled() or future.result(60.0) is None for future in under_way)
+    (later,) = crew.asked(pow, [(2, 10)])
+    assert later.cancel()
 
 
 def test_where_no_python_can_be_started_a_crew_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/opt/no/python")
-    assert Crew(2, gc.disable, {}).results(pow, [(2, 10)], 60.0) == [None]
+    (future,) = Crew(2, gc.disable, {}).asked(pow, [(2, 10)])
+    assert future.cancel()
 
 
 @pytest.mark.parametrize(("cpus", "free"), [({0}, 0), ({0, 1, 2, 3}, 3)])

@@ -1,7 +1,9 @@
 """Chains that other processes compile before they are called: their code is found, and is what is compiled here."""
 
+import threading
 import types
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,7 +16,7 @@ from memrewrite.process.beside import Crew
 from memrewrite.runtime import fused, kernels
 from memrewrite.runtime.texts import run_text
 from memrewrite.targets import kernels_ahead
-from memrewrite.targets.kernels_ahead import Job, _job, compile_ahead, compiled, compiling_ahead, prepare, stop_ahead
+from memrewrite.targets.kernels_ahead import Ahead, Job, _job, compiled, compiling_ahead, prepare
 from memrewrite.targets.transients import like
 
 SOURCE = """import math
@@ -122,18 +124,39 @@ def test_a_chain_without_text_is_compiled_where_it_is_called(chain: Any) -> None
 
 
 def test_a_crew_compiles_what_there_is_no_code_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, waiting = Future[bool](), Future[bool]()
+    begun.set_running_or_notify_cancel()
     crew = mock.Mock(spec=Crew)
+    crew.asked.return_value = [waiting, begun]
     monkeypatch.setattr(kernels_ahead, "_crews", [crew])
-    compile_ahead([FORWARD])  # one alone takes no longer here
-    compile_ahead([FORWARD, FORWARD])
-    crew.results.assert_not_called()
-    compile_ahead([FORWARD, slopes_of(X), FORWARD])
-    ((function, jobs, _), _) = crew.results.call_args
+    Ahead([FORWARD, None, FORWARD]).settle(0)  # one alone takes no longer here
+    crew.asked.assert_not_called()
+    ahead = Ahead([None, FORWARD, slopes_of(X), FORWARD])
+    ((function, jobs), _) = crew.asked.call_args
     assert (function, len(jobs)) == (compiled, 2)
-    stop_ahead()
+    ahead.settle(0)
+    assert not waiting.cancelled()
+    ahead.settle(1)
+    assert waiting.cancelled()  # it is compiled here
+    threading.Timer(0.2, begun.set_result, (True,)).start()
+    ahead.settle(2)
+    assert begun.done()
+    ahead.settle(3)
+    crew.close.assert_not_called()
+
+
+def test_what_takes_too_long_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    never = Future[bool]()
+    never.set_running_or_notify_cancel()
+    crew = mock.Mock(spec=Crew)
+    crew.asked.return_value = [never, never]
+    monkeypatch.setattr(kernels_ahead, "_crews", [crew])
+    monkeypatch.setattr(kernels_ahead, "_SECONDS", 0.1)
+    Ahead([FORWARD, slopes_of(X)]).settle(0)
     crew.close.assert_called_once()
-    compile_ahead([FORWARD, slopes_of(X)])
-    crew.results.assert_called_once()
+    assert not kernels_ahead._crews
+    Ahead([FORWARD, slopes_of(X)]).settle(0)  # nobody is asked
+    crew.asked.assert_called_once()
 
 
 @pytest.mark.parametrize(
