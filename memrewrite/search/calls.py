@@ -3,9 +3,10 @@
 from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from memrewrite.capture.hazards import in_checkpoint
@@ -14,8 +15,20 @@ from memrewrite.records.mesh import Fsdp
 from memrewrite.records.tensor_like import TensorLike
 from memrewrite.runtime.guards import hooks_of
 from memrewrite.search.forward_runs import forward_once, with_or_without
+from memrewrite.simulate.fake.constant_values import is_asked_for
 from memrewrite.torch_internals.pytrees import tree_flatten, tree_map
 from memrewrite.workload.step import Inputs, Step
+
+
+@dataclass(frozen=True)
+class Argument(TensorLike):
+    """A tensor in words; if its values may be asked for (a mask's, say), with what its memory held, on the CPU."""
+
+    memory: Tensor | None = field(default=None, compare=False)
+
+    def tensor(self) -> Tensor:
+        """A tensor like it: of its values where these are known, else of zeros."""
+        return self.filled(0) if self.memory is None else self.over(self.memory.to(self.device, copy=True))
 
 
 @dataclass(frozen=True)
@@ -36,9 +49,9 @@ class Call:
         """Inputs like those of the call."""
 
         def make(leaf: Any) -> Any:
-            if not isinstance(leaf, TensorLike):
+            if not isinstance(leaf, Argument):
                 return leaf
-            return leaf.filled(0).requires_grad_(grad and (leaf.dtype.is_floating_point or leaf.dtype.is_complex))
+            return leaf.tensor().requires_grad_(grad and (leaf.dtype.is_floating_point or leaf.dtype.is_complex))
 
         return Inputs(tree_map(make, self.args), tree_map(make, self.kwargs))
 
@@ -72,11 +85,12 @@ def _kind(call: Call) -> Any:
 def _calls(model: nn.Module, inputs: Inputs, step: Step, grad: bool) -> dict[nn.Module, list[Call]]:
     calls: dict[nn.Module, list[Call]] = defaultdict(list)
     numbers, sharded = iter(range(10**9)), isinstance(step.mesh, Fsdp)  # whose units hold what has hooks as calls
+    memories: dict[tuple[torch.dtype, bytes], Tensor] = {}  # of what many are given, one
     known = {id(module): len([*hooks_of(module)]) for module in model.modules()} if sharded else {}
 
     def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-        described = tree_map(_in_words, args), tree_map(_in_words, kwargs)
-        calls[module].append(Call(next(numbers), *described, _unfit_now(module, known)))
+        args, kwargs = tree_map(lambda leaf: _in_words(leaf, memories), (args, kwargs))
+        calls[module].append(Call(next(numbers), args, kwargs, _unfit_now(module, known)))
 
     with ExitStack() as stack:
         for _, module in model.named_modules():
@@ -85,8 +99,15 @@ def _calls(model: nn.Module, inputs: Inputs, step: Step, grad: bool) -> dict[nn.
     return calls
 
 
-def _in_words(leaf: Any) -> Any:
-    return TensorLike.of(leaf) if isinstance(leaf, Tensor) else leaf
+def _in_words(leaf: Any, memories: dict[tuple[torch.dtype, bytes], Tensor]) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    argument = Argument.of(leaf)
+    if not is_asked_for(leaf) or leaf.is_meta or 0 in leaf.shape:
+        return argument
+    memory = leaf.detach().as_strided((argument.extent,), (1,)).to("cpu", copy=True)
+    key = memory.dtype, memory.view(torch.uint8).numpy().tobytes()
+    return replace(argument, memory=memories.setdefault(key, memory))
 
 
 def _unfit_now(module: nn.Module, known: Mapping[int, int]) -> str:

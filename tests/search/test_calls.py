@@ -1,0 +1,59 @@
+"""Submodules are captured on inputs like those that they are called with: what code asks of these is there to ask."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+import memrewrite
+from memrewrite.search.regions import find
+from memrewrite.workload.step import Inputs, Step
+
+
+class Body(nn.Module):
+    """Attention as in transformers: a mask that masks nothing is left out, unless tensors are fake."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16)) for _ in range(3)])
+        self.key = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        x = self.layers(x)
+        query, key = x.view(*x.shape[:2], 4, 4).transpose(1, 2), self.key(x).unsqueeze(1)
+        bare = not isinstance(mask, torch._subclasses.FakeTensor) and bool(mask.all())
+        future = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        how = {"is_causal": True} if bare else {"attn_mask": future & mask[:, None, None, :]}
+        key = key if bare else key.expand(query.shape)
+        found = scaled_dot_product_attention(query, key, key, enable_gqa=bare, **how)
+        return x + found.transpose(1, 2).reshape(x.shape)
+
+
+class Outer(nn.Module):
+    """A branch on the values of what a body without one is given, which no graph can hold."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.stem, self.body = nn.Linear(16, 16), body
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        x = self.stem(x)
+        if float(x.detach().abs().max()) > 1e6:
+            x = x / 2
+        result: Tensor = self.body(x, mask)
+        return result
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["masks nothing", "masks"])
+def test_a_part_is_known_to_go_another_way_than_the_values_it_is_given_ask_for(masked: bool) -> None:
+    torch.manual_seed(0)
+    model, mask = Outer(Body()).train(), torch.ones(4, 12, dtype=torch.bool)
+    mask[0, 8:] = not masked
+    given = torch.randn(4, 12, 16), mask
+    (region,) = find(model, Inputs(given, {}), Step()).found
+    assert (region.path, region.captured.exact) == ("body", masked)
+    assert torch.equal(region.inputs().args[1], mask)
+    optimized = memrewrite.optimize(model, given, budget="min", passes=["checkpoint_segments"], cache=False)
+    report = memrewrite.report_of(optimized)
+    assert report.equivalent, report.verdict
+    assert report.changed
