@@ -1,9 +1,11 @@
 """What each submodule is called with in a forward pass, and where it cannot be a region for that."""
 
+import inspect
 from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
+from types import CodeType
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from memrewrite.records.tensor_like import TensorLike
 from memrewrite.runtime.guards import hooks_of
 from memrewrite.search.forward_runs import forward_once, with_or_without
 from memrewrite.simulate.fake.constant_values import is_asked_for
+from memrewrite.torch_internals.custom_functions import custom_functions
 from memrewrite.torch_internals.pytrees import tree_flatten, tree_map
 from memrewrite.workload.step import Inputs, Step
 
@@ -87,10 +90,11 @@ def _calls(model: nn.Module, inputs: Inputs, step: Step, grad: bool) -> dict[nn.
     numbers, sharded = iter(range(10**9)), isinstance(step.mesh, Fsdp)  # whose units hold what has hooks as calls
     memories: dict[tuple[torch.dtype, bytes], Tensor] = {}  # of what many are given, one
     known = {id(module): len([*hooks_of(module)]) for module in model.modules()} if sharded else {}
+    functions = {_code(methods.forward): kind.__name__ for kind, methods in custom_functions().items()}
 
     def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
         args, kwargs = tree_map(lambda leaf: _in_words(leaf, memories), (args, kwargs))
-        calls[module].append(Call(next(numbers), args, kwargs, _unfit_now(module, known)))
+        calls[module].append(Call(next(numbers), args, kwargs, _unfit_now(module, known, functions)))
 
     with ExitStack() as stack:
         for _, module in model.named_modules():
@@ -110,14 +114,33 @@ def _in_words(leaf: Any, memories: dict[tuple[torch.dtype, bytes], Tensor]) -> A
     return replace(argument, memory=memories.setdefault(key, memory))
 
 
-def _unfit_now(module: nn.Module, known: Mapping[int, int]) -> str:
+def _unfit_now(module: nn.Module, known: Mapping[int, int], functions: Mapping[CodeType | None, str]) -> str:
     """Why a submodule can be no region when it is called now, while one hook of ours is on every module.
 
-    Inside of it there may be so many others as are ``known``, by the ``id`` of their module.
+    Inside of it there may be so many others as are ``known``, by the ``id`` of their module. ``functions`` are the
+    names of custom Functions by the code of their forward: autograd keeps nothing of what runs in one, and its backward
+    may run it again, on arguments of its own (as that of reversible layers does).
     """
     if in_checkpoint():
         return "the model runs it under its own torch.utils.checkpoint"
+    if function := _function_now(functions):
+        return f"the model runs it in its own autograd.Function {function}"
     for path, inner in module.named_modules():
         if path and len([*hooks_of(inner)]) > 1 + known.get(id(inner), 0):
             return f"the model has a hook on its {path} when it runs, which a region would not call"
     return ""
+
+
+def _function_now(functions: Mapping[CodeType | None, str]) -> str:
+    """The custom Function whose forward runs the code that asks, "" if none does."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code in functions:
+            return functions[frame.f_code]
+        frame = frame.f_back
+    return ""
+
+
+def _code(function: Any) -> CodeType | None:
+    """The code of a function, also of one that is wrapped; None where it is not written in Python."""
+    return getattr(inspect.unwrap(function), "__code__", None)

@@ -1,8 +1,11 @@
 """Submodules are captured on inputs like those that they are called with: what code asks of these is there to ask."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 
 import memrewrite
@@ -55,5 +58,60 @@ def test_a_part_is_known_to_go_another_way_than_the_values_it_is_given_ask_for(m
     assert torch.equal(region.inputs().args[1], mask)
     optimized = memrewrite.optimize(model, given, budget="min", passes=["checkpoint_segments"], cache=False)
     report = memrewrite.report_of(optimized)
+    assert report.equivalent, report.verdict
+    assert report.changed
+
+
+class Reversible(torch.autograd.Function):
+    """``y + layer(x)`` of two halves, which keeps its result alone: its backward makes ``y`` again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, layer: nn.Module) -> Tensor:
+        result = y + layer(x)
+        ctx.layer = layer
+        ctx.save_for_backward(x.detach())
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        x = ctx.saved_tensors[0].requires_grad_()
+        with torch.enable_grad():
+            ctx.layer(x=x, scale=1.0).backward(gradient)
+        assert x.grad is not None
+        return x.grad, gradient, None
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16)) for _ in range(3)])
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        result: Tensor = self.layers(x) * scale
+        return result
+
+
+class Halves(nn.Module):
+    """A block, then another one as a reversible layer, after a branch that no graph can hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layer = Block(), Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if float(x.detach().abs().max()) > 1e6:
+            x = x / 2
+        result: Tensor = Reversible.apply(x, x, self.layer)  # type: ignore[no-untyped-call]
+        return result
+
+
+def test_what_runs_in_a_custom_function_is_left_alone_as_its_backward_may_run_it_otherwise() -> None:
+    torch.manual_seed(0)
+    model, x = Halves().train(), torch.randn(4, 40, 16)
+    optimized = memrewrite.optimize(model, x, budget="min", cache=False)
+    report = memrewrite.report_of(optimized)
+    assert "layer is left alone: the model runs it in its own autograd.Function Reversible." in report.notes
     assert report.equivalent, report.verdict
     assert report.changed
