@@ -2,7 +2,7 @@
 
 import inspect
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from types import CodeType
@@ -25,13 +25,18 @@ from memrewrite.workload.step import Inputs, Step
 
 @dataclass(frozen=True)
 class Argument(TensorLike):
-    """A tensor in words; if its values may be asked for (a mask's, say), with what its memory held, on the CPU."""
+    """A tensor in words; if its values may be asked for (a mask's, say), with what its memory held, on the CPU.
+
+    It ``may_train`` unless it is an input of the model that requires no gradient.
+    """
 
     memory: Tensor | None = field(default=None, compare=False)
+    may_train: bool = True
 
-    def tensor(self) -> Tensor:
-        """A tensor like it: of its values where these are known, else of zeros."""
-        return self.filled(0) if self.memory is None else self.over(self.memory.to(self.device, copy=True))
+    def tensor(self, grad: bool) -> Tensor:
+        """A tensor like it: of its values where these are known, else of zeros; with ``grad`` it requires one."""
+        made = self.filled(0) if self.memory is None else self.over(self.memory.to(self.device, copy=True))
+        return made.requires_grad_(grad and self.may_train and (made.is_floating_point() or made.is_complex()))
 
 
 @dataclass(frozen=True)
@@ -52,9 +57,7 @@ class Call:
         """Inputs like those of the call."""
 
         def make(leaf: Any) -> Any:
-            if not isinstance(leaf, Argument):
-                return leaf
-            return leaf.tensor().requires_grad_(grad and (leaf.dtype.is_floating_point or leaf.dtype.is_complex))
+            return leaf.tensor(grad) if isinstance(leaf, Argument) else leaf
 
         return Inputs(tree_map(make, self.args), tree_map(make, self.kwargs))
 
@@ -89,11 +92,12 @@ def _calls(model: nn.Module, inputs: Inputs, step: Step, grad: bool) -> dict[nn.
     calls: dict[nn.Module, list[Call]] = defaultdict(list)
     numbers, sharded = iter(range(10**9)), isinstance(step.mesh, Fsdp)  # whose units hold what has hooks as calls
     memories: dict[tuple[torch.dtype, bytes], Tensor] = {}  # of what many are given, one
+    own = {id(tensor) for tensor in inputs.tensors()}
     known = {id(module): len([*hooks_of(module)]) for module in model.modules()} if sharded else {}
     functions = {_code(methods.forward): kind.__name__ for kind, methods in custom_functions().items()}
 
     def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-        args, kwargs = tree_map(lambda leaf: _in_words(leaf, memories), (args, kwargs))
+        args, kwargs = tree_map(lambda leaf: _in_words(leaf, memories, own), (args, kwargs))
         calls[module].append(Call(next(numbers), args, kwargs, _unfit_now(module, known, functions)))
 
     with ExitStack() as stack:
@@ -103,10 +107,10 @@ def _calls(model: nn.Module, inputs: Inputs, step: Step, grad: bool) -> dict[nn.
     return calls
 
 
-def _in_words(leaf: Any, memories: dict[tuple[torch.dtype, bytes], Tensor]) -> Any:
+def _in_words(leaf: Any, memories: dict[tuple[torch.dtype, bytes], Tensor], own: Collection[int]) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
-    argument = Argument.of(leaf)
+    argument = replace(Argument.of(leaf), may_train=leaf.requires_grad or id(leaf) not in own)
     if not is_asked_for(leaf) or leaf.is_meta or 0 in leaf.shape:
         return argument
     memory = leaf.detach().as_strided((argument.extent,), (1,)).to("cpu", copy=True)

@@ -115,3 +115,36 @@ def test_what_runs_in_a_custom_function_is_left_alone_as_its_backward_may_run_it
     assert "layer is left alone: the model runs it in its own autograd.Function Reversible." in report.notes
     assert report.equivalent, report.verdict
     assert report.changed
+
+
+class Freed(Block):
+    """Asks for the gradient of its input, as convolutions over sound do for checkpoints: a leaf alone lets it."""
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        x = x[:, :, :16]
+        x.requires_grad = True
+        return super().forward(x, scale)
+
+
+class InTwo(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Freed(), Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if float(x.detach().abs().max()) > 1e6:
+            x = x / 2
+        result: Tensor = self.second(x)
+        return result
+
+
+def test_an_input_of_the_model_that_needs_no_gradient_needs_none_in_a_part() -> None:
+    torch.manual_seed(0)
+    model, x = InTwo().train(), torch.randn(4, 40, 16)
+    regions = find(model, Inputs((x,), {}), Step()).found
+    needing = {region.path: region.inputs().args[0].requires_grad for region in regions}
+    assert needing == {"first": False, "second": True}
+    optimized = memrewrite.optimize(model, x, budget="min", cache=False)
+    report = memrewrite.report_of(optimized)
+    assert report.equivalent, report.verdict
