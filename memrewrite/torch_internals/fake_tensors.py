@@ -22,6 +22,7 @@ with private_imports():
     # The shape of a grouped matrix product, and the rules that fake tensors follow before all others.
     from torch._functorch import config
     from torch._meta_registrations import _create_grouped_mm_output_tensor as _grouped_mm_output
+    from torch._prims_common import suggest_memory_format as suggested_format  # which C++ asks of each tensor itself
     from torch._subclasses.fake_impls import op_implementations_dict as _FAKE_RULES  # noqa: N812
     from torch._subclasses.fake_tensor import (
         DataDependentOutputException,
@@ -59,6 +60,7 @@ __all__ = [
     "lacks_fake_rule",
     "real_rules_on_fake_tensors",
     "real_tensors",
+    "suggested_format",
 ]
 
 

@@ -115,6 +115,34 @@ def test_the_statistics_that_normalizations_keep_are_counted(kind: str, dtype: t
     assert simulated == real
 
 
+class Turned(nn.Module):
+    """A normalization over the first of the dimensions of tokens, which it gets and gives turned around."""
+
+    def __init__(self, norm: nn.Module, width: int) -> None:
+        super().__init__()
+        self.norm, self.mix = norm, nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.mix(self.norm(self.mix(x).movedim(-1, 1)).movedim(1, -1))
+        return result
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluated"])
+@pytest.mark.parametrize("amp", AMP)
+@pytest.mark.parametrize(
+    ("norm", "size"),
+    [(nn.BatchNorm1d, (24, 8, 16)), (nn.BatchNorm2d, (6, 4, 8, 16)), (nn.BatchNorm3d, (6, 4, 2, 8, 16))],
+    ids=["texts", "images", "videos"],
+)
+def test_what_batch_normalization_lays_out_anew_is_counted(
+    norm: Callable[[int], nn.Module], size: tuple[int, ...], amp: str, training: bool
+) -> None:
+    module = Turned(norm(16), 16)
+    module.norm.train(training)
+    simulated, real = both(module, Inputs((torch.randn(size),), {}), Step(amp=AMP[amp]))
+    assert simulated == real
+
+
 def test_checkpointing_lowers_the_peak() -> None:
     plain, _ = both(*make("residual"), Step())
     checkpointed, _ = both(*make("checkpointed"), Step())
