@@ -10,6 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import memrewrite
 from memrewrite.search.regions import find
+from memrewrite.simulate import run_tracked
 from memrewrite.workload.step import Inputs, Step
 
 
@@ -148,3 +149,35 @@ def test_an_input_of_the_model_that_needs_no_gradient_needs_none_in_a_part() -> 
     optimized = memrewrite.optimize(model, x, budget="min", cache=False)
     report = memrewrite.report_of(optimized)
     assert report.equivalent, report.verdict
+
+
+class Masked(Block):
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        x = super().forward(x)
+        return x if mask is None else (x.exp() * mask[:, :, None]).log1p()
+
+
+class Decides(nn.Module):
+    """Leaves out a mask that masks nothing, unless tensors are fake, in code that no graph can hold as it counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.body, self.calls = nn.Linear(16, 16), Masked(), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        mask = torch.ones(x.shape[:2]) * 2 > 1
+        bare = not isinstance(mask, torch._subclasses.FakeTensor) and bool(mask.all())
+        result: Tensor = self.body(self.stem(x), None if bare else mask)
+        return result
+
+
+def test_a_part_that_fake_values_lead_elsewhere_is_counted_on_real_ones() -> None:
+    torch.manual_seed(0)
+    model, x = Decides().train(), torch.randn(4, 40, 16)
+    optimized = memrewrite.optimize(model, x, budget="min", optimizer="none", cache=False)
+    report = memrewrite.report_of(optimized)
+    assert report.equivalent, report.verdict
+    assert [*report.config["regions"]] == ["body"]
+    assert report.predicted_after.peak == run_tracked(optimized, Inputs((x,), {}), Step()).peak
+    assert report.predicted_after.peak < report.predicted_before.peak
