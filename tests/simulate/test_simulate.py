@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.nn.utils import weight_norm
 from torch.utils.checkpoint import checkpoint
@@ -140,6 +141,29 @@ def test_what_batch_normalization_lays_out_anew_is_counted(
     module = Turned(norm(16), 16)
     module.norm.train(training)
     simulated, real = both(module, Inputs((torch.randn(size),), {}), Step(amp=AMP[amp]))
+    assert simulated == real
+
+
+class ToTarget(nn.Module):
+    """Returns the loss of a product in (0, 1), turned around, as models do that are given labels."""
+
+    def __init__(self, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layers, self.loss = nn.Sequential(nn.Linear(16, 16), nn.Sigmoid()), loss
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return self.loss(self.layers(x).t(), target.t())
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize(
+    "loss",
+    [F.mse_loss, F.smooth_l1_loss, F.binary_cross_entropy, F.huber_loss, F.l1_loss, F.soft_margin_loss],
+    ids=lambda loss: loss.__name__,
+)
+def test_what_a_loss_holds_of_its_terms_is_counted(loss: Callable[..., Tensor], reduction: str) -> None:
+    module, inputs = ToTarget(functools.partial(loss, reduction=reduction)), torch.rand(2, 64, 16).unbind()
+    simulated, real = both(module, Inputs(inputs, {}), Step())
     assert simulated == real
 
 

@@ -7,6 +7,8 @@ which the rules give the input's type.
 Backward of GroupNorm gives the input's type all the same, that of BatchNorm no gradient of an input that needs none.
 BatchNorm's kernels for the CPU, as cuDNN's, give what they normalize, and its gradient, contiguous or with channels
 last, whichever the input is closer to; the rules give the order of dimensions that the input or the gradient has.
+The mean or sum of a loss (MSE, smooth L1, binary cross-entropy) is one number in the memory that its terms had, where
+the rules give it some of its own; and the gradient of such a loss is contiguous.
 """
 
 import functools
@@ -68,6 +70,18 @@ def _precise(deciding: tuple[int, ...], results: Any, func: Any, args: Any, kwar
     return (results[0], *(_of_type(statistic, wanted) for statistic in results[1:]))
 
 
+def _in_memory_of_terms(result: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    named = named_arguments(func, args, kwargs)
+    if not result.dim() and named["reduction"]:
+        terms = torch.broadcast_shapes(named["self"].shape, named["target"].shape)
+        return result.new_empty(terms).as_strided((), ())
+    return result
+
+
+def _contiguous(result: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    return result if result.is_contiguous() else torch.empty_like(result, memory_format=torch.contiguous_format)
+
+
 def _of_type(result: Tensor, dtype: torch.dtype) -> Tensor:
     return result if result.dtype == dtype else result.new_empty(result.shape, dtype=dtype)
 
@@ -98,6 +112,13 @@ _RULES: dict[str, Callable[[Any, Any, Any, Any], Any]] = {
     "aten::native_batch_norm": _normalized,
     "aten::native_group_norm_backward": _like_the_input,
     "aten::native_batch_norm_backward": _only_wanted,
+    "aten::mse_loss": _in_memory_of_terms,
+    "aten::smooth_l1_loss": _in_memory_of_terms,
+    "aten::binary_cross_entropy": _in_memory_of_terms,
+    "aten::soft_margin_loss": _in_memory_of_terms,
+    "aten::mse_loss_backward": _contiguous,
+    "aten::smooth_l1_loss_backward": _contiguous,
+    "aten::huber_loss_backward": _contiguous,
 }
 
 
