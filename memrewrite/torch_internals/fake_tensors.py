@@ -53,6 +53,7 @@ __all__ = [
     "TorchDispatchMode",
     "as_parameter",
     "asks_for_memory",
+    "asks_for_numbers",
     "fake_of",
     "in_place_of_modes",
     "is_fake",
@@ -134,6 +135,11 @@ def asks_for_memory(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _ASKED_FOR_MEMORY)
 
 
+def asks_for_numbers(error: Exception) -> bool:
+    """Whether it was raised because fake numbers in a list or tuple, which have no values, were made an index."""
+    return isinstance(error, RuntimeError) and _ASKED_FOR_NUMBERS in str(error)
+
+
 def lacks_fake_rule(error: Exception) -> str:
     """The name of the operator that has no rule for fake tensors, if that is why it was raised, else ""."""
     if isinstance(error, UnsupportedOperatorException):
@@ -143,6 +149,7 @@ def lacks_fake_rule(error: Exception) -> str:
 
 
 _NO_RULE = ("no fake impl", "no Meta kernel", "not supported on the Meta", "Meta kernel registered")
+_ASKED_FOR_NUMBERS = "but its data is not allocated yet"
 _ASKED_FOR_MEMORY = ("Cannot access data pointer of Tensor", ".numpy() is not supported for tensor subclasses")
 
 

@@ -1,5 +1,6 @@
 """Submodules are captured on inputs like those that they are called with: what code asks of these is there to ask."""
 
+import re
 from typing import Any
 
 import pytest
@@ -181,3 +182,27 @@ def test_a_part_that_fake_values_lead_elsewhere_is_counted_on_real_ones() -> Non
     assert [*report.config["regions"]] == ["body"]
     assert report.predicted_after.peak == run_tracked(optimized, Inputs((x,), {}), Step()).peak
     assert report.predicted_after.peak < report.predicted_before.peak
+
+
+class Indexes(nn.Module):
+    """Numbers of a tensor, one by one, as an index, which fake tensors do not take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.body = nn.Linear(16, 16), Block()
+
+    def forward(self, x: Tensor, rows: Tensor) -> Tensor:
+        x = self.stem(x)
+        result: Tensor = self.body(x[tuple(rows),])
+        return result
+
+
+def test_a_model_that_indexes_with_the_numbers_of_a_tensor_is_rewritten_in_parts() -> None:
+    torch.manual_seed(0)
+    model, given = Indexes().train(), (torch.randn(6, 40, 16), torch.tensor([0, 5, 2, 3]))
+    report = memrewrite.report_of(memrewrite.optimize(model, given, budget="min", cache=False))
+    assert report.equivalent, report.verdict
+    assert [*report.config["regions"]] == ["body"]
+    assert report.changed
+    reason = r"Indexes makes an index of the numbers in a tensor, taken one by one \(at test_calls.py:\d+\)"
+    assert re.search(reason, report.notes[0])
