@@ -23,7 +23,7 @@ from memrewrite.records.errors import DataDependentError, DoesNotFitError, Measu
 from memrewrite.records.mesh import Fsdp, Tp
 from memrewrite.records.outcomes import Measured
 from memrewrite.runtime.assembled import Written, assembled
-from memrewrite.runtime.promise import BeyondPlanWarning
+from memrewrite.runtime.promise import BeyondPlanWarning, FallbackWarning
 from memrewrite.simulate import Noted, Timeline, Twins, run_tracked, simulate, with_workspaces
 from memrewrite.simulate.fake.fakes import tensors_of
 from memrewrite.targets.allocator import allocator_on
@@ -91,30 +91,35 @@ def predict(
 ) -> Timeline:
     """``simulate``, or where the step depends on values real steps under the tracker, after which all is put back.
 
+    It does, too, where a program runs the original on fake tensors, as that is none that it was made for.
     What those reserve on CUDA is read there. ``both``, ``noted`` and ``twins`` are as in ``simulate``, blocks or not;
     real steps count one way.
     Raises ``DoesNotFitError`` when those run out of memory, ``DataDependentError`` for such a step of a target
     without its device or,
     with ``probe`` False, on CUDA: that leaves the device alone.
     """
+    left_alone = not probe and device_type(module, inputs) != "cpu"
+    measurable = step.target.measurable and not left_alone and not isinstance(step.mesh, Fsdp | Tp)
     try:
-        return simulate(
-            module,
-            inputs,
-            step,
-            workspace_bytes=workspace_bytes,
-            steps=steps,
-            attribute=attribute,
-            probe=probe,
-            blocks=blocks or both,
-            both=both,
-            written=written,
-            noted=noted,
-            twins=twins,
-        )
-    except DataDependentError:
-        left_alone = not probe and device_type(module, inputs) != "cpu"
-        if not step.target.measurable or left_alone or isinstance(step.mesh, Fsdp | Tp):
+        with warnings.catch_warnings():
+            if measurable:
+                warnings.simplefilter("error", FallbackWarning)
+            return simulate(
+                module,
+                inputs,
+                step,
+                workspace_bytes=workspace_bytes,
+                steps=steps,
+                attribute=attribute,
+                probe=probe,
+                blocks=blocks or both,
+                both=both,
+                written=written,
+                noted=noted,
+                twins=twins,
+            )
+    except (DataDependentError, FallbackWarning):
+        if not measurable:
             raise
         module = module if written is None else assembled(module, written)
         timeline = _tracked(module, inputs, step, steps, attribute, blocks, workspace_bytes)

@@ -1,6 +1,7 @@
 """What a strided tensor is besides its values."""
 
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ class TensorLike:
     device: torch.device
 
     @classmethod
-    def of(cls, tensor: Tensor, device: torch.device | None = None) -> "TensorLike":
+    def of(cls, tensor: Tensor, device: torch.device | None = None) -> Self:
         """That of ``tensor``, which stands for one on ``device`` if that is given."""
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device if device is None else device)
 
@@ -32,7 +33,10 @@ class TensorLike:
 
     def filled(self, value: float) -> Tensor:
         """A tensor like it all of whose memory is ``value``; elements may share memory."""
-        whole = torch.full((self.extent,), value, dtype=self.dtype, device=self.device)
+        return self.over(torch.full((self.extent,), value, dtype=self.dtype, device=self.device))
+
+    def over(self, memory: Tensor) -> Tensor:
+        """A tensor like it whose memory is ``memory``, of as many elements as its extent."""
         return torch.empty(0, dtype=self.dtype, device=self.device).set_(
-            whole.untyped_storage(), 0, self.shape, self.stride
+            memory.untyped_storage(), 0, self.shape, self.stride
         )

@@ -1,11 +1,14 @@
 """What each submodule is called with in a forward pass, and where it cannot be a region for that."""
 
+import inspect
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from types import CodeType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from memrewrite.capture.hazards import in_checkpoint
@@ -14,8 +17,26 @@ from memrewrite.records.mesh import Fsdp
 from memrewrite.records.tensor_like import TensorLike
 from memrewrite.runtime.guards import hooks_of
 from memrewrite.search.forward_runs import forward_once, with_or_without
+from memrewrite.simulate.fake.constant_values import is_asked_for
+from memrewrite.torch_internals.custom_functions import custom_functions
 from memrewrite.torch_internals.pytrees import tree_flatten, tree_map
 from memrewrite.workload.step import Inputs, Step
+
+
+@dataclass(frozen=True)
+class Argument(TensorLike):
+    """A tensor in words; if its values may be asked for (a mask's, say), with what its memory held, on the CPU.
+
+    It ``may_train`` unless it is an input of the model that requires no gradient.
+    """
+
+    memory: Tensor | None = field(default=None, compare=False)
+    may_train: bool = True
+
+    def tensor(self, grad: bool) -> Tensor:
+        """A tensor like it: of its values where these are known, else of zeros; with ``grad`` it requires one."""
+        made = self.filled(0) if self.memory is None else self.over(self.memory.to(self.device, copy=True))
+        return made.requires_grad_(grad and self.may_train and (made.is_floating_point() or made.is_complex()))
 
 
 @dataclass(frozen=True)
@@ -36,9 +57,7 @@ class Call:
         """Inputs like those of the call."""
 
         def make(leaf: Any) -> Any:
-            if not isinstance(leaf, TensorLike):
-                return leaf
-            return leaf.filled(0).requires_grad_(grad and (leaf.dtype.is_floating_point or leaf.dtype.is_complex))
+            return leaf.tensor(grad) if isinstance(leaf, Argument) else leaf
 
         return Inputs(tree_map(make, self.args), tree_map(make, self.kwargs))
 
@@ -72,11 +91,14 @@ def _kind(call: Call) -> Any:
 def _calls(model: nn.Module, inputs: Inputs, step: Step, grad: bool) -> dict[nn.Module, list[Call]]:
     calls: dict[nn.Module, list[Call]] = defaultdict(list)
     numbers, sharded = iter(range(10**9)), isinstance(step.mesh, Fsdp)  # whose units hold what has hooks as calls
+    memories: dict[tuple[torch.dtype, bytes], Tensor] = {}  # of what many are given, one
+    own = {id(tensor) for tensor in inputs.tensors()}
     known = {id(module): len([*hooks_of(module)]) for module in model.modules()} if sharded else {}
+    functions = {_code(methods.forward): kind.__name__ for kind, methods in custom_functions().items()}
 
     def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-        described = tree_map(_in_words, args), tree_map(_in_words, kwargs)
-        calls[module].append(Call(next(numbers), *described, _unfit_now(module, known)))
+        args, kwargs = tree_map(lambda leaf: _in_words(leaf, memories, own), (args, kwargs))
+        calls[module].append(Call(next(numbers), args, kwargs, _unfit_now(module, known, functions)))
 
     with ExitStack() as stack:
         for _, module in model.named_modules():
@@ -85,18 +107,44 @@ def _calls(model: nn.Module, inputs: Inputs, step: Step, grad: bool) -> dict[nn.
     return calls
 
 
-def _in_words(leaf: Any) -> Any:
-    return TensorLike.of(leaf) if isinstance(leaf, Tensor) else leaf
+def _in_words(leaf: Any, memories: dict[tuple[torch.dtype, bytes], Tensor], own: Collection[int]) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    argument = replace(Argument.of(leaf), may_train=leaf.requires_grad or id(leaf) not in own)
+    if not is_asked_for(leaf) or leaf.is_meta or 0 in leaf.shape:
+        return argument
+    memory = leaf.detach().as_strided((argument.extent,), (1,)).to("cpu", copy=True)
+    key = memory.dtype, memory.view(torch.uint8).numpy().tobytes()
+    return replace(argument, memory=memories.setdefault(key, memory))
 
 
-def _unfit_now(module: nn.Module, known: Mapping[int, int]) -> str:
+def _unfit_now(module: nn.Module, known: Mapping[int, int], functions: Mapping[CodeType | None, str]) -> str:
     """Why a submodule can be no region when it is called now, while one hook of ours is on every module.
 
-    Inside of it there may be so many others as are ``known``, by the ``id`` of their module.
+    Inside of it there may be so many others as are ``known``, by the ``id`` of their module. ``functions`` are the
+    names of custom Functions by the code of their forward: autograd keeps nothing of what runs in one, and its backward
+    may run it again, on arguments of its own (as that of reversible layers does).
     """
     if in_checkpoint():
         return "the model runs it under its own torch.utils.checkpoint"
+    if function := _function_now(functions):
+        return f"the model runs it in its own autograd.Function {function}"
     for path, inner in module.named_modules():
         if path and len([*hooks_of(inner)]) > 1 + known.get(id(inner), 0):
             return f"the model has a hook on its {path} when it runs, which a region would not call"
     return ""
+
+
+def _function_now(functions: Mapping[CodeType | None, str]) -> str:
+    """The custom Function whose forward runs the code that asks, "" if none does."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code in functions:
+            return functions[frame.f_code]
+        frame = frame.f_back
+    return ""
+
+
+def _code(function: Any) -> CodeType | None:
+    """The code of a function, also of one that is wrapped; None where it is not written in Python."""
+    return getattr(inspect.unwrap(function), "__code__", None)

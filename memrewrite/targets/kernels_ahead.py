@@ -17,6 +17,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.compiler import config as settings
 
 from memrewrite.process.beside import Crew, free_cpus
 from memrewrite.records.tensor_like import TensorLike
@@ -111,7 +112,7 @@ def prepare(device: str = "cuda") -> None:
     def averaged(given: Sequence[Any]) -> list[Tensor]:
         return [given[0] * given[0].float().mean(-1, keepdim=True)]
 
-    with contextlib.suppress(Exception), torch._inductor.config.patch(force_disable_caches=True), _nothing_is_there():
+    with contextlib.suppress(Exception), settings.patch(force_disable_caches=True), _nothing_is_there():
         Kernel(averaged, "averaged")([torch.empty(64, 64, dtype=torch.bfloat16, device=device)])
 
 

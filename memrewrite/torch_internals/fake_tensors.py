@@ -22,6 +22,7 @@ with private_imports():
     # The shape of a grouped matrix product, and the rules that fake tensors follow before all others.
     from torch._functorch import config
     from torch._meta_registrations import _create_grouped_mm_output_tensor as _grouped_mm_output
+    from torch._prims_common import suggest_memory_format as suggested_format  # which C++ asks of each tensor itself
     from torch._subclasses.fake_impls import op_implementations_dict as _FAKE_RULES  # noqa: N812
     from torch._subclasses.fake_tensor import (
         DataDependentOutputException,
@@ -52,6 +53,7 @@ __all__ = [
     "TorchDispatchMode",
     "as_parameter",
     "asks_for_memory",
+    "asks_for_numbers",
     "fake_of",
     "in_place_of_modes",
     "is_fake",
@@ -59,6 +61,7 @@ __all__ = [
     "lacks_fake_rule",
     "real_rules_on_fake_tensors",
     "real_tensors",
+    "suggested_format",
 ]
 
 
@@ -132,6 +135,11 @@ def asks_for_memory(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _ASKED_FOR_MEMORY)
 
 
+def asks_for_numbers(error: Exception) -> bool:
+    """Whether it was raised because fake numbers in a list or tuple, which have no values, were made an index."""
+    return isinstance(error, RuntimeError) and _ASKED_FOR_NUMBERS in str(error)
+
+
 def lacks_fake_rule(error: Exception) -> str:
     """The name of the operator that has no rule for fake tensors, if that is why it was raised, else ""."""
     if isinstance(error, UnsupportedOperatorException):
@@ -141,6 +149,7 @@ def lacks_fake_rule(error: Exception) -> str:
 
 
 _NO_RULE = ("no fake impl", "no Meta kernel", "not supported on the Meta", "Meta kernel registered")
+_ASKED_FOR_NUMBERS = "but its data is not allocated yet"
 _ASKED_FOR_MEMORY = ("Cannot access data pointer of Tensor", ".numpy() is not supported for tensor subclasses")
 
 

@@ -235,7 +235,7 @@ class Running:
         on_phase("data")
         with self._autocast():
             output = self._forward(on_phase)
-            loss = (self.step.loss_fn or default_loss)(output)
+            loss = one_number((self.step.loss_fn or default_loss)(output))
             self.hold_loss(loss)
             on_phase("loss")
         del output  # a loop that keeps it has another name for it
@@ -358,6 +358,18 @@ def device_of(module: nn.Module, inputs: Inputs) -> torch.device:
 def device_type(module: nn.Module, inputs: Inputs) -> str:
     """``"cuda"`` or ``"cpu"``: that of ``device_of``."""
     return device_of(module, inputs).type
+
+
+def one_number(loss: Any) -> Tensor:
+    """The loss, which backward starts from; raises ``UsageError`` where it cannot."""
+    if not isinstance(loss, Tensor):
+        raise UsageError(f"The loss is {type(loss).__name__}; loss_fn is to return a tensor of one number.")
+    if loss.numel() != 1:
+        raise UsageError(
+            f"The loss has the shape {tuple(loss.shape)}, and backward starts from one number; give that as loss_fn, "
+            "lambda output: output.loss.mean() say."
+        )
+    return loss
 
 
 def default_loss(output: Any) -> Tensor:

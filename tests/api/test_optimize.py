@@ -290,6 +290,19 @@ def test_models_that_cannot_be_meant() -> None:
     assert_untouched(before, model)
 
 
+@pytest.mark.parametrize(
+    ("loss_fn", "sentence"),
+    [
+        (lambda output: output.mean(-1), r"The loss has the shape \(2,\), and backward starts from one number"),
+        (lambda output: [output.mean()], "The loss is list; loss_fn is to return a tensor of one number"),
+    ],
+    ids=["per sample", "a list"],
+)
+def test_a_loss_that_backward_cannot_start_from(loss_fn: Callable[[Tensor], Any], sentence: str) -> None:
+    with pytest.raises(UsageError, match=sentence):
+        memrewrite.optimize(conv_net(), image(), loss_fn=loss_fn)
+
+
 def test_a_model_that_fails_on_values_alone() -> None:
     """As DeBERTa does under autocast; fake tensors have no values that could overflow."""
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.nn.utils import weight_norm
 from torch.utils.checkpoint import checkpoint
@@ -112,6 +113,57 @@ def test_the_statistics_that_normalizations_keep_are_counted(kind: str, dtype: t
     module = nn.Sequential(nn.Linear(width, width), build(), nn.Linear(width, width)).to(dtype)
     amp = torch.bfloat16 if dtype is torch.float32 else None
     simulated, real = both(module, Inputs((torch.randn(count, width, dtype=dtype),), {}), Step(amp=amp))
+    assert simulated == real
+
+
+class Turned(nn.Module):
+    """A normalization over the first of the dimensions of tokens, which it gets and gives turned around."""
+
+    def __init__(self, norm: nn.Module, width: int) -> None:
+        super().__init__()
+        self.norm, self.mix = norm, nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.mix(self.norm(self.mix(x).movedim(-1, 1)).movedim(1, -1))
+        return result
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluated"])
+@pytest.mark.parametrize("amp", AMP)
+@pytest.mark.parametrize(
+    ("norm", "size"),
+    [(nn.BatchNorm1d, (24, 8, 16)), (nn.BatchNorm2d, (6, 4, 8, 16)), (nn.BatchNorm3d, (6, 4, 2, 8, 16))],
+    ids=["texts", "images", "videos"],
+)
+def test_what_batch_normalization_lays_out_anew_is_counted(
+    norm: Callable[[int], nn.Module], size: tuple[int, ...], amp: str, training: bool
+) -> None:
+    module = Turned(norm(16), 16)
+    module.norm.train(training)
+    simulated, real = both(module, Inputs((torch.randn(size),), {}), Step(amp=AMP[amp]))
+    assert simulated == real
+
+
+class ToTarget(nn.Module):
+    """Returns the loss of a product in (0, 1), turned around, as models do that are given labels."""
+
+    def __init__(self, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layers, self.loss = nn.Sequential(nn.Linear(16, 16), nn.Sigmoid()), loss
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return self.loss(self.layers(x).t(), target.t())
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize(
+    "loss",
+    [F.mse_loss, F.smooth_l1_loss, F.binary_cross_entropy, F.huber_loss, F.l1_loss, F.soft_margin_loss],
+    ids=lambda loss: loss.__name__,
+)
+def test_what_a_loss_holds_of_its_terms_is_counted(loss: Callable[..., Tensor], reduction: str) -> None:
+    module, inputs = ToTarget(functools.partial(loss, reduction=reduction)), torch.rand(2, 64, 16).unbind()
+    simulated, real = both(module, Inputs(inputs, {}), Step())
     assert simulated == real
 
 

@@ -21,6 +21,7 @@ from memrewrite.torch_internals.fake_tensors import (
     FakeTensorMode,
     TorchDispatchMode,
     asks_for_memory,
+    asks_for_numbers,
     real_tensors,
 )
 from memrewrite.torch_internals.foreach import foreach_on_fake_tensors
@@ -184,6 +185,15 @@ def test_fake_tensors_have_no_address() -> None:
                 ask()
             assert asks_for_memory(caught.value)
     assert not asks_for_memory(RuntimeError("anything else"))
+
+
+def test_fake_numbers_in_a_tuple_are_no_index() -> None:
+    with FakeTensorMode():
+        table, rows = torch.zeros(4, 4), torch.zeros(3, dtype=torch.long)
+        with pytest.raises(RuntimeError) as caught:
+            table[tuple(rows), tuple(rows)]
+    assert asks_for_numbers(caught.value)
+    assert not asks_for_numbers(RuntimeError("anything else"))
 
 
 def test_optimizers_choose_foreach_for_fake_cuda_parameters_and_not_for_cpu() -> None:

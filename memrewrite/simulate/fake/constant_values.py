@@ -108,7 +108,7 @@ class KnownValues(Layer):
 
     def copy(self, fake: Tensor, real: Tensor) -> None:
         """Take what ``real`` holds now for the value of ``fake``."""
-        if type(real) is Tensor and real.layout is torch.strided and _small(real):
+        if is_asked_for(real):
             with in_place_of_modes():
                 self.keep(fake, real.detach().cpu().clone())
 
@@ -271,6 +271,11 @@ def _storage(tensor: Tensor) -> StorageWeakRef:
 
 def _places(tensors: Iterable[Tensor]) -> set[StorageWeakRef]:
     return {_storage(tensor) for tensor in tensors if tensor.layout is torch.strided}
+
+
+def is_asked_for(real: Tensor) -> bool:
+    """Whether a real tensor is of a kind whose values models ask for: few whole numbers or truth values."""
+    return type(real) is Tensor and real.layout is torch.strided and _small(real)
 
 
 def _small(tensor: Tensor) -> bool:

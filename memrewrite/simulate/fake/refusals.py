@@ -1,7 +1,12 @@
 """Sentences for what only tensors with data can run."""
 
 from memrewrite.records.lines import line_of
-from memrewrite.torch_internals.fake_tensors import FAKE_TENSOR_ERRORS, asks_for_memory, lacks_fake_rule
+from memrewrite.torch_internals.fake_tensors import (
+    FAKE_TENSOR_ERRORS,
+    asks_for_memory,
+    asks_for_numbers,
+    lacks_fake_rule,
+)
 
 
 def needs_data(name: str, error: Exception) -> str:
@@ -11,6 +16,11 @@ def needs_data(name: str, error: Exception) -> str:
         return (
             f"{name} hands the memory of a tensor to code that is not PyTorch's (at {place}), which no graph can hold; "
             "call that in a custom autograd.Function, which stays a call."
+        )
+    if asks_for_numbers(error):
+        return (
+            f"{name} makes an index of the numbers in a tensor, taken one by one (at {place}), which no graph can "
+            "hold; index with the tensor itself."
         )
     if operator := lacks_fake_rule(error):
         return (

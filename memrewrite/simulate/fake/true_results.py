@@ -5,6 +5,10 @@ Recurrent layers keep one piece for their backward, the reserve, whose size only
 Normalizations with weights or running statistics in float32 keep the mean and deviation of each row or channel so,
 which the rules give the input's type.
 Backward of GroupNorm gives the input's type all the same, that of BatchNorm no gradient of an input that needs none.
+BatchNorm's kernels for the CPU, as cuDNN's, give what they normalize, and its gradient, contiguous or with channels
+last, whichever the input is closer to; the rules give the order of dimensions that the input or the gradient has.
+The mean or sum of a loss (MSE, smooth L1, binary cross-entropy) is one number in the memory that its terms had, where
+the rules give it some of its own; and the gradient of such a loss is contiguous.
 """
 
 import functools
@@ -16,7 +20,7 @@ from torch import Tensor
 
 from memrewrite.targets.transients import like, made
 from memrewrite.torch_internals.dispatch_modes import Layer
-from memrewrite.torch_internals.fake_tensors import FakeTensor, real_tensors
+from memrewrite.torch_internals.fake_tensors import FakeTensor, real_tensors, suggested_format
 from memrewrite.torch_internals.operators import named_arguments
 
 _BYTES: dict[Any, int] = {}
@@ -33,9 +37,25 @@ class TrueResults(Layer):
         return results if rule is None else rule(results, func, args, dict(kwargs or {}))
 
 
+def _normalized(results: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    result, *statistics = _precise((1, 3), results, func, args, kwargs)
+    return (_in_format_of(args[0], result), *statistics)
+
+
 def _only_wanted(results: Any, func: Any, args: Any, kwargs: Any) -> Any:
-    mask = named_arguments(func, args, kwargs)["output_mask"]
-    return tuple(result if wanted else None for result, wanted in zip(results, mask, strict=True))
+    named = named_arguments(func, args, kwargs)
+    gradient, *others = (
+        result if wanted else None for result, wanted in zip(results, named["output_mask"], strict=True)
+    )
+    return (_in_format_of(named["input"], gradient), *others)
+
+
+def _in_format_of(given: Tensor, result: Tensor | None) -> Tensor | None:
+    """The result in the memory format that ``given`` is closer to, on the CPU."""
+    if result is None or result.device.type != "cpu":
+        return result
+    wanted = suggested_format(given)
+    return result if result.is_contiguous(memory_format=wanted) else torch.empty_like(result, memory_format=wanted)
 
 
 def _like_the_input(results: Any, func: Any, args: Any, kwargs: Any) -> Any:
@@ -48,6 +68,18 @@ def _precise(deciding: tuple[int, ...], results: Any, func: Any, args: Any, kwar
     given = [args[position].dtype for position in deciding if args[position] is not None]
     wanted = functools.reduce(torch.promote_types, given, args[0].dtype)
     return (results[0], *(_of_type(statistic, wanted) for statistic in results[1:]))
+
+
+def _in_memory_of_terms(result: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    named = named_arguments(func, args, kwargs)
+    if not result.dim() and named["reduction"]:
+        terms = torch.broadcast_shapes(named["self"].shape, named["target"].shape)
+        return result.new_empty(terms).as_strided((), ())
+    return result
+
+
+def _contiguous(result: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    return result if result.is_contiguous() else torch.empty_like(result, memory_format=torch.contiguous_format)
 
 
 def _of_type(result: Tensor, dtype: torch.dtype) -> Tensor:
@@ -77,9 +109,16 @@ _RULES: dict[str, Callable[[Any, Any, Any, Any], Any]] = {
     "aten::mkldnn_rnn_layer": functools.partial(_with_reserve, 3),
     "aten::native_layer_norm": functools.partial(_precise, (2,)),
     "aten::native_group_norm": functools.partial(_precise, (1,)),
-    "aten::native_batch_norm": functools.partial(_precise, (1, 3)),
+    "aten::native_batch_norm": _normalized,
     "aten::native_group_norm_backward": _like_the_input,
     "aten::native_batch_norm_backward": _only_wanted,
+    "aten::mse_loss": _in_memory_of_terms,
+    "aten::smooth_l1_loss": _in_memory_of_terms,
+    "aten::binary_cross_entropy": _in_memory_of_terms,
+    "aten::soft_margin_loss": _in_memory_of_terms,
+    "aten::mse_loss_backward": _contiguous,
+    "aten::smooth_l1_loss_backward": _contiguous,
+    "aten::huber_loss_backward": _contiguous,
 }
 
 

@@ -1,0 +1,208 @@
+"""Submodules are captured on inputs like those that they are called with: what code asks of these is there to ask."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import scaled_dot_product_attention
+
+import memrewrite
+from memrewrite.search.regions import find
+from memrewrite.simulate import run_tracked
+from memrewrite.workload.step import Inputs, Step
+
+
+class Body(nn.Module):
+    """Attention as in transformers: a mask that masks nothing is left out, unless tensors are fake."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16)) for _ in range(3)])
+        self.key = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        x = self.layers(x)
+        query, key = x.view(*x.shape[:2], 4, 4).transpose(1, 2), self.key(x).unsqueeze(1)
+        bare = not isinstance(mask, torch._subclasses.FakeTensor) and bool(mask.all())
+        future = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        how = {"is_causal": True} if bare else {"attn_mask": future & mask[:, None, None, :]}
+        key = key if bare else key.expand(query.shape)
+        found = scaled_dot_product_attention(query, key, key, enable_gqa=bare, **how)
+        return x + found.transpose(1, 2).reshape(x.shape)
+
+
+class Outer(nn.Module):
+    """A branch on the values of what a body without one is given, which no graph can hold."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.stem, self.body = nn.Linear(16, 16), body
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        x = self.stem(x)
+        if float(x.detach().abs().max()) > 1e6:
+            x = x / 2
+        result: Tensor = self.body(x, mask)
+        return result
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["masks nothing", "masks"])
+def test_a_part_is_known_to_go_another_way_than_the_values_it_is_given_ask_for(masked: bool) -> None:
+    torch.manual_seed(0)
+    model, mask = Outer(Body()).train(), torch.ones(4, 12, dtype=torch.bool)
+    mask[0, 8:] = not masked
+    given = torch.randn(4, 12, 16), mask
+    (region,) = find(model, Inputs(given, {}), Step()).found
+    assert (region.path, region.captured.exact) == ("body", masked)
+    assert torch.equal(region.inputs().args[1], mask)
+    optimized = memrewrite.optimize(model, given, budget="min", passes=["checkpoint_segments"], cache=False)
+    report = memrewrite.report_of(optimized)
+    assert report.equivalent, report.verdict
+    assert report.changed
+
+
+class Reversible(torch.autograd.Function):
+    """``y + layer(x)`` of two halves, which keeps its result alone: its backward makes ``y`` again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, layer: nn.Module) -> Tensor:
+        result = y + layer(x)
+        ctx.layer = layer
+        ctx.save_for_backward(x.detach())
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        x = ctx.saved_tensors[0].requires_grad_()
+        with torch.enable_grad():
+            ctx.layer(x=x, scale=1.0).backward(gradient)
+        assert x.grad is not None
+        return x.grad, gradient, None
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16)) for _ in range(3)])
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        result: Tensor = self.layers(x) * scale
+        return result
+
+
+class Halves(nn.Module):
+    """A block, then another one as a reversible layer, after a branch that no graph can hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layer = Block(), Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if float(x.detach().abs().max()) > 1e6:
+            x = x / 2
+        result: Tensor = Reversible.apply(x, x, self.layer)  # type: ignore[no-untyped-call]
+        return result
+
+
+def test_what_runs_in_a_custom_function_is_left_alone_as_its_backward_may_run_it_otherwise() -> None:
+    torch.manual_seed(0)
+    model, x = Halves().train(), torch.randn(4, 40, 16)
+    optimized = memrewrite.optimize(model, x, budget="min", cache=False)
+    report = memrewrite.report_of(optimized)
+    assert "layer is left alone: the model runs it in its own autograd.Function Reversible." in report.notes
+    assert report.equivalent, report.verdict
+    assert report.changed
+
+
+class Freed(Block):
+    """Asks for the gradient of its input, as convolutions over sound do for checkpoints: a leaf alone lets it."""
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        x = x[:, :, :16]
+        x.requires_grad = True
+        return super().forward(x, scale)
+
+
+class InTwo(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Freed(), Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if float(x.detach().abs().max()) > 1e6:
+            x = x / 2
+        result: Tensor = self.second(x)
+        return result
+
+
+def test_an_input_of_the_model_that_needs_no_gradient_needs_none_in_a_part() -> None:
+    torch.manual_seed(0)
+    model, x = InTwo().train(), torch.randn(4, 40, 16)
+    regions = find(model, Inputs((x,), {}), Step()).found
+    needing = {region.path: region.inputs().args[0].requires_grad for region in regions}
+    assert needing == {"first": False, "second": True}
+    optimized = memrewrite.optimize(model, x, budget="min", cache=False)
+    report = memrewrite.report_of(optimized)
+    assert report.equivalent, report.verdict
+
+
+class Masked(Block):
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        x = super().forward(x)
+        return x if mask is None else (x.exp() * mask[:, :, None]).log1p()
+
+
+class Decides(nn.Module):
+    """Leaves out a mask that masks nothing, unless tensors are fake, in code that no graph can hold as it counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.body, self.calls = nn.Linear(16, 16), Masked(), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        mask = torch.ones(x.shape[:2]) * 2 > 1
+        bare = not isinstance(mask, torch._subclasses.FakeTensor) and bool(mask.all())
+        result: Tensor = self.body(self.stem(x), None if bare else mask)
+        return result
+
+
+def test_a_part_that_fake_values_lead_elsewhere_is_counted_on_real_ones() -> None:
+    torch.manual_seed(0)
+    model, x = Decides().train(), torch.randn(4, 40, 16)
+    optimized = memrewrite.optimize(model, x, budget="min", optimizer="none", cache=False)
+    report = memrewrite.report_of(optimized)
+    assert report.equivalent, report.verdict
+    assert [*report.config["regions"]] == ["body"]
+    assert report.predicted_after.peak == run_tracked(optimized, Inputs((x,), {}), Step()).peak
+    assert report.predicted_after.peak < report.predicted_before.peak
+
+
+class Indexes(nn.Module):
+    """Numbers of a tensor, one by one, as an index, which fake tensors do not take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.body = nn.Linear(16, 16), Block()
+
+    def forward(self, x: Tensor, rows: Tensor) -> Tensor:
+        x = self.stem(x)
+        result: Tensor = self.body(x[tuple(rows),])
+        return result
+
+
+def test_a_model_that_indexes_with_the_numbers_of_a_tensor_is_rewritten_in_parts() -> None:
+    torch.manual_seed(0)
+    model, given = Indexes().train(), (torch.randn(6, 40, 16), torch.tensor([0, 5, 2, 3]))
+    report = memrewrite.report_of(memrewrite.optimize(model, given, budget="min", cache=False))
+    assert report.equivalent, report.verdict
+    assert [*report.config["regions"]] == ["body"]
+    assert report.changed
+    reason = r"Indexes makes an index of the numbers in a tensor, taken one by one \(at test_calls.py:\d+\)"
+    assert re.search(reason, report.notes[0])
