@@ -17,7 +17,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.compiler import config as settings
+from torch.compiler import config
 
 from memrewrite.process.beside import Crew, free_cpus
 from memrewrite.records.tensor_like import TensorLike
@@ -112,6 +112,7 @@ def prepare(device: str = "cuda") -> None:
     def averaged(given: Sequence[Any]) -> list[Tensor]:
         return [given[0] * given[0].float().mean(-1, keepdim=True)]
 
+    settings: Any = config
     with contextlib.suppress(Exception), settings.patch(force_disable_caches=True), _nothing_is_there():
         Kernel(averaged, "averaged")([torch.empty(64, 64, dtype=torch.bfloat16, device=device)])
 
