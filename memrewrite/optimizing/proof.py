@@ -56,5 +56,6 @@ def prove(candidate: Candidate, result: nn.Module, seed: int, exact: bool) -> Pr
         advice = (
             " exact=True leaves out the rewrites that change the arithmetic." if candidate.arithmetic_changed else ""
         )
-        raise NotEquivalentError(f"The rewritten model is not equivalent ({done}): {verdict.summary}.{notes}{advice}")
+        why = verdict.summary.removesuffix(".")  # of what the model raised
+        raise NotEquivalentError(f"The rewritten model is not equivalent ({done}): {why}.{notes}{advice}")
     return Proof(verdict, not changed, (lambda: candidate.without_segments().build()) if changed else None)

@@ -7,7 +7,7 @@ checkpoint of its own.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -252,22 +252,31 @@ def _named(model: nn.Module, inputs: Inputs, step: Step, names: Sequence[str]) -
 
 def _largest(model: nn.Module, calls: dict[nn.Module, list[Call]], step: Step, refusal: str) -> Regions:
     found: list[Region] = []
-    left, failed = {"": refusal}, {}
-    notes = [f"Rewritten by regions, because: {refusal}"]
+    left, alone, failed = {"": refusal}, {}, {}
     for path, module in _candidates(model, lambda path: any(path.startswith(f"{r.path}.") for r in found)):
         if not calls[module]:
             continue
         if reason := _unfit(calls[module]):
             if not any(path.startswith(f"{above}.") and left[above] == reason for above in left):
-                notes.append(f"{path} is left alone: {reason}.")
-                left[path] = reason
+                left[path] = alone[path] = reason
             continue
         try:
             found.append(_region(path, module, calls[module][0], step))
         except CaptureError as error:
-            notes.append(f"{path} is not captured whole: {error}")
             left[path] = failed[path] = str(error)
+    notes = [f"Rewritten by regions, because: {refusal}"]
+    notes += [f"{those} {verb} left alone: {reason}." for those, verb, reason in _alike(alone.items())]
+    notes += [f"{those} {verb} not captured whole: {reason}" for those, verb, reason in _alike(failed.items())]
     return Regions(_ordered(found, calls), (*notes, *_told(found)), left, failed)
+
+
+def _alike(said: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str, str]]:
+    """For each that is said of paths, once: the first of these and how many more, and the verb for them."""
+    paths: dict[str, list[str]] = defaultdict(list)
+    for path, each in said:
+        paths[each].append(path)
+    for each, (first, *more) in paths.items():
+        yield (f"{first} and {len(more)} more", "are", each) if more else (first, "is", each)
 
 
 def _unfit(calls: list[Call]) -> str:
@@ -276,11 +285,8 @@ def _unfit(calls: list[Call]) -> str:
 
 
 def _told(found: Sequence[Region]) -> tuple[str, ...]:
-    paths: dict[str, list[str]] = defaultdict(list)
-    for region in found:
-        for note in region.captured.notes:
-            paths[note].append(region.path)
-    return tuple(f"{first}{f' and {len(more)} more' * bool(more)}: {note}" for note, (first, *more) in paths.items())
+    notes = ((region.path, note) for region in found for note in region.captured.notes)
+    return tuple(f"{those}: {note}" for those, _, note in _alike(notes))
 
 
 def _candidates(model: nn.Module, inside: Callable[[str], bool]) -> Iterator[tuple[str, nn.Module]]:

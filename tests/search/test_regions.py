@@ -151,6 +151,26 @@ def test_a_block_called_over_and_over_is_left_alone_and_its_neighbours_are_not()
     assert same(step(model, x, model), step(optimized, x, model))
 
 
+class Asking(nn.Module):
+    """Asks for the values of what it is given."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.inner(x + 1 if float(x.detach().sum()) > 1e9 else x)
+        return result
+
+
+def test_what_is_the_same_of_many_blocks_is_said_once() -> None:
+    blocks = [Asking(nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16))) for _ in range(4)]
+    model = Asking(nn.Sequential(*blocks)).train()
+    notes = optimize(model, torch.randn(64, 16), budget="min", verify=False).report.notes
+    said = [note.partition(" lets ")[0] for note in notes if "not captured whole" in note]
+    assert said == ["inner is not captured whole: Sequential", "inner.0 and 3 more are not captured whole: Asking"]
+
+
 def test_what_the_model_checkpoints_itself_is_left_alone() -> None:
     torch.manual_seed(0)
     model, x = Loop(checkpointed=True).train(), torch.randn(8, 8, 16, 16)
