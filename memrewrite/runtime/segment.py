@@ -161,6 +161,8 @@ class Recomputation:
         _refuse_changed(self.reads, self.parameters, self.versions, now, self.live_ins)
         self.count, self.again = 0, True
         with contextlib.ExitStack() as stack:
+            if torch.is_inference_mode_enabled():  # backward works there, but nothing that runs would be saved
+                stack.enter_context(torch.inference_mode(False))
             if self.random is not None:
                 stack.enter_context(_random_state(*self.random))
             if self.autocast != _autocast_state(self.live_ins):

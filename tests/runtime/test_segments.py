@@ -143,6 +143,21 @@ def test_a_layer_frozen_or_freed_between_forward_and_backward(frozen: str, size:
     assert thawed(module) == thawed(model)
 
 
+@pytest.mark.parametrize("size", [3, 100, (100, 5)])
+def test_backward_in_inference_mode(size: Size) -> None:
+    model, found = conv_net(0.3), of_conv_net(0.3, size)
+
+    def slopes(module: nn.Module) -> list[Tensor]:
+        torch.manual_seed(3)
+        loss = loss_of(module(image()))
+        with torch.inference_mode():
+            found = torch.autograd.grad(loss, list(module.parameters()))
+        return [slope.clone() for slope in found]
+
+    pairs = zip(slopes(copy.deepcopy(found.module)), slopes(model), strict=True)
+    assert all(ours.equal(theirs) for ours, theirs in pairs)
+
+
 def in_checkpoint(module: nn.Module, x: Tensor) -> Any:
     return checkpoint(module, x, use_reentrant=False)
 
