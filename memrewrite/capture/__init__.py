@@ -16,7 +16,9 @@ from memrewrite.capture import dynamo, exported, hazards, identity
 from memrewrite.capture.at_sight import refuse_weight_hooks
 from memrewrite.capture.captured import Captured, InputSpec, TensorSpec
 from memrewrite.capture.kept_calls import KeptCalls, standing_in, watch_calls
+from memrewrite.capture.looks import looks_at_tied
 from memrewrite.capture.normal import bind, first_dtype, leaf_tensors
+from memrewrite.capture.shared import tied
 from memrewrite.records.errors import CaptureError
 from memrewrite.records.ranges import Range
 from memrewrite.runtime.dropin import gradients_now
@@ -66,7 +68,10 @@ def capture(
     ):
         found = _captured(model, inputs, front_end, pairs, ranges, elsewhere, bool(kept))
     divided = next((name for name, parameter in model.named_parameters() if is_divided(parameter)), "")
-    return replace(found, dtype=first_dtype(model), divided=divided)  # of all parameters, which stand-ins do not have
+    names = tied(model, found.graph_module.graph)
+    looks = (*found.looks, *looks_at_tied(names))
+    # of all parameters, which stand-ins do not have
+    return replace(found, dtype=first_dtype(model), divided=divided, tied=names, looks=looks)
 
 
 def _captured(

@@ -6,6 +6,7 @@
 does not see what is asked of ``__dict__``. What leads to a part is compared before the part is looked at.
 """
 
+import functools
 import inspect
 import types
 from collections.abc import Collection, Iterable, Iterator
@@ -47,6 +48,13 @@ def looks(
     absent = (_absent(text, name) for name in sorted(new))
     found = (look for name in sorted({*names, "training"} - {*new}) for look in _of_attribute(text, owner, name))
     return (*kind, *absent, *found)
+
+
+def looks_at_tied(names: Iterable[tuple[str, ...]]) -> Iterator[str]:
+    """Expressions for whether several names are still those of one parameter."""
+    for first, *others in names:
+        here, *rest = (functools.reduce(attribute_of, name.split("."), "self") for name in (first, *others))
+        yield from (f"({here} is {there})" for there in rest)
 
 
 def _of_attribute(text: str, owner: Any, name: str) -> Iterator[str]:

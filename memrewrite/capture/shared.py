@@ -1,8 +1,11 @@
-"""Parameters of a region that the model reads elsewhere, too: in other regions, in calls, in Python between them."""
+"""Parameters with several names, and those of a region that the model reads elsewhere, too: in other regions, in calls,
+in Python between them.
+"""
 
 from torch import fx, nn
 
 from memrewrite.capture.normal import attribute, is_below
+from memrewrite.runtime.differences import joined
 
 _KEY = "read elsewhere"  # in a node's meta, which graphs copy with the node
 
@@ -26,3 +29,17 @@ def note_read_elsewhere(graph: fx.Graph, path: str, model: nn.Module) -> None:
 def is_read_elsewhere(node: fx.Node) -> bool:
     """Whether a node reads such a parameter."""
     return _KEY in node.meta
+
+
+def tied(model: nn.Module, graph: fx.Graph) -> tuple[tuple[str, ...], ...]:
+    """The names of each parameter that the graph reads, where it has several: the graph reads it by one of them.
+
+    A module in several places has the same parameter in each, whatever becomes of it.
+    """
+    names: dict[int, dict[tuple[int, str], str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                names.setdefault(id(parameter), {}).setdefault((id(module), key), joined(path, key))
+    read = dict.fromkeys(id(attribute(model, str(node.target))) for node in graph.find_nodes(op="get_attr"))
+    return tuple(tuple(names[each].values()) for each in read if len(names.get(each, ())) > 1)

@@ -25,6 +25,7 @@ def program(captured: Captured, prefix: str, marks: Marks) -> str:
     gradients = f"\n    gradients={captured.gradients!r}," if captured.gradients else ""
     returns = f"\n    returns={captured.returns!r}," if captured.returns != "all" else ""
     divided = f"\n    divided={captured.divided!r}," if captured.divided else ""
+    tied = f"\n    tied={captured.tied!r}," if captured.tied else ""
     shared = f"\n    shared={captured.inputs.shared!r}," if captured.inputs.shared else ""
     constants = "\n".join(trees.lines())
     reads = "".join(f"\n        {row!r}," for row in captured.reads)
@@ -46,7 +47,7 @@ def program(captured: Captured, prefix: str, marks: Marks) -> str:
     ),
     same=lambda self, then: ({same}
     ),
-    run={prefix}graph,{fits}{planned}{ranges}{promise}{shared}{gradients}{returns}{divided}
+    run={prefix}graph,{fits}{planned}{ranges}{promise}{shared}{gradients}{returns}{divided}{tied}
 )
 """
 

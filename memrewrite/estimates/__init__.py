@@ -23,6 +23,7 @@ from memrewrite.records.loop import TUTORIAL, Loop
 from memrewrite.records.mesh import Fsdp, Mesh, Tp
 from memrewrite.records.options import Budget, device_bytes, format_bytes
 from memrewrite.records.outcomes import Option
+from memrewrite.runtime.dropin import programs
 from memrewrite.simulate import ACTIVATIONS, Timeline, habits
 from memrewrite.simulate.fake.batch import at_batch
 from memrewrite.targets.allocator import UNSPLIT
@@ -70,6 +71,8 @@ def estimate(
     ``UsageError``, and what ``measure.predict`` raises.
     """
     model, of_mesh = unwrapped(model, mesh)
+    if programs(model):  # the copy of it that is simulated would run the original
+        raise UsageError("The model is already optimized: its report has the figures, memrewrite.measure takes them.")
     work = workload(model, example_inputs, example_kwargs, optimizer, loss_fn, amp, mode, micro_batches, loop, of_mesh)
     wanted, target = _planned_for(model, work.inputs, device)
     refuse_sharded(model)

@@ -93,6 +93,17 @@ def described(leaf: Any) -> str:
     return f"a {type(leaf).__name__}"
 
 
+def parted(owners: Mapping[str, tuple[dict[str, Any], str]], tied: tuple[tuple[str, ...], ...]) -> str:
+    """Which names of one parameter are those of several by now, "" if none are."""
+    for first, *others in tied:
+        owner, key = owners.get(first, ({}, first))
+        for name in others:
+            another, its = owners.get(name, ({}, name))
+            if another.get(its) is not owner.get(key):
+                return f"{first} and {name} are two parameters, captured as one"
+    return ""
+
+
 def divided(owners: Mapping[str, tuple[dict[str, Any], str]], name: str) -> bool:
     """Whether a parameter is spread over a mesh, by the name of its type, which is imported for no other model."""
     owner, key = owners.get(name, ({}, name))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_structure, tree_unflatten, treespec_loads
 
-from memrewrite.runtime.differences import described, divided
+from memrewrite.runtime.differences import described, divided, parted
 from memrewrite.runtime.guards import Guards, Reads, as_bytes
 from memrewrite.runtime.operations import AROUND_NODES, IN_GRAPHS
 from memrewrite.runtime.promise import Call, Promise
@@ -44,7 +44,7 @@ class Program:
     ``ranges`` are those asked for of named sizes: what that size is, in words, and from where to where it varies.
     ``gradients`` are those of ``gradients_now`` that a call must have, None where that does not matter. ``returns`` is
     "loss" where ``run`` gives None in the place of everything else. ``divided`` is the name of a parameter of which
-    this process has to have a part alone, "" for none.
+    this process has to have a part alone, "" for none; ``tied`` are names that have to be those of one parameter.
     ``source`` is the text all this came from.
     """
 
@@ -68,6 +68,7 @@ class Program:
     gradients: tuple[bool, ...] | None = None
     returns: Literal["all", "loss"] = "all"
     divided: str = ""
+    tied: tuple[tuple[str, ...], ...] = ()
     source: str = ""
 
 
@@ -243,14 +244,14 @@ def prepare(module: nn.Module, constants: dict[str, Tensor], plain: bytes | None
         kept.guards = Guards(*noted, plain, gathered)
     except ValueError:  # there are other attributes to compare
         kept.guards, kept.broken = Guards(*noted, None, gathered), "it has other attributes than at capture"
-    if not kept.broken and kept.guards.hold():
-        kept.looked = copy.deepcopy(program.look(module))
     kept.owners = {
         f"{path}.{name}".lstrip("."): (owner, name)
         for path, child in module.named_modules(remove_duplicate=False)
         for owner in [vars(child)["_parameters"]]
         for name in owner
     }
+    if not kept.broken and kept.guards.hold() and not parted(kept.owners, program.tied):
+        kept.looked = copy.deepcopy(program.look(module))
 
 
 def _subclass(base: type[nn.Module], program: Program, replaced: Forward | None) -> type[nn.Module]:
@@ -331,16 +332,17 @@ def gradients_now(module: nn.Module, tensors: Iterable[Tensor]) -> tuple[bool, .
 
 def _changed(module: nn.Module) -> str:
     """What is no longer as it was at capture, "" if nothing is."""
-    kept: Own = getattr(type(module), OWN)
+    kind: Any = type(module)  # one that ``fully_shard`` made, maybe
+    kept: Own = getattr(kind, OWN)
     guards = kept.guards
     if torch.compiler.is_compiling():
         # Each value that is looked at becomes a guard of the compiled code, as it does where the model is compiled.
-        kind: Any = type(module)
         same = kept.looked is not None and kind._memrewrite.same(module, kept.looked)
         return "" if same else "what it was captured with has changed"
     if guards is None or kept.of() is not module:
         return _NOT_OURS
-    return kept.broken or ("" if guards.hold() else guards.changed())
+    changed = kept.broken or ("" if guards.hold() else guards.changed())
+    return changed or parted(kept.owners, kind._memrewrite.tied)
 
 
 def named_values(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:

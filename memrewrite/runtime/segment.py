@@ -56,7 +56,7 @@ def run_segment(
     if changed := [n for n, p in zip(reads, parameters, strict=True) if p is not None and _thawed(p, n in frozen)]:
         getattr(type(module), OWN).tell_of_gradients(changed[0])
         return segment(module, within or False, *live_ins)
-    return Recomputation(segment, module, live_ins, random, reads, parameters, cached, within).run()
+    return Recomputation(segment, module, live_ins, random, reads, frozen, parameters, cached, within).run()
 
 
 def _thawed(parameter: Tensor, frozen: bool) -> bool:
@@ -101,6 +101,7 @@ class Recomputation:
         live_ins: tuple[Any, ...],
         random: bool,
         reads: tuple[str, ...],
+        frozen: tuple[str, ...],
         parameters: list[Any],
         cached: bool,
         within: "Recomputation | None",
@@ -112,7 +113,7 @@ class Recomputation:
         self.again = False
         self.kept: dict[int, Kept] = {}  # by the outermost segment
         self.keeping: Kept | None = None  # the one that runs
-        self.reads = reads
+        self.reads, self.frozen = reads, frozen
         self.parameters = parameters
         self.versions = [_version(value) for value in (*self.parameters, *live_ins)]
         self.autocast = _autocast_state(live_ins)
@@ -160,11 +161,16 @@ class Recomputation:
         _refuse_changed(self.reads, self.parameters, self.versions, now, self.live_ins)
         self.count, self.again = 0, True
         with contextlib.ExitStack() as stack:
+            if torch.is_inference_mode_enabled():  # backward works there, but nothing that runs would be saved
+                stack.enter_context(torch.inference_mode(False))
             if self.random is not None:
                 stack.enter_context(_random_state(*self.random))
             if self.autocast != _autocast_state(self.live_ins):
                 for kind, enabled, dtype in self.autocast:
                     stack.enter_context(torch.autocast(kind, dtype if enabled else None, enabled))
+            for parameter, name in zip(now, self.reads, strict=True):
+                if parameter is not None and _thawed(parameter, name in self.frozen):
+                    stack.enter_context(_as_planned(parameter))
             with torch.enable_grad(), saved_tensors_hooks(self._collect_tensor, _unpack), contextlib.suppress(_Stop):
                 self._call()
         if self.count != len(self.saved):
@@ -308,6 +314,16 @@ def _random_state(state: Tensor, of_devices: tuple[list[int], list[Tensor]]) -> 
         torch.set_rng_state(state)
         set_device_states(devices, states)
         yield
+
+
+@contextlib.contextmanager
+def _as_planned(parameter: Tensor) -> Any:
+    """Let it need a gradient, or none, as it did in the forward pass: it was frozen, or trained, since."""
+    parameter.requires_grad_(not parameter.requires_grad)
+    try:
+        yield
+    finally:
+        parameter.requires_grad_(not parameter.requires_grad)
 
 
 def _unpack(value: Any) -> Tensor:

@@ -393,3 +393,10 @@ def test_foreign_names_steer_nothing() -> None:
     text = stream.getvalue()
     assert "[red]\\x1b[31m" in text
     assert "\x1b[31m" not in text
+
+
+def test_a_model_that_is_already_optimized_is_refused() -> None:
+    module, inputs = make("residual")
+    optimized = memrewrite.optimize(module, inputs.args, budget="min", verify=False)
+    with pytest.raises(UsageError, match="The model is already optimized: its report has the figures"):
+        memrewrite.estimate(optimized, inputs.args)

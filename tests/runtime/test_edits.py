@@ -26,6 +26,7 @@ import memrewrite
 from memrewrite.artifact.load import load
 from memrewrite.artifact.save import save
 from memrewrite.runtime import dict_versions, guards
+from memrewrite.runtime.differences import parted
 from memrewrite.runtime.dropin import own
 from memrewrite.runtime.promise import FallbackWarning
 from tests.support.dropins import assert_same_bits, image, step
@@ -579,6 +580,68 @@ def test_compiled_code_is_guarded_too(name: str, result: Any) -> None:
             ours = compiled(image(4))
         assert ours.equal(plain(image(4)))
         assert sum(w.category is FallbackWarning for w in seen) == (name not in QUIET)
+
+
+class Tied(nn.Module):
+    """A head with the weight of the stem, and one without a weight of its own that lies in two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.mix = nn.Conv2d(3, 3, 3, padding=1, bias=False), nn.Conv2d(3, 3, 3, padding=1, bias=False)
+        self.head, self.again = nn.Conv2d(3, 3, 3, padding=1, bias=False), self.mix
+        self.head.weight = self.stem.weight
+
+    def forward(self, image: Tensor) -> Tensor:
+        x = torch.tanh(self.mix(torch.tanh(self.stem(image))))
+        return self.head(torch.tanh(self.again(x))).mean((2, 3))
+
+
+def untie(model: Any) -> None:
+    model.head.weight = nn.Parameter(model.head.weight.detach() / 2)
+
+
+def assign_each(model: Any) -> None:
+    model.load_state_dict({name: value / 2 for name, value in model.state_dict().items()}, assign=True)
+
+
+@pytest.fixture(scope="module")
+def of_tied() -> Any:
+    return optimized(seeded(Tied))
+
+
+@pytest.mark.parametrize("when", [at_once, before_copy, before_pickle], ids=lambda when: when.__name__)
+@pytest.mark.parametrize("edit", [untie, assign_each])
+def test_a_weight_that_is_no_longer_tied(edit: Edit, when: Callable[[Any, Edit], Any], of_tied: Any) -> None:
+    plain, twin = seeded(Tied), copy.deepcopy(of_tied)
+    assert told(twin, image(4))[1] == []
+    plain = when(plain, edit)
+    twin = when(twin, edit)
+    numbers, texts = told(twin, image(4))
+    assert_same_bits(numbers, step(plain, image(4)))
+    assert [text.partition(": ")[2] for text in texts] == [
+        "stem.weight and head.weight are two parameters, captured as one."
+    ]
+    for model in (plain, twin):
+        model.head.weight = model.stem.weight
+    tied = own(twin)
+    assert tied is not None
+    assert tied.guards is not None
+    assert tied.guards.changed() == parted(tied.owners, type(twin)._memrewrite.tied) == ""
+    assert_same_bits(step(twin, image(4)), step(plain, image(4)))
+
+
+def test_a_weight_is_no_longer_tied_where_the_result_is_compiled(of_tied: Any) -> None:
+    torch.compiler.reset()
+    plain, twin = seeded(Tied), copy.deepcopy(of_tied)
+    compiled: Any = torch.compile(twin, backend="eager")
+    for untied in (False, True):
+        for model in (plain, twin) if untied else ():
+            untie(model)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            ours = compiled(image(4))
+        assert ours.equal(plain(image(4)))
+        assert sum(w.category is FallbackWarning for w in seen) == untied
 
 
 @pytest.mark.parametrize("name", ["an item of a list", "a configuration", "scale of an adapter"])

@@ -123,6 +123,41 @@ def test_a_layer_frozen_or_freed_after_capture() -> None:
     assert_same_bits(ours, step(model, image()))
 
 
+@pytest.mark.parametrize("frozen", ["first", "norm", "second", "head"])
+@pytest.mark.parametrize("size", [1, 3, 100, (100, 5)])
+def test_a_layer_frozen_or_freed_between_forward_and_backward(frozen: str, size: Size) -> None:
+    model = conv_net()
+    model.norm2.requires_grad_(False)
+    module = segmented(copy.deepcopy(model), image(), size=size).module
+
+    def call(module: Any, x: Tensor) -> Any:
+        output = module(x)
+        module.get_submodule(frozen).requires_grad_(False)
+        module.norm2.requires_grad_(True)
+        return output
+
+    def thawed(module: nn.Module) -> list[bool]:
+        return [parameter.requires_grad for parameter in module.parameters()]
+
+    assert_same_bits(step(module, image(), call), step(model, image(), call))
+    assert thawed(module) == thawed(model)
+
+
+@pytest.mark.parametrize("size", [3, 100, (100, 5)])
+def test_backward_in_inference_mode(size: Size) -> None:
+    model, found = conv_net(0.3), of_conv_net(0.3, size)
+
+    def slopes(module: nn.Module) -> list[Tensor]:
+        torch.manual_seed(3)
+        loss = loss_of(module(image()))
+        with torch.inference_mode():
+            found = torch.autograd.grad(loss, list(module.parameters()))
+        return [slope.clone() for slope in found]
+
+    pairs = zip(slopes(copy.deepcopy(found.module)), slopes(model), strict=True)
+    assert all(ours.equal(theirs) for ours, theirs in pairs)
+
+
 def in_checkpoint(module: nn.Module, x: Tensor) -> Any:
     return checkpoint(module, x, use_reentrant=False)
 
