@@ -52,8 +52,7 @@ def chain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     namespace: dict[str, Any] = {"treespec_loads": None}
     run_text(SOURCE, namespace)
     fused.CHAINS[NAME] = namespace[NAME]
-    asked = dict.fromkeys(("cpp.vec_isa_ok", "cpp_cache_precompile_headers"), False)
-    with torch._inductor.config.patch(asked):
+    with torch._inductor.config.patch(cpp_cache_precompile_headers=False):
         yield namespace[NAME]
     del fused.CHAINS[NAME]
 
