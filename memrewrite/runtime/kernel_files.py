@@ -74,9 +74,14 @@ def keep_code(code: Code, order: Order, file: str) -> None:
         os.replace(own, f"{file}.json")
 
 
+def is_kept(file: str) -> bool:
+    """Whether there is code in a file, and how to call it."""
+    return os.path.exists(f"{file}.json")
+
+
 def code_kept(file: str) -> tuple[Any, Order] | None:
     """The code of a file and how to call it; None where there is none that can be read."""
-    if torch._inductor.config.force_disable_caches or not os.path.exists(f"{file}.json"):
+    if torch._inductor.config.force_disable_caches or not is_kept(file):
         return None
     from torch._inductor.standalone_compile import CompiledArtifact
 

@@ -7,7 +7,6 @@ tensors are there, and which configuration of a kernel is the fastest is timed h
 
 import contextlib
 import inspect
-import os
 import pickle
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -22,7 +21,7 @@ from torch.compiler import config
 from memrewrite.process.beside import Crew, free_cpus
 from memrewrite.records.tensor_like import TensorLike
 from memrewrite.runtime import fused, kernels
-from memrewrite.runtime.kernel_files import Code
+from memrewrite.runtime.kernel_files import Code, is_kept
 from memrewrite.runtime.kernels import Kernel
 from memrewrite.runtime.operations import AROUND_NODES, IN_GRAPHS
 from memrewrite.torch_internals.fake_tensors import FakeTensorMode
@@ -138,7 +137,7 @@ def _compiled(job: Job) -> bool:
         if kernel.file(kernels.look_of(given)) != job.file:
             return False
         kernel(given)
-    return _is_there(job.file)
+    return is_kept(job.file)
 
 
 @contextlib.contextmanager
@@ -169,7 +168,7 @@ def _job(call: tuple[str, tuple[Any, ...]]) -> Job | None:
     with torch.no_grad(), FakeTensorMode():
         kernel, given = _called(name, arguments)
         file = kernel.file(kernels.look_of(given))
-    if _is_there(file):
+    if is_kept(file):
         return None
     try:
         return Job(name, pickle.dumps(chain), arguments, file)
@@ -190,7 +189,3 @@ def _stand_in(value: Any) -> Any:
     if isinstance(value, TensorLike):
         return value.empty()
     return [_stand_in(each) for each in value] if isinstance(value, tuple) else value
-
-
-def _is_there(file: str) -> bool:
-    return os.path.exists(f"{file}.json")

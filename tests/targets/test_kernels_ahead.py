@@ -14,6 +14,7 @@ from torch import Tensor
 
 from memrewrite.process.beside import Crew
 from memrewrite.runtime import fused, kernels
+from memrewrite.runtime.kernel_files import is_kept
 from memrewrite.runtime.texts import run_text
 from memrewrite.targets import kernels_ahead
 from memrewrite.targets.kernels_ahead import Ahead, Job, _job, compiled, compiling_ahead, prepare
@@ -97,7 +98,7 @@ def test_with_other_settings_nothing_is_made() -> None:
     job = job_of(FORWARD)
     with torch._inductor.config.patch(max_fusion_size=3):
         assert not compiled(job)
-    assert not kernels_ahead._is_there(job.file)
+    assert not is_kept(job.file)
 
 
 @pytest.mark.parametrize(

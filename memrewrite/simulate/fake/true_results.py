@@ -54,7 +54,10 @@ def _in_format_of(given: Tensor, result: Tensor | None) -> Tensor | None:
     """The result in the memory format that ``given`` is closer to, on the CPU."""
     if result is None or result.device.type != "cpu":
         return result
-    wanted = suggested_format(given)
+    return _laid_out(result, suggested_format(given))
+
+
+def _laid_out(result: Tensor, wanted: torch.memory_format) -> Tensor:
     return result if result.is_contiguous(memory_format=wanted) else torch.empty_like(result, memory_format=wanted)
 
 
@@ -79,7 +82,7 @@ def _in_memory_of_terms(result: Any, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _contiguous(result: Any, func: Any, args: Any, kwargs: Any) -> Any:
-    return result if result.is_contiguous() else torch.empty_like(result, memory_format=torch.contiguous_format)
+    return _laid_out(result, torch.contiguous_format)
 
 
 def _of_type(result: Tensor, dtype: torch.dtype) -> Tensor:

@@ -5,7 +5,6 @@ time that planning takes for a model of many small layers. What it does depends 
 their gradients, and on whether it has state yet, which it makes in its first step.
 """
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -55,15 +54,14 @@ class _Part:
 
 
 @dataclass(frozen=True)
-class _First:
-    """A first step: what it does, and the state that it makes, by parameter, counted over all groups, and name."""
+class _Known:
+    """What a step does, and the state that it makes, by parameter, counted over all groups, and name."""
 
     course: Course
     state: dict[int, dict[str, Any]]
 
 
-_FIRST: dict[Any, _First | None] = {}  # by what tells a step apart; None where it is to run each time
-_LATER: dict[Any, Course | None] = {}
+_KNOWN: dict[Any, _Known | None] = {}  # by what tells a step apart; None where it is to run each time
 
 
 @process_wide
@@ -74,23 +72,12 @@ def updates_repeated(trackers: Sequence[Tracker]) -> Iterator[None]:
 
     def update(step: Step, optimizer: torch.optim.Optimizer) -> None:
         asked = _told(optimizer, trackers[0])
-        if asked is None:
-            own(step, optimizer)
-        elif optimizer.state:
-            if asked not in _LATER:
-                _LATER[asked] = _noted(lambda: own(step, optimizer), trackers[0], list)
-            elif (later := _LATER[asked]) is None:
-                own(step, optimizer)
-            else:
-                _replay(later, {}, trackers)
-        elif asked not in _FIRST:
-            made = functools.partial(_counted, optimizer, trackers[0])
-            course = _noted(lambda: own(step, optimizer), trackers[0], made)
-            _FIRST[asked] = None if course is None else _first(course, optimizer, trackers[0])
-        elif (first := _FIRST[asked]) is None:
+        if asked is not None and asked not in _KNOWN:
+            _KNOWN[asked] = _noted(lambda: own(step, optimizer), optimizer, trackers[0])
+        elif asked is None or (known := _KNOWN[asked]) is None:
             own(step, optimizer)
         else:
-            _make_state(first, optimizer, trackers)
+            _again(known, optimizer, trackers)
 
     with mock.patch.object(Step, "update", update):
         yield
@@ -101,7 +88,7 @@ def _told(optimizer: torch.optim.Optimizer, tracker: Tracker) -> tuple[Any, ...]
     if type(optimizer) not in _STEADY or has_hooks(optimizer) or "step" in vars(optimizer) or tracker.on_host:
         return None
     words: list[Any] = [type(optimizer), type(tracker.target), tracker.table, tracker.device_type]
-    words.append(torch.get_default_dtype())
+    words += (torch.get_default_dtype(), bool(optimizer.state))
     for group in optimizer.param_groups:
         for name, value in group.items():
             if name == "params":
@@ -117,62 +104,56 @@ def _told(optimizer: torch.optim.Optimizer, tracker: Tracker) -> tuple[Any, ...]
     return tuple(words)
 
 
-def _noted(run: Callable[[], None], tracker: Tracker, made: Callable[[], Sequence[Tensor]]) -> Course | None:
-    """What happens as it runs; None where other storages come to stay than those of what it ``made``."""
-    log = list[Any]()
+def _noted(run: Callable[[], None], optimizer: torch.optim.Optimizer, tracker: Tracker) -> _Known | None:
+    """What happens as it runs; None where other storages come to stay than those of the state that it makes."""
+    first, log = not optimizer.state, list[Any]()
     tracker.course = log
     try:
         run()
     finally:
         tracker.course = None
-    return course_of(log, [], made(), [], tracker)
-
-
-def _counted(optimizer: torch.optim.Optimizer, tracker: Tracker) -> list[Tensor]:
-    """The tensors of its state that are counted."""
-    return [tensor for tensor in tensors_in(list(optimizer.state.values())) if tracker.counts(tensor)]
-
-
-def _first(course: Course, optimizer: torch.optim.Optimizer, tracker: Tracker) -> _First | None:
-    """What a first step did; None where some of its state is no tensor that fills a storage of its own."""
-    counted = _counted(optimizer, tracker)
-    if len(course.output) != len(counted):
+    made = tensors_in(list(optimizer.state.values())) if first else []
+    counted = [tensor for tensor in made if tracker.counts(tensor)]
+    course = course_of(log, [], counted, [], tracker)
+    if course is None or len(course.output) != len(counted):
         return None
     numbers = {id(tensor): number for tensor, number in zip(counted, course.output, strict=True)}
-    state: dict[int, dict[str, Any]] = {}
     with tracker.looking_away():
-        for place, parameter in enumerate(_parameters(optimizer)):
-            for name, value in optimizer.state.get(parameter, {}).items():
-                kept = state.setdefault(place, {})
-                if isinstance(value, Tensor):
-                    kept[name] = _Part.of(value, numbers.get(id(value)))
-                    if value.untyped_storage().nbytes() != kept[name].like.extent * value.itemsize:
-                        return None
-                elif type(value) in _PLAIN:
-                    kept[name] = value
-                else:
+        state = _state(optimizer, numbers) if first else {}
+    return None if state is None else _Known(course, state)
+
+
+def _state(optimizer: torch.optim.Optimizer, numbers: dict[int, int]) -> dict[int, dict[str, Any]] | None:
+    """What an optimizer has; None where some of it is no tensor that fills a storage of its own, and no plain value."""
+    state: dict[int, dict[str, Any]] = {}
+    for place, parameter in enumerate(_parameters(optimizer)):
+        for name, value in optimizer.state.get(parameter, {}).items():
+            kept = state.setdefault(place, {})
+            if isinstance(value, Tensor):
+                kept[name] = _Part.of(value, numbers.get(id(value)))
+                if value.untyped_storage().nbytes() != kept[name].like.extent * value.itemsize:
                     return None
-    return _First(course, state)
+            elif type(value) in _PLAIN:
+                kept[name] = value
+            else:
+                return None
+    return state
 
 
-def _make_state(first: _First, optimizer: torch.optim.Optimizer, trackers: Sequence[Tracker]) -> None:
-    """Count what a first step does, whose state this optimizer then has."""
+def _again(known: _Known, optimizer: torch.optim.Optimizer, trackers: Sequence[Tracker]) -> None:
+    """Count what a step does, after which this optimizer has the state that it makes."""
     storages, parameters = dict[int, Any](), _parameters(optimizer)
     with ExitStack() as stack:
         for tracker in trackers:
             stack.enter_context(tracker.looking_away())
-        for place, parts in first.state.items():
+        for place, parts in known.state.items():
             state = optimizer.state[parameters[place]]
             for name, part in parts.items():
                 state[name] = part.tensor() if isinstance(part, _Part) else part
                 if isinstance(part, _Part) and part.number is not None:
                     storages[part.number] = state[name].untyped_storage()
-    _replay(first.course, storages, trackers)
-
-
-def _replay(course: Course, storages: dict[int, Any], trackers: Sequence[Tracker]) -> None:
     replay = Replay(trackers, storages)
-    for entry in course.entries:
+    for entry in known.course.entries:
         if not isinstance(entry, str):
             replay.count(entry)
 
