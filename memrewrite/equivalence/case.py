@@ -37,7 +37,7 @@ class Case:
     ``avoid`` are the families of fused random operators that are known to stand in the way of a reference, at any size,
     ``unfit`` the classes of blocks that may not run again in one, ``too_large`` the sizes of inputs at which one is too
     large unless blocks do.
-    Results stay on the device where they are to be ``near``.
+    Results stay on the device where they are to be ``near``, those of one step at a time if ``step_by_step``.
     """
 
     original: nn.Module
@@ -54,6 +54,7 @@ class Case:
     unfit: set[type] = field(default_factory=set)
     too_large: set[tuple[torch.Size, ...]] = field(default_factory=set)
     near: bool = True
+    step_by_step: bool = False
 
     @cached_property
     def kept(self) -> Kept:
@@ -65,6 +66,11 @@ class Case:
     def models(self) -> tuple[nn.Module, ...]:
         """All of them."""
         return (self.original, self.rewritten, *([] if self.plain is None else [self.plain]))
+
+    def optimized_alike(self) -> bool:
+        """Whether the optimizer gets the same parameters of both: then from the same gradients it makes the same."""
+        of_each = ([id(p) for p in model.parameters() if p.requires_grad] for model in self.models)
+        return len(set(map(tuple, of_each))) == 1
 
     def of(self, original: nn.Module) -> "Case":
         """The same with another model in the place of the original."""

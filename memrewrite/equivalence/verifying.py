@@ -5,9 +5,11 @@ parameter gradient, the gradients of floating-point inputs, every buffer, the ra
 devices in use, training flags. ``memrewrite.equivalence.compare`` says what counts as the same.
 
 With ``exact=True`` both models run freely through the optimizer from the same seed, and parameters after each step are
-compared too. With ``exact=False`` every run starts step k from the state the original reached after step k - 1, because
-an optimizer such as Adam turns the last bit of a gradient into another path; only if a step is not bit-equal is the
-float64 reference (``memrewrite.equivalence.reference``) made. A third model may be ``plain``, whose bits the rewritten
+compared too. Where there is no room for the results of all steps beside one, and one optimizer gets the same parameters
+in the same order from both, each step is compared before the next instead: as with ``exact=False``, where every run
+starts step k from the state the original reached after step k - 1, because an optimizer such as Adam turns the last bit
+of a gradient into another path. Then only if a step is not bit-equal is the float64 reference
+(``memrewrite.equivalence.reference``) made. A third model may be ``plain``, whose bits the rewritten
 one must have: it takes the same steps, and what it computes is compared with what the rewritten model has computed in
 them. Models usually share their parameters and buffers, so they run one after the other from the same restored state.
 Results stay on the device, where they are compared, as long as there is room for them beside a step; then they are
@@ -20,6 +22,7 @@ D in float64:
 
     exact                                           n O, n R
     exact, where O is noisy                         2 n O, (n + 1) R, and O until noise shows; 2 O and 1 R where n = 1
+    exact, step by step                             n O, n R, and O until noise shows where a step differs
     changed                                         n O, n R, 1 D, n P
     changed, where numbers are drawn and recorded   (n + 1) O, n R, 1 D, n P
     changed, where float64 left less to a step      and 1 D for it, and the O that records
@@ -100,7 +103,7 @@ def verify(
     try:
         state = case.keep()
     except torch.OutOfMemoryError:
-        case = replace(case, near=False)
+        case = replace(case, near=False, step_by_step=exact and case.optimized_alike())
         state = case.keep()
     try:
         with deterministic():
@@ -109,13 +112,20 @@ def verify(
                     verdict = _attempt(case, state, exact, inputs)
                     return _at_smaller_sizes(case, state, exact, verdict, inputs) if smaller else verdict
                 except (torch.OutOfMemoryError, TooLargeError) as error:
-                    away = case.near and isinstance(error, torch.OutOfMemoryError)
-                if away:
-                    state.bring_to_cpu()
-                less = replace(case, near=False) if away else replace(case, inputs=halved(rewritten, case.inputs))
-                case = replace(less, input_gradients=of_inputs)
+                    ran_out = case.near and isinstance(error, torch.OutOfMemoryError)
+                case = replace(_in_less(case, state, exact, ran_out), input_gradients=of_inputs)
     finally:
         state.restore()
+
+
+def _in_less(case: Case, state: State, exact: bool, ran_out: bool) -> Case:
+    """The same in less memory, of which the device ``ran_out`` while results stayed there, or a step takes too much."""
+    if not ran_out:
+        return replace(case, inputs=halved(case.rewritten, case.inputs))
+    if exact and not case.step_by_step and case.optimized_alike():
+        return replace(case, step_by_step=True)
+    state.bring_to_cpu()
+    return replace(case, near=False)
 
 
 def _attempt(case: Case, state: State, exact: bool, full: Inputs) -> Verdict:
@@ -186,7 +196,7 @@ def _at_smaller_sizes(case: Case, state: State, exact: bool, verdict: Verdict, f
 def _compared(case: Case, start: State, exact: bool) -> list[Comparison]:
     """The comparison with the original and, where there is one, with the plain model."""
     if exact:
-        return [_run_freely(case, start)]
+        return _run_forced(case, start, against_itself) if case.step_by_step else [_run_freely(case, start)]
     first = against_what_is_known if case.known else against_float64_first
     found, *others = _run_forced(case, start, first)
     if not found.passed() and found.lacks_noise():

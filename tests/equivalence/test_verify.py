@@ -3,9 +3,11 @@
 Every wrong model below shares its parameters and buffers with the right one, as a drop-in does.
 """
 
+import copy
 import itertools
 import random
 import warnings
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -375,6 +377,34 @@ def test_results_are_brought_to_the_cpu_where_they_leave_no_room(monkeypatch: py
     assert (verdict.exact, verdict.batch) == (True, 8)
     assert steps == [True] + [False] * 6
     assert len(brought) == 1
+
+
+class Held(dict[Any, Any]):
+    """A record that is seen to die."""
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_each_step_is_compared_before_the_next_where_there_is_no_room_for_all(
+    own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But not where the parameters are the rewritten model's ``own``: what an optimizer makes of them is compared."""
+    alive: list[weakref.ref[Held]] = []
+    steps: list[bool] = []
+
+    def run(module: nn.Module, given: Inputs, *args: Any) -> Any:
+        steps.append(args[-1].near)
+        if args[-1].near and sum(each() is not None for each in alive) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        record = Held(take_step(module, given, *args))
+        alive.append(weakref.ref(record))
+        return record
+
+    monkeypatch.setattr(cases, "take_step", run)
+    model = Hungry(most=8)
+    verdict = verify(model, copy.deepcopy(model) if own else rewrite(model), HUNGRY, ADAM, exact=True)
+    assert verdict.summary.startswith("bit-equal: 3 steps, ")
+    assert verdict.batch == 8
+    assert steps == [True] * 3 + [not own] * 6
 
 
 def test_parameters_are_kept_on_the_cpu_where_they_do_not_fit_twice(monkeypatch: pytest.MonkeyPatch) -> None:
