@@ -27,8 +27,8 @@ from memrewrite.workload.step import autocast
 Measure = Callable[[Call], Times | None]
 _REPEATS = 20  # at most, in a row
 _ROUNDS = 3
-_ROUND_MS = 2.0  # about the length of a round
-_LONG_MS = 20.0  # a call this long is timed once
+_ROUND_MS = 1.0  # about the length of a round
+_LONG_MS = 5.0  # a call this long is timed once
 
 
 @contextmanager

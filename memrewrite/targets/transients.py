@@ -1,9 +1,10 @@
 """What operators take on the device while they run, beyond their results: convolution workspaces, buffers of split
 reductions, accumulators of attention backward.
 
-Fake tensors do not show it and it depends on the device and on library versions, so each operator is run once per
-signature on the device, on tensors of ones and zeros, and the allocator's peak is read, and in which order it was asked
-for what: which segments the allocator reserves depends on that.
+Fake tensors do not show it and it depends on the device and on library versions, so each operator is run per signature
+on the device, on tensors of ones and zeros, and the allocator's peak is read, and in which order it was asked for what:
+which segments the allocator reserves depends on that. Libraries set themselves up in the first run of an operator, and
+some in the first of each signature: that is not what it takes.
 """
 
 import functools
@@ -47,6 +48,7 @@ class Unmeasured(Taken):
 # In the names of operators for which cuDNN tries one algorithm after another, until it gets the workspace that one asks
 # for (``try_plans`` in ``aten/src/ATen/native/cudnn/Conv_v8.cpp``).
 _CHOOSES = "convolution"
+_SETS_UP = (_CHOOSES, "attention", "rnn", "lstm", "gru")  # libraries that make a plan for each signature
 Measure = Callable[[Sequence[Call]], Sequence[Taken]]
 NOTHING = Taken()
 
@@ -143,13 +145,15 @@ def made(value: Any) -> Any:
 
 
 def _measured(device: torch.device, calls: Sequence[Call]) -> list[Taken]:
-    """Run each operator twice (libraries set themselves up in the first run) and look at the second."""
+    """Run each operator twice, where libraries may set themselves up in the first run, and look at the last."""
     ahead = Ahead([(args[0], args[1:]) if func in CHAINED else None for func, args, _ in calls])
     with recorded_allocations(device) as history:
-        found = []
-        for place, call in enumerate(calls):
+        found, met = [], set()
+        for place, (func, args, kwargs) in enumerate(calls):
             ahead.settle(place)
-            found.append(_run(device, history, *call))
+            ready = func in met and func.namespace == "aten" and not any(each in func.__name__ for each in _SETS_UP)
+            met.add(func)
+            found.append(_run(device, history, func, args, kwargs, 1 if ready else 2))
     return [
         Taken(extra, history.course(first, last), _CHOOSES in func.__name__)
         for (extra, first, last), (func, _, _) in zip(found, calls, strict=True)
@@ -157,15 +161,15 @@ def _measured(device: torch.device, calls: Sequence[Call]) -> list[Taken]:
 
 
 def _run(
-    device: torch.device, history: History, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+    device: torch.device, history: History, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], times: int
 ) -> tuple[int, int, int]:
-    """The bytes that a call takes beyond its results, and the moments between which it ran."""
+    """The bytes that the last of so many calls takes beyond its results, and the moments between which it ran."""
     if not any(isinstance(arg, TensorLike) and arg.device.type == "cuda" for arg in _leaves(args)):
         return 0, 0, 0
     args = random_state_on_host(func, args)
     try:
         with torch.no_grad():
-            for _ in range(2):
+            for _ in range(times):
                 given, named = [made(arg) for arg in args], {name: made(value) for name, value in kwargs.items()}
                 before, first = torch.cuda.memory_allocated(device), history.moment()
                 torch.cuda.reset_peak_memory_stats(device)
