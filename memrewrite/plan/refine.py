@@ -64,6 +64,7 @@ class Search:
         self.peaks: dict[Plan, int] = {}
         self._plans: dict[int, Plan | None] = {}
         self._beside: Beside[LowestPlans] | None = None
+        self._likely: Beside[float] | None = None
 
     def fit(self, budget: int, hopeless: float = math.inf) -> Fitted:
         """The cheapest plan found whose simulated peak is at most ``budget`` bytes; else that of the lowest, to 0.5 %.
@@ -74,8 +75,7 @@ class Search:
         """
         if budget < self.kept and min(self.kept, self.fixed + self.chain.of_one_node) > hopeless:
             return Fitted(Plan(), self.kept, False)
-        sure = budget < self.least and hopeless == math.inf  # that the other ways are asked where they may help
-        with self._others_beside() if sure else contextlib.nullcontext():
+        with self._others_beside(budget, hopeless):
             found = self._fit(budget)
             return found if not found.fits and found.peak > hopeless else self._or_by_others(found, budget)
 
@@ -94,12 +94,21 @@ class Search:
         return found
 
     @contextlib.contextmanager
-    def _others_beside(self) -> Iterator[None]:
-        """Meanwhile other processes make the lowest plans by the other ways to count, which may well be asked for."""
+    def _others_beside(self, budget: int, hopeless: float) -> Iterator[None]:
+        """Meanwhile other processes make, by the other ways to count, what may well be asked for.
+
+        Their lowest plans where no plan fits, and they are asked wherever they may help; else what fits may cost.
+        """
+        helps = len(self.chain.work) >= _LONG and budget < self.kept
+        sure = helps and budget < self.least and hopeless == math.inf
         with contextlib.ExitStack() as stack:
-            for other in (*self.others, *self.hopeful) if len(self.chain.work) >= _LONG else ():
+            for other in (*self.others, *self.hopeful) if sure else ():
                 other._beside = Beside(lowest_plans, other.chain, other.kept, other.fixed, other.parts)
                 stack.callback(other._beside.drop)
+            for other in self.others if helps and budget >= self.least else ():
+                other._likely = Beside(likely_ms, other.chain, budget - other.fixed)
+                stack.callback(other._likely.drop)
+                stack.callback(setattr, other, "_likely", None)  # which is of this budget
             yield
 
     def _may_fall(self, found: Fitted, budget: int) -> bool:
@@ -123,8 +132,10 @@ class Search:
 
         Nothing is simulated, and no segments in segments are tried, which take longest to tabulate.
         """
-        likely = plan(self.flat, budget - self.fixed) if ms else None
-        return likely is not None and likely.ms < ms
+        if not ms:
+            return False
+        likely = None if self._likely is None else self._likely.result()
+        return (_cheapest_ms(self.flat, budget - self.fixed) if likely is None else likely) < ms
 
     def _fit(self, budget: int, known: float = math.inf) -> Fitted:
         """``fit`` with one way to count, where another led to a ``known`` peak.
@@ -274,6 +285,16 @@ def lowest_plans(chain: Chain, kept: int, fixed: int, parts: int) -> LowestPlans
     search = Search(chain, kept, fixed, lambda plan: 0, parts=parts)
     bounds = [int(search.lowest * factor) for factor in _AROUND]
     return search.lowest, {bound: search._planned(bound) for bound in bounds}
+
+
+def likely_ms(chain: Chain, bound: int) -> float:
+    """What a plan without segments in segments costs in ms under a bound on the estimate; infinite where none is."""
+    return _cheapest_ms(flat(coarsen(chain).chain), bound)
+
+
+def _cheapest_ms(among: Space, bound: int) -> float:
+    found = plan(among, bound)
+    return math.inf if found is None else found.ms
 
 
 def _next(bound: int, peak: int, low: tuple[int, int], high: tuple[int, int], wanted: int) -> int:

@@ -483,6 +483,29 @@ def test_plans_made_beside_this_process_are_those_made_in_it(monkeypatch: pytest
     assert found[0] == found[1]
 
 
+def test_what_other_ways_to_count_promise_is_asked_of_a_process_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For each budget anew, and with the same result."""
+    monkeypatch.setattr(beside, "_threads", lambda: ThreadPoolExecutor(1))
+    chain = layers(refine._LONG)
+    often = tuple(
+        Held(s.bytes, s.producer, tuple(range(s.producer + 1, refine._LONG)), None) for s in chain.storages[:3]
+    )
+    chain = replace(chain, storages=(*chain.storages, *often))
+    machine = Machine(chain, lambda estimate, segments: estimate)
+    kept, counted = machine(Plan()), mock.Mock(wraps=refine._cheapest_ms)
+    monkeypatch.setattr(refine, "_cheapest_ms", counted)
+    found = []
+    for apart in (True, False):
+        if not apart:
+            monkeypatch.setattr(refine, "Beside", lambda *job: mock.Mock(result=lambda: None))
+        search = Search(chain, kept, 0, machine)
+        assert len(search.others) == 1
+        found.append([search.fit(int(share * kept)) for share in (0.8, 0.5)])
+        assert counted.call_count == (0 if apart else 2)
+    assert found[0] == found[1]
+    assert all(each.fits and each.plan.ms for each in found[0])
+
+
 def test_a_way_to_count_whose_first_plan_is_far_above_another_is_given_up() -> None:
     machine = Machine(LAYERS, lambda estimate, segments: estimate)
     search = Search(LAYERS, machine(Plan()), 0, machine)
