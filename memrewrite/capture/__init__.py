@@ -68,7 +68,7 @@ def capture(
     ):
         found = _captured(model, inputs, front_end, pairs, ranges, elsewhere, bool(kept))
     divided = next((name for name, parameter in model.named_parameters() if is_divided(parameter)), "")
-    names = tied(model, found.graph_module.graph)
+    names = tied(model, found.graph_module.graph, found.reads)
     looks = (*found.looks, *looks_at_tied(names))
     # of all parameters, which stand-ins do not have
     return replace(found, dtype=first_dtype(model), divided=divided, tied=names, looks=looks)
