@@ -14,6 +14,7 @@ from torch import nn
 
 from memrewrite.capture import dynamo, exported, hazards, identity
 from memrewrite.capture.at_sight import refuse_weight_hooks
+from memrewrite.capture.autocasts import told_of_regions
 from memrewrite.capture.captured import Captured, InputSpec, TensorSpec
 from memrewrite.capture.kept_calls import KeptCalls, standing_in, watch_calls
 from memrewrite.capture.looks import looks_at_tied
@@ -140,7 +141,7 @@ def _with(
     return replace(
         captured,
         inputs=replace(captured.inputs, shared=shared),
-        notes=(*captured.notes, *findings.notes, *told),
+        notes=(*captured.notes, *findings.notes, *told, *told_of_regions(model, captured.graph_module.graph)),
         exact=findings.exact,
         checkpoints=findings.checkpoints,
         autocast=findings.autocast,
