@@ -18,7 +18,7 @@ from memrewrite.capture.autocasts import told_of_regions
 from memrewrite.capture.captured import Captured, InputSpec, TensorSpec
 from memrewrite.capture.kept_calls import KeptCalls, standing_in, watch_calls
 from memrewrite.capture.looks import looks_at_tied
-from memrewrite.capture.normal import bind, first_dtype, leaf_tensors
+from memrewrite.capture.normal import bind, first_dtype, forward_alone, leaf_tensors
 from memrewrite.capture.shared import tied
 from memrewrite.records.errors import CaptureError
 from memrewrite.records.ranges import Range
@@ -89,7 +89,7 @@ def _captured(
         inputs, pairs = identity.apart(inputs, model), ()
     if findings.asks and front_end != "dynamo" and not findings.export_loses:
         # Not told that it is traced, it does what it always does; nothing else is as good, but it may not work.
-        with suppress(Exception), tracing_untold():
+        with suppress(Exception), tracing_untold(), forward_alone(model):
             found = exported.capture(model, inputs, findings.functions, ranges, elsewhere)
             return _with(findings, pairs, model, inputs, found)
     names = [front_end] if front_end else ["export"] if ranges or with_calls else [*FRONT_ENDS]
@@ -115,7 +115,8 @@ def _by_front_ends(
             said.append("dynamo: it looks into custom autograd.Functions")
             continue
         try:
-            captured = FRONT_ENDS[name](model, inputs, findings.functions, ranges, elsewhere)
+            with forward_alone(model):
+                captured = FRONT_ENDS[name](model, inputs, findings.functions, ranges, elsewhere)
         except CaptureError:
             raise
         except Exception as error:  # front ends raise anything; every reason is passed on
