@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import click
 
-from memrewrite.commands import config, flags, launched
+from memrewrite.commands import config, flags, launched, signals
 from memrewrite.records.errors import BudgetInfeasibleError, InternalError, MemrewriteError, OutputError, UsageError
 from memrewrite.version import __version__
 
@@ -25,21 +25,22 @@ HELP = {"help_option_names": ["-h", "--help"], "show_default": True}
 
 
 class InterruptedRunError(MemrewriteError):
-    """The user pressed Ctrl-C."""
+    """The user pressed Ctrl-C, or the process was asked to end."""
 
     exit_code = EXIT_INTERRUPTED
 
 
 class _Group(click.Group):
-    """A group whose commands report Ctrl-C as an error of the family: click prints a line of its own for it."""
+    """A group whose commands report Ctrl-C, and its like, as an error of the family: click prints a line of its own."""
 
     command_class = flags.Command
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except KeyboardInterrupt:  # which tells nothing, with -v either
-            raise InterruptedRunError("interrupted; nothing half-written is left.") from None
+        except KeyboardInterrupt as error:  # which tells nothing, with -v either
+            how = f"ended by {error}" if isinstance(error, signals.Ended) else "interrupted"
+            raise InterruptedRunError(f"{how}; nothing half-written is left.") from None
 
 
 @click.group(cls=_Group, no_args_is_help=False, context_settings=HELP, epilog=flags.EXIT_CODES)
@@ -233,6 +234,7 @@ def entry_point() -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # paths and names can hold what the terminal's encoding lacks
             stream.reconfigure(errors="backslashreplace")
+    signals.heed()
     code = run(sys.argv[1:])
     with contextlib.suppress(ValueError):  # of a stream that is closed
         code = _flushed(code)

@@ -14,10 +14,11 @@ from torch import nn
 
 from memrewrite.capture import dynamo, exported, hazards, identity
 from memrewrite.capture.at_sight import refuse_weight_hooks
+from memrewrite.capture.autocasts import told_of_regions
 from memrewrite.capture.captured import Captured, InputSpec, TensorSpec
 from memrewrite.capture.kept_calls import KeptCalls, standing_in, watch_calls
 from memrewrite.capture.looks import looks_at_tied
-from memrewrite.capture.normal import bind, first_dtype, leaf_tensors
+from memrewrite.capture.normal import bind, first_dtype, forward_alone, leaf_tensors
 from memrewrite.capture.shared import tied
 from memrewrite.records.errors import CaptureError
 from memrewrite.records.ranges import Range
@@ -68,7 +69,7 @@ def capture(
     ):
         found = _captured(model, inputs, front_end, pairs, ranges, elsewhere, bool(kept))
     divided = next((name for name, parameter in model.named_parameters() if is_divided(parameter)), "")
-    names = tied(model, found.graph_module.graph)
+    names = tied(model, found.graph_module.graph, found.reads)
     looks = (*found.looks, *looks_at_tied(names))
     # of all parameters, which stand-ins do not have
     return replace(found, dtype=first_dtype(model), divided=divided, tied=names, looks=looks)
@@ -88,7 +89,7 @@ def _captured(
         inputs, pairs = identity.apart(inputs, model), ()
     if findings.asks and front_end != "dynamo" and not findings.export_loses:
         # Not told that it is traced, it does what it always does; nothing else is as good, but it may not work.
-        with suppress(Exception), tracing_untold():
+        with suppress(Exception), tracing_untold(), forward_alone(model):
             found = exported.capture(model, inputs, findings.functions, ranges, elsewhere)
             return _with(findings, pairs, model, inputs, found)
     names = [front_end] if front_end else ["export"] if ranges or with_calls else [*FRONT_ENDS]
@@ -114,7 +115,8 @@ def _by_front_ends(
             said.append("dynamo: it looks into custom autograd.Functions")
             continue
         try:
-            captured = FRONT_ENDS[name](model, inputs, findings.functions, ranges, elsewhere)
+            with forward_alone(model):
+                captured = FRONT_ENDS[name](model, inputs, findings.functions, ranges, elsewhere)
         except CaptureError:
             raise
         except Exception as error:  # front ends raise anything; every reason is passed on
@@ -140,7 +142,7 @@ def _with(
     return replace(
         captured,
         inputs=replace(captured.inputs, shared=shared),
-        notes=(*captured.notes, *findings.notes, *told),
+        notes=(*captured.notes, *findings.notes, *told, *told_of_regions(model, captured.graph_module.graph)),
         exact=findings.exact,
         checkpoints=findings.checkpoints,
         autocast=findings.autocast,

@@ -4,7 +4,7 @@ import keyword
 import re
 from collections.abc import Iterable
 
-from torch import nn
+from torch import fx, nn
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
@@ -41,11 +41,18 @@ def refuse_weight_hooks(module: nn.Module, name: str) -> None:
 
 
 def refuse_names(model: nn.Module) -> None:
-    """Both front ends write attributes as text, ``self.a.b`` or ``getattr(self.a, "b-c")``, and can spell no more."""
+    """Both front ends write attributes as text, ``self.a.b`` or ``getattr(self.a, "b-c")``, and can spell no more.
+
+    What a graph belongs to stands for the model, and has some names of its own (``code``, ``graph``, ``meta``).
+    """
+    itself = fx.GraphModule(nn.Module(), fx.Graph())
+    taken = {*dir(itself), "_guards_fn"} - {*dir(nn.Module())}
     for path, _ in [*model.named_parameters(), *model.named_buffers()]:
         for part in path.split("."):
             if keyword.iskeyword(part) or re.search(r'["\\\n]', part):
                 raise CaptureError(f"{path} goes through the name {part!r}, which no graph can spell; rename it.")
+        if (part := path.partition(".")[0]) in taken:
+            raise CaptureError(f"{path} goes through the name {part!r}, which every graph has itself; rename it.")
 
 
 def refuse_unnamed(name: str, functions: Iterable[type]) -> None:

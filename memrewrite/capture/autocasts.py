@@ -8,6 +8,9 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch import fx, nn
+
+from memrewrite.capture.normal import attribute
 
 _OURS = ("torch", "memrewrite")
 _QUESTIONS = ("is_autocast_enabled", "is_autocast_cpu_enabled", "get_autocast_dtype", "get_autocast_gpu_dtype")
@@ -57,3 +60,18 @@ def autocast_regions() -> Iterator[list[bool]]:
 def autocast_now() -> tuple[Any, ...]:
     """Whether autocast is on, and what it casts to, on each type of device."""
     return tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))
+
+
+def told_of_regions(model: nn.Module, graph: fx.Graph) -> tuple[str, ...]:
+    """What to say where most of the weights that a graph reads are read in autocast regions: a plan divides none."""
+    read = {node: attribute(model, str(node.target)) for node in graph.find_nodes(op="get_attr")}
+    weights = {node: value.numel() for node, value in read.items() if isinstance(value, nn.Parameter)}
+    regions = graph.find_nodes(op="call_function", target=torch.ops.higher_order.wrap_with_autocast)
+    inside = {node for region in regions for node in region.all_input_nodes if node in weights}
+    if 2 * sum(map(weights.__getitem__, inside)) <= sum(weights.values()):
+        return ()
+    name = type(model).__name__
+    return (
+        f"{name} enters autocast in its own forward, and a plan frees nothing of what it runs in there. Enter autocast "
+        'around the call instead (amp="bf16"), or plan the layers inside by themselves, regions=["layers.*"] say.',
+    )

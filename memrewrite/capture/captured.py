@@ -71,8 +71,8 @@ class Captured:
     under: the type, None for without. ``reads`` are the attributes of modules that forward reads, ``looks`` the same as
     expressions. ``gradients`` are None, or where the model does something else when other tensors need gradients, those
     of ``gradients_now`` at capture. ``returns`` is "loss" where the program returns that alone. ``divided`` is the name
-    of a parameter of which this process has a part alone, "" if it has all. ``tied`` are names, several to a parameter,
-    of those that the graph reads by one of them.
+    of a parameter of which this process has a part alone, "" if it has all. ``tied`` are names, several to a tensor of
+    the model, of those that the graph reads by one of them.
     """
 
     graph_module: fx.GraphModule

@@ -51,7 +51,7 @@ def looks(
 
 
 def looks_at_tied(names: Iterable[tuple[str, ...]]) -> Iterator[str]:
-    """Expressions for whether several names are still those of one parameter."""
+    """Expressions for whether several names are still those of one tensor."""
     for first, *others in names:
         here, *rest = (functools.reduce(attribute_of, name.split("."), "self") for name in (first, *others))
         yield from (f"({here} is {there})" for there in rest)

@@ -1,11 +1,12 @@
 """What both front ends share: the input spec of a call, and a graph brought into the one form of ``Captured``."""
 
 import ast
+import contextlib
 import inspect
 import linecache
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -136,6 +137,24 @@ def constants(graph_module: fx.GraphModule, model: nn.Module) -> dict[str, Tenso
         if isinstance(value, Tensor) and attribute(model, node.target) is not value:
             found[node.target] = value
     return found
+
+
+@contextlib.contextmanager
+def forward_alone(model: nn.Module) -> Iterator[None]:
+    """Meanwhile a call of ``model`` runs its forward and not what its class does around that.
+
+    A drop-in is of that class, which goes on doing it around the program: in the program it would be done twice.
+    """
+    kind = type(model)
+    if kind.__call__ is nn.Module.__call__:
+        yield
+        return
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    model.__class__ = type(kind.__name__, (kind,), {"__call__": nn.Module.__call__, **names})
+    try:
+        yield
+    finally:
+        model.__class__ = kind
 
 
 def first_dtype(model: nn.Module) -> torch.dtype | None:

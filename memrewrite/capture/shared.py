@@ -1,11 +1,12 @@
-"""Parameters with several names, and those of a region that the model reads elsewhere, too: in other regions, in calls,
-in Python between them.
+"""Tensors of the model with several names, and parameters of a region that the model reads elsewhere, too: in other
+regions, in calls, in Python between them.
 """
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from memrewrite.capture.normal import attribute, is_below
 from memrewrite.runtime.differences import joined
+from memrewrite.runtime.guards import Reads
 
 _KEY = "read elsewhere"  # in a node's meta, which graphs copy with the node
 
@@ -31,15 +32,18 @@ def is_read_elsewhere(node: fx.Node) -> bool:
     return _KEY in node.meta
 
 
-def tied(model: nn.Module, graph: fx.Graph) -> tuple[tuple[str, ...], ...]:
-    """The names of each parameter that the graph reads, where it has several: the graph reads it by one of them.
+def tied(model: nn.Module, graph: fx.Graph, reads: Reads) -> tuple[tuple[str, ...], ...]:
+    """The names of each tensor of the model that the graph reads, where it has several: the graph reads it by one.
 
-    A module in several places has the same parameter in each, whatever becomes of it.
+    A module in several places has the same one in each, whatever becomes of it. What is no parameter or buffer is told
+    by the names that forward ``reads``: others are kept to look at, or to go back to.
     """
+    read = {(holder, name) for names, holders in reads for holder in holders for name in names}
     names: dict[int, dict[tuple[int, str], str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
-        for key, parameter in module._parameters.items():
-            if parameter is not None:
-                names.setdefault(id(parameter), {}).setdefault((id(module), key), joined(path, key))
-    read = dict.fromkeys(id(attribute(model, str(node.target))) for node in graph.find_nodes(op="get_attr"))
-    return tuple(tuple(names[each].values()) for each in read if len(names.get(each, ())) > 1)
+        others = {name: value for name, value in vars(module).items() if (path, name) in read}
+        for key, tensor in {**others, **module._parameters, **module._buffers}.items():
+            if isinstance(tensor, Tensor):
+                names.setdefault(id(tensor), {}).setdefault((id(module), key), joined(path, key))
+    in_graph = dict.fromkeys(id(attribute(model, str(node.target))) for node in graph.find_nodes(op="get_attr"))
+    return tuple(tuple(names[each].values()) for each in in_graph if len(names.get(each, ())) > 1)

@@ -1,5 +1,6 @@
 """``memrewrite optimize``: optimize, measure, save, report; with ``--check``, only predict."""
 
+import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,6 +20,7 @@ from memrewrite.commands.answer import Outcome, say
 from memrewrite.commands.launched import is_first, processes
 from memrewrite.commands.progress import Stages
 from memrewrite.commands.requests import OptimizeRequest
+from memrewrite.commands.signals import Ended
 from memrewrite.measurement.measuring import Loader, measure_in_child
 from memrewrite.measurement.original import simulate_original
 from memrewrite.optimizing import run as optimizing
@@ -134,7 +136,9 @@ def _told(job: Job, outcome: optimizing.Outcome, stage: Stages) -> Outcome:
 
 
 def _offered(peak: int, stage: Stages) -> bool:
-    """Whether the user who interrupted planning takes the best plan so far."""
+    """Whether the user who interrupted planning takes the best plan so far; no where none did."""
+    if isinstance(sys.exception(), Ended):
+        return False
     return stage.confirmed(f"Interrupted. A plan that peaks at {format_bytes(peak)} was found; verify and use it?")
 
 

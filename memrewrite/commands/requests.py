@@ -3,6 +3,7 @@
 A request that cannot be meant is refused when it is made, before PyTorch is imported.
 """
 
+import os
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,6 +24,25 @@ _DEVICE = re.compile(r"auto|(cpu|cuda)(:\d{1,3})?")
 PLOTS = (".png", ".svg", ".pdf")
 
 
+def check_files(files: dict[str, Path | None]) -> None:
+    """Raise ``UsageError`` where one, by what asks for it, could not be written in the end, or would be another's."""
+    named: dict[Path, str] = {}
+    for what, file in files.items():
+        if file is None:
+            continue
+        place = file.absolute()
+        if not place.parent.is_dir():
+            raise UsageError(f"There is no folder for the {what} file {file}; make it first.")
+        if place.is_dir():
+            raise UsageError(f"{file} is a folder; name a file for {what}.")
+        if place.exists() and not place.is_file():  # a device or a pipe
+            continue
+        if not os.access(place.parent, os.W_OK):
+            raise UsageError(f"{file} cannot be written, as its folder may not be; name another file for {what}.")
+        if (first := named.setdefault(place, what)) != what:
+            raise UsageError(f"{first} and {what} are both {file}; name two files.")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """What every command takes: where its JSON goes (a file, or ``-`` for stdout) and how much it says.
@@ -38,8 +58,12 @@ class Request:
     def __post_init__(self) -> None:
         if self.verbose and self.quiet:
             raise UsageError("Give -v or -q, not both.")
-        if self.json not in (None, "-") and not Path(str(self.json)).absolute().parent.is_dir():
-            raise UsageError(f"There is no folder for the JSON file {self.json}; make it first.")
+        check_files({"JSON": self.json_file})
+
+    @property
+    def json_file(self) -> Path | None:
+        """The file that JSON goes to, None for stdout or where there is none."""
+        return None if self.json in (None, "-") else Path(str(self.json))
 
     def effective(self) -> dict[str, Any]:
         """The options as plain data for ``json.dumps``."""
@@ -121,11 +145,10 @@ class OptimizeRequest(ModelRequest):
         check_passes(self.pass_names)
         parse_ranges(self.dynamic)
         files = {"--report": self.report, "--png": self.png, "--snapshot": self.snapshot}
-        for option, file in files.items():
-            if file is not None and self.check:
-                raise UsageError(f"--check writes nothing; leave out {option}.")
-            if file is not None and not file.absolute().parent.is_dir():
-                raise UsageError(f"There is no folder for the {option} file {file}; make it first.")
+        if self.check and any(files.values()):
+            option = next(option for option, file in files.items() if file is not None)
+            raise UsageError(f"--check writes nothing; leave out {option}.")
+        check_files({**files, "--json": self.json_file})
         if self.check and self.budget is None:
             raise UsageError("--check needs a budget to check against; give --budget.")
         if self.advise and (self.check or self.budget is None):
@@ -179,8 +202,7 @@ class MeasureRequest(ModelRequest):
             raise UsageError("--plot draws the peak against the batch size; give --batch-sizes 32,64,128.")
         if self.plot.suffix not in PLOTS:
             raise UsageError(f"{self.plot} cannot be drawn; give a file that ends in {', '.join(PLOTS)}.")
-        if not self.plot.absolute().parent.is_dir():
-            raise UsageError(f"There is no folder for the plot {self.plot}; make it first.")
+        check_files({"--plot": self.plot})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,7 +31,7 @@ from memrewrite.targets.cuda_from_cpu import CUDA_FROM_CPU, STATED_ERROR
 from memrewrite.targets.eager import EAGER, Target
 from memrewrite.targets.workspaces import library_bytes
 from memrewrite.workload.hooks import without_hooks
-from memrewrite.workload.sharding import refuse_sharded, unwrapped
+from memrewrite.workload.sharding import refuse_compiled, refuse_sharded, unwrapped
 from memrewrite.workload.step import Inputs, Step, evaluating
 from memrewrite.workload.workload import Optimizer, workload
 
@@ -71,6 +71,7 @@ def estimate(
     ``UsageError``, and what ``measure.predict`` raises.
     """
     model, of_mesh = unwrapped(model, mesh)
+    refuse_compiled(model)
     if programs(model):  # the copy of it that is simulated would run the original
         raise UsageError("The model is already optimized: its report has the figures, memrewrite.measure takes them.")
     work = workload(model, example_inputs, example_kwargs, optimizer, loss_fn, amp, mode, micro_batches, loop, of_mesh)

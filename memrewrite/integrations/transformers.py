@@ -42,8 +42,8 @@ def optimize_trainer(trainer: Trainer, *, longest: int | None = None, **options:
     Where processes train together, all of them call this. Under DDP the budget is that of each, buckets included. Under
     FSDP2 (``fsdp_config={"version": 2}``) the model is optimized as ``train`` begins, when it is sharded, and what is
     returned carries its report from then on.
-    Raises ``UsageError`` for a trainer that makes its model itself or shards it by FSDP1, and what
-    ``memrewrite.optimize`` raises.
+    Raises ``UsageError`` for a trainer that makes its model itself, changes it when it trains (by
+    ``gradient_checkpointing``, ``neftune_noise_alpha``) or shards it by FSDP1, and what ``memrewrite.optimize`` raises.
     """
     if trainer.model_init is not None:
         raise UsageError("The Trainer makes a new model when it trains, by its model_init; give it model= instead.")
@@ -52,11 +52,30 @@ def optimize_trainer(trainer: Trainer, *, longest: int | None = None, **options:
             raise UsageError('The Trainer shards its model by FSDP1; give fsdp_config={"version": 2}, which is FSDP2.')
         trainer.add_callback(_WhenSharded(trainer, longest, options))
         return cast(OptimizedModule, trainer.model)
+    _refuse_changes(trainer)
     if trainer.optimizer is None:
         trainer.create_optimizer()
     result = _optimized(trainer, longest, options)
     trainer.model = trainer.model_wrapped = result
     return result
+
+
+def _refuse_changes(trainer: Trainer) -> None:
+    """Raise ``UsageError`` where ``train`` would change the model so that it runs its original forward from then on.
+
+    Read in transformers 5.23: ``activation_checkpointing`` is the newer name of ``gradient_checkpointing``.
+    """
+    args = trainer.args
+    if getattr(args, "activation_checkpointing", False) or args.gradient_checkpointing:
+        raise UsageError(
+            "The Trainer checkpoints the layers of its model when it trains, by gradient_checkpointing, and would undo "
+            "the plan; leave that out, as the plan says what runs again."
+        )
+    if trainer.neftune_noise_alpha is not None:
+        raise UsageError(
+            "The Trainer hangs a hook on the model's embeddings when it trains, by neftune_noise_alpha, and would undo "
+            "the plan; leave that out."
+        )
 
 
 class _WhenSharded(TrainerCallback):  # type: ignore[misc]  # transformers is not there while types are checked

@@ -19,7 +19,7 @@ from memrewrite.targets.cuda_from_cpu import CUDA_FROM_CPU
 from memrewrite.targets.eager import EAGER, Target
 from memrewrite.torch_internals.fsdp import units
 from memrewrite.workload.ranges import enlarged
-from memrewrite.workload.sharding import refuse_sharded
+from memrewrite.workload.sharding import refuse_compiled, refuse_sharded
 from memrewrite.workload.step import Step, device_of
 from memrewrite.workload.workload import Workload
 
@@ -53,6 +53,9 @@ class Request:
             raise UsageError(
                 "dynamic is for inputs of the whole model, which regions are parts of; give one of the two."
             )
+        if isinstance(self.regions, str) or (self.regions is not None and not self.regions):
+            raise UsageError(f'regions={self.regions!r} is no list of patterns; give regions=["layers.*"] say.')
+        refuse_compiled(model)
         _refuse_replaced(model)
         refuse_sharded(model)
 

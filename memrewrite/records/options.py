@@ -1,6 +1,7 @@
 """What the user asked for, parsed once at the edge and handed down frozen."""
 
 import re
+import reprlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from decimal import Decimal
@@ -21,6 +22,7 @@ _UNITS = {
 }
 _BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)")
 _PERCENT = re.compile(r"(\d+(?:\.\d+)?)\s*%")
+_MOST = 2**63 - 1  # what sizes of memory can be
 
 
 PASSES = (
@@ -151,4 +153,6 @@ def short_bytes(count: int) -> str:
 def _positive(count: int, text: str) -> int:
     if count <= 0:
         raise UsageError(f"Budget {text!r} must be more than zero bytes.")
+    if count > _MOST:
+        raise UsageError(f"Budget {reprlib.repr(text)} is more than any device has; write e.g. 8GB.")
     return count

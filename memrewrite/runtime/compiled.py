@@ -19,8 +19,35 @@ def is_compiled() -> bool:
     return torch.compiler.is_compiling() and torch.is_grad_enabled()
 
 
+_TO_BACKENDS = ("_torchdynamo_orig_backend", "compiler_fn")  # what Dynamo wraps one in has it by one of these names
+_AS_TRACED = {"eager", "eager_noexcept", "eager_debug", "pre_dispatch_eager", "ts"}
+
+
+def _runs_as_traced() -> bool:
+    """Whether the back end is one of PyTorch's for debugging, which run what Dynamo traces as it is.
+
+    ``checkpoint`` then runs a segment again in backward with other random numbers, and updates its buffers twice: under
+    ``torch.compile`` it leaves both to AOTAutograd, which such a back end is without.
+    Private API: nothing public says which back end is traced for. Read in PyTorch 2.13.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator  # loaded by now, and by nobody else
+
+    dynamo: Any = torch._dynamo
+    backend: Any = InstructionTranslator.current_tx().output.compiler_fn
+    while any(hasattr(backend, way) for way in _TO_BACKENDS):
+        backend = next(getattr(backend, way) for way in _TO_BACKENDS if hasattr(backend, way))
+    known = _AS_TRACED & {*dynamo.list_backends(exclude_tags=())}
+    return any(backend is dynamo.lookup_backend(name) for name in known)
+
+
+# What ``torch.compiler.assume_constant_result`` does, but for loading Dynamo: it is asked while Dynamo traces.
+vars(_runs_as_traced)["_dynamo_marked_constant"] = True
+
+
 def run_compiled(run: Callable[..., Any], live_ins: tuple[Any, ...], random: bool) -> Any:
-    """``run(*live_ins)``, a segment, of which only its live-ins stay; compiled only."""
+    """``run(*live_ins)``, a segment, of which only its live-ins stay, if the back end can do that; compiled only."""
+    if _runs_as_traced():
+        return run(*live_ins)
     return _handed_on(checkpoint(run, *live_ins, use_reentrant=False, preserve_rng_state=random))
 
 

@@ -1,14 +1,16 @@
 """What has changed about a module since its program was captured, in words. Torch only; part of every artifact."""
 
+import itertools
 import reprlib
-from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 ABSENT = ...  # a value that can be compared as bytes
+Owners = dict[str, tuple[dict[str, Any], str]]
+"""By the name of a tensor the dictionary that it lies in, and its name there."""
 _SHORT = reprlib.Repr()
 
 
@@ -93,18 +95,33 @@ def described(leaf: Any) -> str:
     return f"a {type(leaf).__name__}"
 
 
-def parted(owners: Mapping[str, tuple[dict[str, Any], str]], tied: tuple[tuple[str, ...], ...]) -> str:
-    """Which names of one parameter are those of several by now, "" if none are."""
+def owners_of(module: nn.Module, tied: tuple[tuple[str, ...], ...]) -> Owners:
+    """Which dictionary each parameter lies in, and under which name there, and so what else has a name in ``tied``."""
+    inside = {path: vars(child) for path, child in module.named_modules(remove_duplicate=False)}
+    tables = {path: attributes["_parameters"] for path, attributes in inside.items()}
+    found: Owners = {joined(path, name): (table, name) for path, table in tables.items() for name in table}
+    for label in {*itertools.chain.from_iterable(tied)} - found.keys():
+        path, _, name = label.rpartition(".")
+        if path in inside:
+            buffers = inside[path]["_buffers"]
+            found[label] = (buffers if name in buffers else inside[path]), name
+    return found
+
+
+def parted(owners: Owners, tied: tuple[tuple[str, ...], ...]) -> str:
+    """Which names of one tensor are those of several by now, "" if none are."""
     for first, *others in tied:
         owner, key = owners.get(first, ({}, first))
+        one = owner.get(key)
         for name in others:
             another, its = owners.get(name, ({}, name))
-            if another.get(its) is not owner.get(key):
-                return f"{first} and {name} are two parameters, captured as one"
+            if (other := another.get(its)) is not one:
+                kind = "parameters" if isinstance(other if one is None else one, Parameter) else "tensors"
+                return f"{first} and {name} are two {kind}, captured as one"
     return ""
 
 
-def divided(owners: Mapping[str, tuple[dict[str, Any], str]], name: str) -> bool:
+def divided(owners: Owners, name: str) -> bool:
     """Whether a parameter is spread over a mesh, by the name of its type, which is imported for no other model."""
     owner, key = owners.get(name, ({}, name))
     return type(owner.get(key)).__name__ == "DTensor"

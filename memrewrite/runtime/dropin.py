@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_structure, tree_unflatten, treespec_loads
 
-from memrewrite.runtime.differences import described, divided, parted
+from memrewrite.runtime.differences import Owners, described, divided, owners_of, parted
 from memrewrite.runtime.guards import Guards, Reads, as_bytes
 from memrewrite.runtime.operations import AROUND_NODES, IN_GRAPHS
 from memrewrite.runtime.promise import Call, Promise
@@ -44,7 +44,7 @@ class Program:
     ``ranges`` are those asked for of named sizes: what that size is, in words, and from where to where it varies.
     ``gradients`` are those of ``gradients_now`` that a call must have, None where that does not matter. ``returns`` is
     "loss" where ``run`` gives None in the place of everything else. ``divided`` is the name of a parameter of which
-    this process has to have a part alone, "" for none; ``tied`` are names that have to be those of one parameter.
+    this process has to have a part alone, "" for none; ``tied`` are names that have to be those of one tensor.
     ``source`` is the text all this came from.
     """
 
@@ -89,11 +89,11 @@ Forward = Callable[..., Any]
 class Own:
     """What one drop-in has to itself, outside of every listing of its parts: its class, made for it alone, keeps it.
 
-    ``constants`` are tensors that the program holds, by name; ``owners`` says of each parameter which dictionary it
-    lies in, and under which name; ``broken`` is what had changed when this was copied; ``replaced`` is the forward that
-    was put on the original instead of its class's. ``report`` is that of ``optimize``, ``shown`` where the class has an
-    attribute of that name; ``looked`` is what code that is traced finds as long as nothing has changed; ``promise`` is
-    what is said of calls. ``of`` refers to the drop-in, whose end lets go of the rest.
+    ``constants`` are tensors that the program holds, by name; ``owners`` are those of ``owners_of``; ``broken`` is
+    what had changed when this was copied; ``replaced`` is the forward that was put on the original instead of its
+    class's. ``report`` is that of ``optimize``, ``shown`` where the class has an attribute of that name; ``looked`` is
+    what code that is traced finds as long as nothing has changed; ``promise`` is what is said of calls. ``of`` refers
+    to the drop-in, whose end lets go of the rest.
     """
 
     def __init__(self, name: str, program: Program) -> None:
@@ -102,7 +102,7 @@ class Own:
         self.of: Callable[[], nn.Module | None] = lambda: None
         self.guards: Guards | None = None
         self.constants: dict[str, Tensor] = {}
-        self.owners: dict[str, tuple[dict[str, Any], str]] = {}
+        self.owners: Owners = {}
         self.report: Any = None
         self.shown = False
         self.broken = ""
@@ -244,12 +244,7 @@ def prepare(module: nn.Module, constants: dict[str, Tensor], plain: bytes | None
         kept.guards = Guards(*noted, plain, gathered)
     except ValueError:  # there are other attributes to compare
         kept.guards, kept.broken = Guards(*noted, None, gathered), "it has other attributes than at capture"
-    kept.owners = {
-        f"{path}.{name}".lstrip("."): (owner, name)
-        for path, child in module.named_modules(remove_duplicate=False)
-        for owner in [vars(child)["_parameters"]]
-        for name in owner
-    }
+    kept.owners = owners_of(module, program.tied)
     if not kept.broken and kept.guards.hold() and not parted(kept.owners, program.tied):
         kept.looked = copy.deepcopy(program.look(module))
 

@@ -28,6 +28,8 @@ class Source:
             raise TargetError(f"Target {target!r} is not of the form path/model.py[:attr] or package.module:attr.")
         path = Path(place).expanduser()
         if path.suffix == ".py":
+            if path.is_dir():
+                raise TargetError(f"{place} is a folder; give path/model.py[:attr] or package.module:attr.")
             if not path.is_file():
                 raise TargetError(f"There is no file {place}{_nearby(path)}.")
             return cls(place, attribute or None, path.resolve())

@@ -40,8 +40,12 @@ def unwrapped(model: nn.Module, mesh: str | Mesh | None, together: bool = False)
 
     Of a model that is sharded it is a copy of the model as it was before, with other numbers, or with none where the
     first process plans for all ``together``; one that was parallelized stays as it is.
-    Raises ``UsageError`` for a mesh beside a wrapped model, and for a wrapper of which it is not known what it takes.
+    Raises ``UsageError`` for a mesh beside a wrapped model, for a wrapper of which it is not known what it takes, and
+    for what is no model.
     """
+    if not isinstance(model, nn.Module):
+        what = f"The class {model.__name__}" if isinstance(model, type) else f"A {type(model).__name__}"
+        raise UsageError(f"{what} is no model; give an object of a torch.nn.Module class.")
     if is_sharded(model):
         if mesh is not None:
             raise UsageError("The model is sharded by fully_shard, which says its mesh; leave out mesh.")
@@ -161,6 +165,12 @@ def wrapped_like(model: M, result: nn.Module) -> M | nn.Module:
     vars(wrapper).update(vars(model))
     vars(wrapper)["_modules"] = {"module": result}
     return wrapper
+
+
+def refuse_compiled(model: nn.Module) -> None:
+    """Raise ``UsageError`` for what ``torch.compile`` made of a model."""
+    if "_orig_mod" in model._modules:
+        raise UsageError("The model is compiled; give the one inside (._orig_mod), and compile the result.")
 
 
 def refuse_sharded(model: nn.Module) -> None:

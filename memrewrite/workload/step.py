@@ -327,11 +327,20 @@ def evaluating(module: nn.Module) -> Iterator[None]:
             part.training = flag
 
 
+def _hands_on(optimizer: torch.optim.Optimizer, inner: torch.optim.Optimizer) -> bool:
+    """Whether all that it steps, and all that it keeps, is that of another one."""
+    return optimizer.param_groups is inner.param_groups and optimizer.state is inner.state
+
+
 def optimizers_like(optimizer: torch.optim.Optimizer) -> OptimizerFactory:
     """A factory of optimizers of that class with the settings of its first group; the optimizer itself is not touched.
 
+    Of one that only hands on to another, as accelerate's does, it is that other one that is made again.
     Raises ``UsageError`` where the class takes more than its settings.
     """
+    inner = getattr(optimizer, "optimizer", None)
+    if isinstance(inner, torch.optim.Optimizer) and _hands_on(optimizer, inner):
+        return optimizers_like(inner)
     signature = inspect.signature(type(optimizer))
     settings = {**optimizer.defaults, **optimizer.param_groups[0]}
     known = {name: settings[name] for name in signature.parameters if name in settings and name != "params"}

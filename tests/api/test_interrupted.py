@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -17,6 +18,7 @@ import memrewrite
 from memrewrite import cli
 from memrewrite.cache.store import Store
 from memrewrite.commands import optimize
+from memrewrite.commands.signals import Ended
 from memrewrite.optimizing.remembered import run_remembering
 from memrewrite.optimizing.request import Request
 from memrewrite.optimizing.run import INTERRUPTED, Outcome
@@ -111,6 +113,15 @@ def get_inputs():
     return torch.randn(4, 3, 16, 16)
 """
 ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, Ended])
+def test_nobody_is_asked_where_a_signal_ended_it(kind: type[KeyboardInterrupt]) -> None:
+    stage: Any = SimpleNamespace(confirmed=lambda question: True)
+    try:
+        raise kind("SIGTERM")
+    except kind:
+        assert optimize._offered(1, stage) == (kind is KeyboardInterrupt)
 
 
 @pytest.mark.parametrize("answer", [True, False, None], ids=["yes", "no", "Ctrl-C again"])

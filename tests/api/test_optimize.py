@@ -265,6 +265,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "budget": ({"budget": "8"}, "Budget '8' has no known unit"),
     "optimizer": ({"optimizer": "adamx"}, "Optimizer 'adamx' is unknown"),
     "amp": ({"amp": "fp8"}, "Precision 'fp8' is unknown"),
+    "regions as text": ({"regions": "layers.*"}, "regions='layers.*' is no list of patterns"),
+    "no regions": ({"regions": []}, "is no list of patterns"),
     "mode": ({"mode": "inference"}, r"The model is in train mode; call model.eval\(\) first"),
 }
 
@@ -276,6 +278,20 @@ def test_wrong_use_is_told_before_anything_runs(options: dict[str, Any], sentenc
     with pytest.raises(UsageError, match=sentence):
         memrewrite.optimize(model, image(), **options, progress=lambda stage: pytest.fail(f"{stage} ran"))
     assert_untouched(before, model)
+
+
+@pytest.mark.parametrize("call", [memrewrite.optimize, memrewrite.estimate, memrewrite.measure])
+def test_what_is_no_model_is_told_as_that(call: Any) -> None:
+    with pytest.raises(UsageError, match="The class ConvNet is no model; give an object"):
+        call(ConvNet, image())
+    with pytest.raises(UsageError, match="A function is no model"):
+        call(conv_net, image())
+
+
+@pytest.mark.parametrize("call", [memrewrite.optimize, memrewrite.estimate])
+def test_a_compiled_model_is_refused(call: Any) -> None:
+    with pytest.raises(UsageError, match="The model is compiled; give the one inside"):
+        call(torch.compile(conv_net()), image())
 
 
 def test_models_that_cannot_be_meant() -> None:

@@ -405,3 +405,27 @@ def test_a_region_ends_in_the_mode_that_forward_was_called_in(front_end: str, gr
         assert torch.equal(result(batch), module(batch))
         assert torch.is_grad_enabled() is grad
         assert result(batch).requires_grad is grad
+
+
+class Around(nn.Module):
+    """What its class does around forward it does around the program, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        found: Tensor = super().__call__(x)
+        return found * 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.second(F.gelu(self.first(x)))
+        return found
+
+
+@front_ends
+def test_what_a_class_does_around_forward_is_done_once(front_end: str) -> None:
+    module, given = Around(), torch.randn(4, 8)
+    captured = capture(module, Inputs((given,), {}), front_end)
+    assert type(module) is Around
+    assert torch.equal(drop_in(module, captured)(given), module(given))

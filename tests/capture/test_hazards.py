@@ -275,6 +275,17 @@ def keyword_as_a_name(self: Any, x: Tensor) -> Tensor:
     return self.rooms["class"](x)
 
 
+@hazard(r"^code goes through the name 'code', which every graph", lambda m: m.register_buffer("code", torch.ones(1)))
+def buffer_with_a_name_of_graphs(self: Any, x: Tensor) -> Tensor:
+    return self.other(self.linear(x) * self.code)
+
+
+@hazard(r"^graph\.weight goes through the name 'graph'", lambda m: m.add_module("graph", nn.Linear(WIDTH, WIDTH)))
+def module_with_a_name_of_graphs(self: Any, x: Tensor) -> Tensor:
+    found: Tensor = self.graph(x)
+    return found
+
+
 @pytest.mark.parametrize("front_end", FRONT_ENDS)
 @pytest.mark.parametrize("name", HAZARDS)
 def test_a_hazard_is_refused_by_name(name: str, front_end: str | None) -> None:

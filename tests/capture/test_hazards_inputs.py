@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from memrewrite.capture import capture
 from memrewrite.workload.step import Inputs
 from tests.support.capture_models import CASES, Pair, Result
 from tests.support.layers import WIDTH, Prepare, model
@@ -208,3 +209,20 @@ STRANGE = {row[0]: row[1:] for row in ROWS_OF_THE_TABLE}
 def test_three_steps_are_those_of_the_original(name: str) -> None:
     function, inputs, prepare = STRANGE[name]
     assert_right(model(function, prepare), lambda k: inputs(), leaves=(True, False))
+
+
+@pytest.mark.parametrize("wide", [8, 32])
+def test_a_forward_that_enters_autocast_around_most_of_its_weights_is_told_of(wide: int) -> None:
+    class Within(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.outer = nn.Linear(16, wide), nn.Linear(wide, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                x = torch.tanh(self.inner(x))
+                x = torch.tanh(self.outer(x)) if wide > 16 else x
+            return x if wide > 16 else self.outer(x.float())
+
+    notes = capture(Within(), Inputs((batch(4, 16),), {})).notes
+    assert [note.partition(", and")[0] for note in notes] == ["Within enters autocast in its own forward"] * (wide > 16)

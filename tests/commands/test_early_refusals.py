@@ -71,6 +71,11 @@ EARLY: dict[str, tuple[list[str], str]] = {
     "folder": (["optimize", "good.py", "-o", "."], ". exists already"),
     "no parent": (["optimize", "good.py", "-o", "no/such"], "There is no folder"),
     "memory": (["estimate", "good.py", "--device-memory", "60%"], "is no number of bytes"),
+    "memory of no device": (["estimate", "good.py", "--device-memory", "9" * 400 + "GB"], "more than any device has"),
+    "folder as a target": (["estimate", "folder.py"], "folder.py is a folder; give path/model.py[:attr]"),
+    "folder as a report": (["optimize", "good.py", "--report", "folder.py"], "is a folder; name a file for --report"),
+    "folder as JSON": (["estimate", "good.py", "--json", "folder.py"], "folder.py is a folder; name a file for JSON"),
+    "one file for two": (["optimize", "good.py", "--png", "a", "--report", "a"], "--report and --png are both a; name"),
     "artifact": (["show", "nothing"], "is no artifact of memrewrite"),
     "artifact to verify": (["verify", ".", "good.py"], "is no artifact of memrewrite"),
     "artifact to measure": (["measure", "good.py", "--artifact", "."], "is no artifact of memrewrite"),
@@ -88,6 +93,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("name", EARLY)
 def test_a_wrong_option_needs_no_torch(name: str, folder: Path) -> None:
     arguments, sentence = EARLY[name]
+    (folder / "folder.py").mkdir()
     ran = subprocess.run([sys.executable, "-c", ALONE, *arguments], capture_output=True, text=True)
     assert ran.stderr.startswith("memrewrite: ")
     assert sentence in ran.stderr

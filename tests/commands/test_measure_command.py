@@ -229,7 +229,7 @@ def test_without_matplotlib(here: Path, capsys: pytest.CaptureFixture[str], monk
             ["--batch-sizes", "8,9", "--plot", "a.txt"],
             "a.txt cannot be drawn; give a file that ends in .png, .svg, .pdf.",
         ),
-        (["--batch-sizes", "8,9", "--plot", "no/a.png"], "There is no folder for the plot no/a.png; make it first."),
+        (["--batch-sizes", "8,9", "--plot", "no/a.png"], "no folder for the --plot file no/a.png; make it first."),
         (["--artifact", "no"], "no is no artifact of memrewrite: it holds no manifest.json."),
         (["--device", "cuda:99"], "There is no device 'cuda:99'"),
     ],

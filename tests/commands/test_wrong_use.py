@@ -160,16 +160,18 @@ SLOW = FULL.replace(
 ).replace("import torch\n", "import os, pathlib, sys, time\nimport torch\n", 1)
 
 
-def test_ctrl_c_while_measuring_leaves_no_child(tmp_path: Path) -> None:
+@pytest.mark.parametrize("asked", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda asked: asked.name)
+def test_what_ends_it_while_measuring_leaves_no_child(asked: signal.Signals, tmp_path: Path) -> None:
     Path("slow.py").write_text(SLOW)
     before = listing()
     command = [sys.executable, "-m", "memrewrite", "optimize", "slow.py", "--no-verify", "--device", "cpu", "-o", "out"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         child = _wait_for_pid(Path("child.pid"), process)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(asked)
         out, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
-    assert err.strip().splitlines()[-1].startswith("memrewrite: interrupted")
+    how = "interrupted" if asked == signal.SIGINT else f"ended by {asked.name}"
+    assert err.strip().splitlines()[-1] == f"memrewrite: {how}; nothing half-written is left."
     assert (out, "Traceback" in err) == ("", False)
     with pytest.raises(ProcessLookupError):
         os.kill(child, 0)

@@ -130,6 +130,30 @@ class Named(torch.optim.SGD):
         self.name = name
 
 
+class HandingOn(torch.optim.Optimizer):
+    """What accelerate makes of an optimizer: it is given that, and keeps nothing of its own."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, scaler: Any = None) -> None:
+        self.optimizer, self.param_groups, self.state = optimizer, optimizer.param_groups, optimizer.state
+        self.defaults = optimizer.defaults
+
+
+def test_of_an_optimizer_that_hands_on_to_another_that_one_is_made_again() -> None:
+    adam = torch.optim.Adam(nn.Linear(2, 2).parameters(), lr=0.5, amsgrad=True)
+    made = optimizers_like(HandingOn(HandingOn(adam)))(nn.Linear(2, 2).parameters())
+    assert type(made) is torch.optim.Adam
+    assert (made.defaults["lr"], made.defaults["amsgrad"]) == (0.5, True)
+
+
+def test_the_optimizer_that_accelerate_prepared() -> None:
+    need("accelerate")
+    model = nn.Sequential(nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 64))
+    accelerate = importlib.import_module("accelerate")
+    model, optimizer = accelerate.Accelerator(cpu=True).prepare(model, torch.optim.Adam(model.parameters()))
+    report = memrewrite.report_of(memrewrite.optimize(model, torch.randn(4, 64), optimizer=optimizer, verify=False))
+    assert report.predicted_before.categories["optimizer state"] >= 2 * 2 * 64 * 64 * 4
+
+
 def test_an_optimizer_that_takes_more_is_refused() -> None:
     with pytest.raises(UsageError, match=r"Named cannot be made again from its settings .*'name'.*give a factory"):
         optimizers_like(Named(nn.Linear(2, 2).parameters(), "mine"))
@@ -189,6 +213,20 @@ def test_a_trainer_that_makes_its_model_is_refused(transformers: ModuleType, tmp
     config = transformers.GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=1, n_head=2)
     ours = trainer(transformers, tmp_path, model_init=lambda: transformers.GPT2LMHeadModel(config))
     with pytest.raises(UsageError, match="model_init; give it model= instead"):
+        optimize_trainer(ours, budget="min")
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("setting", [{"gradient_checkpointing": True}, {"neftune_noise_alpha": 5.0}], ids=list)
+def test_a_trainer_that_changes_its_model_when_it_trains_is_refused(
+    setting: dict[str, Any], transformers: ModuleType, tmp_path: Path
+) -> None:
+    from memrewrite.integrations.transformers import optimize_trainer
+
+    given = trainer(transformers, tmp_path)
+    args = transformers.TrainingArguments(tmp_path, use_cpu=True, report_to=[], **setting)
+    ours = transformers.Trainer(given.model, args, train_dataset=given.train_dataset)
+    with pytest.raises(UsageError, match=rf"^The Trainer .* when it trains, by {next(iter(setting))}"):
         optimize_trainer(ours, budget="min")
 
 

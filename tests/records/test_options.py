@@ -57,6 +57,8 @@ def test_other_forms(value: str | int | Budget, parsed: Budget) -> None:
         ("8GB 2MB", "no known unit"),
         ("MIN", "no known unit"),
         ("0GB", "more than zero"),
+        ("9" * 400 + "GB", "more than any device has"),
+        (2**63, "more than any device has"),
         ("0.1B", "more than zero"),
         ("0%", "not a share"),
         ("101%", "not a share"),
@@ -86,10 +88,6 @@ def test_decimals_are_exact(thousandths: int, unit: str) -> None:
     scale = {"K": 1, "M": 2, "G": 3}[unit[0]]
     factor = (1024 if "i" in unit else 1000) ** scale
     assert Budget.parse(f"{thousandths / 1000:.3f}{unit}").bytes == max(thousandths * factor // 1000, 1)
-
-
-def test_a_huge_number_is_no_crash() -> None:
-    assert (Budget.parse("9" * 400 + "GB").bytes or 0) > 10**400
 
 
 @pytest.mark.parametrize(

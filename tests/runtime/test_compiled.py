@@ -1,5 +1,6 @@
 """Plans for a result that will be compiled: what ``torch.compile`` honours, and how it runs that."""
 
+import copy
 import functools
 import re
 from collections import Counter
@@ -348,3 +349,30 @@ def test_what_a_compiled_result_looks_at_can_be_traced() -> None:
     found = compiled(x)
     torch.compiler.reset()
     torch.testing.assert_close(found, model(x))
+
+
+class Drawing(nn.Module):
+    """Dropout and batch normalization in segments: what must be the same, or be done once, where one runs again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.norms = nn.ModuleList(nn.BatchNorm1d(16) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = functional.dropout(functional.gelu(norm(layer(x))), 0.3, self.training)
+        return x
+
+
+@pytest.mark.parametrize("backend", ["eager", "eager_noexcept", "aot_eager"])
+def test_what_draws_and_updates_by_every_back_end(backend: str) -> None:
+    torch.manual_seed(0)
+    model, x = Drawing(), torch.randn(256, 16)
+    result: Any = memrewrite.optimize(copy.deepcopy(model), x, budget="min", verify=False, exact=True)
+    assert "random=True" in result._memrewrite.source
+    torch.compiler.reset()
+    compiled: Any = torch.compile(result, backend=backend)
+    for _ in range(2):
+        assert_same_bits(step(result, x, lambda _, leaf: compiled(leaf)), step(model, x))
+    torch.compiler.reset()

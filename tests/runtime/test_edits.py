@@ -630,13 +630,68 @@ def test_a_weight_that_is_no_longer_tied(edit: Edit, when: Callable[[Any, Edit],
     assert_same_bits(step(twin, image(4)), step(plain, image(4)))
 
 
-def test_a_weight_is_no_longer_tied_where_the_result_is_compiled(of_tied: Any) -> None:
+class Scaled(nn.Module):
+    """Two layers with one table: a buffer of both, or an attribute; a third only keeps it."""
+
+    def __init__(self, buffer: bool) -> None:
+        super().__init__()
+        table = torch.rand(3, 1, 1)
+        self.stem, self.mix = nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(3, 3, 3, padding=1)
+        for layer in (self.stem, self.mix):
+            (layer.register_buffer if buffer else functools.partial(setattr, layer))("table", table)
+        self.first = table
+
+    def forward(self, image: Tensor) -> Tensor:
+        x = torch.tanh(self.stem(image) * self.stem.table)
+        return torch.tanh(self.mix(x) * self.mix.table).mean((2, 3))
+
+
+SCALED = {"a buffer": functools.partial(Scaled, True), "an attribute": functools.partial(Scaled, False)}
+
+
+@pytest.fixture(scope="module", params=SCALED)
+def of_scaled(request: pytest.FixtureRequest) -> Any:
+    make = SCALED[request.param]
+    return make, optimized(seeded(make))
+
+
+def part(model: Any) -> None:
+    model.mix.table = model.mix.table / 2
+
+
+def part_first(model: Any) -> None:
+    model.stem.table = model.stem.table / 2
+
+
+@pytest.mark.parametrize("when", [at_once, before_copy, before_pickle], ids=lambda when: when.__name__)
+@pytest.mark.parametrize("edit", [part, part_first])
+def test_a_tensor_that_is_no_longer_that_of_another_module(
+    edit: Edit, when: Callable[[Any, Edit], Any], of_scaled: Any
+) -> None:
+    plain, twin = seeded(of_scaled[0]), copy.deepcopy(of_scaled[1])
+    assert told(twin, image(4))[1] == []
+    plain = when(plain, edit)
+    twin = when(twin, edit)
+    numbers, texts = told(twin, image(4))
+    assert_same_bits(numbers, step(plain, image(4)))
+    assert [text.partition(": ")[2] for text in texts] == ["stem.table and mix.table are two tensors, captured as one."]
+
+
+def test_a_tensor_that_forward_does_not_read_may_be_another(of_scaled: Any) -> None:
+    twin = copy.deepcopy(of_scaled[1])
+    twin.first = twin.first / 2
+    assert told(twin, image(4))[1] == []
+
+
+@pytest.mark.parametrize("of_buffer", [False, True])
+def test_a_weight_is_no_longer_tied_where_the_result_is_compiled(of_tied: Any, of_buffer: bool) -> None:
     torch.compiler.reset()
-    plain, twin = seeded(Tied), copy.deepcopy(of_tied)
+    make, edit = (SCALED["a buffer"], part) if of_buffer else (Tied, untie)
+    plain, twin = seeded(make), optimized(seeded(make)) if of_buffer else copy.deepcopy(of_tied)
     compiled: Any = torch.compile(twin, backend="eager")
     for untied in (False, True):
         for model in (plain, twin) if untied else ():
-            untie(model)
+            edit(model)
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
             ours = compiled(image(4))
