@@ -127,7 +127,21 @@ class Logged(nn.Module):
         return result
 
 
-@pytest.mark.parametrize(("module", "size"), [(Folded(), (16, 64, 36)), (Logged(), (8, 32, 16))], ids=["fold", "log"])
+class Turning(nn.Module):
+    """Pairs of numbers as complex ones, times one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.view_as_real(torch.view_as_complex(self.mix(x).unflatten(-1, (8, 2))) * 1j)
+
+
+STEPS = {"fold": (Folded(), (16, 64, 36)), "log": (Logged(), (8, 32, 16)), "number": (Turning(), (16, 16))}
+
+
+@pytest.mark.parametrize(("module", "size"), STEPS.values(), ids=STEPS)
 def test_what_a_step_takes_with_them_is_counted(module: nn.Module, size: tuple[int, ...]) -> None:
     inputs = Inputs((torch.randn(size),), {})
     assert simulate(module, inputs, Step()) == run_tracked(module, inputs, Step())

@@ -105,6 +105,11 @@ def _in_memory_of(result: Tensor, count: int) -> Tensor:
     return result.new_empty(count).as_strided(result.shape, result.stride()) if count > result.numel() else result
 
 
+def _conjugated(result: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    """Marked so, also where a number was given: what reads it makes a copy that is not."""
+    return result if isinstance(args[0], Tensor) else func(result)
+
+
 def _contiguous(results: Any, func: Any, args: Any, kwargs: Any) -> Any:
     """The first one is, on the CPU."""
     first, *others = results if isinstance(results, tuple) else (results,)
@@ -151,6 +156,7 @@ _RULES: dict[str, Callable[[Any, Any, Any, Any], Any]] = {
     "aten::smooth_l1_loss": _in_memory_of_terms,
     "aten::binary_cross_entropy": _in_memory_of_terms,
     "aten::soft_margin_loss": _in_memory_of_terms,
+    "aten::_conj": _conjugated,
     "aten::col2im": _in_memory_of_argument,
     "aten::im2col": _in_memory_of_argument,
     "aten::_embedding_bag": _bags,
