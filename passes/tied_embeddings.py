@@ -12,6 +12,9 @@ After::
 
 The gradient of the head is there from the beginning of backward on. That of the embedding, which is as large and comes
 where backward ends, is then the rows of the words of this batch alone. So it is for embeddings that share a weight.
+The sums are the original's to the last bit, in one call of the model. Of several before one backward, what belongs to a
+call is added up before it joins the others, where autograd adds one after the other: of four gradients or more the last
+bit may differ.
 """
 
 from collections.abc import Iterator

@@ -24,6 +24,7 @@ from memrewrite.records.errors import CaptureError
 from memrewrite.records.ranges import Range
 from memrewrite.runtime.dropin import gradients_now
 from memrewrite.state.attributes import preserved
+from memrewrite.state.function_caches import fakes_forgotten
 from memrewrite.torch_internals.fake_tensors import real_rules_on_fake_tensors
 from memrewrite.torch_internals.pytrees import tree_leaves
 from memrewrite.torch_internals.spread import is_divided
@@ -65,6 +66,7 @@ def capture(
         preserved(model),
         standing_in(model, kept),
         real_rules_on_fake_tensors(),
+        fakes_forgotten(model),
         autocast(amp, device_type(model, inputs)),
     ):
         found = _captured(model, inputs, front_end, pairs, ranges, elsewhere, bool(kept))

@@ -110,11 +110,14 @@ class ReadsOfForward:
 def _has_attributes(value: Any) -> bool:
     """Whether this is an object with attributes, of a class that can be watched and is not PyTorch's own."""
     kind = type(value)
-    foreign = kind.__module__.partition(".")[0] not in ("torch", "builtins") and bool(kind.__flags__ & _OF_PYTHON)
+    settable = kind.__flags__ & (_OF_PYTHON | _FIXED) == _OF_PYTHON
+    foreign = kind.__module__.partition(".")[0] not in ("torch", "builtins") and settable
     return foreign and hasattr(value, "__dict__") and not isinstance(value, OPAQUE)
 
 
-_OF_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE: classes written in Python, whose attributes can be set
+# Py_TPFLAGS_HEAPTYPE: classes written in Python, whose attributes can be set, unless Py_TPFLAGS_IMMUTABLETYPE says that
+# they cannot, as those of functools.
+_OF_PYTHON, _FIXED = 1 << 9, 1 << 8
 
 
 def _counts(name: str, reader: FrameType | None) -> bool:

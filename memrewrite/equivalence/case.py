@@ -9,7 +9,7 @@ from torch import nn
 
 from memrewrite.equivalence.compare import HALF, Comparison
 from memrewrite.equivalence.reference import FusedRandomnessError
-from memrewrite.equivalence.trial import Kept, Key, Record, on_device, take_step
+from memrewrite.equivalence.trial import Kept, Key, Record, input_name, on_device, take_step
 from memrewrite.measurement.snapshot import State
 from memrewrite.runtime.dropin import accept, programs
 from memrewrite.runtime.promise import FallbackWarning
@@ -36,7 +36,8 @@ class Case:
     ``known`` is what float64 left to each value when the two were compared before (``Verdict.room``).
     ``avoid`` are the families of fused random operators that are known to stand in the way of a reference, at any size,
     ``unfit`` the classes of blocks that may not run again in one, ``too_large`` the sizes of inputs at which one is too
-    large unless blocks do.
+    large unless blocks do; ``idle`` the numbers of inputs that the original gives no gradient, as it drops a mask that
+    masks nothing: a program has it, and kernels do otherwise where a mask requires a gradient.
     Results stay on the device where they are to be ``near``, those of one step at a time if ``step_by_step``.
     """
 
@@ -53,6 +54,7 @@ class Case:
     avoid: set[str] = field(default_factory=set)
     unfit: set[type] = field(default_factory=set)
     too_large: set[tuple[torch.Size, ...]] = field(default_factory=set)
+    idle: set[int] = field(default_factory=set)
     near: bool = True
     step_by_step: bool = False
 
@@ -91,19 +93,23 @@ class Case:
 
     def run_original(self, optimizer: torch.optim.Optimizer | None, parameters: bool = True) -> Record:
         """One step of the original."""
-        kept = replace(self.kept, parameters=parameters)
+        kept = replace(self.kept, parameters=parameters, idle=frozenset(self.idle))
+        how = self.devices, self.input_gradients, kept
         try:
-            return take_step(self.original, self.inputs, self.step, optimizer, self.devices, self.input_gradients, kept)
+            record = take_step(self.original, self.inputs, self.step, optimizer, *how)
         except (torch.OutOfMemoryError, FusedRandomnessError):
             raise
         except Exception as error:
             raise OriginalError from error
+        numbers = range(len(self.inputs.tensors()))
+        self.idle.update(n for n in numbers if record.get(("input gradient", input_name(n)), ...) is None)
+        return record
 
     def run_rewritten(self, optimizer: torch.optim.Optimizer | None) -> Record:
         """One step of the rewritten model."""
         if (reason := self.why_not_run()) is not None:
             raise RewrittenError from FallbackWarning(reason)
-        how = self.devices, self.input_gradients, self.kept
+        how = self.devices, self.input_gradients, replace(self.kept, idle=frozenset(self.idle))
         try:
             return take_step(self.rewritten, self.inputs, self.step, optimizer, *how)
         except torch.OutOfMemoryError:

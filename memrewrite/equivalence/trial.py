@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -28,13 +28,15 @@ class Kept:
     """What of a step is kept, as copies on the CPU or, ``near``, where each tensor lies.
 
     ``outputs`` are left out where a model may return its loss alone: logits are most of what it computes. ``gradients``
-    are no copies, wherever they lie, of a module that nobody has afterwards.
+    are no copies, wherever they lie, of a module that nobody has afterwards. No gradients are asked for of the inputs
+    numbered in ``idle``, unless they require one.
     """
 
     outputs: bool = True
     parameters: bool = True
     near: bool = False
     gradients: Literal["copied", "taken"] = "copied"
+    idle: frozenset[int] = frozenset()
 
     def copy(self, value: Any) -> Any:
         """A copy of a tensor, dense; of one that is spread, its part here; anything else as it is."""
@@ -90,7 +92,7 @@ def take_step(
     (after the step), random state, training flag. ``input_gradients`` asks for those of every floating-point input.
     """
     record: Record = {}
-    leaves, private = private_inputs(inputs, input_gradients and step.mode == "train")
+    leaves, private = private_inputs(inputs, input_gradients and step.mode == "train", kept.idle)
     if step.mode == "inference":
         with torch.no_grad(), autocast(step.amp, device_type(module, private)):
             _keep_output(record, module(*private.args, **private.kwargs), kept)
@@ -124,7 +126,7 @@ def on_device(record: Record) -> bool:
     return any(isinstance(value, Tensor) and value.is_cuda for value in record.values())
 
 
-def private_inputs(inputs: Inputs, gradients: bool) -> tuple[list[Tensor], Inputs]:
+def private_inputs(inputs: Inputs, gradients: bool, idle: Collection[int]) -> tuple[list[Tensor], Inputs]:
     """Leaf copies of the tensor inputs, and the inputs made of them; an input passed twice stays one tensor.
 
     A leaf that requires gradients enters the model through a clone, so that the model may write it in place.
@@ -136,8 +138,8 @@ def private_inputs(inputs: Inputs, gradients: bool) -> tuple[list[Tensor], Input
             return value
         if id(value) not in leaves:
             leaf = value.detach().clone()
-            differentiable = leaf.is_floating_point() or leaf.is_complex()
-            leaf.requires_grad_(value.requires_grad or (gradients and differentiable))
+            asked = gradients and len(leaves) not in idle and (leaf.is_floating_point() or leaf.is_complex())
+            leaf.requires_grad_(value.requires_grad or asked)
             leaves[id(value)] = leaf, leaf.clone() if leaf.requires_grad else leaf
         return leaves[id(value)][1]
 
@@ -173,7 +175,12 @@ def _keep_gradients(record: Record, module: nn.Module, leaves: list[Tensor], kep
     for name, parameter in module.named_parameters():
         record["gradient", name] = kept.gradient(parameter)
     for index, leaf in enumerate(leaves):
-        record["input gradient", f"input {index}"] = kept.gradient(leaf)
+        record["input gradient", input_name(index)] = kept.gradient(leaf)
+
+
+def input_name(number: int) -> str:
+    """By which the gradient of an input is kept."""
+    return f"input {number}"
 
 
 def _keep_state(record: Record, module: nn.Module, devices: tuple[torch.device, ...], kept: Kept) -> None:

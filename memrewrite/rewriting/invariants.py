@@ -98,7 +98,10 @@ def _each(say: Callable[[Tensor], str], value: Any) -> str:
 
 
 def _form(tensor: Tensor) -> str:
-    return f"{tensor.dtype} {tuple(tensor.shape)} strided {tensor.stride()} on {tensor.device.type}"
+    apart = tuple(
+        step for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1
+    )  # others say nothing
+    return f"{tensor.dtype} {tuple(tensor.shape)} strided {apart} on {tensor.device.type}"
 
 
 def _gradient(tensor: Tensor) -> str:

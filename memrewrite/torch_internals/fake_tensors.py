@@ -34,6 +34,7 @@ with private_imports():
     )
     from torch._subclasses.fake_tensor import FakeTensorMode as _FakeTensorMode
     from torch._subclasses.fake_tensor import unset_fake_temporarily as real_tensors
+    from torch._subclasses.functional_tensor import FunctionalTensor  # what fake ones are wrapped in while exported
     from torch.utils._python_dispatch import TorchDispatchMode
 
 require(
@@ -62,6 +63,7 @@ __all__ = [
     "real_rules_on_fake_tensors",
     "real_tensors",
     "suggested_format",
+    "without_data",
 ]
 
 
@@ -128,6 +130,11 @@ def _is_ordinary(tensor: torch.Tensor) -> bool:
         return False
     lazy = tensor.is_quantized or tensor.is_conj() or tensor.is_neg()
     return not lazy and not tensor.requires_grad and tensor.storage_offset() == 0
+
+
+def without_data(value: object) -> bool:
+    """Whether it is a tensor that only stands for one."""
+    return isinstance(value, FakeTensor | FunctionalTensor)
 
 
 def asks_for_memory(error: Exception) -> bool:

@@ -20,6 +20,7 @@ __all__ = [
     "C_FUNCTIONS",
     "OpOverload",
     "OpOverloadPacket",
+    "aliases_arguments",
     "argument_names",
     "is_mutable",
     "name_of_others",
@@ -64,6 +65,11 @@ def returns_view(operator: OpOverload) -> bool:
     """Whether the operator returns a view of an argument instead of a new tensor or the argument it wrote."""
     aliases = [result.alias_info for result in operator._schema.returns]
     return any(alias is not None and not alias.is_write for alias in aliases)
+
+
+def aliases_arguments(operator: OpOverload) -> bool:
+    """Whether the operator returns an argument that it wrote, or a view of one."""
+    return any(result.alias_info is not None for result in operator._schema.returns)
 
 
 def written_arguments(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:

@@ -329,6 +329,29 @@ def test_inputs_that_must_not_need_gradients_do_not(inputs: Inputs) -> None:
     assert bool((model.average == 0).all())
 
 
+class Dropping(nn.Module):
+    """Attends without a mask of zeros, which masks nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(16, 16)
+
+    def kept(self, mask: Tensor) -> Tensor | None:
+        return mask if mask.any() else None
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        heads = self.mix(x).unflatten(-1, (4, 4)).transpose(1, 2)
+        return functional.scaled_dot_product_attention(heads, heads, heads, self.kept(mask))
+
+
+def test_a_mask_that_the_original_drops_is_asked_for_no_gradient() -> None:
+    model, masked = Dropping(), Inputs((torch.randn(2, 8, 16), torch.zeros(2, 1, 8, 8)), {})
+    with_mask = rewrite(model, kept=lambda self, mask: mask)
+    assert verify(model, with_mask, masked, Step(), exact=True).equivalent
+    masked.args[1].requires_grad_()
+    assert not verify(model, with_mask, masked, Step(), exact=True).equivalent
+
+
 class Hungry(nn.Module):
     """Runs out of memory above a batch of 2, below it not at all unless ``least`` says so."""
 

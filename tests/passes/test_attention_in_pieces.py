@@ -246,3 +246,22 @@ def test_the_lowest_peak_has_it(tmp_path: Path) -> None:
     x = torch.randn(2, 64, 16)
     for other in (memrewrite.load(tmp_path / "out", Texts()), copy.deepcopy(with_it)):
         torch.testing.assert_close(other(x), with_it(x), rtol=0, atol=0)
+
+
+class Pooled(nn.Module):
+    """One query, the mean of a text, attends to all of it, as poolers of texts and images do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.mix(torch.cat([x.mean(0, keepdim=True), x])).chunk(3, -1)
+        heads = (part.reshape(-1, 8, 2).transpose(0, 1).unsqueeze(0) for part in (query[:1], key, value))
+        return torch.as_tensor(self.out(F.scaled_dot_product_attention(*heads).permute(2, 0, 1, 3).reshape(1, -1)))
+
+
+def test_dimensions_of_one_may_lie_otherwise() -> None:
+    passes = ["attention_in_pieces", "checkpoint_segments"]
+    model = memrewrite.optimize(Pooled(), torch.randn(96, 1, 16), budget="min", optimizer="sgd", passes=passes)
+    assert memrewrite.report_of(model).equivalent

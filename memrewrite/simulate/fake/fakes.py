@@ -25,6 +25,7 @@ from memrewrite.simulate.fake.stand_ins import functions_on_fakes
 from memrewrite.simulate.fake.unchanged import Unchanged
 from memrewrite.state import containers
 from memrewrite.state.attributes import OPAQUE
+from memrewrite.state.function_caches import fakes_forgotten
 from memrewrite.targets.eager import EAGER, Target
 from memrewrite.torch_internals.dispatch_modes import Recall
 from memrewrite.torch_internals.fake_tensors import (
@@ -165,7 +166,7 @@ def on_fakes(
         twin.note()
     pairs = zip(fakes.tensors(), inputs.tensors(), strict=True)
     given = [(fake, real) for fake, real in pairs if these and not real.is_meta]
-    with running_on_fakes(twin.mode, target, given):
+    with fakes_forgotten(module), running_on_fakes(twin.mode, target, given):
         yield running, fakes
     if twins is not None:
         twins.give_back(module, twin)

@@ -8,7 +8,8 @@ Backward of GroupNorm gives the input's type all the same, that of BatchNorm no 
 BatchNorm's kernels for the CPU, as cuDNN's, give what they normalize, and its gradient, contiguous or with channels
 last, whichever the input is closer to; the rules give the order of dimensions that the input or the gradient has.
 The mean or sum of a loss (MSE, smooth L1, binary cross-entropy) is one number in the memory that its terms had, where
-the rules give it some of its own; and the gradient of such a loss is contiguous.
+the rules give it some of its own. So is a fold, or an unfold of few patches, in the memory of as much as it was given.
+The other rules here are of layouts where sizes play a part; ``layouts`` has the general one.
 """
 
 import functools
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memrewrite.simulate.fake.layouts import laid_out_as_by_kernels
 from memrewrite.targets.transients import like, made
 from memrewrite.torch_internals.dispatch_modes import Layer
 from memrewrite.torch_internals.fake_tensors import FakeTensor, real_tensors, suggested_format
@@ -32,9 +34,12 @@ class TrueResults(Layer):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        results = self.below(func, types, args, kwargs or {})
+        kwargs = kwargs or {}
+        results = self.below(func, types, args, kwargs)
         rule = _rule(func)
-        return results if rule is None else rule(results, func, args, dict(kwargs or {}))
+        if rule is not None:
+            results = rule(results, func, args, dict(kwargs))
+        return laid_out_as_by_kernels(results, func, args, kwargs)
 
 
 def _normalized(results: Any, func: Any, args: Any, kwargs: Any) -> Any:
@@ -81,8 +86,40 @@ def _in_memory_of_terms(result: Any, func: Any, args: Any, kwargs: Any) -> Any:
     return result
 
 
-def _contiguous(result: Any, func: Any, args: Any, kwargs: Any) -> Any:
-    return _laid_out(result, torch.contiguous_format)
+def _in_memory_of_argument(result: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    """In memory that was made for as much as the first argument, which is not given back where that is more."""
+    return _in_memory_of(result, args[0].numel())
+
+
+def _bags(results: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    """On the CPU there is memory for one index more, and for one size more where the last offset is the end."""
+    embedded, bags, counts, largest = results
+    if bags.device.type != "cpu":
+        return results
+    ends = named_arguments(func, args, kwargs)["include_last_offset"]
+    bags = _in_memory_of(bags, bags.numel() + 1) if bags.numel() else bags
+    return embedded, bags, _in_memory_of(counts, counts.numel() + ends), largest
+
+
+def _in_memory_of(result: Tensor, count: int) -> Tensor:
+    return result.new_empty(count).as_strided(result.shape, result.stride()) if count > result.numel() else result
+
+
+def _conjugated(result: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    """Marked so, also where a number was given: what reads it makes a copy that is not."""
+    return result if isinstance(args[0], Tensor) else func(result)
+
+
+def _contiguous(results: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    """The first one is, on the CPU."""
+    first, *others = results if isinstance(results, tuple) else (results,)
+    placed = _laid_out(first, torch.contiguous_format) if first is not None and first.device.type == "cpu" else first
+    return (placed, *others) if others else placed
+
+
+def _as_argument(name: str, result: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    """In the memory format that the argument of that name is closer to."""
+    return _in_format_of(named_arguments(func, args, kwargs)[name], result)
 
 
 def _of_type(result: Tensor, dtype: torch.dtype) -> Tensor:
@@ -119,9 +156,21 @@ _RULES: dict[str, Callable[[Any, Any, Any, Any], Any]] = {
     "aten::smooth_l1_loss": _in_memory_of_terms,
     "aten::binary_cross_entropy": _in_memory_of_terms,
     "aten::soft_margin_loss": _in_memory_of_terms,
-    "aten::mse_loss_backward": _contiguous,
-    "aten::smooth_l1_loss_backward": _contiguous,
-    "aten::huber_loss_backward": _contiguous,
+    "aten::_conj": _conjugated,
+    "aten::col2im": _in_memory_of_argument,
+    "aten::im2col": _in_memory_of_argument,
+    "aten::_embedding_bag": _bags,
+    "aten::_embedding_bag_forward_only": _bags,
+    "aten::glu_backward": _contiguous,
+    "aten::native_layer_norm_backward": _contiguous,
+    "aten::channel_shuffle": functools.partial(_as_argument, "self"),
+    "aten::max_unpool2d": functools.partial(_as_argument, "self"),
+    "aten::reflection_pad3d": functools.partial(_as_argument, "self"),
+    "aten::replication_pad3d": functools.partial(_as_argument, "self"),
+    "aten::reflection_pad2d_backward": functools.partial(_as_argument, "self"),
+    "aten::reflection_pad3d_backward": functools.partial(_as_argument, "self"),
+    "aten::replication_pad2d_backward": functools.partial(_as_argument, "self"),
+    "aten::replication_pad3d_backward": functools.partial(_as_argument, "self"),
 }
 
 
