@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from memrewrite.records.report import Report
     from memrewrite.runtime.promise import BeyondPlanError, BeyondPlanWarning, FallbackWarning
     from memrewrite.runtime.swish import Swish, swish
+    from memrewrite.workload.in_groups import step_in_groups
 
 _LAZY = {
     "CompiledGraph": "memrewrite.records.compiled",
@@ -68,6 +69,7 @@ _LAZY = {
     "measure": "memrewrite.api",
     "optimize": "memrewrite.api",
     "report_of": "memrewrite.records.attached",
+    "step_in_groups": "memrewrite.workload.in_groups",
     "swish": "memrewrite.runtime.swish",
     "verify": "memrewrite.api",
     "watch": "memrewrite.measurement.watching",
@@ -100,6 +102,7 @@ __all__ = [
     "measure",
     "optimize",
     "report_of",
+    "step_in_groups",
     "swish",
     "verify",
     "watch",

@@ -12,7 +12,7 @@ from memrewrite.cache.store import store_in
 from memrewrite.equivalence import verifying
 from memrewrite.equivalence.verdict import Verdict
 from memrewrite.measurement import measuring
-from memrewrite.optimizing.ranks import planned
+from memrewrite.optimizing.ranks import Planned, planned
 from memrewrite.optimizing.request import Request
 from memrewrite.records.attached import attach
 from memrewrite.records.errors import UsageError
@@ -23,6 +23,7 @@ from memrewrite.records.outcomes import Measured
 from memrewrite.records.ranges import Ranges
 from memrewrite.records.report import Report
 from memrewrite.targets.compiled import CompiledTarget
+from memrewrite.workload.in_groups import TOLD, step_in_groups, stepping
 from memrewrite.workload.sharding import unwrapped, wrapped_like
 from memrewrite.workload.workload import Optimizer, workload
 
@@ -41,6 +42,7 @@ def optimize(
     budget: str | int | Budget | None = None,
     reserved: bool = False,
     optimizer: Optimizer = "adamw",
+    optimizer_step: Literal["whole", "grouped"] = "whole",
     loss_fn: Callable[[Any], Tensor] | None = None,
     amp: str | torch.dtype | None = None,
     mode: Literal["train", "inference"] | None = None,
@@ -63,25 +65,34 @@ def optimize(
     """A drop-in for ``model`` whose training step peaks within ``budget`` bytes, proved equivalent to it.
 
     ``example_inputs`` is a tensor or a tuple; ``budget`` is text such as ``"8GB"``, ``"60%"`` or ``"min"``, an int of
-    bytes or a ``Budget``, for all that a steady step holds; with ``reserved``, for what CUDA's caching allocator holds.
+    bytes or a ``Budget``, for all that a steady step holds, or what CUDA's caching allocator holds, if ``reserved``.
     ``optimizer`` is ``"none"``, ``"sgd"``, ``"sgd-momentum"``, ``"adam"``, ``"adamw"``, either with ``-fused``, one to
-    copy, a factory, or None; ``loss_fn(output)`` gives a scalar, and what it holds counts as targets; ``amp`` is
-    ``"bf16"`` or ``"fp16"``; gradients of ``micro_batches`` are accumulated. ``loop`` names habits of yours,
-    ``mesh="ddp=8"`` bounds each of so many processes, as a model in DDP does, which comes back in it. ``device="cuda"``
-    plans for CUDA where there is none. ``regions`` are patterns of paths (``"layers.*"``) to capture one by one.
-    ``passes`` names those allowed ("all": on request, too), ``exact`` keeps the forward bit-equal, ``verify=False``
-    skips the proof, ``strict`` raises for a warning. ``dynamic`` names sizes that vary (``memrewrite.records.ranges``),
+    copy, a factory, or None; ``optimizer_step="grouped"`` is by ``step_in_groups``. ``loss_fn(output)`` gives a scalar;
+    what it holds counts as targets. ``amp`` is ``"bf16"`` or ``"fp16"``; gradients of ``micro_batches`` add up.
+    ``loop`` names habits of yours, ``mesh="ddp=8"`` bounds each of so many processes, as does a model in DDP.
+    ``device="cuda"`` plans for CUDA where there is none. ``regions`` are patterns of paths (``"layers.*"``) to capture
+    one by one; ``passes`` names those allowed ("all": on request, too). ``exact`` keeps the forward bit-equal, no
+    ``verify`` skips the proof, ``strict`` raises for a warning, ``dynamic`` names sizes (``records.ranges``) that vary,
     ``returns="loss"`` drops others, ``compiled`` is for ``torch.compile``, ``cache`` a folder for plans (False: none).
-
     The result shares every Parameter and buffer with ``model``, is of its class, has its hooks and carries ``.report``,
-    or is ``model``, where nothing is gained. ``progress`` is told each stage. Raises every kind of ``MemrewriteError``.
+    or is ``model``, where nothing is gained. ``progress`` is told stages. Raises every kind of ``MemrewriteError``.
     """
     inner, of_mesh = unwrapped(model, mesh, together=True)
     names = pass_names(passes)
     asked = Request(budget, reserved, device, regions, names, exact, compiled, verify, strict, seed, dynamic, returns)
     asked.check(inner)
     work = workload(inner, example_inputs, example_kwargs, optimizer, loss_fn, amp, mode, micro_batches, loop, of_mesh)
-    found = planned(work, asked, store_in(cache), progress, given=model)
+    work = replace(work, step=stepping(work.step, inner, optimizer_step))
+    return _given(planned(work, asked, store_in(cache), progress, given=model), model, optimizer, optimizer_step)
+
+
+def _given(found: Planned, model: nn.Module, optimizer: Optimizer, optimizer_step: str) -> OptimizedModule:
+    """What was planned, in what ``model`` is wrapped in; if so asked, the optimizer steps in groups now, or is to."""
+    if optimizer_step == "grouped":
+        if isinstance(optimizer, torch.optim.Optimizer):
+            step_in_groups(optimizer)
+        else:
+            found = found.noted(TOLD)
     return cast(OptimizedModule, attach(found.report, found.module, wrapped_like(model, found.module)))
 
 

@@ -38,6 +38,7 @@ from memrewrite.search.bench import Bench
 from memrewrite.search.fit_to_budget import limit_for
 from memrewrite.search.so_far import Offer
 from memrewrite.workload.hooks import with_hooks_of, without_hooks
+from memrewrite.workload.in_groups import made_whole
 from memrewrite.workload.step import OptimizerFactory, device_of
 from memrewrite.workload.workload import Workload
 
@@ -105,6 +106,9 @@ def _described(work: Workload, asked: Request) -> Description:
 
 def _optimizer(factory: OptimizerFactory | None) -> Any:
     """The factory, without the learning rate where that is a number to one of PyTorch's optimizers."""
+    whole, most = made_whole(factory)
+    if most is not None:
+        return "in groups", most, _optimizer(whole)
     if not isinstance(factory, functools.partial) or not str(factory.func.__module__).startswith("torch.optim"):
         return factory
     settings = factory.keywords

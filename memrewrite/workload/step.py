@@ -332,8 +332,10 @@ def _hands_on(optimizer: torch.optim.Optimizer, inner: torch.optim.Optimizer) ->
     return optimizer.param_groups is inner.param_groups and optimizer.state is inner.state
 
 
-def optimizers_like(optimizer: torch.optim.Optimizer) -> OptimizerFactory:
-    """A factory of optimizers of that class with the settings of its first group; the optimizer itself is not touched.
+def optimizers_like(
+    optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer] | None = None
+) -> OptimizerFactory:
+    """A factory of optimizers of that class, or ``kind``, with the settings of its first group; it is not touched.
 
     Of one that only hands on to another, as accelerate's does, it is that other one that is made again.
     Raises ``UsageError`` where the class takes more than its settings.
@@ -341,17 +343,18 @@ def optimizers_like(optimizer: torch.optim.Optimizer) -> OptimizerFactory:
     inner = getattr(optimizer, "optimizer", None)
     if isinstance(inner, torch.optim.Optimizer) and _hands_on(optimizer, inner):
         return optimizers_like(inner)
-    signature = inspect.signature(type(optimizer))
+    kind = kind or type(optimizer)
+    signature = inspect.signature(kind)
     settings = {**optimizer.defaults, **optimizer.param_groups[0]}
     known = {name: settings[name] for name in signature.parameters if name in settings and name != "params"}
     try:
         signature.bind([], **known)
     except TypeError as error:
         raise UsageError(
-            f"{type(optimizer).__name__} cannot be made again from its settings ({error}); give a factory, "
+            f"{kind.__name__} cannot be made again from its settings ({error}); give a factory, "
             "lambda parameters: ..., as the optimizer."
         ) from error
-    return functools.partial(type(optimizer), **known)
+    return functools.partial(kind, **known)
 
 
 def autocast(amp: torch.dtype | None, device: str, cached: bool = True) -> contextlib.AbstractContextManager[Any]:

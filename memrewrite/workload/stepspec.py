@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from memrewrite.workload.step import OptimizerFactory, Step
 
 MODES = ("train", "inference")
-OPTIMIZERS = ("none", "sgd", "sgd-momentum", "adam", "adam-fused", "adamw", "adamw-fused")
+OPTIMIZERS = (
+    *("none", "sgd", "sgd-momentum", "adam", "adam-fused", "adam-grouped", "adamw", "adamw-fused", "adamw-grouped"),
+)
 AMP = ("off", "bf16", "fp16")
 
 
@@ -79,14 +81,18 @@ def optimizer_factory(name: str) -> "OptimizerFactory | None":
     _check_optimizer(name)
     import torch
 
+    from memrewrite.workload.in_groups import making_groups
+
     factories: dict[str, OptimizerFactory | None] = {
         "none": None,
         "sgd": torch.optim.SGD,
         "sgd-momentum": functools.partial(torch.optim.SGD, momentum=0.9),
         "adam": torch.optim.Adam,
         "adam-fused": functools.partial(torch.optim.Adam, fused=True),
+        "adam-grouped": making_groups(torch.optim.Adam),
         "adamw": torch.optim.AdamW,
         "adamw-fused": functools.partial(torch.optim.AdamW, fused=True),
+        "adamw-grouped": making_groups(torch.optim.AdamW),
     }
     return factories[name] if name in factories else named(name, "optimizer")
 

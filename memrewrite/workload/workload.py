@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from memrewrite.records.errors import UsageError
 from memrewrite.records.loop import TUTORIAL, Loop
 from memrewrite.records.mesh import Mesh
-from memrewrite.workload.step import Inputs, Step, optimizers_like
+from memrewrite.workload.in_groups import factory_like
+from memrewrite.workload.step import Inputs, Step
 from memrewrite.workload.stepspec import amp_dtype, optimizer_factory
 
 Factory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -69,7 +70,7 @@ def make_step(
     if isinstance(optimizer, str):
         factory = optimizer_factory(optimizer)
     else:
-        factory = optimizers_like(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else optimizer
+        factory = factory_like(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else optimizer
     kind = amp_dtype(amp) if isinstance(amp, str) else amp
     mesh = mesh.in_inference if mesh is not None and now == "inference" else mesh
     return Step(now, factory, loss_fn, kind, micro_batches=micro_batches, loop=Loop.parse(loop), mesh=mesh)

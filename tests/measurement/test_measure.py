@@ -294,7 +294,8 @@ def test_child_ends_when_its_parent_is_killed(target: str) -> None:
     [
         (
             StepSpec(optimizer="lion"),
-            "Optimizer 'lion' is unknown; choose none, sgd, sgd-momentum, adam, adam-fused, adamw or adamw-fused",
+            "Optimizer 'lion' is unknown; choose none, sgd, sgd-momentum, adam, adam-fused, adam-grouped, adamw, "
+            "adamw-fused or adamw-grouped",
         ),
         (StepSpec(optimizer="torch.optim:Lion"), "The optimizer 'torch.optim:Lion' cannot be found"),
         (StepSpec(optimizer="torch:pi"), "is a float, which cannot be called"),

@@ -21,6 +21,7 @@ from memrewrite.torch_internals.fake_tensors import FAKE_TENSOR_ERRORS, FakeTens
 from memrewrite.torch_internals.foreach import has_hooks
 from memrewrite.torch_internals.patches import process_wide
 from memrewrite.torch_internals.pytrees import tensors_in
+from memrewrite.workload.in_groups import InGroups
 from memrewrite.workload.step import Step
 
 _STEADY = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
@@ -85,7 +86,8 @@ def updates_repeated(trackers: Sequence[Tracker]) -> Iterator[None]:
 
 def _told(optimizer: torch.optim.Optimizer, tracker: Tracker) -> tuple[Any, ...] | None:
     """What tells what an optimizer does next for the memory; None where it is to run."""
-    if type(optimizer) not in _STEADY or has_hooks(optimizer) or "step" in vars(optimizer) or tracker.on_host:
+    kind = optimizer._of if isinstance(optimizer, InGroups) else type(optimizer)
+    if kind not in _STEADY or has_hooks(optimizer) or "step" in vars(optimizer) or tracker.on_host:
         return None
     words: list[Any] = [type(optimizer), type(tracker.target), tracker.table, tracker.device_type]
     words += (torch.get_default_dtype(), bool(optimizer.state))
