@@ -84,6 +84,9 @@ SLOW: dict[str, tuple[str, ...]] = {
     "passes/test_linear_cross_entropy.py::test_artifact_and_copies_have_it": ("*",),
     "search/test_reserved.py::test_what_is_reserved_is_within_the_budget": ("*",),
     "commands/test_cli.py::test_what_was_measured_is_in_the_table_and_saved": ("*",),
+    "commands/test_wrong_use.py::test_what_ends_it_while_measuring_leaves_no_child": ("SIGINT", "SIGHUP"),
+    "backends/test_entry.py::test_what_dynamo_will_not_compile_any_more_is_told_of": ("*",),
+    "runtime/test_compiled.py::test_what_draws_and_updates_by_every_back_end": ("*", "!eager", "!aot_eager"),
     # The same search from other budgets.
     "plan/test_plan.py::test_a_peak_that_only_one_plan_has_is_told_only_if_it_is_found_again": ("9000", "14000"),
     "api/test_optimize.py::test_any_budget_between_lowest_and_original_is_kept_and_proved": ("*", "!residual-0.5"),
