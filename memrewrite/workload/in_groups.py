@@ -4,8 +4,10 @@ By default PyTorch's optimizers on CUDA update all parameters of a group at once
 large as they are. In groups of fewer bytes, one after the other, the same kernels compute the same bits of each.
 """
 
+import contextlib
 import functools
 import math
+import types
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any, Literal, TypeVar, cast
@@ -40,12 +42,8 @@ class InGroups:
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """The step of the class; meanwhile its groups of parameters are divided."""
-        whole = self.param_groups
-        self.param_groups = [part for group in whole for part in _divided(group, self._most)]
-        try:
+        with _in_parts(self):
             return super().step(*args, **kwargs)  # type: ignore[misc]
-        finally:
-            self.param_groups = whole
 
     step.hooked = True  # type: ignore[attr-defined]  # by PyTorch, as the step of the class is
 
@@ -146,7 +144,26 @@ def _made_again(kind: type[torch.optim.Optimizer], most: int, state: dict[str, A
 
 def _in_groups(optimizer: O, most: int) -> O:
     optimizer.__class__ = _class_of(cast(Any, type(optimizer)), most)
+    if (own := vars(optimizer).get("step")) is not None:  # a scheduler's, which calls that of the class as it was
+
+        @functools.wraps(own)
+        def step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            with _in_parts(optimizer):
+                return own(*args, **kwargs)
+
+        vars(optimizer)["step"] = types.MethodType(step, optimizer)
     return optimizer
+
+
+@contextlib.contextmanager
+def _in_parts(optimizer: Any) -> Iterator[None]:
+    """Meanwhile its groups of parameters are divided."""
+    whole = optimizer.param_groups
+    optimizer.param_groups = [part for group in whole for part in _divided(group, optimizer._most)]
+    try:
+        yield
+    finally:
+        optimizer.param_groups = whole
 
 
 @functools.cache

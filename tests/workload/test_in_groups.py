@@ -109,6 +109,18 @@ def test_groups_have_so_many_bytes_and_hooks_see_one_step() -> None:
     assert seen == ["stepped"] * 4
 
 
+def test_a_scheduler_that_was_there_before_sees_its_steps() -> None:
+    model = net()
+    optimizer = Counting(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    memrewrite.step_in_groups(optimizer, 2 * LAYER)
+    Counting.taken.clear()
+    trained(optimizer, model)  # under another one, made after
+    scheduler.step()  # which would warn of a step that it has not seen
+    assert Counting.taken == [2] * 6 * 4
+    assert len(optimizer.param_groups) == 1
+
+
 def test_a_step_that_fails_leaves_the_groups_whole() -> None:
     model = net()
     optimizer = memrewrite.step_in_groups(Counting(model.parameters()), LAYER)
