@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from memrewrite.records.tensor_like import strides_between
 from memrewrite.runtime.promise import FallbackWarning
 from memrewrite.state.random_state import RandomState
 from memrewrite.torch_internals.pytrees import tree_flatten, tree_map
@@ -156,8 +157,7 @@ def _keep_output(record: Record, output: Any, kept: Kept) -> None:
         name = "output" if len(leaves) == 1 else f"output[{index}]"
         record["output", name] = kept.copy(leaf)
         if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
-            stride = tuple(s for s, size in zip(leaf.stride(), leaf.shape, strict=True) if size > 1)
-            record["layout", name] = tuple(leaf.shape), stride, leaf.requires_grad
+            record["layout", name] = tuple(leaf.shape), strides_between(leaf), leaf.requires_grad
 
 
 def _expanded(value: Any, depth: int = 0) -> Any:

@@ -7,6 +7,11 @@ import torch
 from torch import Tensor
 
 
+def strides_between(tensor: Tensor) -> tuple[int, ...]:
+    """The strides of dimensions of more than one element, in order: those of others lead nowhere."""
+    return tuple(stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
+
+
 @dataclass(frozen=True)
 class TensorLike:
     """A tensor's sizes, strides in elements, type and device."""

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from memrewrite.observe.effects import Effects
+from memrewrite.records.tensor_like import strides_between
 from memrewrite.torch_internals.pytrees import tree_leaves
 
 Wrong = tuple[str, ...]  # a sentence with gaps, and the names of nodes that fill them
@@ -98,10 +99,7 @@ def _each(say: Callable[[Tensor], str], value: Any) -> str:
 
 
 def _form(tensor: Tensor) -> str:
-    apart = tuple(
-        step for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1
-    )  # others say nothing
-    return f"{tensor.dtype} {tuple(tensor.shape)} strided {apart} on {tensor.device.type}"
+    return f"{tensor.dtype} {tuple(tensor.shape)} strided {strides_between(tensor)} on {tensor.device.type}"
 
 
 def _gradient(tensor: Tensor) -> str:
