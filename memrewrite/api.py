@@ -71,8 +71,8 @@ def optimize(
     what it holds counts as targets. ``amp`` is ``"bf16"`` or ``"fp16"``; gradients of ``micro_batches`` add up.
     ``loop`` names habits of yours, ``mesh="ddp=8"`` bounds each of so many processes, as does a model in DDP.
     ``device="cuda"`` plans for CUDA where there is none. ``regions`` are patterns of paths (``"layers.*"``) to capture
-    one by one; ``passes`` names those allowed ("all": on request, too). ``exact`` keeps the forward bit-equal, no
-    ``verify`` skips the proof, ``strict`` raises for a warning, ``dynamic`` names sizes (``records.ranges``) that vary,
+    one by one; ``passes`` names those allowed ("all": on request, too). ``exact`` keeps the forward bit-equal,
+    ``verify=False`` skips the proof, ``strict`` raises for a warning, ``dynamic`` has what varies (``records.ranges``),
     ``returns="loss"`` drops others, ``compiled`` is for ``torch.compile``, ``cache`` a folder for plans (False: none).
     The result shares every Parameter and buffer with ``model``, is of its class, has its hooks and carries ``.report``,
     or is ``model``, where nothing is gained. ``progress`` is told stages. Raises every kind of ``MemrewriteError``.
