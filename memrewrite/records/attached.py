@@ -27,12 +27,14 @@ def attach(report: Report, *modules: nn.Module) -> nn.Module:
 def _attach(module: nn.Module, report: Report) -> None:
     """Let ``report_of(module)`` be ``report``, and ``module.report`` unless the model has an attribute of that name.
 
-    A drop-in keeps it outside of its attributes.
+    A drop-in keeps it outside of its attributes, in which it may have got that of the model from an earlier time.
     """
     tensors_and_modules = (vars(module)[kind] for kind in ("_parameters", "_buffers", "_modules"))
     theirs = getattr_static(module, "report", report)
     free = isinstance(theirs, Report) and not any("report" in named for named in tensors_and_modules)
     if (kept := own(module)) is not None:
+        if free:
+            vars(module).pop("report", None)
         kept.carry(report, shown=free)
         return
     vars(module)[_KEY] = report

@@ -698,3 +698,14 @@ def within_a_random_budget(words: list[str], percent: int, exact: bool) -> None:
     if result is not model:
         assert_untouched(before, model)
     assert tracked(result, x, torch.optim.SGD).peak == report.predicted_after.peak
+
+
+def test_a_model_that_was_returned_as_it_is_leaves_no_report_to_a_later_result() -> None:
+    model: nn.Module = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(8)))
+    x = torch.randn(64, 64)
+    first = memrewrite.optimize(model, x, budget="1GB", optimizer="adamw", verify=False)
+    assert first is model
+    later = memrewrite.optimize(model, x, budget="min", optimizer="none", verify=False)
+    assert later is not model
+    assert later.report is memrewrite.report_of(later)
+    assert first.report is memrewrite.report_of(model) is not later.report
