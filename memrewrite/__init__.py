@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from memrewrite.records.report import Report
     from memrewrite.runtime.promise import BeyondPlanError, BeyondPlanWarning, FallbackWarning
     from memrewrite.runtime.swish import Swish, swish
+    from memrewrite.workload.in_backward import step_in_backward
     from memrewrite.workload.in_groups import step_in_groups
 
 _LAZY = {
@@ -69,6 +70,7 @@ _LAZY = {
     "measure": "memrewrite.api",
     "optimize": "memrewrite.api",
     "report_of": "memrewrite.records.attached",
+    "step_in_backward": "memrewrite.workload.in_backward",
     "step_in_groups": "memrewrite.workload.in_groups",
     "swish": "memrewrite.runtime.swish",
     "verify": "memrewrite.api",
@@ -102,6 +104,7 @@ __all__ = [
     "measure",
     "optimize",
     "report_of",
+    "step_in_backward",
     "step_in_groups",
     "swish",
     "verify",

@@ -23,8 +23,8 @@ from memrewrite.records.outcomes import Measured
 from memrewrite.records.ranges import Ranges
 from memrewrite.records.report import Report
 from memrewrite.targets.compiled import CompiledTarget
-from memrewrite.workload.in_groups import TOLD, step_in_groups, stepping
 from memrewrite.workload.sharding import unwrapped, wrapped_like
+from memrewrite.workload.stepping import How, let_step, stepping
 from memrewrite.workload.workload import Optimizer, workload
 
 
@@ -42,7 +42,7 @@ def optimize(
     budget: str | int | Budget | None = None,
     reserved: bool = False,
     optimizer: Optimizer = "adamw",
-    optimizer_step: Literal["whole", "grouped"] = "whole",
+    optimizer_step: How = "whole",
     loss_fn: Callable[[Any], Tensor] | None = None,
     amp: str | torch.dtype | None = None,
     mode: Literal["train", "inference"] | None = None,
@@ -67,9 +67,9 @@ def optimize(
     ``example_inputs`` is a tensor or a tuple; ``budget`` is text such as ``"8GB"``, ``"60%"`` or ``"min"``, an int of
     bytes or a ``Budget``, for all that a steady step holds, or what CUDA's caching allocator holds, if ``reserved``.
     ``optimizer`` is ``"none"``, ``"sgd"``, ``"sgd-momentum"``, ``"adam"``, ``"adamw"``, either with ``-fused``, one to
-    copy, a factory, or None; ``optimizer_step="grouped"`` is by ``step_in_groups``. ``loss_fn(output)`` gives a scalar;
-    what it holds counts as targets. ``amp`` is ``"bf16"`` or ``"fp16"``; gradients of ``micro_batches`` add up.
-    ``loop`` names habits of yours, ``mesh="ddp=8"`` bounds each of so many processes, as does a model in DDP.
+    copy, a factory, or None; ``optimizer_step`` is as by ``step_in_groups`` or ``step_in_backward``.
+    ``loss_fn(output)`` gives a scalar; what it holds counts as targets. ``amp`` is ``"bf16"`` or ``"fp16"``; gradients
+    of ``micro_batches`` add up. ``loop`` names habits of yours, ``mesh="ddp=8"`` bounds each of so many processes.
     ``device="cuda"`` plans for CUDA where there is none. ``regions`` are patterns of paths (``"layers.*"``) to capture
     one by one; ``passes`` names those allowed ("all": on request, too). ``exact`` keeps the forward bit-equal,
     ``verify=False`` skips the proof, ``strict`` raises for a warning, ``dynamic`` has what varies (``records.ranges``),
@@ -86,13 +86,10 @@ def optimize(
     return _given(planned(work, asked, store_in(cache), progress, given=model), model, optimizer, optimizer_step)
 
 
-def _given(found: Planned, model: nn.Module, optimizer: Optimizer, optimizer_step: str) -> OptimizedModule:
-    """What was planned, in what ``model`` is wrapped in; if so asked, the optimizer steps in groups now, or is to."""
-    if optimizer_step == "grouped":
-        if isinstance(optimizer, torch.optim.Optimizer):
-            step_in_groups(optimizer)
-        else:
-            found = found.noted(TOLD)
+def _given(found: Planned, model: nn.Module, optimizer: Optimizer, optimizer_step: How) -> OptimizedModule:
+    """What was planned, in what ``model`` is wrapped in; the optimizer steps as asked from now on, or is told to."""
+    told = let_step(optimizer, optimizer_step)
+    found = found if told is None else found.noted(told)
     return cast(OptimizedModule, attach(found.report, found.module, wrapped_like(model, found.module)))
 
 

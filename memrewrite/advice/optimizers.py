@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from memrewrite.workload.step import OptimizerFactory, Step
+from memrewrite.workload.optimizers import OptimizerFactory
+from memrewrite.workload.step import Step
 
 _SHORT = {torch.optim.Adam: "adam-fused", torch.optim.AdamW: "adamw-fused"}
 _FUSED = "the same update by kernels that round otherwise, no slower"

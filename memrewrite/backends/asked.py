@@ -7,7 +7,7 @@ from typing import Any
 from memrewrite.records.errors import UsageError
 from memrewrite.records.loop import TUTORIAL, Loop
 from memrewrite.records.options import Budget
-from memrewrite.workload.stepspec import StepSpec
+from memrewrite.workload.stepspec import StepSpec, in_backward
 
 OWN = ("budget", "optimizer", "reserve", "loop", "exact", "verify")
 
@@ -39,6 +39,8 @@ class Asked:
         if not isinstance(optimizer, str):
             raise UsageError(f"Option optimizer={optimizer!r} is no name; write e.g. 'adamw' or 'module:factory'.")
         StepSpec(optimizer=optimizer).check()
+        if in_backward(optimizer):
+            raise UsageError(f"Option optimizer={optimizer!r} steps while backward runs, which compiled code does not.")
         flags = {name: options.get(name, False) for name in ("exact", "verify")}
         for name, value in flags.items():
             if not isinstance(value, bool):

@@ -38,6 +38,7 @@ class Case:
     ``unfit`` the classes of blocks that may not run again in one, ``too_large`` the sizes of inputs at which one is too
     large unless blocks do; ``idle`` the numbers of inputs that the original gives no gradient, as it drops a mask that
     masks nothing: a program has it, and kernels do otherwise where a mask requires a gradient.
+    The optimizer of the rewritten model steps ``in_backward``: then gradients are not compared.
     Results stay on the device where they are to be ``near``, those of one step at a time if ``step_by_step``.
     """
 
@@ -57,12 +58,18 @@ class Case:
     idle: set[int] = field(default_factory=set)
     near: bool = True
     step_by_step: bool = False
+    in_backward: bool = False
 
     @cached_property
     def kept(self) -> Kept:
         """What is compared of a step."""
         alone = any(program.returns == "loss" for program in programs(self.rewritten).values())
-        return Kept(outputs=not alone, near=self.near)
+        return Kept(outputs=not alone, near=self.near, gradients="spent" if self.in_backward else "copied")
+
+    @property
+    def rewritten_step(self) -> Step:
+        """The step of the rewritten model."""
+        return replace(self.step, in_backward=self.in_backward)
 
     @property
     def models(self) -> tuple[nn.Module, ...]:
@@ -111,7 +118,7 @@ class Case:
             raise RewrittenError from FallbackWarning(reason)
         how = self.devices, self.input_gradients, replace(self.kept, idle=frozenset(self.idle))
         try:
-            return take_step(self.rewritten, self.inputs, self.step, optimizer, *how)
+            return take_step(self.rewritten, self.inputs, self.rewritten_step, optimizer, *how)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:

@@ -29,14 +29,14 @@ class Kept:
     """What of a step is kept, as copies on the CPU or, ``near``, where each tensor lies.
 
     ``outputs`` are left out where a model may return its loss alone: logits are most of what it computes. ``gradients``
-    are no copies, wherever they lie, of a module that nobody has afterwards. No gradients are asked for of the inputs
-    numbered in ``idle``, unless they require one.
+    are no copies, wherever they lie, of a module that nobody has afterwards, and "spent" where an optimizer has used
+    them in one of the models. No gradients are asked for of the inputs numbered in ``idle``, unless they require one.
     """
 
     outputs: bool = True
     parameters: bool = True
     near: bool = False
-    gradients: Literal["copied", "taken"] = "copied"
+    gradients: Literal["copied", "taken", "spent"] = "copied"
     idle: frozenset[int] = frozenset()
 
     def copy(self, value: Any) -> Any:
@@ -172,7 +172,7 @@ def _expanded(value: Any, depth: int = 0) -> Any:
 
 
 def _keep_gradients(record: Record, module: nn.Module, leaves: list[Tensor], kept: Kept) -> None:
-    for name, parameter in module.named_parameters():
+    for name, parameter in module.named_parameters() if kept.gradients != "spent" else ():
         record["gradient", name] = kept.gradient(parameter)
     for index, leaf in enumerate(leaves):
         record["input gradient", input_name(index)] = kept.gradient(leaf)

@@ -28,6 +28,9 @@ D in float64:
     changed, where float64 left less to a step      and 1 D for it, and the O that records
     changed, where P is noisy                       and 1 P, or as many P and R as show what two runs differ by
 
+Where the optimizer steps while backward runs, all of this is compared of steps after backward, of which the gradients
+are; then the rewritten model takes two such steps and two after backward, which have to end in the same parameters.
+
 A step in float64 that does not fit in memory is taken once more with repeated blocks that run again in backward
 (``memrewrite.equivalence.blocks``), before results leave their room, and before anything is verified at less.
 
@@ -68,6 +71,8 @@ from memrewrite.runtime.promise import FallbackWarning
 from memrewrite.state.random_state import seed_all
 from memrewrite.workload.step import Inputs, Step
 
+_IN_BACKWARD = 2  # steps: in the first the optimizer makes its state
+
 
 def verify(
     original: nn.Module,
@@ -99,7 +104,9 @@ def verify(
     plain = None if exact else plain
     # A forward that asks whether its inputs need gradients was captured for those of the example.
     of_inputs = all(program.gradients is None for program in programs(rewritten).values())
-    case = Case(original, rewritten, inputs, step.shortest(), steps, seed, devices, plain, known or {}, of_inputs)
+    after = replace(step.shortest(), in_backward=False)
+    case = Case(original, rewritten, inputs, after, steps, seed, devices, plain, known or {}, of_inputs)
+    case = replace(case, in_backward=step.in_backward)
     try:
         state = case.keep()
     except torch.OutOfMemoryError:
@@ -109,7 +116,7 @@ def verify(
         with deterministic():
             while True:
                 try:
-                    verdict = _attempt(case, state, exact, inputs)
+                    verdict = _also_in_backward(case, _attempt(case, state, exact, inputs))
                     return _at_smaller_sizes(case, state, exact, verdict, inputs) if smaller else verdict
                 except (torch.OutOfMemoryError, TooLargeError) as error:
                     ran_out = case.near and isinstance(error, torch.OutOfMemoryError)
@@ -179,7 +186,9 @@ def _at_smaller_sizes(case: Case, state: State, exact: bool, verdict: Verdict, f
     verified = 0
     with _compiled_as_asked(case, full) as spared:
         for candidates in smaller_inputs(case.rewritten, case.inputs):
-            cases = (replace(case, inputs=inputs, steps=1, known=verdict.room) for inputs in candidates)
+            cases = (
+                replace(case, inputs=inputs, steps=1, known=verdict.room, in_backward=False) for inputs in candidates
+            )
             smaller = next((each for each in cases if each.why_not_run() is None), None)
             try:
                 other = None if smaller is None else _attempt(smaller, state, exact, smaller.inputs)
@@ -193,8 +202,25 @@ def _at_smaller_sizes(case: Case, state: State, exact: bool, verdict: Verdict, f
     return replace(verdict, summary=verdict.summary + also) if verified else verdict
 
 
+def _also_in_backward(case: Case, verdict: Verdict) -> Verdict:
+    """The verdict, in words that say what of it is of steps while backward runs."""
+    if not case.in_backward or not verdict.equivalent:
+        return verdict
+    return replace(verdict, summary=f"{verdict.summary}, parameters also of steps while backward runs")
+
+
 def _compared(case: Case, start: State, exact: bool) -> list[Comparison]:
-    """The comparison with the original and, where there is one, with the plain model."""
+    """The comparison with the original and, where there are any, with the plain model and of steps in backward."""
+    found = _compared_after_backward(replace(case, in_backward=False), start, exact)
+    if case.in_backward and all(comparison.passed() for comparison in found):
+        start.restore()
+        stepping = replace(case.of(case.rewritten), steps=min(case.steps, _IN_BACKWARD))
+        found.append(_run_freely(stepping, start))
+    return found
+
+
+def _compared_after_backward(case: Case, start: State, exact: bool) -> list[Comparison]:
+    """Those of steps after backward."""
     if exact:
         return _run_forced(case, start, against_itself) if case.step_by_step else [_run_freely(case, start)]
     first = against_what_is_known if case.known else against_float64_first
@@ -215,7 +241,7 @@ def _run_freely(case: Case, start: State) -> Comparison:
     optimizer = case.step.make_optimizer(case.original)
     originals = [case.run_original(optimizer) for _ in range(case.steps)]
     start.restore()
-    optimizer = case.step.make_optimizer(case.rewritten)
+    optimizer = case.rewritten_step.make_optimizer(case.rewritten)
     for record in originals:
         rewritten = case.run_rewritten(optimizer)
         if not comparison.add_step(record, rewritten):
@@ -223,7 +249,8 @@ def _run_freely(case: Case, start: State) -> Comparison:
     else:
         return comparison
     differing = {kind for kind, _ in comparison.differences[-1]}
-    if not _noisy(case, comparison, start, originals) or differing == {"parameter"}:  # of the same gradients
+    noisy = _noisy(case, comparison, start, originals)
+    if not noisy or case.in_backward or differing == {"parameter"}:  # of the same gradients
         return comparison
     if case.steps == 1:
         alone = comparison.without("parameter")

@@ -21,6 +21,7 @@ from memrewrite.simulate.memory.tracker import Tracker
 from memrewrite.targets.allocator import rounded
 from memrewrite.torch_internals.fake_tensors import FakeTensor
 from memrewrite.torch_internals.pytrees import tree_iter
+from memrewrite.workload.in_backward import gradient_of
 
 _TOLD = 0.05  # of what is over the promise: what explains less of it is not named
 _SEEN_ON_CPU = " On the CPU this is known of tensors made while it was watched, of the model, its inputs and optimizer."
@@ -85,7 +86,7 @@ class Watch:
         ]
         if self._tracker is not None:
             state = [t for optimizer in _optimizers(self._module) for t in _tensors(list(optimizer.state.values()))]
-            gradients = [p.grad for p in self._module.parameters() if p.grad is not None]
+            gradients = _gradients(self._module)
             self._tracker.register([*self._module.parameters(), *self._module.buffers(), *gradients, *state], "model")
             self._tracker.__enter__()
         return self
@@ -110,7 +111,7 @@ class Watch:
             self._tracker.reset_peak()
         elif self._passes == self._report.config["micro_batches"] + 1:
             torch.cuda.reset_peak_memory_stats(self._device)
-        gradients = [p.grad for p in self._module.parameters() if p.grad is not None]
+        gradients = _gradients(self._module)
         self._facts = _Facts(
             gradients=_bytes(gradients),
             inputs=_bytes(inputs),
@@ -164,7 +165,7 @@ class Watch:
         if (more := _bytes(state) - categories.get(STATE, 0)) > 0:
             yield more, f"the optimizer holds {format_bytes(more)} more state than the one that was named"
         model = [*self._module.parameters(), *self._module.buffers()]
-        model += [p.grad for p in self._module.parameters() if p.grad is not None]
+        model += _gradients(self._module)
         known = {_address(t) for t in (*model, *state)} | self._facts.known
         known |= {storage.data_ptr() for ref in self._outputs if (storage := ref()) is not None}
         found = {_address(t): t for t in _all_tensors() if self._counts(t) and _address(t) not in known}
@@ -223,6 +224,11 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
+
+
+def _gradients(module: nn.Module) -> list[Tensor]:
+    """Those that are there."""
+    return [gradient for p in module.parameters() if (gradient := gradient_of(p)) is not None]
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

@@ -6,8 +6,8 @@ and operators' own workspaces show as they are.
 """
 
 from bisect import bisect_right
-from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -73,7 +73,7 @@ def _watermarks(
         watch = _Watch(device.type, transients, before, step.target)
         runner = _Runner(twin, graph_module.graph, watch)
         plain = step.mesh is None and not step.target.fuses
-        with repeated([watch]) if plain else nullcontext(), watch:
+        with repeated([watch]) if plain else nullcontext(), _spent(twin, step), watch:
             with autocast(step.amp, device.type, cached=False):
                 outputs = runner.run(*inputs)
                 runner.env.clear()  # where what it returned is, too
@@ -99,6 +99,22 @@ def _waiting(twin: nn.Module, step: Step) -> list[Tensor]:
     for parameter in trained:
         parameter.grad = torch.empty_like(parameter)
     return [cast(Tensor, parameter.grad) for parameter in trained]
+
+
+@contextmanager
+def _spent(twin: nn.Module, step: Step) -> Iterator[None]:
+    """Meanwhile gradients end as they come, if the optimizer uses them then."""
+
+    def end(parameter: Tensor) -> None:
+        parameter.grad = None
+
+    trained = [p for p in twin.parameters() if p.requires_grad and step.in_backward]
+    handles = [parameter.register_post_accumulate_grad_hook(end) for parameter in trained]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 class _Watch(Tracker):

@@ -39,7 +39,8 @@ from memrewrite.search.fit_to_budget import limit_for
 from memrewrite.search.so_far import Offer
 from memrewrite.workload.hooks import with_hooks_of, without_hooks
 from memrewrite.workload.in_groups import made_whole
-from memrewrite.workload.step import OptimizerFactory, device_of
+from memrewrite.workload.optimizers import OptimizerFactory
+from memrewrite.workload.step import device_of
 from memrewrite.workload.workload import Workload
 
 
@@ -93,7 +94,8 @@ def _described(work: Workload, asked: Request) -> Description:
     device = None if asked.device is None else str(asked.device)
     regions = None if asked.regions is None else tuple(asked.regions)
     options = replace(asked, budget=budget, device=device, regions=regions, dynamic=None)
-    settings = step.mode, str(step.amp), type(step.target).__name__, step.micro_batches, str(step.loop)
+    loop = step.micro_batches, str(step.loop), step.in_backward
+    settings = step.mode, str(step.amp), type(step.target).__name__, *loop
     found.add("environment", environment(device_of(work.model, work.inputs)))
     found.add("replaced", replaced_in_torch())
     found.add("request", f"{options} {asked.ranges} {settings}")

@@ -68,6 +68,11 @@ class Request:
         """The workload on the device that it is planned for, at the largest sizes, and all ranges of sizes."""
         if self.compiled and work.step.mesh is not None:
             raise UsageError("What torch.compile makes of a model in a mesh is not known; leave out compiled or mesh.")
+        if self.compiled and work.step.in_backward:
+            raise UsageError(
+                "What torch.compile makes of backward gives all gradients as it ends, so that no step is taken while "
+                "it runs; leave out compiled, or take the optimizer's step as a whole."
+            )
         target = _target(self.device, device_of(work.model, work.inputs))
         inputs, ranges = enlarged(work.model, work.inputs, self.ranges)
         return replace(work, inputs=inputs, step=replace(work.step, target=target)), ranges

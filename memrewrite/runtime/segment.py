@@ -19,6 +19,10 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from memrewrite.runtime.compiled import is_compiled, run_compiled, stays
 
+_OUTSTANDING: "weakref.WeakSet[Recomputation]" = vars(torch.autograd.graph).setdefault(
+    "_memrewrite_outstanding", weakref.WeakSet()
+)
+"""Segments that backward has yet to run again: those of all copies of this text, which every artifact has one of."""
 OWN = "_memrewrite_own"  # where the class of a drop-in keeps what that has to itself
 
 
@@ -57,6 +61,11 @@ def run_segment(
         getattr(type(module), OWN).tell_of_gradients(changed[0])
         return segment(module, within or False, *live_ins)
     return Recomputation(segment, module, live_ins, random, reads, frozen, parameters, cached, within).run()
+
+
+def still_read() -> set[int]:
+    """The ids of the parameters that segments are yet to read as they run again."""
+    return {id(parameter) for segment in list(_OUTSTANDING) for parameter in segment.parameters}
 
 
 def _thawed(parameter: Tensor, frozen: bool) -> bool:
@@ -108,7 +117,7 @@ class Recomputation:
     ) -> None:
         self.segment, self.module, self.live_ins, self.cached, self.within = segment, module, live_ins, cached, within
         self.saved: list[tuple[weakref.ref[_Token], torch.Size, torch.dtype]] = []
-        self.found: dict[int, Any] = {}  # index -> the tensor, or the token of a segment inside this one
+        self.found: dict[int, Any] = {}  # index -> the tensor, or the token of a segment inside, and its version
         self.count = 0
         self.again = False
         self.kept: dict[int, Kept] = {}  # by the outermost segment
@@ -121,6 +130,7 @@ class Recomputation:
 
     def run(self) -> Any:
         """Run the segment for the first time."""
+        _OUTSTANDING.add(self)
         with saved_tensors_hooks(self._pack, _unpack):
             return self._call()
 
@@ -145,7 +155,7 @@ class Recomputation:
                 f"{tuple(tensor.shape)} when backward ran it again: what it depends on has changed in between."
             )
         if token() is not None:
-            self.found[index] = value
+            self.found[index] = value, _version(value)
         if self.count == len(self.saved):
             raise _Stop
         return value
@@ -154,7 +164,13 @@ class Recomputation:
         """The tensor that was saved as the ``index``-th."""
         if index not in self.found:
             self._run_again()
-        return _unpack(self.found.pop(index))
+        value, version = self.found.pop(index)
+        if _version(value) != version:
+            raise RuntimeError(
+                "What a segment computed again, or a parameter that it read, was written in place before backward "
+                f"computed with it (it is at version {_version(value)}; expected version {version})."
+            )
+        return _unpack(value)
 
     def _run_again(self) -> None:
         now = _parameters(self.module, self.reads)
@@ -178,6 +194,7 @@ class Recomputation:
                 f"A segment saved {len(self.saved)} tensors in the forward pass and {self.count} when backward ran it "
                 "again: what it depends on has changed in between."
             )
+        _OUTSTANDING.discard(self)
 
     def _collect_tensor(self, tensor: Tensor) -> Any:
         return self.collect(tensor.detach(), tensor)

@@ -157,8 +157,8 @@ class Bench:
 
     @property
     def one_pass_tells_nothing(self) -> bool:
-        """Whether the second step differs from the first: then there are gradients to add to in place."""
-        return self.step.loop.zero_grad == "in place"
+        """Whether the second step differs from the first, or is none without its optimizer."""
+        return self.step.loop.zero_grad == "in place" or self.step.in_backward
 
     def noted(self, whole: tuple[str, ...], room: int) -> Noted:
         """What is known of the passes of a whole model's program, which makes room for so many bytes before all else.

@@ -160,8 +160,8 @@ def _search(bare: Candidate, exact: bool, spare: int, in_turn: bool) -> Search:
         return found
 
     chains = _joined(bare, usual.held)
-    waiting = bench.step.gradients_wait
-    kept = _gradients(bench) if bench.step.loop.zero_grad == "before backward" and not waiting else 0
+    waiting = bench.step.loop.zero_grad == "before backward" and bench.step.gradients_come
+    kept = _gradients(bench) if waiting else 0
     chains = replace(chains, left=usual.held + kept)
     least = usual.peak_of_optimizer
     return Search(chains, peak(bare), _fixed(bare, usual), peak_of, least)
@@ -174,7 +174,7 @@ def _usual(candidate: Candidate) -> Timeline:
 
 def _fixed(bare: Candidate, usual: Timeline) -> int:
     """The bytes that no plan moves; gradients come as backward goes."""
-    return usual.floor - (0 if bare.bench.step.gradients_wait else _gradients(bare.bench))
+    return usual.floor - (_gradients(bare.bench) if bare.bench.step.gradients_come else 0)
 
 
 def _gradients(bench: Bench) -> int:
@@ -201,14 +201,13 @@ def _joined(bare: Candidate, held: int) -> Chain:
         here = list(islice(remaining, len(lengths)))
         called[node] = [each for each, _ in here]
         sizes[node] = sum(made.get(key, 0) for key in set().union(*(keys for _, keys in here)))
-    return nest(_chain(bare.regions[0], bench), called, sizes, 0 if bench.step.gradients_wait else own)
+    return nest(_chain(bare.regions[0], bench), called, sizes, own if bench.step.gradients_come else 0)
 
 
 def _chain(region: CandidateRegion, bench: Bench) -> Chain:
     """The graph of a region as numbers."""
     found = chain(region.effects, region.graph.watermarks, bench.costs(region.effects), bench.target.on_demand)
-    waiting = bench.step.gradients_wait  # which are there already
-    return replace(found, gradients=0 if waiting else found.gradients // _parts(bench))
+    return replace(found, gradients=found.gradients // _parts(bench) if bench.step.gradients_come else 0)
 
 
 def _parts(bench: Bench) -> int:

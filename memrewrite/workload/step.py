@@ -7,11 +7,9 @@ is one forward under ``torch.no_grad``. What stays alive from one step to the ne
 """
 
 import contextlib
-import functools
-import inspect
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -27,12 +25,13 @@ from memrewrite.torch_internals.pytrees import tensors_in
 from memrewrite.torch_internals.scaler import Scaler
 from memrewrite.torch_internals.spread import computed_on
 from memrewrite.workload.held import held_by
+from memrewrite.workload.in_backward import stepping_in_backward, while_backward
+from memrewrite.workload.optimizers import OptimizerFactory
 
 if TYPE_CHECKING:
     from memrewrite.torch_internals.ddp import Replica
 
 Listener = Callable[[list[Tensor]], None]
-OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 Phase = Literal["data", "forward", "loss", "backward", "step"]
 PHASES: tuple[Phase, ...] = ("data", "forward", "loss", "backward", "step")
 
@@ -68,7 +67,8 @@ class Step:
 
     ``target`` is where it runs, and says what that changes. Gradients of ``micro_batches`` forward and backward passes
     add up before the optimizer's step, each pass over the same inputs. ``loop`` says what stays alive from one step to
-    the next, ``mesh`` which processes train together, None where this one trains alone.
+    the next, ``mesh`` which processes train together, None where this one trains alone. ``in_backward`` says that the
+    optimizer updates parameters while backward runs, which ends their gradients.
     """
 
     mode: Literal["train", "inference"] = "train"
@@ -79,6 +79,7 @@ class Step:
     micro_batches: int = 1
     loop: Loop = TUTORIAL_LOOP
     mesh: Mesh | None = None
+    in_backward: bool = False
 
     @property
     def divides_layers(self) -> bool:
@@ -96,6 +97,11 @@ class Step:
         on_host = isinstance(self.mesh, Fsdp) and self.mesh.offload
         return self.micro_batches > 1 or self.loop.zero_grad == "in place" or in_buckets or on_host
 
+    @property
+    def gradients_come(self) -> bool:
+        """Whether gradients come as backward goes, and stay until it ends."""
+        return not self.gradients_wait and not self.in_backward
+
     def device_type(self, module: nn.Module, inputs: Inputs) -> str:
         """``"cuda"`` or ``"cpu"``: what the step is planned for."""
         return self.target.device_type(device_type(module, inputs))
@@ -105,7 +111,8 @@ class Step:
         trained = [p for p in module.parameters() if p.requires_grad]
         if self.mode == "inference" or self.optimizer is None or not trained:
             return None
-        return self.optimizer(trained)
+        made = self.optimizer(trained)
+        return stepping_in_backward(made) if self.in_backward else made
 
     def begin(
         self,
@@ -241,7 +248,8 @@ class Running:
         del output  # a loop that keeps it has another name for it
         if first and self.step.loop.zero_grad == "before backward":
             self._zero_grad()
-        self.step.backward(loss if self.scaler is None else self.scaler.scale(loss))
+        with while_backward(self.optimizer, self.module):
+            self.step.backward(loss if self.scaler is None else self.scaler.scale(loss))
         on_phase("backward")
         return loss.detach()
 
@@ -325,36 +333,6 @@ def evaluating(module: nn.Module) -> Iterator[None]:
     finally:
         for part, flag in flags:
             part.training = flag
-
-
-def _hands_on(optimizer: torch.optim.Optimizer, inner: torch.optim.Optimizer) -> bool:
-    """Whether all that it steps, and all that it keeps, is that of another one."""
-    return optimizer.param_groups is inner.param_groups and optimizer.state is inner.state
-
-
-def optimizers_like(
-    optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer] | None = None
-) -> OptimizerFactory:
-    """A factory of optimizers of that class, or ``kind``, with the settings of its first group; it is not touched.
-
-    Of one that only hands on to another, as accelerate's does, it is that other one that is made again.
-    Raises ``UsageError`` where the class takes more than its settings.
-    """
-    inner = getattr(optimizer, "optimizer", None)
-    if isinstance(inner, torch.optim.Optimizer) and _hands_on(optimizer, inner):
-        return optimizers_like(inner)
-    kind = kind or type(optimizer)
-    signature = inspect.signature(kind)
-    settings = {**optimizer.defaults, **optimizer.param_groups[0]}
-    known = {name: settings[name] for name in signature.parameters if name in settings and name != "params"}
-    try:
-        signature.bind([], **known)
-    except TypeError as error:
-        raise UsageError(
-            f"{kind.__name__} cannot be made again from its settings ({error}); give a factory, "
-            "lambda parameters: ..., as the optimizer."
-        ) from error
-    return functools.partial(kind, **known)
 
 
 def autocast(amp: torch.dtype | None, device: str, cached: bool = True) -> contextlib.AbstractContextManager[Any]:

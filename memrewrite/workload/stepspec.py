@@ -19,11 +19,15 @@ from memrewrite.records.mesh import Mesh
 if TYPE_CHECKING:
     import torch
 
-    from memrewrite.workload.step import OptimizerFactory, Step
+    from memrewrite.workload.optimizers import OptimizerFactory
+    from memrewrite.workload.step import Step
 
 MODES = ("train", "inference")
+IN_BACKWARD = "-in-backward"
 OPTIMIZERS = (
-    *("none", "sgd", "sgd-momentum", "adam", "adam-fused", "adam-grouped", "adamw", "adamw-fused", "adamw-grouped"),
+    *("none", "sgd", "sgd-momentum"),
+    *("adam", "adam-fused", "adam-grouped", "adam-in-backward"),
+    *("adamw", "adamw-fused", "adamw-grouped", "adamw-in-backward"),
 )
 AMP = ("off", "bf16", "fp16")
 
@@ -66,19 +70,29 @@ class StepSpec:
     def build(self) -> "Step":
         """The step itself; raises ``UsageError`` for a name that means nothing."""
         from memrewrite.workload.step import Step
+        from memrewrite.workload.stepping import checked
 
         self.check()
         loss = None if self.loss is None else named(self.loss, "loss")
         optimizer, amp = optimizer_factory(self.optimizer), amp_dtype(self.amp)
         told = None if self.mesh is None else Mesh.parse(self.mesh)
         mesh = told.in_inference if told is not None and self.mode == "inference" else told
-        loop = Loop.parse(self.loop)
-        return Step(self.mode, optimizer, loss, amp, micro_batches=self.micro_batches, loop=loop, mesh=mesh)
+        how: dict[str, Any] = {"micro_batches": self.micro_batches, "loop": Loop.parse(self.loop), "mesh": mesh}
+        return checked(Step(self.mode, optimizer, loss, amp, in_backward=in_backward(self.optimizer), **how))
+
+
+def in_backward(name: str) -> bool:
+    """Whether that optimizer takes its step while backward runs."""
+    return name in OPTIMIZERS and name.endswith(IN_BACKWARD)
 
 
 def optimizer_factory(name: str) -> "OptimizerFactory | None":
-    """The factory that ``name`` means, None for ``none``; raises ``UsageError`` for an unknown one."""
+    """The factory that ``name`` means, None for ``none``; raises ``UsageError`` for an unknown one.
+
+    For an optimizer that steps while backward runs it is that of the same as a whole.
+    """
     _check_optimizer(name)
+    name = name.removesuffix(IN_BACKWARD) if in_backward(name) else name
     import torch
 
     from memrewrite.workload.in_groups import making_groups

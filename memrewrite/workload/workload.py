@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from memrewrite.records.errors import UsageError
 from memrewrite.records.loop import TUTORIAL, Loop
 from memrewrite.records.mesh import Mesh
-from memrewrite.workload.in_groups import factory_like
+from memrewrite.workload.in_backward import InBackward
 from memrewrite.workload.step import Inputs, Step
-from memrewrite.workload.stepspec import amp_dtype, optimizer_factory
+from memrewrite.workload.stepping import checked, factory_like
+from memrewrite.workload.stepspec import amp_dtype, in_backward, optimizer_factory
 
 Factory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 Optimizer = str | torch.optim.Optimizer | type[torch.optim.Optimizer] | Factory | None
@@ -67,10 +68,12 @@ def make_step(
         raise UsageError(f"The model is in {now} mode; call model.{'train' if mode == 'train' else 'eval'}() first.")
     if now == "train" and not any(p.requires_grad for p in model.parameters()):
         raise UsageError("No parameter requires a gradient, so there is no training step; call model.eval() first.")
+    while_backward = in_backward(optimizer) if isinstance(optimizer, str) else isinstance(optimizer, InBackward)
     if isinstance(optimizer, str):
         factory = optimizer_factory(optimizer)
     else:
         factory = factory_like(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else optimizer
     kind = amp_dtype(amp) if isinstance(amp, str) else amp
     mesh = mesh.in_inference if mesh is not None and now == "inference" else mesh
-    return Step(now, factory, loss_fn, kind, micro_batches=micro_batches, loop=Loop.parse(loop), mesh=mesh)
+    how: dict[str, Any] = {"micro_batches": micro_batches, "loop": Loop.parse(loop), "mesh": mesh}
+    return checked(Step(now, factory, loss_fn, kind, in_backward=while_backward, **how))

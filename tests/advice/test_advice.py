@@ -19,7 +19,8 @@ from memrewrite.records.loop import Loop
 from memrewrite.records.outcomes import Option
 from memrewrite.simulate import run_tracked, simulate
 from memrewrite.targets.cuda_from_cpu import CUDA_FROM_CPU
-from memrewrite.workload.step import Inputs, OptimizerFactory, Step, evaluating
+from memrewrite.workload.optimizers import OptimizerFactory
+from memrewrite.workload.step import Inputs, Step, evaluating
 from memrewrite.workload.stepspec import optimizer_factory
 from tests.support.models import ResidualNet, SwishNet, images, rows
 

@@ -28,7 +28,8 @@ from memrewrite.measurement.measuring import measure, predict
 from memrewrite.records.errors import DataDependentError
 from memrewrite.records.outcomes import Peaks
 from memrewrite.simulate import Timeline, simulate
-from memrewrite.workload.step import Inputs, OptimizerFactory, Step
+from memrewrite.workload.optimizers import OptimizerFactory
+from memrewrite.workload.step import Inputs, Step
 from memrewrite.workload.stepspec import amp_dtype, optimizer_factory
 from tests.benchmarks.predict_models import MODELS
 from tests.benchmarks.rows import PREDICT, PredictRow, append, attempt, machine, read

@@ -28,7 +28,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import memrewrite
 from memrewrite.integrations.calls import first_call
 from memrewrite.records.errors import UsageError
-from memrewrite.workload.step import optimizers_like
+from memrewrite.workload.optimizers import optimizers_like
 from tests.zoo.models import declare_operators
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"

@@ -20,7 +20,8 @@ from memrewrite.search.inplace import marked_inplace
 from memrewrite.search.planning import plan, promised, rewritten
 from memrewrite.simulate.memory.course import Noting
 from memrewrite.targets.eager import Target
-from memrewrite.workload.step import Inputs, OptimizerFactory, Step
+from memrewrite.workload.optimizers import OptimizerFactory
+from memrewrite.workload.step import Inputs, Step
 from tests.support.dropins import candidate
 from tests.support.models import make
 

@@ -5,6 +5,7 @@ from contextlib import ExitStack
 
 from memrewrite.simulate.memory.tracker import COMMUNICATION, Tracker
 from memrewrite.torch_internals.pytrees import tensors_in
+from memrewrite.workload.in_backward import gradient_of
 from memrewrite.workload.step import PHASES, Phase, Running
 
 PARAMETERS, BUFFERS, INPUTS = "parameters", "buffers", "inputs"
@@ -60,8 +61,8 @@ class Recorder:
         """Record the end of ``phase`` and begin the next one."""
         if phase == "backward":
             for leaf in self._leaves:
-                if leaf.is_leaf and leaf.grad is not None:
-                    self.tracker.register([leaf.grad], GRADIENTS, self._owners.get(id(leaf)))
+                if leaf.is_leaf and (gradient := gradient_of(leaf)) is not None:
+                    self.tracker.register([gradient], GRADIENTS, self._owners.get(id(leaf)))
             self.tracker.on_host = self._on_host
         if phase == "step":
             self._register_state()

@@ -1,0 +1,92 @@
+"""How an optimizer's step is taken: as a whole, in groups of parameters, or while backward runs."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from torch import nn
+
+from memrewrite.records.errors import UsageError
+from memrewrite.workload.in_backward import InBackward, check_in_backward, step_in_backward
+from memrewrite.workload.in_groups import InGroups, check_groups, making_groups, step_in_groups
+from memrewrite.workload.narrowed import Narrowed
+from memrewrite.workload.optimizers import OptimizerFactory, optimizers_like
+from memrewrite.workload.step import Step
+
+How = Literal["whole", "grouped", "in_backward"]
+_TOLD = {
+    "grouped": "The optimizer's step is planned in groups of 64 MiB of parameters: let yours step so, by "
+    "memrewrite.step_in_groups(optimizer).",
+    "in_backward": "The optimizer's step is planned while backward runs: let yours step so, by "
+    "memrewrite.step_in_backward(optimizer).",
+}
+
+_ANOTHER: dict[str, Callable[[Step], bool]] = {
+    "those of other micro-batches are added": lambda step: step.micro_batches > 1,
+    "a scaler looks at it (loop scaler)": lambda step: step.loop.scaler,
+    "it could be filled with zeros (loop zero-in-place)": lambda step: step.loop.zero_grad == "in place",
+    "the processes of a mesh put theirs together": lambda step: step.mesh is not None,
+}
+
+
+def factory_like(optimizer: torch.optim.Optimizer) -> OptimizerFactory:
+    """``optimizers_like``, also of one that steps in groups; of one that does while backward runs, as a whole."""
+    if not isinstance(optimizer, Narrowed):
+        return optimizers_like(optimizer)
+    factory = optimizers_like(optimizer, optimizer._of)
+    return making_groups(factory, optimizer._size) if isinstance(optimizer, InGroups) else factory
+
+
+def stepping(step: Step, model: nn.Module, how: How) -> Step:
+    """The same step of ``model``, with the optimizer's own in groups or while backward runs if asked for.
+
+    Raises ``UsageError`` for another way, where there is no such step, and as ``step_in_groups`` and
+    ``step_in_backward`` do.
+    """
+    if how == "whole":
+        return step
+    if how not in _TOLD:
+        raise UsageError(f"optimizer_step={how!r} is unknown; give 'whole', 'grouped' or 'in_backward'.")
+    if step.optimizer is None or step.mode == "inference":
+        raise UsageError(f"optimizer_step={how!r} is for a training step with an optimizer; leave it out.")
+    trained = [p for p in model.parameters() if p.requires_grad]
+    grouped = isinstance(step.make_optimizer(model), InGroups)
+    if how == "in_backward":
+        if grouped:
+            raise UsageError("An optimizer steps in groups or while backward runs; give one that does not yet.")
+        if not step.in_backward:
+            check_in_backward(step.optimizer, trained)
+        return checked(replace(step, in_backward=True))
+    if step.in_backward:
+        raise UsageError("An optimizer steps in groups or while backward runs; give one that does not yet.")
+    if grouped:
+        return step
+    check_groups(step.optimizer, trained)
+    return replace(step, optimizer=making_groups(step.optimizer))
+
+
+def checked(step: Step) -> Step:
+    """The step; raises ``UsageError`` where an optimizer in backward would not take it as one after backward does."""
+    if not step.in_backward or step.mode == "inference":
+        return step
+    why = next((words for words, is_so in _ANOTHER.items() if is_so(step)), None)
+    if why is not None:
+        raise UsageError(
+            f"An optimizer that steps while backward runs has used and freed a gradient before {why}; leave out one "
+            "of the two."
+        )
+    return step
+
+
+def let_step(optimizer: object, how: How) -> str | None:
+    """Let an optimizer that was given step so; what to do where a name or a factory was."""
+    if how == "whole":
+        return None
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return _TOLD[how]
+    if how == "grouped":
+        step_in_groups(optimizer)
+    elif not isinstance(optimizer, InBackward):
+        step_in_backward(optimizer)
+    return None
