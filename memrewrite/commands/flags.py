@@ -9,7 +9,7 @@ import click
 
 from memrewrite.records.loop import HABITS, TUTORIAL
 from memrewrite.records.mesh import Ddp, Fsdp
-from memrewrite.workload.stepspec import AMP, MODES, OPTIMIZERS
+from memrewrite.workload.stepspec import AMP, IN_BACKWARD, MODES, OPTIMIZERS
 
 Function = Callable[..., Any]
 
@@ -143,7 +143,8 @@ model = group(
     click.option(
         "--optimizer",
         default="adamw",
-        help=f"Use {', '.join(OPTIMIZERS)}, or your own module:factory.",
+        help=f"Use {', '.join(OPTIMIZERS)}, or your own module:factory; {IN_BACKWARD} after one lets it step while "
+        "backward runs.",
     ),
     click.option("--loss", help="Use this module:function to make a scalar of the model's output."),
     click.option("--amp", type=click.Choice(AMP), default="off", help="Run the forward under autocast."),

@@ -23,12 +23,11 @@ if TYPE_CHECKING:
     from memrewrite.workload.step import Step
 
 MODES = ("train", "inference")
-IN_BACKWARD = "-in-backward"
 OPTIMIZERS = (
-    *("none", "sgd", "sgd-momentum"),
-    *("adam", "adam-fused", "adam-grouped", "adam-in-backward"),
-    *("adamw", "adamw-fused", "adamw-grouped", "adamw-in-backward"),
+    *("none", "sgd", "sgd-momentum", "adam", "adam-fused", "adam-grouped", "adamw", "adamw-fused", "adamw-grouped"),
 )
+IN_BACKWARD = "-in-backward"
+"""Ends the name of an optimizer, also of the user's own, that steps while backward runs."""
 AMP = ("off", "bf16", "fp16")
 
 
@@ -36,7 +35,8 @@ AMP = ("off", "bf16", "fp16")
 class StepSpec:
     """How one step is taken, by name.
 
-    ``optimizer`` is one of ``OPTIMIZERS`` or ``module:factory`` (called with the parameters), ``loss`` is ``module:fn``
+    ``optimizer`` is one of ``OPTIMIZERS`` or ``module:factory`` (called with the parameters), also with ``IN_BACKWARD``
+    after it, ``loss`` is ``module:fn``
     (called with the model's output) or None for the default loss, ``amp`` one of ``AMP``; ``micro_batches`` is that of
     ``Step``, ``loop`` what ``Loop.parse`` reads, ``mesh`` what ``Mesh.parse`` does, which means nothing in inference.
     """
@@ -83,7 +83,7 @@ class StepSpec:
 
 def in_backward(name: str) -> bool:
     """Whether that optimizer takes its step while backward runs."""
-    return name in OPTIMIZERS and name.endswith(IN_BACKWARD)
+    return name.endswith(IN_BACKWARD)
 
 
 def optimizer_factory(name: str) -> "OptimizerFactory | None":
@@ -92,7 +92,7 @@ def optimizer_factory(name: str) -> "OptimizerFactory | None":
     For an optimizer that steps while backward runs it is that of the same as a whole.
     """
     _check_optimizer(name)
-    name = name.removesuffix(IN_BACKWARD) if in_backward(name) else name
+    name = name.removesuffix(IN_BACKWARD)
     import torch
 
     from memrewrite.workload.in_groups import making_groups
@@ -144,6 +144,10 @@ def named(text: str, what: str) -> Callable[..., Any]:
 
 
 def _check_optimizer(name: str) -> None:
+    whole = name.removesuffix(IN_BACKWARD)
+    if whole != name and (whole == "none" or whole.endswith("-grouped")):
+        raise UsageError(f"Optimizer {name!r} means nothing: {whole} takes no step that could be while backward runs.")
+    name = whole
     if ":" in name:
         _split(name, "optimizer")
     elif name not in OPTIMIZERS:

@@ -189,6 +189,7 @@ def rewritten(
             example_kwargs=inputs.kwargs,
             budget="min" if budget is None else budget,
             optimizer=step.optimizer,
+            optimizer_step="in_backward" if step.in_backward else "whole",
             amp=step.amp,
             mesh=step.mesh,
             compiled=compiled,

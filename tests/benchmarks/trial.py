@@ -81,10 +81,13 @@ class Trial:
         return measure(self.module, self.inputs, self.step, steps=1).peak
 
     def fixed(self) -> int:
-        """Bytes of parameters, buffers, gradients, optimizer state, inputs and what is beside, in granules."""
+        """Bytes of parameters, buffers, gradients, optimizer state, inputs and what is beside, in granules.
+
+        No gradients stay where the optimizer steps while backward runs.
+        """
         state = [] if self.optimizer is None else list(self.optimizer.state.values())
         kept = [value for values in state for value in values.values() if isinstance(value, Tensor)]
-        gradients = [p for p in self.module.parameters() if p.requires_grad]
+        gradients = [p for p in self.module.parameters() if p.requires_grad and not self.step.in_backward]
         kept += [*self.loop.targets.all, *self.loop.batches]
         kept += [] if self.loop.average is None else self.loop.average.tensors
         here = [local_part(t) for t in [*tensors_of(self.module), *self.inputs.tensors(), *kept]]

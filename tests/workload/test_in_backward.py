@@ -15,6 +15,7 @@ from memrewrite.state.bits import same_bits
 from memrewrite.torch_internals.spent import Spent
 from memrewrite.workload import in_backward
 from memrewrite.workload.in_backward import InBackward
+from memrewrite.workload.stepspec import StepSpec
 from tests.support.dropins import segmented
 from tests.workload.test_in_groups import KINDS, Counting, tensors
 
@@ -369,3 +370,20 @@ def test_a_parameter_that_is_written_between_recomputation_and_use_is_no_silent_
     assert isinstance(optimizer, InBackward)
     with pytest.raises(RuntimeError, match="was written in place before backward computed with it"):
         loss_of(found.module(INPUTS)).backward()
+
+
+@pytest.mark.parametrize("name", ["sgd-momentum", "adamw-fused", "tests.workload.test_in_backward:given_by_name"])
+def test_every_name_of_an_optimizer_has_one_that_steps_while_backward_runs(name: str) -> None:
+    step = StepSpec(optimizer=f"{name}-in-backward").build()
+    assert step.in_backward
+    assert isinstance(step.make_optimizer(mlp()), InBackward)
+
+
+def given_by_name(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters)
+
+
+@pytest.mark.parametrize("name", ["none", "adamw-grouped"])
+def test_one_that_has_no_such_step_is_refused(name: str) -> None:
+    with pytest.raises(UsageError, match=f"'{name}-in-backward' means nothing: {name} takes no step that could be"):
+        StepSpec(optimizer=f"{name}-in-backward").check()
