@@ -18,7 +18,9 @@ from memrewrite.runtime.promise import FallbackWarning
 from memrewrite.search.candidate import Candidate
 from memrewrite.simulate.fake.batch import at_batch
 from memrewrite.targets.eager import EAGER
+from memrewrite.workload.in_groups import making_groups
 from memrewrite.workload.step import Inputs, Step, evaluating
+from memrewrite.workload.stepping import refused_in_backward
 from memrewrite.workload.stepspec import optimizer_factory
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -28,6 +30,11 @@ _LEANER = {
     "SGD with momentum (--optimizer sgd-momentum)": "sgd-momentum",
     "SGD without momentum (--optimizer sgd)": "sgd",
 }
+_IN_GROUPS = 'optimizer_step="grouped"', "the same update, some parameters at a time"
+_IN_BACKWARD = (
+    'optimizer_step="in_backward" (--optimizer ...-in-backward)',
+    "the same update, and the peak may be lower if it is planned for; no clipping of gradients",
+)
 _NOTICED = 0.01  # of the peak; a loop that spares less is told of only where it fits by that
 _ANY = Budget(minimum=True)
 _AMP = "bfloat16 autocast (--amp bf16)"
@@ -103,14 +110,14 @@ def options(variants: Variants, limit: int, now: int) -> tuple[Option, ...]:
     """Other ways to take the step, whose peak is ``now`` bytes: those within ``limit`` bytes first, then the cheapest.
 
     Cheapest is what changes the training least: a loop that keeps less, other kernels for the optimizer, where its step
-    takes most, micro-batches (unless batch normalization sees them), autocast, another optimizer, both, and all of it
-    where nothing else fits. Of what does not fit, the lowest peaks come first. Last stand evaluation, and what a loop
-    would take that does not free gradients.
+    takes most, micro-batches (unless batch normalization sees them), the optimizer's step in groups of parameters or
+    while backward runs, autocast, another optimizer, both, and all of it where nothing else fits. Of what does not fit,
+    the lowest peaks come first. Last stand evaluation, and what a loop would take that does not free gradients.
     """
     if variants.step.mode == "inference":
         return (*_leaner_loops(variants, limit, now), *_batches(variants, limit, now))
     found = [*_leaner_loops(variants, limit, now), *_same_optimizer(variants, limit, now)]
-    found += _leaner_steps(variants, limit, now)
+    found += [*_same_update(variants, limit, now), *_leaner_steps(variants, limit, now)]
     if _normalized(variants.module):
         found.sort(key=lambda option: "micro-batches" in option.name)
     if not any(option.fits for option in found):
@@ -120,6 +127,22 @@ def options(variants: Variants, limit: int, now: int) -> tuple[Option, ...]:
     fitting = [option for option in found if option.fits]
     others = sorted((option for option in found if not option.fits), key=lambda option: option.peak_bytes)
     return (*fitting, *others, *_as_it_is(variants, limit, now))
+
+
+def _same_update(variants: Variants, limit: int, now: int) -> Iterator[Option]:
+    """The step of the same optimizer with the same bits, some parameters at a time, as far as that lowers the peak."""
+    step = variants.step
+    if step.optimizer is None or step.in_backward:
+        return
+    ways = {}
+    if variants.passes < now and frugal(variants.module, step) is not None:
+        ways[_IN_GROUPS] = replace(step, optimizer=making_groups(step.optimizer))
+    if not refused_in_backward(step):
+        ways[_IN_BACKWARD] = replace(step, in_backward=True)
+    for (name, cost), other in ways.items():
+        peak = variants.peak(other)
+        if peak is not None and peak < now:
+            yield Option(name, peak, peak <= limit, cost)
 
 
 def _same_optimizer(variants: Variants, limit: int, now: int) -> list[Option]:

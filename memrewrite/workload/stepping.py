@@ -68,15 +68,17 @@ def stepping(step: Step, model: nn.Module, how: How) -> Step:
 
 def checked(step: Step) -> Step:
     """The step; raises ``UsageError`` where an optimizer in backward would not take it as one after backward does."""
-    if not step.in_backward or step.mode == "inference":
-        return step
-    why = next((words for words, is_so in _ANOTHER.items() if is_so(step)), None)
-    if why is not None:
+    if step.in_backward and step.mode == "train" and (why := refused_in_backward(step)):
         raise UsageError(
             f"An optimizer that steps while backward runs has used and freed a gradient before {why}; leave out one "
             "of the two."
         )
     return step
+
+
+def refused_in_backward(step: Step) -> str | None:
+    """What an optimizer that steps while backward runs has not waited for; None where there is nothing."""
+    return next((words for words, is_so in _ANOTHER.items() if is_so(step)), None)
 
 
 def let_step(optimizer: object, how: How) -> str | None:

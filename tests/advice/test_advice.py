@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import memrewrite
-from memrewrite import cli
+from memrewrite import advice, cli
 from memrewrite.advice import Variants, options
 from memrewrite.advice.optimizers import frugal
 from memrewrite.records.errors import BudgetInfeasibleError
@@ -19,6 +19,7 @@ from memrewrite.records.loop import Loop
 from memrewrite.records.outcomes import Option
 from memrewrite.simulate import run_tracked, simulate
 from memrewrite.targets.cuda_from_cpu import CUDA_FROM_CPU
+from memrewrite.workload.in_groups import making_groups
 from memrewrite.workload.optimizers import OptimizerFactory
 from memrewrite.workload.step import Inputs, Step, evaluating
 from memrewrite.workload.stepspec import optimizer_factory
@@ -59,6 +60,7 @@ def residual() -> dict[str, Option]:
         ("SGD with momentum", replace(ADAMW, optimizer=optimizer_factory("sgd-momentum"))),
         ("SGD without momentum", replace(ADAMW, optimizer=torch.optim.SGD)),
         ("both bfloat16 autocast and SGD", replace(ADAMW, amp=torch.bfloat16, optimizer=torch.optim.SGD)),
+        ('optimizer_step="in_backward" (--optimizer', replace(ADAMW, in_backward=True)),
         ("evaluation", Step("inference")),
         ("zero_grad(set_to_none=False)", replace(ADAMW, loop=Loop.parse("zero-in-place"))),
     ],
@@ -145,6 +147,18 @@ def test_other_kernels_come_first_where_the_optimizers_step_takes_most(
     assert found[name].fits
     assert found[name].peak_bytes == real(module, inputs, replace(step, optimizer=frugally))
     assert not any("micro-batches" in other for other in found)  # which do not lower the optimizer's step
+
+
+def test_the_step_in_groups_stands_where_foreach_kernels_make_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_small_groups = partial(making_groups, most=2**18)
+    monkeypatch.setattr(advice, "making_groups", in_small_groups)
+    module, inputs = perceptron(), rows(64, 512)
+    made = partial(torch.optim.AdamW, foreach=True)
+    step = Step(optimizer=made)
+    _, found = asked(module, inputs, step, 0.95)
+    grouped = named(found, 'optimizer_step="grouped"')
+    assert grouped.peak_bytes == real(module, inputs, replace(step, optimizer=in_small_groups(made)))
+    assert grouped.fits
 
 
 def test_they_come_with_smaller_batches_where_neither_is_enough() -> None:
