@@ -148,12 +148,13 @@ def _figures(module: Any, inputs: Any, workload: Any, others: int, tiny: bool, l
 
 
 def _at_other_lengths(module: Any, inputs: Inputs, workload: Workload, others: int) -> dict[int, int | None]:
-    """The peak of some steps at each of them, in bytes."""
+    """The peak of some steps at each of them, in bytes, with one optimizer: that of another may still be there."""
     found = {}
     longest = inputs.kwargs["input_ids"].shape[1]
+    trial = Trial(module, inputs, workload.step(), others)
     for length in (int(share * longest) for share in _SHARES):
         shorter = Inputs((), {name: tensor[:, :length].contiguous() for name, tensor in inputs.kwargs.items()})
-        trial = Trial(module, shorter, workload.step(), others)
+        trial.inputs = trial.loop.inputs = shorter
         trial.warm_up()
         found[length] = trial.figures(5)["peak"] if trial.device.type == "cuda" else None
     return found
