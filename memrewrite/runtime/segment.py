@@ -19,8 +19,8 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from memrewrite.runtime.compiled import is_compiled, run_compiled, stays
 
-_OUTSTANDING: "weakref.WeakSet[Recomputation]" = vars(torch.autograd.graph).setdefault(
-    "_memrewrite_outstanding", weakref.WeakSet()
+_OUTSTANDING: "weakref.WeakValueDictionary[int, Recomputation]" = vars(torch.autograd.graph).setdefault(
+    "_memrewrite_outstanding", weakref.WeakValueDictionary()
 )
 """Segments that backward has yet to run again: those of all copies of this text, which every artifact has one of."""
 OWN = "_memrewrite_own"  # where the class of a drop-in keeps what that has to itself
@@ -64,8 +64,10 @@ def run_segment(
 
 
 def still_read() -> set[int]:
-    """The ids of the parameters that segments are yet to read as they run again."""
-    return {id(parameter) for segment in list(_OUTSTANDING) for parameter in segment.parameters}
+    """The ids of the parameters that segments are yet to read as they run again, also by views they start from."""
+    segments = [segment for ref in _OUTSTANDING.valuerefs() if (segment := ref()) is not None]
+    bases = [value._base for segment in segments for value in segment.live_ins if isinstance(value, Tensor)]
+    return {id(read) for read in (*bases, *(read for segment in segments for read in segment.parameters))}
 
 
 def _thawed(parameter: Tensor, frozen: bool) -> bool:
@@ -130,7 +132,7 @@ class Recomputation:
 
     def run(self) -> Any:
         """Run the segment for the first time."""
-        _OUTSTANDING.add(self)
+        _OUTSTANDING[id(self)] = self
         with saved_tensors_hooks(self._pack, _unpack):
             return self._call()
 
@@ -194,7 +196,7 @@ class Recomputation:
                 f"A segment saved {len(self.saved)} tensors in the forward pass and {self.count} when backward ran it "
                 "again: what it depends on has changed in between."
             )
-        _OUTSTANDING.discard(self)
+        _OUTSTANDING.pop(id(self), None)
 
     def _collect_tensor(self, tensor: Tensor) -> Any:
         return self.collect(tensor.detach(), tensor)
