@@ -64,10 +64,9 @@ def run_segment(
 
 
 def still_read() -> set[int]:
-    """The ids of the parameters that segments are yet to read as they run again, also by views they start from."""
+    """The ids of the parameters that segments are yet to read as they run again."""
     segments = [segment for ref in _OUTSTANDING.valuerefs() if (segment := ref()) is not None]
-    bases = [value._base for segment in segments for value in segment.live_ins if isinstance(value, Tensor)]
-    return {id(read) for read in (*bases, *(read for segment in segments for read in segment.parameters))}
+    return {id(parameter) for segment in segments for parameter in segment.parameters}
 
 
 def _thawed(parameter: Tensor, frozen: bool) -> bool:

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 import memrewrite
 from memrewrite.records.errors import NotEquivalentError, UsageError
-from memrewrite.runtime.segment import run_segment
 from memrewrite.state.bits import same_bits
 from memrewrite.torch_internals.spent import Spent
 from memrewrite.workload import in_backward
@@ -278,23 +277,6 @@ def test_the_peak_is_predicted_to_the_byte_and_below_that_of_a_step_after_backwa
     assert whole - taken > 0.5 * gradients
     original = memrewrite.measure(model, INPUTS, optimizer="adamw-in-backward").peak
     assert memrewrite.estimate(model, INPUTS, optimizer="adamw-in-backward").peak.bytes == original
-
-
-def test_a_view_of_a_parameter_that_a_segment_starts_from_is_waited_for() -> None:
-    def body(module: Any, recomputing: Any, x: Tensor, shift: Tensor) -> Any:
-        return (x.exp().sin() + shift,)  # the gradient of shift takes nothing of it
-
-    found = []
-    for again in (False, True):
-        torch.manual_seed(0)
-        first, shift = nn.Linear(8, 8), nn.Parameter(torch.randn(2, 4))
-        optimizer = memrewrite.step_in_backward(torch.optim.SGD([*first.parameters(), shift], lr=0.1))
-        given = first(torch.ones(3, 8)), shift.view(8)
-        (y,) = run_segment(body, first, *given, random=False) if again else body(first, False, *given)
-        y.square().sum().backward()
-        optimizer.step()
-        found.append([*first.parameters(), shift])
-    assert all(same_bits(*pair) for pair in zip(*found, strict=True))
 
 
 def early(self: InBackward, parameter: Tensor) -> None:
