@@ -24,6 +24,7 @@ from memrewrite.records.ranges import Ranges
 from memrewrite.records.report import Report
 from memrewrite.targets.compiled import CompiledTarget
 from memrewrite.workload.sharding import unwrapped, wrapped_like
+from memrewrite.workload.step import Step
 from memrewrite.workload.stepping import How, let_step, stepping
 from memrewrite.workload.workload import Optimizer, workload
 
@@ -83,12 +84,12 @@ def optimize(
     asked.check(inner)
     work = workload(inner, example_inputs, example_kwargs, optimizer, loss_fn, amp, mode, micro_batches, loop, of_mesh)
     work = replace(work, step=stepping(work.step, inner, optimizer_step))
-    return _given(planned(work, asked, store_in(cache), progress, given=model), model, optimizer, optimizer_step)
+    return _given(planned(work, asked, store_in(cache), progress, given=model), model, optimizer, work.step)
 
 
-def _given(found: Planned, model: nn.Module, optimizer: Optimizer, optimizer_step: How) -> OptimizedModule:
+def _given(found: Planned, model: nn.Module, optimizer: Optimizer, step: Step) -> OptimizedModule:
     """What was planned, in what ``model`` is wrapped in; the optimizer steps as asked from now on, or is told to."""
-    told = let_step(optimizer, optimizer_step)
+    told = let_step(optimizer, step)
     found = found if told is None else found.noted(told)
     return cast(OptimizedModule, attach(found.report, found.module, wrapped_like(model, found.module)))
 

@@ -39,6 +39,7 @@ from memrewrite.report.writing import fill
 from memrewrite.runtime.dropin import programs
 from memrewrite.search.fit_to_budget import limit_for
 from memrewrite.simulate import Timeline
+from memrewrite.workload.stepping import told
 from memrewrite.workload.workload import Workload
 
 EXIT_OVER_BUDGET = 1
@@ -111,6 +112,8 @@ def _told(job: Job, outcome: optimizing.Outcome, stage: Stages) -> Outcome:
     report: Report = replace(outcome.report, model=job.name, command_line=request.typed)
     if request.measure and not _takes_a_step_alone(job):
         report = replace(report, notes=(*report.notes, _NOT_MEASURED.format(mesh=job.step.mesh)))
+    if (todo := told(job.step)) is not None and report.changed:
+        report = replace(report, notes=(*report.notes, todo))
     if request.advise and report.budget is not None:
         stage("advise")
         report = replace(report, options=_options(job, report, report.budget))

@@ -178,14 +178,18 @@ def step_in_backward(optimizer: O) -> O:
     ``optimizer.step()`` after each backward pass does what is left. Gradients end as they are used: whatever asks for
     them later (clipping, a gradient scaler, accumulation, a second backward pass) gets a ``UsageError``, and so does a
     backward pass whose step was left out, or before which settings were changed. State, groups and ``state_dict`` stay
-    as they are. Raises ``UsageError`` where that step would not have the same bits, where several processes train
-    together, and for an optimizer that wraps another.
+    as they are; of one that hands on to another, as accelerate's does, it is that other that steps so. Raises
+    ``UsageError`` where that step would not have the same bits, where several processes train together, and for an
+    optimizer that steps in groups.
     """
     if isinstance(optimizer, InBackward):
         return optimizer
     inner = getattr(optimizer, "optimizer", None)
-    if isinstance(optimizer, Narrowed) or (isinstance(inner, torch.optim.Optimizer) and hands_on(optimizer, inner)):
-        raise UsageError("step_in_backward takes an optimizer before it steps in groups or is wrapped; give that one.")
+    if isinstance(inner, torch.optim.Optimizer) and hands_on(optimizer, inner):
+        step_in_backward(inner)
+        return optimizer
+    if isinstance(optimizer, Narrowed):
+        raise UsageError("The optimizer steps in groups; step_in_backward takes one that does not yet.")
     _refuse_processes()
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     check_in_backward(optimizers_like(optimizer), parameters)

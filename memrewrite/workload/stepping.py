@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from memrewrite.records.errors import UsageError
-from memrewrite.workload.in_backward import InBackward, check_in_backward, step_in_backward
-from memrewrite.workload.in_groups import InGroups, check_groups, making_groups, step_in_groups
+from memrewrite.workload.in_backward import check_in_backward, step_in_backward
+from memrewrite.workload.in_groups import InGroups, check_groups, made_whole, making_groups, step_in_groups
 from memrewrite.workload.narrowed import Narrowed
 from memrewrite.workload.optimizers import OptimizerFactory, optimizers_like
 from memrewrite.workload.step import Step
@@ -81,14 +81,19 @@ def refused_in_backward(step: Step) -> str | None:
     return next((words for words, is_so in _ANOTHER.items() if is_so(step)), None)
 
 
-def let_step(optimizer: object, how: How) -> str | None:
-    """Let an optimizer that was given step so; what to do where a name or a factory was."""
-    if how == "whole":
-        return None
+def told(step: Step) -> str | None:
+    """What to do with the user's optimizer, for a step that takes it otherwise than as a whole."""
+    if step.in_backward:
+        return _TOLD["in_backward"]
+    return None if made_whole(step.optimizer)[1] is None else _TOLD["grouped"]
+
+
+def let_step(optimizer: object, step: Step) -> str | None:
+    """Let an optimizer that was given step as planned; what to do where a name or a factory was."""
     if not isinstance(optimizer, torch.optim.Optimizer):
-        return _TOLD[how]
-    if how == "grouped":
-        step_in_groups(optimizer)
-    elif not isinstance(optimizer, InBackward):
+        return told(step)
+    if step.in_backward:
         step_in_backward(optimizer)
+    elif told(step) is not None:
+        step_in_groups(optimizer)
     return None

@@ -217,7 +217,10 @@ def test_an_optimizer_that_is_gone_steps_no_more() -> None:
     [
         (lambda p: Counting(p, of_all=True), None),
         (torch.optim.LBFGS, "LBFGS takes no step while backward runs"),
-        (lambda p: memrewrite.step_in_groups(torch.optim.SGD(p)), "takes an optimizer before it steps in groups"),
+        (
+            lambda p: memrewrite.step_in_groups(torch.optim.SGD(p)),
+            "The optimizer steps in groups",
+        ),
     ],
 )
 def test_where_the_step_would_be_another_it_is_refused(make: Any, why: str | None) -> None:
@@ -387,3 +390,28 @@ def given_by_name(parameters: Any) -> torch.optim.Optimizer:
 def test_one_that_has_no_such_step_is_refused(name: str) -> None:
     with pytest.raises(UsageError, match=f"'{name}-in-backward' means nothing: {name} takes no step that could be"):
         StepSpec(optimizer=f"{name}-in-backward").check()
+
+
+class HandingOn(torch.optim.Optimizer):
+    """Has all of another one, as accelerate's optimizers do."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.param_groups, self.state = optimizer.param_groups, optimizer.state
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
+
+
+def test_one_that_hands_on_to_another_lets_that_step_so() -> None:
+    plain, model = mlp(), mlp()
+    whole, inner = (torch.optim.AdamW(each.parameters()) for each in (plain, model))
+    given = HandingOn(inner)
+    assert optimized(model, optimizer=given).report.equivalent
+    assert isinstance(inner, InBackward)
+    assert not isinstance(given, InBackward)
+    for each, of in ((whole, plain), (given, model)):
+        loss_of(of(INPUTS)).backward()
+        assert (gradients(of) == 0) == (of is model)
+        each.step()
+    assert all(same_bits(*pair) for pair in zip(plain.parameters(), model.parameters(), strict=True))
