@@ -1,5 +1,6 @@
 """``memrewrite.watch``: silent where the promise holds, and each thing that breaks it is told by its name."""
 
+import gc
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,8 @@ STEPS = 4
 
 
 def optimized(name: str, loop: str = "drop-output", **options: Any) -> tuple[Any, Tensor, Tensor, loops.Criterion]:
+    gc.collect()
+    gc.freeze()  # as each step that is watched looks through all objects, and what was there before is none of its own
     model, x, y, criterion = made(name)
     given = {"optimizer": torch.optim.AdamW, "loss_fn": step_of("", criterion, y).loss_fn, "loop": loop, **options}
     return memrewrite.optimize(model, x, budget="min", verify=False, **given), x, y, criterion

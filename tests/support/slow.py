@@ -171,7 +171,12 @@ SLOW: dict[str, tuple[str, ...]] = {
     "benchmarks/test_benchmarks.py::test_stacks_are_about_as_large_as_asked_for": ("*",),
     "benchmarks/test_benchmarks.py::test_largest_batch_of_a_workload": ("*",),
     # As many inputs, hooks, effects and kinds of functions as there are; those that differ most are in the default run.
-    "capture/test_hazards_use.py::test_derivatives_of_every_kind": ("Hessian", "torch.func.*", "functional_call"),
+    "capture/test_hazards_use.py::test_derivatives_of_every_kind": (
+        "Hessian",
+        "torch.func.*",
+        "functional_call",
+        "Hessian-vector product",
+    ),
     "capture/test_hazards_use.py::test_ways_of_training": ("copied", "pickled"),
     "capture/test_hazards_use.py::test_torch_refuses_its_func_transforms_of_what_is_recomputed": ("jacrev",),
     "capture/test_kept_calls.py::test_it_travels": ("by_copy", "by_pickle"),
@@ -220,7 +225,10 @@ SLOW: dict[str, tuple[str, ...]] = {
     "report/test_snapshot.py::test_the_peaks_are_those_of_the_report": ("compiled",),
     # What is divided or proved in the other kinds of graphs, and code that only Inductor writes.
     "backends/test_tries.py::test_budgets_from_the_lowest_on_are_met_by_real_code": ("fused as ever",),
-    "backends/test_stretches.py::test_any_runs_may_be_cut_anywhere": ("[1-9][0-9][0-9]",),
+    "backends/test_stretches.py::test_any_runs_may_be_cut_anywhere": (
+        "[1-9][0-9][0-9]",
+        "[2-9][0-9]",
+    ),
     "backends/test_partition.py::test_fused_kernels_are_counted_for_less": ("mlp",),
     "backends/test_later_graphs.py::test_the_second_step_is_the_last_to_compile": ("*", "!Three"),
     "backends/test_observed.py::test_the_lowest_peak_is_that_of_the_lower_code": ("-1000",),
@@ -263,7 +271,12 @@ SLOW: dict[str, tuple[str, ...]] = {
         "*",
         "!min-within reach",
     ),
-    "api/test_optimize.py::test_only_the_passes_asked_for_run": ("none", "swish", "segments"),
+    "api/test_optimize.py::test_only_the_passes_asked_for_run": (
+        "none",
+        "swish",
+        "segments",
+        "swish as text",
+    ),
     "api/test_optimize.py::test_the_same_call_gives_the_same_source": ("*", "!conv"),
     "api/test_optimize.py::test_a_pass_that_does_harm_is_caught_and_named": ("*", "!1.001"),
     "api/test_optimize.py::test_advice_is_simulated_and_holds": ("*",),
@@ -336,6 +349,17 @@ SLOW: dict[str, tuple[str, ...]] = {
         "!listed_in_place-*",
         "!nested_regions-*",
         "!reentrant_checkpoint-*",
+        "keywords_and_none-export",
+        "loss_in_a_dict-export",
+        "batch_of_one-export",
+        "channels_last_model-export",
+        "weight_norm-export",
+        "frozen_batch_norm-export",
+        "autocast_regions-export",
+        "checkpoints-export",
+        "random_numbers-export",
+        "recurrent-export",
+        "view_of_an_input_as_output-export",
     ),
     # Fewer hooks, functions, inputs and hazards of the kinds that are tried.
     "capture/test_hazards_regions.py::test_the_odd_submodule_stays_opaque": ("*", "!custom_function"),
@@ -354,6 +378,7 @@ SLOW: dict[str, tuple[str, ...]] = {
         "*",
         "!tensor_hook",
         "!layer_drop",
+        "tensor_hook",
     ),
     "capture/test_kept_calls.py::test_what_draws_outside_pytorch_is_never_run_again": ("random_rate",),
     "capture/test_opaque.py::test_it_is_called_in_one_plan_for_the_whole_model": (
@@ -413,13 +438,25 @@ SLOW: dict[str, tuple[str, ...]] = {
         "residual",
     ),
     "search/test_candidate.py::test_no_pass_and_no_plan_changes_what_it_is_given": ("residual",),
-    "observe/test_kept.py::test_every_number_is_the_same": ("*-9", "*-100", "*(100, 12)"),
+    "observe/test_kept.py::test_every_number_is_the_same": (
+        "*-9",
+        "*-100",
+        "*(100, 12)",
+        "* kept-step-0.0-(100, 30, 7)",
+    ),
     "observe/test_kept.py::test_attention_runs_once": ("*-9", "*-100", "*-(100, 12)"),
-    "observe/test_kept.py::test_autocast": ("9-*", "100-*", "(100, 12)-*"),
+    "observe/test_kept.py::test_autocast": (
+        "9-*",
+        "100-*",
+        "(100, 12)-*",
+        "*-0.0",
+    ),
     "observe/test_effects.py::test_both_front_ends_see_the_same_storages_saved": (
         "*-bf16",
         "transformer-*",
         "checkpointed-*",
+        "swish-*",
+        "tied-*",
     ),
     "observe/test_effects.py::test_inference_saves_nothing": (
         "*-dynamo",
@@ -428,7 +465,12 @@ SLOW: dict[str, tuple[str, ...]] = {
         "residual-export",
     ),
     "observe/test_effects.py::test_what_saves_only_its_inputs_need_not_run_again": ("*-dynamo", "!norm-*"),
-    "costs/test_normalizations.py::test_every_bit_is_the_same": ("formula-finite-size[35]", "formula-finite-[35]"),
+    "costs/test_normalizations.py::test_every_bit_is_the_same": (
+        "formula-finite-size[35]",
+        "formula-finite-[35]",
+        "formula-inf-size[35]",
+        "formula-inf-5",
+    ),
     "costs/test_normalizations.py::test_they_are_kept_where_there_is_a_kernel": ("cpu", "cuda"),
     "costs/test_normalizations.py::test_the_relu_is_applied_with_the_statistics": ("no formula",),
     "plan/test_plan.py::test_fit_tells_the_truth_and_finds_what_it_saw": (
@@ -442,7 +484,13 @@ SLOW: dict[str, tuple[str, ...]] = {
     "plan/test_plan.py::test_a_budget_is_used_up_to_a_few_percent": ("0.55", "0.9"),
     "plan/test_milp.py::test_within_one_percent_of_the_optimum": ("*", "!0", "!10"),
     "capture/test_capture.py::test_the_shared_models_compute_the_same": ("*-dynamo", "!transformer-dynamo"),
-    "codegen/test_codegen.py::test_the_same_model_gives_the_same_text": ("dynamo-*", "!dynamo-constants"),
+    "codegen/test_codegen.py::test_the_same_model_gives_the_same_text": (
+        "dynamo-*",
+        "!dynamo-constants",
+        "export-namedtuple",
+        "export-no_grad_region",
+        "export-odd_module_names",
+    ),
     "rewriting/test_every_pass.py::test_exact_passes_keep_every_bit_of_every_model": ("residual", "swish"),
     "rewriting/test_every_pass.py::test_a_pass_says_what_it_changed_and_changes_it_once": (
         "*",
@@ -500,6 +548,30 @@ SLOW: dict[str, tuple[str, ...]] = {
     "report/test_by_size.py::test_what_is_as_long_as_another_is_named_once": ("*",),
     "search/test_reserved.py::test_a_plan_trains_in_a_process_that_may_reserve_little_more": ("*",),
     "cache/test_remembered.py::test_weights_do_not_count": ("at once",),
+    # Once more what another case, or the same model as it is optimized, shows by default.
+    "api/test_interrupted.py::test_in_python_nothing_is_left": ("[23]",),
+    "api/test_interrupted.py::test_the_best_plan_so_far_is_verified_and_not_kept": ("80%",),
+    "api/test_interrupted.py::test_the_terminal_is_asked": ("no",),
+    "api/test_optimize.py::test_compiled_code_fuses_less_only_where_less_room_is_not_enough": ("1-*",),
+    "backends/test_later_graphs.py::test_while_the_optimizer_works_batch_and_output_live_and_nothing_that_was_kept": (
+        "100%",
+        "12000000",
+    ),
+    "backends/test_told.py::test_ways_a_graph_is_divided": ("cheapest",),
+    "backends/test_stretches.py::test_stretches_are_as_all_of_them_at_once": (
+        "3",
+        "10",
+    ),
+    "capture/test_weight_hooks.py::test_a_normed_submodule_is_named": ("spectral_norm",),
+    "capture/test_weight_hooks.py::test_the_new_ones_are_captured": ("spectral_norm",),
+    "capture/test_gradients.py::test_it_is_planned_for_the_answers_at_capture": ("asks_a_parameter",),
+    "observe/test_effects.py::test_every_node_is_told_of_and_holds_its_fake_value": ("dynamo",),
+    "observe/test_effects.py::test_compiled_a_cast_to_a_wider_type_counts_as_what_it_is_made_of": ("dynamo",),
+    "search/test_candidate.py::test_peaks_in_other_loops_and_submodules_are_those_of_steps_that_run": (
+        "drop-output",
+        "zero-before-backward",
+    ),
+    "advice/test_known.py::test_no_step_is_simulated_twice": ("{'loop': 'drop-output'}",),
 }
 
 
