@@ -18,9 +18,14 @@ Told = Callable[..., str]
 STEPS = 4
 
 
-def optimized(name: str, loop: str = "drop-output", **options: Any) -> tuple[Any, Tensor, Tensor, loops.Criterion]:
+@pytest.fixture(scope="module", autouse=True)
+def _aside() -> None:
+    """Each step that is watched looks through all objects: what was there before these tests is none of theirs."""
     gc.collect()
-    gc.freeze()  # as each step that is watched looks through all objects, and what was there before is none of its own
+    gc.freeze()
+
+
+def optimized(name: str, loop: str = "drop-output", **options: Any) -> tuple[Any, Tensor, Tensor, loops.Criterion]:
     model, x, y, criterion = made(name)
     given = {"optimizer": torch.optim.AdamW, "loss_fn": step_of("", criterion, y).loss_fn, "loop": loop, **options}
     return memrewrite.optimize(model, x, budget="min", verify=False, **given), x, y, criterion
