@@ -19,7 +19,7 @@ def sought_seldom() -> Iterator[None]:
     before = gc.get_threshold()
     _BEFORE.append(before)
     gc.set_threshold(*before[:2], max(before[2], _SELDOM))
-    aside = not _ASIDE and gc.get_freeze_count() == 0  # else somebody has put objects aside, who would get them back
+    aside = not _ASIDE and not _put_aside_by_others()  # who would get them back
     if aside:
         gc.freeze()
     _ASIDE.append(aside)
@@ -53,5 +53,13 @@ def sought_as_before() -> Iterator[None]:
         gc.set_threshold(*within)
 
 
+def _put_aside_by_others() -> bool:
+    """Whether somebody else has put objects aside; counting them takes a tenth of a second, so once they are found."""
+    if not _OTHERS and gc.get_freeze_count() > 0:
+        _OTHERS.append(True)
+    return bool(_OTHERS)
+
+
 _BEFORE: list[tuple[int, int, int]] = []  # how often it did so outside of each scope
 _ASIDE: list[bool] = []  # whether each of these scopes put aside what was there
+_OTHERS: list[bool] = []  # not empty once somebody else was found to have put objects aside

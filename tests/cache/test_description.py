@@ -241,9 +241,8 @@ def digest_elsewhere(folder: Path, seed: int, **how: Any) -> str:
 
 def test_other_processes_find_the_same_and_lines_and_comments_do_not_count(tmp_path: Path) -> None:
     first = digest_elsewhere(tmp_path, 1)
-    assert digest_elsewhere(tmp_path, 2) == first
-    assert digest_elsewhere(tmp_path, 3, before="UNUSED = 3\n\n", comment="  # a word") == first
-    assert digest_elsewhere(tmp_path, 4, number=2) != first
+    assert digest_elsewhere(tmp_path, 2, before="UNUSED = 3\n\n", comment="  # a word") == first
+    assert digest_elsewhere(tmp_path, 1, number=2) != first
 
 
 def test_of_an_installed_package_its_files_count_and_what_was_replaced(

@@ -1,5 +1,6 @@
 """``memrewrite.watch``: silent where the promise holds, and each thing that breaks it is told by its name."""
 
+import gc
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,13 @@ from tests.support.loops import made, step_of
 
 Told = Callable[..., str]
 STEPS = 4
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _aside() -> None:
+    """Each step that is watched looks through all objects: what was there before these tests is none of theirs."""
+    gc.collect()
+    gc.freeze()
 
 
 def optimized(name: str, loop: str = "drop-output", **options: Any) -> tuple[Any, Tensor, Tensor, loops.Criterion]:

@@ -3,17 +3,20 @@
 import contextlib
 import gc
 import weakref
+from unittest.mock import Mock
 
 import pytest
 import torch.distributed
 
+from memrewrite.process import garbage
 from memrewrite.process.garbage import sought_as_before, sought_seldom
 
 
 @pytest.mark.parametrize(("before", "within"), [((700, 10, 10), (700, 10, 200)), ((500, 5, 1000), (500, 5, 1000))])
 def test_all_objects_are_looked_through_seldom_until_it_ends(
-    before: tuple[int, int, int], within: tuple[int, int, int]
+    before: tuple[int, int, int], within: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(garbage, "_OTHERS", [])
     usual = gc.get_threshold()
     gc.set_threshold(*before)
     gc.unfreeze()  # what the tests put aside
@@ -41,6 +44,7 @@ def test_what_is_there_before_large_things_are_made_is_looked_through_once(
     class Node:
         """One that a cycle keeps."""
 
+    monkeypatch.setattr(garbage, "_OTHERS", [])
     gc.unfreeze()  # what the tests put aside
     try:
         old = Node()
@@ -58,8 +62,14 @@ def test_what_is_there_before_large_things_are_made_is_looked_through_once(
         gc.freeze()
 
 
-def test_what_others_put_aside_stays_there() -> None:
+def test_what_others_put_aside_stays_there_and_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(garbage, "_OTHERS", [])
     gc.freeze()  # as the tests do
-    with sought_seldom(), sought_as_before():
-        assert gc.get_freeze_count() > 0
-    assert gc.get_freeze_count() > 0
+    count = gc.get_freeze_count
+    counted = Mock(side_effect=count)
+    monkeypatch.setattr(gc, "get_freeze_count", counted)
+    for _ in range(2):
+        with sought_seldom(), sought_as_before():
+            assert count() > 0
+        assert count() > 0
+    counted.assert_called_once()
