@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from memrewrite.records.loop import Loop
     from memrewrite.records.outcomes import Measured
     from memrewrite.records.report import Report
-    from memrewrite.runtime.promise import BeyondPlanError, BeyondPlanWarning, FallbackWarning
+    from memrewrite.runtime.promise import BeyondPlanError, BeyondPlanWarning, FallbackWarning, LazyOutputWarning
     from memrewrite.runtime.swish import Swish, swish
     from memrewrite.workload.in_groups import step_in_groups
 
@@ -57,6 +57,7 @@ _LAZY = {
     "BeyondPlanError": "memrewrite.runtime.promise",
     "BeyondPlanWarning": "memrewrite.runtime.promise",
     "FallbackWarning": "memrewrite.runtime.promise",
+    "LazyOutputWarning": "memrewrite.runtime.promise",
     "Loop": "memrewrite.records.loop",
     "Measured": "memrewrite.records.outcomes",
     "OptimizedModule": "memrewrite.api",
@@ -85,6 +86,7 @@ __all__ = [
     "CompiledReport",
     "Estimate",
     "FallbackWarning",
+    "LazyOutputWarning",
     "Loop",
     "Measured",
     "MeasurementError",
