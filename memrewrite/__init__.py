@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from memrewrite.records.loop import Loop
     from memrewrite.records.outcomes import Measured
     from memrewrite.records.report import Report
-    from memrewrite.runtime.promise import BeyondPlanError, BeyondPlanWarning, FallbackWarning
+    from memrewrite.runtime.promise import BeyondPlanError, BeyondPlanWarning, FallbackWarning, LazyOutputWarning
     from memrewrite.runtime.swish import Swish, swish
     from memrewrite.workload.in_backward import step_in_backward
     from memrewrite.workload.in_groups import step_in_groups
@@ -58,6 +58,7 @@ _LAZY = {
     "BeyondPlanError": "memrewrite.runtime.promise",
     "BeyondPlanWarning": "memrewrite.runtime.promise",
     "FallbackWarning": "memrewrite.runtime.promise",
+    "LazyOutputWarning": "memrewrite.runtime.promise",
     "Loop": "memrewrite.records.loop",
     "Measured": "memrewrite.records.outcomes",
     "OptimizedModule": "memrewrite.api",
@@ -87,6 +88,7 @@ __all__ = [
     "CompiledReport",
     "Estimate",
     "FallbackWarning",
+    "LazyOutputWarning",
     "Loop",
     "Measured",
     "MeasurementError",

@@ -59,7 +59,7 @@ def optimize(
     strict: bool = False,
     seed: int = 0,
     dynamic: Ranges | None = None,
-    returns: Literal["all", "loss"] = "all",
+    returns: Literal["all", "lazy", "loss"] = "all",
     progress: Callable[[str], None] = lambda stage: None,
     cache: Asked = None,
 ) -> "OptimizedModule":
@@ -74,9 +74,9 @@ def optimize(
     ``device="cuda"`` plans for CUDA where there is none. ``regions`` are patterns of paths (``"layers.*"``) to capture
     one by one; ``passes`` names those allowed ("all": on request, too). ``exact`` keeps the forward bit-equal,
     ``verify=False`` skips the proof, ``strict`` raises for a warning, ``dynamic`` has what varies (``records.ranges``),
-    ``returns="loss"`` drops others, ``compiled`` is for ``torch.compile``, ``cache`` a folder for plans (False: none).
-    The result shares every Parameter and buffer with ``model``, is of its class, has its hooks and carries ``.report``,
-    or is ``model``, where nothing is gained. ``progress`` is told stages. Raises every kind of ``MemrewriteError``.
+    ``returns="lazy"`` makes logits when read, ``"loss"`` never, ``compiled`` is for ``torch.compile``, ``cache`` keeps
+    plans (False: not). The result shares every Parameter and buffer with ``model``, is of its class, has its hooks and
+    ``.report``, or is ``model``, where nothing is gained. ``progress`` is told stages. Raises ``MemrewriteError``s.
     """
     inner, of_mesh = unwrapped(model, mesh, together=True)
     names = pass_names(passes)

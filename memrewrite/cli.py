@@ -76,9 +76,9 @@ def main(context: click.Context) -> None:
 @flags.dynamic
 @click.option(
     "--returns",
-    type=click.Choice(["all", "loss"]),
+    type=click.Choice(["all", "lazy", "loss"]),
     default="all",
-    help="With loss, a training step returns its loss alone.",
+    help="With loss, a training step returns its loss alone; with lazy, logits are made when they are read.",
 )
 @click.option("--verify/--no-verify", default=True, help="Prove that the rewritten model takes the same steps.")
 @click.option("--measure/--no-measure", default=True, help="Run both variants, each in a process of its own.")

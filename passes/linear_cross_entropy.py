@@ -29,7 +29,9 @@ from memrewrite.passes.spelling import CASTS, by_name, number, operand, operatio
 from memrewrite.rewriting.contract import Findings, Result
 from memrewrite.runtime.linear_cross_entropy import linear_cross_entropy
 
-_RETURNED = "The model returns its logits, which exist then; returns='loss' leaves them out, if nobody reads them."
+_RETURNED = (
+    "The model returns its logits; returns='lazy' makes them when they are read, returns='loss' leaves them out."
+)
 _SCALED = ("mul", "div", "add", "sub")
 
 

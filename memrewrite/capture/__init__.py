@@ -19,6 +19,7 @@ from memrewrite.capture.captured import Captured, InputSpec, TensorSpec
 from memrewrite.capture.kept_calls import KeptCalls, standing_in, watch_calls
 from memrewrite.capture.looks import looks_at_tied
 from memrewrite.capture.normal import bind, first_dtype, forward_alone, leaf_tensors
+from memrewrite.capture.returned import note_sizes
 from memrewrite.capture.shared import tied
 from memrewrite.records.errors import CaptureError
 from memrewrite.records.ranges import Range
@@ -70,6 +71,7 @@ def capture(
         autocast(amp, device_type(model, inputs)),
     ):
         found = _captured(model, inputs, front_end, pairs, ranges, elsewhere, bool(kept))
+    note_sizes(found.graph_module.graph)
     divided = next((name for name, parameter in model.named_parameters() if is_divided(parameter)), "")
     names = tied(model, found.graph_module.graph, found.reads)
     looks = (*found.looks, *looks_at_tied(names))

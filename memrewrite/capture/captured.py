@@ -1,12 +1,15 @@
 """The data of a capture: a graph over the model's own parameters, and what a call must look like to run it."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import fx
 
+from memrewrite.records.graph_calls import LazyCall
 from memrewrite.records.ranges import Range
+from memrewrite.runtime.dropin import Returns
 from memrewrite.runtime.guards import Reads
 from memrewrite.torch_internals.pytrees import TreeSpec
 
@@ -70,9 +73,10 @@ class Captured:
     ``autocast`` is "any", or where the model does something else with autocast than without, what it was captured
     under: the type, None for without. ``reads`` are the attributes of modules that forward reads, ``looks`` the same as
     expressions. ``gradients`` are None, or where the model does something else when other tensors need gradients, those
-    of ``gradients_now`` at capture. ``returns`` is "loss" where the program returns that alone. ``divided`` is the name
-    of a parameter of which this process has a part alone, "" if it has all. ``tied`` are names, several to a tensor of
-    the model, of those that the graph reads by one of them.
+    of ``gradients_now`` at capture. ``returns`` is "loss" where the program returns that alone, "lazy" where it makes
+    outputs when they are read: ``lazy`` says how by their numbers, of the value that is in their place. ``divided`` is
+    the name of a parameter of which this process has a part alone, "" if it has all. ``tied`` are names, several to a
+    tensor of the model, of those that the graph reads by one of them.
     """
 
     graph_module: fx.GraphModule
@@ -90,6 +94,7 @@ class Captured:
     reads: Reads = ()
     looks: tuple[str, ...] = ()
     gradients: tuple[bool, ...] | None = None
-    returns: Literal["all", "loss"] = "all"
+    returns: Returns = "all"
+    lazy: Mapping[int, LazyCall] = field(default_factory=dict)
     divided: str = ""
     tied: tuple[tuple[str, ...], ...] = ()

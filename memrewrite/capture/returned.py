@@ -1,22 +1,32 @@
-"""What a program returns: all that the model does, or its loss alone, where nobody reads the rest.
+"""What a program returns: all that the model does, or its loss alone, or the rest as it is read.
 
 A language model returns its logits beside its loss, the largest tensor of its step, and few loops look at them.
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
-from memrewrite.capture.captured import Captured
+from memrewrite.capture.captured import Captured, InputSpec, TensorSpec
+from memrewrite.capture.normal import attribute
+from memrewrite.observe.effects import Effects
 from memrewrite.records.errors import UsageError
+from memrewrite.records.graph_calls import LazyCall
+from memrewrite.torch_internals.fake_tensors import FakeTensorMode
 from memrewrite.torch_internals.pytrees import tree_unflatten
+from memrewrite.torch_internals.tracing import module_of
+from memrewrite.workload.step import autocast
 
 _NO_LOSS = (
-    "returns='loss' is for models that return their loss, as .loss, ['loss'], or where loss_fn finds it; "
+    "returns={!r} is for models that return their loss, as .loss, ['loss'], or where loss_fn finds it; "
     "here loss_fn computes it of what the model returns. Leave it out, or compute the loss in forward."
+)
+_NOTHING_LAZY = (
+    "returns='lazy' has no effect: nothing that is returned beside the loss is made of weights and one smaller value."
 )
 
 
@@ -29,7 +39,7 @@ def loss_alone(captured: Captured, loss_of: Callable[[Any], Tensor]) -> Captured
     graph_module = captured.graph_module
     (output,) = (node for node in graph_module.graph.nodes if node.op == "output")
     leaves: Any = output.args[0]
-    place = _place(captured, len(leaves), loss_of)
+    place = _place(captured, len(leaves), loss_of, "loss")
     dropped = [i for i, leaf in enumerate(leaves) if isinstance(leaf, fx.Node) and i != place]
     if not dropped:
         return captured
@@ -41,14 +51,134 @@ def loss_alone(captured: Captured, loss_of: Callable[[Any], Tensor]) -> Captured
     return replace(captured, returns="loss", notes=(*captured.notes, note))
 
 
-def _place(captured: Captured, count: int, loss_of: Callable[[Any], Tensor]) -> int:
+def lazily(captured: Captured, loss_of: Callable[[Any], Tensor], look: Callable[[], Effects]) -> Captured:
+    """The capture with what the model returns beside its loss made as it is read, where that is larger than its source.
+
+    Its graph is changed: it has the source in the place of the output. ``look`` observes the graph.
+    Raises ``UsageError`` where the loss is none of the tensors that the model returns.
+    """
+    graph_module = captured.graph_module
+    (output,) = (node for node in graph_module.graph.nodes if node.op == "output")
+    leaves: Any = output.args[0]
+    place = _place(captured, len(leaves), loss_of, "lazy")
+    effects = look()
+    calls: dict[int, LazyCall] = {}
+    given = [*leaves]
+    returned = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, fx.Node)}
+    for number, leaf in returned.items():
+        others = {key for i, other in returned.items() if i != number for key in effects.of[other].outputs}
+        source = _source_of(leaf, effects) if number != place and not effects.of[leaf].outputs & others else None
+        if source is not None and (sizes := _sizes(leaf, source, captured.inputs)) is not None:
+            calls[number] = _call(graph_module, source, leaf, sizes)
+            given[number] = source
+    if not calls:
+        return replace(captured, notes=(*captured.notes, _NOTHING_LAZY))
+    output.args = (tuple(given),)
+    graph_module.recompile()
+    shapes = ", ".join(str(tuple(leaves[number].meta["val"].shape)) for number in calls)
+    note = f"Of what it returns, {shapes} is made when it is read; until then what it is made of is kept."
+    return replace(captured, returns="lazy", lazy=calls, notes=(*captured.notes, note))
+
+
+def note_sizes(graph: fx.Graph) -> None:
+    """Keep the sizes that were captured, those that vary by name: once nodes are observed they have the example's."""
+    for node in graph.nodes:
+        if isinstance(value := node.meta.get("val"), Tensor):
+            node.meta[_SIZES] = tuple(size if isinstance(size, int) else str(size) for size in value.shape)
+
+
+_SIZES = "captured_sizes"  # in a node's meta, which graphs copy with the node
+
+
+def _sizes(node: fx.Node, source: fx.Node, inputs: InputSpec) -> tuple[int, ...] | None:
+    """Those of ``node``, -1 for that of the first dimension of ``source``; None where they are not known."""
+    vary = any(isinstance(size, str) for leaf in inputs.leaves if isinstance(leaf, TensorSpec) for size in leaf.shape)
+    found, given = (each.meta.get(_SIZES, () if vary else tuple(each.meta["val"].shape)) for each in (node, source))
+    known = len(found) == node.meta["val"].dim() and all(isinstance(size, int) or size in given for size in found)
+    return tuple(size if isinstance(size, int) else -1 - given.index(size) for size in found) if known else None
+
+
+def _source_of(leaf: fx.Node, effects: Effects) -> fx.Node | None:
+    """The smallest value, smaller than an output, that it is made of by what does the same whenever it runs.
+
+    Beside that value it is made of weights alone, and it is no view of it. None where there is no such value.
+    """
+    least = leaf.meta["val"].nbytes if isinstance(leaf.meta["val"], Tensor) else 0
+    found = None
+    node: fx.Node | None = leaf
+    while node is not None and _runs_again(node, effects):
+        sources = [each for each in node.all_input_nodes if not _of_weights(each, effects)]
+        node = sources[0] if len(sources) == 1 and sources[0].op != "placeholder" else None
+        apart = node is not None and not effects.of[node].outputs & effects.of[leaf].outputs
+        if node is not None and apart and _stays(node, effects) and node.meta["val"].nbytes < least:
+            found, least = node, node.meta["val"].nbytes
+    return found
+
+
+def _runs_again(node: fx.Node, effects: Effects) -> bool:
+    """Whether it is an operation that does the same whenever it runs, on tensors that nothing writes."""
+    facts = effects.of[node]
+    called = node.op in ("call_function", "call_method") and facts.repeats
+    return called and _stays(node, effects) and not (facts.random or facts.opaque or facts.writes)
+
+
+def _stays(node: fx.Node, effects: Effects) -> bool:
+    return isinstance(node.meta["val"], Tensor) and not effects.of[node].outputs & effects.written
+
+
+def _of_weights(node: fx.Node, effects: Effects) -> bool:
+    """Whether it is a weight that nothing writes, or made of such alone."""
+    if node.op == "get_attr":
+        return _stays(node, effects)
+    inputs = node.all_input_nodes
+    return bool(inputs) and _runs_again(node, effects) and all(_of_weights(each, effects) for each in inputs)
+
+
+def _call(graph_module: fx.GraphModule, source: fx.Node, leaf: fx.Node, sizes: tuple[int, ...]) -> LazyCall:
+    """What makes ``leaf`` of its source."""
+    needed = {leaf}
+    for node in reversed(graph_module.graph.nodes):
+        if node in needed and node is not source:
+            needed.update(node.all_input_nodes)
+    nodes = [node for node in graph_module.graph.nodes if node in needed and node is not source]
+    attributes = [node for node in nodes if node.op == "get_attr"]
+    graph = fx.Graph()
+    copies = {each: graph.placeholder(each.name) for each in (source, *attributes)}
+    for node in nodes:
+        if node not in copies:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(copies[leaf])
+    module = module_of(nn.Module(), graph, type(graph_module).__name__)
+    paths = tuple(str(each.target) for each in attributes)
+    weights = [attribute(graph_module, path) for path in paths]
+    asked: list[tuple[torch.dtype | None, torch.dtype]] = [(None, source.meta["val"].dtype)]
+    asked += [(amp, dtype) for amp in (torch.bfloat16, torch.float16) for dtype in dict.fromkeys((asked[0][1], amp))]
+    found = (_type(module, source.meta["val"], weights, *each) for each in asked)
+    return LazyCall(module, sizes, tuple(each for each in found if each is not None), paths)
+
+
+def _type(
+    module: fx.GraphModule, source: Tensor, weights: list[Tensor], amp: torch.dtype | None, dtype: torch.dtype
+) -> tuple[torch.dtype | None, torch.dtype, torch.dtype] | None:
+    """Of which type the result is under autocast to ``amp``, where the source is of type ``dtype``.
+
+    None where it cannot be made then.
+    """
+    on = FakeTensorMode(allow_non_fake_inputs=True)
+    with on, torch.no_grad(), autocast(amp, source.device.type), suppress(RuntimeError):
+        given = torch.empty(source.shape, dtype=dtype, device=source.device)
+        return amp, dtype, module(given, *map(on.from_tensor, weights)).dtype
+    return None
+
+
+def _place(captured: Captured, count: int, loss_of: Callable[[Any], Tensor], returns: str) -> int:
     """Which of the tensors that the model returns is its loss."""
     marks = [torch.zeros((), device="cpu") for _ in range(count)]
     try:
         found = loss_of(tree_unflatten(marks, captured.output_tree))
     except Exception as error:  # whatever a function says of other numbers than it is for
-        raise UsageError(_NO_LOSS) from error
+        raise UsageError(_NO_LOSS.format(returns)) from error
     place = next((i for i, mark in enumerate(marks) if mark is found), None)
     if place is None:
-        raise UsageError(_NO_LOSS)
+        raise UsageError(_NO_LOSS.format(returns))
     return place

@@ -120,10 +120,17 @@ class _Writer:
         parameters = [self.name(node) for node in graph.find_nodes(op="placeholder")]
         lines = [f"make_room({', '.join([str(self.marks.room), *parameters])})"] * bool(self.marks.room)
         lines += self.body(nodes, 0, output.all_input_nodes)
-        leaves = [self.value(v) for v in output.args[0]]
+        leaves = [self.returned(i, v) for i, v in enumerate(output.args[0])]
         result = f"return {nested(self.captured.output_tree, leaves, self.trees)}"
         lines += [*self.submodules.lines(), result]
         self.function(f"{self.prefix}graph", ["self", *parameters], lines)
+
+    def returned(self, number: int, value: Any) -> str:
+        """An output as an expression."""
+        if (call := self.captured.lazy.get(number)) is None:
+            return self.value(value)
+        of = [self.value(value), *map(self.path, call.paths)]
+        return f"lazy_output({', '.join(['self', self.chain(call), *map(repr, call.options), *of])})"
 
     def body(self, nodes: list[fx.Node], depth: int, results: list[fx.Node]) -> list[str]:
         """The statements of the nodes inside ``depth`` segments; ``results`` are used after them."""
@@ -330,7 +337,9 @@ class _Writer:
         return literal(value)
 
     def attribute(self, node: fx.Node) -> str:
-        path = str(node.target)
+        return self.path(str(node.target))
+
+    def path(self, path: str) -> str:
         return f"self.{self.constants[path]}" if path in self.constants else self.submodules.attribute(path)
 
 

@@ -122,7 +122,7 @@ class OptimizeRequest(ModelRequest):
     exact: bool
     compiled: bool
     strict: bool
-    returns: Literal["all", "loss"]
+    returns: Literal["all", "lazy", "loss"]
     dynamic: tuple[str, ...]
     output: Path | None
     force: bool

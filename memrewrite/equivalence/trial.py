@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from memrewrite.records.tensor_like import strides_between
+from memrewrite.runtime.lazy_output import made_when_used
 from memrewrite.runtime.promise import FallbackWarning
 from memrewrite.state.random_state import RandomState
 from memrewrite.torch_internals.pytrees import tree_flatten, tree_map
@@ -155,9 +156,10 @@ def _keep_output(record: Record, output: Any, kept: Kept) -> None:
     record["output", "structure"] = structure
     for index, leaf in enumerate(leaves):
         name = "output" if len(leaves) == 1 else f"output[{index}]"
-        record["output", name] = kept.copy(leaf)
+        made = leaf.made(told=False) if made_when_used(type(leaf)) else leaf
+        record["output", name] = kept.copy(made)
         if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
-            record["layout", name] = tuple(leaf.shape), strides_between(leaf), leaf.requires_grad
+            record["layout", name] = tuple(leaf.shape), strides_between(made), leaf.requires_grad
 
 
 def _expanded(value: Any, depth: int = 0) -> Any:

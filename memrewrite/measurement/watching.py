@@ -16,11 +16,13 @@ from memrewrite.records.loop import Loop
 from memrewrite.records.options import format_bytes
 from memrewrite.records.report import Report
 from memrewrite.runtime.dropin import accept, fallen_back, programs
+from memrewrite.runtime.lazy_output import made_when_used
 from memrewrite.simulate import AVERAGE, INPUTS, STATE
 from memrewrite.simulate.memory.tracker import Tracker
 from memrewrite.targets.allocator import rounded
 from memrewrite.torch_internals.fake_tensors import FakeTensor
 from memrewrite.torch_internals.pytrees import tree_iter
+from memrewrite.torch_internals.spread import parts_of
 from memrewrite.workload.in_backward import gradient_of
 
 _TOLD = 0.05  # of what is over the promise: what explains less of it is not named
@@ -73,7 +75,8 @@ class Watch:
 
         def end(module: nn.Module, args: Any, output: Any) -> None:
             known = self._facts.known | {_address(t) for t in (*module.parameters(), *module.buffers())}
-            made = (t for t in _tensors(output) if self._here(t) and _address(t) not in known)
+            held = (part for tensor in _tensors(output) for part in parts_of(tensor))
+            made = (t for t in held if self._here(t) and _address(t) not in known)
             self._outputs = [weakref.ref(t.untyped_storage()) for t in made]
 
         def accumulated(parameter: Tensor) -> None:
@@ -239,7 +242,7 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 
 def _all_tensors() -> list[Tensor]:
     """Every tensor that Python holds; asked by type, because some objects answer isinstance by importing things."""
-    found = [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
+    found = [each for each in gc.get_objects() if issubclass(type(each), Tensor) and not made_when_used(type(each))]
     return [t for t in found if not isinstance(t, FakeTensor) and t.layout is torch.strided and _has_storage(t)]
 
 

@@ -4,7 +4,6 @@ import types
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
 
 import torch
 from torch import nn
@@ -14,6 +13,7 @@ from memrewrite.records.errors import UsageError
 from memrewrite.records.mesh import Fsdp
 from memrewrite.records.options import Budget, check_passes, check_seed
 from memrewrite.records.ranges import Range, Ranges, parse_ranges
+from memrewrite.runtime.dropin import Returns
 from memrewrite.targets.compiled import CompiledTarget
 from memrewrite.targets.cuda_from_cpu import CUDA_FROM_CPU
 from memrewrite.targets.eager import EAGER, Target
@@ -39,14 +39,16 @@ class Request:
     strict: bool = False
     seed: int = 0
     dynamic: Ranges | None = None
-    returns: Literal["all", "loss"] = "all"
+    returns: Returns = "all"
 
     def check(self, model: nn.Module) -> None:
         """Raise ``UsageError`` for what cannot be meant, and what refuses the model as it is."""
         check_passes(self.names)
         check_seed(self.seed)
-        if self.returns not in ("all", "loss"):
-            raise UsageError(f"returns={self.returns!r} is unknown; give 'all' or 'loss'.")
+        if self.returns not in ("all", "lazy", "loss"):
+            raise UsageError(f"returns={self.returns!r} is unknown; give 'all', 'lazy' or 'loss'.")
+        if self.returns == "lazy" and self.compiled:
+            raise UsageError("Compiled code makes all that it returns; give returns='loss' or 'all', or no compiled.")
         if self.strict and self.budget is None:
             raise UsageError("strict refuses calls that a budget does not hold for; give a budget.")
         if self.ranges and self.regions is not None:

@@ -3,14 +3,16 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 
 from torch import nn
 
 from memrewrite.advice import infeasible
-from memrewrite.capture.returned import loss_alone
+from memrewrite.capture.returned import lazily, loss_alone
 from memrewrite.codegen.writer import generate
 from memrewrite.costs.profile import profile_on
 from memrewrite.measurement.original import blaming, simulate_original
+from memrewrite.observe.effects import observe
 from memrewrite.optimizing.by_size import when_written
 from memrewrite.optimizing.foresight import foresee_in, held
 from memrewrite.optimizing.proof import Proof, prove
@@ -21,6 +23,7 @@ from memrewrite.records.outcomes import Measured
 from memrewrite.records.report import Report
 from memrewrite.report.assembly import report_on
 from memrewrite.report.later import complete_by
+from memrewrite.runtime.dropin import Returns
 from memrewrite.search import registry
 from memrewrite.search.asked import Unmet
 from memrewrite.search.bench import Bench
@@ -39,7 +42,8 @@ from memrewrite.workload.step import Step, default_loss, device_of
 from memrewrite.workload.workload import Workload
 
 _SOONER = "Nothing had to be rewritten: written out as a program, the model lets go of values sooner."
-_NOT_LOSS_ALONE = "returns='loss' has no effect but on the training step of a model that is captured whole."
+_NOT_WHOLE = "returns={!r} has no effect but on the training step of a model that is captured whole."
+_RETURNED_ALL = "returns={!r} has no effect: the step would take more so, and the model is returned as it is."
 _NOT_STRICT = "strict has no effect: the model fits as it is, is returned as it is, and takes any call."
 INTERRUPTED = "Planning was interrupted; this is the best plan of those that were tried until then."
 Progress = Callable[[str], None]
@@ -88,8 +92,8 @@ def run(work: Workload, asked: Request, progress: Progress, offer: Offer = decli
     progress("capture")
     with compiling_ahead(device) if step.mesh is None and registry.compiles(asked.names) else nullcontext():
         found = find(bare.model, work.inputs, step, asked.regions_in(bare), ranges)
-        if asked.returns == "loss":
-            found = _loss_alone(found, step)
+        if asked.returns != "all":
+            found = _returning(asked.returns, found, step)
         bench = Bench(bare.model, work.inputs, asked.rewritten(step), workspace, profile_on(device))
         candidate = _first(bench, found, progress)
         progress("rewrite")
@@ -103,7 +107,7 @@ def run(work: Workload, asked: Request, progress: Progress, offer: Offer = decli
         candidate = candidate.noted(_SOONER)
     if after.peak > before.peak and measured is None:
         candidate = candidate.noted(_NOT_STRICT) if asked.strict else candidate
-        return _unchanged(work, candidate.abandoned(), limit, before, None)
+        return _unchanged(work, _returning_all(candidate, asked.returns), limit, before, None)
     if limit is not None:
         candidate = held(candidate.promising(bound or limit.of(after), asked.strict), limit)
     result = candidate.build()
@@ -126,14 +130,29 @@ def _captured(candidate: Candidate) -> dict[str, str]:
     return {region.path: generate(region.captured, region.prefix)[0] for region in regions}
 
 
-def _loss_alone(found: Regions, step: Step) -> Regions:
-    """What was captured, returning the loss alone where that is the whole model in a training step."""
+def _returning(returns: Returns, found: Regions, step: Step) -> Regions:
+    """What was captured, returning what it is to, where that is the whole model in a training step."""
     whole, *others = found.found
     if whole.path or step.mode != "train":
-        return replace(found, notes=(*found.notes, _NOT_LOSS_ALONE))
-    captured = loss_alone(whole.captured, step.loss_fn or default_loss)
+        return replace(found, notes=(*found.notes, _NOT_WHOLE.format(returns)))
+    captured, loss_of = whole.captured, step.loss_fn or default_loss
+    if returns == "loss":
+        captured = loss_alone(captured, loss_of)
+    else:
+        effects = partial(observe, captured.graph_module, whole.example, step.amp, target=step.target)
+        captured = lazily(captured, loss_of, effects)
     told = captured.notes[len(whole.captured.notes) :]
     return replace(found, found=(replace(whole, captured=captured), *others), notes=(*found.notes, *told))
+
+
+def _returning_all(candidate: Candidate, returns: Returns) -> Candidate:
+    """The candidate with every rewrite dropped, whose model returns all that it does."""
+    candidate = candidate.abandoned()
+    if all(region.region.captured.returns == "all" for region in candidate.regions):
+        return candidate
+    told = {note for region in candidate.regions for note in region.region.captured.notes[-1:]}
+    kept = replace(candidate, notes=tuple(note for note in candidate.notes if note not in told))
+    return kept.noted(_RETURNED_ALL.format(returns))
 
 
 def _rewritten(

@@ -6,9 +6,11 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, ClassVar
 
+import torch
 from torch import fx
 
 from memrewrite.runtime.fused import fused
+from memrewrite.runtime.lazy_output import lazy_output
 from memrewrite.runtime.tiles import in_tiles
 
 
@@ -74,3 +76,16 @@ class TiledCall(GraphCall):
     weights: tuple[int, ...]
     rows: int
     operation: ClassVar[Callable[..., Any]] = in_tiles
+
+
+@dataclass(frozen=True)
+class LazyCall(GraphCall):
+    """What makes an output when it is read, of a value and the tensors at ``paths``; no node has it as its target.
+
+    ``sizes`` and ``types`` are those of ``lazy_output``.
+    """
+
+    sizes: tuple[int, ...]
+    types: tuple[tuple[torch.dtype | None, torch.dtype, torch.dtype], ...]
+    paths: tuple[str, ...]
+    operation: ClassVar[Callable[..., Any]] = lazy_output

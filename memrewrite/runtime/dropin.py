@@ -25,6 +25,7 @@ from memrewrite.runtime.segment import OWN, autocast_dtype
 from memrewrite.runtime.texts import run_text
 
 _PROGRAMS: dict[str, "Program"] = {}
+Returns = Literal["all", "lazy", "loss"]
 
 
 @dataclass
@@ -43,9 +44,9 @@ class Program:
     no other call may run. ``shared`` are the pairs of leaves that have to be one tensor.
     ``ranges`` are those asked for of named sizes: what that size is, in words, and from where to where it varies.
     ``gradients`` are those of ``gradients_now`` that a call must have, None where that does not matter. ``returns`` is
-    "loss" where ``run`` gives None in the place of everything else. ``divided`` is the name of a parameter of which
-    this process has to have a part alone, "" for none; ``tied`` are names that have to be those of one tensor.
-    ``source`` is the text all this came from.
+    "loss" where ``run`` gives None in the place of everything else, "lazy" where it gives outputs that are made when
+    they are read. ``divided`` is the name of a parameter of which this process has to have a part alone, "" for none;
+    ``tied`` are names that have to be those of one tensor. ``source`` is the text all this came from.
     """
 
     names: tuple[str, ...]
@@ -66,7 +67,7 @@ class Program:
     shared: tuple[tuple[int, int], ...] = ()
     ranges: Mapping[str, tuple[str, int, int]] = field(default_factory=dict)
     gradients: tuple[bool, ...] | None = None
-    returns: Literal["all", "loss"] = "all"
+    returns: Returns = "all"
     divided: str = ""
     tied: tuple[tuple[str, ...], ...] = ()
     source: str = ""

@@ -12,6 +12,7 @@ from memrewrite.runtime.compiled import draw, in_turn, settled
 from memrewrite.runtime.cross_entropy import chunked_cross_entropy
 from memrewrite.runtime.fused import fused
 from memrewrite.runtime.launches import launch
+from memrewrite.runtime.lazy_output import lazy_output
 from memrewrite.runtime.linear_cross_entropy import linear_cross_entropy
 from memrewrite.runtime.room import make_room
 from memrewrite.runtime.segment import as_autocast, keep, once, run_segment
@@ -26,9 +27,10 @@ def _named(*operations: Operation) -> dict[str, Operation]:
     return {operation.__name__: operation for operation in operations}
 
 
-# What the generator puts around nodes, or before all of them.
+# What the generator puts around nodes, before all of them, or in the place of an output.
 AROUND_NODES = _named(
-    *(make_room, draw, in_turn, settled, run_segment, keep, once, normalize, rectify, launch, fused, in_tiles)
+    *(make_room, draw, in_turn, settled, run_segment, keep, once, normalize, rectify, launch, fused, in_tiles),
+    lazy_output,
 )
 # What a pass may put into a graph, as the target of a node.
 IN_GRAPHS = _named(

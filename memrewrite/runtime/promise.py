@@ -21,6 +21,13 @@ class BeyondPlanWarning(UserWarning):
     """An optimized module met inputs that are larger than those its budget was promised for."""
 
 
+class LazyOutputWarning(UserWarning):
+    """An output of an optimized module that is made when it is read was read, which takes memory not told of.
+
+    ``DistributedDataParallel`` reads all of them itself where it looks for unused parameters or has a static graph.
+    """
+
+
 class BeyondPlanError(RuntimeError):
     """A module optimized with ``strict=True`` met a call that its budget was not promised for, and did not run it."""
 
@@ -39,6 +46,7 @@ class Promise:
         self.foresee: Foresee | None = None
         self.fallen_back = False
         self._exceeded = False
+        self._read = False
         self._within = [dict(planned)]
         self._peaks: dict[tuple[Any, ...], int | None] = {}
 
@@ -76,6 +84,19 @@ class Promise:
             raise BeyondPlanError(text)
         self._exceeded = True
         warnings.warn(text, BeyondPlanWarning, stacklevel=stacklevel)
+
+    def tell_of_output(self, shape: tuple[int, ...], size: int, stacklevel: int) -> None:
+        """Warn that an output of so many bytes is made, as it is read: peaks are told without it.
+
+        Raises ``BeyondPlanError`` instead where the promise is strict.
+        """
+        text = f"an output {shape} as it was read: {_short(size)} that its peak was told without"
+        if self.strict:
+            raise BeyondPlanError(f"Optimized {self.name} is strict, and would have made {text}.")
+        if not self._read:
+            self._read = True
+            text = f"Optimized {self.name} made {text}. Where each step reads it, optimize with returns='all'."
+            warnings.warn(text, LazyOutputWarning, stacklevel=stacklevel)
 
     def _peak(self, call: Call, original: bool) -> int | None:
         if self.foresee is None or self.budget is None:

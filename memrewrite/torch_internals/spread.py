@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memrewrite.runtime.lazy_output import made_when_used
+
 _SPREAD = {"DTensor": "torch.distributed.tensor"}
 _UNDER_WAY = {"AsyncCollectiveTensor": "torch.distributed._functional_collectives"}
 
@@ -94,7 +96,9 @@ def _is(kind: type, names: dict[str, str]) -> bool:
 
 
 def parts_of(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The tensors that hold the storages of ``tensor``: itself, or the parts of a sparse one."""
+    """The tensors that hold the storages of ``tensor``: itself, the parts of a sparse one, or what a lazy one holds."""
+    if made_when_used(type(tensor)):
+        return tuple(tensor.lazily_held)  # type: ignore[attr-defined]
     tensor = local_part(tensor)
     if tensor.layout is torch.strided:
         return (tensor,)

@@ -19,6 +19,7 @@ from memrewrite.simulate.memory.tracker import Tracker
 from memrewrite.targets.transients import NOTHING, Taken
 from memrewrite.torch_internals.fake_tensors import FakeTensor
 from memrewrite.torch_internals.pytrees import tensors_in
+from memrewrite.torch_internals.spread import parts_of
 from memrewrite.workload.step import Inputs, Phase, Running, Step
 
 OnPhase = Callable[[Phase], None]
@@ -129,7 +130,7 @@ class Noting(Running):
             loss = super()._pass(first, tell)
         finally:
             tracker.course = None
-        results = tensors_in(self.output), [loss]
+        results = [part for tensor in tensors_in(self.output) for part in parts_of(tensor)], [loss]
         self._noted.courses[tracker.table] = course_of(log, leaves, *results, tracker) if fresh else None
         return loss
 

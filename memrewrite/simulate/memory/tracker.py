@@ -11,6 +11,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
+from memrewrite.runtime.lazy_output import made_when_used
 from memrewrite.simulate.memory.counted import INNER, Birth, Counted, Life, Log, Ran, by_cublas
 from memrewrite.simulate.memory.places import Places
 from memrewrite.targets.allocator import Allocator, Block, rounded
@@ -178,7 +179,7 @@ class Tracker(Layer):
     ) -> Any:
         if func is _DEVICE and type(args[0]) is FakeTensor:
             return args[0].device
-        if self._together and any(map(wraps_local, types)):
+        if any(map(made_when_used, types)) or (self._together and any(map(wraps_local, types))):
             return NotImplemented  # its own rules come first, and lead here again with local parts
         if self._away:
             return self.below(func, types, args, kwargs or {})
