@@ -15,7 +15,8 @@ from memrewrite.runtime.promise import FallbackWarning
 from memrewrite.state.random_state import RandomState
 from memrewrite.torch_internals.pytrees import tree_flatten, tree_map
 from memrewrite.torch_internals.spread import local_part
-from memrewrite.workload.step import Inputs, Phase, Step, Targets, autocast, default_loss, device_type
+from memrewrite.workload.held import Targets
+from memrewrite.workload.step import Inputs, Phase, Step, autocast, default_loss, device_type
 
 Key = tuple[str, str]
 """Kind and name of one compared value, e.g. ``("gradient", "blocks.0.conv.weight")``."""

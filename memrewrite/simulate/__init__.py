@@ -19,7 +19,8 @@ from memrewrite.runtime.assembled import Written
 from memrewrite.runtime.promise import FallbackWarning
 from memrewrite.runtime.room import room_simulated
 from memrewrite.simulate.fake.batch import part_of
-from memrewrite.simulate.fake.fakes import Twins, fakes_of, on_fakes, tensors_of
+from memrewrite.simulate.fake.copier import tensors_of
+from memrewrite.simulate.fake.fakes import Twins, fakes_of, on_fakes, refuse_trained_beside
 from memrewrite.simulate.fake.true_results import TrueResults
 from memrewrite.simulate.memory.counted import Life
 from memrewrite.simulate.memory.course import Noted, Noting, notable
@@ -50,7 +51,8 @@ from memrewrite.torch_internals.fake_tensors import FAKE_TENSOR_ERRORS, FakeTens
 from memrewrite.torch_internals.fsdp import seen_by, without_peers
 from memrewrite.torch_internals.fsdp_offload import copies_seen
 from memrewrite.torch_internals.spread import is_divided
-from memrewrite.workload.step import Inputs, Running, Step, Targets, device_type
+from memrewrite.workload.held import Targets
+from memrewrite.workload.step import Inputs, Running, Step, device_type
 
 __all__ = [
     "ACTIVATIONS",
@@ -201,6 +203,7 @@ def _on_fakes(
             given = [*fakes.tensors(), *twin.parameters()]
             shard(twin)
             yield twin, fakes, Targets(fakes_of(targets.of_batch, given), fakes_of(targets.fixed, given))
+            refuse_trained_beside(given, targets.all)
     except FAKE_TENSOR_ERRORS as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise DataDependentError(

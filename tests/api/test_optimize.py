@@ -294,6 +294,20 @@ def test_a_compiled_model_is_refused(call: Any) -> None:
         call(torch.compile(conv_net()), image())
 
 
+def _in_place(part: nn.Module) -> nn.Module:
+    part.compile(backend="eager")
+    return part
+
+
+@pytest.mark.parametrize("compiled", [_in_place, lambda part: torch.compile(part, backend="eager")])
+@pytest.mark.parametrize("call", [memrewrite.optimize, memrewrite.estimate])
+def test_a_compiled_part_is_refused(call: Any, compiled: Any) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), compiled(nn.Linear(4, 4)))
+    with pytest.raises(UsageError, match=r"1 \(Linear\) is compiled; optimize the model before parts of it are"):
+        call(model, torch.randn(2, 4))
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
 def test_models_that_cannot_be_meant() -> None:
     with pytest.raises(UsageError, match=r"The model is in inference mode; call model.train\(\) first"):
         memrewrite.optimize(conv_net().eval(), image(), mode="train")
