@@ -162,6 +162,8 @@ def measure(module: nn.Module, inputs: Inputs, step: Step, *, steps: int = 10) -
     device = tensors[0].device if tensors else torch.device("cpu")
     if device.type not in ("cpu", "cuda"):
         raise UsageError(f"Memory cannot be measured on {device}; move the model and its inputs to cpu or cuda.")
+    if steps < 1:
+        raise UsageError(f"No time can be measured over {steps} steps; give at least 1.")
     if isinstance(step.mesh, Fsdp | Tp):
         raise UsageError(f"A mesh of {step.mesh} cannot be measured in one process; its step is predicted by estimate.")
     step.target.check(device)

@@ -36,7 +36,7 @@ from memrewrite.targets.kernels_ahead import compiling_ahead
 from memrewrite.workload.hooks import with_hooks_of, without_hooks
 from memrewrite.workload.sharding import bucket_notes
 from memrewrite.workload.step import Step, default_loss, device_of
-from memrewrite.workload.workload import Workload
+from memrewrite.workload.workload import Workload, refuse_meta
 
 _SOONER = "Nothing had to be rewritten: written out as a program, the model lets go of values sooner."
 _NOT_LOSS_ALONE = "returns='loss' has no effect but on the training step of a model that is captured whole."
@@ -78,6 +78,7 @@ def run(work: Workload, asked: Request, progress: Progress, offer: Offer = decli
     Where planning is interrupted, ``offer`` is asked whether the best plan so far, if there is one, will do: that is
     then verified like any other.
     """
+    refuse_meta(work.inputs, work.model)
     work, ranges = asked.placed(work)
     bare = replace(work, model=without_hooks(work.model))
     limit = limit_for(asked.budget, asked.reserved, work.step.device_type(bare.model, work.inputs))

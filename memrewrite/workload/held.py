@@ -29,10 +29,14 @@ class Targets:
         return (*self.of_batch, *self.fixed)
 
     @property
+    def buffers(self) -> list[Tensor]:
+        """Those of the loss function's modules that are no parameters."""
+        return [tensor for tensor in self.fixed if not isinstance(tensor, nn.Parameter)]
+
+    @property
     def changing(self) -> list[Tensor]:
-        """Those that a step may change: buffers of the loss function's modules, and what gets a gradient."""
-        buffers = [tensor for tensor in self.fixed if not isinstance(tensor, nn.Parameter)]
-        return buffers + [tensor for tensor in self.all if tensor.requires_grad]
+        """Those that a step may change: buffers, and what gets a gradient."""
+        return self.buffers + [tensor for tensor in self.all if tensor.requires_grad]
 
 
 def held_by(function: Callable[..., Any]) -> tuple[list[Tensor], list[Tensor]]:

@@ -333,6 +333,41 @@ def test_a_loss_that_backward_cannot_start_from(loss_fn: Callable[[Tensor], Any]
         memrewrite.optimize(conv_net(), image(), loss_fn=loss_fn)
 
 
+@pytest.mark.parametrize(
+    ("asked", "sentence"),
+    [
+        ({"loss_fn": "mse"}, "loss_fn is of type str; give a function of the output"),
+        ({"loss_fn": nn.MSELoss}, "loss_fn is the class MSELoss; give a function of the output"),
+        ({"optimizer": 3}, "optimizer is of type int; give a name, an optimizer, a class or a function"),
+        ({"amp": torch.int8}, "amp=torch.int8 is no type that autocast computes in"),
+        ({"micro_batches": 2.5}, "micro_batches=2.5 is no whole number"),
+        ({"example_kwargs": [1]}, "example_kwargs is of type list; give a dictionary"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+@pytest.mark.parametrize("call", [memrewrite.optimize, memrewrite.estimate, memrewrite.measure])
+def test_what_is_of_another_type_is_told_as_that(call: Any, asked: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UsageError, match=sentence):
+        call(conv_net(), image(), **asked)
+
+
+def test_no_steps_have_no_time() -> None:
+    with pytest.raises(UsageError, match="No time can be measured over 0 steps"):
+        memrewrite.measure(conv_net(), image(), steps=0)
+
+
+@pytest.mark.parametrize(
+    "call", [memrewrite.optimize, memrewrite.measure, functools.partial(memrewrite.verify, conv_net())]
+)
+def test_what_holds_no_numbers_is_refused(call: Any) -> None:
+    with torch.device("meta"):
+        model = nn.Linear(2, 2)
+    with pytest.raises(UsageError, match=r"weight lies on the meta device .* or use memrewrite.estimate"):
+        call(model, torch.randn(2, 2))
+    with pytest.raises(UsageError, match="An input lies on the meta device"):
+        call(nn.Linear(2, 2), torch.randn(2, 2, device="meta"))
+
+
 def test_a_model_that_fails_on_values_alone() -> None:
     """As DeBERTa does under autocast; fake tensors have no values that could overflow."""
 

@@ -142,6 +142,18 @@ def fakes_of(tensors: Sequence[Tensor], like: Sequence[Tensor]) -> tuple[Tensor,
     return tuple(tensors) if mode is None else tuple(mode.from_tensor(tensor) for tensor in tensors)
 
 
+@contextmanager
+def put_back(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Put back what real tensors hold: operators that are given no fake one, as a counter's ``add_``, write them."""
+    copies = [tensor.detach().clone() for tensor in tensors]
+    try:
+        yield
+    finally:
+        for tensor, copy in zip(tensors, copies, strict=True):
+            if not torch.equal(tensor, copy):
+                tensor.detach().copy_(copy)
+
+
 def refuse_trained_beside(like: Sequence[Tensor], known: Sequence[Tensor]) -> None:
     """Raise ``UsageError`` where real tensors, but for ``known`` ones, got gradients beside ``like``, some of it fake.
 
