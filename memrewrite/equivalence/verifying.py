@@ -66,6 +66,7 @@ from memrewrite.runtime.dropin import programs
 from memrewrite.runtime.fused import uncompiled
 from memrewrite.runtime.promise import FallbackWarning
 from memrewrite.state.random_state import seed_all
+from memrewrite.torch_internals.autograd_nodes import acting_hooks_off
 from memrewrite.workload.step import Inputs, Step
 
 
@@ -106,7 +107,7 @@ def verify(
         case = replace(case, near=False, step_by_step=exact and case.optimized_alike())
         state = case.keep()
     try:
-        with deterministic():
+        with deterministic(), acting_hooks_off([*original.parameters(), *rewritten.parameters()]):
             while True:
                 try:
                     verdict = _attempt(case, state, exact, inputs)

@@ -27,6 +27,7 @@ from memrewrite.runtime.promise import BeyondPlanWarning, FallbackWarning
 from memrewrite.simulate import Noted, Timeline, Twins, run_tracked, simulate, with_workspaces
 from memrewrite.simulate.fake.copier import tensors_of
 from memrewrite.targets.allocator import allocator_on
+from memrewrite.torch_internals.autograd_nodes import acting_hooks_off
 from memrewrite.torch_internals.cuda import clear_cublas_workspaces
 from memrewrite.workload.step import Inputs, Phase, Running, Step, device_of, device_type
 from memrewrite.workload.stepspec import StepSpec
@@ -253,13 +254,15 @@ def _own_bytes(tensors: list[Tensor], device: torch.device) -> int:
 def preserved_state(module: nn.Module, inputs: Inputs, step: Step | None = None) -> Iterator[None]:
     """Put back everything steps change: tensor contents, gradients, attributes, training flags and random state.
 
-    So is what a ``step`` changes of its loss function. The contents wait in CPU memory; gradients that exist already
+    So is what a ``step`` changes of its loss function; what a parameter's hooks would do meanwhile is left out, such as
+    an optimizer's step in backward. The contents wait in CPU memory; gradients that exist already
     are set aside where they are.
     """
     changed = [] if step is None else step.targets(module, inputs).changing
     state = State((module,), cuda_devices((module,), inputs), [*inputs.tensors(), *changed])
     state.clear_gradients()
     try:
-        yield
+        with acting_hooks_off(module.parameters()):
+            yield
     finally:
         state.restore()

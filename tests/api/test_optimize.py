@@ -334,6 +334,34 @@ def test_a_loss_that_backward_cannot_start_from(loss_fn: Callable[[Tensor], Any]
 
 
 @pytest.mark.parametrize(
+    "call",
+    [
+        lambda model, x: memrewrite.optimize(model, x, budget="min", optimizer=None).report.notes,
+        lambda model, x: memrewrite.estimate(model, x, optimizer=None),
+        lambda model, x: memrewrite.measure(model, x, optimizer=None),
+        lambda model, x: memrewrite.verify(model, model, x, optimizer=None),
+    ],
+    ids=["optimize", "estimate", "measure", "verify"],
+)
+def test_an_optimizer_that_steps_in_backward_takes_no_step_of_ours(call: Any) -> None:
+    model = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8))
+    optimizers = {id(p): torch.optim.AdamW([p], lr=0.1) for p in model.parameters()}
+
+    def step(parameter: Tensor) -> None:
+        optimizers[id(parameter)].step()
+        optimizers[id(parameter)].zero_grad()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    found = call(model, torch.randn(64, 8))
+    assert not any(optimizer.state for optimizer in optimizers.values())
+    if isinstance(found, tuple):
+        assert any(note.startswith("What hooks do as the gradient of 0.weight is there") for note in found)
+    model(torch.randn(64, 8)).sum().backward()
+    assert all(optimizer.state for optimizer in optimizers.values())
+
+
+@pytest.mark.parametrize(
     ("asked", "sentence"),
     [
         ({"loss_fn": "mse"}, "loss_fn is of type str; give a function of the output"),
