@@ -105,6 +105,8 @@ def _waiting(twin: nn.Module, step: Step) -> list[Tensor]:
 class _Watch(Tracker):
     """Notes the levels of the node whose operators run, which in the backward pass it finds out itself."""
 
+    promises = False
+
     def __init__(self, device_type: str, transients: Transients | None, before: list[Tensor], target: Target) -> None:
         super().__init__(device_type, transients, target=target)
         self.register(before, "before")
