@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from memrewrite.records.errors import UsageError
 from memrewrite.records.loop import TUTORIAL, Loop
 from memrewrite.records.mesh import Mesh
+from memrewrite.torch_internals.pytrees import tensors_in, tree_leaves
 from memrewrite.workload.in_groups import factory_like
 from memrewrite.workload.step import Inputs, Step
 from memrewrite.workload.stepspec import amp_dtype, optimizer_factory
@@ -49,7 +50,9 @@ def workload(
     if not isinstance(example_kwargs, Mapping | None):
         raise UsageError(f"example_kwargs is {_kind(example_kwargs)}; give a dictionary of arguments by name.")
     step = make_step(model, optimizer, loss_fn, amp, mode, micro_batches, loop, mesh)
-    return Workload(model, Inputs(args, example_kwargs or {}), step)
+    inputs = Inputs(args, dict(example_kwargs or {}))
+    _refuse_unseen(inputs)
+    return Workload(model, inputs, step)
 
 
 def make_step(
@@ -100,6 +103,18 @@ def refuse_meta(inputs: Inputs, *models: nn.Module) -> None:
         raise UsageError(
             f"{what} lies on the meta device and holds no numbers, which a proof or a measurement takes; give it some "
             "(model.to_empty, load_state_dict), or use memrewrite.estimate."
+        )
+
+
+def _refuse_unseen(inputs: Inputs) -> None:
+    """Raise ``UsageError`` for an input that is no tensor and holds some, which would not be counted."""
+    for leaf in tree_leaves((inputs.args, inputs.kwargs)):
+        inside = list(getattr(leaf, "__dict__", {}).values())
+        if isinstance(leaf, Tensor | nn.Module | type) or callable(leaf) or not tensors_in(inside):
+            continue
+        raise UsageError(
+            f"An input is of type {type(leaf).__name__}, whose tensors would not be counted; give a dictionary, a list "
+            "or a tuple of them."
         )
 
 

@@ -3,7 +3,10 @@
 import copy
 import functools
 import json
+import types
+from collections import UserDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, cast
 
 import pytest
@@ -377,6 +380,36 @@ def test_an_optimizer_that_steps_in_backward_takes_no_step_of_ours(call: Any) ->
 def test_what_is_of_another_type_is_told_as_that(call: Any, asked: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UsageError, match=sentence):
         call(conv_net(), image(), **asked)
+
+
+@dataclass
+class Batch:
+    """Images and where they lie."""
+
+    images: Tensor
+
+
+@pytest.mark.parametrize("call", [memrewrite.optimize, memrewrite.estimate, memrewrite.measure])
+@pytest.mark.parametrize("kind", [Batch, lambda x: types.SimpleNamespace(images=x), lambda x: UserDict(images=x)])
+def test_inputs_that_are_not_looked_into_are_refused(call: Any, kind: Any) -> None:
+    with pytest.raises(
+        UsageError, match=r"An input is of type \w+, whose tensors would not be counted; give a"
+    ):
+        call(conv_net(), kind(image()))
+
+
+def test_packed_sequences_are_told_of() -> None:
+    class Packed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cells, self.head = nn.GRU(4, 8), nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 2))
+
+        def forward(self, packed: Any) -> Any:
+            return self.head(self.cells(packed)[0].data)
+
+    packed = nn.utils.rnn.pack_sequence([torch.randn(n, 4) for n in (40, 30, 20)])
+    notes = memrewrite.optimize(Packed(), (packed,), budget="100%", optimizer="sgd").report.notes
+    assert any("called with what no program can take apart (PackedSequence)" in note for note in notes)
 
 
 def test_no_steps_have_no_time() -> None:
