@@ -392,9 +392,7 @@ class Batch:
 @pytest.mark.parametrize("call", [memrewrite.optimize, memrewrite.estimate, memrewrite.measure])
 @pytest.mark.parametrize("kind", [Batch, lambda x: types.SimpleNamespace(images=x), lambda x: UserDict(images=x)])
 def test_inputs_that_are_not_looked_into_are_refused(call: Any, kind: Any) -> None:
-    with pytest.raises(
-        UsageError, match=r"An input is of type \w+, whose tensors would not be counted; give a"
-    ):
+    with pytest.raises(UsageError, match=r"An input is of type \w+, whose tensors would not be counted; give a"):
         call(conv_net(), kind(image()))
 
 
