@@ -34,12 +34,7 @@ def bind(model: nn.Module, inputs: Inputs) -> tuple[InputSpec, list[int]]:
     leaves, tree = tree_flatten((inputs.args, inputs.kwargs))
     try:
         args, kwargs = tree_unflatten(range(len(leaves)), tree)
-    except (
-        AttributeError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ) as error:
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
         given = ", ".join(sorted({type(each).__name__ for each in (*inputs.args, *inputs.kwargs.values())}))
         raise CaptureError(
             f"{type(model).__name__} is called with what no program can take apart ({given}); give it the tensors "

@@ -255,8 +255,8 @@ def preserved_state(module: nn.Module, inputs: Inputs, step: Step | None = None)
     """Put back everything steps change: tensor contents, gradients, attributes, training flags and random state.
 
     So is what a ``step`` changes of its loss function; what a parameter's hooks would do meanwhile is left out, such as
-    an optimizer's step in backward. The contents wait in CPU memory; gradients that exist already
-    are set aside where they are.
+    an optimizer's step in backward. The contents wait in CPU memory; gradients that exist already are set aside where
+    they are.
     """
     changed = [] if step is None else step.targets(module, inputs).changing
     state = State((module,), cuda_devices((module,), inputs), [*inputs.tensors(), *changed])
