@@ -26,7 +26,7 @@ from memrewrite.targets.compiled import CompiledTarget
 from memrewrite.workload.sharding import unwrapped, wrapped_like
 from memrewrite.workload.step import Step
 from memrewrite.workload.stepping import How, let_step, stepping
-from memrewrite.workload.workload import Optimizer, workload
+from memrewrite.workload.workload import Optimizer, refuse_meta, workload
 
 
 class OptimizedModule(nn.Module):
@@ -122,6 +122,7 @@ def measure(
     """
     inner, of_mesh = unwrapped(model, mesh)
     work = workload(inner, example_inputs, example_kwargs, optimizer, loss_fn, amp, mode, micro_batches, loop, of_mesh)
+    refuse_meta(work.inputs, inner)
     step = replace(work.step, target=CompiledTarget()) if compiled else work.step
     return measuring.measure(inner, work.inputs, step, steps=steps)
 
@@ -154,4 +155,5 @@ def verify(
         raise UsageError("One model is in train mode and the other is not; call train() or eval() on both.")
     check_seed(seed)
     work = workload(original, example_inputs, example_kwargs, optimizer, loss_fn, amp, mode, micro_batches, loop)
+    refuse_meta(work.inputs, original, rewritten)
     return verifying.verify(original, rewritten, work.inputs, work.step, exact=exact, steps=steps, seed=seed)

@@ -1,5 +1,6 @@
 """What else would fit when a step does not: each option simulated, none guessed."""
 
+import itertools
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
@@ -10,6 +11,7 @@ from torch import nn
 
 from memrewrite.advice.known import Known
 from memrewrite.advice.optimizers import frugal
+from memrewrite.capture.autocasts import told_of_regions
 from memrewrite.measurement.measuring import predict
 from memrewrite.records.errors import BudgetInfeasibleError, MemrewriteError
 from memrewrite.records.options import Budget, format_bytes
@@ -50,10 +52,13 @@ def infeasible(candidate: Candidate, limit: Budget, budget: int, lowest: int) ->
     target = bench.target if bench.step.mode == "train" else EAGER
     lower = not target.exact and candidate.simulate().peak_of_optimizer < lowest
     elsewhere = '; uncompiled, or by torch.compile(..., backend="memrewrite"), it may be lower' * lower
+    regions = (region.region for region in candidate.regions)
+    told = (told_of_regions(region.module, region.captured.graph_module.graph) for region in regions)
+    hints = "".join(f"{hint} " for hint in itertools.chain(*told))
     message = (
         f"No {target.plan} fits {format_bytes(budget)}{' reserved' * limit.reserved}: the lowest "
         f"{'reserved' if limit.reserved else 'reachable'} peak is {format_bytes(lowest)} "
-        f"({_floor(candidate)}){elsewhere}. What else would fit:"
+        f"({_floor(candidate)}){elsewhere}. {hints}What else would fit:"
     )
     workspaces = {"train": bench.workspace, "inference": bench.workspace}
     variants = Variants(candidate.build(), bench.inputs, bench.step, workspaces, bounded=limit)

@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from memrewrite.capture.captured import Captured
 from memrewrite.capture.normal import bind, constants, copy_into, rebuild
 from memrewrite.records.errors import CaptureError
-from memrewrite.simulate.fake.fakes import tensors_of
+from memrewrite.simulate.fake.copier import tensors_of
 from memrewrite.state.attributes import Attributes
 from memrewrite.torch_internals.logs import quiet
 from memrewrite.torch_internals.operators import set_grad_enabled

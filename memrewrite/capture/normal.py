@@ -32,7 +32,14 @@ def bind(model: nn.Module, inputs: Inputs) -> tuple[InputSpec, list[int]]:
     """
     signature = inspect.signature(model.forward)
     leaves, tree = tree_flatten((inputs.args, inputs.kwargs))
-    args, kwargs = tree_unflatten(range(len(leaves)), tree)
+    try:
+        args, kwargs = tree_unflatten(range(len(leaves)), tree)
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+        given = ", ".join(sorted({type(each).__name__ for each in (*inputs.args, *inputs.kwargs.values())}))
+        raise CaptureError(
+            f"{type(model).__name__} is called with what no program can take apart ({given}); give it the tensors "
+            "inside, and make it of them in forward."
+        ) from error
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:

@@ -96,7 +96,8 @@ class Case:
 
     def keep(self) -> State:
         """All that a step may change, as it is now."""
-        return State(self.models, self.devices, near=self.near)
+        changed = self.step.targets(self.original, self.inputs).changing
+        return State(self.models, self.devices, changed, near=self.near)
 
     def run_original(self, optimizer: torch.optim.Optimizer | None, parameters: bool = True) -> Record:
         """One step of the original."""

@@ -16,7 +16,8 @@ from memrewrite.runtime.promise import FallbackWarning
 from memrewrite.state.random_state import RandomState
 from memrewrite.torch_internals.pytrees import tree_flatten, tree_map
 from memrewrite.torch_internals.spread import local_part
-from memrewrite.workload.step import Inputs, Phase, Step, Targets, autocast, default_loss, device_type
+from memrewrite.workload.held import Targets
+from memrewrite.workload.step import Inputs, Phase, Step, autocast, default_loss, device_type
 
 Key = tuple[str, str]
 """Kind and name of one compared value, e.g. ``("gradient", "blocks.0.conv.weight")``."""
@@ -175,9 +176,14 @@ def _expanded(value: Any, depth: int = 0) -> Any:
 
 def _keep_gradients(record: Record, module: nn.Module, leaves: list[Tensor], kept: Kept) -> None:
     for name, parameter in module.named_parameters() if kept.gradients != "spent" else ():
-        record["gradient", name] = kept.gradient(parameter)
+        record["gradient", own_name(name)] = kept.gradient(parameter)
     for index, leaf in enumerate(leaves):
         record["input gradient", input_name(index)] = kept.gradient(leaf)
+
+
+def own_name(name: str) -> str:
+    """What something in a model is called before ``torch.compile`` wraps it, or a part of it."""
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
 def input_name(number: int) -> str:
@@ -187,15 +193,15 @@ def input_name(number: int) -> str:
 
 def _keep_state(record: Record, module: nn.Module, devices: tuple[torch.device, ...], kept: Kept) -> None:
     for name, buffer in module.named_buffers():
-        record["buffer", name] = kept.copy(buffer)
+        record["buffer", own_name(name)] = kept.copy(buffer)
     for name, parameter in module.named_parameters() if kept.parameters else ():
-        record["parameter", name] = kept.copy(parameter)
+        record["parameter", own_name(name)] = kept.copy(parameter)
     state = RandomState(devices)
     for device, generator in state.torch.items():
         record["random state", device] = generator
     record["random state", "python"] = state.python
     for name, child in module.named_modules():
-        record["training flag", name] = child.training
+        record["training flag", own_name(name)] = child.training
 
 
 def to_cpu(value: Any) -> Any:

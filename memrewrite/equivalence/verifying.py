@@ -61,7 +61,7 @@ from memrewrite.equivalence.judging import (
 )
 from memrewrite.equivalence.reference import FusedRandomnessError
 from memrewrite.equivalence.sizes import at_less, batch_of, cut_down, halved, smaller_inputs, varying
-from memrewrite.equivalence.trial import Key, Record, deterministic
+from memrewrite.equivalence.trial import Key, Record, deterministic, own_name
 from memrewrite.equivalence.verdict import Verdict, concluded
 from memrewrite.measurement.snapshot import State, cuda_devices
 from memrewrite.records.errors import MeasurementError, UsageError
@@ -69,6 +69,7 @@ from memrewrite.runtime.dropin import programs
 from memrewrite.runtime.fused import uncompiled
 from memrewrite.runtime.promise import FallbackWarning
 from memrewrite.state.random_state import seed_all
+from memrewrite.torch_internals.autograd_nodes import acting_hooks_off
 from memrewrite.workload.step import Inputs, Step
 
 _IN_BACKWARD = 2  # steps: in the first the optimizer makes its state
@@ -113,7 +114,7 @@ def verify(
         case = replace(case, near=False, step_by_step=exact and case.optimized_alike())
         state = case.keep()
     try:
-        with deterministic():
+        with deterministic(), acting_hooks_off([*original.parameters(), *rewritten.parameters()]):
             while True:
                 try:
                     verdict = _also_in_backward(case, _attempt(case, state, exact, inputs))
@@ -309,9 +310,11 @@ def _beside_plain(case: Case, comparison: Comparison, index: int, before: State,
 
 def _follow(source: nn.Module, target: nn.Module) -> bool:
     """Copy parameters and buffers where the two models do not share them; whether there were any."""
-    mine = dict(itertools.chain(target.named_parameters(), target.named_buffers()))
-    theirs = itertools.chain(source.named_parameters(), source.named_buffers())
-    pairs = [(mine[name], tensor) for name, tensor in theirs if name in mine]
+    mine, theirs = (
+        {own_name(name): tensor for name, tensor in itertools.chain(each.named_parameters(), each.named_buffers())}
+        for each in (target, source)
+    )
+    pairs = [(mine[name], tensor) for name, tensor in theirs.items() if name in mine]
     apart = [(other, tensor) for other, tensor in pairs if other is not tensor and other.shape == tensor.shape]
     with torch.no_grad():
         for other, tensor in apart:

@@ -33,7 +33,8 @@ from memrewrite.simulate import (
     Life,
     Timeline,
 )
-from memrewrite.simulate.fake.fakes import on_fakes, tensors_of
+from memrewrite.simulate.fake.copier import tensors_of
+from memrewrite.simulate.fake.fakes import on_fakes
 from memrewrite.simulate.memory.tracker import OPERATOR_WORKSPACE
 from memrewrite.state.random_state import preserved_rng
 from memrewrite.targets.allocator import rounded

@@ -25,8 +25,9 @@ from memrewrite.records.outcomes import Measured
 from memrewrite.runtime.assembled import Written, assembled
 from memrewrite.runtime.promise import BeyondPlanWarning, FallbackWarning
 from memrewrite.simulate import Noted, Timeline, Twins, run_tracked, simulate, with_workspaces
-from memrewrite.simulate.fake.fakes import tensors_of
+from memrewrite.simulate.fake.copier import tensors_of
 from memrewrite.targets.allocator import allocator_on
+from memrewrite.torch_internals.autograd_nodes import acting_hooks_off
 from memrewrite.torch_internals.cuda import clear_cublas_workspaces
 from memrewrite.workload.step import Inputs, Phase, Running, Step, device_of, device_type
 from memrewrite.workload.stepspec import StepSpec
@@ -129,7 +130,7 @@ def predict(
 def _tracked(
     module: nn.Module, inputs: Inputs, step: Step, steps: int, attribute: bool, blocks: bool, libraries: int
 ) -> Timeline:
-    with preserved_state(module, inputs), warnings.catch_warnings():
+    with preserved_state(module, inputs, step), warnings.catch_warnings():
         warnings.simplefilter("ignore", BeyondPlanWarning)  # values choose sizes of parts; what they take is seen here
         try:
             allocator = allocator_on(device_type(module, inputs)) if blocks else None
@@ -162,13 +163,15 @@ def measure(module: nn.Module, inputs: Inputs, step: Step, *, steps: int = 10) -
     device = tensors[0].device if tensors else torch.device("cpu")
     if device.type not in ("cpu", "cuda"):
         raise UsageError(f"Memory cannot be measured on {device}; move the model and its inputs to cpu or cuda.")
+    if steps < 1:
+        raise UsageError(f"No time can be measured over {steps} steps; give at least 1.")
     if isinstance(step.mesh, Fsdp | Tp):
         raise UsageError(f"A mesh of {step.mesh} cannot be measured in one process; its step is predicted by estimate.")
     step.target.check(device)
     run = _on_cuda if device.type == "cuda" else _on_cpu
     measured = step.target.prepared(module)
     # Raised after the handler, where nothing refers to the failed step's tensors any more.
-    with preserved_state(module, inputs):
+    with preserved_state(module, inputs, step):
         try:
             return run(measured, inputs, step, steps, device)
         except torch.OutOfMemoryError:
@@ -248,14 +251,18 @@ def _own_bytes(tensors: list[Tensor], device: torch.device) -> int:
 
 
 @contextlib.contextmanager
-def preserved_state(module: nn.Module, inputs: Inputs) -> Iterator[None]:
+def preserved_state(module: nn.Module, inputs: Inputs, step: Step | None = None) -> Iterator[None]:
     """Put back everything steps change: tensor contents, gradients, attributes, training flags and random state.
 
-    The contents wait in CPU memory; gradients that exist already are set aside where they are.
+    So is what a ``step`` changes of its loss function; what a parameter's hooks would do meanwhile is left out, such as
+    an optimizer's step in backward. The contents wait in CPU memory; gradients that exist already are set aside where
+    they are.
     """
-    state = State((module,), cuda_devices((module,), inputs), inputs.tensors())
+    changed = [] if step is None else step.targets(module, inputs).changing
+    state = State((module,), cuda_devices((module,), inputs), [*inputs.tensors(), *changed])
     state.clear_gradients()
     try:
-        yield
+        with acting_hooks_off(module.parameters()):
+            yield
     finally:
         state.restore()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memrewrite.simulate.fake.fakes import tensors_of
+from memrewrite.simulate.fake.copier import tensors_of
 from memrewrite.state.attributes import Attributes
 from memrewrite.state.random_state import RandomState
 from memrewrite.torch_internals.autograd_nodes import is_view

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from memrewrite.simulate.fake.as_seen import on_fakes_or_seen
-from memrewrite.simulate.fake.fakes import on_fakes
+from memrewrite.simulate.fake.fakes import on_fakes, put_back
 from memrewrite.simulate.fake.true_results import TrueResults
 from memrewrite.simulate.memory.repeats import repeated
 from memrewrite.simulate.memory.tracker import Tracker
@@ -52,7 +52,8 @@ def watermarks(
     ``loss_of`` makes a loss of what the graph returns; without it every output has a gradient of its own. Autocast
     keeps no casts of weights, as in segments. No real memory is touched.
     """
-    with preserved_rng([*graph_module.parameters(), *example]):
+    held = step.targets(graph_module, Inputs(tuple(example), {})).buffers
+    with preserved_rng([*graph_module.parameters(), *example]), put_back(held):
         try:
             return _watermarks(graph_module, example, step, loss_of)
         except FAKE_TENSOR_ERRORS:
@@ -119,6 +120,8 @@ def _spent(twin: nn.Module, step: Step) -> Iterator[None]:
 
 class _Watch(Tracker):
     """Notes the levels of the node whose operators run, which in the backward pass it finds out itself."""
+
+    promises = False
 
     def __init__(self, device_type: str, transients: Transients | None, before: list[Tensor], target: Target) -> None:
         super().__init__(device_type, transients, target=target)

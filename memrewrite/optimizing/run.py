@@ -36,11 +36,16 @@ from memrewrite.search.regions import Regions, find
 from memrewrite.search.so_far import Offer, best_so_far
 from memrewrite.simulate import Timeline
 from memrewrite.targets.kernels_ahead import compiling_ahead
+from memrewrite.torch_internals.autograd_nodes import acting_hooks
 from memrewrite.workload.hooks import with_hooks_of, without_hooks
 from memrewrite.workload.sharding import bucket_notes
 from memrewrite.workload.step import Step, default_loss, device_of
-from memrewrite.workload.workload import Workload
+from memrewrite.workload.workload import Workload, refuse_meta
 
+_HOOKED = (
+    "What hooks do as the gradient of {name} is there (register_post_accumulate_grad_hook) is no part of the step: an "
+    "optimizer that steps in them has its state beside what is predicted."
+)
 _SOONER = "Nothing had to be rewritten: written out as a program, the model lets go of values sooner."
 _NOT_WHOLE = "returns={!r} has no effect but on the training step of a model that is captured whole."
 _RETURNED_ALL = "returns={!r} has no effect: the step would take more so, and the model is returned as it is."
@@ -82,6 +87,7 @@ def run(work: Workload, asked: Request, progress: Progress, offer: Offer = decli
     Where planning is interrupted, ``offer`` is asked whether the best plan so far, if there is one, will do: that is
     then verified like any other.
     """
+    refuse_meta(work.inputs, work.model)
     work, ranges = asked.placed(work)
     bare = replace(work, model=without_hooks(work.model))
     limit = limit_for(asked.budget, asked.reserved, work.step.device_type(bare.model, work.inputs))
@@ -123,6 +129,12 @@ def run(work: Workload, asked: Request, progress: Progress, offer: Offer = decli
     with_hooks_of(work.model, result)
     complete_by(report, when_written(result))
     return Outcome(result, report, bench, lambda: _captured(candidate), True, proof)
+
+
+def _told_of_hooks(model: nn.Module) -> tuple[str, ...]:
+    """What to say where parameters have hooks that act as their gradients are there, which no step here calls."""
+    names = [name for name, parameter in model.named_parameters() if acting_hooks(parameter)]
+    return (_HOOKED.format(name=names[0]),) if names else ()
 
 
 def _captured(candidate: Candidate) -> dict[str, str]:
@@ -195,7 +207,7 @@ def _first(bench: Bench, found: Regions, progress: Progress) -> Candidate:
         CandidateRegion(ObservedGraph(region, bench.step, region.captured.graph_module)) for region in found.found
     )
     alone = bench.step.mode == "train" and bench.step.mesh is None
-    notes = (*found.notes, *(bucket_notes(bench.model) if alone else ()))
+    notes = (*found.notes, *(bucket_notes(bench.model) if alone else ()), *_told_of_hooks(bench.model))
     candidate = Candidate(bench, regions, notes, found.left)
     if bench.profile is None:
         return candidate

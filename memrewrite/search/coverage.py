@@ -7,7 +7,8 @@ from typing import Any
 from torch import nn
 
 from memrewrite.measurement.measuring import preserved_state
-from memrewrite.simulate.fake.fakes import on_fakes, tensors_of
+from memrewrite.simulate.fake.copier import tensors_of
+from memrewrite.simulate.fake.fakes import on_fakes
 from memrewrite.simulate.memory.tracker import Tracker
 from memrewrite.state.random_state import preserved_rng
 from memrewrite.torch_internals.fake_tensors import FAKE_TENSOR_ERRORS

@@ -10,8 +10,10 @@ from torch import nn
 from memrewrite.capture import KeptCalls, watch_calls
 from memrewrite.measurement.measuring import preserved_state
 from memrewrite.records.ranges import Range
-from memrewrite.simulate.fake.fakes import on_fakes, tensors_of
+from memrewrite.simulate.fake.copier import tensors_of
+from memrewrite.simulate.fake.fakes import on_fakes
 from memrewrite.state.random_state import preserved_rng
+from memrewrite.torch_internals.dispatch_modes import as_eager
 from memrewrite.workload.step import Inputs, Step, autocast, device_type
 
 T = TypeVar("T")
@@ -49,8 +51,9 @@ def with_or_without(run: Callable[[bool], T]) -> T:
 
 
 def forward_once(model: nn.Module, inputs: Inputs, step: Step, grad: bool = False) -> None:
-    """Run the model forward, on tensors as they are; what that changes is put back."""
+    """Run the model forward as it is written, on tensors as they are; what that changes is put back."""
     with (
+        as_eager(),
         preserved_state(model, inputs),
         torch.set_grad_enabled(grad),
         autocast(step.amp, device_type(model, inputs)),

@@ -43,7 +43,8 @@ from memrewrite.search.kept import (
     told,
 )
 from memrewrite.search.repeats import names_of_operators, note_what_repeats
-from memrewrite.simulate.fake.fakes import on_fakes, tensors_of
+from memrewrite.simulate.fake.copier import tensors_of
+from memrewrite.simulate.fake.fakes import on_fakes
 from memrewrite.state.random_state import preserved_rng
 from memrewrite.torch_internals.fake_tensors import FAKE_TENSOR_ERRORS
 from memrewrite.torch_internals.pytrees import tree_leaves

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from itertools import chain
 from typing import TypeVar
 
 import torch
@@ -19,7 +20,8 @@ from memrewrite.runtime.assembled import Written
 from memrewrite.runtime.promise import FallbackWarning
 from memrewrite.runtime.room import room_simulated
 from memrewrite.simulate.fake.batch import part_of
-from memrewrite.simulate.fake.fakes import Twins, fakes_of, on_fakes, tensors_of
+from memrewrite.simulate.fake.copier import tensors_of
+from memrewrite.simulate.fake.fakes import Twins, fakes_of, on_fakes, put_back, refuse_trained_beside
 from memrewrite.simulate.fake.true_results import TrueResults
 from memrewrite.simulate.memory.counted import Life
 from memrewrite.simulate.memory.course import Noted, Noting, notable
@@ -50,7 +52,8 @@ from memrewrite.torch_internals.fake_tensors import FAKE_TENSOR_ERRORS, FakeTens
 from memrewrite.torch_internals.fsdp import seen_by, without_peers
 from memrewrite.torch_internals.fsdp_offload import copies_seen
 from memrewrite.torch_internals.spread import is_divided
-from memrewrite.workload.step import Inputs, Running, Step, Targets, device_type
+from memrewrite.workload.held import Targets, held_by
+from memrewrite.workload.step import Inputs, Running, Step, device_type
 
 __all__ = [
     "ACTIVATIONS",
@@ -192,6 +195,7 @@ def _on_fakes(
     targets = step.targets(module, inputs)
     try:
         with (
+            put_back(targets.buffers),
             step.target.optimizer_kernels(),
             _sharding(step, module, device_type(module, inputs)) as shard,
             on_fakes(module, inputs, step.target, True, written, twins) as (twin, fakes),
@@ -201,6 +205,7 @@ def _on_fakes(
             given = [*fakes.tensors(), *twin.parameters()]
             shard(twin)
             yield twin, fakes, Targets(fakes_of(targets.of_batch, given), fakes_of(targets.fixed, given))
+            refuse_trained_beside(given, [] if step.loss_fn is None else [*chain(*held_by(step.loss_fn))])
     except FAKE_TENSOR_ERRORS as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise DataDependentError(

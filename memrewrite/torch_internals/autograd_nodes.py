@@ -3,6 +3,10 @@
 Which node of the graph runs, and how they are numbered, is told by no public function.
 """
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
 
 from memrewrite.torch_internals.versions import require
@@ -15,6 +19,9 @@ require(
     "Tensor._post_accumulate_grad_hooks",
     "nn.modules.module._has_any_global_hook",
 )
+
+
+_PART_OF_STEPS = ("torch.", "memrewrite.torch_internals.")  # modules whose hooks sum up gradients among processes
 
 
 def next_backward_number() -> int:
@@ -48,3 +55,28 @@ def is_view(tensor: torch.Tensor) -> bool:
 def has_hooks(tensor: torch.Tensor) -> bool:
     """Whether hooks are registered on a tensor; there are functions to register them but none that asks."""
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+
+
+def acting_hooks(tensor: torch.Tensor) -> list[Any]:
+    """The user's functions that are called as the gradient of a tensor is there, such as an optimizer's step."""
+    return [hook for hook in (tensor._post_accumulate_grad_hooks or {}).values() if not _is_part(hook)]
+
+
+def _is_part(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith(_PART_OF_STEPS)
+
+
+@contextmanager
+def acting_hooks_off(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Let no such function be called meanwhile."""
+    tables: list[Any] = [tensor._post_accumulate_grad_hooks for tensor in tensors if acting_hooks(tensor)]
+    hooks = [dict(table) for table in tables]
+    for table, kept in zip(tables, hooks, strict=True):
+        table.clear()
+        table.update({key: hook for key, hook in kept.items() if _is_part(hook)})
+    try:
+        yield
+    finally:
+        for table, kept in zip(tables, hooks, strict=True):
+            table.clear()
+            table.update(kept)

@@ -7,6 +7,7 @@ takes longer to look that up than most operators take on real tensors: ``Recall`
 
 import contextlib
 import functools
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -18,6 +19,7 @@ from memrewrite.torch_internals.pytrees import tree_iter
 from memrewrite.torch_internals.versions import private_imports, require
 
 with private_imports():
+    from torch._C._dynamo.eval_frame import get_eval_frame_callback
     from torch._subclasses._fake_tensor_utils import _CacheKeyState
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, _BypassDispatchCache, _DispatchCacheValidEntry
     from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
@@ -40,6 +42,16 @@ _META = torch.device("meta")  # whose name takes as long to read as a tensor the
 PLAIN = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
 
 
+def as_eager() -> contextlib.AbstractContextManager[None]:
+    """Let what ``torch.compile`` made run as it was written.
+
+    Under a mode Dynamo compiles nothing of such a function itself, but each function that the mode calls.
+    """
+    if "torch._dynamo.eval_frame" not in sys.modules or get_eval_frame_callback():
+        return contextlib.nullcontext()  # nothing was compiled, or this is being compiled itself
+    return torch.compiler.set_stance("force_eager")
+
+
 class Layer(TorchDispatchMode):
     """A dispatch mode that runs an operator by ``below``, at once through the layer that it was opened on top of.
 
@@ -49,16 +61,20 @@ class Layer(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._under: Any = None  # a layer; called for every operator, which a cast would make dearer
+        self._eager: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # Dynamo compiles nothing anyway while such a mode is on
+        return False  # Dynamo is off while such a mode is on
 
     def __enter__(self) -> Self:
         top = _get_current_dispatch_mode()
         self._under = top if isinstance(top, Layer) else None
         if self._under is not None:
             TorchDispatchMode.__exit__(self._under, None, None, None)
+        else:
+            self._eager = as_eager()
+            self._eager.__enter__()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -66,6 +82,8 @@ class Layer(TorchDispatchMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         if self._under is not None:
             TorchDispatchMode.__enter__(self._under)
+        else:
+            self._eager.__exit__(None, None, None)
         self._under = None
 
     def below(self, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -8,7 +8,7 @@ import contextlib
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -60,10 +60,12 @@ __all__ = [
     "is_fake",
     "known_as_real",
     "lacks_fake_rule",
+    "met_by",
     "real_rules_on_fake_tensors",
     "real_tensors",
     "suggested_format",
     "without_data",
+    "without_fake_gradients",
 ]
 
 
@@ -123,6 +125,19 @@ def fake_of(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
     fake = FakeTensor(mode, whole, tensor.device)
     known.storage_memo[storage] = fake.untyped_storage()
     return fake
+
+
+def met_by(mode: FakeTensorMode) -> list[torch.Tensor]:
+    """The real tensors that operators were given under a mode."""
+    return [*mode.fake_tensor_converter.meta_converter.describer.lookup_tensor]
+
+
+def without_fake_gradients(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Those of some real tensors that have a fake gradient, which is taken from them."""
+    found = [tensor for tensor in tensors if tensor.is_leaf and type(tensor.grad) is FakeTensor]
+    for tensor in found:
+        tensor.grad = None
+    return found
 
 
 def _is_ordinary(tensor: torch.Tensor) -> bool:

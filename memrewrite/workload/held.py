@@ -7,12 +7,36 @@ which no call shows.
 import functools
 import types
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 _DEEPEST = 4  # containers, objects and functions inside one another: a method of a trainer reaches everything
+
+
+@dataclass(frozen=True)
+class Targets:
+    """The tensors a loss function holds: those that come with each batch, and those of its own modules."""
+
+    of_batch: tuple[Tensor, ...] = ()
+    fixed: tuple[Tensor, ...] = ()
+
+    @property
+    def all(self) -> tuple[Tensor, ...]:
+        """Both."""
+        return (*self.of_batch, *self.fixed)
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """Those of the loss function's modules that are no parameters."""
+        return [tensor for tensor in self.fixed if not isinstance(tensor, nn.Parameter)]
+
+    @property
+    def changing(self) -> list[Tensor]:
+        """Those that a step may change: buffers, and what gets a gradient."""
+        return self.buffers + [tensor for tensor in self.all if tensor.requires_grad]
 
 
 def held_by(function: Callable[..., Any]) -> tuple[list[Tensor], list[Tensor]]:

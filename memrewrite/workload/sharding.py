@@ -168,9 +168,16 @@ def wrapped_like(model: M, result: nn.Module) -> M | nn.Module:
 
 
 def refuse_compiled(model: nn.Module) -> None:
-    """Raise ``UsageError`` for what ``torch.compile`` made of a model."""
+    """Raise ``UsageError`` for what ``torch.compile`` made of a model, or of a part that copies would go on calling."""
     if "_orig_mod" in model._modules:
         raise UsageError("The model is compiled; give the one inside (._orig_mod), and compile the result.")
+    for path, module in model.named_modules():
+        if path and ("_orig_mod" in module._modules or module._compiled_call_impl is not None):
+            inner: nn.Module = module._modules.get("_orig_mod") or module
+            raise UsageError(
+                f"{path} ({type(inner).__name__}) is compiled; optimize the model before parts of it are compiled, and "
+                "compile those of the result, or all of it."
+            )
 
 
 def refuse_sharded(model: nn.Module) -> None:

@@ -24,7 +24,7 @@ from memrewrite.targets.eager import EAGER, Target
 from memrewrite.torch_internals.pytrees import tensors_in
 from memrewrite.torch_internals.scaler import Scaler
 from memrewrite.torch_internals.spread import computed_on
-from memrewrite.workload.held import held_by
+from memrewrite.workload.held import Targets, held_by
 from memrewrite.workload.in_backward import stepping_in_backward, while_backward
 from memrewrite.workload.optimizers import OptimizerFactory
 
@@ -136,7 +136,7 @@ class Step:
         """Take the first step of a loop and end it; otherwise like ``Running.take``."""
         return self.begin(module, inputs, optimizer).take(on_phase)
 
-    def targets(self, module: nn.Module, inputs: Inputs) -> "Targets":
+    def targets(self, module: nn.Module, inputs: Inputs) -> Targets:
         """What the loss function holds that is neither the module's nor an input."""
         if self.loss_fn is None or self.mode == "inference":
             return Targets()
@@ -153,19 +153,6 @@ class Step:
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         """Let the optimizer take its step; likewise."""
         optimizer.step()
-
-
-@dataclass(frozen=True)
-class Targets:
-    """The tensors a loss function holds: those that come with each batch, and those of its own modules."""
-
-    of_batch: tuple[Tensor, ...] = ()
-    fixed: tuple[Tensor, ...] = ()
-
-    @property
-    def all(self) -> tuple[Tensor, ...]:
-        """Both."""
-        return (*self.of_batch, *self.fixed)
 
 
 class Running:

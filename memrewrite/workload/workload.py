@@ -1,6 +1,7 @@
 """What a call of ``optimize``, ``estimate``, ``measure`` or ``verify`` is about: a model, its inputs and its step."""
 
-from collections.abc import Callable, Iterable
+import itertools
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from memrewrite.records.errors import UsageError
 from memrewrite.records.loop import TUTORIAL, Loop
 from memrewrite.records.mesh import Mesh
+from memrewrite.torch_internals.pytrees import tensors_in, tree_leaves
 from memrewrite.workload.in_backward import InBackward
 from memrewrite.workload.step import Inputs, Step
 from memrewrite.workload.stepping import checked, factory_like
@@ -46,8 +48,12 @@ def workload(
     Raises ``UsageError`` for names and numbers that mean nothing, and for a mode the model is not in.
     """
     args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
+    if not isinstance(example_kwargs, Mapping | None):
+        raise UsageError(f"example_kwargs is {_kind(example_kwargs)}; give a dictionary of arguments by name.")
     step = make_step(model, optimizer, loss_fn, amp, mode, micro_batches, loop, mesh)
-    return Workload(model, Inputs(args, example_kwargs or {}), step)
+    inputs = Inputs(args, dict(example_kwargs or {}))
+    _refuse_unseen(inputs)
+    return Workload(model, inputs, step)
 
 
 def make_step(
@@ -61,6 +67,18 @@ def make_step(
     mesh: Mesh | None = None,
 ) -> Step:
     """The step of a ``workload``."""
+    if loss_fn is not None and (not callable(loss_fn) or isinstance(loss_fn, type)):
+        raise UsageError(
+            f"loss_fn is {_kind(loss_fn)}; give a function of the output, lambda output: criterion(output, target) say."
+        )
+    if not (optimizer is None or isinstance(optimizer, str | torch.optim.Optimizer) or callable(optimizer)):
+        raise UsageError(
+            f"optimizer is {_kind(optimizer)}; give a name, an optimizer, a class or a function of the parameters."
+        )
+    if amp not in (None, torch.bfloat16, torch.float16) and not isinstance(amp, str):
+        raise UsageError(f"amp={amp!r} is no type that autocast computes in; give 'bf16' or 'fp16'.")
+    if not isinstance(micro_batches, int):
+        raise UsageError(f"micro_batches={micro_batches!r} is no whole number; give one, 4 say.")
     if micro_batches < 1:
         raise UsageError(f"A step cannot take {micro_batches} micro-batches; give at least 1.")
     now: Literal["train", "inference"] = "train" if model.training else "inference"
@@ -77,3 +95,32 @@ def make_step(
     mesh = mesh.in_inference if mesh is not None and now == "inference" else mesh
     how: dict[str, Any] = {"micro_batches": micro_batches, "loop": Loop.parse(loop), "mesh": mesh}
     return checked(Step(now, factory, loss_fn, kind, in_backward=while_backward, **how))
+
+
+def refuse_meta(inputs: Inputs, *models: nn.Module) -> None:
+    """Raise ``UsageError`` for what lies on the meta device, of which only an estimate can be made."""
+    named = ([*model.named_parameters(), *model.named_buffers()] for model in models)
+    found = [name for name, tensor in itertools.chain(*named) if tensor.is_meta]
+    if found or any(tensor.is_meta for tensor in inputs.tensors()):
+        what = found[0] if found else "An input"
+        raise UsageError(
+            f"{what} lies on the meta device and holds no numbers, which a proof or a measurement takes; give it some "
+            "(model.to_empty, load_state_dict), or use memrewrite.estimate."
+        )
+
+
+def _refuse_unseen(inputs: Inputs) -> None:
+    """Raise ``UsageError`` for an input that is no tensor and holds some, which would not be counted."""
+    for leaf in tree_leaves((inputs.args, inputs.kwargs)):
+        inside = list(getattr(leaf, "__dict__", {}).values())
+        if isinstance(leaf, Tensor | nn.Module | type) or callable(leaf) or not tensors_in(inside):
+            continue
+        raise UsageError(
+            f"An input is of type {type(leaf).__name__}, whose tensors would not be counted; give a dictionary, a list "
+            "or a tuple of them."
+        )
+
+
+def _kind(value: Any) -> str:
+    """What is given where something else is meant."""
+    return f"the class {value.__name__}" if isinstance(value, type) else f"of type {type(value).__name__}"

@@ -258,6 +258,25 @@ def test_the_error_of_a_budget_carries_the_options() -> None:
     assert str(error) == "\n".join([error.summary, *error.advice])
 
 
+class Within(nn.Module):
+    """Enters autocast in its own forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(6)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            result: torch.Tensor = self.layers(x)
+        return result
+
+
+def test_what_keeps_a_plan_from_what_it_is_for_is_named_with_what_to_do() -> None:
+    with pytest.raises(BudgetInfeasibleError, match="Within enters autocast in its own forward") as caught:
+        memrewrite.optimize(Within(), torch.randn(512, 64), budget="60%")
+    assert caught.value.summary.endswith('regions=["layers.*"] say. What else would fit:')
+
+
 NET = """
 from tests.support.models import SwishNet, rows
 

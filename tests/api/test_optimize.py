@@ -3,7 +3,10 @@
 import copy
 import functools
 import json
+import types
+from collections import UserDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, cast
 
 import pytest
@@ -294,6 +297,20 @@ def test_a_compiled_model_is_refused(call: Any) -> None:
         call(torch.compile(conv_net()), image())
 
 
+def _in_place(part: nn.Module) -> nn.Module:
+    part.compile(backend="eager")
+    return part
+
+
+@pytest.mark.parametrize("compiled", [_in_place, lambda part: torch.compile(part, backend="eager")])
+@pytest.mark.parametrize("call", [memrewrite.optimize, memrewrite.estimate])
+def test_a_compiled_part_is_refused(call: Any, compiled: Any) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), compiled(nn.Linear(4, 4)))
+    with pytest.raises(UsageError, match=r"1 \(Linear\) is compiled; optimize the model before parts of it are"):
+        call(model, torch.randn(2, 4))
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
 def test_models_that_cannot_be_meant() -> None:
     with pytest.raises(UsageError, match=r"The model is in inference mode; call model.train\(\) first"):
         memrewrite.optimize(conv_net().eval(), image(), mode="train")
@@ -317,6 +334,97 @@ def test_models_that_cannot_be_meant() -> None:
 def test_a_loss_that_backward_cannot_start_from(loss_fn: Callable[[Tensor], Any], sentence: str) -> None:
     with pytest.raises(UsageError, match=sentence):
         memrewrite.optimize(conv_net(), image(), loss_fn=loss_fn)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda model, x: memrewrite.optimize(model, x, budget="min", optimizer=None).report.notes,
+        lambda model, x: memrewrite.estimate(model, x, optimizer=None),
+        lambda model, x: memrewrite.measure(model, x, optimizer=None),
+        lambda model, x: memrewrite.verify(model, model, x, optimizer=None),
+    ],
+    ids=["optimize", "estimate", "measure", "verify"],
+)
+def test_an_optimizer_that_steps_in_backward_takes_no_step_of_ours(call: Any) -> None:
+    model = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8))
+    optimizers = {id(p): torch.optim.AdamW([p], lr=0.1) for p in model.parameters()}
+
+    def step(parameter: Tensor) -> None:
+        optimizers[id(parameter)].step()
+        optimizers[id(parameter)].zero_grad()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    found = call(model, torch.randn(64, 8))
+    assert not any(optimizer.state for optimizer in optimizers.values())
+    if isinstance(found, tuple):
+        assert any(note.startswith("What hooks do as the gradient of 0.weight is there") for note in found)
+    model(torch.randn(64, 8)).sum().backward()
+    assert all(optimizer.state for optimizer in optimizers.values())
+
+
+@pytest.mark.parametrize(
+    ("asked", "sentence"),
+    [
+        ({"loss_fn": "mse"}, "loss_fn is of type str; give a function of the output"),
+        ({"loss_fn": nn.MSELoss}, "loss_fn is the class MSELoss; give a function of the output"),
+        ({"optimizer": 3}, "optimizer is of type int; give a name, an optimizer, a class or a function"),
+        ({"amp": torch.int8}, "amp=torch.int8 is no type that autocast computes in"),
+        ({"micro_batches": 2.5}, "micro_batches=2.5 is no whole number"),
+        ({"example_kwargs": [1]}, "example_kwargs is of type list; give a dictionary"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+@pytest.mark.parametrize("call", [memrewrite.optimize, memrewrite.estimate, memrewrite.measure])
+def test_what_is_of_another_type_is_told_as_that(call: Any, asked: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UsageError, match=sentence):
+        call(conv_net(), image(), **asked)
+
+
+@dataclass
+class Batch:
+    """Images and where they lie."""
+
+    images: Tensor
+
+
+@pytest.mark.parametrize("call", [memrewrite.optimize, memrewrite.estimate, memrewrite.measure])
+@pytest.mark.parametrize("kind", [Batch, lambda x: types.SimpleNamespace(images=x), lambda x: UserDict(images=x)])
+def test_inputs_that_are_not_looked_into_are_refused(call: Any, kind: Any) -> None:
+    with pytest.raises(UsageError, match=r"An input is of type \w+, whose tensors would not be counted; give a"):
+        call(conv_net(), kind(image()))
+
+
+def test_packed_sequences_are_told_of() -> None:
+    class Packed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cells, self.head = nn.GRU(4, 8), nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 2))
+
+        def forward(self, packed: Any) -> Any:
+            return self.head(self.cells(packed)[0].data)
+
+    packed = nn.utils.rnn.pack_sequence([torch.randn(n, 4) for n in (40, 30, 20)])
+    notes = memrewrite.optimize(Packed(), (packed,), budget="100%", optimizer="sgd").report.notes
+    assert any("called with what no program can take apart (PackedSequence)" in note for note in notes)
+
+
+def test_no_steps_have_no_time() -> None:
+    with pytest.raises(UsageError, match="No time can be measured over 0 steps"):
+        memrewrite.measure(conv_net(), image(), steps=0)
+
+
+@pytest.mark.parametrize(
+    "call", [memrewrite.optimize, memrewrite.measure, functools.partial(memrewrite.verify, conv_net())]
+)
+def test_what_holds_no_numbers_is_refused(call: Any) -> None:
+    with torch.device("meta"):
+        model = nn.Linear(2, 2)
+    with pytest.raises(UsageError, match=r"weight lies on the meta device .* or use memrewrite.estimate"):
+        call(model, torch.randn(2, 2))
+    with pytest.raises(UsageError, match="An input lies on the meta device"):
+        call(nn.Linear(2, 2), torch.randn(2, 2, device="meta"))
 
 
 def test_a_model_that_fails_on_values_alone() -> None:

@@ -27,7 +27,7 @@ import memrewrite
 from memrewrite.records.errors import BudgetInfeasibleError
 from memrewrite.records.options import short_bytes
 from memrewrite.records.report import Report
-from memrewrite.simulate.fake.fakes import tensors_of
+from memrewrite.simulate.fake.copier import tensors_of
 from memrewrite.targets.allocator import rounded
 from memrewrite.torch_internals.cuda import clear_cublas_workspaces
 from tests.benchmarks import rows

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from memrewrite.measurement.measuring import measure
 from memrewrite.records.mesh import Fsdp, Tp
 from memrewrite.simulate import run_tracked
-from memrewrite.simulate.fake.fakes import tensors_of
+from memrewrite.simulate.fake.copier import tensors_of
 from memrewrite.targets.allocator import rounded
 from memrewrite.torch_internals.cuda import clear_cublas_workspaces
 from memrewrite.torch_internals.spread import local_part

@@ -20,7 +20,7 @@ from memrewrite.codegen.writer import generate
 from memrewrite.records.errors import CaptureError
 from memrewrite.runtime.dropin import build, own, program_from
 from memrewrite.runtime.promise import FallbackWarning
-from memrewrite.simulate.fake.fakes import tensors_of
+from memrewrite.simulate.fake.copier import tensors_of
 from memrewrite.torch_internals.pytrees import tree_flatten, tree_map
 from memrewrite.workload.step import Inputs
 from tests.support.capture_models import CASES, Case

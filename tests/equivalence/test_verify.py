@@ -272,6 +272,16 @@ def test_models_that_share_nothing_are_compared_too(model: Net, inputs: Inputs) 
     assert verdict.equivalent, verdict.summary
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo asks inputs for it
+@pytest.mark.parametrize("share", [True, False])
+def test_what_is_compiled_is_compared_by_the_names_it_had(model: Net, inputs: Inputs, share: bool) -> None:
+    twin = model if share else copy.deepcopy(model)
+    compiled: Any = torch.compile(twin, backend="eager")
+    verdict = verify(model, compiled, inputs, ADAM, exact=True)
+    assert verdict.equivalent, verdict.summary
+    assert verdict.exact
+
+
 def test_inference_compares_outputs_and_buffers(model: Net, inputs: Inputs) -> None:
     step = Step(mode="inference")
     verdict = verify(model.eval(), rewrite(model), inputs, step, exact=True)

@@ -23,7 +23,7 @@ from memrewrite.records.estimate import Estimate, Textbook
 from memrewrite.report import estimate_table
 from memrewrite.simulate import run_tracked, simulate
 from memrewrite.simulate.fake.batch import at_batch
-from memrewrite.simulate.fake.fakes import tensors_of
+from memrewrite.simulate.fake.copier import tensors_of
 from memrewrite.targets.allocator import rounded
 from memrewrite.targets.cuda_from_cpu import CUDA_FROM_CPU, STATED_ERROR
 from memrewrite.targets.workspaces import library_bytes

@@ -146,7 +146,7 @@ def test_hooks_go_when_it_is_done_and_when_it_fails() -> None:
 
 
 def test_other_modules_are_nobodys_place() -> None:
-    helper = nn.Linear(8, 8)  # no submodule of the model
+    helper = nn.Linear(8, 8).requires_grad_(False)  # no submodule of the model
 
     class Helped(nn.Module):
         def __init__(self) -> None:

@@ -105,13 +105,12 @@ def test_so_does_what_works_piece_by_piece(module: nn.Module, inputs: Inputs, mo
     ("module", "inputs", "spec"),
     [
         (Keeping(), Inputs((torch.randn(2, 8),), {}), {}),
-        (nn.Embedding(10, 4, sparse=True), Inputs((torch.arange(8),), {}), {"optimizer": "sgd"}),
         (nn.Linear(8, 8), Inputs((torch.randn(2, 8, requires_grad=True),), {}), {}),
         (nn.Linear(8, 8), Inputs((torch.randn(2, 8),), {}), {"loop": "zero-in-place"}),
         (nn.Linear(8, 8), Inputs((torch.randn(2, 8),), {}), {"micro_batches": 2}),
         (nn.Linear(8, 8), Inputs((torch.randn(2, 8),), {}), {"loop": "scaler"}),
     ],
-    ids=["keeps a tensor", "a sparse gradient", "an input's gradient", "adds up", "twice", "a scale"],
+    ids=["keeps a tensor", "an input's gradient", "adds up", "twice", "a scale"],
 )
 def test_passes_of_which_more_stays_run_each_time(module: nn.Module, inputs: Inputs, spec: dict[str, Any]) -> None:
     step, noted = step_on(EAGER, **spec), Noted(alike=True)

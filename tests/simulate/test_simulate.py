@@ -21,7 +21,8 @@ from memrewrite.records.errors import CaptureError, UsageError
 from memrewrite.records.loop import Loop
 from memrewrite.simulate import Timeline, run_tracked, simulate
 from memrewrite.simulate.fake import fakes
-from memrewrite.simulate.fake.fakes import fake_inputs, fake_twin, tensors_of
+from memrewrite.simulate.fake.copier import tensors_of
+from memrewrite.simulate.fake.fakes import fake_inputs, fake_twin
 from memrewrite.simulate.memory.tracker import OPERATOR_WORKSPACE, Tracker
 from memrewrite.targets.allocator import rounded
 from memrewrite.targets.compiled import CompiledTarget

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from memrewrite import optimize
+from memrewrite import estimate, measure, optimize, verify
+from memrewrite.records.errors import UsageError
 from memrewrite.search.bench import Bench
-from memrewrite.simulate import Twins, simulate
+from memrewrite.simulate import Twins, run_tracked, simulate
 from memrewrite.simulate.fake import fakes
 from memrewrite.workload.step import Inputs, Step
 from tests.simulate.test_simulate import Keyed, Odd
@@ -245,3 +246,79 @@ def test_plans_are_those_of_new_twins(monkeypatch: pytest.MonkeyPatch) -> None:
     assert planned() == again
     assert len(looks) > 1
     assert len(found) - several >= several + len(looks) - 1
+
+
+class Helper:
+    """An object of the user's that has a module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+
+class Reaching(nn.Module):
+    """Calls its layers by a function, a method or an object that leads to them."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.layer, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
+        old = self.layer.forward
+        self.doubled: Any = {
+            "a closure": lambda x: self.layer(x) * 2,
+            "a list": [lambda x: self.layer(x) * 2],
+            "an object": Helper(self.layer),
+        }.get(way)
+        if way == "a forward of its own":
+            self.layer.forward = lambda x: old(x) * 2  # type: ignore[method-assign, assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if isinstance(self.doubled, Helper):
+            return self.last(self.doubled.module(x) * 2)
+        if isinstance(self.doubled, list):
+            return self.last(self.doubled[0](x))
+        return self.last(self.layer(x) if self.doubled is None else self.doubled(x))
+
+
+@pytest.mark.parametrize("way", ["a closure", "a list", "an object", "a forward of its own"])
+def test_what_leads_to_the_modules_leads_to_those_of_the_twin(way: str) -> None:
+    model, inputs = Reaching(way), Inputs((torch.randn(600, 3),), {})
+    step = Step(optimizer=torch.optim.AdamW)
+    assert simulate(model, inputs, step).peak == run_tracked(Reaching(way), inputs, step).peak
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+HELPER = nn.Linear(3, 3)
+
+
+class Global(nn.Module):
+    """Trains a layer that is none of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = HELPER(self.layer(x))
+        return result
+
+
+@pytest.mark.parametrize("call", [optimize, estimate])
+def test_what_trains_and_is_no_parameter_is_refused(call: Any) -> None:
+    with pytest.raises(UsageError, match=r"trains tensors that are no parameters .* \(\(3, 3\), \(3,\)\): a global"):
+        call(Global(), torch.randn(4, 3))
+    assert all(parameter.grad is None for parameter in HELPER.parameters())
+
+
+def test_a_loss_that_trains_and_counts_is_as_it_was() -> None:
+    torch.manual_seed(0)
+    discriminator = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    before = [tensor.clone() for tensor in discriminator.buffers()]
+    model, x = nn.Sequential(nn.Linear(3, 64), nn.GELU(), nn.Linear(64, 3)), torch.randn(64, 3)
+
+    def loss(images: Tensor) -> Tensor:
+        return nn.functional.softplus(-discriminator(images)).mean()
+
+    result = optimize(model, x, budget="min", loss_fn=loss)
+    assert measure(result, x, loss_fn=loss, steps=1).peak == result.report.predicted_after.peak
+    assert verify(model, result, x, loss_fn=loss)
+    assert all(parameter.grad is None for parameter in discriminator.parameters())
+    assert all(map(torch.equal, discriminator.buffers(), before))

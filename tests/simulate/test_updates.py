@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adam
+from torch.optim import SGD, Adam, SparseAdam
 
 import memrewrite.simulate as simulating
+from memrewrite import estimate, measure, optimize
+from memrewrite.records.errors import DataDependentError
 from memrewrite.simulate import Timeline, requests, run_tracked, simulate
 from memrewrite.simulate.fake.fakes import on_fakes
 from memrewrite.simulate.memory import updates
@@ -132,16 +134,20 @@ class Sparse(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.rows = nn.Embedding(10, 4, sparse=True)
+        self.rows = nn.Embedding(1000, 4, sparse=True)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.rows(x).sum()
 
 
-def test_gradients_that_are_sparse_are_counted_as_steps_run(ran: list[str]) -> None:
-    found = {simulate(Sparse(), Inputs((torch.arange(8),), {}), Step("train", SGD)).peak for _ in range(2)}
-    assert len(found) == 1
-    assert len(ran) == 4
+@pytest.mark.parametrize("optimizer", [SGD, lambda parameters: SparseAdam([*parameters])], ids=["SGD", "SparseAdam"])
+def test_gradients_that_are_sparse_are_counted_as_steps_run(optimizer: Any) -> None:
+    model, x = Sparse(), torch.arange(2000).remainder(1000)
+    with pytest.raises(DataDependentError, match="how much a sparse tensor holds"):
+        simulate(model, Inputs((x,), {}), Step("train", optimizer))
+    taken = measure(model, x, optimizer=optimizer, steps=1).peak
+    assert estimate(model, x, optimizer=optimizer).peak.bytes == taken
+    assert optimize(model, x, optimizer=optimizer, budget="100%").report.predicted_before.peak == taken
 
 
 def test_real_tensors_are_written_each_time(ran: list[str]) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import memrewrite
 from memrewrite.measurement.measuring import preserved_state
 from memrewrite.measurement.snapshot import State
-from memrewrite.simulate.fake.fakes import tensors_of
+from memrewrite.simulate.fake.copier import tensors_of
 from memrewrite.state.attributes import Attributes
 from memrewrite.state.containers import contents, copied, is_container, put, put_back
 from memrewrite.workload.step import Inputs

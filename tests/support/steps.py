@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import memrewrite
 from memrewrite.capture import Captured, capture
 from memrewrite.search import regions
-from memrewrite.simulate.fake.fakes import tensors_of
+from memrewrite.simulate.fake.copier import tensors_of
 from memrewrite.torch_internals.pytrees import tree_leaves, tree_map
 from memrewrite.workload.step import Inputs
 from tests.support.dropins import segmented

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed.fsdp
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
 from memrewrite.runtime.fused import at_once
 from memrewrite.torch_internals.dispatch_modes import Layer, Recall
@@ -81,6 +82,16 @@ def test_compiled_code_inside_is_run_as_it_is() -> None:
         result = compiled(torch.zeros(2))
     assert result.tolist() == [2, 2]
     assert seen == ["high zeros", "high exp", "high add"]
+
+
+def test_nothing_is_compiled_of_what_layers_do() -> None:
+    counters.clear()
+    compiled = torch.compile(lambda x: x.exp() + 1, backend="eager")
+    with Seen("low", []), Seen("high", []):
+        compiled(torch.zeros(2))
+    assert not counters["frames"]
+    compiled(torch.zeros(2))
+    assert counters["frames"]["total"] == 1
 
 
 def several(x: Tensor) -> Any:

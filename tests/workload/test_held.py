@@ -127,6 +127,7 @@ def test_what_is_the_models_or_an_input_is_counted_once() -> None:
     timeline = simulate(module, Inputs((x,), {}), Step(loss_fn=loss))
     assert timeline.categories["inputs"] == 4096
     assert timeline.categories["parameters"] == 4_000_256 + 4096
+    assert module.weight.grad is None
 
 
 def test_what_is_measured_has_the_targets_too() -> None:

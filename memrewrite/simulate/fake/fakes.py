@@ -4,27 +4,23 @@ A tensor on the meta device stands for one that is not there yet: its fake lies 
 the model lies.
 """
 
-import functools
-import types
-import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import is_dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from memrewrite.records.errors import UsageError
 from memrewrite.runtime.assembled import Written, assembled
-from memrewrite.runtime.dropin import empty_like, own, prepare
+from memrewrite.runtime.dropin import own
 from memrewrite.runtime.promise import Promise
 from memrewrite.simulate.fake.constant_values import known_values
+from memrewrite.simulate.fake.copier import Copier
 from memrewrite.simulate.fake.refusals import takes_data
 from memrewrite.simulate.fake.stand_ins import functions_on_fakes
 from memrewrite.simulate.fake.unchanged import Unchanged
-from memrewrite.state import containers
-from memrewrite.state.attributes import OPAQUE
 from memrewrite.state.function_caches import fakes_forgotten
 from memrewrite.targets.eager import EAGER, Target
 from memrewrite.torch_internals.dispatch_modes import Recall
@@ -35,7 +31,9 @@ from memrewrite.torch_internals.fake_tensors import (
     NoDataError,
     as_parameter,
     fake_of,
+    met_by,
     real_rules_on_fake_tensors,
+    without_fake_gradients,
 )
 from memrewrite.torch_internals.pytrees import tree_map
 from memrewrite.torch_internals.spread import Spread, local_part
@@ -50,7 +48,7 @@ def fake_twin(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
     What is tied stays tied, on the level of tensors and of storages. The real tensors are not touched or copied,
     gradients are left out, and the copy can change its buffers and attributes without the original seeing it.
     """
-    twin: nn.Module = _Copier(lambda tensor: _fake(tensor, mode)).copy(module)
+    twin: nn.Module = Copier(lambda tensor: _fake(tensor, mode)).copy(module)
     return twin
 
 
@@ -60,7 +58,7 @@ class _Twin:
     def __init__(self, module: nn.Module) -> None:
         # Constants outside the module (globals of its file) are real; they are read as fakes and not counted.
         self.mode = mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self._copier = _Copier(lambda tensor: _fake(tensor, mode))
+        self._copier = Copier(lambda tensor: _fake(tensor, mode))
         self._bare: nn.Module = self._copier.copy(module)
         self._unchanged = Unchanged()
         self._noted = 0  # how many of the copies are among these
@@ -127,7 +125,7 @@ def fake_inputs(inputs: Inputs, mode: FakeTensorMode, device: torch.device = _CP
 
     Those on the meta device stand for tensors on ``device``.
     """
-    copier = _Copier(lambda tensor: _fake(tensor, mode, device))
+    copier = Copier(lambda tensor: _fake(tensor, mode, device))
 
     def convert(leaf: Any) -> Any:
         return copier.copy(leaf) if isinstance(leaf, Tensor) else leaf
@@ -140,8 +138,42 @@ def fakes_of(tensors: Sequence[Tensor], like: Sequence[Tensor]) -> tuple[Tensor,
 
     A fake mode gives one fake for each real tensor, and one storage for those that share theirs, while one lives.
     """
-    mode = next((tensor.fake_mode for tensor in like if isinstance(tensor, FakeTensor)), None)
+    mode = _mode_of(like)
     return tuple(tensors) if mode is None else tuple(mode.from_tensor(tensor) for tensor in tensors)
+
+
+@contextmanager
+def put_back(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Put back what real tensors hold: operators that are given no fake one, as a counter's ``add_``, write them."""
+    copies = [tensor.detach().clone() for tensor in tensors]
+    try:
+        yield
+    finally:
+        for tensor, copy in zip(tensors, copies, strict=True):
+            if not torch.equal(tensor, copy):
+                tensor.detach().copy_(copy)
+
+
+def refuse_trained_beside(like: Sequence[Tensor], known: Sequence[Tensor]) -> None:
+    """Raise ``UsageError`` where real tensors, but for ``known`` ones, got gradients beside ``like``, some of it fake.
+
+    Neither these gradients nor what an optimizer keeps of them is counted.
+    """
+    if (mode := _mode_of(like)) is None:
+        return
+    held = {id(tensor) for tensor in known}
+    trained = [tensor for tensor in without_fake_gradients(met_by(mode)) if id(tensor) not in held]
+    if trained:
+        sizes = ", ".join(dict.fromkeys(str(tuple(tensor.shape)) for tensor in trained))
+        raise UsageError(
+            f"The step trains tensors that are no parameters of the model and its submodules ({sizes}): a global has "
+            "them, or an object that memrewrite does not look into; make them parameters or submodules of the model."
+        )
+
+
+def _mode_of(like: Sequence[Tensor]) -> Any:
+    """The mode of the first fake among them, None where there is none."""
+    return next((tensor.fake_mode for tensor in like if isinstance(tensor, FakeTensor)), None)
 
 
 @contextmanager
@@ -178,7 +210,7 @@ def running_on_fakes(
 ) -> Iterator[None]:
     """Run what follows on the fake tensors of ``mode``, as on ``target``; the values of ``given`` fakes are known.
 
-    Raises one of ``FAKE_TENSOR_ERRORS`` for all that takes data.
+    Raises one of ``FAKE_TENSOR_ERRORS`` for all that takes data. Gradients that real tensors get are taken away.
     """
     try:
         with (
@@ -194,14 +226,8 @@ def running_on_fakes(
         if isinstance(error, FAKE_TENSOR_ERRORS) or not takes_data(error):
             raise
         raise NoDataError(str(error)) from error
-
-
-def tensors_of(*modules: nn.Module) -> list[Tensor]:
-    """Every tensor that ``fake_twin`` would replace, each once: parameters, buffers, tensors in plain attributes."""
-    finder = _Finder()
-    for module in modules:
-        finder.copy(module)
-    return finder.found
+    finally:
+        without_fake_gradients(met_by(mode))
 
 
 def _fake(tensor: Tensor, mode: FakeTensorMode, device: torch.device = _CPU) -> Tensor:
@@ -214,145 +240,3 @@ def _fake(tensor: Tensor, mode: FakeTensorMode, device: torch.device = _CPU) -> 
     if isinstance(tensor, nn.Parameter):
         return as_parameter(fake, tensor.requires_grad)
     return fake.requires_grad_(tensor.requires_grad)
-
-
-_PLAIN_DICTS = {dict, OrderedDict}  # of which a module has a dozen; their own way to copy them is the faster one
-_SHARED = (str, int, float, bool, type, type(None))
-_CONSTANTS = {str, int, float, bool, type(None)}  # known by their type, as most attributes of a module are
-
-
-class _Copier:
-    """Copies modules and plain containers, converts tensors, shares everything else.
-
-    Not ``copy.deepcopy``: modules hold locks, generators and other objects that it cannot copy, and may define their
-    own ``__deepcopy__`` or ``__reduce__``.
-    """
-
-    def __init__(self, convert: Callable[[Tensor], Tensor]) -> None:
-        self._convert = convert
-        self._memo: dict[int, Any] = {}
-        self._originals: list[Any] = []  # keeps the ids in the memo from being used again
-        self._copies: list[Any] = []
-        self.knows_all = True  # whether all that it copied is in these
-
-    def made(self, start: int) -> tuple[list[Any], list[Any]]:
-        """What was copied, and the copies, from the one numbered ``start`` on."""
-        return self._originals[start:], self._copies[start:]
-
-    def copy(self, value: Any) -> Any:
-        """The copy of ``value``; the same object for the same object."""
-        if isinstance(value, _SHARED):
-            return value
-        known = self._memo.get(id(value))
-        if known is not None:
-            return known
-        if isinstance(value, Tensor):
-            return self._tensor(value)
-        if isinstance(value, nn.Module):
-            return self._object(value)
-        if containers.is_container(value):
-            return self._container(value)
-        if isinstance(value, tuple):
-            items = [self.copy(item) for item in value]
-            changed = any(new is not old for new, old in zip(items, value, strict=True))
-            return self._remember(value, tuple.__new__(type(value), items) if changed else value)
-        if is_dataclass(value) and hasattr(value, "__dict__"):
-            return self._object(value)
-        return self._reference(value)
-
-    def _tensor(self, value: Tensor) -> Tensor:
-        """A parameter keeps what libraries put on it, such as the scales of 4-bit weights."""
-        copied: Tensor = self._remember(value, self._convert(value))
-        for name, item in vars(value).items() if isinstance(value, nn.Parameter) else ():
-            held = _holds_tensors(item) and id(item) not in self._memo
-            vars(copied).setdefault(name, self._object(item) if held else self.copy(item))
-        return copied
-
-    def _object(self, value: Any) -> Any:
-        kept = own(value) if isinstance(value, nn.Module) else None
-        copied = self._remember(value, object.__new__(type(value)) if kept is None else empty_like(value))
-        self.knows_all &= kept is None  # a drop-in has more to itself
-        # Past any __setattr__: the attributes are those of a finished object.
-        vars(copied).update({name: self._attribute(item) for name, item in vars(value).items()})
-        if kept is not None:
-            prepare(copied, {name: self.copy(tensor) for name, tensor in kept.constants.items()})
-        return copied
-
-    def _attribute(self, item: Any) -> Any:
-        """``copy``, shorter for what most attributes of modules are: constants and empty tables of hooks."""
-        if type(item) in _CONSTANTS:
-            return item
-        empty = type(item) in _PLAIN_DICTS and not item and id(item) not in self._memo
-        return self._remember(item, item.copy()) if empty else self.copy(item)
-
-    def _container(self, value: Any) -> Any:
-        if type(value) in _PLAIN_DICTS:
-            copied = self._remember(value, value.copy())
-            if not value:
-                return copied
-            if all(type(key) is str for key in value):
-                for key, part in value.items():
-                    new = self.copy(part)
-                    if new is not part:
-                        copied[key] = new
-                return copied
-        else:
-            copied = self._remember(value, containers.copied(value))
-        parts = containers.contents(value)
-        changed = [self.copy(part) for part in parts]
-        if any(one is not other for one, other in zip(changed, parts, strict=True)):
-            containers.put(copied, changed)
-        return copied
-
-    def _reference(self, value: Any) -> Any:
-        """Bound methods, partials and weak references lead to the copy of what they lead to."""
-        if isinstance(value, types.MethodType):
-            return types.MethodType(value.__func__, self.copy(value.__self__))
-        if isinstance(value, functools.partial):
-            return functools.partial(self.copy(value.func), *self.copy(value.args), **self.copy(value.keywords))
-        if isinstance(value, weakref.ref) and isinstance(target := value(), Tensor | nn.Module):
-            return weakref.ref(self.copy(target))
-        return value
-
-    def _remember(self, value: Any, copied: Any) -> Any:
-        self._memo[id(value)] = copied
-        self._originals.append(value)
-        self._copies.append(copied)
-        return copied
-
-
-def _holds_tensors(value: Any) -> bool:
-    """Whether this is a plain object with tensors as attributes."""
-    plain = hasattr(value, "__dict__") and not isinstance(value, (*OPAQUE, dict))
-    return plain and any(isinstance(each, Tensor) for each in vars(value).values())
-
-
-class _Finder(_Copier):
-    """Goes where a copier goes and copies nothing: ``found`` are the tensors it meets, each once."""
-
-    def __init__(self) -> None:
-        found: list[Tensor] = []  # not self: a cycle would keep the tensors alive until it is collected
-
-        def keep(tensor: Tensor) -> Tensor:
-            found.append(tensor)
-            return tensor
-
-        super().__init__(keep)
-        self.found = found
-
-    def _object(self, value: Any) -> Any:
-        self._remember(value, value)
-        for item in vars(value).values():  # most attributes of modules are constants and empty tables of hooks
-            if type(item) not in _CONSTANTS and not (type(item) in _PLAIN_DICTS and not item):
-                self.copy(item)
-        kept = own(value) if isinstance(value, nn.Module) else None
-        for tensor in kept.constants.values() if kept is not None else ():
-            self.copy(tensor)
-        return value
-
-    def _container(self, value: Any) -> Any:
-        self._remember(value, value)
-        for part in containers.contents(value):
-            if type(part) is not str:
-                self.copy(part)
-        return value

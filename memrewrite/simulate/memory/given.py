@@ -5,10 +5,11 @@ from collections.abc import Callable, Iterable
 from torch import Tensor, nn
 
 from memrewrite.records.mesh import Fsdp
-from memrewrite.simulate.fake.fakes import tensors_of
+from memrewrite.simulate.fake.copier import tensors_of
 from memrewrite.simulate.memory.recorder import BUFFERS, INPUTS, PARAMETERS, owner
 from memrewrite.simulate.memory.tracker import COMMUNICATION, Tracker
-from memrewrite.workload.step import Inputs, Step, Targets
+from memrewrite.workload.held import Targets
+from memrewrite.workload.step import Inputs, Step
 
 
 def parameters_apart(step: Step, module: nn.Module, inputs: Inputs) -> bool:

@@ -19,7 +19,7 @@ from memrewrite.targets.eager import EAGER, Target
 from memrewrite.targets.transients import NOTHING, Taken, Transients
 from memrewrite.torch_internals.autograd_nodes import backward_number
 from memrewrite.torch_internals.dispatch_modes import Layer
-from memrewrite.torch_internals.fake_tensors import FakeTensor
+from memrewrite.torch_internals.fake_tensors import FakeTensor, NoDataError
 from memrewrite.torch_internals.gradient_sums import SUM, in_place, of_one_alone
 from memrewrite.torch_internals.pytrees import tree_iter
 from memrewrite.torch_internals.spread import parts_of, wraps_local
@@ -40,6 +40,8 @@ class Tracker(Layer):
     submodule that made them. What a tensor counts as is up to the ``target``. With
     ``blocks`` a storage counts as the block that this allocator would hand out for it.
     """
+
+    promises = True  # whether what cannot be counted on fake tensors, as sparse gradients, is an error
 
     def __init__(
         self,
@@ -340,6 +342,8 @@ class Tracker(Layer):
             block = self._born(result.storage, result.nbytes, self._category)
             block.node = INNER if result.inner else block.node
         elif isinstance(result, Tensor):
+            if kind is FakeTensor and self.promises:
+                raise NoDataError("how much a sparse tensor holds")
             for part in parts_of(result):
                 self._see(part)
         elif isinstance(result, list | tuple):
