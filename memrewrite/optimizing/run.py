@@ -207,7 +207,8 @@ def _first(bench: Bench, found: Regions, progress: Progress) -> Candidate:
         CandidateRegion(ObservedGraph(region, bench.step, region.captured.graph_module)) for region in found.found
     )
     alone = bench.step.mode == "train" and bench.step.mesh is None
-    notes = (*found.notes, *(bucket_notes(bench.model) if alone else ()), *_told_of_hooks(bench.model))
+    hooks = () if bench.step.in_backward else _told_of_hooks(bench.model)  # which are those of such an optimizer
+    notes = (*found.notes, *(bucket_notes(bench.model) if alone else ()), *hooks)
     candidate = Candidate(bench, regions, notes, found.left)
     if bench.profile is None:
         return candidate

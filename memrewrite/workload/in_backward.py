@@ -42,7 +42,6 @@ class InBackward(Narrowed):
         self._updated: dict[int, Tensor] = {}  # since the last step
         self._waiting: dict[int, Tensor] = {}
         self._settings: list[Any] = []
-        self._paused = False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, as the class does."""
@@ -53,22 +52,12 @@ class InBackward(Narrowed):
     def attach(self) -> None:
         """From now on step while backward runs."""
         self._attached = True
-        _ATTACHED.add(self)
         self._attach(self.parameters)
 
     @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Take no step while backward runs, meanwhile."""
-        before, self._paused = self._paused, True
-        try:
-            yield
-        finally:
-            self._paused = before
-
-    @contextlib.contextmanager
     def while_backward(self) -> Iterator[None]:
-        """Step meanwhile, if that is not so anyway."""
-        handles = [] if self._attached else self._hooks(self.parameters)
+        """Step meanwhile."""
+        handles = self._hooks(self.parameters)
         try:
             yield
         finally:
@@ -89,7 +78,7 @@ class InBackward(Narrowed):
         mine = weakref.ref(self)
 
         def accumulated(parameter: Tensor) -> None:
-            if (optimizer := mine()) is not None and not optimizer._paused:
+            if (optimizer := mine()) is not None:
                 optimizer._take(parameter)
 
         return [p.register_post_accumulate_grad_hook(accumulated) for p in parameters if p.requires_grad]
@@ -156,20 +145,9 @@ class InBackward(Narrowed):
         return [tree_map(said, {k: v for k, v in group.items() if k != "params"}) for group in self.param_groups]
 
 
-_ATTACHED: "weakref.WeakSet[InBackward]" = weakref.WeakSet()
-
-
-@contextlib.contextmanager
-def while_backward(optimizer: torch.optim.Optimizer | None, module: nn.Module) -> Iterator[None]:
-    """Around a backward pass of ours: ``optimizer`` may step in it, and no other of the parameters of ``module``."""
-    ours = {id(parameter) for parameter in module.parameters()}
-    with contextlib.ExitStack() as stack:
-        for other in list(_ATTACHED):
-            if id(other) != id(optimizer) and any(id(parameter) in ours for parameter in other.parameters):
-                stack.enter_context(other.paused())
-        if isinstance(optimizer, Narrowed):
-            stack.enter_context(optimizer.while_backward())
-        yield
+def while_backward(optimizer: torch.optim.Optimizer | None) -> contextlib.AbstractContextManager[None]:
+    """Around a backward pass of ours, in which the optimizer may step; the user's own hooks are off there."""
+    return optimizer.while_backward() if isinstance(optimizer, Narrowed) else contextlib.nullcontext()
 
 
 def step_in_backward(optimizer: O) -> O:

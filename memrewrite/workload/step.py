@@ -235,7 +235,7 @@ class Running:
         del output  # a loop that keeps it has another name for it
         if first and self.step.loop.zero_grad == "before backward":
             self._zero_grad()
-        with while_backward(self.optimizer, self.module):
+        with while_backward(self.optimizer):
             self.step.backward(loss if self.scaler is None else self.scaler.scale(loss))
         on_phase("backward")
         return loss.detach()

@@ -34,10 +34,9 @@ class Tracker(Layer):
     """While it is active, every storage an operator makes on ``device_type`` is counted until it is freed.
 
     ``current`` and ``peak`` are bytes; ``events`` lists (bytes in use, label) after each operator that made a storage,
-    ``modules`` the submodule of each.
-    No tensor is kept alive. Storages from before count once they are given to ``register``. What an operator takes
-    while it runs counts towards the peak as far as ``transients`` knows it. With ``places``, storages know the
-    submodule that made them. What a tensor counts as is up to the ``target``. With
+    ``modules`` the submodule of each. No tensor is kept alive. Storages from before count once they are given to
+    ``register``. What an operator takes while it runs counts towards the peak as far as ``transients`` knows it. With
+    ``places``, storages know the submodule that made them. What a tensor counts as is up to the ``target``. With
     ``blocks`` a storage counts as the block that this allocator would hand out for it.
     """
 
