@@ -154,11 +154,11 @@ def step_in_backward(optimizer: O) -> O:
     """Let ``optimizer`` update each parameter as soon as backward has its gradient; returns the optimizer.
 
     ``optimizer.step()`` after each backward pass does what is left. Gradients end as they are used: whatever asks for
-    them later (clipping, a gradient scaler, accumulation, a second backward pass) gets a ``UsageError``, and so does a
-    backward pass whose step was left out, or before which settings were changed. State, groups and ``state_dict`` stay
-    as they are; of one that hands on to another, as accelerate's does, it is that other that steps so. Raises
-    ``UsageError`` where that step would not have the same bits, where several processes train together, and for an
-    optimizer that steps in groups.
+    them later (clipping, a gradient scaler, accumulation, a second backward pass, the norm that transformers' Trainer
+    logs) gets a ``UsageError``, and so does a backward pass whose step was left out, or before which settings were
+    changed. State, groups and ``state_dict`` stay as they are; of one that hands on to another, as accelerate's does,
+    it is that other that steps so. Raises ``UsageError`` where that step would not have the same bits, where several
+    processes train together, and for an optimizer that steps in groups.
     """
     if isinstance(optimizer, InBackward):
         return optimizer

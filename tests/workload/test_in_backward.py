@@ -203,6 +203,19 @@ def test_a_copy_steps_for_its_own_parameters() -> None:
     assert all(same_bits(*pair) for pair in zip(expected.parameters(), model.parameters(), strict=True))
 
 
+def test_a_model_is_moved_and_cast_after_its_last_step() -> None:
+    model, optimizer = given()
+    loss_of(model(torch.ones(3, WIDTH))).backward()
+    optimizer.step()
+    model.to(torch.float64)
+    for parameter in model.parameters():
+        assert isinstance(parameter.grad, Spent)
+        assert parameter.grad.dtype == parameter.dtype == torch.float64
+    model.to(torch.float32)
+    trained(optimizer, model, 1)
+    assert gradients(model) == 0
+
+
 def test_an_optimizer_that_is_gone_steps_no_more() -> None:
     model, optimizer = given()
     before = [parameter.detach().clone() for parameter in model.parameters()]
