@@ -542,7 +542,7 @@ def test_the_command_line_finds_what_another_process_planned(
     first, stages = _run(tmp_path, *optimize)
     assert "capture:" in stages
     assert not any("cache" in note for note in first["notes"])
-    second, stages = ran(*optimize, "-o", "out", "--diff")
+    second, stages = _run(tmp_path, *optimize, "-o", "out", "--diff")  # of whose settings no other test has changed any
     assert "look up:" in stages
     assert "capture:" not in stages
     assert "plan:" not in stages
