@@ -235,15 +235,7 @@ SLOW: dict[str, tuple[str, ...]] = {
         "a budget below-less",
     ),
     # More of what processes do together, each of which starts two: a case of each kind is in the default run.
-    "equivalence/test_in_mesh.py::test_training_in_the_mesh_is_compared_bit_for_bit": (
-        "fsdp-*",
-        "fsdp in bf16-*",
-        "replicas-*",
-        "tensor parallel-*",
-        "in both-*",
-        "wrapped before-*",
-        "sharded before-*",
-    ),
+    "equivalence/test_in_mesh.py::test_training_in_the_mesh_is_compared_bit_for_bit": ("*",),
     "equivalence/test_in_mesh.py::test_a_wrong_rewrite_ends_all": ("in both", "tensor parallel", "sharded before"),
     "equivalence/test_in_mesh.py::test_a_process_that_fails_ends_all": ("in both", "tensor parallel", "sharded before"),
     "api/test_ddp.py::test_training_is_the_same_and_within_the_budget": ("view", "static", "unused"),
@@ -599,6 +591,7 @@ SLOW: dict[str, tuple[str, ...]] = {
     "backends/test_observed.py::test_graphs_from_caches_are_given_up_for_the_same_others": ("*",),
     "runtime/test_compiled.py::test_a_budget_that_only_segments_in_segments_reach": ("*",),
     "search/test_reserved.py::test_memory_in_one_piece_trains_where_pieces_would_not": ("*",),
+    "targets/test_kernels_ahead.py::test_code_that_was_made_ahead_is_called": ("*",),
 }
 
 
