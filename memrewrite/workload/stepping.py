@@ -21,7 +21,6 @@ _TOLD = {
     "in_backward": "The optimizer's step is planned while backward runs: let yours step so, by "
     "memrewrite.step_in_backward(optimizer).",
 }
-
 _ANOTHER: dict[str, Callable[[Step], bool]] = {
     "those of other micro-batches are added": lambda step: step.micro_batches > 1,
     "a scaler looks at it (loop scaler)": lambda step: step.loop.scaler,
@@ -52,14 +51,12 @@ def stepping(step: Step, model: nn.Module, how: How) -> Step:
         raise UsageError(f"optimizer_step={how!r} is for a training step with an optimizer; leave it out.")
     trained = [p for p in model.parameters() if p.requires_grad]
     grouped = isinstance(step.make_optimizer(model), InGroups)
+    if grouped if how == "in_backward" else step.in_backward:
+        raise UsageError("An optimizer steps in groups or while backward runs; give one that does not yet.")
     if how == "in_backward":
-        if grouped:
-            raise UsageError("An optimizer steps in groups or while backward runs; give one that does not yet.")
         if not step.in_backward:
             check_in_backward(step.optimizer, trained)
         return checked(replace(step, in_backward=True))
-    if step.in_backward:
-        raise UsageError("An optimizer steps in groups or while backward runs; give one that does not yet.")
     if grouped:
         return step
     check_groups(step.optimizer, trained)

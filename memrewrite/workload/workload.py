@@ -1,7 +1,7 @@
 """What a call of ``optimize``, ``estimate``, ``measure`` or ``verify`` is about: a model, its inputs and its step."""
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,12 +13,12 @@ from memrewrite.records.loop import TUTORIAL, Loop
 from memrewrite.records.mesh import Mesh
 from memrewrite.torch_internals.pytrees import tensors_in, tree_leaves
 from memrewrite.workload.in_backward import InBackward
+from memrewrite.workload.optimizers import OptimizerFactory
 from memrewrite.workload.step import Inputs, Step
 from memrewrite.workload.stepping import checked, factory_like
 from memrewrite.workload.stepspec import amp_dtype, in_backward, optimizer_factory
 
-Factory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-Optimizer = str | torch.optim.Optimizer | type[torch.optim.Optimizer] | Factory | None
+Optimizer = str | torch.optim.Optimizer | type[torch.optim.Optimizer] | OptimizerFactory | None
 Mode = Literal["train", "inference"] | None
 
 
