@@ -17,7 +17,7 @@ from torch import nn
 from memrewrite.capture.expressions import attribute_of
 from memrewrite.runtime.guards import TABLES, Holder, is_plain
 
-_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 _NOWHERE = object()
 
 
@@ -79,10 +79,13 @@ def _absent(text: str, name: str) -> str:
 
 
 def _of_value(text: str, value: Any) -> Iterator[str]:
-    """What is compared of a value: all that is plain, the identity of functions, modules and objects."""
+    """What is compared of a value: all that is plain, functions, and the identity of methods and modules.
+
+    Functions are looked at as they are: Dynamo of 2.11 does not trace ``id`` of one of PyTorch's own.
+    """
     if type(value) in (bool, int, float):
         yield f"(type({text}), {text})"  # which tells 1 from True and 1.0
-    elif is_plain(value):
+    elif is_plain(value) or isinstance(value, _FUNCTIONS):
         yield text
     elif isinstance(value, dict | list | tuple):
         yield f"len({text})"
@@ -90,5 +93,5 @@ def _of_value(text: str, value: Any) -> Iterator[str]:
         for key, item in pairs:
             if isinstance(key, str | int):
                 yield from _of_value(f"{text}[{key!r}]", item)
-    elif isinstance(value, (*_FUNCTIONS, nn.Module)):
+    elif isinstance(value, types.MethodType | nn.Module):
         yield f"id({text})"

@@ -328,25 +328,30 @@ class Settings:
 
 
 class Asking(nn.Module):
-    """A model with settings, which looks at autocast."""
+    """A model with settings and a function of PyTorch's as its own, which looks at autocast."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.settings = nn.Linear(8, 8), Settings()
+        self.linear, self.settings, self.gate = nn.Linear(8, 8), Settings(), torch.sigmoid
 
     def forward(self, x: Tensor) -> Tensor:
         found: Tensor = self.linear(x)
         found = found.float() if torch.is_autocast_enabled("cpu") else found
-        return found * torch.sigmoid(found) * self.settings.slope
+        return found * self.gate(found) * self.settings.slope
 
 
 def test_what_a_compiled_result_looks_at_can_be_traced() -> None:
     model, x = Asking(), torch.randn(8, 8)
     result: Any = memrewrite.optimize(model, x, optimizer="none", verify=False, compiled=True)
     assert "settings" in result._memrewrite.source
+    assert "self.gate == then" in result._memrewrite.source  # Dynamo of 2.11 traces no id of a function of PyTorch's
     torch.compiler.reset()
     compiled: Any = torch.compile(result, backend="eager", fullgraph=True)
-    found = compiled(x)
+    torch.testing.assert_close(compiled(x), model(x))
+    result.gate = model.gate = torch.tanh
+    compiled = torch.compile(result, backend="eager")
+    with pytest.warns(memrewrite.FallbackWarning, match="has changed"):
+        found = compiled(x)
     torch.compiler.reset()
     torch.testing.assert_close(found, model(x))
 
