@@ -231,12 +231,12 @@ def _refusal(calls: Mapping[nn.Module, Sequence[Call]], step: Step, path: str, m
 def _named(model: nn.Module, inputs: Inputs, step: Step, names: Sequence[str]) -> Regions:
     running = as_gathered(model, step.mesh)
     calls = record(running, inputs, step)
-    wanted = [p for p, _ in model.named_modules() if any(fnmatchcase(p, name) for name in names)]
+    wanted = [p for p, _ in model.named_modules() if p and any(fnmatchcase(p, name) for name in names)]
     if not wanted:
         raise CaptureError(f"{type(model).__name__} has no submodule that {', '.join(names)} names.")
     found: list[Region] = []
     for path in wanted:
-        if any(path.startswith(f"{region.path}.") for region in found):
+        if any(is_below(path, region.path) for region in found):
             continue
         module = running.get_submodule(path)
         if len(calls[module]) != 1:
@@ -254,7 +254,7 @@ def _named(model: nn.Module, inputs: Inputs, step: Step, names: Sequence[str]) -
 def _largest(model: nn.Module, calls: dict[nn.Module, list[Call]], step: Step, refusal: str) -> Regions:
     found: list[Region] = []
     left, alone, failed = {"": refusal}, {}, {}
-    for path, module in _candidates(model, lambda path: any(path.startswith(f"{r.path}.") for r in found)):
+    for path, module in _candidates(model, lambda path: any(is_below(path, region.path) for region in found)):
         if not calls[module]:
             continue
         if reason := _unfit(calls[module]):
