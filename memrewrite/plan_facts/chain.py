@@ -197,7 +197,7 @@ def held_storages(effects: Effects, nodes: list[fx.Node]) -> dict[int, Held]:
     return held
 
 
-def save_bytes_of(effects: Effects, node: fx.Node, on_demand: bool = False) -> int:
+def save_bytes_of(effects: Effects, node: fx.Node, on_demand: bool) -> int:
     """What it takes to keep what only ``node`` makes instead of running it again with its segment; -1 if it has to run.
 
     Worth it is what computes much and saves its result besides what it is given: attention, recurrent layers. Where

@@ -6,7 +6,7 @@ of a language model with 128,256 words 2 GB for 8,192 tokens in bfloat16, from t
 computes for the logits itself is there.
 
 PyTorch 2.11 holds them until backward ends (pytorch/pytorch#177837). They are not counted so long: plans would leave
-room for more than compiled code takes. What it takes beyond its plan is measured (``budgeting``).
+room for more than compiled code takes. What it takes beyond its plan is measured (``search.fit_to_budget``).
 """
 
 import functools
