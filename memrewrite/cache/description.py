@@ -35,6 +35,7 @@ from memrewrite.runtime.guards import TABLES
 from memrewrite.state.bits import fingerprint
 from memrewrite.state.containers import contents, is_container
 from memrewrite.torch_internals.operators import OpOverload, OpOverloadPacket
+from memrewrite.workload.held import filled
 
 _MOST = 200_000  # objects, some seconds: a model that leads to a data set, say, is not worth describing
 _SIMPLE = (bool, int, float, complex, str, bytes, type(None), type(...), type(NotImplemented))
@@ -190,7 +191,7 @@ class Description:
             self._called.add(name)
             yield from self._pairs((name, value) for value in self._uncalled.pop(name, ()))
         known = self._known_to(library)
-        yield from map(known, [cell.cell_contents for cell in function.__closure__ or () if _filled(cell)])
+        yield from map(known, [cell.cell_contents for cell in function.__closure__ or () if filled(cell)])
         yield from map(known, [function.__defaults__, *(function.__kwdefaults__ or {}).items()])
         yield from (each for name, value in sorted(vars(function).items()) for each in (name, known(value)))
         for name, value in _named(function):
@@ -359,14 +360,6 @@ def _order(value: Any) -> str:
     if type(value) is tuple:
         return " ".join(map(_order, value))
     raise IndescribableError(f"there is a set that holds a {_name(type(value))}")
-
-
-def _filled(cell: types.CellType) -> bool:
-    try:
-        _ = cell.cell_contents
-    except ValueError:  # a name that has no value yet
-        return False
-    return True
 
 
 def _slots(kind: type) -> list[str]:

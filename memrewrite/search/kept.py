@@ -14,6 +14,7 @@ from torch import nn
 from memrewrite.capture.at_sight import refuse_weight_hooks
 from memrewrite.capture.normal import is_below
 from memrewrite.records.errors import CaptureError, FixedSizeError, UnfitCallError
+from memrewrite.runtime.differences import joined
 from memrewrite.runtime.guards import HOOKS, hooks_of
 from memrewrite.torch_internals.spread import spreads
 
@@ -134,9 +135,7 @@ def innermost(
     found: dict[str, str] = {}
     for path, why in failing.items():
         elsewhere = [other for other in (*failing, *regions) if other != path and is_below(other, path)]
-        named = (
-            (f"{path}.{name}".lstrip("."), leaf) for name, leaf in model.get_submodule(path).named_modules() if name
-        )
+        named = ((joined(path, name), leaf) for name, leaf in model.get_submodule(path).named_modules() if name)
         leaves = [(name, leaf) for name, leaf in named if not any(is_below(name, other) for other in elsewhere)]
         asked = {name: refusal(name, leaf) for name, leaf in leaves if _is_leaf(leaf) and _is_own(leaf)}
         blamed = {name: said for name, said in asked.items() if said}

@@ -12,6 +12,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from memrewrite.costs.calls import Call, call_of
 from memrewrite.observe.effects import note_runs, observe
 from memrewrite.observe.opaque_calls import is_opaque, names_of_calls
+from memrewrite.runtime.differences import joined
 from memrewrite.runtime.guards import hooks_of
 from memrewrite.simulate.fake.as_seen import note_kept
 from memrewrite.state.attributes import Attributes
@@ -77,7 +78,7 @@ def _leaves_no_trace(module: nn.Module, call: Call) -> bool:
     hooks = [(path, hook) for path, inner in module.named_modules() for hook in hooks_of(inner)]
     if not all(isinstance(hook, WeightNorm) or spreads(hook) for _, hook in hooks):
         return False
-    normed = {f"{path}.{hook.name}".lstrip(".") for path, hook in hooks if isinstance(hook, WeightNorm)}
+    normed = {joined(path, hook.name) for path, hook in hooks if isinstance(hook, WeightNorm)}
     before, values = Attributes(module), [buffer.detach().clone() for buffer in module.buffers()]
     try:
         return (

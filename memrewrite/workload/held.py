@@ -83,7 +83,7 @@ def _inside(value: Any) -> Iterator[Any]:
 def _named(function: types.FunctionType) -> Iterator[Any]:
     """What a Python function can reach by a name; of other functions in globals, those of its own file."""
     for cell in function.__closure__ or ():
-        if _filled(cell):
+        if filled(cell):
             yield cell.cell_contents
     yield from (function.__defaults__ or (), function.__kwdefaults__ or {})
     for name in _names(function.__code__):
@@ -99,9 +99,10 @@ def _names(code: types.CodeType) -> set[str]:
     return set(code.co_names).union(*inner)
 
 
-def _filled(cell: Any) -> bool:
+def filled(cell: types.CellType) -> bool:
+    """Whether a variable of a closure has a value."""
     try:
         _ = cell.cell_contents
-    except ValueError:  # a name that has no value yet
+    except ValueError:
         return False
     return True
