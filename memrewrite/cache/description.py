@@ -33,9 +33,8 @@ from memrewrite.cache import code
 from memrewrite.cache.libraries import is_foreign, library_of, module_of, stamp
 from memrewrite.runtime.guards import TABLES
 from memrewrite.state.bits import fingerprint
-from memrewrite.state.containers import contents, is_container
+from memrewrite.state.containers import contents, in_closure, is_container
 from memrewrite.torch_internals.operators import OpOverload, OpOverloadPacket
-from memrewrite.workload.held import filled
 
 _MOST = 200_000  # objects, some seconds: a model that leads to a data set, say, is not worth describing
 _SIMPLE = (bool, int, float, complex, str, bytes, type(None), type(...), type(NotImplemented))
@@ -191,7 +190,7 @@ class Description:
             self._called.add(name)
             yield from self._pairs((name, value) for value in self._uncalled.pop(name, ()))
         known = self._known_to(library)
-        yield from map(known, [cell.cell_contents for cell in function.__closure__ or () if filled(cell)])
+        yield from map(known, in_closure(function))
         yield from map(known, [function.__defaults__, *(function.__kwdefaults__ or {}).items()])
         yield from (each for name, value in sorted(vars(function).items()) for each in (name, known(value)))
         for name, value in _named(function):
