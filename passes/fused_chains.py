@@ -109,10 +109,6 @@ class Chain(Group):
         at_once = sum(node.meta["val"].nbytes for node in (*self.inputs, *self.outputs))
         return self.computing > 1 and at_once <= _WORTH * alone and self.keeps_less >= 0
 
-    def without(self, nodes: set[fx.Node]) -> "Chain":
-        """The chain of the others."""
-        return Chain(self.effects, tuple(member for member in self.members if member not in nodes))
-
 
 def _between_products(effects: Effects, left: set[fx.Node]) -> list[tuple[fx.Node, ...]]:
     """The nodes that could run at once: they read each other, and nothing else runs between them.

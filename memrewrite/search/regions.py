@@ -38,6 +38,7 @@ from memrewrite.search.kept import (
     hooked,
     hooked_around,
     innermost,
+    is_leaf,
     once_of_a_class,
     other_calls,
     told,
@@ -293,7 +294,7 @@ def _told(found: Sequence[Region]) -> tuple[str, ...]:
 def _candidates(model: nn.Module, inside: Callable[[str], bool]) -> Iterator[tuple[str, nn.Module]]:
     """Submodules that have submodules, parents first, but none that lies inside a region."""
     for path, module in model.named_modules():
-        if path and any(True for _ in module.children()) and not inside(path):
+        if path and not is_leaf(module) and not inside(path):
             yield path, module
 
 
