@@ -179,11 +179,9 @@ def double_step(
         model = double_copy(original)
         blocks = [] if unfit is None else repeated_blocks(model, unfit)
         with in_double(draws) as replay, run_again(blocks, replay.marked):
-            wide = {id(tensor): _widened(tensor) for tensor in inputs.tensors()}  # by identity: ties stay ties
-            args, kwargs = tree_map(lambda leaf: wide.get(id(leaf), leaf), (inputs.args, inputs.kwargs))
             plain = dataclasses.replace(step, amp=None, optimizer=None)
             taken = dataclasses.replace(kept, gradients="taken")
-            record = take_step(model, Inputs(args, kwargs), plain, None, devices, input_gradients, taken)
+            record = take_step(model, inputs.changed(_widened), plain, None, devices, input_gradients, taken)
             if blocks and replay.left:
                 raise OtherDrawsError(f"With blocks that run again, {replay.left} random operators were not run.")
             return record
