@@ -48,7 +48,7 @@ from memrewrite.simulate.fake.copier import tensors_of
 from memrewrite.simulate.fake.fakes import on_fakes
 from memrewrite.state.random_state import preserved_rng
 from memrewrite.torch_internals.fake_tensors import FAKE_TENSOR_ERRORS
-from memrewrite.torch_internals.pytrees import tree_leaves
+from memrewrite.torch_internals.pytrees import tensors_in, tree_leaves
 from memrewrite.workload.gathered import as_gathered, cast_inputs, without_casts
 from memrewrite.workload.step import Inputs, Step, autocast, device_type
 
@@ -362,7 +362,7 @@ def _types(module: nn.Module, inputs: Inputs, step: Step) -> str:
         autocast(step.amp, device_type(module, inputs)),
     ):
         output = twin.forward(*fakes.args, **fakes.kwargs)
-    return ", ".join(str(leaf.dtype) for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+    return ", ".join(str(leaf.dtype) for leaf in tensors_in(output))
 
 
 def _inside(units: Sequence[str], path: str) -> dict[str, str]:

@@ -19,7 +19,7 @@ from memrewrite.state.attributes import Attributes
 from memrewrite.state.bits import same_bits
 from memrewrite.state.random_state import draws, preserved_everywhere, preserved_rng
 from memrewrite.targets.allocator import rounded
-from memrewrite.torch_internals.pytrees import tree_leaves
+from memrewrite.torch_internals.pytrees import tensors_in, tree_leaves
 from memrewrite.torch_internals.spread import local_part, spreads
 from memrewrite.workload.step import Step, autocast
 
@@ -114,12 +114,12 @@ def _kept_by(module: nn.Module, call: Call) -> int:
         saved_tensors_hooks(pack, lambda token: given[0]),
     ):
         result = run()
-        _ = [leaf.clone() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]  # what is sent has to arrive
+        _ = [leaf.clone() for leaf in tensors_in(result)]  # what is sent has to arrive
     beside = [
         *given,
         *module.parameters(),
         *module.buffers(),
-        *(t for t in tree_leaves(result) if isinstance(t, Tensor)),
+        *tensors_in(result),
     ]
     known = {local_part(tensor).untyped_storage().data_ptr() for tensor in beside}
     private = {storage.data_ptr(): storage for storage in saved if storage.data_ptr() not in known}
