@@ -65,7 +65,7 @@ _LAZY = {
     "OverBudgetWarning": "memrewrite.measurement.watching",
     "Report": "memrewrite.records.report",
     "Swish": "memrewrite.runtime.swish",
-    "Verdict": "memrewrite.equivalence.verifying",
+    "Verdict": "memrewrite.equivalence.verdict",
     "estimate": "memrewrite.estimates",
     "load": "memrewrite.artifact.load",
     "measure": "memrewrite.api",

@@ -29,7 +29,7 @@ from memrewrite.passes.linear_cross_entropy import match
 from memrewrite.passes.spelling import CASTS, operand, operation, tensor
 from memrewrite.records.graph_calls import ChainCall
 from memrewrite.rewriting.contract import Findings, Result
-from memrewrite.torch_internals.pytrees import tree_iter
+from memrewrite.torch_internals.pytrees import tensors_in
 
 _REDUCTIONS = ("mean", "sum", "amax", "amin", "var")
 _VIEWS = ("view", "reshape", "unsqueeze", "squeeze", "transpose", "permute", "slice", "select", "expand")
@@ -109,10 +109,6 @@ class Chain(Group):
         at_once = sum(node.meta["val"].nbytes for node in (*self.inputs, *self.outputs))
         return self.computing > 1 and at_once <= _WORTH * alone and self.keeps_less >= 0
 
-    def without(self, nodes: set[fx.Node]) -> "Chain":
-        """The chain of the others."""
-        return Chain(self.effects, tuple(member for member in self.members if member not in nodes))
-
 
 def _between_products(effects: Effects, left: set[fx.Node]) -> list[tuple[fx.Node, ...]]:
     """The nodes that could run at once: they read each other, and nothing else runs between them.
@@ -127,8 +123,8 @@ def _between_products(effects: Effects, left: set[fx.Node]) -> list[tuple[fx.Nod
     for node in effects.order:
         before = max((depth[given] for given in node.all_input_nodes), default=0)
         could = node not in left and _could_be_fused(node, effects)
-        values = (value for value in tree_iter(node.meta["val"]) if isinstance(value, Tensor))
-        if any(given in trained for given in node.all_input_nodes) or any(value.requires_grad for value in values):
+        needs = any(value.requires_grad for value in tensors_in(node.meta["val"]))
+        if needs or any(given in trained for given in node.all_input_nodes):
             trained.add(node)
         depth[node] = before if could or node.op == "get_attr" or node not in trained else before + 1
         if could:

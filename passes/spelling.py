@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from memrewrite.torch_internals.operators import OpOverload, returns_view
+from memrewrite.torch_internals.operators import OpOverload, names_of, returns_view
 
 _SAME = {
     "divide": "div",
@@ -55,7 +55,7 @@ def operation(node: Any) -> str:
         return ""
     target = node.target
     if isinstance(target, OpOverload):
-        namespace, packet, _ = _names(target)
+        namespace, packet, _ = names_of(target)
         name = packet if namespace == "aten" else ""
     elif isinstance(target, str):
         name = target.strip("_") + "_" * (target.endswith("_") and not target.startswith("__"))
@@ -107,7 +107,7 @@ def out_of_place(node: fx.Node) -> Spelling | None:
     """
     target = node.target
     if node.op == "call_function" and isinstance(target, OpOverload):
-        _, packet, overload = _names(target)
+        _, packet, overload = names_of(target)
         return _respell(node, _aten(packet[:-1], overload)) if packet.endswith("_") else None
     if node.op == "call_method" and isinstance(target, str):
         method = target[:-1] if target.endswith("_") and not target.endswith("__") else ""
@@ -128,7 +128,7 @@ def in_place(node: fx.Node) -> Spelling | None:
     """The same operation with its result written over its operand; None where there is no such form."""
     target = node.target
     if node.op == "call_function" and isinstance(target, OpOverload):
-        _, packet, overload = _names(target)
+        _, packet, overload = names_of(target)
         return _respell(node, _aten(packet + "_", overload))
     if node.op == "call_method" and isinstance(target, str):
         return _respell(node, target + "_") if hasattr(Tensor, target + "_") else None
@@ -141,12 +141,6 @@ def only_metadata(node: fx.Node) -> bool:
     """Whether an in-place operation changes how a tensor is seen but none of its bytes (``detach_``, ``squeeze_``)."""
     name = operation(node)
     return name.endswith("_") and _is_view(name[:-1])
-
-
-def _names(target: OpOverload) -> tuple[str, str, str]:
-    """Namespace, operator and overload, e.g. ("aten", "add_", "Tensor")."""
-    namespace, packet, overload = str(target).split(".")
-    return namespace, packet, overload
 
 
 def _respell(node: fx.Node, target: Any) -> Spelling | None:

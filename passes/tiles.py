@@ -21,7 +21,7 @@ from math import ceil
 from operator import getitem
 from typing import Any, ClassVar
 
-from torch import Tensor, fx
+from torch import fx
 
 from memrewrite.observe.effects import Effects
 from memrewrite.passes.chunked_cross_entropy import VIEWS
@@ -31,7 +31,7 @@ from memrewrite.records.graph_calls import ChainCall, TiledCall
 from memrewrite.rewriting.contract import Findings, Result
 from memrewrite.runtime.segment import as_autocast
 from memrewrite.runtime.swish import exact_swish, swish
-from memrewrite.torch_internals.pytrees import tree_iter
+from memrewrite.torch_internals.pytrees import tensors_in
 
 _PRODUCTS = {"linear": 0, "mm": 0, "matmul": 0, "addmm": 1}  # the place of their rows among their arguments
 _NORMS = ("layer_norm", "rms_norm")
@@ -249,14 +249,12 @@ def _sizes(node: fx.Node) -> tuple[int, ...]:
 
 def _count(node: fx.Node) -> int:
     """How many rows a node has, 0 where there are none, or not equally many in all of its results."""
-    shapes = {
-        value.shape[:-1] for value in tree_iter(node.meta["val"]) if isinstance(value, Tensor) and value.dim() > 1
-    }
+    shapes = {value.shape[:-1] for value in tensors_in(node.meta["val"]) if value.dim() > 1}
     return next(iter(shapes)).numel() if len(shapes) == 1 else 0
 
 
 def _bytes(node: fx.Node) -> int:
-    return sum(value.nbytes for value in tree_iter(node.meta["val"]) if isinstance(value, Tensor))
+    return sum(value.nbytes for value in tensors_in(node.meta["val"]))
 
 
 def _obstacle(part: Part) -> str | None:

@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -145,9 +146,14 @@ def _same_update(variants: Variants, limit: int, now: int) -> Iterator[Option]:
     if not refused_in_backward(step):
         ways[_IN_BACKWARD] = replace(step, in_backward=True)
     for (name, cost), other in ways.items():
-        peak = variants.peak(other)
-        if peak is not None and peak < now:
-            yield Option(name, peak, peak <= limit, cost)
+        yield from _lowered(variants, limit, now, name, other, cost)
+
+
+def _lowered(variants: Variants, limit: int, now: int, name: str, other: Step, cost: str) -> Iterator[Option]:
+    """The option of another step, if that lowers the peak."""
+    peak = variants.peak(other)
+    if peak is not None and peak < now:
+        yield Option(name, peak, peak <= limit, cost)
 
 
 def _same_optimizer(variants: Variants, limit: int, now: int) -> list[Option]:
@@ -228,13 +234,7 @@ def _leanest(step: Step) -> tuple[Step, str]:
 
 def _leaner_steps(variants: Variants, limit: int, now: int) -> Iterator[Option]:
     """Autocast and leaner optimizers, as far as they lower the peak, and both where each does."""
-    step = variants.step
-
-    def lowered(name: str, other: Step, cost: str) -> Iterator[Option]:
-        peak = variants.peak(other)
-        if peak is not None and peak < now:
-            yield Option(name, peak, peak <= limit, cost)
-
+    step, lowered = variants.step, partial(_lowered, variants, limit, now)
     narrow: list[Option] = []
     lean: list[Option] = []
     if step.amp is None:

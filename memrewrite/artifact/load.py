@@ -31,9 +31,6 @@ def load(directory: str | os.PathLike[str], model: nn.Module) -> nn.Module:
     return result
 
 
-apply = load
-
-
 def import_artifact(folder: Path) -> ModuleType:
     """The artifact's Python module, imported under a name made from its contents.
 

@@ -49,8 +49,7 @@ def save(
     raise to refuse it, or return a report that knows more than ``report`` (by default ``optimized.report``).
     ``weights`` adds ``weights.safetensors``, for ``safetensors.torch.load_model``.
     Raises ``OutputError`` when the folder cannot be written, ``UsageError`` when there is nothing to save or the folder
-    is none to write to, and whatever ``check`` raises;
-    then nothing is left behind and an existing folder is as it was.
+    is none to write to, and whatever ``check`` raises; then nothing is left behind and an existing folder is as it was.
     """
     target = Path(os.path.abspath(directory))
     rewritten = _programs(optimized)
@@ -145,11 +144,8 @@ def _is_channels_last(tensor: torch.Tensor) -> bool:
     return tensor.dim() == 4 and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last)
 
 
-def _finish(draft: Path, facts: dict[str, Any], report: Report | None) -> None:
+def _finish(draft: Path, facts: dict[str, Any], report: Report) -> None:
     """Write the report, as data and as a page, and the manifest over everything."""
-    if report is None:
-        manifest.write(draft, facts)
-        return
     (draft / manifest.REPORT).write_text(json_text(report.to_json()), encoding="utf-8")
     (draft / manifest.PAGE).write_text(report.to_html(), encoding="utf-8")
     peaks = {

@@ -23,8 +23,8 @@ def graphs(
     facts: Facts,
     order: Order,
     outputs: int,
-    apart: bool = False,
-    share: int = 1,
+    apart: bool,
+    share: int,
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Forward and backward; what runs again is written into the joint graph first, each copy before its reader.
 

@@ -33,7 +33,7 @@ from memrewrite.cache import code
 from memrewrite.cache.libraries import is_foreign, library_of, module_of, stamp
 from memrewrite.runtime.guards import TABLES
 from memrewrite.state.bits import fingerprint
-from memrewrite.state.containers import contents, is_container
+from memrewrite.state.containers import contents, in_closure, is_container
 from memrewrite.torch_internals.operators import OpOverload, OpOverloadPacket
 
 _MOST = 200_000  # objects, some seconds: a model that leads to a data set, say, is not worth describing
@@ -190,7 +190,7 @@ class Description:
             self._called.add(name)
             yield from self._pairs((name, value) for value in self._uncalled.pop(name, ()))
         known = self._known_to(library)
-        yield from map(known, [cell.cell_contents for cell in function.__closure__ or () if _filled(cell)])
+        yield from map(known, in_closure(function))
         yield from map(known, [function.__defaults__, *(function.__kwdefaults__ or {}).items()])
         yield from (each for name, value in sorted(vars(function).items()) for each in (name, known(value)))
         for name, value in _named(function):
@@ -359,14 +359,6 @@ def _order(value: Any) -> str:
     if type(value) is tuple:
         return " ".join(map(_order, value))
     raise IndescribableError(f"there is a set that holds a {_name(type(value))}")
-
-
-def _filled(cell: types.CellType) -> bool:
-    try:
-        _ = cell.cell_contents
-    except ValueError:  # a name that has no value yet
-        return False
-    return True
 
 
 def _slots(kind: type) -> list[str]:

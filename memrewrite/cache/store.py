@@ -103,7 +103,7 @@ class Store:
         return [file for file in self.folder.glob(f"*{_ENDING}") if file.is_file()]
 
 
-def store_in(asked: Asked = None) -> Store | None:
+def store_in(asked: Asked) -> Store | None:
     """The store in the folder that is meant, None for none; raises ``UsageError`` for what is no folder."""
     found = folder(asked)
     return None if found is None else Store(found)

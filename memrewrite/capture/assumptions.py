@@ -8,10 +8,9 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from memrewrite.torch_internals.pytrees import tree_leaves
-from memrewrite.torch_internals.tracing import assumed_so_far, conditions_in_order, settled_on
+from memrewrite.torch_internals.tracing import assumed_so_far, conditions_in_order, settled_on, varying_size
 
 
 class Assumptions:
@@ -34,8 +33,8 @@ class Assumptions:
 
     def _begin(self, given: Any) -> None:
         """A submodule is called."""
-        sizes: Iterator[Any] = (size for leaf in tree_leaves(given) if isinstance(leaf, Tensor) for size in leaf.shape)
-        self._size = next((size for size in sizes if isinstance(size, torch.SymInt)), self._size)
+        found = varying_size(given)
+        self._size = self._size if found is None else found
         self._running.append(self._known())
 
     def _end(self, path: str) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 from memrewrite.capture.captured import Captured
 from memrewrite.capture.normal import bind, constants, copy_into, rebuild
 from memrewrite.records.errors import CaptureError
+from memrewrite.runtime.differences import joined
 from memrewrite.simulate.fake.copier import tensors_of
 from memrewrite.state.attributes import Attributes
 from memrewrite.torch_internals.logs import quiet
@@ -150,7 +151,7 @@ class _Owned:
         self._paths: dict[int, str] = {}
         for path, child in reversed(list(model.named_modules())):
             tensors = {**vars(child), **child._buffers, **child._parameters}
-            owned = {id(t): f"{path}.{name}".lstrip(".") for name, t in tensors.items() if isinstance(t, Tensor)}
+            owned = {id(t): joined(path, name) for name, t in tensors.items() if isinstance(t, Tensor)}
             self._paths.update(owned)
 
     def root_with(self, graph_module: fx.GraphModule) -> nn.Module:

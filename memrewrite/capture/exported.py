@@ -29,7 +29,7 @@ from memrewrite.torch_internals.operators import OpOverload, is_mutable, named_a
 from memrewrite.torch_internals.pytrees import tree_leaves
 from memrewrite.torch_internals.size_arithmetic import sizes_remembered
 from memrewrite.torch_internals.symbolic_recall import SymbolicRecall
-from memrewrite.torch_internals.tracing import code_when_run, notes_in_short, settled_on
+from memrewrite.torch_internals.tracing import code_when_run, notes_in_short, settled_on, varying_size
 from memrewrite.workload.step import Inputs
 
 aten = torch.ops.aten
@@ -82,8 +82,7 @@ class _Settling(TorchFunctionMode):
         return result
 
     def _settled(self, args: Any) -> set[int]:
-        sizes: Iterator[Any] = (size for leaf in tree_leaves(args) if isinstance(leaf, Tensor) for size in leaf.shape)
-        known = next((size for size in sizes if isinstance(size, torch.SymInt)), None)
+        known = varying_size(args)
         return set() if known is None else settled_on(known)
 
 

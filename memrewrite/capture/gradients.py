@@ -8,14 +8,12 @@ A captured graph holds one answer, and is right only for calls that give the sam
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 from memrewrite.capture.autocasts import noting
-from memrewrite.torch_internals.pytrees import tree_map
 from memrewrite.workload.step import Inputs
 
 QUESTIONS = tuple(getattr(Tensor, name).__get__ for name in ("requires_grad", "is_leaf", "grad_fn"))
@@ -47,13 +45,10 @@ def all_or_none(module: nn.Module, needed: bool) -> Iterator[None]:
 
 def with_or_without(inputs: Inputs, needed: bool) -> Inputs:
     """The same inputs, of which all that can need gradients do, computed as they may be written, or none does."""
-    made: dict[int, Tensor] = {}
 
-    def make(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
+    def make(leaf: Tensor) -> Tensor:
         can = leaf.is_floating_point() or leaf.is_complex()
         plain = leaf.detach()
-        return made.setdefault(id(leaf), plain.requires_grad_().clone() if needed and can else plain)
+        return plain.requires_grad_().clone() if needed and can else plain
 
-    return Inputs(tree_map(make, inputs.args), tree_map(make, inputs.kwargs))
+    return inputs.changed(make)

@@ -36,7 +36,7 @@ from memrewrite.torch_internals.custom_functions import Forward, forwards_replac
 from memrewrite.torch_internals.dispatch_modes import Recall
 from memrewrite.torch_internals.fake_tensors import FAKE_TENSOR_ERRORS, FakeTensorMode
 from memrewrite.torch_internals.logs import quiet
-from memrewrite.torch_internals.pytrees import tree_flatten, tree_leaves, tree_map
+from memrewrite.torch_internals.pytrees import tensors_in, tree_flatten, tree_leaves
 from memrewrite.torch_internals.tracing import checkpoint_calls, tracing_untold
 from memrewrite.workload.step import Inputs, device_type
 
@@ -156,8 +156,7 @@ class _Rehearsal:
         with self._explained():
             self._twin, given = fake_twin(model, self._mode), fake_inputs(inputs, self._mode)
             # A leaf that requires a gradient could not be written in place, as an input that was computed can.
-            copies = {id(t): t.clone() if t.requires_grad else t for t in given.tensors()}
-            self._given = Inputs(*tree_map(lambda leaf: copies.get(id(leaf), leaf), (given.args, given.kwargs)))
+            self._given = given.changed(lambda leaf: leaf.clone() if leaf.requires_grad else leaf)
         self._real = inputs.tensors()
         self._asked = False
         self.functions: tuple[type, ...] = ()  # what happens in them is not looked at
@@ -363,7 +362,7 @@ class _Watch(TorchFunctionMode):
         self._calls.append((func, plain, line))
         versions = [(value, value._version) for value in args if id(value) in self._buffers]
         result = func(*args, **kwargs)
-        if any(isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in tree_leaves(result)):
+        if any(leaf.is_floating_point() for leaf in tensors_in(result)):
             self._computing.append(self._calls[-1])
         if any(buffer._version != version for buffer, version in versions) and in_checkpoint():
             self.places.setdefault("twice", []).append(line_now())

@@ -1,14 +1,13 @@
 """The inputs of a step with other sizes, for passes that show what follows from them."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from torch import Tensor, nn
 
 from memrewrite.capture.derived import LARGEST
 from memrewrite.capture.normal import batch_size
 from memrewrite.records.ranges import Range
-from memrewrite.torch_internals.pytrees import tree_leaves, tree_map
+from memrewrite.torch_internals.pytrees import tree_leaves
 from memrewrite.workload.ranges import brought_to, per_token, positions
 from memrewrite.workload.step import Inputs
 
@@ -21,18 +20,13 @@ def other_sizes(model: nn.Module, inputs: Inputs, ranges: Sequence[Range], other
     batch = batch_size(inputs)
     leaves, places = tree_leaves((inputs.args, inputs.kwargs)), positions(model, inputs) if ranges else {}
     named = [(id(leaves[places[each.name]]), each.dim) for each in ranges]
-    made: dict[int, Tensor] = {}  # one for each tensor, however often it is given
 
-    def changed(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        if id(leaf) not in made:
-            dims = {dim for owner, dim in named if owner == id(leaf)}
-            dims |= {*range(leaf.dim())} if per_token(leaf) else {0} if leaf.dim() and leaf.shape[0] == batch else set()
-            made[id(leaf)] = brought_to(leaf, {dim: other(leaf.shape[dim], dim) for dim in dims})
-        return made[id(leaf)]
+    def changed(leaf: Tensor) -> Tensor:
+        dims = {dim for owner, dim in named if owner == id(leaf)}
+        dims |= {*range(leaf.dim())} if per_token(leaf) else {0} if leaf.dim() and leaf.shape[0] == batch else set()
+        return brought_to(leaf, {dim: other(leaf.shape[dim], dim) for dim in dims})
 
-    return Inputs(tree_map(changed, inputs.args), tree_map(changed, inputs.kwargs))
+    return inputs.changed(changed)
 
 
 def alike(size: int, dim: int) -> int:

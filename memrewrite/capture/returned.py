@@ -37,7 +37,7 @@ def loss_alone(captured: Captured, loss_of: Callable[[Any], Tensor]) -> Captured
     Raises ``UsageError`` where the loss is none of the tensors that the model returns.
     """
     graph_module = captured.graph_module
-    (output,) = (node for node in graph_module.graph.nodes if node.op == "output")
+    (output,) = graph_module.graph.find_nodes(op="output")
     leaves: Any = output.args[0]
     place = _place(captured, len(leaves), loss_of, "loss")
     dropped = [i for i, leaf in enumerate(leaves) if isinstance(leaf, fx.Node) and i != place]
@@ -58,7 +58,7 @@ def lazily(captured: Captured, loss_of: Callable[[Any], Tensor], look: Callable[
     Raises ``UsageError`` where the loss is none of the tensors that the model returns.
     """
     graph_module = captured.graph_module
-    (output,) = (node for node in graph_module.graph.nodes if node.op == "output")
+    (output,) = graph_module.graph.find_nodes(op="output")
     leaves: Any = output.args[0]
     place = _place(captured, len(leaves), loss_of, "lazy")
     effects = look()
@@ -91,7 +91,10 @@ _SIZES = "captured_sizes"  # in a node's meta, which graphs copy with the node
 
 
 def _sizes(node: fx.Node, source: fx.Node, inputs: InputSpec) -> tuple[int, ...] | None:
-    """Those of ``node``, -1 for that of the first dimension of ``source``; None where they are not known."""
+    """Those of ``node``, -1 for that of the first dimension of ``source``, -2 for that of its second, and so on.
+
+    None where they are not known.
+    """
     vary = any(isinstance(size, str) for leaf in inputs.leaves if isinstance(leaf, TensorSpec) for size in leaf.shape)
     found, given = (each.meta.get(_SIZES, () if vary else tuple(each.meta["val"].shape)) for each in (node, source))
     known = len(found) == node.meta["val"].dim() and all(isinstance(size, int) or size in given for size in found)

@@ -14,7 +14,7 @@ _KEY = "read elsewhere"  # in a node's meta, which graphs copy with the node
 def note_read_elsewhere(graph: fx.Graph, path: str, model: nn.Module) -> None:
     """Say it of the nodes that read those in the graph of the submodule at ``path``."""
     region = model.get_submodule(path)
-    calls = [f"{path}.{node.target}".lstrip(".") for node in graph.find_nodes(op="call_module")]
+    calls = [joined(path, node.target) for node in graph.find_nodes(op="call_module")]
     others = {
         id(parameter)
         for name, module in model.named_modules(remove_duplicate=False)

@@ -27,7 +27,7 @@ _TRIED = 4096  # sizes of a range that conditions are looked at for
 _TRIED_UNASKED = 256  # of one that nobody named
 
 
-def attempts(inputs: Inputs, ranges: Sequence[Range], elsewhere: Inputs | None = None) -> Iterator[Shapes]:
+def attempts(inputs: Inputs, ranges: Sequence[Range], elsewhere: Inputs | None) -> Iterator[Shapes]:
     """What may vary besides the ranges, the most first: sizes of tokens and the batch of others, batches, nothing.
 
     Before all that, the sizes that differ from those of the inputs ``elsewhere``, whose tensors may be in words.

@@ -35,6 +35,7 @@ from memrewrite.codegen.submodules import Submodules
 from memrewrite.costs.normalizations import in_one_with, runs_again_with
 from memrewrite.observe.opaque_calls import body_of
 from memrewrite.plan.marks import NO_MARKS, UNMARKED, Marks, NodeMark
+from memrewrite.plan_facts.chain import computing
 from memrewrite.records.errors import CaptureError
 from memrewrite.records.function_call import FunctionCall
 from memrewrite.records.graph_calls import GraphCall
@@ -115,7 +116,7 @@ class _Writer:
     def graph(self) -> None:
         """Write one function per segment and ``graph``, which calls them."""
         graph = self.captured.graph_module.graph
-        nodes = [node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
+        nodes = computing(graph.nodes)
         (output,) = graph.find_nodes(op="output")
         parameters = [self.name(node) for node in graph.find_nodes(op="placeholder")]
         lines = [f"make_room({', '.join([str(self.marks.room), *parameters])})"] * bool(self.marks.room)
@@ -263,7 +264,7 @@ class _Writer:
         context, body_at = _REGIONS[node.target]
         body, *operands = node.args[body_at:]
         graph = _body(node, body).graph
-        inside = [n for n in graph.nodes if n.op not in ("placeholder", "get_attr", "output")]
+        inside = computing(graph.nodes)
         (output,) = graph.find_nodes(op="output")
         uses = _last_uses([*([n] for n in inside), [output]])
         with self.submodules.function():

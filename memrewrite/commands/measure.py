@@ -10,7 +10,7 @@ from memrewrite.commands.requests import MeasureRequest
 from memrewrite.measurement.measuring import Loader, measure_in_child
 from memrewrite.records.errors import DoesNotFitError, MeasurementError, OtherInputsError, UsageError
 from memrewrite.records.outcomes import Measured
-from memrewrite.report import batch_plot
+from memrewrite.report import batch_plot, png
 from memrewrite.report.measured import Failure, Pair, show
 
 
@@ -19,7 +19,7 @@ def run(request: MeasureRequest) -> int:
     if request.artifact is not None:
         manifest.read(request.artifact)  # what is damaged is found out before anything runs
     if request.plot is not None:
-        batch_plot.require()
+        png.require()
     return respond(request, lambda stage: _measure(request, stage))
 
 

@@ -119,9 +119,9 @@ def _load(loader: Loader, spec: StepSpec) -> tuple[nn.Module, Inputs, Step]:
     if module.training != (spec.mode == "train"):  # else leave submodules the user froze as they are
         module.train(spec.mode == "train")
     if loader.artifact is not None:
-        from memrewrite.artifact.load import apply
+        from memrewrite.artifact.load import load as load_artifact
 
-        module = apply(loader.artifact, module)
+        module = load_artifact(loader.artifact, module)
         _refuse_other_mode(module)
     return module, to_device(loaded.inputs, device), spec.build()
 

@@ -27,7 +27,7 @@ from memrewrite.optimizing import run as optimizing
 from memrewrite.optimizing.by_size import by_size
 from memrewrite.optimizing.ranks import planned
 from memrewrite.optimizing.request import Request
-from memrewrite.records.errors import DoesNotFitError, UsageError
+from memrewrite.records.errors import DoesNotFitError, InternalError
 from memrewrite.records.mesh import Fsdp, Tp
 from memrewrite.records.options import Budget, format_bytes
 from memrewrite.records.outcomes import Measured, Option
@@ -69,9 +69,9 @@ def _check(job: Job, budget: Budget | None, stage: Stages, ready: Callable[[], N
     stage("simulate")
     workspace = job.step.target.workspace_bytes(job.device, job.step.amp, job.step.mode)
     found = simulate_original(job.module, job.inputs, job.step, workspace)
-    if limit is None or limit.minimum:
-        raise UsageError("--check needs a budget in bytes or per cent; min says nothing about the model as it is.")
-    kind, bound = ("reserved" if limit.reserved else "peak"), limit.resolve(limit.of(found)) or 0
+    if limit is None or (bound := limit.resolve(limit.of(found))) is None:
+        raise InternalError("A check without a budget in bytes or per cent was let through.")
+    kind = "reserved" if limit.reserved else "peak"
     fits = limit.of(found) <= bound
     line = f"{job.name}: predicted {kind} {format_bytes(limit.of(found))}, budget {format_bytes(bound)}: "
     line += "fits" if fits else "does not fit"

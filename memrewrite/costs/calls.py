@@ -13,7 +13,7 @@ from memrewrite.observe.effects import NodeEffects
 from memrewrite.records.kernel_launch import Named
 from memrewrite.targets.transients import like, made
 from memrewrite.torch_internals.operators import OpOverload
-from memrewrite.torch_internals.pytrees import tree_iter, tree_leaves, tree_map
+from memrewrite.torch_internals.pytrees import tensors_in, tree_leaves, tree_map
 from memrewrite.torch_internals.spread import Spread, local_part
 
 _PLAIN = (
@@ -119,7 +119,7 @@ def call_of(node: fx.Node, facts: NodeEffects, amp: torch.dtype | None, module: 
     args, kwargs = tree_map(described, given)
     plain = all(isinstance(leaf, (Argument, _Body, *_PLAIN)) for leaf in tree_leaves((args, kwargs)))
     picks = node.target is operator.getitem and not isinstance(args[0], Argument)
-    results = [value for value in tree_iter(node.meta["val"]) if isinstance(value, Tensor)]
+    results = tensors_in(node.meta["val"])
     if not plain or not numbers or not (results or facts.writes) or picks:
         return None
     grad = any(result.requires_grad for result in results)

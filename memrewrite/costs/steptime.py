@@ -13,7 +13,7 @@ from memrewrite.costs import Costs
 from memrewrite.costs.work import Work
 from memrewrite.observe.effects import Effects
 from memrewrite.plan.marks import NO_MARKS, Marks
-from memrewrite.torch_internals.pytrees import tree_iter
+from memrewrite.torch_internals.pytrees import tensors_in
 
 
 def step_times(
@@ -47,7 +47,7 @@ def step_times(
 
 
 def _trained(node: fx.Node) -> bool:
-    return any(isinstance(value, Tensor) and value.requires_grad for value in tree_iter(node.meta["val"]))
+    return any(value.requires_grad for value in tensors_in(node.meta["val"]))
 
 
 def _sums_bytes(node: fx.Node) -> int:

@@ -36,11 +36,12 @@ def environment(device: torch.device) -> str:
 
 
 def cache_file(environment: str) -> Path:
-    """Where the times of an environment are kept: under ``$XDG_CACHE_HOME/memrewrite``, by default in ``~/.cache``."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    """Where the times of an environment are kept, in the user's folder for caches."""
+    from platformdirs import user_cache_path  # not every run needs it
+
     name = re.sub(r"[^a-z0-9.]+", "-", environment.partition(",")[0].lower())
     digest = hashlib.sha256(environment.encode()).hexdigest()[:12]
-    return Path(home) / "memrewrite" / f"times-{name}-{digest}.json"
+    return user_cache_path("memrewrite", appauthor=False) / f"times-{name}-{digest}.json"
 
 
 class Table:

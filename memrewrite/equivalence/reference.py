@@ -24,7 +24,7 @@ from memrewrite.runtime.fused import run_plain
 from memrewrite.runtime.linear_cross_entropy import LOSS, run_loss
 from memrewrite.torch_internals.fake_tensors import TorchDispatchMode
 from memrewrite.torch_internals.operators import is_mutable, named_arguments
-from memrewrite.torch_internals.pytrees import tree_leaves, tree_map
+from memrewrite.torch_internals.pytrees import tensors_in, tree_map
 from memrewrite.workload.step import Inputs, Step
 
 WIDE = {
@@ -86,7 +86,7 @@ class Recorder(TorchDispatchMode):
         drawn = (named_arguments(func, args, kwargs)["noise"],) if "rrelu" in func.name() else result
         if "native_dropout" in func.name():
             drawn = result[1]  # the mask
-        values = tuple(self._kept.copy(each) for each in tree_leaves(drawn) if isinstance(each, Tensor))
+        values = tuple(map(self._kept.copy, tensors_in(drawn)))
         self.draws.append(Draw(func.name(), values))
         return result
 
@@ -179,11 +179,9 @@ def double_step(
         model = double_copy(original)
         blocks = [] if unfit is None else repeated_blocks(model, unfit)
         with in_double(draws) as replay, run_again(blocks, replay.marked):
-            wide = {id(tensor): _widened(tensor) for tensor in inputs.tensors()}  # by identity: ties stay ties
-            args, kwargs = tree_map(lambda leaf: wide.get(id(leaf), leaf), (inputs.args, inputs.kwargs))
             plain = dataclasses.replace(step, amp=None, optimizer=None)
             taken = dataclasses.replace(kept, gradients="taken")
-            record = take_step(model, Inputs(args, kwargs), plain, None, devices, input_gradients, taken)
+            record = take_step(model, inputs.changed(_widened), plain, None, devices, input_gradients, taken)
             if blocks and replay.left:
                 raise OtherDrawsError(f"With blocks that run again, {replay.left} random operators were not run.")
             return record
@@ -273,6 +271,6 @@ def _widened_type(value: Any) -> Any:
 
 def _same_precision(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
     """Widen the tensors the double copy does not own (loss weights, tables) where they meet double-precision ones."""
-    kinds = {leaf.dtype for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+    kinds = {leaf.dtype for leaf in tensors_in((args, kwargs))}
     mixed = kinds & set(WIDE) and kinds & set(WIDE.values())
     return tree_map(_widened, (args, kwargs)) if mixed else (args, kwargs)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from memrewrite.records.errors import MeasurementError
 from memrewrite.runtime.dropin import named_values
-from memrewrite.torch_internals.pytrees import tree_leaves, tree_map
+from memrewrite.torch_internals.pytrees import tree_leaves
 from memrewrite.workload.step import Inputs
 
 LEAST = 2
@@ -111,19 +111,16 @@ def cut(inputs: Inputs, places: Iterable[Place], sizes: Mapping[str, int]) -> In
     dims: dict[int, dict[int, int]] = defaultdict(dict)
     for place in places:
         dims[id(place.leaf)][place.dim] = sizes[place.symbol]
-    parts: dict[int, Tensor] = {}  # one for each tensor, however often it is given
 
-    def part_of(leaf: Any) -> Any:
+    def part_of(leaf: Tensor) -> Tensor:
         if id(leaf) not in dims:
             return leaf
-        if id(leaf) not in parts:
-            part = leaf.detach()
-            for dim, size in dims[id(leaf)].items():
-                part = part.narrow(dim, 0, size)
-            parts[id(leaf)] = part.clone().requires_grad_(leaf.requires_grad)
-        return parts[id(leaf)]
+        part = leaf.detach()
+        for dim, size in dims[id(leaf)].items():
+            part = part.narrow(dim, 0, size)
+        return part.clone().requires_grad_(leaf.requires_grad)
 
-    return Inputs(tree_map(part_of, inputs.args), tree_map(part_of, inputs.kwargs))
+    return inputs.changed(part_of)
 
 
 def batch_of(inputs: Inputs) -> int | None:
@@ -151,13 +148,7 @@ def halved(rewritten: nn.Module, inputs: Inputs) -> Inputs:
             f"The step does not fit in memory even at batch {batch}, so it could not be verified; "
             "verify on the CPU or with smaller example inputs."
         )
-    halves = {id(t): t[: batch // 2] for t in inputs.tensors() if t.dim() > 0 and t.shape[0] == batch}
-
-    def half(value: Any) -> Any:
-        return halves.get(id(value), value) if isinstance(value, Tensor) else value
-
-    args, kwargs = tree_map(half, (inputs.args, inputs.kwargs))
-    return Inputs(args, kwargs)
+    return inputs.changed(lambda leaf: leaf[: batch // 2] if leaf.dim() > 0 and leaf.shape[0] == batch else leaf)
 
 
 def cut_down(inputs: Inputs, full: Inputs) -> tuple[str, str, str] | None:

@@ -134,20 +134,16 @@ def private_inputs(inputs: Inputs, gradients: bool, idle: Collection[int]) -> tu
 
     A leaf that requires gradients enters the model through a clone, so that the model may write it in place.
     """
-    leaves: dict[int, tuple[Tensor, Tensor]] = {}
+    leaves: list[Tensor] = []
 
-    def copy(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        if id(value) not in leaves:
-            leaf = value.detach().clone()
-            asked = gradients and len(leaves) not in idle and (leaf.is_floating_point() or leaf.is_complex())
-            leaf.requires_grad_(value.requires_grad or asked)
-            leaves[id(value)] = leaf, leaf.clone() if leaf.requires_grad else leaf
-        return leaves[id(value)][1]
+    def copy(value: Tensor) -> Tensor:
+        leaf = value.detach().clone()
+        asked = gradients and len(leaves) not in idle and (leaf.is_floating_point() or leaf.is_complex())
+        leaves.append(leaf.requires_grad_(value.requires_grad or asked))
+        return leaf.clone() if leaf.requires_grad else leaf
 
-    args, kwargs = tree_map(copy, (inputs.args, inputs.kwargs))
-    return [leaf for leaf, _ in leaves.values()], Inputs(args, kwargs)
+    given = inputs.changed(copy)
+    return leaves, given
 
 
 def _keep_output(record: Record, output: Any, kept: Kept) -> None:

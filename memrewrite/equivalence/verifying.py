@@ -9,11 +9,11 @@ compared too. Where there is no room for the results of all steps beside one, an
 in the same order from both, each step is compared before the next instead: as with ``exact=False``, where every run
 starts step k from the state the original reached after step k - 1, because an optimizer such as Adam turns the last bit
 of a gradient into another path. Then only if a step is not bit-equal is the float64 reference
-(``memrewrite.equivalence.reference``) made. A third model may be ``plain``, whose bits the rewritten
-one must have: it takes the same steps, and what it computes is compared with what the rewritten model has computed in
-them. Models usually share their parameters and buffers, so they run one after the other from the same restored state.
-Results stay on the device, where they are compared, as long as there is room for them beside a step; then they are
-brought to the CPU, which takes far longer.
+(``memrewrite.equivalence.reference``) made. A third model may be ``plain``, whose bits the rewritten one must have: it
+takes the same steps, and what it computes is compared with what the rewritten model has computed in them. Models
+usually share their parameters and buffers, so they run one after the other from the same restored state. Results stay
+on the device, where they are compared, as long as there is room for them beside a step; then they are brought to the
+CPU, which takes far longer.
 
 No step is taken that could change no verdict. What passes passes with more noise, too: so the original runs again only
 until what there is to pass has passed, and noise that one step has shown is not looked for in the next

@@ -5,17 +5,16 @@ field make the largest batch that there can be, together with as many others as 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Subset
 
-from memrewrite.optimizing.by_size import when_written
+from memrewrite.optimizing.by_size import noted
 from memrewrite.records.attached import attach, report_of
 from memrewrite.records.errors import UsageError
-from memrewrite.report.later import complete_by
 from memrewrite.workload.step import Inputs
 
 READ = 50_000
@@ -121,7 +120,5 @@ def planned_for(result: nn.Module, inputs: Inputs, name: str, why: str) -> None:
     tokens = inputs.kwargs.get(name, next(iter(inputs.tensors()), None))
     if not isinstance(tokens, Tensor) or tokens.is_floating_point():
         return
-    report = report_of(result)
-    report = replace(report, notes=(*report.notes, f"Planned for {name} of {tuple(tokens.shape)}, {why}."))
-    attach(report, result)
-    complete_by(report, when_written(result))
+    note = f"Planned for {name} of {tuple(tokens.shape)}, {why}."
+    attach(noted(report_of(result), note, result), result)

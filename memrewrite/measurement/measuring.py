@@ -95,9 +95,8 @@ def predict(
     It does, too, where a program runs the original on fake tensors, as that is none that it was made for.
     What those reserve on CUDA is read there. ``both``, ``noted`` and ``twins`` are as in ``simulate``, blocks or not;
     real steps count one way.
-    Raises ``DoesNotFitError`` when those run out of memory, ``DataDependentError`` for such a step of a target
-    without its device or,
-    with ``probe`` False, on CUDA: that leaves the device alone.
+    Raises ``DoesNotFitError`` when those run out of memory, ``DataDependentError`` for such a step of a target without
+    its device or, with ``probe`` False, on CUDA: that leaves the device alone.
     """
     left_alone = not probe and device_type(module, inputs) != "cpu"
     measurable = step.target.measurable and not left_alone and not isinstance(step.mesh, Fsdp | Tp)

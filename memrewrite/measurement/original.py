@@ -9,6 +9,7 @@ from memrewrite.measurement.measuring import predict
 from memrewrite.records.errors import CaptureError, MemrewriteError, UsageError
 from memrewrite.simulate import Timeline
 from memrewrite.simulate.fake.refusals import needs_data
+from memrewrite.workload.inputs import first_line
 from memrewrite.workload.step import Inputs, Step
 
 _MIXED = "got mixed torch.Tensor and DTensor"  # as every operator says it that is given both
@@ -51,7 +52,7 @@ def blaming(model: nn.Module, in_backward: bool = False) -> Iterator[None]:
                 f"{type(model).__name__} uses a parameter in backward after that has its gradient (as weight.detach() "
                 "does), so that no optimizer can step while backward runs; take its step as a whole or in groups."
             ) from error
-        reason = next(iter(str(error).splitlines()), "").rstrip(".")
+        reason = first_line(error)
         raise CaptureError(
             f"{type(model).__name__} fails on the example inputs with {type(error).__name__}: {reason}; "
             "give inputs that the model takes."

@@ -21,7 +21,7 @@ from memrewrite.simulate import AVERAGE, INPUTS, STATE
 from memrewrite.simulate.memory.tracker import Tracker
 from memrewrite.targets.allocator import rounded
 from memrewrite.torch_internals.fake_tensors import FakeTensor
-from memrewrite.torch_internals.pytrees import tree_iter
+from memrewrite.torch_internals.pytrees import tensors_in
 from memrewrite.torch_internals.spread import parts_of
 from memrewrite.workload.in_backward import gradient_of
 
@@ -75,7 +75,7 @@ class Watch:
 
         def end(module: nn.Module, args: Any, output: Any) -> None:
             known = self._facts.known | {_address(t) for t in (*module.parameters(), *module.buffers())}
-            held = (part for tensor in _tensors(output) for part in parts_of(tensor))
+            held = (part for tensor in tensors_in(output) for part in parts_of(tensor))
             made = (t for t in held if self._here(t) and _address(t) not in known)
             self._outputs = [weakref.ref(t.untyped_storage()) for t in made]
 
@@ -88,7 +88,7 @@ class Watch:
             *(p.register_post_accumulate_grad_hook(accumulated) for p in self._module.parameters() if p.requires_grad),
         ]
         if self._tracker is not None:
-            state = [t for optimizer in _optimizers(self._module) for t in _tensors(list(optimizer.state.values()))]
+            state = _states(self._module)
             gradients = _gradients(self._module)
             self._tracker.register([*self._module.parameters(), *self._module.buffers(), *gradients, *state], "model")
             self._tracker.__enter__()
@@ -108,7 +108,7 @@ class Watch:
         """A forward pass begins: judge what was before it, then see what is there."""
         self._look(self._passes)
         self._passes += 1
-        inputs = [t for t in _tensors((args, kwargs)) if self._here(t)]
+        inputs = [t for t in tensors_in((args, kwargs)) if self._here(t)]
         if self._tracker is not None:
             self._tracker.register(inputs, INPUTS)
             self._tracker.reset_peak()
@@ -164,7 +164,7 @@ class Watch:
     def _beside(self) -> Iterator[tuple[int, str]]:
         """Other tensors on the device than were promised, as far as Python holds them."""
         categories = self._report.predicted_after.categories
-        state = [t for optimizer in _optimizers(self._module) for t in _tensors(list(optimizer.state.values()))]
+        state = _states(self._module)
         if (more := _bytes(state) - categories.get(STATE, 0)) > 0:
             yield more, f"the optimizer holds {format_bytes(more)} more state than the one that was named"
         model = [*self._module.parameters(), *self._module.buffers()]
@@ -221,10 +221,6 @@ def watch(optimized: nn.Module) -> Watch:
     return Watch(optimized)
 
 
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_iter(tree) if isinstance(leaf, Tensor)]
-
-
 def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
@@ -232,6 +228,11 @@ def _address(tensor: Tensor) -> int:
 def _gradients(module: nn.Module) -> list[Tensor]:
     """Those that are there."""
     return [gradient for p in module.parameters() if (gradient := gradient_of(p)) is not None]
+
+
+def _states(module: nn.Module) -> list[Tensor]:
+    """What optimizers hold for its parameters."""
+    return [t for optimizer in _optimizers(module) for t in tensors_in(list(optimizer.state.values()))]
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

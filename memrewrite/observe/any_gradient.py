@@ -38,9 +38,8 @@ def observe_trained(
 
 def _written(graph_module: fx.GraphModule, effects: Effects) -> set[str]:
     """The paths of parameters that forward writes, which PyTorch allows only where they require no gradient."""
-    keys = {key for facts in effects.of.values() for key in facts.writes}
     attributes = graph_module.graph.find_nodes(op="get_attr")
-    return {str(node.target) for node in attributes if effects.of[node].outputs & keys}
+    return {str(node.target) for node in attributes if effects.of[node].outputs & effects.written}
 
 
 @contextmanager

@@ -116,9 +116,8 @@ def observe(
 ) -> Effects:
     """Run every node once on fake copies of ``example`` (one tensor per placeholder) and record what it does.
 
-    ``grad`` False observes it under ``torch.no_grad``, where nothing is saved; what runs, and
-    what it counts as, is up to ``target``.
-    Leaves each node's fake result in ``node.meta["val"]``. No real memory is touched.
+    ``grad`` False observes it under ``torch.no_grad``, where nothing is saved; what runs, and what it counts as, is up
+    to ``target``. Leaves each node's fake result in ``node.meta["val"]``. No real memory is touched.
     """
     device = next((t.device.type for t in (*graph_module.parameters(), *example)), "cpu")
     observer = _Observer(graph_module, target, device)

@@ -38,13 +38,9 @@ class Storage:
     producer: int
 
 
-# Batch normalization writes its running statistics without saying so in its schema (positions of the two buffers and
-# of the flag that makes it do so); every other write is declared and observed.
-_UNDECLARED_WRITES = {
-    "aten::native_batch_norm": ((3, 4), 5),
-    "aten::cudnn_batch_norm": ((3, 4), 5),
-    "aten::miopen_batch_norm": ((3, 4), 5),
-}
+# These write their running statistics without saying so in their schema; every other write is declared and observed.
+_BATCH_NORMS = {"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"}
+_STATISTICS, _TRAINING = slice(3, 5), 5  # positions of the two buffers, and of the flag that makes them do so
 
 
 _COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd"}
@@ -227,13 +223,12 @@ class Recorder(Layer):
 
 def _statistics(func: Any, args: Any) -> list[Any]:
     """The running statistics that batch normalization updates."""
-    positions, flag = _undeclared_writes(func)
-    return [args[position] for position in positions] if positions and args[flag] else []
+    return [*args[_STATISTICS]] if _normalizes_batches(func) and args[_TRAINING] else []
 
 
 @functools.cache
-def _undeclared_writes(func: OpOverload) -> tuple[tuple[int, ...], int]:
-    return _UNDECLARED_WRITES.get(schema_name(func), ((), 0))
+def _normalizes_batches(func: OpOverload) -> bool:
+    return schema_name(func) in _BATCH_NORMS
 
 
 _TOKEN = object()

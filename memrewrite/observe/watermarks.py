@@ -24,7 +24,7 @@ from memrewrite.targets.eager import Target
 from memrewrite.targets.transients import Transients
 from memrewrite.torch_internals.autograd_nodes import backward_number, next_backward_number
 from memrewrite.torch_internals.fake_tensors import FAKE_TENSOR_ERRORS
-from memrewrite.torch_internals.pytrees import tree_leaves
+from memrewrite.torch_internals.pytrees import tensors_in, tree_leaves
 from memrewrite.workload.step import Inputs, Step, autocast
 
 
@@ -80,7 +80,7 @@ def _watermarks(
                 runner.env.clear()  # where what it returned is, too
                 kept = outputs if loss_of is not None and step.loop.keeps_output else None
                 outputs = [outputs if loss_of is None else loss_of(outputs)]
-            trained = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
+            trained = [leaf for leaf in tensors_in(outputs) if leaf.requires_grad]
             del outputs
             watch.starts, watch.end = runner.starts, next_backward_number()
             # Without the model's own loss the outputs of a region may have gradients that the model never asks for,

@@ -28,6 +28,7 @@ from memrewrite.torch_internals.fsdp_states import is_sharded
 from memrewrite.torch_internals.mesh_groups import lines_of
 from memrewrite.torch_internals.peers import among_peers
 from memrewrite.torch_internals.spread import local_part
+from memrewrite.workload.inputs import first_line
 from memrewrite.workload.step import device_of
 from memrewrite.workload.workload import Workload
 
@@ -143,7 +144,7 @@ def _attempt(pair: Pair, halvings: int, seed: int, group: Any) -> _Found:
     except torch.OutOfMemoryError:
         found = _Found(no_memory=True)
     except Exception as error:  # whatever it is, the others are to know
-        reason = next(iter(str(error).splitlines()), "").rstrip(".")
+        reason = first_line(error)
         by_peers = isinstance(error, dist.DistError | _PeerFailedError) or "gloo" in reason
         found = _Found(failed=f"{type(error).__name__}: {reason}.", by_peers=by_peers)
     gc.collect()  # what the error held until now, whose connections end by that

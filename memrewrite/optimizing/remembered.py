@@ -28,7 +28,7 @@ from memrewrite.equivalence.verdict import Verdict
 from memrewrite.optimizing.by_size import noted
 from memrewrite.optimizing.foresight import foresee_in
 from memrewrite.optimizing.request import Request
-from memrewrite.optimizing.run import INTERRUPTED, Outcome, Progress, declined, run
+from memrewrite.optimizing.run import INTERRUPTED, Outcome, Progress, run
 from memrewrite.records.options import Budget
 from memrewrite.records.report import Report
 from memrewrite.report.read import report_from
@@ -44,9 +44,7 @@ from memrewrite.workload.step import device_of
 from memrewrite.workload.workload import Workload
 
 
-def run_remembering(
-    work: Workload, asked: Request, store: Store | None, progress: Progress, offer: Offer = declined
-) -> Outcome:
+def run_remembering(work: Workload, asked: Request, store: Store | None, progress: Progress, offer: Offer) -> Outcome:
     """Carry out a request as ``run`` does, or give what is known to have come of it; raises what ``optimize`` says."""
     if store is None or work.step.mesh is not None:  # whose hooks and groups have no description
         return run(work, asked, progress, offer)

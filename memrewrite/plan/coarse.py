@@ -75,7 +75,8 @@ def _merged(chain: Chain, starts: NDArray[np.int64]) -> Coarse:
         return Coarse(chain, starts)
     group = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
     first = starts[:-1]
-    elapsed = np.append(0.0, np.cumsum(chain.ms))[:-1] - np.append(0.0, np.cumsum(chain.ms))[starts[group]]
+    before = np.append(0.0, np.cumsum(chain.ms))
+    elapsed = before[:-1] - before[starts[group]]
     until_save = np.where(chain.saves, elapsed + chain.rerun_ms, 0.0)
 
     def at(node: int) -> int:

@@ -1,7 +1,7 @@
 """Observed effects as the numbers a planner works on."""
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -21,12 +21,12 @@ _SHARES = (1.0, 0.75, 0.5, 0.35, 0.25, 0.15)  # of the bytes of all products, th
 
 def compute_nodes(effects: Effects) -> list[fx.Node]:
     """The nodes that run: all but inputs, attributes and the output."""
-    return [node for node in effects.order if node.op not in ("placeholder", "get_attr", "output")]
+    return computing(effects.order)
 
 
-def compute_nodes_of(graph_module: fx.GraphModule) -> list[fx.Node]:
-    """``compute_nodes`` of a graph that need not be observed for it."""
-    return [node for node in graph_module.graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
+def computing(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    """Those of the nodes of a graph that run."""
+    return [node for node in nodes if node.op not in ("placeholder", "get_attr", "output")]
 
 
 def join(chains: list[Chain]) -> Chain:
@@ -197,7 +197,7 @@ def held_storages(effects: Effects, nodes: list[fx.Node]) -> dict[int, Held]:
     return held
 
 
-def save_bytes_of(effects: Effects, node: fx.Node, on_demand: bool = False) -> int:
+def save_bytes_of(effects: Effects, node: fx.Node, on_demand: bool) -> int:
     """What it takes to keep what only ``node`` makes instead of running it again with its segment; -1 if it has to run.
 
     Worth it is what computes much and saves its result besides what it is given: attention, recurrent layers. Where

@@ -78,7 +78,7 @@ def _answer(output: str, status: int) -> Any:
 def _known_error(name: str) -> type[errors.MemrewriteError]:
     """The error of that name, if a sentence is all it takes."""
     kind = getattr(errors, name, MeasurementError)
-    plain = issubclass(kind, errors.MemrewriteError) and kind is not errors.BudgetInfeasibleError
+    plain = issubclass(kind, errors.MemrewriteError) and kind.__init__ is errors.MemrewriteError.__init__
     return kind if plain else MeasurementError
 
 

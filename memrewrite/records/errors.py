@@ -1,6 +1,7 @@
 """Every error memrewrite raises on purpose, each with the exit code of the command line."""
 
 from collections.abc import Iterable
+from typing import Any
 
 from memrewrite.records.outcomes import Option
 
@@ -9,6 +10,14 @@ class MemrewriteError(Exception):
     """Base of the family: one sentence that says what is wrong, where, and what to do."""
 
     exit_code = 70
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _made_again, (type(self), *self.args), vars(self)
+
+
+def _made_again(kind: type[MemrewriteError], *args: object) -> MemrewriteError:
+    """An error as another process raised it, but for its attributes: ``__init__`` may take more than the message."""
+    return kind.__new__(kind, *args)
 
 
 class UsageError(MemrewriteError):
@@ -94,9 +103,6 @@ class BudgetInfeasibleError(MemrewriteError):
         self.lowest = lowest
         self.advice = advice
         self.options = options
-
-    def __reduce__(self) -> tuple[type["BudgetInfeasibleError"], tuple[object, ...]]:
-        return type(self), (self.summary, self.lowest, self.advice, self.options)
 
 
 class InternalError(MemrewriteError):

@@ -6,11 +6,10 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, ClassVar
 
-import torch
 from torch import fx
 
 from memrewrite.runtime.fused import fused
-from memrewrite.runtime.lazy_output import lazy_output
+from memrewrite.runtime.lazy_output import Types, lazy_output
 from memrewrite.runtime.tiles import in_tiles
 
 
@@ -86,6 +85,6 @@ class LazyCall(GraphCall):
     """
 
     sizes: tuple[int, ...]
-    types: tuple[tuple[torch.dtype | None, torch.dtype, torch.dtype], ...]
+    types: Types
     paths: tuple[str, ...]
     operation: ClassVar[Callable[..., Any]] = lazy_output

@@ -1,19 +1,12 @@
 """The measured peak against the batch size, original and rewritten, as a picture. Needs matplotlib, an extra."""
 
-import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
-from memrewrite.records.errors import UsageError
 from memrewrite.report.measured import Pair
+from memrewrite.report.png import require
 from memrewrite.report.text import plain
 from memrewrite.report.writing import whole
-
-
-def require() -> None:
-    """Raise ``UsageError`` where matplotlib is not installed."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise UsageError("Drawing needs matplotlib; install it with: pip install 'memrewrite[plots]'.")
 
 
 def draw(pairs: Sequence[Pair], file: Path, title: str) -> None:

@@ -13,15 +13,14 @@ Where a local is dropped (``;  x = None``) or a submodule named (``self_norm = s
 the rest.
 """
 
-import ast
 import difflib
 import re
 from collections.abc import Iterator
 
 from memrewrite.report.text import plain
+from memrewrite.simulate.memory.places import comment, path_in
 
 WHOLE = "the model itself"
-_COMMENT = re.compile(r"  # (?P<path>[\w.]+|'.*'|\".*\")$")
 _DROPPED = re.compile(r";  [\w =]+ = None$")
 _NAMED = re.compile(r" *self_\w+ = (getattr\(.*\)|[\w.]+)$")
 
@@ -50,10 +49,9 @@ def _by_module(source: str, region: str) -> dict[str, list[str]]:
     """The statements of each submodule by its path in the model; functions' heads and ends are the region's own."""
     found: dict[str, list[str]] = {}
     for line in _functions(source):
-        comment = _COMMENT.search(line)
-        path = _unquoted(comment["path"]) if comment else region
-        code = line[: comment.start()].removeprefix("    ") if comment else line
-        found.setdefault(path, []).append(_DROPPED.sub("", code))
+        path = path_in(line)
+        code = line.removesuffix(comment(path)).removeprefix("    ") if path else line
+        found.setdefault(path or region, []).append(_DROPPED.sub("", code))
     return found
 
 
@@ -64,7 +62,3 @@ def _functions(source: str) -> Iterator[str]:
         inside = line.startswith("def ") or (inside and line.startswith("    "))
         if inside and not _NAMED.fullmatch(line):
             yield line
-
-
-def _unquoted(path: str) -> str:
-    return str(ast.literal_eval(path)) if path[0] in "'\"" else path

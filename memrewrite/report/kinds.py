@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Kind:
-    """One colour of a drawing: the categories of ``report.data`` it gathers; ``key`` is its name in styles."""
+    """One colour of a drawing: the categories of bytes that it gathers; ``key`` is its name in styles."""
 
     key: str
     label: str

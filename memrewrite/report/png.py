@@ -1,5 +1,6 @@
 """The timeline of a step as a picture, for where no page can be shown; drawn by matplotlib, the extra ``plots``."""
 
+import importlib.util
 import io
 import warnings
 from collections.abc import Sequence
@@ -24,10 +25,8 @@ _INK, _SOFT, _LINE, _BUDGET = "#1c2430", "#5b6675", "#d9dee5", "#c0143c"
 
 def require() -> None:
     """Raise ``UsageError`` where matplotlib is not installed."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise UsageError("A picture needs matplotlib; install it with pip install 'memrewrite[plots]'.") from error
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UsageError("A picture needs matplotlib; install it with pip install 'memrewrite[plots]'.")
 
 
 def to_png(report: "Report") -> bytes:

@@ -3,8 +3,8 @@
 The structure is that of ``torch.cuda.memory._snapshot()``: ``device_traces`` lists what was allocated and freed, and
 ``segments`` what is there at the end. There is no allocator here, so every timeline gets one segment, in which each
 storage lies at the first place that is free and large enough, and time counts events; what operators take only while
-they run is not in it. The viewer reads pickles of
-protocol 4 with plain data only, and looks for a category "unknown" wherever there are categories.
+they run is not in it. The viewer reads pickles of protocol 4 with plain data only, and looks for a category "unknown"
+wherever there are categories.
 """
 
 import pickle

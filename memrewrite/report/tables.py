@@ -15,11 +15,9 @@ from memrewrite.records.options import format_bytes
 from memrewrite.records.outcomes import HabitCost
 from memrewrite.records.report import Report
 from memrewrite.report.option_table import option_table
-from memrewrite.report.text import plain
+from memrewrite.report.text import DOES_NOT_FIT, NOT_MEASURED, plain
 
 WIDTH = 80
-NOT_MEASURED = "not measured"
-DOES_NOT_FIT = "does not fit"
 _SEGMENTS = "checkpoint_segments"
 _EXPENSIVE = 1.1  # times the original's step, where other ways to fit are worth a look
 

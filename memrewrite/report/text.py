@@ -1,5 +1,7 @@
 """Foreign text and figures as a report shows them, wherever it is shown."""
 
+NOT_MEASURED = "not measured"
+DOES_NOT_FIT = "does not fit"
 _UNITS = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
 
 

@@ -36,9 +36,8 @@ class Health:
 def health(effects: Effects) -> Health:
     """The state of a graph as it was just observed; has to be taken before a pass changes it."""
     nodes = [node for node in effects.order if node.op != "get_attr"]
-    written = {key for facts in effects.of.values() for key in facts.writes}
     forms = {node.name: _each(_form, node.meta["val"]) for node in nodes}
-    settled = [node for node in nodes if not effects.of[node].outputs & written]
+    settled = [node for node in nodes if not effects.of[node].outputs & effects.written]
     gradients = {node.name: _each(_gradient, node.meta["val"]) for node in settled}
     return Health(forms, gradients, frozenset(_overwritten(effects)))
 

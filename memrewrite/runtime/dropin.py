@@ -357,9 +357,8 @@ def _match(program: Program, module: nn.Module, leaves: list[Any]) -> tuple[list
                 return None, f"an argument is {leaf!r}, captured as {spec[1]!r}"
             continue
         dtype, device, shape = spec
-        if not isinstance(leaf, Tensor) or (leaf.device.type, leaf.dim()) != (device, len(shape)):
-            return None, f"an input is {described(leaf)}, captured as {dtype} {tuple(shape)} on {device}"
-        if leaf.dtype != dtype and not _cast_anyway(leaf, dtype):
+        fits = isinstance(leaf, Tensor) and (leaf.device.type, leaf.dim()) == (device, len(shape))
+        if not fits or (leaf.dtype != dtype and not _cast_anyway(leaf, dtype)):
             return None, f"an input is {described(leaf)}, captured as {dtype} {tuple(shape)} on {device}"
         for size, expected in zip(leaf.shape, shape, strict=True):
             if isinstance(expected, str):

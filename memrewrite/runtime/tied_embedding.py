@@ -40,9 +40,7 @@ class _TiedEmbedding(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        weight, indices, ctx.padding_idx = inputs
-        ctx.count = len(weight)
-        ctx.save_for_backward(indices)
+        _keep_indices(ctx, inputs, output)
         ctx.set_materialize_grads(False)
 
     @staticmethod
@@ -96,7 +94,7 @@ def _columns(rows: int, width: int) -> Iterator[slice]:
         yield slice(start, start + some)
 
 
-def _keep_indices(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _keep_indices(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     weight, indices, ctx.padding_idx = inputs
     ctx.count = len(weight)
     ctx.save_for_backward(indices)

@@ -50,7 +50,7 @@ def with_or_without(run: Callable[[bool], T]) -> T:
         return run(True)
 
 
-def forward_once(model: nn.Module, inputs: Inputs, step: Step, grad: bool = False) -> None:
+def forward_once(model: nn.Module, inputs: Inputs, step: Step, grad: bool) -> None:
     """Run the model forward as it is written, on tensors as they are; what that changes is put back."""
     with (
         as_eager(),

@@ -9,7 +9,7 @@ from torch import Tensor, fx
 
 from memrewrite.observe.effects import Effects, observe
 from memrewrite.observe.watermarks import Watermarks, watermarks
-from memrewrite.plan_facts.chain import compute_nodes_of
+from memrewrite.plan_facts.chain import computing
 from memrewrite.rewriting.invariants import Health, health
 from memrewrite.search.regions import Region
 from memrewrite.torch_internals.pytrees import tree_unflatten
@@ -34,7 +34,7 @@ class ObservedGraph:
     @cached_property
     def nodes(self) -> list[fx.Node]:
         """The nodes that run, in order."""
-        return compute_nodes_of(self.graph_module)
+        return computing(self.graph_module.graph.nodes)
 
     @cached_property
     def effects(self) -> Effects:

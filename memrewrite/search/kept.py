@@ -14,6 +14,7 @@ from torch import nn
 from memrewrite.capture.at_sight import refuse_weight_hooks
 from memrewrite.capture.normal import is_below
 from memrewrite.records.errors import CaptureError, FixedSizeError, UnfitCallError
+from memrewrite.runtime.differences import joined
 from memrewrite.runtime.guards import HOOKS, hooks_of
 from memrewrite.torch_internals.spread import spreads
 
@@ -23,7 +24,7 @@ Refusal = Callable[[str, nn.Module], str | None]
 
 def hooked(model: nn.Module) -> dict[str, str]:
     """The submodules without submodules that have hooks, and that they do."""
-    leaves = [(path, module) for path, module in model.named_modules() if path and _is_leaf(module)]
+    leaves = [(path, module) for path, module in model.named_modules() if path and is_leaf(module)]
     return {path: why for path, module in leaves if (why := _of_hooks(path, module))}
 
 
@@ -36,7 +37,7 @@ def hooked_around(model: nn.Module, regions: Collection[str]) -> dict[str, str]:
     for path, module in model.named_modules():
         if path and not any(is_below(path, above) for above in found) and (why := _of_hooks(path, module)):
             found[path] = why
-    leaves = [path for path, module in model.named_modules() if _is_leaf(module)]
+    leaves = [path for path, module in model.named_modules() if is_leaf(module)]
     inside, planned = (
         sum(any(is_below(leaf, above) for above in paths) for leaf in leaves) for paths in (found, regions)
     )
@@ -134,17 +135,16 @@ def innermost(
     found: dict[str, str] = {}
     for path, why in failing.items():
         elsewhere = [other for other in (*failing, *regions) if other != path and is_below(other, path)]
-        named = (
-            (f"{path}.{name}".lstrip("."), leaf) for name, leaf in model.get_submodule(path).named_modules() if name
-        )
+        named = ((joined(path, name), leaf) for name, leaf in model.get_submodule(path).named_modules() if name)
         leaves = [(name, leaf) for name, leaf in named if not any(is_below(name, other) for other in elsewhere)]
-        asked = {name: refusal(name, leaf) for name, leaf in leaves if _is_leaf(leaf) and _is_own(leaf)}
+        asked = {name: refusal(name, leaf) for name, leaf in leaves if is_leaf(leaf) and _is_own(leaf)}
         blamed = {name: said for name, said in asked.items() if said}
         found |= blamed or ({path: why} if path and not elsewhere else {})
     return found
 
 
-def _is_leaf(module: nn.Module) -> bool:
+def is_leaf(module: nn.Module) -> bool:
+    """Whether a module has no submodules."""
     return next(module.children(), None) is None
 
 

@@ -5,6 +5,7 @@ import math
 from dataclasses import dataclass, replace
 from itertools import islice
 
+from memrewrite.capture.normal import is_below
 from memrewrite.passes import early_casts
 from memrewrite.plan.refine import Fitted, Search
 from memrewrite.plan.segments import Chain, Plan
@@ -222,9 +223,7 @@ def _outside(bare: Candidate) -> list[Chain]:
     """
     paths = [region.region.path for region in bare.regions]
     timeline = bare.attributed(blocks=False)
-    inside = [
-        any(module == path or (module or "").startswith(f"{path}.") for path in paths) for module in timeline.modules
-    ]
+    inside = [module is not None and any(is_below(module, path) for path in paths) for module in timeline.modules]
     second = [i for i, (_, label) in enumerate(timeline.events) if label.startswith("step 2")]
     forward = [i for i in second if inside[i] and timeline.events[i][1].startswith("step 2 forward")]
     if not forward:

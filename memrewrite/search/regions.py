@@ -38,6 +38,7 @@ from memrewrite.search.kept import (
     hooked,
     hooked_around,
     innermost,
+    is_leaf,
     once_of_a_class,
     other_calls,
     told,
@@ -47,7 +48,7 @@ from memrewrite.simulate.fake.copier import tensors_of
 from memrewrite.simulate.fake.fakes import on_fakes
 from memrewrite.state.random_state import preserved_rng
 from memrewrite.torch_internals.fake_tensors import FAKE_TENSOR_ERRORS
-from memrewrite.torch_internals.pytrees import tree_leaves
+from memrewrite.torch_internals.pytrees import tensors_in, tree_leaves
 from memrewrite.workload.gathered import as_gathered, cast_inputs, without_casts
 from memrewrite.workload.step import Inputs, Step, autocast, device_type
 
@@ -231,12 +232,12 @@ def _refusal(calls: Mapping[nn.Module, Sequence[Call]], step: Step, path: str, m
 def _named(model: nn.Module, inputs: Inputs, step: Step, names: Sequence[str]) -> Regions:
     running = as_gathered(model, step.mesh)
     calls = record(running, inputs, step)
-    wanted = [p for p, _ in model.named_modules() if any(fnmatchcase(p, name) for name in names)]
+    wanted = [p for p, _ in model.named_modules() if p and any(fnmatchcase(p, name) for name in names)]
     if not wanted:
         raise CaptureError(f"{type(model).__name__} has no submodule that {', '.join(names)} names.")
     found: list[Region] = []
     for path in wanted:
-        if any(path.startswith(f"{region.path}.") for region in found):
+        if any(is_below(path, region.path) for region in found):
             continue
         module = running.get_submodule(path)
         if len(calls[module]) != 1:
@@ -254,7 +255,7 @@ def _named(model: nn.Module, inputs: Inputs, step: Step, names: Sequence[str]) -
 def _largest(model: nn.Module, calls: dict[nn.Module, list[Call]], step: Step, refusal: str) -> Regions:
     found: list[Region] = []
     left, alone, failed = {"": refusal}, {}, {}
-    for path, module in _candidates(model, lambda path: any(path.startswith(f"{r.path}.") for r in found)):
+    for path, module in _candidates(model, lambda path: any(is_below(path, region.path) for region in found)):
         if not calls[module]:
             continue
         if reason := _unfit(calls[module]):
@@ -293,7 +294,7 @@ def _told(found: Sequence[Region]) -> tuple[str, ...]:
 def _candidates(model: nn.Module, inside: Callable[[str], bool]) -> Iterator[tuple[str, nn.Module]]:
     """Submodules that have submodules, parents first, but none that lies inside a region."""
     for path, module in model.named_modules():
-        if path and any(True for _ in module.children()) and not inside(path):
+        if path and not is_leaf(module) and not inside(path):
             yield path, module
 
 
@@ -361,7 +362,7 @@ def _types(module: nn.Module, inputs: Inputs, step: Step) -> str:
         autocast(step.amp, device_type(module, inputs)),
     ):
         output = twin.forward(*fakes.args, **fakes.kwargs)
-    return ", ".join(str(leaf.dtype) for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+    return ", ".join(str(leaf.dtype) for leaf in tensors_in(output))
 
 
 def _inside(units: Sequence[str], path: str) -> dict[str, str]:

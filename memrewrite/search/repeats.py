@@ -12,13 +12,14 @@ from torch.nn.utils.weight_norm import WeightNorm
 from memrewrite.costs.calls import Call, call_of
 from memrewrite.observe.effects import note_runs, observe
 from memrewrite.observe.opaque_calls import is_opaque, names_of_calls
+from memrewrite.runtime.differences import joined
 from memrewrite.runtime.guards import hooks_of
 from memrewrite.simulate.fake.as_seen import note_kept
 from memrewrite.state.attributes import Attributes
 from memrewrite.state.bits import same_bits
 from memrewrite.state.random_state import draws, preserved_everywhere, preserved_rng
 from memrewrite.targets.allocator import rounded
-from memrewrite.torch_internals.pytrees import tree_leaves
+from memrewrite.torch_internals.pytrees import tensors_in, tree_leaves
 from memrewrite.torch_internals.spread import local_part, spreads
 from memrewrite.workload.step import Step, autocast
 
@@ -77,7 +78,7 @@ def _leaves_no_trace(module: nn.Module, call: Call) -> bool:
     hooks = [(path, hook) for path, inner in module.named_modules() for hook in hooks_of(inner)]
     if not all(isinstance(hook, WeightNorm) or spreads(hook) for _, hook in hooks):
         return False
-    normed = {f"{path}.{hook.name}".lstrip(".") for path, hook in hooks if isinstance(hook, WeightNorm)}
+    normed = {joined(path, hook.name) for path, hook in hooks if isinstance(hook, WeightNorm)}
     before, values = Attributes(module), [buffer.detach().clone() for buffer in module.buffers()]
     try:
         return (
@@ -113,12 +114,12 @@ def _kept_by(module: nn.Module, call: Call) -> int:
         saved_tensors_hooks(pack, lambda token: given[0]),
     ):
         result = run()
-        _ = [leaf.clone() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]  # what is sent has to arrive
+        _ = [leaf.clone() for leaf in tensors_in(result)]  # what is sent has to arrive
     beside = [
         *given,
         *module.parameters(),
         *module.buffers(),
-        *(t for t in tree_leaves(result) if isinstance(t, Tensor)),
+        *tensors_in(result),
     ]
     known = {local_part(tensor).untyped_storage().data_ptr() for tensor in beside}
     private = {storage.data_ptr(): storage for storage in saved if storage.data_ptr() not in known}

@@ -78,7 +78,7 @@ def _in_one_piece(
     """The candidate with its memory in one piece, and what is ``reserved`` for it then, ``limit`` bytes if possible.
 
     The candidate itself where that is no less than it ``needed``, or tensors get so much more than they ask for (see
-    ``Allocator``) that the peak is above the budget. ``fewest`` as in ``_least_reserved``.
+    ``Allocator``) that the peak is above the budget. ``fewest`` as in ``least_reserved``.
     """
     peak, best = candidate.making_room(0).simulate().peak, (needed, candidate)
 

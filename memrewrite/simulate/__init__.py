@@ -96,7 +96,7 @@ def simulate(
 ) -> Timeline:
     """Run ``steps`` steps on a fake twin of ``module``, or of what is ``written`` for it, and count.
 
-    ``workspace_bytes`` is what libraries hold on the device besides tensors (``simulate.workspaces``); it is added
+    ``workspace_bytes`` is what libraries hold on the device besides tensors (``targets.workspaces``); it is added
     throughout, unless there is nothing for them to do. On CUDA, what operators take while they run is measured there,
     one operator at a time, the first time its signature is met; for a target without it, or with ``probe`` False, it is
     known of attention and of sums alone and the device is left alone. ``attribute`` says by which submodule every

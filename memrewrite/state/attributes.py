@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from memrewrite.runtime.differences import joined
 from memrewrite.runtime.guards import HOOKS
 from memrewrite.state.containers import contents, is_container, put_back
 from memrewrite.state.random_state import preserved_everywhere
@@ -52,7 +53,7 @@ class Attributes:
         for key, item in _items(container, parts):
             if type(item) in _CONSTANTS:  # as most attributes of modules are, beside empty tables of hooks
                 continue
-            inner = path if key in _TABLES else f"{path}.{key}".lstrip(".")
+            inner = path if key in _TABLES else joined(path, key)
             if type(item) in CONTAINERS and not item:
                 self._kept.setdefault(id(item), (inner, item, []))
                 continue
@@ -77,7 +78,7 @@ class Attributes:
             now, before = dict(_items(container, parts)), dict(_items(container, kept))
             for key in dict.fromkeys([*before, *now]):
                 if key not in now or key not in before or not _same(before[key], now[key]):
-                    yield (path if key in _TABLES else f"{path}.{key}".lstrip(".")), now.get(key)
+                    yield (path if key in _TABLES else joined(path, key)), now.get(key)
         for path, generator, state in self._generators.values():
             if str(_drawn(generator)) != str(state):
                 yield path, generator

@@ -1,13 +1,15 @@
-"""The contents of dicts, lists, sets and deques, whatever a subclass makes of reading and writing them.
+"""The contents of dicts, lists, sets and deques, whatever a subclass makes of reading and writing them; of closures.
 
 A subclass may refuse to be written, as frozen configurations do, or do more than it is asked for, as lists that tell
 others do. The methods of the builtin type see the contents, put them and copy them, and nothing else happens.
 """
 
+import contextlib
 import itertools
 import operator
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Sequence
+from types import FunctionType
 from typing import Any
 
 _KINDS: tuple[type[Any], ...] = (OrderedDict, defaultdict, dict, list, set, deque)
@@ -62,6 +64,15 @@ def copied(container: Any) -> Any:
         object.__setattr__(new, name, value)
     put(new, contents(container))
     return new
+
+
+def in_closure(function: FunctionType) -> list[Any]:
+    """The values of the variables that a function has from around it, but of those that have none yet."""
+    found = []
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):
+            found.append(cell.cell_contents)
+    return found
 
 
 def _kind(container: Any) -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from memrewrite.state.containers import in_closure
 from memrewrite.torch_internals.fake_tensors import without_data
 from memrewrite.torch_internals.pytrees import tree_iter
 
@@ -49,16 +50,8 @@ def _among(values: Iterable[Any]) -> Iterator[Any]:
         function = value.__func__ if isinstance(value, staticmethod | classmethod) else value
         if isinstance(function, functools._lru_cache_wrapper):
             yield function
-        elif isinstance(function, FunctionType) and function.__closure__:
-            around = [cell.cell_contents for cell in function.__closure__ if _is_filled(cell)]
-            yield from (each for each in around if isinstance(each, functools._lru_cache_wrapper))
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:  # what it stands for is not there yet
-        return False
+        elif isinstance(function, FunctionType):
+            yield from (each for each in in_closure(function) if isinstance(each, functools._lru_cache_wrapper))
 
 
 def _keeps_fakes(cached: Any) -> bool:

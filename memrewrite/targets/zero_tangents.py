@@ -6,7 +6,7 @@ of a language model with 128,256 words 2 GB for 8,192 tokens in bfloat16, from t
 computes for the logits itself is there.
 
 PyTorch 2.11 holds them until backward ends (pytorch/pytorch#177837). They are not counted so long: plans would leave
-room for more than compiled code takes. What it takes beyond its plan is measured (``budgeting``).
+room for more than compiled code takes. What it takes beyond its plan is measured (``search.fit_to_budget``).
 """
 
 import functools
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memrewrite.torch_internals.pytrees import tree_leaves
+from memrewrite.torch_internals.pytrees import tensors_in
 
 
 @contextmanager
@@ -28,7 +28,7 @@ def zero_gradients(module: nn.Module) -> Iterator[None]:
     def hook(module: nn.Module, args: Any, output: Any) -> None:
         held.clear()
         zeros: dict[int, Callable[[], Tensor]] = {}
-        given = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        given = [leaf for leaf in tensors_in(output) if leaf.requires_grad]
         for position, tensor in enumerate(given):
             if tensor.dim():
                 zeros[position] = functools.partial(torch.zeros, tensor.shape, dtype=tensor.dtype, device=tensor.device)

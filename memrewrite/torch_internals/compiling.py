@@ -43,9 +43,9 @@ def inductor(
     inputs: Sequence[Any],
     mode: str | None,
     options: dict[str, Any],
-    partitioner: "Partitioner | None" = None,
-    cached: bool = True,
-    room: Room | None = None,
+    partitioner: "Partitioner | None",
+    cached: bool,
+    room: Room | None,
 ) -> Callable[..., Any]:
     """What Inductor makes of a graph with a mode and options of its own, and with a partitioner, else the stock one.
 

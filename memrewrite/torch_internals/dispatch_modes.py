@@ -15,7 +15,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from memrewrite.torch_internals.pytrees import tree_iter
+from memrewrite.torch_internals.pytrees import tensors_in
 from memrewrite.torch_internals.versions import private_imports, require
 
 with private_imports():
@@ -306,7 +306,7 @@ def _results(kept: _DispatchCacheValidEntry) -> _Results | None:
 
 def _new(result: list[Any], args: tuple[Any, ...]) -> _Results | None:
     """Tensors that fill a storage of their own each; None where one does not."""
-    storages = {id(each.untyped_storage()) for each in tree_iter(args) if isinstance(each, Tensor)}
+    storages = {id(each.untyped_storage()) for each in tensors_in(args)}
     for tensor in result:
         if type(tensor) is not FakeTensor or tensor.requires_grad or tensor.layout is not torch.strided:
             return None

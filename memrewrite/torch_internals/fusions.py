@@ -9,7 +9,6 @@ Of the orders that Inductor then knows that of the fewest bytes is taken, this o
 """
 
 import contextlib
-import heapq
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -112,27 +111,15 @@ class _Fusions:
 
     def _as_here(self, nodes: list[Any]) -> list[Any]:
         """The nodes as they stand here, each after those that it needs."""
+        import networkx  # not every run needs it
+
         owner = {self._number[name]: i for i, node in enumerate(nodes) for name in _names(node)}
-        needs = [set[int]() for _ in nodes]
-        for number, i in owner.items():
-            needs[i] |= {owner[source] for source in self._operations[number].after} - {i}
-        users: list[list[int]] = [[] for _ in nodes]
-        for i, sources in enumerate(needs):
-            for source in sources:
-                users[source].append(i)
-        waits = [len(sources) for sources in needs]
+        needed = [(owner[source], i) for number, i in owner.items() for source in self._operations[number].after]
         place = [self._order.place(self._number_of(node)) for node in nodes]
-        ready = [(place[i], i) for i, count in enumerate(waits) if not count]
-        heapq.heapify(ready)
-        found = []
-        while ready:
-            _, i = heapq.heappop(ready)
-            found.append(nodes[i])
-            for user in users[i]:
-                waits[user] -= 1
-                if not waits[user]:
-                    heapq.heappush(ready, (place[user], user))
-        return found
+        graph = networkx.DiGraph()
+        graph.add_nodes_from(range(len(nodes)))
+        graph.add_edges_from((source, i) for source, i in needed if source != i)
+        return [nodes[i] for i in networkx.lexicographical_topological_sort(graph, place.__getitem__)]
 
     def _number_of(self, node: Any) -> int:
         return self._number[_names(node)[0]]

@@ -23,7 +23,7 @@ PATIENCE = timedelta(minutes=10)
 
 @contextlib.contextmanager
 def among_peers(
-    mesh: Ddp | Fsdp | Tp, device_type: str, lines: Sequence[Ranks] = ()
+    mesh: Ddp | Fsdp | Tp, device_type: str, lines: Sequence[Ranks]
 ) -> Iterator[Callable[[nn.Module], nn.Module]]:
     """Gives what wraps a model, in place where it is sharded, as the processes of ``mesh`` do, which all enter this.
 

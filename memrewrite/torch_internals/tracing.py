@@ -17,6 +17,7 @@ import torch.utils.checkpoint as checkpoint_module
 from torch import fx, nn
 
 from memrewrite.torch_internals.patches import process_wide
+from memrewrite.torch_internals.pytrees import tensors_in
 from memrewrite.torch_internals.versions import private_imports, require, require_module
 
 with private_imports():
@@ -195,6 +196,12 @@ def checkpoint_calls() -> Iterator[list[str]]:
         mock.patch.object(reentrant, "apply", counted(reentrant.apply)),
     ):
         yield calls
+
+
+def varying_size(tree: Any) -> torch.SymInt | None:
+    """The first size that varies of the tensors in a tree."""
+    sizes: Iterator[Any] = (size for tensor in tensors_in(tree) for size in tensor.shape)
+    return next((size for size in sizes if isinstance(size, torch.SymInt)), None)
 
 
 def size_conditions(size: torch.SymInt) -> list[str]:

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from memrewrite.state.containers import in_closure
+
 _DEEPEST = 4  # containers, objects and functions inside one another: a method of a trainer reaches everything
 
 
@@ -82,9 +84,7 @@ def _inside(value: Any) -> Iterator[Any]:
 
 def _named(function: types.FunctionType) -> Iterator[Any]:
     """What a Python function can reach by a name; of other functions in globals, those of its own file."""
-    for cell in function.__closure__ or ():
-        if _filled(cell):
-            yield cell.cell_contents
+    yield from in_closure(function)
     yield from (function.__defaults__ or (), function.__kwdefaults__ or {})
     for name in _names(function.__code__):
         value = function.__globals__.get(name)
@@ -97,11 +97,3 @@ def _names(code: types.CodeType) -> set[str]:
     """The names that a function and the functions in it look up."""
     inner = [_names(each) for each in code.co_consts if isinstance(each, types.CodeType)]
     return set(code.co_names).union(*inner)
-
-
-def _filled(cell: Any) -> bool:
-    try:
-        _ = cell.cell_contents
-    except ValueError:  # a name that has no value yet
-        return False
-    return True

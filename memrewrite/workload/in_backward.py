@@ -19,7 +19,7 @@ from memrewrite.runtime.segment import still_read
 from memrewrite.torch_internals.pytrees import tree_map
 from memrewrite.torch_internals.spent import Spent
 from memrewrite.workload.narrowed import Narrowed, O, check, narrowed, parts
-from memrewrite.workload.optimizers import OptimizerFactory, hands_on, optimizers_like
+from memrewrite.workload.optimizers import OptimizerFactory, hands_on, optimizers_like, parameters_in
 
 MOST = 16 * 2**20
 """Bytes of gradients that wait at most for others before parameters are updated together,"""
@@ -67,7 +67,7 @@ class InBackward(Narrowed):
     @property
     def parameters(self) -> list[Tensor]:
         """All of them."""
-        return [parameter for group in self.param_groups for parameter in group["params"]]
+        return parameters_in(self.param_groups)
 
     def _attach(self, parameters: Iterable[Tensor]) -> None:
         for handle in self._hooks(parameters):
@@ -169,8 +169,7 @@ def step_in_backward(optimizer: O) -> O:
     if isinstance(optimizer, Narrowed):
         raise UsageError("The optimizer steps in groups; step_in_backward takes one that does not yet.")
     _refuse_processes()
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    check_in_backward(optimizers_like(optimizer), parameters)
+    check_in_backward(optimizers_like(optimizer), parameters_in(optimizer.param_groups))
     made: Any = stepping_in_backward(optimizer)
     made.attach()
     return optimizer
@@ -178,7 +177,7 @@ def step_in_backward(optimizer: O) -> O:
 
 def stepping_in_backward(optimizer: O) -> O:
     """The optimizer, which takes its step so in backward passes of ours alone; nothing is tried."""
-    size = sum(parameter.nbytes for group in optimizer.param_groups for parameter in group["params"])
+    size = sum(parameter.nbytes for parameter in parameters_in(optimizer.param_groups))
     return narrowed(optimizer, InBackward, min(MOST, size // SHARE))
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from memrewrite.workload.narrowed import Narrowed, O, check, narrowed, parts
-from memrewrite.workload.optimizers import OptimizerFactory, optimizers_like
+from memrewrite.workload.optimizers import OptimizerFactory, optimizers_like, parameters_in
 
 MOST = 64 * 2**20
 """Bytes of the parameters in a group: what AdamW makes beside them is as much."""
@@ -36,7 +36,7 @@ def step_in_groups(optimizer: O, most: int = MOST) -> O:
     """
     if isinstance(optimizer, Narrowed):
         return optimizer
-    check_groups(optimizers_like(optimizer), [p for group in optimizer.param_groups for p in group["params"]])
+    check_groups(optimizers_like(optimizer), parameters_in(optimizer.param_groups))
     return narrowed(optimizer, InGroups, most)
 
 

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from memrewrite.records.errors import TargetError, UsageError
-from memrewrite.torch_internals.pytrees import tree_map
 from memrewrite.workload.input_text import InputText, did_you_mean
 from memrewrite.workload.step import Inputs
 
@@ -108,24 +107,18 @@ def with_batch_size(inputs: Inputs, batch_size: int) -> Inputs:
             f"Batch size {batch_size} cannot be set: it must be at least 1 and some input must have a batch."
         )
 
-    def resize(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or not leaf.dim() or leaf.shape[0] != common:
-            return leaf
+    def resize(leaf: Tensor) -> Tensor:
         copies = -(-batch_size // common)
         # The clone gives the result a storage of its own size: a slice would keep the longer one alive.
         resized = torch.cat([leaf.detach()] * copies)[:batch_size].clone()
         return resized.requires_grad_(leaf.requires_grad)
 
-    return Inputs(tree_map(resize, inputs.args), tree_map(resize, inputs.kwargs))
+    return inputs.changed_in_batch(resize)
 
 
 def to_device(inputs: Inputs, device: torch.device) -> Inputs:
     """The same inputs with every tensor on ``device``."""
-
-    def move(leaf: Any) -> Any:
-        return leaf.detach().to(device).requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
-
-    return Inputs(tree_map(move, inputs.args), tree_map(move, inputs.kwargs))
+    return inputs.changed(lambda leaf: leaf.detach().to(device).requires_grad_(leaf.requires_grad))
 
 
 def suggestion(module: nn.Module) -> str:

@@ -2,7 +2,8 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,6 +11,11 @@ from torch import nn
 from memrewrite.records.errors import UsageError
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+def parameters_in(groups: Iterable[Mapping[str, Any]]) -> list[Any]:
+    """All parameters of an optimizer's groups."""
+    return [parameter for group in groups for parameter in group["params"]]
 
 
 def hands_on(optimizer: torch.optim.Optimizer, inner: torch.optim.Optimizer) -> bool:

@@ -21,7 +21,7 @@ from memrewrite.records.errors import UsageError
 from memrewrite.records.loop import TUTORIAL_LOOP, Loop
 from memrewrite.records.mesh import Ddp, Fsdp, Mesh
 from memrewrite.targets.eager import EAGER, Target
-from memrewrite.torch_internals.pytrees import tensors_in
+from memrewrite.torch_internals.pytrees import tensors_in, tree_map
 from memrewrite.torch_internals.scaler import Scaler
 from memrewrite.torch_internals.spread import computed_on
 from memrewrite.workload.held import Targets, held_by
@@ -46,6 +46,24 @@ class Inputs:
     def tensors(self) -> list[Tensor]:
         """Every tensor in the inputs, in flattening order."""
         return tensors_in((self.args, self.kwargs))
+
+    def changed(self, change: Callable[[Tensor], Tensor]) -> "Inputs":
+        """The inputs with what ``change`` makes of each tensor; one that is given twice stays one, and is made once."""
+        made: dict[int, Tensor] = {}
+
+        def of(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            if id(leaf) not in made:
+                made[id(leaf)] = change(leaf)
+            return made[id(leaf)]
+
+        return Inputs(*tree_map(of, (self.args, self.kwargs)))
+
+    def changed_in_batch(self, change: Callable[[Tensor], Tensor]) -> "Inputs":
+        """The inputs with what ``change`` makes of each tensor that has the batch in dimension 0."""
+        size = self.batch_size
+        return self.changed(lambda leaf: change(leaf) if size and leaf.dim() and leaf.shape[0] == size else leaf)
 
     @property
     def bytes(self) -> int:

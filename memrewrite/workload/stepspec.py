@@ -36,9 +36,9 @@ class StepSpec:
     """How one step is taken, by name.
 
     ``optimizer`` is one of ``OPTIMIZERS`` or ``module:factory`` (called with the parameters), also with ``IN_BACKWARD``
-    after it, ``loss`` is ``module:fn``
-    (called with the model's output) or None for the default loss, ``amp`` one of ``AMP``; ``micro_batches`` is that of
-    ``Step``, ``loop`` what ``Loop.parse`` reads, ``mesh`` what ``Mesh.parse`` does, which means nothing in inference.
+    after it, ``loss`` is ``module:fn`` (called with the model's output) or None for the default loss, ``amp`` one of
+    ``AMP``; ``micro_batches`` is that of ``Step``, ``loop`` what ``Loop.parse`` reads, ``mesh`` what ``Mesh.parse``
+    does, which means nothing in inference.
     """
 
     mode: Literal["train", "inference"] = "train"

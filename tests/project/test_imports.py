@@ -118,7 +118,7 @@ def test_every_package_that_is_imported_is_asked_for() -> None:
     project = tomllib.loads((ROOT.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
     asked = {*project["dependencies"], *extras["plots"], *extras["lightning"], *extras["transformers"]}
-    names = {re.split(r"[^\w-]", each)[0] for each in asked} | {"sympy", "triton"}  # those two come with torch
+    names = {re.split(r"[^\w-]", each)[0] for each in asked} | {"networkx", "sympy", "triton"}  # which come with torch
     trees = [ast.parse(file.read_text(encoding="utf-8")) for file in FILES.values()]
     found = set().union(*(packages(ast.walk(tree)) for tree in trees)) - sys.stdlib_module_names
     assert found - names <= {"memrewrite", "memrewrite_model"}  # the second is a user's own file

@@ -298,6 +298,12 @@ def test_regions_by_name_keep_their_hooks_firing() -> None:
     assert fired == ["last"]
 
 
+def test_a_pattern_of_everything_names_the_largest_parts() -> None:
+    model = nn.Sequential(Stage(), Stage())
+    optimized = optimize(model, torch.randn(8, 8, 16, 16), budget="min", regions=["*"])
+    assert list(programs(optimized)) == ["0", "1"]  # and neither the model itself nor what they have inside
+
+
 def test_a_frozen_part_in_eval_mode_trains_as_a_region() -> None:
     model, x = made()
     model.first.eval()

@@ -2,7 +2,7 @@
 
 import pickle
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from memrewrite.records.errors import MemrewriteError, TargetError, UsageError
-from memrewrite.workload.inputs import RandomInput, from_texts, normalise, suggestion, with_batch_size
+from memrewrite.simulate.fake.batch import at_batch, part_of
+from memrewrite.workload.inputs import RandomInput, from_texts, normalise, suggestion, to_device, with_batch_size
 from memrewrite.workload.step import Inputs
 from memrewrite.workload.target import Loaded, load
 
@@ -318,6 +319,24 @@ def test_resizing_keeps_what_is_not_the_batch() -> None:
     assert resized.args[3] == "text"
     assert resized.kwargs["y"].is_leaf
     assert resized.kwargs["y"].requires_grad
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda inputs: with_batch_size(inputs, 5),
+        lambda inputs: to_device(inputs, torch.device("cpu")),
+        lambda inputs: at_batch(inputs, 5),
+        lambda inputs: part_of(inputs, 0.5),
+    ],
+    ids=["resized", "on-device", "at-batch", "part"],
+)
+def test_a_tensor_that_is_given_twice_stays_one(change: Callable[[Inputs], Inputs]) -> None:
+    """Forward may ask for it, as ``nn.MultiheadAttention`` does to project queries, keys and values at once."""
+    given, other = torch.ones(4, 2), torch.ones(4, 2)
+    changed = change(Inputs((given, other), {"key": given}))
+    assert changed.kwargs["key"] is changed.args[0]
+    assert changed.args[1] is not changed.args[0]
 
 
 @pytest.mark.parametrize(

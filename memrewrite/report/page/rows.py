@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING, TypeVar
 
 from memrewrite.records.options import format_bytes
 from memrewrite.report.kinds import KINDS, Kind, gathered
-from memrewrite.report.text import change, module_name, short_bytes
+from memrewrite.report.text import DOES_NOT_FIT, NOT_MEASURED, change, module_name, short_bytes
 
 if TYPE_CHECKING:
     from memrewrite.records.outcomes import Check, ModuleBytes, Segment, Share
     from memrewrite.records.report import Report
 
-NOT_MEASURED = "not measured"
-DOES_NOT_FIT = "does not fit"
 _PLACE = re.compile(r"(.*) \(([^()]+:\d+)\)")
 _NUMBER = re.compile(r"(?<=[a-z])_\d+\b")
 _GROUPS = {
@@ -190,7 +188,7 @@ def groups(found: Iterable[tuple[str, str, str]]) -> list[Group]:
 
 
 def place(where: str) -> Place:
-    """A module path and source line of ``rewrite.where``'s text."""
+    """The module and the source line that a text such as ``blocks.0 (model.py:12)`` names."""
     match = _PLACE.fullmatch(where)
     return Place(module_name(match[1]), match[2]) if match else Place(module_name(where))
 

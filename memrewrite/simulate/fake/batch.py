@@ -1,13 +1,11 @@
 """The inputs of a step, also with another batch size, for simulating it: no memory is needed for them."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from memrewrite.simulate.fake.constant_values import LIMIT
-from memrewrite.torch_internals.pytrees import tree_map
 from memrewrite.workload.step import Inputs
 
 
@@ -19,9 +17,7 @@ def at_batch(inputs: Inputs, batch_size: int) -> Inputs:
     """
     common = inputs.batch_size
 
-    def without_memory(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or not leaf.dim() or leaf.shape[0] != common:
-            return leaf
+    def without_memory(leaf: Tensor) -> Tensor:
         numbers = leaf.numel() // common * batch_size
         if numbers <= LIMIT and not (leaf.is_floating_point() or leaf.is_complex()):
             return torch.cat([leaf.detach()] * -(-batch_size // common))[:batch_size].clone()
@@ -32,7 +28,7 @@ def at_batch(inputs: Inputs, batch_size: int) -> Inputs:
         resized = torch.empty_strided(sizes, strides, dtype=leaf.dtype, device="meta")
         return resized.requires_grad_(leaf.requires_grad)
 
-    return Inputs(tree_map(without_memory, inputs.args), tree_map(without_memory, inputs.kwargs))
+    return inputs.changed_in_batch(without_memory)
 
 
 @dataclass(frozen=True)
@@ -49,36 +45,26 @@ class Form:
         """``inputs`` that were made of these, on their devices where they have values."""
         pairs = zip(inputs.tensors(), self.devices, strict=True)
         there = {id(leaf): leaf if leaf.is_meta else leaf.to(device) for leaf, device in pairs}
-        return Inputs(*tree_map(lambda leaf: there.get(id(leaf), leaf), (inputs.args, inputs.kwargs)))
+        return inputs.changed(lambda leaf: there[id(leaf)])
 
 
 def form_of(inputs: Inputs) -> Form:
     """What is left of inputs, for simulating, when they themselves are gone: the values of small whole numbers."""
-    known: dict[int, Tensor] = {}  # one for each tensor, however often it is given
 
-    def form(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        if id(leaf) not in known:
-            values = leaf.numel() <= LIMIT and not (leaf.is_floating_point() or leaf.is_complex())
-            known[id(leaf)] = (
-                leaf.detach().to("cpu", copy=True)
-                if values or leaf.layout is not torch.strided
-                else torch.empty_like(leaf, device="meta").requires_grad_(leaf.requires_grad)
-            )
-        return known[id(leaf)]
+    def form(leaf: Tensor) -> Tensor:
+        values = leaf.numel() <= LIMIT and not (leaf.is_floating_point() or leaf.is_complex())
+        if values or leaf.layout is not torch.strided:
+            return leaf.detach().to("cpu", copy=True)
+        return torch.empty_like(leaf, device="meta").requires_grad_(leaf.requires_grad)
 
-    formed = Inputs(*tree_map(form, (inputs.args, inputs.kwargs)))
-    return Form(formed, tuple(leaf.device for leaf in inputs.tensors()))
+    return Form(inputs.changed(form), tuple(leaf.device for leaf in inputs.tensors()))
 
 
 def part_of(inputs: Inputs, share: float) -> Inputs:
     """The first samples of the batch, as views: the inputs themselves where there is no batch, or one of a sample."""
     common = inputs.batch_size
 
-    def cut(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or not leaf.dim() or leaf.shape[0] != common:
-            return leaf
+    def cut(leaf: Tensor) -> Tensor:
         return leaf.detach()[: max(1, int(share * common))].requires_grad_(leaf.requires_grad)
 
-    return Inputs(tree_map(cut, inputs.args), tree_map(cut, inputs.kwargs))
+    return inputs.changed_in_batch(cut)

@@ -35,7 +35,6 @@ from memrewrite.torch_internals.fake_tensors import (
     real_rules_on_fake_tensors,
     without_fake_gradients,
 )
-from memrewrite.torch_internals.pytrees import tree_map
 from memrewrite.torch_internals.spread import Spread, local_part
 from memrewrite.workload.step import Inputs
 
@@ -126,11 +125,7 @@ def fake_inputs(inputs: Inputs, mode: FakeTensorMode, device: torch.device = _CP
     Those on the meta device stand for tensors on ``device``.
     """
     copier = Copier(lambda tensor: _fake(tensor, mode, device))
-
-    def convert(leaf: Any) -> Any:
-        return copier.copy(leaf) if isinstance(leaf, Tensor) else leaf
-
-    return Inputs(tree_map(convert, inputs.args), tree_map(convert, inputs.kwargs))
+    return inputs.changed(copier.copy)
 
 
 def fakes_of(tensors: Sequence[Tensor], like: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -22,6 +22,7 @@ from memrewrite.torch_internals.foreach import has_hooks
 from memrewrite.torch_internals.patches import process_wide
 from memrewrite.torch_internals.pytrees import tensors_in
 from memrewrite.workload.in_groups import InGroups
+from memrewrite.workload.optimizers import parameters_in
 from memrewrite.workload.step import Step
 
 _STEADY = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
@@ -128,7 +129,7 @@ def _noted(run: Callable[[], None], optimizer: torch.optim.Optimizer, tracker: T
 def _state(optimizer: torch.optim.Optimizer, numbers: dict[int, int]) -> dict[int, dict[str, Any]] | None:
     """What an optimizer has; None where some of it is no tensor that fills a storage of its own, and no plain value."""
     state: dict[int, dict[str, Any]] = {}
-    for place, parameter in enumerate(_parameters(optimizer)):
+    for place, parameter in enumerate(parameters_in(optimizer.param_groups)):
         for name, value in optimizer.state.get(parameter, {}).items():
             kept = state.setdefault(place, {})
             if isinstance(value, Tensor):
@@ -144,7 +145,7 @@ def _state(optimizer: torch.optim.Optimizer, numbers: dict[int, int]) -> dict[in
 
 def _again(known: _Known, optimizer: torch.optim.Optimizer, trackers: Sequence[Tracker]) -> None:
     """Count what a step does, after which this optimizer has the state that it makes."""
-    storages, parameters = dict[int, Any](), _parameters(optimizer)
+    storages, parameters = dict[int, Any](), parameters_in(optimizer.param_groups)
     with ExitStack() as stack:
         for tracker in trackers:
             stack.enter_context(tracker.looking_away())
@@ -158,7 +159,3 @@ def _again(known: _Known, optimizer: torch.optim.Optimizer, trackers: Sequence[T
     for entry in known.course.entries:
         if not isinstance(entry, str):
             replay.count(entry)
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
