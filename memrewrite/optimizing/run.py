@@ -190,7 +190,7 @@ def _rewritten(
             raise
         return best.candidate.noted(INTERRUPTED), best.measured
     if isinstance(found, Unmet):
-        raise infeasible(found.candidate, limit, limit.resolve(original) or 0, found.lowest)
+        raise infeasible(found.candidate, limit, limit.resolve(original) or 0, found.lowest, original)
     return found.candidate, found.measured
 
 
