@@ -26,6 +26,7 @@ from memrewrite.records.outcomes import Option
 from memrewrite.runtime.dropin import programs
 from memrewrite.simulate import ACTIVATIONS, Timeline, habits
 from memrewrite.simulate.fake.batch import at_batch
+from memrewrite.simulate.fake.fakes import put_back
 from memrewrite.targets.allocator import UNSPLIT
 from memrewrite.targets.cuda_from_cpu import CUDA_FROM_CPU, STATED_ERROR
 from memrewrite.targets.eager import EAGER, Target
@@ -84,9 +85,10 @@ def estimate(
     look = _Look(bare, work.inputs, step, library_bytes(step.mode) if wanted == "cuda" else 0)
     inference = look if step.mode == "inference" else look.inference(wanted)
     progress("simulate")
-    timeline = look.timeline(attribute=True)
-    found = _found(model, look, timeline, inference, wanted)
-    return found if memory is None else _fitted(found, look, timeline, inference, memory, progress)
+    with put_back(step.targets(model, work.inputs).buffers):
+        timeline = look.timeline(attribute=True)
+        found = _found(model, look, timeline, inference, wanted)
+        return found if memory is None else _fitted(found, look, timeline, inference, memory, progress)
 
 
 def _planned_for(model: nn.Module, inputs: Inputs, device: str | torch.device | None) -> tuple[str, Target]:

@@ -204,7 +204,8 @@ def _on_fakes(
         ):
             given = [*fakes.tensors(), *twin.parameters()]
             shard(twin)
-            yield twin, fakes, Targets(fakes_of(targets.of_batch, given), fakes_of(targets.fixed, given))
+            held = (targets.of_batch, targets.fixed, targets.beside)
+            yield twin, fakes, Targets(*(fakes_of(tensors, given) for tensors in held))
             refuse_trained_beside(given, [] if step.loss_fn is None else [*chain(*held_by(step.loss_fn))])
     except FAKE_TENSOR_ERRORS as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)

@@ -29,6 +29,7 @@ def register_given(tracker: Tracker, module: nn.Module, inputs: Inputs, targets:
     """Say of all that is there before the first step what it is; parameters may lie ``apart``, on the host."""
     register_apart(tracker, module.parameters(), PARAMETERS, apart)
     tracker.register(targets.all, INPUTS)
+    tracker.register(targets.beside, BUFFERS)
     tracker.register(tensors_of(module), BUFFERS)
     for name, buffer in module.named_buffers():
         tracker.register([buffer], BUFFERS, owner(name))
