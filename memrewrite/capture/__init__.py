@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from memrewrite.capture import dynamo, exported, hazards, identity
-from memrewrite.capture.at_sight import refuse_weight_hooks
+from memrewrite.capture.at_sight import refuse_unseen, refuse_weight_hooks
 from memrewrite.capture.autocasts import told_of_regions
 from memrewrite.capture.captured import Captured, InputSpec, TensorSpec
 from memrewrite.capture.kept_calls import KeptCalls, standing_in, watch_calls
@@ -71,6 +71,7 @@ def capture(
         autocast(amp, device_type(model, inputs)),
     ):
         found = _captured(model, inputs, front_end, pairs, ranges, elsewhere, bool(kept))
+    refuse_unseen(found.graph_module.graph, type(model).__name__)
     note_sizes(found.graph_module.graph)
     divided = next((name for name, parameter in model.named_parameters() if is_divided(parameter)), "")
     names = tied(model, found.graph_module.graph, found.reads)

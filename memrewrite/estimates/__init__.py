@@ -34,7 +34,7 @@ from memrewrite.targets.workspaces import library_bytes
 from memrewrite.workload.hooks import without_hooks
 from memrewrite.workload.sharding import refuse_compiled, refuse_sharded, unwrapped
 from memrewrite.workload.step import Inputs, Step, evaluating
-from memrewrite.workload.workload import Optimizer, workload
+from memrewrite.workload.workload import Optimizer, refuse_laid_out, workload
 
 __all__ = ["Difference", "Estimate", "Largest", "ModuleShare", "Peak", "Textbook", "estimate"]
 
@@ -76,6 +76,7 @@ def estimate(
     if programs(model):  # the copy of it that is simulated would run the original
         raise UsageError("The model is already optimized: its report has the figures, memrewrite.measure takes them.")
     work = workload(model, example_inputs, example_kwargs, optimizer, loss_fn, amp, mode, micro_batches, loop, of_mesh)
+    refuse_laid_out(work.inputs, model)
     wanted, target = _planned_for(model, work.inputs, device)
     refuse_sharded(model)
     memory = None if device_memory is None else device_bytes(device_memory)

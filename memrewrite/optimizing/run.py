@@ -40,7 +40,7 @@ from memrewrite.torch_internals.autograd_nodes import acting_hooks
 from memrewrite.workload.hooks import with_hooks_of, without_hooks
 from memrewrite.workload.sharding import bucket_notes
 from memrewrite.workload.step import Step, default_loss, device_of
-from memrewrite.workload.workload import Workload, refuse_meta
+from memrewrite.workload.workload import Workload, refuse_laid_out, refuse_meta
 
 _HOOKED = (
     "What hooks do as the gradient of {name} is there (register_post_accumulate_grad_hook) is no part of the step: an "
@@ -88,6 +88,7 @@ def run(work: Workload, asked: Request, progress: Progress, offer: Offer = decli
     then verified like any other.
     """
     refuse_meta(work.inputs, work.model)
+    refuse_laid_out(work.inputs, work.model)
     work, ranges = asked.placed(work)
     bare = replace(work, model=without_hooks(work.model))
     limit = limit_for(asked.budget, asked.reserved, work.step.device_type(bare.model, work.inputs))

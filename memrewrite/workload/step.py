@@ -23,7 +23,7 @@ from memrewrite.records.mesh import Ddp, Fsdp, Mesh
 from memrewrite.targets.eager import EAGER, Target
 from memrewrite.torch_internals.pytrees import tensors_in
 from memrewrite.torch_internals.scaler import Scaler
-from memrewrite.torch_internals.spread import computed_on
+from memrewrite.torch_internals.spread import computed_on, parts_of
 from memrewrite.workload.held import Targets, held_beside, held_by
 from memrewrite.workload.in_backward import stepping_in_backward, while_backward
 from memrewrite.workload.optimizers import OptimizerFactory
@@ -142,8 +142,13 @@ class Step:
         held = *loss, held_beside(module)
         if not any(held):
             return Targets()
-        known = {id(t.untyped_storage()) for t in [*module.parameters(), *module.buffers(), *inputs.tensors()]}
-        return Targets(*(tuple(t for t in found if id(t.untyped_storage()) not in known) for found in held))
+        given = [*module.parameters(), *module.buffers(), *inputs.tensors()]
+        known = {id(part.untyped_storage()) for tensor in given for part in parts_of(tensor)}
+
+        def new(tensor: Tensor) -> bool:
+            return not any(id(part.untyped_storage()) in known for part in parts_of(tensor))
+
+        return Targets(*(tuple(filter(new, found)) for found in held))
 
     def backward(self, loss: Tensor) -> None:
         """Make the gradients of ``loss``; a step that does more than that overrides it."""
