@@ -16,6 +16,7 @@ from memrewrite.capture import dynamo, exported, hazards, identity
 from memrewrite.capture.at_sight import refuse_unseen, refuse_weight_hooks
 from memrewrite.capture.autocasts import told_of_regions
 from memrewrite.capture.captured import Captured, InputSpec, TensorSpec
+from memrewrite.capture.compiled_calls import told_of_compiled
 from memrewrite.capture.kept_calls import KeptCalls, standing_in, watch_calls
 from memrewrite.capture.looks import looks_at_tied
 from memrewrite.capture.normal import bind, first_dtype, forward_alone, leaf_tensors
@@ -144,11 +145,13 @@ def _with(
     captured: Captured,
     *told: str,
 ) -> Captured:
+    calls = told_of_compiled(model)
+    regions = told_of_regions(model, captured.graph_module.graph)
     return replace(
         captured,
         inputs=replace(captured.inputs, shared=shared),
-        notes=(*captured.notes, *findings.notes, *told, *told_of_regions(model, captured.graph_module.graph)),
-        exact=findings.exact,
+        notes=(*captured.notes, *findings.notes, *told, *calls, *regions),
+        exact=findings.exact and not calls,
         checkpoints=findings.checkpoints,
         autocast=findings.autocast,
         reads=findings.reads,

@@ -43,8 +43,8 @@ from memrewrite.workload.step import Step, default_loss, device_of
 from memrewrite.workload.workload import Workload, refuse_laid_out, refuse_meta
 
 _HOOKED = (
-    "What hooks do as the gradient of {name} is there (register_post_accumulate_grad_hook) is no part of the step: an "
-    "optimizer that steps in them has its state beside what is predicted."
+    "What hooks do with the gradient of {name} (register_hook, register_post_accumulate_grad_hook) is no part of the "
+    "step: an optimizer that steps in them has its state beside what is predicted."
 )
 _SOONER = "Nothing had to be rewritten: written out as a program, the model lets go of values sooner."
 _NOT_WHOLE = "returns={!r} has no effect but on the training step of a model that is captured whole."
@@ -133,7 +133,7 @@ def run(work: Workload, asked: Request, progress: Progress, offer: Offer = decli
 
 
 def _told_of_hooks(model: nn.Module) -> tuple[str, ...]:
-    """What to say where parameters have hooks that act as their gradients are there, which no step here calls."""
+    """What to say where parameters have hooks for their gradients, which no step here calls."""
     names = [name for name, parameter in model.named_parameters() if acting_hooks(parameter)]
     return (_HOOKED.format(name=names[0]),) if names else ()
 

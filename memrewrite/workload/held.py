@@ -72,11 +72,24 @@ def held_by(function: Callable[..., Any]) -> tuple[list[Tensor], list[Tensor]]:
 
 def held_beside(model: nn.Module) -> list[Tensor]:
     """Tensors that the code of a model's layers holds, each once: what forward and the methods it calls name."""
-    functions = (method for kind in {type(module) for module in model.modules()} for method in _methods(kind))
     found: dict[int, Tensor] = {}
-    for own, of_modules in map(held_by, functions):
+    for own, of_modules in map(held_by, _called(model)):
         found |= {id(tensor): tensor for tensor in (*own, *of_modules)}
     return list(found.values())
+
+
+def named_beside(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The globals that these functions name, and what their closures hold, by name."""
+    for function in _called(model):
+        names = _names(function.__code__)
+        yield from ((name, function.__globals__[name]) for name in sorted(names) if name in function.__globals__)
+        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        yield from ((name, cell.cell_contents) for name, cell in cells if _filled(cell))
+
+
+def _called(model: nn.Module) -> Iterator[types.FunctionType]:
+    """The user's functions that a call of a model may run as methods of its layers."""
+    return (method for kind in {type(module): None for module in model.modules()} for method in _methods(kind))
 
 
 def _methods(kind: type) -> list[types.FunctionType]:
