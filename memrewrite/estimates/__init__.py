@@ -31,6 +31,7 @@ from memrewrite.targets.allocator import UNSPLIT
 from memrewrite.targets.cuda_from_cpu import CUDA_FROM_CPU, STATED_ERROR
 from memrewrite.targets.eager import EAGER, Target
 from memrewrite.targets.workspaces import library_bytes
+from memrewrite.torch_internals.logs import quiet
 from memrewrite.workload.hooks import without_hooks
 from memrewrite.workload.sharding import refuse_compiled, refuse_sharded, unwrapped
 from memrewrite.workload.step import Inputs, Step, evaluating
@@ -151,7 +152,8 @@ class _Look:
     def attempt(self, attribute: bool = False) -> Timeline | None:
         """The timeline, None where the model does not take these inputs."""
         try:
-            return self.timeline(attribute)
+            with quiet():
+                return self.timeline(attribute)
         except CaptureError:
             return None
 

@@ -137,6 +137,7 @@ def test_what_is_measured_has_the_targets_too() -> None:
     assert with_target.phases[0][1] == memrewrite.measure(module, x, optimizer="sgd").phases[0][1] + 4096
 
 
+EDGES = torch.eye(64).to_sparse()
 TEACHER = nn.Sequential(nn.Linear(32, 512), nn.BatchNorm1d(512)).requires_grad_(False)
 BESIDE = nn.Linear(32, 512)
 body = torch.ones(1 << 20)  # what forward names is an attribute of the model
@@ -192,3 +193,19 @@ def test_a_layer_beside_the_model_keeps_no_gradient_of_ours() -> None:
     memrewrite.measure(model, x)
     assert BESIDE.weight.grad is kept
     BESIDE.weight.grad = None
+
+
+class Linked(Student):
+    """Takes steps along edges, a sparse tensor of its own file; no other batch goes with them."""
+
+    def taught(self, x: Tensor) -> Tensor:
+        return torch.sparse.mm(EDGES, x)
+
+
+def test_a_sparse_tensor_beside_the_model_is_counted(capfd: pytest.CaptureFixture[str]) -> None:
+    model, x = Linked(), torch.randn(64, 32)
+    foreseen = memrewrite.estimate(model, x).peak.bytes
+    assert capfd.readouterr().err == ""
+    assert memrewrite.measure(model, x).peak == foreseen
+    result = memrewrite.optimize(model, x, budget="min")
+    assert memrewrite.verify(model, result, x).equivalent
