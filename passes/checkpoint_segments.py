@@ -22,7 +22,7 @@ from memrewrite.costs.normalizations import keeps_statistics
 from memrewrite.observe.effects import Effects
 from memrewrite.plan.marks import UNMARKED, Marks, NodeMark
 from memrewrite.plan.segments import Plan
-from memrewrite.plan_facts.chain import barrier, compute_nodes, is_counter, save_bytes_of
+from memrewrite.plan_facts.chain import barrier, compute_nodes, save_bytes_of
 from memrewrite.records.errors import InternalError
 from memrewrite.records.options import format_bytes
 from memrewrite.rewriting.contract import Findings, Result
@@ -76,7 +76,7 @@ class CheckpointSegments:
         mark = NodeMark(path, facts.random, draw=self.on_demand and _draws_few(node, effects))
         if self._keeps_statistics(node, effects):
             return replace(mark, statistics=number)
-        if is_counter(effects, node):
+        if node in effects.counters:
             return replace(mark, skipped=True)
         attributes = (n for n in node.all_input_nodes if n.op == "get_attr")
         once = tuple(n.name for n in attributes if effects.of[n].outputs & facts.statistics)

@@ -21,6 +21,7 @@ from memrewrite.runtime.promise import FallbackWarning
 from memrewrite.search.candidate import Candidate
 from memrewrite.simulate.fake.batch import at_batch
 from memrewrite.targets.eager import EAGER
+from memrewrite.torch_internals.logs import quiet
 from memrewrite.workload.in_groups import making_groups
 from memrewrite.workload.step import Inputs, Step, evaluating
 from memrewrite.workload.stepping import refused_in_backward
@@ -44,10 +45,13 @@ _AMP = "bfloat16 autocast (--amp bf16)"
 _OTHER_BITS = "products and convolutions in bfloat16: other bits, as fast or faster on a GPU"
 
 
-def infeasible(candidate: Candidate, limit: Budget, budget: int, lowest: int) -> BudgetInfeasibleError:
+def infeasible(
+    candidate: Candidate, limit: Budget, budget: int, lowest: int, original: int
+) -> BudgetInfeasibleError:
     """The error for a limit of ``budget`` bytes that no plan meets; what else would is simulated with this candidate.
 
-    ``lowest`` are the lowest bytes reached of what is limited.
+    ``lowest`` are the lowest bytes reached of what is limited, ``original`` those of the model as it is: where all that
+    was rewritten takes more, that is told of, and simulated.
     """
     bench = candidate.bench
     target = bench.target if bench.step.mode == "train" else EAGER
@@ -56,9 +60,12 @@ def infeasible(candidate: Candidate, limit: Budget, budget: int, lowest: int) ->
     regions = (region.region for region in candidate.regions)
     told = (told_of_regions(region.module, region.captured.graph_module.graph) for region in regions)
     hints = "".join(f"{hint} " for hint in itertools.chain(*told))
+    as_it_is = ""
+    if original < lowest:
+        candidate, lowest, as_it_is = replace(candidate, regions=()), original, " of the model as it is"
     message = (
         f"No {target.plan} fits {format_bytes(budget)}{' reserved' * limit.reserved}: the lowest "
-        f"{'reserved' if limit.reserved else 'reachable'} peak is {format_bytes(lowest)} "
+        f"{'reserved' if limit.reserved else 'reachable'} peak is {format_bytes(lowest)}{as_it_is} "
         f"({_floor(candidate)}){elsewhere}. {hints}What else would fit:"
     )
     workspaces = {"train": bench.workspace, "inference": bench.workspace}
@@ -101,7 +108,7 @@ class Variants:
         known = self.known.of(step, given)
         if known is not None:
             return known
-        with warnings.catch_warnings(), evaluating(self.module) if step.mode == "inference" else nullcontext():
+        with quiet(), evaluating(self.module) if step.mode == "inference" else nullcontext():
             warnings.simplefilter("error", FallbackWarning)
             try:
                 found = predict(self.module, given, step, workspace_bytes=self.workspaces[step.mode], probe=self.probe)

@@ -190,7 +190,7 @@ class Description:
             self._called.add(name)
             yield from self._pairs((name, value) for value in self._uncalled.pop(name, ()))
         known = self._known_to(library)
-        yield from map(known, in_closure(function))
+        yield from map(known, in_closure(function).values())
         yield from map(known, [function.__defaults__, *(function.__kwdefaults__ or {}).items()])
         yield from (each for name, value in sorted(vars(function).items()) for each in (name, known(value)))
         for name, value in _named(function):

@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from memrewrite.capture import dynamo, exported, hazards, identity
-from memrewrite.capture.at_sight import refuse_weight_hooks
+from memrewrite.capture.at_sight import refuse_unseen, refuse_weight_hooks
 from memrewrite.capture.autocasts import told_of_regions
 from memrewrite.capture.captured import Captured, InputSpec, TensorSpec
+from memrewrite.capture.compiled_calls import told_of_compiled
 from memrewrite.capture.kept_calls import KeptCalls, standing_in, watch_calls
 from memrewrite.capture.looks import looks_at_tied
 from memrewrite.capture.normal import bind, first_dtype, forward_alone, leaf_tensors
@@ -71,6 +72,7 @@ def capture(
         autocast(amp, device_type(model, inputs)),
     ):
         found = _captured(model, inputs, front_end, pairs, ranges, elsewhere, bool(kept))
+    refuse_unseen(found.graph_module.graph, type(model).__name__)
     note_sizes(found.graph_module.graph)
     divided = next((name for name, parameter in model.named_parameters() if is_divided(parameter)), "")
     names = tied(model, found.graph_module.graph, found.reads)
@@ -143,11 +145,13 @@ def _with(
     captured: Captured,
     *told: str,
 ) -> Captured:
+    calls = told_of_compiled(model)
+    regions = told_of_regions(model, captured.graph_module.graph)
     return replace(
         captured,
         inputs=replace(captured.inputs, shared=shared),
-        notes=(*captured.notes, *findings.notes, *told, *told_of_regions(model, captured.graph_module.graph)),
-        exact=findings.exact,
+        notes=(*captured.notes, *findings.notes, *told, *calls, *regions),
+        exact=findings.exact and not calls,
         checkpoints=findings.checkpoints,
         autocast=findings.autocast,
         reads=findings.reads,

@@ -4,6 +4,7 @@ import keyword
 import re
 from collections.abc import Iterable
 
+import torch
 from torch import fx, nn
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
@@ -12,6 +13,7 @@ from memrewrite.capture.expressions import class_of
 from memrewrite.records.errors import CaptureError
 from memrewrite.runtime.guards import HOOKS
 from memrewrite.torch_internals.autograd_nodes import has_global_module_hooks
+from memrewrite.torch_internals.pytrees import tensors_in
 
 
 def refuse_hooks(model: nn.Module) -> None:
@@ -64,3 +66,10 @@ def refuse_unnamed(name: str, functions: Iterable[type]) -> None:
                 f"{kind.__module__} has it under no name of its own, so that no program can call it; define the class "
                 "at the top of a module."
             )
+
+
+def refuse_unseen(graph: fx.Graph, name: str) -> None:
+    """Raise ``CaptureError`` for a graph with sparse or nested tensors: nothing tells before it runs what they hold."""
+    for node in graph.nodes:
+        if any(tensor.layout is not torch.strided for tensor in tensors_in(node.meta.get("val"))):
+            raise CaptureError(f"{name} computes with a sparse or a nested tensor ({node.name}), which no plan can count.")

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from memrewrite.capture.assumptions import Assumptions
 from memrewrite.capture.captured import Captured
 from memrewrite.capture.launches import launches_traced
-from memrewrite.capture.normal import bind, constants, dynamic, rebuild
+from memrewrite.capture.normal import attribute, bind, constants, dynamic, rebuild
 from memrewrite.capture.opaque import opaque
 from memrewrite.capture.varying import Shapes, attempts, ranged
 from memrewrite.records.lines import line_now
@@ -107,6 +107,7 @@ def _normal(model: nn.Module, inputs: Inputs, program: ExportedProgram, exported
         _drop_aliases(graph)
         _drop_questions(graph)
         _choose_kernels_late(graph)
+    _read_buffers_themselves(exported)
     module = rebuild(exported.graph, exported, model, replace, outputs=lambda graph, results: results)
     return Captured(
         graph_module=module,
@@ -298,6 +299,19 @@ def _copies_itself(node: fx.Node) -> bool:
     That changes no value, but autograd takes it for a write to what it has saved.
     """
     return node.target is aten.copy_.default and _written(node.args[0]) is _written(node.args[1])
+
+
+def _read_buffers_themselves(exported: fx.GraphModule) -> None:
+    """Let what comes after an update of a buffer read the buffer: that is the tensor that the update returns.
+
+    A layer that is called twice counts its batches twice, and export would have the second call add to the first sum.
+    """
+    for node in exported.graph.nodes:
+        root = _written(node)
+        if root is node or root.op != "get_attr" or isinstance(attribute(exported, root.target), nn.Parameter):
+            continue
+        for user in [user for user in node.users if not _copies_itself(user)]:
+            user.replace_input_with(node, root)
 
 
 def _written(node: Any) -> Any:

@@ -26,14 +26,16 @@ from memrewrite.records.outcomes import Option
 from memrewrite.runtime.dropin import programs
 from memrewrite.simulate import ACTIVATIONS, Timeline, habits
 from memrewrite.simulate.fake.batch import at_batch
+from memrewrite.simulate.fake.fakes import put_back
 from memrewrite.targets.allocator import UNSPLIT
 from memrewrite.targets.cuda_from_cpu import CUDA_FROM_CPU, STATED_ERROR
 from memrewrite.targets.eager import EAGER, Target
 from memrewrite.targets.workspaces import library_bytes
+from memrewrite.torch_internals.logs import quiet
 from memrewrite.workload.hooks import without_hooks
 from memrewrite.workload.sharding import refuse_compiled, refuse_sharded, unwrapped
 from memrewrite.workload.step import Inputs, Step, evaluating
-from memrewrite.workload.workload import Optimizer, workload
+from memrewrite.workload.workload import Optimizer, refuse_laid_out, workload
 
 __all__ = ["Difference", "Estimate", "Largest", "ModuleShare", "Peak", "Textbook", "estimate"]
 
@@ -75,6 +77,7 @@ def estimate(
     if programs(model):  # the copy of it that is simulated would run the original
         raise UsageError("The model is already optimized: its report has the figures, memrewrite.measure takes them.")
     work = workload(model, example_inputs, example_kwargs, optimizer, loss_fn, amp, mode, micro_batches, loop, of_mesh)
+    refuse_laid_out(work.inputs, model)
     wanted, target = _planned_for(model, work.inputs, device)
     refuse_sharded(model)
     memory = None if device_memory is None else device_bytes(device_memory)
@@ -84,9 +87,10 @@ def estimate(
     look = _Look(bare, work.inputs, step, library_bytes(step.mode) if wanted == "cuda" else 0)
     inference = look if step.mode == "inference" else look.inference(wanted)
     progress("simulate")
-    timeline = look.timeline(attribute=True)
-    found = _found(model, look, timeline, inference, wanted)
-    return found if memory is None else _fitted(found, look, timeline, inference, memory, progress)
+    with put_back(step.targets(model, work.inputs).buffers):
+        timeline = look.timeline(attribute=True)
+        found = _found(model, look, timeline, inference, wanted)
+        return found if memory is None else _fitted(found, look, timeline, inference, memory, progress)
 
 
 def _planned_for(model: nn.Module, inputs: Inputs, device: str | torch.device | None) -> tuple[str, Target]:
@@ -148,7 +152,8 @@ class _Look:
     def attempt(self, attribute: bool = False) -> Timeline | None:
         """The timeline, None where the model does not take these inputs."""
         try:
-            return self.timeline(attribute)
+            with quiet():
+                return self.timeline(attribute)
         except CaptureError:
             return None
 

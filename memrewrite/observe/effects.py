@@ -82,6 +82,20 @@ class Effects:
         return found
 
     @functools.cached_property
+    def counters(self) -> frozenset[fx.Node]:
+        """The nodes that only update buffers that none but such nodes touch (``num_batches_tracked += 1``).
+
+        One that draws is none: without it, what runs after it again would draw something else.
+        """
+        found = {node for node, facts in self.of.items() if facts.writes and not (node.users or facts.random)}
+        for node, facts in self.of.items():
+            if any(self.storages[key].origin != "buffer" for key in facts.writes | facts.outputs):
+                found.discard(node)
+        while others := {node for node in found if any(self.readers[key] - found for key in self.of[node].writes)}:
+            found -= others
+        return frozenset(found)
+
+    @functools.cached_property
     def savers(self) -> dict[int, set[fx.Node]]:
         """The nodes because of which autograd keeps each storage."""
         found: dict[int, set[fx.Node]] = defaultdict(set)

@@ -29,6 +29,7 @@ from memrewrite.report.later import complete_by
 from memrewrite.runtime.assembled import assembled
 from memrewrite.runtime.dropin import own, program_from
 from memrewrite.search.so_far import Offer
+from memrewrite.simulate.fake.fakes import put_back
 from memrewrite.workload.hooks import recorders_off, with_hooks_of, without_hooks
 from memrewrite.workload.sharding import refuse_tensor_parallel
 from memrewrite.workload.step import device_of
@@ -88,7 +89,7 @@ def planned(
     them, and what ``prove_in_mesh`` does.
     """
     refuse_tensor_parallel(work.model, work.step.mesh)
-    with recorders_off(work.model):
+    with recorders_off(work.model), put_back(work.step.targets(work.model, work.inputs).buffers):
         return _planned(work, asked, store, progress, offer, given)
 
 

@@ -40,11 +40,11 @@ from memrewrite.torch_internals.autograd_nodes import acting_hooks
 from memrewrite.workload.hooks import with_hooks_of, without_hooks
 from memrewrite.workload.sharding import bucket_notes
 from memrewrite.workload.step import Step, default_loss, device_of
-from memrewrite.workload.workload import Workload, refuse_meta
+from memrewrite.workload.workload import Workload, refuse_laid_out, refuse_meta
 
 _HOOKED = (
-    "What hooks do as the gradient of {name} is there (register_post_accumulate_grad_hook) is no part of the step: an "
-    "optimizer that steps in them has its state beside what is predicted."
+    "What hooks do with the gradient of {name} (register_hook, register_post_accumulate_grad_hook) is no part of the "
+    "step: an optimizer that steps in them has its state beside what is predicted."
 )
 _SOONER = "Nothing had to be rewritten: written out as a program, the model lets go of values sooner."
 _NOT_WHOLE = "returns={!r} has no effect but on the training step of a model that is captured whole."
@@ -88,6 +88,7 @@ def run(work: Workload, asked: Request, progress: Progress, offer: Offer = decli
     then verified like any other.
     """
     refuse_meta(work.inputs, work.model)
+    refuse_laid_out(work.inputs, work.model)
     work, ranges = asked.placed(work)
     bare = replace(work, model=without_hooks(work.model))
     limit = limit_for(asked.budget, asked.reserved, work.step.device_type(bare.model, work.inputs))
@@ -132,7 +133,7 @@ def run(work: Workload, asked: Request, progress: Progress, offer: Offer = decli
 
 
 def _told_of_hooks(model: nn.Module) -> tuple[str, ...]:
-    """What to say where parameters have hooks that act as their gradients are there, which no step here calls."""
+    """What to say where parameters have hooks for their gradients, which no step here calls."""
     names = [name for name, parameter in model.named_parameters() if acting_hooks(parameter)]
     return (_HOOKED.format(name=names[0]),) if names else ()
 
@@ -190,7 +191,7 @@ def _rewritten(
             raise
         return best.candidate.noted(INTERRUPTED), best.measured
     if isinstance(found, Unmet):
-        raise infeasible(found.candidate, limit, limit.resolve(original) or 0, found.lowest)
+        raise infeasible(found.candidate, limit, limit.resolve(original) or 0, found.lowest, original)
     return found.candidate, found.measured
 
 

@@ -145,7 +145,7 @@ def _never(effects: Effects, nodes: list[fx.Node]) -> list[bool]:
     for node in nodes:
         f = effects.of[node]
         depth += _switch(node)
-        dirty = bool((f.reads | f.writes) & written - f.statistics) and not is_counter(effects, node)
+        dirty = bool((f.reads | f.writes) & written - f.statistics) and node not in effects.counters
         asks = node.target is torch.is_grad_enabled  # for the mode of the forward pass
         dirty |= bool((f.reads | f.writes | f.outputs | f.saved) & late)
         found.append(dirty or f.stale_save or not f.repeats or depth > 0 or _switch(node) != 0 or asks)
@@ -160,14 +160,6 @@ def _written_late(effects: Effects, nodes: list[fx.Node]) -> set[int]:
         found |= (facts.writes - facts.statistics) & kept
         kept |= facts.saved
     return found
-
-
-def is_counter(effects: Effects, node: fx.Node) -> bool:
-    """Whether a node only updates buffers that no other node touches (``num_batches_tracked += 1``)."""
-    f = effects.of[node]
-    if not f.writes or node.users or any(effects.storages[key].origin != "buffer" for key in f.writes | f.outputs):
-        return False
-    return not any(effects.readers[key] - {node} for key in f.writes if key in effects.readers)
 
 
 def _switch(node: fx.Node) -> int:

@@ -19,10 +19,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from memrewrite.runtime.dict_versions import TICKS, moment, version_of
 from memrewrite.runtime.differences import (
     ABSENT,
+    WITHIN_CACHED,
     another_dictionary,
     another_forward,
     another_hook,
@@ -96,6 +98,8 @@ class Guards:
                     self._note_module(holder, owner, base if owner is root else type(owner), names)
                 elif owner is not ABSENT:
                     self._note_object(".".join(str(part) for part in holder if part != ""), owner, names)
+        if any(map(parametrize.is_parametrized, inside.values())):
+            self._computed.append(("parametrize", parametrize, "_cache_enabled"))
         self._rows, self._version, self._loose_then = list(self._make_rows()), 0, b""
         self._moment: object = None  # of the last call in which all was as it was
         self._empty: list[dict[str, Any]] = []  # those that were empty then
@@ -286,6 +290,8 @@ class Guards:
         computed = self.captured[len(self._plain) :]
         for (label, owner, name), then in zip(self._computed, computed, strict=True):
             if self._form(now := getattr(owner, name, ABSENT)) != self._form(then):
+                if owner is parametrize:
+                    yield WITHIN_CACHED
                 yield another_value(joined(label, name), then, now)
 
     def _new_attribute(self, path: str, then: int, now: int) -> str:

@@ -48,7 +48,7 @@ from memrewrite.state.random_state import preserved_rng
 from memrewrite.targets.allocator import Allocator, Requests, allocator_on, cuda_allocator
 from memrewrite.targets.transients import Transients
 from memrewrite.targets.workspaces import library_requests
-from memrewrite.torch_internals.fake_tensors import FAKE_TENSOR_ERRORS, FakeTensor
+from memrewrite.torch_internals.fake_tensors import FAKE_TENSOR_ERRORS, FakeTensor, NoDataError
 from memrewrite.torch_internals.fsdp import seen_by, without_peers
 from memrewrite.torch_internals.fsdp_offload import copies_seen
 from memrewrite.torch_internals.spread import is_divided
@@ -194,6 +194,8 @@ def _on_fakes(
     """The fake twin of a module, its inputs and the targets, where the step runs on them."""
     targets = step.targets(module, inputs)
     try:
+        if any(tensor.layout is not torch.strided for tensor in targets.all):
+            raise NoDataError("how much a sparse tensor holds")
         with (
             put_back(targets.buffers),
             step.target.optimizer_kernels(),
@@ -204,7 +206,8 @@ def _on_fakes(
         ):
             given = [*fakes.tensors(), *twin.parameters()]
             shard(twin)
-            yield twin, fakes, Targets(fakes_of(targets.of_batch, given), fakes_of(targets.fixed, given))
+            held = (targets.of_batch, targets.fixed, targets.beside)
+            yield twin, fakes, Targets(*(fakes_of(tensors, given) for tensors in held))
             refuse_trained_beside(given, [] if step.loss_fn is None else [*chain(*held_by(step.loss_fn))])
     except FAKE_TENSOR_ERRORS as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)

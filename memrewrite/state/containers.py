@@ -66,12 +66,12 @@ def copied(container: Any) -> Any:
     return new
 
 
-def in_closure(function: FunctionType) -> list[Any]:
-    """The values of the variables that a function has from around it, but of those that have none yet."""
-    found = []
-    for cell in function.__closure__ or ():
+def in_closure(function: FunctionType) -> dict[str, Any]:
+    """The variables that a function has from around it, but for those that have no value yet."""
+    found = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):
-            found.append(cell.cell_contents)
+            found[name] = cell.cell_contents
     return found
 
 

@@ -58,8 +58,13 @@ def has_hooks(tensor: torch.Tensor) -> bool:
 
 
 def acting_hooks(tensor: torch.Tensor) -> list[Any]:
-    """The user's functions that are called as the gradient of a tensor is there, such as an optimizer's step."""
-    return [hook for hook in (tensor._post_accumulate_grad_hooks or {}).values() if not _is_part(hook)]
+    """The user's functions that are given the gradient of a tensor, or called as it is there, as an optimizer's step."""
+    return [hook for table in _tables(tensor) for hook in table.values() if not _is_part(hook)]
+
+
+def _tables(tensor: torch.Tensor) -> list[Any]:
+    """The hooks of a tensor by kind; autograd holds these very dictionaries."""
+    return [table for table in (tensor._backward_hooks, tensor._post_accumulate_grad_hooks) if table]
 
 
 def _is_part(hook: Any) -> bool:
@@ -69,7 +74,7 @@ def _is_part(hook: Any) -> bool:
 @contextmanager
 def acting_hooks_off(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
     """Let no such function be called meanwhile."""
-    tables: list[Any] = [tensor._post_accumulate_grad_hooks for tensor in tensors if acting_hooks(tensor)]
+    tables = [table for tensor in tensors if acting_hooks(tensor) for table in _tables(tensor)]
     hooks = [dict(table) for table in tables]
     for table, kept in zip(tables, hooks, strict=True):
         table.clear()

@@ -56,6 +56,7 @@ __all__ = [
     "asks_for_memory",
     "asks_for_numbers",
     "fake_of",
+    "has_no_storage",
     "in_place_of_modes",
     "is_fake",
     "known_as_real",
@@ -162,6 +163,11 @@ def asks_for_numbers(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and _ASKED_FOR_NUMBERS in str(error)
 
 
+def has_no_storage(error: Exception) -> bool:
+    """Whether it was raised because a tensor without data is sparse, or nested, and is no tensor of one storage."""
+    return any(words in str(error) for words in _NO_STORAGE)
+
+
 def lacks_fake_rule(error: Exception) -> str:
     """The name of the operator that has no rule for fake tensors, if that is why it was raised, else ""."""
     if isinstance(error, UnsupportedOperatorException):
@@ -170,6 +176,7 @@ def lacks_fake_rule(error: Exception) -> str:
     return found[0] if found and any(words in str(error) for words in _NO_RULE) else ""
 
 
+_NO_STORAGE = ("Cannot access storage of Sparse", "shape_env must not be None", "NestedTensorImpl doesn't support")
 _NO_RULE = ("no fake impl", "no Meta kernel", "not supported on the Meta", "Meta kernel registered")
 _ASKED_FOR_NUMBERS = "but its data is not allocated yet"
 _ASKED_FOR_MEMORY = ("Cannot access data pointer of Tensor", ".numpy() is not supported for tensor subclasses")

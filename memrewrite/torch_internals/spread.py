@@ -104,4 +104,6 @@ def parts_of(tensor: Tensor) -> tuple[Tensor, ...]:
         return (tensor,)
     if tensor.layout is torch.sparse_coo:
         return (tensor._indices(), tensor._values())
+    if tensor.layout is torch.sparse_csr:
+        return (tensor.crow_indices(), tensor.col_indices(), tensor.values())
     return ()

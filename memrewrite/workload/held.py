@@ -1,9 +1,10 @@
 """The tensors a function holds: in its closure, its defaults, the globals its code names, partials and objects.
 
 A loss function ``lambda output: criterion(output, target)`` holds a target, which lives as long as the step does and
-which no call shows.
+which no call shows. So may a forward hold a frozen teacher that is a global of its file.
 """
 
+import dis
 import functools
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from memrewrite.records.lines import is_users
 from memrewrite.state.containers import in_closure
 
 _DEEPEST = 4  # containers, objects and functions inside one another: a method of a trainer reaches everything
@@ -20,20 +22,24 @@ _DEEPEST = 4  # containers, objects and functions inside one another: a method o
 
 @dataclass(frozen=True)
 class Targets:
-    """The tensors a loss function holds: those that come with each batch, and those of its own modules."""
+    """The tensors a loss function holds: those that come with each batch, and those of its own modules.
+
+    ``beside`` are those that the model's code holds and that are no part of the model.
+    """
 
     of_batch: tuple[Tensor, ...] = ()
     fixed: tuple[Tensor, ...] = ()
+    beside: tuple[Tensor, ...] = ()
 
     @property
     def all(self) -> tuple[Tensor, ...]:
-        """Both."""
-        return (*self.of_batch, *self.fixed)
+        """All of them."""
+        return (*self.of_batch, *self.fixed, *self.beside)
 
     @property
     def buffers(self) -> list[Tensor]:
-        """Those of the loss function's modules that are no parameters."""
-        return [tensor for tensor in self.fixed if not isinstance(tensor, nn.Parameter)]
+        """Those that are no parameters and come with no batch."""
+        return [tensor for tensor in (*self.fixed, *self.beside) if not isinstance(tensor, nn.Parameter)]
 
     @property
     def changing(self) -> list[Tensor]:
@@ -65,6 +71,41 @@ def held_by(function: Callable[..., Any]) -> tuple[list[Tensor], list[Tensor]]:
     return list(own.values()), [tensor for key, tensor in of_modules.items() if key not in own]
 
 
+def held_beside(model: nn.Module) -> list[Tensor]:
+    """Tensors that the code of a model's layers holds, each once: what forward and the methods it calls name."""
+    found: dict[int, Tensor] = {}
+    for own, of_modules in map(held_by, _called(model)):
+        found |= {id(tensor): tensor for tensor in (*own, *of_modules)}
+    return list(found.values())
+
+
+def named_beside(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The globals that these functions name, and what their closures hold, by name."""
+    for function in _called(model):
+        names = _names(function.__code__)
+        yield from ((name, function.__globals__[name]) for name in sorted(names) if name in function.__globals__)
+        yield from in_closure(function).items()
+
+
+def _called(model: nn.Module) -> Iterator[types.FunctionType]:
+    """The user's functions that a call of a model may run as methods of its layers."""
+    return (method for kind in {type(module): None for module in model.modules()} for method in _methods(kind))
+
+
+def _methods(kind: type) -> list[types.FunctionType]:
+    """The user's functions that a call of a module of this class may run, by the names that their code has."""
+    theirs: dict[str, types.FunctionType] = {}
+    for each in reversed(kind.__mro__):
+        theirs |= {name: f for name, f in vars(each).items() if isinstance(f, types.FunctionType)}
+    found, names = dict[str, types.FunctionType](), ["forward", "__call__"]
+    while names:
+        method = theirs.get(name := names.pop())
+        if name not in found and method is not None and is_users(method.__code__.co_filename):
+            found[name] = method
+            names += method.__code__.co_names
+    return list(found.values())
+
+
 def _inside(value: Any) -> Iterator[Any]:
     """What a container, a function or a plain object refers to; nothing for what is no carrier of tensors."""
     if isinstance(value, Mapping):
@@ -84,7 +125,7 @@ def _inside(value: Any) -> Iterator[Any]:
 
 def _named(function: types.FunctionType) -> Iterator[Any]:
     """What a Python function can reach by a name; of other functions in globals, those of its own file."""
-    yield from in_closure(function)
+    yield from in_closure(function).values()
     yield from (function.__defaults__ or (), function.__kwdefaults__ or {})
     for name in _names(function.__code__):
         value = function.__globals__.get(name)
@@ -93,7 +134,8 @@ def _named(function: types.FunctionType) -> Iterator[Any]:
             yield value
 
 
-def _names(code: types.CodeType) -> set[str]:
-    """The names that a function and the functions in it look up."""
+@functools.lru_cache(4096)
+def _names(code: types.CodeType) -> frozenset[str]:
+    """The names of globals that a function and the functions in it look up."""
     inner = [_names(each) for each in code.co_consts if isinstance(each, types.CodeType)]
-    return set(code.co_names).union(*inner)
+    return frozenset(i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL").union(*inner)

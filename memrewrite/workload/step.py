@@ -23,8 +23,8 @@ from memrewrite.records.mesh import Ddp, Fsdp, Mesh
 from memrewrite.targets.eager import EAGER, Target
 from memrewrite.torch_internals.pytrees import tensors_in, tree_map
 from memrewrite.torch_internals.scaler import Scaler
-from memrewrite.torch_internals.spread import computed_on
-from memrewrite.workload.held import Targets, held_by
+from memrewrite.torch_internals.spread import computed_on, parts_of
+from memrewrite.workload.held import Targets, held_beside, held_by
 from memrewrite.workload.in_backward import stepping_in_backward, while_backward
 from memrewrite.workload.optimizers import OptimizerFactory
 
@@ -155,14 +155,18 @@ class Step:
         return self.begin(module, inputs, optimizer).take(on_phase)
 
     def targets(self, module: nn.Module, inputs: Inputs) -> Targets:
-        """What the loss function holds that is neither the module's nor an input."""
-        if self.loss_fn is None or self.mode == "inference":
+        """What the loss function and the code of the module hold that is neither the module's nor an input."""
+        loss = ([], []) if self.loss_fn is None or self.mode == "inference" else held_by(self.loss_fn)
+        held = *loss, held_beside(module)
+        if not any(held):
             return Targets()
-        known = {id(t.untyped_storage()) for t in [*module.parameters(), *module.buffers(), *inputs.tensors()]}
-        of_batch, fixed = (
-            tuple(t for t in found if id(t.untyped_storage()) not in known) for found in held_by(self.loss_fn)
-        )
-        return Targets(of_batch, fixed)
+        given = [*module.parameters(), *module.buffers(), *inputs.tensors()]
+        known = {id(part.untyped_storage()) for tensor in given for part in parts_of(tensor)}
+
+        def new(tensor: Tensor) -> bool:
+            return not any(id(part.untyped_storage()) in known for part in parts_of(tensor))
+
+        return Targets(*(tuple(filter(new, found)) for found in held))
 
     def backward(self, loss: Tensor) -> None:
         """Make the gradients of ``loss``; a step that does more than that overrides it."""

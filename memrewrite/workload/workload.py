@@ -109,6 +109,18 @@ def refuse_meta(inputs: Inputs, *models: nn.Module) -> None:
         )
 
 
+def refuse_laid_out(inputs: Inputs, model: nn.Module) -> None:
+    """Raise ``UsageError`` for sparse and nested tensors that are given: nothing tells what a step on them takes."""
+    named = [*model.named_parameters(), *model.named_buffers(), *(("An input", tensor) for tensor in inputs.tensors())]
+    for name, tensor in named:
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            kind = "nested" if tensor.is_nested else "sparse"
+            raise UsageError(
+                f"{name} is a {kind} tensor ({tensor.layout}), whose memory nothing tells before a step has run; compute "
+                "with the tensors that it is made of (by index_select and index_add, say), or call memrewrite.measure."
+            )
+
+
 def _refuse_unseen(inputs: Inputs) -> None:
     """Raise ``UsageError`` for an input that is no tensor and holds some, which would not be counted."""
     for leaf in tree_leaves((inputs.args, inputs.kwargs)):

@@ -277,6 +277,39 @@ def test_what_keeps_a_plan_from_what_it_is_for_is_named_with_what_to_do() -> Non
     assert caught.value.summary.endswith('regions=["layers.*"] say. What else would fit:')
 
 
+def layer() -> nn.Module:
+    """A layer that stays a call, and an activation that writes over what it is given."""
+    return nn.Sequential(nn.utils.spectral_norm(nn.Conv2d(8, 8, 3, padding=1)), nn.LeakyReLU(0.2, inplace=True))
+
+
+def test_the_lowest_peak_may_be_that_of_the_model_as_it_is() -> None:
+    model, x = nn.Sequential(layer(), layer(), layer()), torch.randn(8, 8, 16, 16)
+    peak = memrewrite.estimate(model, x).peak
+    with pytest.raises(BudgetInfeasibleError, match="of the model as it is") as caught:
+        memrewrite.optimize(model, x, budget="60%")
+    assert caught.value.lowest == peak.bytes
+    assert all(option.peak_bytes < peak.bytes for option in caught.value.options if option.fits)
+
+
+class Scattered(nn.Module):
+    """Takes no autocast: a product in bfloat16 is scattered into float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(32, 256), nn.Tanh(), nn.Linear(256, 32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(32).expand(len(x), 32)
+        return torch.zeros(len(x), 64).scatter(1, places, self.layers(x)).tanh()
+
+
+def test_what_cannot_be_done_is_tried_in_silence(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(BudgetInfeasibleError) as caught:
+        memrewrite.optimize(Scattered(), torch.randn(256, 32), budget="30%")
+    assert not any("autocast" in option.name for option in caught.value.options)
+    assert capfd.readouterr().err == ""
+
+
 NET = """
 from tests.support.models import SwishNet, rows
 

@@ -354,14 +354,18 @@ def test_an_optimizer_that_steps_in_backward_takes_no_step_of_ours(call: Any) ->
         optimizers[id(parameter)].step()
         optimizers[id(parameter)].zero_grad()
 
+    seen: list[Tensor] = []
     for parameter in model.parameters():
+        parameter.register_hook(seen.append)
         parameter.register_post_accumulate_grad_hook(step)
     found = call(model, torch.randn(64, 8))
     assert not any(optimizer.state for optimizer in optimizers.values())
+    assert not seen
     if isinstance(found, tuple):
-        assert any(note.startswith("What hooks do as the gradient of 0.weight is there") for note in found)
+        assert any(note.startswith("What hooks do with the gradient of 0.weight") for note in found)
     model(torch.randn(64, 8)).sum().backward()
     assert all(optimizer.state for optimizer in optimizers.values())
+    assert len(seen) == 4
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ Each row edits the drop-in and a plain twin alike; both are compared bit by bit.
 one warning that names the change, or the change is followed without a word.
 """
 
+import contextlib
 import copy
 import functools
 import gc
@@ -21,6 +22,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
 
 import memrewrite
 from memrewrite.artifact.load import load
@@ -435,6 +437,25 @@ def test_what_forward_sets_up_itself_is_not_there_before() -> None:
     assert_same_bits(numbers, step(copy.deepcopy(model), x))
     model(x)  # sets up what the two share
     assert "1.ready is new" in told(result, x)[1][0]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_weights_that_are_computed_once_for_several_calls() -> None:
+    """``parametrize.cached`` is no attribute of the model: spectral normalization then takes one step for all calls."""
+    torch.manual_seed(0)
+    model = nn.Sequential(parametrizations.spectral_norm(nn.Linear(16, 64)), nn.Tanh(), nn.Linear(64, 16), nn.Tanh())
+    result: Any = memrewrite.optimize(copy.deepcopy(model), torch.randn(32, 16), verify=False, budget="min")
+    for module, count in ((copy.deepcopy(result), 1), (result, 0)):
+        x, ours, theirs = torch.randn(32, 16), copy.deepcopy(module), copy.deepcopy(model)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always", FallbackWarning)
+            for each in (ours, theirs):
+                with parametrize.cached() if count else contextlib.nullcontext():
+                    (each(x).square().mean() + each(2 * x).mean()).backward()
+        assert ["within parametrize.cached()" in str(w.message) for w in seen] == [True] * count
+        assert_same_bits(ours.state_dict(), theirs.state_dict())
+        grads = [[p.grad for p in each.parameters()] for each in (ours, theirs)]
+        assert all(a is not None and a.equal(b) for a, b in zip(*grads, strict=True))
 
 
 def test_another_table_of_hooks(result: Any) -> None:

@@ -67,9 +67,44 @@ class SharedNorm(nn.Module):
 def test_a_norm_called_twice_updates_its_statistics_twice(size: Size) -> None:
     torch.manual_seed(0)
     model = SharedNorm()
-    ours = step(segmented(model, image(), size=size).module, image())
+    found = segmented(model, image(), size=size)
+    ours = step(found.module, image())
     assert_same_bits(ours, step(model, image()))
     assert ours["norm.num_batches_tracked"] == 2
+    if size == 100:  # one segment may hold both calls, or end between them
+        assert [name for name in found.inside() if "add_" in name or "batch_norm" in name] == [
+            *("add_", "batch_norm", "add__1", "batch_norm_1")
+        ]
+
+
+class Tracked(nn.Module):
+    """Keeps averages of what passes, in place, and fills a buffer with random numbers, before it drops some."""
+
+    average: Tensor
+    noise: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.dropout = nn.Conv2d(3, 3, 3, padding=1), nn.Dropout(0.3)
+        self.register_buffer("average", torch.zeros(()))
+        self.register_buffer("noise", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = torch.sigmoid(self.conv(torch.tanh(x)))
+            self.average.mul_(0.9).add_(x.detach().mean(), alpha=0.1)
+        self.noise.normal_()
+        return self.dropout(torch.sigmoid(self.dropout(self.conv(torch.tanh(x)))))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_averages_are_updated_once_and_what_draws_into_a_buffer_never_runs_again(size: Size) -> None:
+    torch.manual_seed(0)
+    model = Tracked()
+    found = segmented(model, image(), size=size)
+    assert_same_bits(step(found.module, image()), step(model, image()))
+    assert "normal_" not in found.inside()
+    assert "mul_" in found.inside() or size == 1
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -298,8 +333,8 @@ def normalized() -> nn.Module:
 
 @pytest.mark.parametrize(
     ("build", "x"),
-    [(Counted, image()), (normalized, image()[0, 0]), (SharedNorm, image())],
-    ids=["step count", "spectral norm", "norm called twice"],
+    [(Counted, image()), (normalized, image()[0, 0])],
+    ids=["step count", "spectral norm"],
 )
 def test_buffers_that_something_else_reads_are_written_outside_segments(
     build: Callable[[], nn.Module], x: Tensor

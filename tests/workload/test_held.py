@@ -135,3 +135,77 @@ def test_what_is_measured_has_the_targets_too() -> None:
     with_target = memrewrite.measure(module, x, loss_fn=of_global, optimizer="sgd")
     assert with_target.peak == memrewrite.estimate(module, x, loss_fn=of_global, optimizer="sgd").peak.bytes
     assert with_target.phases[0][1] == memrewrite.measure(module, x, optimizer="sgd").phases[0][1] + 4096
+
+
+EDGES = torch.eye(64).to_sparse()
+TEACHER = nn.Sequential(nn.Linear(32, 512), nn.BatchNorm1d(512)).requires_grad_(False)
+BESIDE = nn.Linear(32, 512)
+body = torch.ones(1 << 20)  # what forward names is an attribute of the model
+
+
+class Student(nn.Module):
+    """Has a frozen teacher, which its own file has and it does not, asked by a method."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(32, 128), nn.Tanh(), nn.Linear(128, 32))
+
+    def taught(self, x: Tensor) -> Tensor:
+        found: Tensor = TEACHER(x)[:, :32]
+        return found
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.body(self.taught(x))
+        return result
+
+
+class Helped(Student):
+    """Trains a layer of its own file besides."""
+
+    def taught(self, x: Tensor) -> Tensor:
+        found: Tensor = BESIDE(x)[:, :32]
+        return found
+
+
+def test_what_forward_holds_by_a_global_is_counted_and_left_as_it_was() -> None:
+    torch.manual_seed(0)
+    model, x, before = Student(), torch.randn(64, 32), {k: v.clone() for k, v in TEACHER.state_dict().items()}
+    foreseen = memrewrite.estimate(model, x).peak
+    assert memrewrite.measure(model, x).peak == foreseen.bytes
+    assert foreseen.categories["buffers"] >= 4 * 512 * 32
+    result = memrewrite.optimize(model, x, budget="min")
+    assert result.report.predicted_before is not None
+    assert result.report.predicted_after is not None
+    assert result.report.predicted_before.peak == foreseen.bytes
+    assert memrewrite.measure(result, x).peak == result.report.predicted_after.peak
+    assert memrewrite.verify(model, result, x).equivalent
+    assert all(value.equal(before[name]) for name, value in TEACHER.state_dict().items())
+
+
+def test_a_layer_beside_the_model_keeps_no_gradient_of_ours() -> None:
+    model, x = Helped(), torch.randn(64, 32)
+    before = BESIDE.weight.detach().clone()
+    memrewrite.measure(model, x)
+    memrewrite.verify(model, model, x)
+    assert BESIDE.weight.grad is None
+    assert BESIDE.weight.equal(before)
+    BESIDE.weight.grad = kept = torch.ones(512, 32)
+    memrewrite.measure(model, x)
+    assert BESIDE.weight.grad is kept
+    BESIDE.weight.grad = None
+
+
+class Linked(Student):
+    """Takes steps along edges, a sparse tensor of its own file; no other batch goes with them."""
+
+    def taught(self, x: Tensor) -> Tensor:
+        return torch.sparse.mm(EDGES, x)
+
+
+def test_a_sparse_tensor_beside_the_model_is_counted(capfd: pytest.CaptureFixture[str]) -> None:
+    model, x = Linked(), torch.randn(64, 32)
+    foreseen = memrewrite.estimate(model, x).peak.bytes
+    assert capfd.readouterr().err == ""
+    assert memrewrite.measure(model, x).peak == foreseen
+    result = memrewrite.optimize(model, x, budget="min")
+    assert memrewrite.verify(model, result, x).equivalent

@@ -140,11 +140,12 @@ def fakes_of(tensors: Sequence[Tensor], like: Sequence[Tensor]) -> tuple[Tensor,
 @contextmanager
 def put_back(tensors: Sequence[Tensor]) -> Iterator[None]:
     """Put back what real tensors hold: operators that are given no fake one, as a counter's ``add_``, write them."""
-    copies = [tensor.detach().clone() for tensor in tensors]
+    written = (tensor for tensor in tensors if tensor.layout is torch.strided and not tensor.is_meta)
+    copies = [(tensor, tensor.detach().clone()) for tensor in written]
     try:
         yield
     finally:
-        for tensor, copy in zip(tensors, copies, strict=True):
+        for tensor, copy in copies:
             if not torch.equal(tensor, copy):
                 tensor.detach().copy_(copy)
 

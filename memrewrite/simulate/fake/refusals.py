@@ -5,6 +5,7 @@ from memrewrite.torch_internals.fake_tensors import (
     FAKE_TENSOR_ERRORS,
     asks_for_memory,
     asks_for_numbers,
+    has_no_storage,
     lacks_fake_rule,
 )
 
@@ -21,6 +22,11 @@ def needs_data(name: str, error: Exception) -> str:
         return (
             f"{name} makes an index of the numbers in a tensor, taken one by one (at {place}), which no graph can "
             "hold; index with the tensor itself."
+        )
+    if has_no_storage(error):
+        return (
+            f"{name} computes with a sparse or a nested tensor (at {place}), whose memory nothing tells before it is "
+            "there; compute with the tensors that it is made of, by index_select and index_add say."
         )
     if operator := lacks_fake_rule(error):
         return (

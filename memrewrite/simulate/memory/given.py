@@ -8,6 +8,7 @@ from memrewrite.records.mesh import Fsdp
 from memrewrite.simulate.fake.copier import tensors_of
 from memrewrite.simulate.memory.recorder import BUFFERS, INPUTS, PARAMETERS, owner
 from memrewrite.simulate.memory.tracker import COMMUNICATION, Tracker
+from memrewrite.torch_internals.spread import parts_of
 from memrewrite.workload.held import Targets
 from memrewrite.workload.step import Inputs, Step
 
@@ -29,6 +30,7 @@ def register_given(tracker: Tracker, module: nn.Module, inputs: Inputs, targets:
     """Say of all that is there before the first step what it is; parameters may lie ``apart``, on the host."""
     register_apart(tracker, module.parameters(), PARAMETERS, apart)
     tracker.register(targets.all, INPUTS)
+    tracker.register(targets.beside, BUFFERS)
     tracker.register(tensors_of(module), BUFFERS)
     for name, buffer in module.named_buffers():
         tracker.register([buffer], BUFFERS, owner(name))
@@ -39,7 +41,7 @@ def register_given(tracker: Tracker, module: nn.Module, inputs: Inputs, targets:
 
 def communicated(tracker: Tracker, module: nn.Module) -> Callable[[list[Tensor]], None]:
     """Lets what is sent to other processes count as such; a buffer that is sent as it is stays one."""
-    own = {id(buffer.untyped_storage()) for buffer in module.buffers()}
+    own = {id(each.untyped_storage()) for buffer in module.buffers() for each in parts_of(buffer)}
 
     def sent(tensors: list[Tensor]) -> None:
         tracker.register([each for each in tensors if id(each.untyped_storage()) not in own], COMMUNICATION)

@@ -1,0 +1,30 @@
+"""Functions of ``torch.compile`` that a forward calls: a program runs them as they are written."""
+
+from collections.abc import Iterator
+from types import FunctionType
+
+from torch import nn
+
+from memrewrite.records.lines import is_users
+from memrewrite.workload.held import named_beside
+
+
+def told_of_compiled(model: nn.Module) -> tuple[str, ...]:
+    """What to say of the functions that ``torch.compile`` made and the code or the attributes of the layers name."""
+    names = ", ".join(dict.fromkeys(_compiled(model)))
+    if not names:
+        return ()
+    return (
+        f"What torch.compile made of {names} runs as it is written, whose last bits may be others, and in more memory "
+        "than compiled: compile what optimize returns (compiled=True plans for that) in place of parts of the model.",
+    )
+
+
+def _compiled(model: nn.Module) -> Iterator[str]:
+    attributes = (item for module in model.modules() for item in vars(module).items())
+    for name, value in (*named_beside(model), *attributes):
+        if isinstance(value, FunctionType) and not is_users(value.__code__.co_filename) and hasattr(value, "__wrapped__"):
+            from memrewrite.torch_internals.compiling import backend_of  # which takes long
+
+            if backend_of(value) is not None:
+                yield name
