@@ -45,9 +45,7 @@ _AMP = "bfloat16 autocast (--amp bf16)"
 _OTHER_BITS = "products and convolutions in bfloat16: other bits, as fast or faster on a GPU"
 
 
-def infeasible(
-    candidate: Candidate, limit: Budget, budget: int, lowest: int, original: int
-) -> BudgetInfeasibleError:
+def infeasible(candidate: Candidate, limit: Budget, budget: int, lowest: int, original: int) -> BudgetInfeasibleError:
     """The error for a limit of ``budget`` bytes that no plan meets; what else would is simulated with this candidate.
 
     ``lowest`` are the lowest bytes reached of what is limited, ``original`` those of the model as it is: where all that

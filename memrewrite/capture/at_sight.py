@@ -72,4 +72,5 @@ def refuse_unseen(graph: fx.Graph, name: str) -> None:
     """Raise ``CaptureError`` for a graph with sparse or nested tensors: nothing tells before it runs what they hold."""
     for node in graph.nodes:
         if any(tensor.layout is not torch.strided for tensor in tensors_in(node.meta.get("val"))):
-            raise CaptureError(f"{name} computes with a sparse or a nested tensor ({node.name}), which no plan can count.")
+            what = f"a sparse or a nested tensor ({node.name})"
+            raise CaptureError(f"{name} computes with {what}, which no plan can count.")

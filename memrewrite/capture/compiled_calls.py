@@ -23,7 +23,8 @@ def told_of_compiled(model: nn.Module) -> tuple[str, ...]:
 def _compiled(model: nn.Module) -> Iterator[str]:
     attributes = (item for module in model.modules() for item in vars(module).items())
     for name, value in (*named_beside(model), *attributes):
-        if isinstance(value, FunctionType) and not is_users(value.__code__.co_filename) and hasattr(value, "__wrapped__"):
+        wraps = isinstance(value, FunctionType) and hasattr(value, "__wrapped__")
+        if wraps and not is_users(value.__code__.co_filename):
             from memrewrite.torch_internals.compiling import backend_of  # which takes long
 
             if backend_of(value) is not None:

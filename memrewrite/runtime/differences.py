@@ -12,7 +12,7 @@ ABSENT = ...  # a value that can be compared as bytes
 Owners = dict[str, tuple[dict[str, Any], str]]
 """By the name of a tensor the dictionary that it lies in, and its name there."""
 _SHORT = reprlib.Repr()
-WITHIN_CACHED = "it is called within parametrize.cached(), where each parametrized weight is computed once for all calls"
+WITHIN_CACHED = "it is called within parametrize.cached(), where each parametrized weight is computed once for all"
 
 
 def joined(path: str, name: Any) -> str:

@@ -16,8 +16,6 @@ from memrewrite.search.planning import Planned, plan, without_needless_casts, wi
 RESERVE = 0.002
 # What a plan leaves of a budget of reserved bytes there: in other processes one segment of small tensors more was seen.
 _STRAY = 2 * 2 * 2**20
-# One pass need not tell the peak of two steps to the byte: it decides where it is so many times the budget.
-_CLEAR = 1.05
 
 
 @dataclass(frozen=True)
@@ -95,7 +93,7 @@ class Asked:
         if self.limit.minimum:
             return True
         usual = None if self.limit.reserved else candidate.bench.usual
-        if usual is not None and candidate.rehearse(usual, 0) > _CLEAR * self.budget:
+        if usual is not None and candidate.is_clearly_above(self.budget, usual):
             return True
         return self.limit.of(candidate.simulate()) > self.budget
 

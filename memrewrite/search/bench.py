@@ -57,7 +57,6 @@ class Bench:
     original: tuple[float, float] | None = None
     tried: list[Tried] = field(default_factory=list, compare=False)
     _simulated: _Simulated = field(default_factory=dict, compare=False)
-    _beside: _Simulated = field(default_factory=dict, compare=False)  # what came with it, until it is asked for
     _courses: dict[tuple[str, ...], Noted] = field(default_factory=dict, compare=False)
     _passes: dict[tuple[str, ...], tuple[Timeline, int]] = field(default_factory=dict, compare=False)
     _twins: Twins = field(default_factory=Twins, compare=False)
@@ -117,7 +116,7 @@ class Bench:
             return None
         with preserved_rng(self.inputs.tensors()):  # a loss of the user's may draw
             loss = of_loss(effects, lambda flat: tree_unflatten(flat, output_tree), self.step, self.device)
-            optimizer = of_optimizer(self.model, self.inputs, self.step)
+            optimizer = self.remembered("optimizer", None, lambda: of_optimizer(self.model, self.inputs, self.step))
         passes = self.step.micro_batches
         return step_times(effects, self.costs(effects), [*[loss] * passes, optimizer], passes, marks)
 
@@ -127,9 +126,7 @@ class Bench:
         """The exact timeline of two steps of ``programs``, as they are ``written``; ``blocks`` counts on CUDA alone."""
         blocks = blocks and self.device == "cuda"
         if (blocks, programs) not in self._simulated:
-            if (blocks, programs) not in self._beside:
-                self._look(programs, written(), blocks, noted)
-            self._simulated[blocks, programs] = self._beside.pop((blocks, programs))
+            self._look(programs, written(), blocks, noted)
         return self._simulated[blocks, programs]
 
     def _look(self, programs: tuple[str, ...], written: Written, blocks: bool, noted: Noted | None) -> None:
@@ -137,10 +134,10 @@ class Bench:
         both = self.device == "cuda" and self.step.mesh is None
         found = self.predict(self.model, written=written, blocks=blocks, both=both, noted=noted)
         if found.asked_for is None:
-            self._beside[blocks, programs] = found
+            self._simulated[blocks, programs] = found
         else:
-            self._beside[True, programs] = replace(found, asked_for=None)
-            self._beside[False, programs] = found.asked_for
+            self._simulated[True, programs] = replace(found, asked_for=None)
+            self._simulated[False, programs] = found.asked_for
 
     def has_simulated(self, programs: tuple[str, ...]) -> bool:
         """Whether their timeline is known, blocks aside."""

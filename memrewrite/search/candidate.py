@@ -28,6 +28,8 @@ from memrewrite.search.regions import Region
 from memrewrite.simulate import Noted, Timeline
 from memrewrite.workload.step import Step
 
+# One pass need not tell the peak of two steps to the byte: it decides where it is so many times the budget.
+_CLEAR = 1.05
 Look = Callable[[fx.GraphModule, Effects], Effects]
 """Another way to look at a graph, given its effects in the step that is planned for."""
 
@@ -270,6 +272,10 @@ class Candidate:
             return self.peak(spare)
         once = self.bench.one_pass(self.programs, self.written, usual, self._noted)
         return max(once + spare, usual.peak_of_optimizer)
+
+    def is_clearly_above(self, size: int, usual: Timeline, spare: int = 0) -> bool:
+        """Whether one pass tells that ``peak`` is above ``size`` bytes."""
+        return self.rehearse(usual, spare) > _CLEAR * size
 
     @property
     def _noted(self) -> Noted | None:

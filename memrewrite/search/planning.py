@@ -111,7 +111,9 @@ def _one_node_exceeds(candidate: Candidate, size: float) -> bool:
 
 def _exceeds(candidate: Candidate, budget: int, spare: int) -> bool:
     """Whether the candidate as it is takes more than the budget, which no plan makes the optimizer's step fit."""
-    return _usual(candidate).peak_of_optimizer > budget or candidate.peak(spare) > budget
+    usual = _usual(candidate)
+    clear = usual.peak_of_optimizer > budget or candidate.is_clearly_above(budget, usual, spare)
+    return clear or candidate.peak(spare) > budget
 
 
 def _with_casts(candidate: Candidate) -> Candidate:

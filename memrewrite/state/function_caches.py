@@ -51,7 +51,8 @@ def _among(values: Iterable[Any]) -> Iterator[Any]:
         if isinstance(function, functools._lru_cache_wrapper):
             yield function
         elif isinstance(function, FunctionType):
-            yield from (each for each in in_closure(function).values() if isinstance(each, functools._lru_cache_wrapper))
+            held = in_closure(function).values()
+            yield from (each for each in held if isinstance(each, functools._lru_cache_wrapper))
 
 
 def _keeps_fakes(cached: Any) -> bool:

@@ -58,7 +58,7 @@ def has_hooks(tensor: torch.Tensor) -> bool:
 
 
 def acting_hooks(tensor: torch.Tensor) -> list[Any]:
-    """The user's functions that are given the gradient of a tensor, or called as it is there, as an optimizer's step."""
+    """The user's functions that are given the gradient of a tensor, or called as it is there, as an optimizer is."""
     return [hook for table in _tables(tensor) for hook in table.values() if not _is_part(hook)]
 
 

@@ -9,13 +9,14 @@ import contextlib
 import functools
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from memrewrite.torch_internals.pytrees import tensors_in
+from memrewrite.torch_internals.sizes_passed_on import Form, Sizes, form_of, passes_sizes_on
 from memrewrite.torch_internals.versions import private_imports, require
 
 with private_imports():
@@ -122,8 +123,9 @@ class Recall(Layer):
         results = _RESULTS.get(known, _UNSEEN)
         if results is _UNSEEN:
             return func(*args, **kwargs) if func in _UNKEPT else self._learn(known, func, args, kwargs)
-        if results is None:
-            return func(*args, **kwargs)
+        return func(*args, **kwargs) if results is None else self._give(results, args)
+
+    def _give(self, results: "_Results", args: tuple[Any, ...]) -> Any:
         if results.kind is None:
             return self._make(results.each[0], args)
         return results.kind([self._make(result, args) for result in results.each])
@@ -163,8 +165,13 @@ class Recall(Layer):
         return True
 
     def _learn(self, known: tuple[Any, ...], func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run the operator, and keep what the mode would keep of it."""
+        """Run the operator, and keep what the mode would keep of it; told by other sizes, it need not run."""
         _LEARNED.add(func)
+        form = form_of(known[1:3], func, args, kwargs) if passes_sizes_on(func) else None
+        if form is not None and (alike := _FORMED.get(form[0])) is not None:
+            told = alike.at(form[1].all)
+            _RESULTS[known] = told
+            return self._give(told, args)
         result, kept = _run_and_keep(self._mode, func, args, kwargs)
         if func in _VIEWS:
             _RESULTS[known] = _views(result, args[0])
@@ -177,7 +184,9 @@ class Recall(Layer):
             else:
                 _RESULTS[known] = made
         else:
-            _RESULTS[known] = None if kept is None else _results(kept)
+            _RESULTS[known] = found = None if kept is None else _results(kept)
+            if form is not None and found is not None and (formed := _formed(found, form[1])) is not None:
+                _FORMED[form[0]] = formed
         return result
 
     def _make(self, result: "_Given", args: tuple[Any, ...]) -> Any:
@@ -275,8 +284,28 @@ class _Results:
     each: tuple[_Given, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _Formed:
+    """What calls give that differ in sizes: each with its form, None for what is no new tensor."""
+
+    kind: type[list[Any]] | type[tuple[Any, ...]] | None
+    each: tuple[tuple[_Given, Form | None], ...]
+
+    def at(self, sizes: Sequence[int]) -> _Results:
+        """What one with these sizes gives."""
+        return _Results(self.kind, tuple(_at(given, form, sizes) for given, form in self.each))
+
+
+def _at(given: _Given, form: Form | None, sizes: Sequence[int]) -> _Given:
+    if form is None or not isinstance(given, _Result):
+        return given
+    shape, stride = form.at(sizes)
+    return replace(given, shape=shape, stride=stride)
+
+
 _UNSEEN = _Results(None, ())
 _RESULTS: dict[tuple[Any, ...], _Results | None] = {}  # None for calls that are to be left to the mode
+_FORMED: dict[Any, _Formed] = {}  # by what tells of calls but their sizes
 _LEARNED: set[Any] = set()  # the operators in there, so that no other one gets their ids, which are found sooner
 _UNKEPT: set[Any] = set()  # operators that nothing is kept of
 _BELOW_AUTOCAST = {"aten", "prims", "prim"}
@@ -302,6 +331,22 @@ def _results(kept: _DispatchCacheValidEntry) -> _Results | None:
         else:
             found.append(_Result(made.dtype, made.shape, made.stride, made.device, made.storage_offset, info.view_idx))
     return _Results(tuple if kept.is_output_tuple else None, tuple(found))
+
+
+def _formed(results: _Results, sizes: Sizes) -> _Formed | None:
+    """What calls of other sizes give; None where that is not told by these."""
+    each: list[tuple[_Given, Form | None]] = []
+    for given in results.each:
+        form = None
+        if isinstance(given, _Number):
+            return None
+        if isinstance(given, _Result):
+            own = given.view_of is None and not given.offset
+            form = sizes.form_of_result(given.shape, given.stride) if own else None
+            if form is None:
+                return None
+        each.append((given, form))
+    return _Formed(results.kind, tuple(each))
 
 
 def _new(result: list[Any], args: tuple[Any, ...]) -> _Results | None:

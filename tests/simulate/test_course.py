@@ -140,6 +140,23 @@ def test_what_is_known_of_a_pass_holds_while_more_is_learned_of_operators(monkey
     assert len(noting) == 2  # before it was known what its operators take
 
 
+def test_passes_run_once_where_operators_are_measured_as_they_are_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what the first steps did, the others count what operators take; smaller batches are noted as well."""
+    table, ran = Transients(lambda calls: [Taken(2**20)] * len(calls)), list[str]()
+    monkeypatch.setattr(Target, "transients", lambda target, device, probe=True: table)
+    monkeypatch.setattr(Convolved, "_inside", telling(Convolved._inside, "inside", ran))
+    module, step, noted = Convolved(), step_on(EAGER, loss_of), Noted()
+    found = simulate(module, IMAGES, step, attribute=True)
+    assert found.peak > 2**20
+    assert len(ran) == 2 * 2  # in two steps, forward and again
+    assert simulate(module, IMAGES, step, attribute=True) == found
+    ran.clear()
+    asked = requests(module, IMAGES, step, noted=noted)
+    assert len(ran) == 4 * 2
+    assert noted.steady
+    assert in_turn(asked) == in_turn(requests(module, IMAGES, step))
+
+
 def test_a_loss_that_changes_is_seen() -> None:
     taken: list[int] = []
 
@@ -160,7 +177,7 @@ def test_programs_count_as_they_run(asked: dict[str, Any], monkeypatch: pytest.M
         own_look(bench, programs, written, blocks, noted)
         if noted is not None and noted.alike:
             ran = bench.predict(bench.model, written=written, blocks=blocks, both=True)
-            told = bench._beside[True, programs], bench._beside[False, programs]
+            told = bench._simulated[True, programs], bench._simulated[False, programs]
             assert told == (replace(ran, asked_for=None), ran.asked_for)
             rooms.add(noted.room)
 

@@ -1,6 +1,7 @@
 """Layers see what modes see, and what is recalled is what the fake mode gives."""
 
 import contextlib
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -215,6 +216,66 @@ def test_what_is_done_with_other_rows_of_a_storage_is_recalled(
         found = call(parts[1])
         assert [kinds(each, x)[:6] for each in found] == [kinds(each, x)[:6] for each in expected]
         assert [each is parts[1] for each in found] == [each is parts[0] for each in expected]
+
+
+def layouts(shape: Sequence[int]) -> dict[str, Tensor]:
+    """Images of one shape that lie otherwise in memory."""
+    batch, channels, *image = shape
+    wider = torch.ones(batch, channels + 3, *image)
+    return {
+        "plain": torch.ones(*shape),
+        "channels last": torch.ones(*shape).to(memory_format=torch.channels_last),
+        "with gaps": wider[:, 1:-2],
+        "channels last, with gaps": wider.to(memory_format=torch.channels_last)[:, 1:-2],
+        "transposed": torch.ones(shape[3], batch, *shape[1:3]).permute(1, 2, 3, 0),
+        "expanded": torch.ones(1, *shape[1:]).expand(*shape),
+    }
+
+
+_aten = torch.ops.aten
+PASSING: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
+    "sum": lambda x, y, per: x + y,
+    "broadcast": lambda x, y, per: x[:, :1] * per[:, None, None] - y,
+    "mask": lambda x, y, per: torch.where(y > 0, x, 2.0),
+    "backward": lambda x, y, per: _aten.threshold_backward(x, y, 0),
+    "in place": lambda x, y, per: y.clone().relu_(),
+    "batch norm": lambda x, y, per: _aten.native_batch_norm(x, per, per, per, per, True, 0.1, 1e-5),
+    "known statistics": lambda x, y, per: _aten.native_batch_norm(x, per, None, per, per, False, 0.1, 1e-5),
+    "batch norm's slopes": lambda x, y, per: _aten.native_batch_norm_backward(
+        x, y, per, per, per, per, per, True, 1e-5, [True, False, True]
+    ),
+    "layer norm": lambda x, y, per: _aten.native_layer_norm(x, [x.shape[3]], None, None, 1e-5),
+    "product": lambda x, y, per: _aten.addmm(per, y[:, :, 0, 0], x[0, :, 0, 0].expand(x.shape[1], x.shape[1]).t()),
+    "products": lambda x, y, per: _aten.bmm(x[0].transpose(1, 2), y[0]),
+}
+SHAPES = [(6, 5, 4, 3), (7, 8, 4, 3), (4, 4, 4, 4), (1, 5, 4, 3), (6, 5, 1, 1)]
+
+
+@pytest.mark.parametrize("call", PASSING.values(), ids=PASSING)
+def test_other_sizes_are_told_as_the_mode_gives_them(call: Callable[[Tensor, Tensor, Tensor], Any]) -> None:
+    with FakeTensorMode() as mode:
+        for shape in SHAPES:
+            per = mode.from_tensor(torch.ones(shape[1]))
+            ways = layouts(shape)
+            for one, other in (*itertools.product(ways, ["plain"]), *((way, way) for way in ways)):
+                x, y = mode.from_tensor(ways[one]), mode.from_tensor(ways[other])
+                plain = kinds(call(x, y, per), x)
+                with Recall(mode):
+                    assert kinds(call(x, y, per), x) == plain, (shape, one, other)
+
+
+def test_other_sizes_are_told_without_the_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    with FakeTensorMode() as mode, Recall(mode):
+        sizes = [(11, 13, 6, 6), (17, 19, 3, 3), (23, 29, 31, 31)]
+        given = [(mode.from_tensor(torch.ones(size)), mode.from_tensor(torch.ones(size[1]))) for size in sizes]
+        for call in ("sum", "batch norm", "batch norm's slopes"):
+            PASSING[call](given[0][0], *given[0])
+        monkeypatch.setattr(mode, "dispatch", lambda func, *rest: pytest.fail(f"{func} was asked of the mode"))
+        for x, per in given[1:]:
+            result, mean, _ = PASSING["batch norm"](x, x, per)
+            assert (result.shape, mean.shape) == (x.shape, per.shape)
+            assert PASSING["sum"](x, x, per).stride() == x.stride()
+            assert PASSING["batch norm's slopes"](x, x, per)[0].shape == x.shape
 
 
 def test_tensors_of_another_mode_are_left_to_the_mode() -> None:

@@ -84,7 +84,11 @@ def edges() -> Tensor:
 
 GIVEN: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, ...]], str]] = {
     "a buffer": (Buffered, lambda: (rows(),), r"adjacency is a sparse tensor \(torch\.sparse_coo\)"),
-    "a compressed one": (lambda: Buffered(True), lambda: (rows(),), r"adjacency is a sparse tensor \(torch\.sparse_csr"),
+    "a compressed one": (
+        lambda: Buffered(True),
+        lambda: (rows(),),
+        r"adjacency is a sparse tensor \(torch\.sparse_csr",
+    ),
     "an input": (Given, lambda: (rows(), torch.eye(64).to_sparse()), r"An input is a sparse tensor"),
     "a nested one": (
         lambda: nn.Sequential(nn.Linear(32, 32), Summed()),

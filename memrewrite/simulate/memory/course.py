@@ -5,7 +5,7 @@ blocks of an allocator and without, in one piece, and in more steps with smaller
 the same inputs do the same, which takes a fifth of the time to count.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +18,7 @@ from memrewrite.simulate.memory.counted import Birth, Counted, Ran, Stand, by_cu
 from memrewrite.simulate.memory.tracker import Tracker
 from memrewrite.targets.transients import NOTHING, Taken
 from memrewrite.torch_internals.fake_tensors import FakeTensor
-from memrewrite.torch_internals.pytrees import tensors_in
+from memrewrite.torch_internals.pytrees import tensors_in, tree_iter
 from memrewrite.torch_internals.spread import parts_of
 from memrewrite.workload.step import Inputs, Phase, Running, Step
 
@@ -55,14 +55,16 @@ class Course:
 
 @dataclass(frozen=True)
 class Noted:
-    """What is known of a program's passes, by the table of what operators take; None of those that run each time.
+    """What is known of a program's passes, by the table of what operators take and inputs; None of what runs each time.
 
-    They are counted again where they are ``alike``. ``room`` is for how many bytes the program makes room first of all.
+    They are counted again where they are ``alike``, or by tables with which a second one did what the first had done:
+    those are ``steady``. ``room`` is for how many bytes the program makes room first of all.
     """
 
     courses: dict[object, Course | None] = field(default_factory=dict)
     alike: bool = False
     room: int = 0
+    steady: set[object] = field(default_factory=set)
 
 
 def notable(step: Step, inputs: Inputs) -> bool:
@@ -101,22 +103,31 @@ class Replay:
 
 
 class Noting(Running):
-    """A loop that notes a pass as it runs, and counts later ones by that; passes over other inputs run."""
+    """A loop that notes a pass as it runs, and counts later ones by that."""
 
     def __init__(self, noted: Noted, trackers: Sequence[Tracker], *loop: Any) -> None:
         super().__init__(*loop)
         self._noted, self._trackers, self._usual = noted, trackers, self.inputs
+        self._ran: dict[object, Course | None] = {}  # in this loop
 
     def _pass(self, first: bool, on_phase: OnPhase) -> Any:
-        table, courses = self._trackers[0].table, self._noted.courses
-        if self.inputs is not self._usual:
+        table, noted = self._trackers[0].table, self._noted
+        asked = table, self.inputs is self._usual, tuple(tensor.shape for tensor in self.inputs.tensors())
+        if asked not in noted.courses:
+            loss, noted.courses[asked] = self._note(first, on_phase)
+            self._ran[asked] = noted.courses[asked]
+            return loss
+        course, before = noted.courses[asked], self._ran.get(asked)
+        if course is not None and (noted.alike or table in noted.steady):
+            return self._again(course, on_phase)
+        if before is None:
             return super()._pass(first, on_phase)
-        if table not in courses:
-            return self._note(first, on_phase)
-        course = courses[table] if self._noted.alike else None
-        return super()._pass(first, on_phase) if course is None else self._again(course, on_phase)
+        loss, now = self._note(first, on_phase)
+        noted.steady.update([table] if now == before else ())
+        return loss
 
-    def _note(self, first: bool, on_phase: OnPhase) -> Any:
+    def _note(self, first: bool, on_phase: OnPhase) -> tuple[Any, Course | None]:
+        """Run a pass; gives its loss, and what it did."""
         tracker, log = self._trackers[0], list[Any]()
 
         def tell(phase: Phase) -> None:
@@ -125,14 +136,19 @@ class Noting(Running):
 
         leaves = list(self.module.parameters())
         fresh = all(leaf.grad is None for leaf in leaves)
+        before = {id(tracker.counted(each)) for each in self._held()}
         tracker.course = log
         try:
             loss = super()._pass(first, tell)
         finally:
             tracker.course = None
         results = [part for tensor in tensors_in(self.output) for part in parts_of(tensor)], [loss]
-        self._noted.courses[tracker.table] = course_of(log, leaves, *results, tracker) if fresh else None
-        return loss
+        return loss, course_of(log, leaves, *results, tracker, before) if fresh else None
+
+    def _held(self) -> list[Tensor | Stand]:
+        """What the loop holds of the last step, or what stands for it."""
+        parts = [part for tensor in tensors_in((self.output, self._loss)) for part in parts_of(tensor)]
+        return [*parts, *(each for each in tree_iter((self.output, self._loss)) if isinstance(each, Stand))]
 
     def _again(self, course: Course, on_phase: OnPhase) -> Any:
         """Count what a pass does; returns what stands for its loss."""
@@ -172,21 +188,30 @@ def course_of(
     output: Sequence[Tensor],
     loss: Sequence[Tensor],
     tracker: Tracker,
+    before: Collection[int] = (),
 ) -> Course | None:
-    """What happened; None where that is more than storages that come and go, gradients and results aside."""
+    """What happened; None where that is more than storages that come and go, gradients and results aside.
+
+    Those ``before``, by ``id``, are let go of as a phase ends, by the loop and not by what is noted.
+    """
     numbers: dict[int, int] = {}
     known: dict[Any, _Did] = {}
     entries: list[_Did | int | Phase] = []
     living: set[int] = set()
+    let_go = False
     for entry in log:
         if isinstance(entry, str):
             entries.append(entry)
+            let_go = False
         elif isinstance(entry, Counted):
             if (number := numbers.get(id(entry))) is None:  # it was there before
-                return None
+                let_go = id(entry) in before
+                if not let_go:
+                    return None
+                continue
             living.remove(number)
             entries.append(number)
-        elif entry is None or (entry.added is not None and id(entry.added) not in numbers):
+        elif entry is None or let_go or (entry.added is not None and id(entry.added) not in numbers):
             return None
         elif entry.made or _takes(entry.taken) or by_cublas(entry.func):  # else it does nothing to what is counted
             added = None if entry.added is None else numbers[id(entry.added)]

@@ -12,7 +12,7 @@ import torch.distributed
 from torch import Tensor
 
 from memrewrite.runtime.lazy_output import made_when_used
-from memrewrite.simulate.memory.counted import INNER, Birth, Counted, Life, Log, Ran, by_cublas
+from memrewrite.simulate.memory.counted import INNER, Birth, Counted, Life, Log, Ran, Stand, by_cublas
 from memrewrite.simulate.memory.places import Places
 from memrewrite.targets.allocator import Allocator, Block, rounded
 from memrewrite.targets.eager import EAGER, Target
@@ -123,9 +123,9 @@ class Tracker(Layer):
         """Whether the storage of ``tensor`` is counted now."""
         return self.counted(tensor) is not None
 
-    def counted(self, tensor: Tensor) -> Counted | None:
-        """The storage of ``tensor``, where it is counted now."""
-        return self._live.get(id(tensor.untyped_storage()))
+    def counted(self, tensor: Tensor | Stand) -> Counted | None:
+        """The storage of ``tensor``, or what stands for it, where it is counted now."""
+        return self._live.get(id(tensor if isinstance(tensor, Stand) else tensor.untyped_storage()))
 
     @property
     def table(self) -> object:
