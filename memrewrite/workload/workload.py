@@ -117,7 +117,8 @@ def refuse_laid_out(inputs: Inputs, model: nn.Module) -> None:
             kind = "nested" if tensor.is_nested else "sparse"
             raise UsageError(
                 f"{name} is a {kind} tensor ({tensor.layout}), whose memory nothing tells before a step has run; "
-                "compute with the tensors that it is made of (by index_select and index_add, say), or call memrewrite.measure."
+                "compute with the tensors that it is made of, by index_select and index_add say, or call "
+                "memrewrite.measure."
             )
 
 
