@@ -6,7 +6,7 @@ fails, or training it differs from training the original. With the test in place
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from memrewrite.passes import checkpoint_segments, composites, functionalize, inplace_activation, swish
+from memrewrite.plan.marks import NodeMark
 from memrewrite.plan_facts import chain as facts
 from memrewrite.records.errors import MemrewriteError
 from memrewrite.runtime import dropin
@@ -104,6 +105,10 @@ def drawn_again(segment: Any, module: Any, *live_ins: Any, random: bool, **keywo
     return run_segment(segment, module, *live_ins, random=False, **keywords)
 
 
+def counted_again(mark: NodeMark, **changes: Any) -> NodeMark:
+    return replace(mark, **changes | {"skipped": False})
+
+
 def updated_again(buffer: Tensor, recomputing: bool) -> Tensor:
     return buffer
 
@@ -140,7 +145,7 @@ ROWS = {
     "inplace_activation.check": Row((inplace_activation,), "check", nothing_wrong, skip_connection, Ask(None, EXACT)),
     "barrier": Row((facts, checkpoint_segments), "barrier", everywhere, written_between, TIGHT),
     "barrier of what persists": Row((facts,), "_never", nothing_fixed, counted, TIGHT),
-    "is_counter": Row((checkpoint_segments,), "is_counter", lambda *_: False, normalised, TIGHT),
+    "counters": Row((checkpoint_segments,), "replace", counted_again, normalised, TIGHT),
     "once": Row((AROUND_NODES,), "once", updated_again, normalised, TIGHT),
     "preserve_rng": Row((AROUND_NODES,), "run_segment", drawn_again, dropped, TIGHT),
 }

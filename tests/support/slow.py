@@ -578,7 +578,7 @@ SLOW: dict[str, tuple[str, ...]] = {
         "*",
         "!barrier",
         "!once",
-        "!is_counter",
+        "!counters",
     ),
     "runtime/test_compiled.py::test_compiled_it_holds_what_was_planned_and_segments_in_segments_do_not": ("*",),
     "passes/test_attention_in_pieces.py::test_the_lowest_peak_has_it": ("*",),
