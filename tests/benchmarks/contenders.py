@@ -161,8 +161,9 @@ def _by_backend(contender: str, workload: Workload, model: nn.Module, inputs: In
     return Ready(cast(nn.Module, module), budget, by_backend=True)
 
 
-def _infeasible(line: object, limit: Budget, budget: int, lowest: int) -> BudgetInfeasibleError:
+def _infeasible(line: object, limit: Budget, budget: int, lowest: int, original: int) -> BudgetInfeasibleError:
     """The error without what else would fit, which takes several plans to say."""
+    lowest = min(lowest, original)
     return BudgetInfeasibleError(f"The lowest peak is {lowest} bytes, not {budget}.", lowest)
 
 

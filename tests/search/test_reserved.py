@@ -157,7 +157,7 @@ def test_a_process_that_reserves_more_than_simulated_gets_less_in_one_piece(
     monkeypatch.setattr(bench, "device_type", lambda *args: "cuda")
     monkeypatch.setattr(measuring, "measure", on_device)
     # What else would fit takes several plans to say, which nobody asks for here.
-    monkeypatch.setattr(run, "infeasible", lambda line, limit, budget, lowest: BudgetInfeasibleError("", lowest))
+    monkeypatch.setattr(run, "infeasible", lambda *given: BudgetInfeasibleError("", min(given[3:])))
     asked = {"passes": ["checkpoint_segments", "inplace_activation"], "reserved": True}  # tiles would leave more of it
     try:
         report = optimized(inputs, budget="45%", **asked)
