@@ -4,7 +4,6 @@ import keyword
 import re
 from collections.abc import Iterable
 
-import torch
 from torch import fx, nn
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
@@ -14,6 +13,7 @@ from memrewrite.records.errors import CaptureError
 from memrewrite.runtime.guards import HOOKS
 from memrewrite.torch_internals.autograd_nodes import has_global_module_hooks
 from memrewrite.torch_internals.pytrees import tensors_in
+from memrewrite.torch_internals.spread import is_sparse_or_nested
 
 
 def refuse_hooks(model: nn.Module) -> None:
@@ -71,6 +71,6 @@ def refuse_unnamed(name: str, functions: Iterable[type]) -> None:
 def refuse_unseen(graph: fx.Graph, name: str) -> None:
     """Raise ``CaptureError`` for a graph with sparse or nested tensors: nothing tells before it runs what they hold."""
     for node in graph.nodes:
-        if any(tensor.layout is not torch.strided for tensor in tensors_in(node.meta.get("val"))):
+        if any(map(is_sparse_or_nested, tensors_in(node.meta.get("val")))):
             what = f"a sparse or a nested tensor ({node.name})"
             raise CaptureError(f"{name} computes with {what}, which no plan can count.")

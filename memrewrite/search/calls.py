@@ -20,7 +20,10 @@ from memrewrite.search.forward_runs import forward_once, with_or_without
 from memrewrite.simulate.fake.constant_values import is_asked_for
 from memrewrite.torch_internals.custom_functions import custom_functions
 from memrewrite.torch_internals.pytrees import tensors_in, tree_flatten, tree_map
+from memrewrite.torch_internals.spread import is_sparse_or_nested
 from memrewrite.workload.step import Inputs, Step
+
+_UNSEEN = "it is called with a sparse or a nested tensor"
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,7 @@ def _calls(model: nn.Module, inputs: Inputs, step: Step, grad: bool) -> dict[nn.
     functions = {_code(methods.forward): kind.__name__ for kind, methods in custom_functions().items()}
 
     def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-        unseen = any(tensor.layout is not torch.strided for tensor in tensors_in((args, kwargs)))
+        unseen = any(map(is_sparse_or_nested, tensors_in((args, kwargs))))
         unfit = _UNSEEN if unseen else _unfit_now(module, known, functions)
         args, kwargs = tree_map(lambda leaf: _in_words(leaf, memories, own), (args, kwargs))
         calls[module].append(Call(next(numbers), args, kwargs, unfit))
@@ -109,13 +112,10 @@ def _calls(model: nn.Module, inputs: Inputs, step: Step, grad: bool) -> dict[nn.
     return calls
 
 
-_UNSEEN = "it is called with a sparse or a nested tensor"
-
-
 def _in_words(leaf: Any, memories: dict[tuple[torch.dtype, bytes], Tensor], own: Collection[int]) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
-    if leaf.layout is not torch.strided:
+    if is_sparse_or_nested(leaf):
         return _UNSEEN
     argument = replace(Argument.of(leaf), may_train=leaf.requires_grad or id(leaf) not in own)
     if not is_asked_for(leaf) or leaf.is_meta or 0 in leaf.shape:

@@ -51,7 +51,7 @@ from memrewrite.targets.workspaces import library_requests
 from memrewrite.torch_internals.fake_tensors import FAKE_TENSOR_ERRORS, FakeTensor, NoDataError
 from memrewrite.torch_internals.fsdp import seen_by, without_peers
 from memrewrite.torch_internals.fsdp_offload import copies_seen
-from memrewrite.torch_internals.spread import is_divided
+from memrewrite.torch_internals.spread import is_divided, is_sparse_or_nested
 from memrewrite.workload.held import Targets, held_by
 from memrewrite.workload.step import Inputs, Running, Step, device_type
 
@@ -197,7 +197,7 @@ def _on_fakes(
     """The fake twin of a module, its inputs and the targets, where the step runs on them."""
     targets = step.targets(module, inputs)
     try:
-        if any(tensor.layout is not torch.strided for tensor in targets.all):
+        if any(map(is_sparse_or_nested, targets.all)):
             raise NoDataError("how much a sparse tensor holds")
         with (
             put_back(targets.buffers),

@@ -95,6 +95,11 @@ def _is(kind: type, names: dict[str, str]) -> bool:
     return kind.__module__.startswith(names[kind.__name__]) if kind.__name__ in names else False
 
 
+def is_sparse_or_nested(tensor: Tensor) -> bool:
+    """Whether it has no memory that its sizes tell; nested tensors may have the layout of ordinary ones."""
+    return tensor.layout is not torch.strided or tensor.is_nested
+
+
 def parts_of(tensor: Tensor) -> tuple[Tensor, ...]:
     """The tensors that hold the storages of ``tensor``: itself, the parts of a sparse one, or what a lazy one holds."""
     if made_when_used(type(tensor)):

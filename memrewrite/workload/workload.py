@@ -12,6 +12,7 @@ from memrewrite.records.errors import UsageError
 from memrewrite.records.loop import TUTORIAL, Loop
 from memrewrite.records.mesh import Mesh
 from memrewrite.torch_internals.pytrees import tensors_in, tree_leaves
+from memrewrite.torch_internals.spread import is_sparse_or_nested
 from memrewrite.workload.in_backward import InBackward
 from memrewrite.workload.optimizers import OptimizerFactory
 from memrewrite.workload.step import Inputs, Step
@@ -113,7 +114,7 @@ def refuse_laid_out(inputs: Inputs, model: nn.Module) -> None:
     """Raise ``UsageError`` for sparse and nested tensors that are given: nothing tells what a step on them takes."""
     named = [*model.named_parameters(), *model.named_buffers(), *(("An input", tensor) for tensor in inputs.tensors())]
     for name, tensor in named:
-        if tensor.layout is not torch.strided or tensor.is_nested:
+        if is_sparse_or_nested(tensor):
             kind = "nested" if tensor.is_nested else "sparse"
             raise UsageError(
                 f"{name} is a {kind} tensor ({tensor.layout}), whose memory nothing tells before a step has run; "

@@ -67,6 +67,28 @@ class Made(Layers):
         return result
 
 
+class Pieces(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.each = nn.Linear(32, 32)
+
+    def forward(self, nested: Any) -> Tensor:
+        return torch.stack([self.each(piece).sum(0) for piece in nested.unbind()])
+
+
+class Nests(Layers):
+    """Hands a nested tensor to a layer, one that has the layout of ordinary tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Pieces()
+
+    def forward(self, x: Tensor) -> Tensor:
+        nested: Any = torch.nested.as_nested_tensor([*self.before(x).split(32)], layout=torch.strided)
+        result: Tensor = self.after(self.layer(nested))
+        return result
+
+
 class Jagged(Layers):
     def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
         nested: Any = torch.nested.nested_tensor_from_jagged(x, offsets)
@@ -118,6 +140,14 @@ def test_what_is_around_one_that_forward_makes_is_rewritten() -> None:
     assert after.peak < before.peak
     call: Any = lambda module, x: module(x, edges())  # noqa: E731
     assert_same_bits(step(result, rows(), call), step(model, rows(), call))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+def test_what_is_around_a_nested_one_that_forward_makes_is_rewritten() -> None:
+    model = Nests()
+    result = memrewrite.optimize(copy.deepcopy(model), rows(), budget="min", exact=True)
+    assert any("layer is left alone: it is called with a sparse or a nested" in note for note in result.report.notes)
+    assert_same_bits(step(result, rows()), step(model, rows()))
 
 
 def test_a_model_that_is_nested_throughout_is_told_of() -> None:
