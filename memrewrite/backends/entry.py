@@ -122,7 +122,8 @@ def _fitting(
             made = _compiled(graph, inputs, mode, options, partition)
         cached = cache_hits() > before and partition.divisions == divisions  # what is measured there may be cached, too
         tried.append((made, cached))
-        again = partition.observe(seen(codes, partition.lives.kept, partition.held), cached)
+        lives = partition.lives
+        again = partition.observe(seen(codes, lives.kept, partition.held, lives.layout), cached)
         if partition.asked.lowest:
             ended = f"{key_of(graph)} {identity(partition)}"
             if not again:

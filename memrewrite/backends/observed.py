@@ -15,6 +15,7 @@ from torch import Tensor
 from memrewrite.simulate.memory.counted import by_cublas
 from memrewrite.simulate.memory.tracker import Tracker
 from memrewrite.targets.allocator import allocator_on, rounded
+from memrewrite.targets.layout import Layout
 from memrewrite.targets.transients import Transients, transients_on
 from memrewrite.torch_internals.compiled_code import CompiledCode
 from memrewrite.torch_internals.dispatch_modes import Layer
@@ -39,10 +40,13 @@ class Seen:
     given_out: int = 0
 
 
-def seen(codes: Sequence[CompiledCode], state: Sequence[int] = (), held: bool = False) -> Seen | str:
+def seen(
+    codes: Sequence[CompiledCode], state: Sequence[int] = (), held: bool = False, layout: Layout = ()
+) -> Seen | str:
     """The peaks of a graph's codes, or in words why they cannot be told, "" where it has no backward.
 
-    ``state`` has the bytes of each tensor that the optimizer keeps; ``held`` as in ``facts``.
+    ``state`` has the bytes of each tensor that the optimizer keeps; ``held`` as in ``facts``, ``layout`` in
+    ``Resident``.
     """
     if not any(code.is_backward for code in codes):
         return ""
@@ -52,31 +56,36 @@ def seen(codes: Sequence[CompiledCode], state: Sequence[int] = (), held: bool = 
         return "it is not in Python"
     forward, backward = sorted(codes, key=lambda code: code.is_backward)
     try:
-        return _counted(forward, backward, state, held)
+        return _counted(forward, backward, state, held, layout)
     except Exception as error:  # whatever stands in the code; the graph itself is as good as ever
         return f"it does not run on fake tensors ({type(error).__name__}: {next(iter(str(error).splitlines()), '')})"
 
 
-def _counted(forward: CompiledCode, backward: CompiledCode, state: Sequence[int], held: bool) -> Seen:
+def _counted(forward: CompiledCode, backward: CompiledCode, state: Sequence[int], held: bool, layout: Layout) -> Seen:
     """The peaks; run again where there are calls that had to be measured."""
     with FakeTensorMode():
         devices = {each.device for each in _tensors(forward.named_arguments().values())}
     device = next((each for each in devices if each.type != "cpu"), torch.device("cpu"))
     table = transients_on(device)
-    found = _run(forward, backward, device.type, table, state)
+    found = _run(forward, backward, device.type, table, state, layout)
     if table is not None and table.probe():
-        found = _run(forward, backward, device.type, table, state)
+        found = _run(forward, backward, device.type, table, state, layout)
     return replace(found, forward=found.forward + found.given_out) if held else replace(found, given_out=0)
 
 
 def _run(
-    forward: CompiledCode, backward: CompiledCode, kind: str, table: Transients | None, state: Sequence[int]
+    forward: CompiledCode,
+    backward: CompiledCode,
+    kind: str,
+    table: Transients | None,
+    state: Sequence[int],
+    layout: Layout,
 ) -> Seen:
     """The peaks of a second step.
 
     Optimizer state is made between the two steps, where the first one left room.
     """
-    tracker = Tracker(kind, table, blocks=allocator_on(kind))
+    tracker = Tracker(kind, table, blocks=allocator_on(kind, layout))
     with FakeTensorMode() as mode:
         given = list(forward.named_arguments().values())
     storages = {each.untyped_storage() for each in _tensors(given) if each.device.type == kind}
@@ -84,6 +93,7 @@ def _run(
         tracker.register(_tensors(given), "inputs")
         there = sum(rounded(each.nbytes()) for each in storages)
         if tracker.blocks is not None:
+            tracker.blocks.record()
             gradients: list[Any] = []
             _step(forward, backward, given, tracker, there, gradients)
             there -= sum(tracker.blocks.allocate(size).size - rounded(size) for size in state)

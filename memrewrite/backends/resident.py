@@ -8,7 +8,7 @@ later are not known yet: what they keep is taken to be as much more as they have
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 from memrewrite.records.errors import UsageError
 from memrewrite.simulate.memory.tracker import Tracker
 from memrewrite.targets.allocator import rounded
+from memrewrite.targets.layout import Layout, layout_of
 from memrewrite.targets.workspaces import measured
 from memrewrite.torch_internals.compiling import real_tensors_of, saved_by
 from memrewrite.torch_internals.fake_tensors import FAKE_TENSOR_ERRORS, FakeTensorMode
@@ -35,7 +36,7 @@ class Resident:
     and ``libraries`` what cuBLAS holds, whether or not this graph is the one that multiplies. ``kept`` are the bytes of
     each tensor in the state, ``later`` how many times the parameters of this graph those are of which nothing has run
     yet. ``biases`` are the bytes of ``libraries`` that are there only where a product adds one, where no other graph
-    may have such a product.
+    may have such a product. ``layout`` is how the model and the inputs lie on the device, by addresses of this process.
     """
 
     model: int
@@ -50,6 +51,7 @@ class Resident:
     kept: tuple[int, ...] = ()
     later: float = 0.0
     biases: int = 0
+    layout: Layout = field(default=(), compare=False, repr=False)
 
     @property
     def base(self) -> int:
@@ -92,6 +94,7 @@ def resident(graph: fx.GraphModule, model: nn.Module | None, optimizer: str) -> 
         kept=kept,
         later=later,
         biases=0 if leaves or later else min((biases for _, biases in libraries if biases), default=0),
+        layout=layout_of([*given, *every]),
     )
 
 

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from memrewrite.measurement.snapshot import State, cuda_devices
 from memrewrite.process.child import run_job
@@ -24,9 +24,10 @@ from memrewrite.records.mesh import Fsdp, Tp
 from memrewrite.records.outcomes import Measured
 from memrewrite.runtime.assembled import Written, assembled
 from memrewrite.runtime.promise import BeyondPlanWarning, FallbackWarning
-from memrewrite.simulate import Noted, Timeline, Twins, run_tracked, simulate, with_workspaces
+from memrewrite.simulate import Noted, Timeline, Twins, layout_for, run_tracked, simulate, with_workspaces
 from memrewrite.simulate.fake.copier import tensors_of
 from memrewrite.targets.allocator import allocator_on
+from memrewrite.targets.layout import bytes_of_blocks
 from memrewrite.torch_internals.autograd_nodes import acting_hooks_off
 from memrewrite.torch_internals.cuda import clear_cublas_workspaces
 from memrewrite.workload.step import Inputs, Phase, Running, Step, device_of, device_type
@@ -132,7 +133,8 @@ def _tracked(
     with preserved_state(module, inputs, step), warnings.catch_warnings():
         warnings.simplefilter("ignore", BeyondPlanWarning)  # values choose sizes of parts; what they take is seen here
         try:
-            allocator = allocator_on(device_type(module, inputs)) if blocks else None
+            layout = layout_for(step, module, inputs)
+            allocator = allocator_on(device_type(module, inputs), layout) if blocks else None
             timeline = run_tracked(
                 module, inputs, step, steps=steps, attribute=attribute, allocator=allocator, libraries=libraries
             )
@@ -211,8 +213,8 @@ def _on_cuda(module: nn.Module, inputs: Inputs, step: Step, steps: int, device: 
     clear_cublas_workspaces()  # those of earlier work would pass for other allocations
     torch.cuda.empty_cache()
     targets = step.targets(module, inputs)
-    own = [*tensors_of(module), *inputs.tensors(), *targets.all]
-    others = torch.cuda.memory_allocated(device) - _own_bytes(own, device)
+    own = [each for each in (*tensors_of(module), *inputs.tensors(), *targets.all) if each.device == device]
+    others = torch.cuda.memory_allocated(device) - bytes_of_blocks(own)
     phases: list[tuple[str, int]] = []
 
     def on_phase(phase: Phase) -> None:
@@ -239,14 +241,6 @@ def _median_ms(loop: Running, steps: int, device: torch.device) -> float:
             mark.record()
         torch.cuda.synchronize(device)
     return statistics.median(start.elapsed_time(end) for start, end in itertools.pairwise(marks))
-
-
-def _own_bytes(tensors: list[Tensor], device: torch.device) -> int:
-    """Bytes the allocator counts for the storages of ``tensors``: whole blocks, which can exceed what was asked for."""
-    starts = {t.untyped_storage().data_ptr() for t in tensors if t.device == device and t.layout is torch.strided}
-    segments = torch.cuda.memory_snapshot()
-    blocks = [block for segment in segments for block in segment["blocks"]]
-    return sum(block["size"] for block in blocks if block["address"] in starts)
 
 
 @contextlib.contextmanager

@@ -37,6 +37,8 @@ from memrewrite.runtime.dropin import own, program_from, programs
 from memrewrite.search.bench import Bench
 from memrewrite.search.fit_to_budget import limit_for
 from memrewrite.search.so_far import Offer
+from memrewrite.simulate.fake.copier import tensors_of
+from memrewrite.targets.layout import bytes_of_blocks
 from memrewrite.workload.hooks import with_hooks_of, without_hooks
 from memrewrite.workload.in_groups import made_whole
 from memrewrite.workload.optimizers import OptimizerFactory
@@ -101,6 +103,7 @@ def _described(work: Workload, asked: Request) -> Description:
     found.add("model", without_hooks(work.model))
     found.add("inputs", (work.inputs.args, work.inputs.kwargs), values=False)
     found.add("loss", step.loss_fn, values=False)
+    found.add("blocks", bytes_of_blocks([*tensors_of(work.model), *work.inputs.tensors()]))
     return found
 
 

@@ -1,5 +1,6 @@
 """The stages of ``optimize``, one after the other: each takes a candidate and gives another one."""
 
+import gc
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -34,12 +35,12 @@ from memrewrite.search.inplace import marked_inplace
 from memrewrite.search.planning import rewritten, rewritten_lower, rewritten_slower
 from memrewrite.search.regions import Regions, find
 from memrewrite.search.so_far import Offer, best_so_far
-from memrewrite.simulate import Timeline
+from memrewrite.simulate import Timeline, layout_for
 from memrewrite.targets.kernels_ahead import compiling_ahead
 from memrewrite.torch_internals.autograd_nodes import acting_hooks
 from memrewrite.workload.hooks import with_hooks_of, without_hooks
 from memrewrite.workload.sharding import bucket_notes
-from memrewrite.workload.step import Step, default_loss, device_of
+from memrewrite.workload.step import Inputs, Step, default_loss, device_of
 from memrewrite.workload.workload import Workload, refuse_laid_out, refuse_meta
 
 _HOOKED = (
@@ -93,7 +94,7 @@ def run(work: Workload, asked: Request, progress: Progress, offer: Offer = decli
     bare = replace(work, model=without_hooks(work.model))
     limit = limit_for(asked.budget, asked.reserved, work.step.device_type(bare.model, work.inputs))
     progress("simulate")
-    device, step = device_of(bare.model, work.inputs), work.step
+    device, step = device_of(bare.model, work.inputs), _from_here(work.step, bare.model, work.inputs)
     workspace = step.target.workspace_bytes(device, step.amp, step.mode)
     before = simulate_original(bare.model, work.inputs, step, workspace, attribute=True)
     progress("capture")
@@ -130,6 +131,13 @@ def run(work: Workload, asked: Request, progress: Progress, offer: Offer = decli
     with_hooks_of(work.model, result)
     complete_by(report, when_written(result))
     return Outcome(result, report, bench, lambda: _captured(candidate), True, proof)
+
+
+def _from_here(step: Step, model: nn.Module, inputs: Inputs) -> Step:
+    """The step from what lies on the device now, before planning puts anything beside it."""
+    if step.device_type(model, inputs) == "cuda":
+        gc.collect()  # what is garbage would pass for something else that lies there
+    return replace(step, layout=layout_for(step, model, inputs))
 
 
 def _told_of_hooks(model: nn.Module) -> tuple[str, ...]:

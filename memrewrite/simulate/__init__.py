@@ -25,7 +25,13 @@ from memrewrite.simulate.fake.fakes import Twins, fakes_of, on_fakes, put_back, 
 from memrewrite.simulate.fake.true_results import TrueResults
 from memrewrite.simulate.memory.counted import Life
 from memrewrite.simulate.memory.course import Noted, Noting, notable
-from memrewrite.simulate.memory.given import communicated, parameters_apart, register_apart, register_given
+from memrewrite.simulate.memory.given import (
+    communicated,
+    layout_for,
+    parameters_apart,
+    register_apart,
+    register_given,
+)
 from memrewrite.simulate.memory.places import Places
 from memrewrite.simulate.memory.recorder import (
     ACTIVATIONS,
@@ -69,6 +75,7 @@ __all__ = [
     "Noted",
     "Timeline",
     "Twins",
+    "layout_for",
     "requests",
     "run_tracked",
     "simulate",
@@ -108,7 +115,7 @@ def simulate(
     kind, own = step.device_type(module, inputs), Noted()
 
     def once(transients: Transients | None) -> Timeline:
-        allocator = allocator_on(kind) if blocks else None
+        allocator = allocator_on(kind, layout_for(step, module, inputs)) if blocks else None
         counted = transients, steps, attribute, allocator, workspace_bytes
         first = transients is not None and (transients.empty or own.courses)
         known = own if first and noted is None else noted
@@ -138,7 +145,7 @@ def requests(
     """
 
     def once(transients: Transients | None) -> Requests:
-        allocator = cuda_allocator()
+        allocator = cuda_allocator(layout_for(step, module, inputs))
         with _on_fakes(module, inputs, step, allocator, written) as (twin, fakes, targets):
             tracker = Tracker(device_type(twin, fakes), transients, None, step.target, allocator)
             loop, _ = _taken(twin, fakes, step, [tracker], 2, workspace_bytes, targets, noted)

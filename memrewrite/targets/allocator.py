@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from memrewrite.runtime.room import missing
+from memrewrite.targets.layout import Layout, Segment
 
 GRANULE = 512  # bytes; every request is rounded up to a multiple of it
 _MIB = 2**20
@@ -77,7 +78,8 @@ class Allocator:
     asks.
 
     A block may be larger than was asked for: where segments do not grow, a rest of up to 1 MiB is not split off a block
-    from the pool of large ones.
+    from the pool of large ones. Of a ``layout`` those segments stand already: who asks for what is given there, before
+    the first step is recorded, gets its block.
     """
 
     expandable: bool = False
@@ -87,19 +89,45 @@ class Allocator:
     most: int = 0
     retries: int = 0
     stream: int = 0
+    layout: Layout = ()
+    _given: dict[int, list[Block]] = field(default_factory=lambda: defaultdict(list))
     _free: dict[_Pool, list[tuple[int, int, Block]]] = field(default_factory=lambda: defaultdict(list))
     _last: dict[_Pool, Block] = field(default_factory=dict)  # of segments that grow, the one at the highest address
     _lowest: int = 0  # the address of the last segment that does not grow
     _steps: list[list[_Request]] = field(default_factory=lambda: [[]])
 
+    def __post_init__(self) -> None:
+        if self.expandable:  # blocks are what was asked for then, and holes are few
+            self.layout = ()
+        for segment in self.layout:
+            self._stand(segment)
+        self._lowest = min((segment.address for segment in self.layout), default=0)
+        self.most = self.reserved
+
+    def _stand(self, segment: Segment) -> None:
+        address, before = segment.address, None
+        for each in segment.blocks:
+            block = Block(address, each.size, segment.small, before)
+            if before is not None:
+                before.after = block
+            if each.free:
+                self._offer(block)
+            elif each.given:
+                self._given[rounded(each.given)].append(block)
+            address, before = address + each.size, block
+        self.reserved += address - segment.address
+
     def allocate(self, size: int, spare: bool = False) -> Block:
         """The block for a request of ``size`` bytes, more than none; ``spare`` as in ``follow``."""
         size = rounded(size)
         small = size <= _SMALL
-        block = self._best(size, small) or self._new(size, small)
-        rest = block.size - size
-        if rest >= GRANULE if small or self.expandable else rest > UNSPLIT:
-            self._split(block, size)
+        if given := self._given.get(size):
+            block = given.pop(0)
+        else:
+            block = self._best(size, small) or self._new(size, small)
+            rest = block.size - size
+            if rest >= GRANULE if small or self.expandable else rest > UNSPLIT:
+                self._split(block, size)
         self.allocated += block.size
         self._steps[-1].append((block, size, spare))
         return block
@@ -143,11 +171,12 @@ class Allocator:
 
     def record(self) -> None:
         """From here on another step runs."""
+        self._given.clear()
         self._steps.append([])
 
     def asked(self, repeated: int = 1) -> "Requests":
         """What it was asked for until now; the last ``repeated`` steps come again and again."""
-        return Requests(tuple(map(tuple, self._steps)), repeated, self.expandable)
+        return Requests(tuple(map(tuple, self._steps)), repeated, self.expandable, self.layout)
 
     def serve(
         self, step: Sequence[_Request], given: dict[Block, Block | None], standing: list[Block] | None = None
@@ -295,19 +324,22 @@ class Allocator:
 class Requests:
     """What an allocator was asked for, step by step, of which the last ``repeated`` come over and over.
 
-    A step asks for the same whatever it gets, so one look at it tells what any allocator reserves for it.
+    A step asks for the same whatever it gets, so one look at it tells what any allocator of that ``layout`` reserves
+    for it.
     """
 
     steps: tuple[tuple[_Request, ...], ...]
     repeated: int
     expandable: bool
+    layout: Layout = ()
 
     def reserved_under(self, limit: int | None, room: int | None = None) -> int:
         """The most bytes that are reserved where no more than ``limit`` may be.
 
         Where room was made, it is for ``room`` bytes, None for as many as it was.
         """
-        allocator, given = Allocator(self.expandable, limit), dict[Block, Block | None]()
+        allocator = Allocator(self.expandable, limit, layout=self.layout)
+        given: dict[Block, Block | None] = {}
         for number, step in enumerate(self.steps):
             if number:
                 allocator.record()
@@ -324,12 +356,12 @@ def _with_room(step: Sequence[_Request], total: int) -> list[_Request]:
     return [(block, total if block is _ROOM else size, spare) for block, size, spare in step]
 
 
-def cuda_allocator() -> Allocator:
-    """An empty allocator as PyTorch's environment configures it."""
+def cuda_allocator(layout: Layout = ()) -> Allocator:
+    """An allocator as PyTorch's environment configures it, with nothing but what stands in a layout."""
     settings = (os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
-    return Allocator(any(map(_EXPANDABLE.search, settings)))
+    return Allocator(any(map(_EXPANDABLE.search, settings)), layout=layout)
 
 
-def allocator_on(device_type: str) -> Allocator | None:
+def allocator_on(device_type: str, layout: Layout = ()) -> Allocator | None:
     """The same; None on other devices than CUDA."""
-    return cuda_allocator() if device_type == "cuda" else None
+    return cuda_allocator(layout) if device_type == "cuda" else None

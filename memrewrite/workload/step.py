@@ -21,6 +21,7 @@ from memrewrite.records.errors import UsageError
 from memrewrite.records.loop import TUTORIAL_LOOP, Loop
 from memrewrite.records.mesh import Ddp, Fsdp, Mesh
 from memrewrite.targets.eager import EAGER, Target
+from memrewrite.targets.layout import Layout
 from memrewrite.torch_internals.pytrees import tensors_in, tree_map
 from memrewrite.torch_internals.scaler import Scaler
 from memrewrite.torch_internals.spread import computed_on, parts_of
@@ -86,7 +87,8 @@ class Step:
     ``target`` is where it runs, and says what that changes. Gradients of ``micro_batches`` forward and backward passes
     add up before the optimizer's step, each pass over the same inputs. ``loop`` says what stays alive from one step to
     the next, ``mesh`` which processes train together, None where this one trains alone. ``in_backward`` says that the
-    optimizer updates parameters while backward runs, which ends their gradients.
+    optimizer updates parameters while backward runs, which ends their gradients. ``layout`` is how what is given lay on
+    the device as planning began, None for as it lies now.
     """
 
     mode: Literal["train", "inference"] = "train"
@@ -98,6 +100,7 @@ class Step:
     loop: Loop = TUTORIAL_LOOP
     mesh: Mesh | None = None
     in_backward: bool = False
+    layout: Layout | None = None
 
     @property
     def divides_layers(self) -> bool:

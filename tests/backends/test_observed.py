@@ -20,6 +20,7 @@ from memrewrite.records.errors import BudgetInfeasibleError
 from memrewrite.runtime.linear_cross_entropy import linear_cross_entropy
 from memrewrite.simulate import simulate
 from memrewrite.targets.allocator import Allocator
+from memrewrite.targets.layout import Layout, Segment, Standing
 from memrewrite.torch_internals import compiled_code
 from memrewrite.torch_internals.compiled_code import CompiledCode, beside, compiled_codes
 from memrewrite.torch_internals.compiling import cache_hits
@@ -94,13 +95,17 @@ def test_blocks_of_the_allocator_count_as_what_they_are(monkeypatch: pytest.Monk
     plain = seen(codes)
     assert isinstance(plain, Seen)
     assert seen(codes, [state, state]) == plain
-    monkeypatch.setattr(observed, "allocator_on", lambda kind: Allocator())
+    monkeypatch.setattr(observed, "allocator_on", lambda kind, layout: Allocator(layout=layout))
     with_weight, with_state = seen(codes), seen(codes, [state, state])
     assert isinstance(with_weight, Seen)
     assert isinstance(with_state, Seen)
     assert with_weight.forward == plain.forward + 2**19
     assert with_weight.backward == plain.backward + 2 * 2**19  # of the weight, and of its gradient
     assert with_state.backward == with_weight.backward + 2 * 2**19
+    roomy = (Segment(0, False, (Standing(17 * 2**20, False, state), Standing(3 * 2**20, False))),)
+    in_its_block = seen(codes, layout=roomy)
+    assert isinstance(in_its_block, Seen)
+    assert in_its_block.forward == plain.forward + 2**20 + 2**19
 
 
 def test_outputs_of_the_step_before_count_in_forward() -> None:
@@ -213,7 +218,7 @@ def beyond(monkeypatch: pytest.MonkeyPatch, partitions: list[Partition]) -> list
     """By how many bytes code takes more than the budget, try by try; after that it takes what is foreseen."""
     more: list[int] = []
 
-    def told(codes: Sequence[CompiledCode], state: Sequence[int], held: bool) -> Seen:
+    def told(codes: Sequence[CompiledCode], state: Sequence[int], held: bool, layout: Layout) -> Seen:
         partition = partitions[-1]
         assert partition.foreseen is not None
         limit = partition.asked.budget.bytes if partition.asked.budget else None
@@ -267,8 +272,8 @@ def test_the_lowest_peak_is_that_of_the_lower_code(more: int, beyond: list[int],
     x, model = torch.randn(256, 32), mlp()
     told: Any = vars(entry)["seen"]
 
-    def first_more(codes: Any, state: Any, held: bool) -> Seen | str:
-        found = told(codes, state, held)
+    def first_more(codes: Any, state: Any, held: bool, layout: Layout) -> Seen | str:
+        found = told(codes, state, held, layout)
         assert isinstance(found, Seen)
         return Seen(found.forward + 50_000 + (more if partitions[-1].apart else 0), 0)
 
@@ -286,8 +291,8 @@ def test_the_lowest_peak_is_that_of_the_lower_code(more: int, beyond: list[int],
 def test_graphs_from_caches_are_given_up_for_the_same_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing divides them there; what their code takes tells which graph was made next."""
 
-    def told(codes: Sequence[CompiledCode], state: Sequence[int], held: bool) -> Seen | str:
-        found = seen(codes, state, held)
+    def told(codes: Sequence[CompiledCode], state: Sequence[int], held: bool, layout: Layout) -> Seen | str:
+        found = seen(codes, state, held, layout)
         return Seen(found.forward + 30_000, found.backward + 30_000) if isinstance(found, Seen) else found
 
     x = torch.randn(256, 32)
@@ -314,8 +319,8 @@ def test_graphs_from_caches_are_given_up_for_the_same_others(monkeypatch: pytest
 def test_the_lowest_peak_comes_from_caches_without_another_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the first plan was not the lowest."""
 
-    def told(codes: Sequence[CompiledCode], state: Sequence[int], held: bool) -> Seen | str:
-        found = seen(codes, state, held)
+    def told(codes: Sequence[CompiledCode], state: Sequence[int], held: bool, layout: Layout) -> Seen | str:
+        found = seen(codes, state, held, layout)
         asked.append(next(more))
         return Seen(found.forward, found.backward + asked[-1]) if isinstance(found, Seen) else found
 

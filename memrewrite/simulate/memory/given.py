@@ -4,10 +4,11 @@ from collections.abc import Callable, Iterable
 
 from torch import Tensor, nn
 
-from memrewrite.records.mesh import Fsdp
+from memrewrite.records.mesh import Fsdp, Tp
 from memrewrite.simulate.fake.copier import tensors_of
 from memrewrite.simulate.memory.recorder import BUFFERS, INPUTS, PARAMETERS, owner
 from memrewrite.simulate.memory.tracker import COMMUNICATION, Tracker
+from memrewrite.targets.layout import Layout, layout_of
 from memrewrite.torch_internals.spread import parts_of
 from memrewrite.workload.held import Targets
 from memrewrite.workload.step import Inputs, Step
@@ -17,6 +18,13 @@ def parameters_apart(step: Step, module: nn.Module, inputs: Inputs) -> bool:
     """Whether parameters lie on the host, and the optimizer works there, while the step runs elsewhere."""
     offload = isinstance(step.mesh, Fsdp) and step.mesh.offload
     return offload and step.device_type(module, inputs) != "cpu"
+
+
+def layout_for(step: Step, module: nn.Module, inputs: Inputs) -> Layout:
+    """How what is given lies on a CUDA device: as the step says, else now; nowhere where it is yet to be divided."""
+    if step.layout is not None or isinstance(step.mesh, Fsdp | Tp):
+        return step.layout or ()
+    return layout_of([*tensors_of(module), *inputs.tensors(), *step.targets(module, inputs).all])
 
 
 def register_apart(tracker: Tracker, tensors: Iterable[Tensor], category: str, apart: bool) -> None:
