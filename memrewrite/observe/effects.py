@@ -141,7 +141,7 @@ def observe(
     inputs = [observer.known(fake.clone() if fake.requires_grad else fake, "input") for fake in fakes]
     with (
         running_on_fakes(observer.fake, target),
-        TrueResults(),
+        TrueResults(target),
         in_place_of_pieces(observer.recorder.once),
         observer.recorder,
         saved_tensors_hooks(observer.recorder.pack, _unpack),

@@ -67,7 +67,8 @@ def _watermarks(
 ) -> dict[fx.Node, Watermarks]:
     device = next((t.device for t in (*graph_module.parameters(), *example)), torch.device("cpu"))
     transients = step.target.transients(device)
-    with on_fakes(graph_module, Inputs(tuple(example), {}), step.target) as (twin, fakes), TrueResults():
+    given = Inputs(tuple(example), {})
+    with on_fakes(graph_module, given, step.target) as (twin, fakes), TrueResults(step.target):
         # A model may write its inputs in place; PyTorch forbids that for leaves that require a gradient.
         inputs = [fake.clone() if fake.requires_grad else fake for fake in fakes.tensors()]
         before = [*twin.parameters(), *twin.buffers(), *inputs, *_waiting(twin, step)]

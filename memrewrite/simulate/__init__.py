@@ -211,7 +211,7 @@ def _on_fakes(
             step.target.optimizer_kernels(),
             _sharding(step, module, device_type(module, inputs)) as shard,
             on_fakes(module, inputs, step.target, True, written, twins) as (twin, fakes),
-            TrueResults(),
+            TrueResults(step.target),
             room_simulated(lambda wanted: None if allocator is None else allocator.make_room(wanted)),
         ):
             given = [*fakes.tensors(), *twin.parameters()]

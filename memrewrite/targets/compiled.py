@@ -76,6 +76,11 @@ class CompiledTarget(Target):
         """As there."""
         return self.on.normalizes_by_kernel(device)
 
+    @property
+    def rows_in_float32(self) -> bool:
+        """As there."""
+        return self.on.rows_in_float32
+
     def read_as(self, func: Any, args: Sequence[Any], result: Any) -> int:
         """What it is made of where it is that in a wider type, unless it is a leaf's gradient, which stays."""
         if func is not torch.ops.aten._to_copy.default or result.layout is not torch.strided:

@@ -55,6 +55,11 @@ class CudaFromCpu(Target):
         """As on CUDA."""
         return True
 
+    @property
+    def rows_in_float32(self) -> bool:
+        """As on CUDA."""
+        return True
+
     def notes(self, lies_on: str) -> tuple[str, ...]:
         """How far predictions without CUDA were off."""
         return (_NOTE,)

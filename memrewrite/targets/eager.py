@@ -69,6 +69,11 @@ class Target:
         """Whether batch normalizations can apply statistics that were kept by our own kernel."""
         return kernel_runs_on(device)
 
+    @property
+    def rows_in_float32(self) -> bool:
+        """Whether normalizations keep the statistics of rows in float32 where the tensors' own device would not."""
+        return False
+
     def read_as(self, func: Any, args: Sequence[Any], result: Any) -> int:
         """The bytes that the result of an operator counts as; 0 for its own."""
         return 0

@@ -23,9 +23,11 @@ from memrewrite.simulate import Timeline, run_tracked, simulate
 from memrewrite.simulate.fake import fakes
 from memrewrite.simulate.fake.copier import tensors_of
 from memrewrite.simulate.fake.fakes import fake_inputs, fake_twin
+from memrewrite.simulate.fake.true_results import TrueResults
 from memrewrite.simulate.memory.tracker import OPERATOR_WORKSPACE, Tracker
 from memrewrite.targets.allocator import rounded
 from memrewrite.targets.compiled import CompiledTarget
+from memrewrite.targets.cuda_from_cpu import CUDA_FROM_CPU
 from memrewrite.targets.eager import EAGER, Target
 from memrewrite.targets.transients import (
     Call,
@@ -115,6 +117,24 @@ def test_the_statistics_that_normalizations_keep_are_counted(kind: str, dtype: t
     amp = torch.bfloat16 if dtype is torch.float32 else None
     simulated, real = both(module, Inputs((torch.randn(count, width, dtype=dtype),), {}), Step(amp=amp))
     assert simulated == real
+
+
+@pytest.mark.parametrize(
+    ("device", "target", "kept"),
+    [
+        ("cpu", EAGER, torch.bfloat16),
+        ("cpu", CUDA_FROM_CPU, torch.float32),
+        pytest.param("cuda", EAGER, torch.float32, marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="")),
+    ],
+    ids=["on the CPU", "for CUDA", "on CUDA"],
+)
+def test_kernels_for_cuda_keep_the_statistics_of_rows_in_float32(
+    device: str, target: Target, kept: torch.dtype
+) -> None:
+    with FakeTensorMode(), TrueResults(target):
+        x, weight = (torch.empty(size, 16, dtype=torch.bfloat16, device=device) for size in (512, 1))
+        results = torch.ops.aten.native_layer_norm(x, [16], weight[0], weight[0], 1e-5)
+    assert [result.dtype for result in results] == [torch.bfloat16, kept, kept]
 
 
 class Turned(nn.Module):

@@ -135,4 +135,4 @@ def test_a_model_that_was_cast_on_the_device_takes_what_is_told() -> None:
     told = predict(net, inputs, step, workspace_bytes=workspace)
     asked = sum(rounded(parameter.nbytes) for parameter in net.parameters())
     assert told.categories["parameters"] == bytes_of_blocks(net.parameters()) > asked
-    assert told.peak == measure(net, inputs, step).peak
+    assert told.peak == pytest.approx(measure(net, inputs, step).peak, rel=1e-3)

@@ -3,7 +3,7 @@
 Recurrent layers keep one piece for their backward, the reserve, whose size only the library knows: the rules give it
 0 bytes, and it can be half of a step. The layer is run once per signature on real tensors like its arguments.
 Normalizations with weights or running statistics in float32 keep the mean and deviation of each row or channel so,
-which the rules give the input's type.
+which the rules give the input's type; CUDA's kernels keep those of rows so whatever they are given.
 Backward of GroupNorm gives the input's type all the same, that of BatchNorm no gradient of an input that needs none.
 BatchNorm's kernels for the CPU, as cuDNN's, give what they normalize, and its gradient, contiguous or with channels
 last, whichever the input is closer to; the rules give the order of dimensions that the input or the gradient has.
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from memrewrite.simulate.fake.layouts import laid_out_as_by_kernels
+from memrewrite.targets.eager import EAGER, Target
 from memrewrite.targets.transients import like, made
 from memrewrite.torch_internals.dispatch_modes import Layer
 from memrewrite.torch_internals.fake_tensors import FakeTensor, real_tensors, suggested_format
@@ -29,14 +30,18 @@ _BYTES: dict[Any, int] = {}
 
 
 class TrueResults(Layer):
-    """While it is active inside a fake mode, operators give what they give for real tensors."""
+    """While it is active inside a fake mode, operators give what they give for real tensors, on ``target``."""
+
+    def __init__(self, target: Target = EAGER) -> None:
+        super().__init__()
+        self._in_float32 = target.rows_in_float32
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         results = self.below(func, types, args, kwargs)
-        rule = _rule(func)
+        rule = _rule(func, self._in_float32)
         if rule is not None:
             results = rule(results, func, args, dict(kwargs))
         return laid_out_as_by_kernels(results, func, args, kwargs)
@@ -71,11 +76,18 @@ def _like_the_input(results: Any, func: Any, args: Any, kwargs: Any) -> Any:
     return (None if gradient is None else _of_type(gradient, args[1].dtype), *others)
 
 
-def _precise(deciding: tuple[int, ...], results: Any, func: Any, args: Any, kwargs: Any) -> Any:
-    """With statistics of the widest type among the input and the arguments at the ``deciding`` positions."""
+def _precise(
+    deciding: tuple[int, ...], results: Any, func: Any, args: Any, kwargs: Any, least: torch.dtype | None = None
+) -> Any:
+    """With statistics of the widest type among the input and the arguments at the ``deciding`` positions.
+
+    They have that of the rules, or the ``least``, where it is wider.
+    """
     given = [args[position].dtype for position in deciding if args[position] is not None]
+    given += [] if least is None else [least]
     wanted = functools.reduce(torch.promote_types, given, args[0].dtype)
-    return (results[0], *(_of_type(statistic, wanted) for statistic in results[1:]))
+    kept = ((statistic, torch.promote_types(wanted, statistic.dtype)) for statistic in results[1:])
+    return (results[0], *(_of_type(statistic, dtype) for statistic, dtype in kept))
 
 
 def _in_memory_of_terms(result: Any, func: Any, args: Any, kwargs: Any) -> Any:
@@ -174,6 +186,10 @@ _RULES: dict[str, Callable[[Any, Any, Any, Any], Any]] = {
 }
 
 
+_OF_ROWS = {"aten::native_layer_norm": functools.partial(_precise, (2,), least=torch.float32)}
+
+
 @functools.cache
-def _rule(func: Any) -> Callable[[Any, Any, Any, Any], Any] | None:
-    return _RULES.get(func.name())
+def _rule(func: Any, in_float32: bool) -> Callable[[Any, Any, Any, Any], Any] | None:
+    name = func.name()
+    return (_OF_ROWS.get(name) if in_float32 else None) or _RULES.get(name)
