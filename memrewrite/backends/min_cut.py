@@ -5,10 +5,14 @@ cannot be made again to what is needed, by Dinic's algorithm. The minimum cut ne
 such flow.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 INFINITE = 1 << 60
 _SOURCE, _SINK = 0, 1
+
+
+Shape = tuple[tuple[tuple[int, bool, tuple[int, ...]], ...], tuple[int, ...]]
+"""Of each value the price, whether it can be made, and the numbers of what it is made of; the numbers of the needed."""
 
 
 def cheapest_cut(
@@ -16,40 +20,52 @@ def cheapest_cut(
     inputs: Callable[[int], Sequence[int]],
     price: Callable[[int], int],
     makes: Callable[[int], bool],
+    known: dict[Shape, tuple[int, ...]],
 ) -> set[int]:
     """The values to keep, of least ``price`` in all, so that the ``needed`` ones can be made of them.
 
     A value that ``makes`` is false of cannot be made again and is kept if anything takes it, unless it is there anyway
     and its price 0; one of ``INFINITE`` price cannot be kept. Of cuts of one price the one is taken that leaves least
-    to be made.
+    to be made. Equal layers give equal shapes, and what was cut before is ``known``.
     """
-    network = _Network()
-    wanted = list(needed)
-    sources: dict[int, Sequence[int]] = {}
-    ends: dict[int, tuple[int, int]] = {}  # the places where a value is made and where it is there
+    wanted = sorted(needed)
+    found: dict[int, tuple[int, bool, Sequence[int]]] = {}
     ahead = [*wanted]
     while ahead:
         value = ahead.pop()
-        if value in ends or not (cost := price(value)):
+        if value in found or not (cost := price(value)):
             continue
         made = makes(value)
-        sources[value] = inputs(value) if made else ()
+        found[value] = cost, made, inputs(value) if made else ()
+        ahead += found[value][2]
+    number = {value: place for place, value in enumerate(found)}
+    values = tuple(
+        (cost, made, tuple(number[each] for each in read if each in number)) for cost, made, read in found.values()
+    )
+    shape = values, tuple(number[value] for value in wanted if value in number)
+    if shape not in known:
+        known[shape] = tuple(_cut(shape))
+    order = [*found]
+    return {order[place] for place in known[shape]}
+
+
+def _cut(shape: Shape) -> Iterator[int]:
+    """The numbers of the values to keep."""
+    network, (values, wanted) = _Network(), shape
+    ends: list[tuple[int, int]] = []  # the places where a value is made and where it is there
+    for cost, made, _ in values:
         start = network.place() if made else _SOURCE
-        if made and cost >= INFINITE:
-            ends[value] = start, start
-        else:
-            ends[value] = start, network.place()
-            network.join(*ends[value], cost)
-        ahead += sources[value]
-    for value, read in sources.items():
+        free = made and cost >= INFINITE
+        ends.append((start, start if free else network.place()))
+        if not free:
+            network.join(*ends[-1], cost)
+    for (_, _, read), (start, _) in zip(values, ends, strict=True):
         for each in read:
-            if each in ends:
-                network.join(ends[each][1], ends[value][0], INFINITE)
-    for value in wanted:
-        if value in ends:
-            network.join(ends[value][1], _SINK, INFINITE)
+            network.join(ends[each][1], start, INFINITE)
+    for each in wanted:
+        network.join(ends[each][1], _SINK, INFINITE)
     far = network.fill()
-    return {value for value, (start, end) in ends.items() if far[end] >= 0 > far[start]}
+    yield from (number for number, (start, end) in enumerate(ends) if far[end] >= 0 > far[start])
 
 
 class _Network:

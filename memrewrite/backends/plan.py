@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from memrewrite.backends.facts import Facts
-from memrewrite.backends.min_cut import INFINITE, cheapest_cut
+from memrewrite.backends.min_cut import INFINITE, Shape, cheapest_cut
 
 _END = 1 << 30  # after any node
 _BACK = 12  # nodes before its region that may run again for a region, where they cost little
@@ -120,7 +120,12 @@ class Planner:
         self.backward = [i for i, before in enumerate(facts.forward) if not before and i not in facts.tangents]
         self.latest = self._latest()
         self._ready = facts.given | facts.symbols
+        self._reads = {
+            node: frozenset(i for i in facts.inputs[node] if facts.forward[i] and i not in self._ready)
+            for node in self.backward
+        }
         self._cuts: dict[tuple[int, int, frozenset[int], frozenset[int]], frozenset[int]] = {}
+        self._shapes: dict[Shape, tuple[int, ...]] = {}
         self._divided: dict[tuple[int, ...], list[_Region]] = {}
 
     def order(self, ways: Ways) -> Order:
@@ -154,7 +159,10 @@ class Planner:
         nodes: list[list[int]] = [[] for _ in range(len(cuts) + 1)]
         for node, latest in zip(self.backward, self.latest, strict=True):
             nodes[bisect_right(cuts, latest)].append(node)
-        return [_Region(number, tuple(each), self._needed(number, each)) for number, each in enumerate(nodes)]
+        return [
+            _Region(number, tuple((self._reads[node], (node, False)) for node in each), self._needed(number, each))
+            for number, each in enumerate(nodes)
+        ]
 
     def _needed(self, number: int, nodes: Iterable[int]) -> frozenset[int]:
         """The values of forward that nodes of backward read, and in the last region those that are its results."""
@@ -197,7 +205,7 @@ class Planner:
                 return INFINITE
             return facts.size(node) + 1
 
-        found = cheapest_cut(needed, facts.inputs.__getitem__, price, makes)
+        found = cheapest_cut(needed, facts.inputs.__getitem__, price, makes, self._shapes)
         return frozenset(node for node in found if node not in facts.given)
 
     def _part(self, region: "_Region", kept: frozenset[int], saved: frozenset[int]) -> Part:
@@ -209,20 +217,23 @@ class Planner:
             region.parts[known] = Part(region.number, tuple(self._steps(region, known)))
         return region.parts[known]
 
-    def _steps(self, region: "_Region", saved: frozenset[int]) -> Iterator[tuple[int, bool]]:
+    def _steps(self, region: "_Region", saved: frozenset[int]) -> list[tuple[int, bool]]:
         """The nodes of a region in their order, with what it makes again before whoever first asks for it."""
-        facts, made = self.facts, set[int]()
-        for node in region.nodes:
-            yield from ((i, True) for i in self._made_again(facts.inputs[node], saved, made))
-            yield node, False
+        found: list[tuple[int, bool]] = []
+        there = {*saved}
+        for reads, step in region.steps:
+            if not reads <= there:
+                found += self._made_again(reads, there)
+            found.append(step)
         if region.number == 0:
-            yield from ((i, True) for i in self._made_again(facts.gradients, saved, made))
+            found += self._made_again(self.facts.gradients, there)
+        return found
 
-    def _made_again(self, needed: Iterable[int], saved: frozenset[int], made: set[int]) -> list[int]:
-        """What has to run so that these are there, in order; it is ``made`` then."""
-        missing = sorted(self._again(needed, saved, made) - saved)
-        made.update(missing)
-        return missing
+    def _made_again(self, needed: Iterable[int], there: set[int]) -> list[tuple[int, bool]]:
+        """The steps that have to run, in order, so that these are ``there``; then they are."""
+        missing = sorted(self._again(needed, frozenset(), there))
+        there.update(missing)
+        return [(i, True) for i in missing]
 
     def _again(self, needed: Iterable[int], saved: frozenset[int], made: set[int]) -> set[int]:
         """The values of forward that these are made of, from what is ``saved`` on, which is among them."""
@@ -241,13 +252,14 @@ class Planner:
 
 @dataclass(eq=False)
 class _Region:
-    """The nodes of backward in a region, what of forward they need, and what is known of these.
+    """The nodes of backward in a region, as steps with the values of forward that they read, and what is known of it.
 
-    ``made_of`` has for what may be kept of it all that the rest is made of, and ``parts`` what then runs.
+    It needs all that they read; ``made_of`` has for what may be kept of that all that the rest is made of, and
+    ``parts`` what then runs.
     """
 
     number: int
-    nodes: tuple[int, ...]
+    steps: tuple[tuple[frozenset[int], tuple[int, bool]], ...]
     needed: frozenset[int]
     made_of: dict[frozenset[int], frozenset[int]] = field(default_factory=dict)
     parts: dict[frozenset[int], Part] = field(default_factory=dict)

@@ -6,7 +6,7 @@ storages there are.
 
 import functools
 from collections.abc import Iterable, Mapping, Set
-from itertools import groupby
+from itertools import pairwise
 
 from memrewrite.backends.facts import Facts
 from memrewrite.backends.plan import Order, Part
@@ -67,26 +67,30 @@ class Runs:
     def _of_part(self, part: Part, strange: Mapping[int, Keys], ends: frozenset[Key]) -> Iterable[Stretch]:
         """The stretches of a part of backward; they end at the same of its nodes whatever is made again."""
         copies: dict[int, Keys] = {}
-        block = next((self._block[node] for node, copied in part.steps if not copied), 0)
-
-        def block_of(step: Step) -> int:
-            nonlocal block
-            block = block if step[1] else self._block[step[0]]
-            return block
-
-        for _, group in groupby(part.steps, block_of):
-            steps = tuple(group)
+        told = tuple(strange.items())
+        for start, end in pairwise(self._bounds(part.steps)):
+            steps = part.steps[start:end]
             read = {i for node, _ in steps for i in self.facts.inputs[node]}
-            before = {i: copies[i] for i in sorted(read) if i in copies}
-            key = (part.region, steps, tuple(before.items()), tuple(strange.items()))
-            if key not in self._backward:
+            before = {i: copies[i] for i in sorted(read & copies.keys())}
+            key = (part.region, steps, tuple(before.items()), told)
+            known = self._backward.get(key)
+            if known is None:
                 runs = [self._step(at, step, part.region, before, strange) for at, step in enumerate(steps)]
                 there = [run for run in runs if run is not None]
                 ending = ends & {key for run in there for key in run.makes}
-                self._backward[key] = Stretch(there, len(steps), ending, self.size), before
-            stretch, more = self._backward[key]
+                known = self._backward[key] = Stretch(there, len(steps), ending, self.size), before
+            stretch, more = known
             copies |= more
             yield stretch
+
+    def _bounds(self, steps: tuple[Step, ...]) -> list[int]:
+        """Where the stretches of these begin, and the last one ends; what is made again goes with what is before it."""
+        bounds, now = [0], None
+        for at, (node, copied) in enumerate(steps):
+            if not copied and (block := self._block[node]) != now:
+                bounds += [at] if now is not None else []
+                now = block
+        return [*bounds, len(steps)] if steps else []
 
     def _step(
         self, at: int, step: Step, region: int, copies: dict[int, Keys], strange: Mapping[int, Keys]
