@@ -34,6 +34,7 @@ from memrewrite.torch_internals.pytrees import (
     tree_leaves,
     tree_unflatten,
 )
+from memrewrite.torch_internals.spread import is_sparse_or_nested
 from memrewrite.workload.hooks import without_hooks
 from memrewrite.workload.step import Inputs
 
@@ -217,12 +218,12 @@ def _calls(modules: Mapping[str, nn.Module], run: Callable[[], None]) -> dict[st
     found: dict[str, list[SeenCall]] = {path: [] for path in modules}
     given: list[tuple[TensorLike | None, ...]] = []  # of the calls that have begun
 
-    def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
-        leaves = tree_leaves((args, kwargs))
-        given.append(tuple(TensorLike.of(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves))
-
     with ExitStack() as stack:
         for path, module in modules.items():
+
+            def begin(module: nn.Module, args: Any, kwargs: Any, path: str = path) -> None:
+                leaves = tree_leaves((args, kwargs))
+                given.append(tuple(_like(path, leaf) if isinstance(leaf, Tensor) else None for leaf in leaves))
 
             def end(module: nn.Module, args: Any, output: Any, path: str = path) -> None:
                 found[path].append(_seen(path, given.pop(), output))
@@ -243,8 +244,14 @@ def _seen(path: str, given: tuple[TensorLike | None, ...], output: Any) -> SeenC
         ways = tuple(tuple(map(_step, each)) for each in keys)
     except (AttributeError, ValueError):
         raise UnfitCallError(f"{path} gives an object that no graph can take apart.", path) from None
-    words = tuple(TensorLike.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+    words = tuple(_like(path, leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
     return SeenCall(given, words, tree, ways)
+
+
+def _like(path: str, tensor: Tensor) -> TensorLike:
+    if is_sparse_or_nested(tensor):
+        raise UnfitCallError(f"{path} is given or gives a sparse or nested tensor, which no graph can tell of.", path)
+    return TensorLike.of(tensor)
 
 
 def _step(key: Any) -> tuple[str, Any]:

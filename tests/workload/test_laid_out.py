@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 import memrewrite
@@ -68,9 +69,9 @@ class Made(Layers):
 
 
 class Pieces(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, each: nn.Module) -> None:
         super().__init__()
-        self.each = nn.Linear(32, 32)
+        self.each = each
 
     def forward(self, nested: Any) -> Tensor:
         return torch.stack([self.each(piece).sum(0) for piece in nested.unbind()])
@@ -79,13 +80,32 @@ class Pieces(nn.Module):
 class Nests(Layers):
     """Hands a nested tensor to a layer, one that has the layout of ordinary tensors."""
 
-    def __init__(self) -> None:
+    def __init__(self, each: nn.Module) -> None:
         super().__init__()
-        self.layer = Pieces()
+        self.layer = Pieces(each)
 
     def forward(self, x: Tensor) -> Tensor:
         nested: Any = torch.nested.as_nested_tensor([*self.before(x).split(32)], layout=torch.strided)
         result: Tensor = self.after(self.layer(nested))
+        return result
+
+
+class Bent(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.gelu(x)
+
+
+class Padded(Layers):
+    """Makes a nested tensor by an operator that has no rule for fake ones; a layer gives another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Bent()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.before(x)
+        nested: Any = self.layer(torch.nested.nested_tensor([y[:30], y[30:]]))
+        result: Tensor = self.after(y).sum() + torch.nested.to_padded_tensor(nested, 0.0).sum()
         return result
 
 
@@ -143,10 +163,19 @@ def test_what_is_around_one_that_forward_makes_is_rewritten() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
-def test_what_is_around_a_nested_one_that_forward_makes_is_rewritten() -> None:
-    model = Nests()
+@pytest.mark.parametrize("each", [nn.Linear(32, 32), nn.Tanh()], ids=["with parameters", "without"])
+def test_what_is_around_a_nested_one_that_forward_makes_is_rewritten(each: nn.Module) -> None:
+    model = Nests(each)
     result = memrewrite.optimize(copy.deepcopy(model), rows(), budget="min", exact=True)
     assert any("layer is left alone: it is called with a sparse or a nested" in note for note in result.report.notes)
+    assert_same_bits(step(result, rows()), step(model, rows()))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+def test_a_layer_without_parameters_may_be_given_one_and_give_another() -> None:
+    model = Padded()
+    result = memrewrite.optimize(copy.deepcopy(model), rows(), budget="min", exact=True)
+    assert any("_nested_tensor_from_tensor_list" in note for note in result.report.notes)
     assert_same_bits(step(result, rows()), step(model, rows()))
 
 
