@@ -40,9 +40,12 @@ Layout = tuple[Segment, ...]
 
 
 def layout_of(tensors: Iterable[Tensor]) -> Layout:
-    """The segments of the current stream that real tensors on CUDA lie in; none where there is no such tensor."""
+    """The segments of the current stream that real tensors on CUDA lie in; none where there is no such tensor.
+
+    Nor by an allocator that is not PyTorch's own, of which none is known.
+    """
     given = dict(_addresses(tensors))
-    if not given:
+    if not given or not _is_known():
         return ()
     device = next(iter(given))[0]
     found = torch.cuda.memory_snapshot()
@@ -57,11 +60,16 @@ def layout_of(tensors: Iterable[Tensor]) -> Layout:
 
 
 def bytes_of_blocks(tensors: Iterable[Tensor]) -> int:
-    """What the allocator counts for the storages of ``tensors`` on CUDA: whole blocks, by streams of any number."""
+    """What the allocator counts for the storages of ``tensors`` on CUDA: whole blocks, where there are any."""
     given = dict(_addresses(tensors))
-    found = torch.cuda.memory_snapshot() if given else []
-    blocks = ((each["device"], block) for each in found for block in each["blocks"])
+    if not given or not _is_known():
+        return sum(given.values())
+    blocks = ((each["device"], block) for each in torch.cuda.memory_snapshot() for block in each["blocks"])
     return sum(block["size"] for device, block in blocks if (device, block["address"]) in given)
+
+
+def _is_known() -> bool:
+    return torch.cuda.get_allocator_backend() == "native"
 
 
 def _addresses(tensors: Iterable[Tensor]) -> Iterator[tuple[tuple[int, int], int]]:

@@ -82,6 +82,8 @@ def test_the_layout_is_that_of_the_segments_that_something_given_lies_in(monkeyp
         segment(block(128 * MIB, MIB), block(129 * MIB, MIB, "active_pending_free"), kind="small"),
     ]
     given = {(0, 0): 3 * MIB, (0, 64 * MIB): 20 * MIB, (0, 128 * MIB): MIB}
+    backend = "native"
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: backend)
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: found)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
     monkeypatch.setattr(layout, "_addresses", lambda tensors: given.items())
@@ -90,6 +92,8 @@ def test_the_layout_is_that_of_the_segments_that_something_given_lies_in(monkeyp
         Segment(128 * MIB, True, (Standing(MIB, False, MIB), Standing(MIB, False))),
     )
     assert bytes_of_blocks([]) == 25 * MIB
+    backend = "cudaMallocAsync"  # which has no segments
+    assert (layout_of([]), bytes_of_blocks([])) == ((), 24 * MIB)
 
 
 def test_nothing_lies_on_a_device_that_is_not_used() -> None:
