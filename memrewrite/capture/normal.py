@@ -69,9 +69,8 @@ def _leaf_spec(leaf: Any) -> Any:
 
 
 def batch_size(inputs: Inputs) -> int | None:
-    """The common first size of the tensor inputs, None when they do not share one above 1."""
-    sizes = {t.shape[0] for t in inputs.tensors() if t.dim() > 0}
-    return sizes.pop() if len(sizes) == 1 and min(sizes) > 1 else None
+    """The first size that most tensor inputs have, None where that is 1: positions, say, have none of the batch."""
+    return inputs.batch_size if inputs.batch_size > 1 else None
 
 
 def rebuild(

@@ -193,6 +193,19 @@ def test_inputs_that_share_their_batch_size_must_go_on_sharing_it() -> None:
         drop_in(module, captured)(x(4, 6), x(1, 6))
 
 
+def test_the_batch_varies_where_other_inputs_have_none() -> None:
+    """As positions have none, or one number for each of three axes first."""
+    module = model(lambda self, x, y, table, axes: self.linear(x) + y + table.sum(0) + axes.sum((0, 2))[:, None])
+    axes = torch.arange(24).view(3, 4, 2)
+    captured = capture(module, Inputs((x(), x(), x(5, 6), axes), {}))
+    first, second, table, third = (leaf.shape for leaf in captured.inputs.leaves)
+    assert isinstance(first[0], str)
+    assert (first, table, third[1]) == (second, (5, 6), first[0])
+    for batch in (2, 7):
+        given = x(batch, 6), x(batch, 6), x(5, 6), torch.arange(6 * batch).view(3, batch, 2)
+        assert torch.equal(drop_in(module, captured)(*given), module(*given))
+
+
 def test_the_batch_size_stays_free_where_forward_takes_any_keyword() -> None:
     module = model(lambda self, x, **options: self.linear(x) * options["scale"])
     scale = torch.tensor(2.0)
