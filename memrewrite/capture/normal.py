@@ -6,6 +6,7 @@ import inspect
 import linecache
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -69,8 +70,9 @@ def _leaf_spec(leaf: Any) -> Any:
 
 
 def batch_size(inputs: Inputs) -> int | None:
-    """The first size that most tensor inputs have, None where that is 1: positions, say, have none of the batch."""
-    return inputs.batch_size if inputs.batch_size > 1 else None
+    """The first size above 1 that most tensor inputs have, None where there is none; positions, say, have no batch."""
+    sizes = Counter(t.shape[0] for t in inputs.tensors() if t.dim() > 0 and t.shape[0] > 1)
+    return sizes.most_common(1)[0][0] if sizes else None
 
 
 def rebuild(
