@@ -4,6 +4,7 @@ Two front ends stand behind one seam. ``torch.export`` leads (pre-dispatch train
 where it fails, Dynamo is tried. Hazards that would make either graph silently wrong are refused first, by name.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -17,6 +18,7 @@ from memrewrite.capture.at_sight import refuse_unseen, refuse_weight_hooks
 from memrewrite.capture.autocasts import told_of_regions
 from memrewrite.capture.captured import Captured, InputSpec, TensorSpec
 from memrewrite.capture.compiled_calls import told_of_compiled
+from memrewrite.capture.expressions import unspelled
 from memrewrite.capture.kept_calls import KeptCalls, standing_in, watch_calls
 from memrewrite.capture.looks import looks_at_tied
 from memrewrite.capture.normal import bind, first_dtype, forward_alone, leaf_tensors
@@ -112,7 +114,7 @@ def _by_front_ends(
     elsewhere: Inputs | None,
 ) -> Captured:
     """What the first front end gives that can; raises ``CaptureError`` with what each said."""
-    said = []
+    said: list[str] = []
     for name in names:
         if name == "export" and findings.export_loses:
             said.append(f"export: it loses {findings.export_loses}")
@@ -130,11 +132,16 @@ def _by_front_ends(
         else:
             told = (_TOLD.format(findings.asks),) if findings.asks else ()
             return _with(findings, pairs, model, inputs, captured, *told)
+    if returned := re.search(_RETURNED, " ".join(said)):
+        raise unspelled(returned[1])
     asked = f" with {', '.join(str(each) for each in ranges if not each.implied)}" if ranges else ""
     raise CaptureError(
         f"{type(model).__name__} cannot be captured as one graph{asked} ({'; '.join(said)}). Control flow that depends "
         "on tensor values has to be written with tensors (torch.where, masks) or moved out of forward."
     )
+
+
+_RETURNED = r"Found <class '(?:\w+\.)*(\w+)'> in output, which is not a known type"  # export's words
 
 
 def _with(

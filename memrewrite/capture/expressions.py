@@ -27,7 +27,15 @@ def literal(value: Any) -> str:
     for plain in (int, float, str):  # not the repr of a subclass, such as an enum's or NumPy's
         if isinstance(value, plain):
             return plain.__repr__(value)
-    raise CaptureError(f"The graph holds {value!r} of type {type(value).__name__}, which cannot be written as source.")
+    raise unspelled(type(value).__name__)
+
+
+def unspelled(kind: str) -> CaptureError:
+    """The error for a value of a class that no program can make."""
+    return CaptureError(
+        f"The graph holds a value of type {kind}, which cannot be written as source; where forward returns one with "
+        "tensors in it, return those, and do without a cache of keys and values (use_cache=False)."
+    )
 
 
 def attribute_of(owner: str, name: str) -> str:

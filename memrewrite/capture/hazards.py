@@ -28,7 +28,7 @@ from memrewrite.runtime.guards import Reads
 from memrewrite.runtime.segment import autocast_dtype
 from memrewrite.simulate.fake.constant_values import known_values
 from memrewrite.simulate.fake.fakes import fake_inputs, fake_twin
-from memrewrite.simulate.fake.refusals import needs_data
+from memrewrite.simulate.fake.refusals import refusal
 from memrewrite.simulate.fake.stand_ins import functions_on_fakes
 from memrewrite.state.attributes import Attributes
 from memrewrite.state.random_state import RandomState, draws, seed_all
@@ -235,7 +235,7 @@ class _Rehearsal:
 
 
 def _failed(name: str, error: Exception) -> str:
-    if sentence := needs_data(name, error):
+    if sentence := refusal(name, error):
         return sentence
     text = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
     line = line_of(error)

@@ -6,6 +6,7 @@ import inspect
 import linecache
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -69,9 +70,9 @@ def _leaf_spec(leaf: Any) -> Any:
 
 
 def batch_size(inputs: Inputs) -> int | None:
-    """The common first size of the tensor inputs, None when they do not share one above 1."""
-    sizes = {t.shape[0] for t in inputs.tensors() if t.dim() > 0}
-    return sizes.pop() if len(sizes) == 1 and min(sizes) > 1 else None
+    """The first size above 1 that most tensor inputs have, None where there is none; positions, say, have no batch."""
+    sizes = Counter(t.shape[0] for t in inputs.tensors() if t.dim() > 0 and t.shape[0] > 1)
+    return sizes.most_common(1)[0][0] if sizes else None
 
 
 def rebuild(

@@ -26,6 +26,7 @@ from memrewrite.runtime.assembled import Written, assembled
 from memrewrite.runtime.promise import BeyondPlanWarning, FallbackWarning
 from memrewrite.simulate import Noted, Timeline, Twins, layout_for, run_tracked, simulate, with_workspaces
 from memrewrite.simulate.fake.copier import tensors_of
+from memrewrite.simulate.fake.refusals import counts_nothing
 from memrewrite.targets.allocator import allocator_on
 from memrewrite.targets.layout import bytes_of_blocks
 from memrewrite.torch_internals.autograd_nodes import acting_hooks_off
@@ -177,7 +178,9 @@ def measure(module: nn.Module, inputs: Inputs, step: Step, *, steps: int = 10) -
             return run(measured, inputs, step, steps, device)
         except torch.OutOfMemoryError:
             failed = True
-        except RuntimeError as error:
+        except (RuntimeError, AssertionError) as error:
+            if sentence := counts_nothing(type(module).__name__, error):
+                raise MeasurementError(sentence) from error
             failed = "DefaultCPUAllocator" in str(error)
             if not failed and not step.target.compiles:
                 raise

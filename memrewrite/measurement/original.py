@@ -8,7 +8,7 @@ from torch import nn
 from memrewrite.measurement.measuring import predict
 from memrewrite.records.errors import CaptureError, MemrewriteError, UsageError
 from memrewrite.simulate import Timeline
-from memrewrite.simulate.fake.refusals import needs_data
+from memrewrite.simulate.fake.refusals import refusal
 from memrewrite.workload.inputs import first_line
 from memrewrite.workload.step import Inputs, Step
 
@@ -39,7 +39,7 @@ def blaming(model: nn.Module, in_backward: bool = False) -> Iterator[None]:
     except MemrewriteError:
         raise
     except Exception as error:
-        if sentence := needs_data(type(model).__name__, error):
+        if sentence := refusal(type(model).__name__, error):
             raise CaptureError(sentence) from error
         if _MIXED in str(error):
             raise UsageError(

@@ -28,8 +28,7 @@ def attention_in_pieces(
 ) -> Tensor:
     """``F.scaled_dot_product_attention`` without dropout, of (batch, heads, length, width), in about ``pieces``.
 
-    These are of the batch, or where that is smaller of the heads, those together that share keys (``enable_gqa``);
-    ``attn_mask`` needs no gradient.
+    These are of the batch, or where that is smaller of the heads, those together that share keys (``enable_gqa``).
     """
     if attn_mask is not None and attn_mask.dim() < 4:
         attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
@@ -56,14 +55,14 @@ class _AttentionInPieces(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, mask = ctx.saved_tensors
-        given = query, key, value
-        wanted = [i for i, need in enumerate(ctx.needs_input_grad[:3]) if need]
+        given = [query, key, value] if mask is None else [query, key, value, mask]
+        wanted = [i for i, need in enumerate(ctx.needs_input_grad[:4]) if need]
         with in_autocast(query, ctx.autocast):
             if torch.is_grad_enabled():  # to be differentiated again
                 whole = F.scaled_dot_product_attention(query, key, value, mask, **ctx.options)
                 slopes = torch.autograd.grad(whole, [given[i] for i in wanted], gradient, create_graph=True)
                 return _in_places(wanted, slopes)
-            totals = _attention_slopes(ctx.dim, ctx.pieces, ctx.options, given, mask, wanted, gradient)
+            totals = _attention_slopes(ctx.dim, ctx.pieces, ctx.options, given, wanted, gradient)
         return _in_places(wanted, totals)
 
 
@@ -72,10 +71,13 @@ def _attended(
 ) -> Tensor:
     results: list[Tensor] = []
     for piece_of in _attention_pieces(dim, pieces, key):
-        part = F.scaled_dot_product_attention(*map(piece_of, (query, key, value, mask)), **options)
+        # PyTorch takes another kernel where the mask needs a gradient, also where none is recorded.
+        masked = None if mask is None else piece_of(mask).detach().requires_grad_(mask.requires_grad)
+        given: list[Any] = [*map(piece_of, (query, key, value)), masked]
+        part = F.scaled_dot_product_attention(*given, **options)
         results = results or [_room_like(part, query, value.shape[-1])]
         piece_of(results[0]).copy_(part)
-        del part
+        del part, given, masked
     return results[0]
 
 
@@ -83,20 +85,19 @@ def _attention_slopes(
     dim: int,
     pieces: int,
     options: Any,
-    given: tuple[Tensor, Tensor, Tensor],
-    mask: Tensor | None,
+    given: list[Tensor],
     wanted: list[int],
     gradient: Tensor,
 ) -> list[Tensor]:
-    """The gradients of those of query, key and value that are ``wanted``."""
-    totals = [torch.empty_like(given[i]) for i in wanted]
+    """The gradients of those of query, key, value and mask that are ``wanted``."""
+    totals = [torch.zeros_like(given[i]) if i == 3 else torch.empty_like(given[i]) for i in wanted]
     for piece_of in _attention_pieces(dim, pieces, given[1]):
-        leaves = [piece_of(t).detach().requires_grad_(i in wanted) for i, t in enumerate(given)]
+        leaves: list[Any] = [piece_of(t).detach().requires_grad_(i in wanted) for i, t in enumerate(given)]
         with torch.enable_grad():
-            result = F.scaled_dot_product_attention(*leaves, *map(piece_of, [mask]), **options)
+            result = F.scaled_dot_product_attention(*leaves, **options)
         found = torch.autograd.grad(result, [leaves[i] for i in wanted], piece_of(gradient))
-        for total, slope in zip(totals, found, strict=True):
-            piece_of(total).copy_(slope)
+        for i, total, slope in zip(wanted, totals, found, strict=True):
+            piece_of(total).add_(slope) if i == 3 else piece_of(total).copy_(slope)  # a mask may be one for all
         del result, found, slope
     return totals
 

@@ -251,12 +251,13 @@ def prepare(module: nn.Module, constants: dict[str, Tensor], plain: bytes | None
 
 
 def _subclass(base: type[nn.Module], program: Program, replaced: Forward | None) -> type[nn.Module]:
-    """``class Optimized<Base>(Base)`` with the program's forward; every other method is inherited.
+    """``class Base(Base)`` with the program's forward; every other method is inherited.
 
     The original forward is that of ``base``, or the one that ``replaced`` it on the object.
 
-    Only its ``__qualname__`` says Optimized: libraries look classes up by ``__name__`` and write it into files, such as
-    transformers, which shifts smoothed labels only for the names of its causal language models.
+    All its names are those of ``base``: libraries look classes up by ``__name__`` and by what ``str`` makes of them,
+    such as transformers, which shifts smoothed labels only for the names of its causal language models, and which finds
+    what a model records (``output_hidden_states=True``) by the text of its class.
     """
     kept = Own(base.__name__, program)
     kept.replaced = replaced
@@ -291,7 +292,7 @@ def _subclass(base: type[nn.Module], program: Program, replaced: Forward | None)
 
     forward.__signature__ = inspect.signature(replaced or base.forward)  # type: ignore[attr-defined]
     members = {"forward": forward, "__reduce_ex__": reduce, "__setstate__": restore, "_memrewrite": program, OWN: kept}
-    names = {"__module__": base.__module__, "__qualname__": f"Optimized{base.__name__}"}
+    names = {"__module__": base.__module__, "__qualname__": base.__qualname__}
     kept.kind = type(base.__name__, (base,), {**members, **names})
     return kept.kind
 

@@ -8,6 +8,7 @@ import contextlib
 import re
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from unittest import mock
@@ -57,6 +58,7 @@ __all__ = [
     "asks_for_numbers",
     "fake_of",
     "has_no_storage",
+    "higher_order",
     "in_place_of_modes",
     "is_fake",
     "known_as_real",
@@ -176,8 +178,21 @@ def lacks_fake_rule(error: Exception) -> str:
     return found[0] if found and any(words in str(error) for words in _NO_RULE) else ""
 
 
+def higher_order(error: Exception) -> str:
+    """The name of the higher-order operator that a mode of ours was given, if that is why it was raised, else "".
+
+    ``torch.cond`` traces its branches before, which without Dynamo takes no parameters.
+    """
+    found = re.search(r"There was no rule registered for (?:HigherOrderOperator|HOP) (\w+)", str(error))
+    if found is None and isinstance(error, AssertionError) and _NOT_LIFTED in str(error):
+        files = "".join(frame.filename for frame in traceback.extract_tb(error.__traceback__))
+        found = re.search(r"_higher_order_ops.(cond)\.py", files)
+    return found[1] if found else ""
+
+
 _NO_STORAGE = ("Cannot access storage of Sparse", "shape_env must not be None", "NestedTensorImpl doesn't support")
 _NO_RULE = ("no fake impl", "no Meta kernel", "not supported on the Meta", "Meta kernel registered")
+_NOT_LIFTED = "Please convert all Tensors to FakeTensors first"
 _ASKED_FOR_NUMBERS = "but its data is not allocated yet"
 _ASKED_FOR_MEMORY = ("Cannot access data pointer of Tensor", ".numpy() is not supported for tensor subclasses")
 

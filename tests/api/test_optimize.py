@@ -52,7 +52,7 @@ def state(model: nn.Module) -> dict[str, Any]:
     values |= {f"{name}.trains": p.requires_grad for name, p in model.named_parameters()}
     for path, module in model.named_modules():
         values[f"{path} attributes"] = sorted(vars(module))
-        values[f"{path} class"] = type(module).__qualname__
+        values[f"{path} class"] = type(module)
         values[f"{path} mode"] = module.training
         values[f"{path} names"] = [list(d) if isinstance(d, dict | set) else None for d in vars(module).values()]
     return values | {"random": torch.get_rng_state()}

@@ -193,6 +193,25 @@ def test_inputs_that_share_their_batch_size_must_go_on_sharing_it() -> None:
         drop_in(module, captured)(x(4, 6), x(1, 6))
 
 
+def test_the_batch_varies_where_other_inputs_have_none() -> None:
+    """As positions have none, one for all, or one number for each of three axes first."""
+
+    def forward(self: Any, x: Tensor, y: Tensor, table: Tensor, axes: Tensor, *once: Tensor) -> Any:
+        return self.linear(x) + y + table.sum(0) + axes.sum((0, 2))[:, None] + sum(once)
+
+    def given(batch: int) -> Inputs:
+        axes = torch.arange(6 * batch).view(3, batch, 2)
+        return Inputs((x(batch, 6), x(batch, 6), x(5, 6), axes, x(1, 6), x(1, 6), x(1, 6)), {})
+
+    module = model(forward)
+    captured = capture(module, given(4))
+    first, second, table, third, once, *_ = (leaf.shape for leaf in captured.inputs.leaves)
+    assert isinstance(first[0], str)
+    assert (first, table, third[1], once) == (second, (5, 6), first[0], (1, 6))
+    for batch in (2, 7):
+        assert torch.equal(drop_in(module, captured)(*given(batch).args), module(*given(batch).args))
+
+
 def test_the_batch_size_stays_free_where_forward_takes_any_keyword() -> None:
     module = model(lambda self, x, **options: self.linear(x) * options["scale"])
     scale = torch.tensor(2.0)

@@ -348,6 +348,21 @@ def test_a_class_no_module_holds_is_refused_by_name() -> None:
         generate(capture(model(lambda self, x: Hidden(self.linear(x))), Inputs((x(),), {})))
 
 
+class Cache:
+    """As transformers' caches are: tensors in an object that is no tree."""
+
+    def __init__(self, keys: Tensor) -> None:
+        self.keys = keys
+
+
+@pytest.mark.parametrize("made", [Cache, lambda keys: [keys, Cache(keys)]], ids=["alone", "in a list"])
+def test_a_cache_that_is_returned_is_told_of_and_what_to_do(made: Any) -> None:
+    with pytest.raises(CaptureError, match=r"of type Cache, which .* without a cache .*\(use_cache=False\)"):
+        generate(
+            capture(model(lambda self, x: {"out": self.linear(x), "cache": made(self.other(x))}), Inputs((x(),), {}))
+        )
+
+
 def test_an_enum_as_a_key_is_refused_and_an_integer_is_not() -> None:
     module = model(lambda self, x: {3: self.linear(x)})
     captured = capture(module, Inputs((x(),), {}))

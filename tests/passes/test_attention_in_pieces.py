@@ -148,6 +148,17 @@ def test_what_is_frozen_gets_nothing(frozen: tuple[int, ...]) -> None:
         torch.testing.assert_close(mine, other)
 
 
+@pytest.mark.parametrize("pieces", [2, 4])
+@pytest.mark.parametrize("shape", [(3, 3), (4, 3, 3), (2, 1, 3, 3), (2, 4, 3, 3), (1, 4, 1, 3)], ids=str)
+def test_a_mask_that_needs_a_gradient_later_gets_it(shape: tuple[int, ...], pieces: int) -> None:
+    q, k, v = given(frozen=(2,))
+    mask = torch.randn(shape, dtype=q.dtype, requires_grad=True)
+    ours, theirs = attention_in_pieces(q, k, v, mask, pieces), F.scaled_dot_product_attention(q, k, v, mask)
+    assert ours.stride() == theirs.stride()
+    found, expected = (torch.autograd.grad(each.square().sum(), (q, k, mask)) for each in (ours, theirs))
+    torch.testing.assert_close((ours, *found), (theirs, *expected))
+
+
 def test_lies_in_memory_as_the_whole_does() -> None:
     q, k, v = (torch.randn(2, 5, 4, 8).transpose(1, 2) for _ in range(3))
     expected, found = whole(q, k, v), in_pieces(q, k, v)
@@ -202,6 +213,21 @@ class Texts(nn.Module):
         for layer in self.layers:
             heads = layer(x).unflatten(-1, (8, 2)).transpose(1, 2)
             x = x + F.scaled_dot_product_attention(heads, heads, heads, self.mask).transpose(1, 2).flatten(2)
+        return x
+
+
+class Masked(nn.Module):
+    """With a mask that is computed from an input with fractions, as PixArt and Sana are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+
+    def forward(self, x: Tensor, kept: Tensor) -> Tensor:
+        mask = ((1 - kept) * -10000.0)[:, None, None, :]
+        for layer in self.layers:
+            heads = layer(x).unflatten(-1, (8, 2)).transpose(1, 2)
+            x = x + F.scaled_dot_product_attention(heads, heads, heads, mask).transpose(1, 2).flatten(2)
         return x
 
 
@@ -264,4 +290,11 @@ class Pooled(nn.Module):
 def test_dimensions_of_one_may_lie_otherwise() -> None:
     passes = ["attention_in_pieces", "checkpoint_segments"]
     model = memrewrite.optimize(Pooled(), torch.randn(96, 1, 16), budget="min", optimizer="sgd", passes=passes)
+    assert memrewrite.report_of(model).equivalent
+
+
+def test_a_mask_that_is_made_of_an_input_has_its_gradient_where_the_proof_asks_for_it() -> None:
+    inputs, passes = (torch.randn(4, 64, 16), torch.ones(4, 64)), ["attention_in_pieces"]
+    model = memrewrite.optimize(Masked(), inputs, budget="min", optimizer="sgd", passes=passes)
+    assert "attention_in_pieces" in rewrites(memrewrite.report_of(model))
     assert memrewrite.report_of(model).equivalent

@@ -28,6 +28,7 @@ from memrewrite.artifact.load import load
 from memrewrite.artifact.save import save
 from memrewrite.records.errors import UsageError
 from memrewrite.records.report import Report
+from memrewrite.runtime.dropin import programs
 from memrewrite.runtime.promise import FallbackWarning
 from tests.support.dropins import ConvNet, assert_same_bits, conv_net, image, loss_of, peak, segmented, step
 
@@ -61,9 +62,9 @@ def test_it_is_the_same_model(pair: tuple[ConvNet, Any]) -> None:
     model, result = pair
     assert isinstance(result, ConvNet)
     assert result is not model
-    assert type(result).__qualname__ == "OptimizedConvNet"
+    assert type(result) is not ConvNet
     assert type(result).__name__ == ConvNet.__name__  # by which transformers' Trainer picks how labels are smoothed
-    assert type(result).__module__ == ConvNet.__module__
+    assert str(type(result)) == str(ConvNet)  # by which transformers finds what a model records (output_hidden_states)
     for kind in ("named_parameters", "named_buffers", "named_children"):
         ours, theirs = dict(getattr(result, kind)()), dict(getattr(model, kind)())
         assert list(ours) == list(theirs)
@@ -302,7 +303,7 @@ def test_copies_are_independent_and_keep_the_segments(
 ) -> None:
     model, result = pair
     twin: Any = duplicate(result)
-    assert type(twin).__qualname__ == "OptimizedConvNet"
+    assert list(programs(twin)) == [""]
     assert_same_bits(step(twin, image()), step(model, image()))
     assert peak(twin, image(8)) == peak(result, image(8)) < peak(model, image(8))
     before = twin.head.weight.detach().clone()
@@ -329,8 +330,9 @@ def test_copies_know_the_settings_they_were_captured_with(
 PROCESS = """
 import pickle, sys
 twin = pickle.load(open(sys.argv[1], "rb"))
+from memrewrite.runtime.dropin import programs
 from tests.support.dropins import image, peak
-print(type(twin).__qualname__, peak(twin, image(8)), twin.report.model)
+print(len(programs(twin)), peak(twin, image(8)), twin.report.model)
 """
 
 
@@ -339,7 +341,7 @@ def test_a_pickle_keeps_the_optimisation_in_a_fresh_process(tmp_path: Path) -> N
     (tmp_path / "model.pickle").write_bytes(pickle.dumps(result))
     command = [sys.executable, "-c", PROCESS, str(tmp_path / "model.pickle")]
     answer = subprocess.run(command, check=True, capture_output=True, text=True)
-    assert answer.stdout.split() == ["OptimizedConvNet", str(peak(result, image(8))), "ConvNet"]
+    assert answer.stdout.split() == ["1", str(peak(result, image(8))), "ConvNet"]
     assert peak(result, image(8)) < peak(conv_net(), image(8))
 
 

@@ -6,13 +6,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._higher_order_ops import scan
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 
 import memrewrite
+from memrewrite.records.errors import CaptureError, MeasurementError
 from memrewrite.search.regions import find
 from memrewrite.simulate import run_tracked
 from memrewrite.workload.step import Inputs, Step
+from tests.support.layers import WIDTH
+from tests.support.layers import model as of_layers
 
 
 class Body(nn.Module):
@@ -195,6 +199,27 @@ class Indexes(nn.Module):
         x = self.stem(x)
         result: Tensor = self.body(x[tuple(rows),])
         return result
+
+
+def branching(self: Any, x: Tensor) -> Any:
+    return torch.cond(x.sum() > 0, self.linear, self.other, (x,))
+
+
+def scanning(self: Any, x: Tensor) -> Any:
+    carried, each = scan(lambda so_far, row: (so_far + row, so_far * row), x[0], self.linear(x), dim=0)
+    return carried + each
+
+
+@pytest.mark.parametrize(("forward", "operator"), [(branching, "cond"), (scanning, "scan")], ids=["cond", "scan"])
+def test_a_higher_order_operator_is_named_where_nothing_tells_what_it_takes(forward: Any, operator: str) -> None:
+    module, rows = of_layers(forward), torch.randn(4, WIDTH)
+    reason = rf"Model calls the higher-order operator {operator} \(at test_calls.py:\d+\), and what that runs"
+    with pytest.raises(CaptureError, match=reason):
+        memrewrite.optimize(module, rows, budget="min", cache=False)
+    with pytest.raises(CaptureError, match=reason):
+        memrewrite.estimate(module, rows)
+    with pytest.raises(MeasurementError, match=reason):
+        memrewrite.measure(module, rows)
 
 
 def test_a_model_that_indexes_with_the_numbers_of_a_tensor_is_rewritten_in_parts() -> None:

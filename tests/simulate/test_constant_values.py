@@ -54,6 +54,9 @@ KNOWN: dict[str, Callable[[Tensor], Tensor]] = {
     "joined": lambda given: torch.cat([torch.arange(2), torch.tensor([5])]),
     "into another": lambda given: torch.add(torch.arange(3), 1, out=torch.zeros(3, dtype=torch.int64)),
     "of two results": lambda given: torch.sort(torch.arange(4).flip(0))[1],
+    "ones with fractions": lambda given: torch.ones(4) == 1,
+    "compared with fractions": lambda given: torch.full((2, 3), 0.5) > 0,
+    "told of fractions": lambda given: torch.ones_like(given.float()).to(torch.bool).all(-1),
     "drawn and below 0": lambda given: torch.rand(3) < 0.0,
     "drawn and 0 or above": lambda given: torch.rand_like(given.float()) >= 0,
     "drawn and below less": lambda given: torch.rand(3) <= -0.5,
@@ -67,6 +70,9 @@ UNKNOWN: dict[str, Callable[[Tensor], Tensor]] = {
     "empty": lambda given: torch.empty(4, dtype=torch.int64),
     "empty like": lambda given: torch.empty_like(torch.arange(4)),
     "with fractions": lambda given: torch.arange(4.0),
+    "fractions that are written": lambda given: changed(torch.ones(4), lambda t: t.add_(1)),
+    "fractions that are written beside": lambda given: beside(torch.ones(2, 2), lambda t: t.tril_()) > 0,
+    "large fill": lambda given: torch.ones(LIMIT + 1),
     "large": lambda given: torch.arange(LIMIT + 1),
     "written from an input": lambda given: changed(torch.arange(4), lambda t: t.copy_(given)),
     "written beside from an input": lambda given: beside(torch.arange(4), lambda t: t.copy_(given)),
@@ -123,6 +129,11 @@ def attends(self: Any, x: Tensor, mask: Tensor | None = None, positions: Tensor 
     return scaled_dot_product_attention(q, k, v, attn_mask=allowed)
 
 
+def decodes(self: Any, x: Tensor) -> Any:
+    """As the decoders of Bart and its like do: a mask of ones with fractions, which says that nothing is masked."""
+    return attends(self, x, torch.ones(x.shape[:2]).to(torch.bool))
+
+
 def sequences() -> Tensor:
     return x(3, 8, WIDTH)
 
@@ -174,6 +185,11 @@ def test_a_capture_is_bit_equal_for_any_batch(batch: int, amp: torch.dtype | Non
 def test_simulated_equals_real(given: dict[str, Tensor], amp: torch.dtype | None) -> None:
     module, inputs = model(attends), Inputs((sequences(),), given)
     step = Step("train", optimizer_factory("adamw"), lambda output: output.float().sum(), amp)
+    assert simulate(module, inputs, step) == run_tracked(copy.deepcopy(module), inputs, step)
+
+
+def test_a_mask_of_ones_is_left_out_where_a_step_is_simulated() -> None:
+    module, inputs, step = model(decodes), Inputs((sequences(),), {}), Step("train", optimizer_factory("adamw"))
     assert simulate(module, inputs, step) == run_tracked(copy.deepcopy(module), inputs, step)
 
 

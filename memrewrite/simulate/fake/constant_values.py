@@ -2,13 +2,15 @@
 
 Models ask such values what to do: transformers makes positions with ``arange`` and leaves a mask out if nothing but
 consecutive positions is in them. A fake tensor has no answer, and code that sees one does something else. Here small
-integer and boolean tensors that are made of nothing but numbers keep their values beside the fake ones. Whatever holds
-parameters or buffers stays unknown, and so do inputs, unless a run is about these very inputs. What ``rand`` draws is
-known not to be below 0, the share of layers that transformers drops unless it is asked to drop some.
+integer and boolean tensors that are made of nothing but numbers keep their values beside the fake ones, and so do those
+with fractions that one number fills, such as a mask of ones, until they are written. Whatever holds parameters or
+buffers stays unknown, and so do inputs, unless a run is about these very inputs. What ``rand`` draws is known not to be
+below 0, the share of layers that transformers drops unless it is asked to drop some.
 """
 
 import functools
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -101,6 +103,22 @@ class KnownValues(Layer):
         if type(value) is Tensor and fake.layout is torch.strided and _small(value) and _fits(value, fake):
             self._set(fake, value)
 
+    def _fill(self, fake: Tensor, number: float) -> None:
+        """Take ``number`` for what ``fake`` holds everywhere; of fractions that is one number, which a write ends.
+
+        Zeros with fractions are what sums and states of optimizers begin as, and nothing that is asked. Where sizes
+        vary, fractions stay unknown: what is asked of them there is how many there are.
+        """
+        shape = two_rows(fake.shape)
+        if math.prod(shape) > LIMIT or fake.layout is not torch.strided:
+            return
+        with in_place_of_modes():
+            one = torch.full((), number, dtype=fake.dtype, device="cpu")
+            if not fake.is_floating_point():
+                self.keep(fake, one.repeat(shape))
+            elif number != 0 and not symbolic(fake):
+                self._set(fake, one.expand(shape))
+
     def _set(self, fake: Tensor, value: Tensor | None) -> None:
         storage = _storage(fake)
         self._values[fake] = (value, storage)
@@ -129,8 +147,10 @@ class KnownValues(Layer):
             result = self.below(func, types, args, kwargs)
             if kind == "draw":
                 self._drawn[result] = _storage(result)
-            fraction = type(result) is FakeTensor and result.is_floating_point()  # as most are: no value is kept
-            if kind == "function" and not fraction and any(map(_is_small_fake, _results(result))):
+            fraction = type(result) is FakeTensor and result.is_floating_point()  # as most are
+            if kind == "fill" and isinstance(result, FakeTensor):
+                self._filled(func, args, kwargs, result)
+            elif kind == "function" and not fraction and any(map(_is_small_fake, _results(result))):
                 self._follow(func, args, kwargs, result)
             return result
         written = _written(func, args, kwargs)
@@ -155,20 +175,24 @@ class KnownValues(Layer):
         # not where the others are.
         sure = schema_name(func).partition("::")[2] not in _RESHAPING and torch.Tag.inplace_view not in func.tags
         sure &= not varies and len(_places(there.values())) == len(places)
+        sure &= not any(value.is_floating_point() for value in there.values() if value is not None)  # one number each
         if not sure or self._compute(func, args, kwargs) is None:
             self._forget(written, decided)
+
+    def _filled(self, func: OpOverload, args: Any, kwargs: Any, result: FakeTensor) -> None:
+        """Keep the value of what one number fills, where that does not vary."""
+        number: Any = _FILLS[schema_name(func).removeprefix("aten::")]
+        number = named_arguments(func, args, kwargs)[number] if isinstance(number, str) else number
+        if isinstance(number, int | float):
+            self._fill(result, number)
+        elif _is_small_fake(result):
+            self._set(result, None)
 
     def _follow(self, func: OpOverload, args: Any, kwargs: Any, result: Any) -> None:
         """Keep the values of what a function gave, where they are known."""
         name = schema_name(func).removeprefix("aten::")
-        number: Any = _FILLS.get(name, self._compared(name, args))
-        if number is not None:
-            number = named_arguments(func, args, kwargs)[number] if isinstance(number, str) else number
-            if isinstance(number, int | float):
-                with in_place_of_modes():
-                    self.keep(result, torch.full(two_rows(result.shape), number, dtype=result.dtype, device="cpu"))
-            else:
-                self._set(result, None)
+        if (number := self._compared(name, args)) is not None:
+            self._fill(result, number)
             return
         if name in _LIFTS:
             self.copy(result, args[0])
@@ -249,6 +273,8 @@ def _kind(func: Any) -> str:
         return "question"
     if schema_name(func) in _DRAWS:
         return "draw"
+    if schema_name(func).removeprefix("aten::") in _FILLS:
+        return "fill"
     own = func.namespace == "aten" and torch.Tag.nondeterministic_seeded not in func.tags
     return "function" if own and "empty" not in schema_name(func) else "other"
 

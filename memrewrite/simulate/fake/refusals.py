@@ -6,8 +6,14 @@ from memrewrite.torch_internals.fake_tensors import (
     asks_for_memory,
     asks_for_numbers,
     has_no_storage,
+    higher_order,
     lacks_fake_rule,
 )
+
+
+def refusal(name: str, error: Exception) -> str:
+    """What nothing can be told of the model called ``name`` for, if that is why ``error`` was raised, else ""."""
+    return counts_nothing(name, error) or needs_data(name, error)
 
 
 def needs_data(name: str, error: Exception) -> str:
@@ -32,6 +38,17 @@ def needs_data(name: str, error: Exception) -> str:
         return (
             f"{name} calls the operator {operator} (at {place}), which has no rule for tensors without data; "
             "give it one (torch.library.register_fake), and it stays a call."
+        )
+    return ""
+
+
+def counts_nothing(name: str, error: Exception) -> str:
+    """Why nothing tells what the model called ``name`` takes, if that is why ``error`` was raised, else ""."""
+    if operator := higher_order(error):
+        place = line_of(error) or "no line of its own"
+        return (
+            f"{name} calls the higher-order operator {operator} (at {place}), and what that runs inside cannot be "
+            "counted; compute without it, with scaled_dot_product_attention or torch.where say."
         )
     return ""
 
