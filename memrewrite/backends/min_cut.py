@@ -5,11 +5,10 @@ cannot be made again to what is needed, by Dinic's algorithm. The minimum cut ne
 such flow.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 INFINITE = 1 << 60
 _SOURCE, _SINK = 0, 1
-
 
 Shape = tuple[tuple[tuple[int, bool, tuple[int, ...]], ...], tuple[int, ...]]
 """Of each value the price, whether it can be made, and the numbers of what it is made of; the numbers of the needed."""
@@ -43,13 +42,13 @@ def cheapest_cut(
         (cost, made, tuple(number[each] for each in read if each in number)) for cost, made, read in found.values()
     )
     shape = values, tuple(number[value] for value in wanted if value in number)
-    if shape not in known:
-        known[shape] = tuple(_cut(shape))
+    if (kept := known.get(shape)) is None:
+        kept = known[shape] = _cut(shape)
     order = [*found]
-    return {order[place] for place in known[shape]}
+    return {order[place] for place in kept}
 
 
-def _cut(shape: Shape) -> Iterator[int]:
+def _cut(shape: Shape) -> tuple[int, ...]:
     """The numbers of the values to keep."""
     network, (values, wanted) = _Network(), shape
     ends: list[tuple[int, int]] = []  # the places where a value is made and where it is there
@@ -65,7 +64,7 @@ def _cut(shape: Shape) -> Iterator[int]:
     for each in wanted:
         network.join(ends[each][1], _SINK, INFINITE)
     far = network.fill()
-    yield from (number for number, (start, end) in enumerate(ends) if far[end] >= 0 > far[start])
+    return tuple(number for number, (start, end) in enumerate(ends) if far[end] >= 0 > far[start])
 
 
 class _Network:

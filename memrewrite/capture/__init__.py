@@ -42,6 +42,7 @@ FRONT_ENDS: dict[str, FrontEnd] = {
     "export": exported.capture,
     "dynamo": lambda model, inputs, functions, ranges, elsewhere: dynamo.capture(model, inputs),
 }
+_RETURNED = r"Found <class '(?:\w+\.)*(\w+)'> in output, which is not a known type"  # export's words
 _TOLD = "The model asks whether it is being traced (in {}), and only what it does then could be captured."
 
 
@@ -139,9 +140,6 @@ def _by_front_ends(
         f"{type(model).__name__} cannot be captured as one graph{asked} ({'; '.join(said)}). Control flow that depends "
         "on tensor values has to be written with tensors (torch.where, masks) or moved out of forward."
     )
-
-
-_RETURNED = r"Found <class '(?:\w+\.)*(\w+)'> in output, which is not a known type"  # export's words
 
 
 def _with(

@@ -22,8 +22,10 @@ def parameters_apart(step: Step, module: nn.Module, inputs: Inputs) -> bool:
 
 def layout_for(step: Step, module: nn.Module, inputs: Inputs) -> Layout:
     """How what is given lies on a CUDA device: as the step says, else now; nowhere where it is yet to be divided."""
-    if step.layout is not None or isinstance(step.mesh, Fsdp | Tp):
-        return step.layout or ()
+    if step.layout is not None:
+        return step.layout
+    if step.device_type(module, inputs) != "cuda" or isinstance(step.mesh, Fsdp | Tp):
+        return ()
     return layout_of([*tensors_of(module), *inputs.tensors(), *step.targets(module, inputs).all])
 
 
