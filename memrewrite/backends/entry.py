@@ -32,6 +32,7 @@ from memrewrite.backends.proof import Proof
 from memrewrite.backends.resident import resident
 from memrewrite.backends.steps import key_of, step_of
 from memrewrite.backends.told import note
+from memrewrite.process.frames import in_one_chunk
 from memrewrite.records.errors import MemrewriteError, UsageError
 from memrewrite.runtime.promise import BeyondPlanWarning
 from memrewrite.targets import transients
@@ -111,6 +112,7 @@ def _reset() -> None:
 memrewrite.reset = _reset  # type: ignore[attr-defined]  # called by torch.compiler.reset
 
 
+@in_one_chunk
 def _fitting(
     graph: fx.GraphModule, inputs: Sequence[Any], mode: str | None, options: dict[str, Any], partition: Partition
 ) -> tuple[Callable[..., Any], bool]:

@@ -5,6 +5,7 @@ not tensors: a view and an element of a tuple lie in what was made before them. 
 there anyway and counts nothing.
 """
 
+import functools
 import operator
 from dataclasses import dataclass, replace
 
@@ -79,9 +80,10 @@ class Facts:
     share: int = 1
     stored: frozenset[int] = frozenset()
 
-    def size(self, node: int) -> int:
-        """The bytes of the storages that a node's value lies in."""
-        return sum(self.bytes[storage] for storage in self.holds[node])
+    @functools.cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """For each node the bytes of the storages that its value lies in."""
+        return tuple(sum(self.bytes[storage] for storage in lies) for lies in self.holds)
 
 
 def same(one: Facts, other: Facts) -> bool:

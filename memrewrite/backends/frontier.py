@@ -2,7 +2,7 @@
 
 For each of several divisions of forward into regions all costly nodes are kept at first. Then, step by step, those may
 run again that free the most bytes of what lives at the peak for the time they take. The steps do not depend on the
-budget, so a larger one never gives a dearer plan; between two steps nodes are tried one by one.
+budget, so a larger one never gives a dearer plan; of the last one as much is taken back as there is room for.
 
 Where none of these is low enough, the lowest divisions are made finer or make things again from further back.
 """
@@ -11,6 +11,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from heapq import heappop, heappush
 
 from memrewrite.backends.divisions import divisions, may_cut
 from memrewrite.backends.facts import Facts
@@ -18,7 +19,7 @@ from memrewrite.backends.live import Live, Peaks
 from memrewrite.backends.plan import Division, Item, Order, Planner, Ways
 
 _STEPS = 16  # from all costly nodes kept to none
-_TRIES = 24  # nodes that are tried one by one between two steps
+_TRIES = 8  # of the nodes that a step gave, halved: which of them need not run again
 _TOP = 2  # of the divisions of the lowest peaks
 _NEAR = 1.25  # of the lowest peak: others are not divided again
 _EARLY = 8  # regions before its own from which on a region makes things again, at most
@@ -127,13 +128,24 @@ class Frontier:
         self, room: int, own: int = sys.maxsize, beyond: Callable[[Division], int] = lambda division: 0
     ) -> Found | None:
         """The cheapest plan that ``fits``; None where there is none. Those of a division take ``beyond`` more."""
+        return self._cheapest(self._divided, room, own, beyond) or self._cheapest(self._deeper, room, own, beyond)
 
-        def cheapest(rows: list[_Row]) -> Found | None:
-            more = (beyond(row.division) for row in rows)
-            found = (row.within(room - each, own - each) for row, each in zip(rows, more, strict=True))
-            return min((each for each in found if each is not None), key=lambda each: each.rank, default=None)
-
-        return cheapest(self._divided) or cheapest(self._deeper)
+    def _cheapest(self, rows: list["_Row"], room: int, own: int, beyond: Callable[[Division], int]) -> Found | None:
+        """As ``within``, of these rows: the cheapest goes on until it fits, as steps make none cheaper."""
+        best: Found | None = None
+        ahead = [(0.0, number, 0) for number in range(len(rows))]  # by what the step before took
+        while ahead and (best is None or ahead[0][0] <= best.ms):
+            _, number, place = heappop(ahead)
+            row = rows[number]
+            if (found := row.at(place)) is None:
+                continue
+            more = beyond(row.division)
+            if self.fits(found, room - more, own - more):
+                fitting = row.between(place, room - more, own - more)
+                best = fitting if best is None else min(best, fitting, key=lambda each: each.rank)
+            else:
+                heappush(ahead, (found.ms, number, place + 1))
+        return best
 
     def look(self, ways: Ways) -> Found:
         """A choice with its peaks and cost."""
@@ -169,17 +181,13 @@ class _Row:
         """The plan of the lowest peak."""
         return min(self.all, key=lambda each: (self._all.takes(each), each.ms))
 
-    def within(self, room: int, own: int) -> Found | None:
-        """The cheapest that fits, with as much kept as there is room for of what its last step gave."""
-        place = 0
-        while True:
-            if place == len(self._found):
-                if (following := next(self._falling, None)) is None:
-                    return self.last if self._all.fits(self.last, room, own) else None
-                self._found.append(following)
-            if self._all.fits(self._found[place], room, own):
-                return self._between(place, room, own)
-            place += 1
+    def at(self, place: int) -> Found | None:
+        """The plan so many steps from all that is costly kept; None beyond the last one."""
+        while place >= len(self._found):
+            if (following := next(self._falling, None)) is None:
+                return self.last if place == len(self._found) else None
+            self._found.append(following)
+        return self._found[place]
 
     def _look(self, rerun: frozenset[int]) -> Found:
         return self._all.look(Ways(self.cuts, rerun, self.early))
@@ -207,8 +215,8 @@ class _Row:
                     continue
                 for source in self._sources(node):
                     if start <= facts.place[source] < end and source not in order.ways.rerun:
-                        price = facts.ms[source] / max(facts.size(node), 1)
-                        worth.append((number in mark.regions, price, source, facts.size(node)))
+                        price = facts.ms[source] / max(facts.sizes[node], 1)
+                        worth.append((number in mark.regions, price, source, facts.sizes[node]))
         chosen: set[int] = set()
         total = 0
         for _, _, source, size in sorted(worth):
@@ -234,14 +242,32 @@ class _Row:
                 ahead += facts.inputs[i]
         return found
 
-    def _between(self, place: int, room: int, own: int) -> Found:
+    def between(self, place: int, room: int, own: int) -> Found:
+        """The plan at a place, where it fits, with as much kept as there is room for of what its step gave.
+
+        All of that does not fit; so each half is tried, and the halves of what does not fit either.
+        """
+        if place == len(self._found):
+            return self.last
         best = self._found[place]
         if not place:
             return best
         before = self._found[place - 1].order.ways.rerun
         given = sorted(best.order.ways.rerun - before, key=lambda node: (-self._facts.ms[node], node))
-        for node in given[:_TRIES]:
-            tried = self._look(best.order.ways.rerun - {node})
+        ahead = _halves(given)
+        for _ in range(_TRIES):
+            if not ahead:
+                break
+            some = ahead.pop()
+            tried = self._look(best.order.ways.rerun.difference(some))
             if self._all.fits(tried, room, own) and tried.ms <= best.ms:
                 best = tried
+            else:
+                ahead += _halves(some)
         return best
+
+
+def _halves(nodes: list[int]) -> list[list[int]]:
+    """The second and the first half; none of a single node."""
+    middle = len(nodes) // 2
+    return [nodes[middle:], nodes[:middle]] if middle else []

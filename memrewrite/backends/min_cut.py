@@ -99,6 +99,8 @@ class _Network:
         far[_SINK] = 0
         ahead = [_SINK]
         for place in ahead:
+            if far[place] == far[_SOURCE]:  # what is further is on no shortest path
+                break
             for edge in edges[place]:
                 before = to[edge]
                 if far[before] < 0 and room[edge ^ 1]:

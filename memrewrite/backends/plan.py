@@ -203,7 +203,7 @@ class Planner:
             moved = node in facts.views and facts.inputs[node][0] in facts.savable
             if node in facts.must_rerun or node not in facts.savable or moved:
                 return INFINITE
-            return facts.size(node) + 1
+            return facts.sizes[node] + 1
 
         found = cheapest_cut(needed, facts.inputs.__getitem__, price, makes, self._shapes)
         return frozenset(node for node in found if node not in facts.given)

@@ -18,6 +18,7 @@ from memrewrite.optimizing.by_size import when_written
 from memrewrite.optimizing.foresight import foresee_in, held
 from memrewrite.optimizing.proof import Proof, prove
 from memrewrite.optimizing.request import Request
+from memrewrite.process.frames import in_one_chunk
 from memrewrite.process.garbage import sought_as_before, sought_seldom
 from memrewrite.records.options import Budget
 from memrewrite.records.outcomes import Measured
@@ -81,6 +82,7 @@ class Outcome:
         return replace(self.bench, step=replace(self.bench.step, target=self.bench.target.of_original))
 
 
+@in_one_chunk
 @sought_seldom()
 def run(work: Workload, asked: Request, progress: Progress, offer: Offer = declined) -> Outcome:
     """Carry out a request; raises what ``optimize`` says.

@@ -66,7 +66,7 @@ def test_sums_are_written_that_are_read_again_and_stand_for_more(kind: str, coun
     known = facts(kind)
     written = [known.nodes[i] for i in known.stored]
     assert [node.target for node in written] == [torch.ops.aten.add.Tensor] * count
-    assert all(known.size(i) == BUFFER for i in known.stored)
+    assert all(known.sizes[i] == BUFFER for i in known.stored)
 
 
 def test_ways_that_meet_again_are_followed_to_where_they_do() -> None:

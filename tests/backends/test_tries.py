@@ -65,7 +65,7 @@ def room(known: Options, budget: str | int, made: int) -> list[tuple[int, int]]:
         assert forward is not None
         assert backward is not None
         found.append((plan.peaks.peak, forward + held))
-        assert forward - backward == sum(known.frontier.facts.size(i) for i in known.frontier.facts.tangents)
+        assert forward - backward == sum(known.frontier.facts.sizes[i] for i in known.frontier.facts.tangents)
         partition.observe(Seen(made, 0))
     return found
 
