@@ -71,7 +71,7 @@ def memrewrite(
         lives = resident(graph, model, asked.optimizer)
         step = step_of(model, asked)
         partition = Partition(asked, lives, in_step=None if step is None else step.tells(lives))
-        proof = Proof(graph, partition, functools.partial(inductor, mode=mode, options=rest)) if asked.verify else None
+        proof = Proof(graph, partition, functools.partial(_stock, mode=mode, options=rest)) if asked.verify else None
         made, cached = _fitting(graph, inputs, mode, rest, partition)
         if proof is not None:
             made = proof.first(made)
@@ -131,6 +131,13 @@ def _fitting(
             again = again and not (cached and compiling.noted(ended))
         if not again:
             return tried[partition.settle()]
+
+
+def _stock(
+    graph: fx.GraphModule, inputs: Sequence[Any], mode: str | None, options: dict[str, Any]
+) -> Callable[..., Any]:
+    """What Inductor makes of a graph with its own partitioner."""
+    return inductor(graph, inputs, mode, options, None, cached=True, room=None)
 
 
 def _compiled(
