@@ -70,7 +70,9 @@ def memrewrite(
         model = model_of_frame()
         lives = resident(graph, model, asked.optimizer)
         step = step_of(model, asked)
-        partition = Partition(asked, lives, in_step=None if step is None else step.tells(lives))
+        key = key_of(graph)
+        in_step, more = (None, 0) if step is None else (step.tells(lives), step.more(key))
+        partition = Partition(asked, lives, in_step=in_step, more=more)
         proof = Proof(graph, partition, functools.partial(_stock, mode=mode, options=rest)) if asked.verify else None
         made, cached = _fitting(graph, inputs, mode, rest, partition)
         if proof is not None:
@@ -78,7 +80,7 @@ def memrewrite(
         note(partition, made, cached)
         if asked.budget is not None:
             _tell_limit()
-        return made if step is None else step.add(key_of(graph), partition, made)
+        return made if step is None else step.add(key, partition, made)
     except MemrewriteError as error:
         raise let_through(error) from None
 
@@ -158,5 +160,5 @@ def identity(partition: Partition) -> str:
     """What tells the graphs of a partition from others in Inductor's cache: code, options, and the bytes there are."""
     others = (partitioning, transients, realized, written_over, fusions, kernel_order)
     code = digest(Path(__file__).parent, *(Path(str(each.__file__)) for each in others))
-    whole = (partition.asked, partition.lives, partition.fused, partition.taken, partition.in_step)
+    whole = (partition.asked, partition.lives, partition.fused, partition.taken, partition.in_step, partition.base)
     return f"memrewrite {__version__} {code} {' '.join(map(str, whole))}"

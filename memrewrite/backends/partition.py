@@ -66,16 +66,19 @@ class Partition:
     has the reason; ``taken`` has for each plan that was compiled the bytes that its code makes, and ``outcomes`` all
     that came of it. ``apart``: gradients are kept from being made together, which takes less where they lie far apart.
     ``options`` are the plans that it had, until those of its step are settled, and ``in_step`` what it knew of other
-    graphs, None where it seemed to be alone; ``replaced`` says that there is another of the same graph.
+    graphs, None where it seemed to be alone; ``replaced`` says that there is another of the same graph. So many bytes
+    ``more`` are kept at another call of it than as it is compiled.
     """
 
-    def __init__(self, asked: Asked, lives: Resident, fused: bool = True, in_step: InStep | None = None) -> None:
+    def __init__(
+        self, asked: Asked, lives: Resident, fused: bool = True, in_step: InStep | None = None, more: int = 0
+    ) -> None:
         self.asked, self.lives, self.fused, self.in_step = asked, lives, fused, in_step
         self.options: Options | None = None
         self.replaced = self.apart = False
         self.share = 1  # how many times fewer rows losses make at a time
         self.divisions = 0  # how often it divided the graph
-        self.base = lives.base + asked.reserve
+        self.base = lives.base + asked.reserve + more
         self.held = asked.keeps_output and not lives.later  # what later graphs are given dies with the step
         self.foreseen: Foreseen | None = None
         self.choice, self.verified = "no backward", ""
@@ -292,6 +295,17 @@ class Partition:
             self.options.chosen = stays.found
         self._tries, self.outcomes = None, []  # hold graphs
         return number
+
+    @property
+    def has_plans(self) -> bool:
+        """Whether it is of a graph with a backward that is divided here, or was for a cache."""
+        known = self.foreseen is not None or self.observed is not None or bool(self.unseen)
+        return known and self.choice not in ("not ours", "no budget")
+
+    def set_before(self, peak: int | None) -> None:
+        """With PyTorch's own plans the step takes ``peak`` bytes, where that is known."""
+        if self.foreseen is not None and peak is not None:
+            self.foreseen = replace(self.foreseen, before=peak)
 
     def keep(self, choice: str, peak: int) -> None:
         """What was compiled stays, in a step that takes ``peak`` bytes."""
