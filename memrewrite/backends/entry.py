@@ -30,6 +30,7 @@ from memrewrite.backends.observed import seen
 from memrewrite.backends.partition import Partition
 from memrewrite.backends.proof import Proof
 from memrewrite.backends.resident import resident
+from memrewrite.backends.sizes import watched
 from memrewrite.backends.steps import key_of, step_of
 from memrewrite.backends.told import note
 from memrewrite.records.errors import MemrewriteError, UsageError
@@ -71,8 +72,10 @@ def memrewrite(
         lives = resident(graph, model, asked.optimizer)
         step = step_of(model, asked)
         key = key_of(graph)
-        in_step, more = (None, 0) if step is None else (step.tells(lives), step.more(key))
-        partition = Partition(asked, lives, in_step=in_step, more=more)
+        known: dict[str, Any] = {}
+        if step is not None:
+            known = {"in_step": step.tells(lives), "more": step.more(key), "highest": step.highest}
+        partition = Partition(asked, lives, **known)
         proof = Proof(graph, partition, functools.partial(_stock, mode=mode, options=rest)) if asked.verify else None
         made, cached = _fitting(graph, inputs, mode, rest, partition)
         if proof is not None:
@@ -80,6 +83,9 @@ def memrewrite(
         note(partition, made, cached)
         if asked.budget is not None:
             _tell_limit()
+            code = code_of_frame()
+            name = "What was compiled" if code is None else code.co_qualname
+            made = watched(made, inputs, partition, asked.budget.bytes, name)
         return made if step is None else step.add(key, partition, made)
     except MemrewriteError as error:
         raise let_through(error) from None
@@ -160,5 +166,13 @@ def identity(partition: Partition) -> str:
     """What tells the graphs of a partition from others in Inductor's cache: code, options, and the bytes there are."""
     others = (partitioning, transients, realized, written_over, fusions, kernel_order)
     code = digest(Path(__file__).parent, *(Path(str(each.__file__)) for each in others))
-    whole = (partition.asked, partition.lives, partition.fused, partition.taken, partition.in_step, partition.base)
+    whole = (
+        partition.asked,
+        partition.lives,
+        partition.fused,
+        partition.taken,
+        partition.in_step,
+        partition.base,
+        partition.highest,
+    )
     return f"memrewrite {__version__} {code} {' '.join(map(str, whole))}"

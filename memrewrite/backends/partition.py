@@ -67,18 +67,25 @@ class Partition:
     that came of it. ``apart``: gradients are kept from being made together, which takes less where they lie far apart.
     ``options`` are the plans that it had, until those of its step are settled, and ``in_step`` what it knew of other
     graphs, None where it seemed to be alone; ``replaced`` says that there is another of the same graph. So many bytes
-    ``more`` are kept at another call of it than as it is compiled.
+    ``more`` are kept at another call of it than as it is compiled, and ``highest`` is the peak of other steps: a
+    budget in percent is of the largest, so that a last batch that is smaller may take as much.
     """
 
     def __init__(
-        self, asked: Asked, lives: Resident, fused: bool = True, in_step: InStep | None = None, more: int = 0
+        self,
+        asked: Asked,
+        lives: Resident,
+        fused: bool = True,
+        in_step: InStep | None = None,
+        more: int = 0,
+        highest: int = 0,
     ) -> None:
         self.asked, self.lives, self.fused, self.in_step = asked, lives, fused, in_step
         self.options: Options | None = None
         self.replaced = self.apart = False
         self.share = 1  # how many times fewer rows losses make at a time
         self.divisions = 0  # how often it divided the graph
-        self.base = lives.base + asked.reserve + more
+        self.base, self.highest = lives.base + asked.reserve + more, highest
         self.held = asked.keeps_output and not lives.later  # what later graphs are given dies with the step
         self.foreseen: Foreseen | None = None
         self.choice, self.verified = "no backward", ""
@@ -193,7 +200,8 @@ class Partition:
         """The bytes of the budget; None for the lowest peak, and for a share of a step of which too little is known."""
         assert self.asked.budget is not None  # noqa: S101  (see there)
         if self.in_step is None:
-            return self.asked.budget.resolve(original)
+            limit = self.asked.budget.resolve(original)
+            return limit if limit is None or self.asked.budget.bytes is not None else max(limit, self.highest)
         return self.asked.budget.bytes if self.in_step.room is None else self.in_step.limit
 
     def _search(self, options: Options, limit: int | None) -> Search:
@@ -306,6 +314,12 @@ class Partition:
         """With PyTorch's own plans the step takes ``peak`` bytes, where that is known."""
         if self.foreseen is not None and peak is not None:
             self.foreseen = replace(self.foreseen, before=peak)
+
+    @property
+    def peak(self) -> int | None:
+        """The peak of the step in bytes, by the code, else as it is foreseen; None where nothing is known of it."""
+        foreseen = None if self.foreseen is None else self.foreseen.after
+        return foreseen if self.observed is None else self.observed
 
     def keep(self, choice: str, peak: int) -> None:
         """What was compiled stays, in a step that takes ``peak`` bytes."""

@@ -114,10 +114,13 @@ class Call:
 
 
 class Step:
-    """The graphs of a step. ``told`` is what each is to know; ``calls`` are those of forward in their order."""
+    """The graphs of a step. ``told`` is what each is to know; ``calls`` are those of forward in their order.
+
+    ``highest`` is the peak of the step in bytes so far, by what was compiled for all that it was given.
+    """
 
     def __init__(self, asked: Asked) -> None:
-        self.asked, self.told = asked, InStep()
+        self.asked, self.told, self.highest = asked, InStep(), 0
         self._calls: list[Call] = []
         self._parts: dict[str, Part] = {}
         self._ended, self._careful, self._again = True, False, False
@@ -164,6 +167,7 @@ class Step:
             self._parts[key].partition.replaced = True
             partition.set_before(self._parts[key].usual)
         self._parts[key] = Part(partition, made, code_of_frame(), partition.lives.earlier, len(before), kept)
+        self.highest = max(self.highest, partition.peak or 0)
 
         def run(*args: Any) -> Any:
             results = made(*args)

@@ -97,6 +97,32 @@ def test_a_budget_that_nothing_fits_is_our_own_error(partitions: list[Partition]
     run(mlp(), torch.randn(256, 32), budget=caught.value.lowest)
 
 
+def test_a_last_batch_that_is_smaller_may_take_what_the_others_do(partitions: list[Partition]) -> None:
+    """Of a step of its own, which is mostly weights, 80 % would be less than any plan takes."""
+    options: Any = {"budget": "80%", "optimizer": "adamw"}
+    compiled = torch.compile(mlp(), backend=entry.memrewrite, options=options, dynamic=False)
+    for rows in (4096, 16):
+        compiled(torch.randn(rows, 32)).backward()
+    large, small = partitions
+    assert large.peak is not None
+    assert small.peak is not None
+    assert small.foreseen is not None
+    assert 0.8 * small.foreseen.before < small.peak < large.peak
+    assert small.choice == "usual"
+
+
+@pytest.mark.usefixtures("partitions")
+def test_sizes_that_are_too_large_for_what_was_planned_are_told_of() -> None:
+    options: Any = {"budget": "2MB", "optimizer": "none"}
+    compiled = torch.compile(mlp(), backend=entry.memrewrite, options=options, dynamic=True)
+    for rows in (256, 300, 16):
+        compiled(torch.randn(rows, 32)).backward()
+    told = r"forward is called with a larger size \(4096, planned for 256\).*of 2\.0 MB.*the largest inputs first"
+    with pytest.warns(BeyondPlanWarning, match=told):
+        compiled(torch.randn(4096, 32)).backward()
+    compiled(torch.randn(4096, 32)).backward()
+
+
 class Broken(nn.Module):
     """Two graphs, and between them what is not compiled."""
 
