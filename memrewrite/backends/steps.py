@@ -292,7 +292,7 @@ def step_of(model: nn.Module | None, asked: Asked) -> Step | None:
 def key_of(graph: fx.GraphModule) -> str:
     """What is the same for a graph that Dynamo gives again."""
     values = [node.meta.get("example_value") for node in graph.graph.nodes]
-    looks = [(getattr(each, "shape", ""), getattr(each, "requires_grad", "")) for each in values]
+    looks = [[getattr(each, name, "") for name in ("shape", "dtype", "requires_grad")] for each in values]
     return hashlib.sha256(f"{graph.code} {looks}".encode()).hexdigest()
 
 

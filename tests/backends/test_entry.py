@@ -17,6 +17,7 @@ from memrewrite.backends.asked import Asked
 from memrewrite.backends.observed import Seen
 from memrewrite.backends.partition import Partition
 from memrewrite.backends.resident import Resident, optimizer_bytes
+from memrewrite.backends.steps import key_of
 from memrewrite.records.errors import BudgetInfeasibleError, MemrewriteError, UsageError
 from memrewrite.runtime.promise import BeyondPlanWarning
 from memrewrite.targets.allocator import rounded
@@ -41,6 +42,8 @@ def run(model: nn.Module, x: Tensor, **options: Any) -> Any:
         ({"budget": "8GB", "optimizer": 3}, "Option optimizer=3 is no name"),
         ({"budget": "8GB", "loop": "prefetch"}, "Option loop='prefetch' has habits of which only 'drop-output' counts"),
         ({"budget": "8GB", "reserve": "10%"}, "Option reserve='10%' is no number of bytes"),
+        ({"budget": "8GB", "reserve": -5}, "Option reserve=-5 is no number of bytes"),
+        ({"budget": "8GB", "reserve": 0.5}, "Option reserve=0.5 is no number of bytes"),
         ({"budget": "8GB", "exact": 1}, "Option exact=1 is neither True nor False"),
         ({"budget": "8GB", "verify": "yes"}, "Option verify='yes' is neither True nor False"),
         ({"bugdet": "8GB"}, "Unexpected optimization option bugdet; memrewrite's options are budget, optimizer"),
@@ -121,6 +124,20 @@ def test_sizes_that_are_too_large_for_what_was_planned_are_told_of() -> None:
     with pytest.warns(BeyondPlanWarning, match=told):
         compiled(torch.randn(4096, 32)).backward()
     compiled(torch.randn(4096, 32)).backward()
+
+
+def test_a_graph_for_other_numbers_is_another() -> None:
+    keys = set[str]()
+    for dtype in (torch.float32, torch.bfloat16):
+        torch._dynamo.reset()
+        model = mlp(1).to(dtype)
+
+        def noted(graph: Any, inputs: Any) -> Any:
+            keys.add(key_of(graph))
+            return graph.forward
+
+        torch.compile(model, backend=noted)(torch.ones(2, 32, dtype=dtype))
+    assert len(keys) == 2
 
 
 class Broken(nn.Module):
