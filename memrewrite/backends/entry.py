@@ -33,6 +33,7 @@ from memrewrite.backends.resident import resident
 from memrewrite.backends.sizes import watched
 from memrewrite.backends.steps import key_of, step_of
 from memrewrite.backends.told import note
+from memrewrite.records.compiled import CHOICES
 from memrewrite.records.errors import MemrewriteError, UsageError
 from memrewrite.runtime.promise import BeyondPlanWarning
 from memrewrite.targets import transients
@@ -85,6 +86,7 @@ def memrewrite(
             _tell_limit()
             code = code_of_frame()
             name = "What was compiled" if code is None else code.co_qualname
+            _tell_what_is_left(name, partition)
             made = watched(made, inputs, partition, asked.budget.bytes, name)
         return made if step is None else step.add(key, partition, made)
     except MemrewriteError as error:
@@ -99,6 +101,16 @@ def _tell_limit() -> None:
         warnings.warn(
             f"{code.co_qualname} was compiled {times} times, for as many classes, sizes or settings; Dynamo runs calls "
             "of other ones as they are, outside of the budget. Raise torch._dynamo.config.recompile_limit for more.",
+            BeyondPlanWarning,
+            stacklevel=2,
+        )
+
+
+def _tell_what_is_left(name: str, partition: Partition) -> None:
+    """Warn of a graph that is left to PyTorch, where it is not known either what its code takes."""
+    if partition.choice == "not ours" and partition.observed is None:
+        warnings.warn(
+            f"{name} is {CHOICES[partition.choice]}, so that the step may take more than its budget.",
             BeyondPlanWarning,
             stacklevel=2,
         )

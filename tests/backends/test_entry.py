@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from memrewrite.backends import entry, resident
 from memrewrite.backends.asked import Asked
@@ -124,6 +125,25 @@ def test_sizes_that_are_too_large_for_what_was_planned_are_told_of() -> None:
     with pytest.warns(BeyondPlanWarning, match=told):
         compiled(torch.randn(4096, 32)).backward()
     compiled(torch.randn(4096, 32)).backward()
+
+
+class Checkpointed(nn.Module):
+    """Draws dropout again, where random numbers are eager's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = checkpoint(self.part, x, use_reentrant=False).square().mean()
+        return result
+
+
+@pytest.mark.usefixtures("partitions")
+def test_a_graph_that_is_left_to_pytorch_is_told_of() -> None:
+    words = "forward is left to PyTorch: its backward draws random numbers again.*may take more than its budget"
+    with pytest.warns(BeyondPlanWarning, match=words):
+        run(Checkpointed(), torch.ones(4, 32), budget="8GB", fallback_random=True)
 
 
 def test_a_graph_for_other_numbers_is_another() -> None:
