@@ -45,12 +45,22 @@ class Asked:
         for name, value in flags.items():
             if not isinstance(value, bool):
                 raise UsageError(f"Option {name}={value!r} is neither True nor False.")
-        given = options.get("reserve", 0)
-        reserve = 0 if given in (0, None) else Budget.parse(given).bytes
-        if reserve is None:
-            raise UsageError(f"Option reserve={given!r} is no number of bytes; write e.g. '500MB'.")
+        reserve = _bytes_of(options.get("reserve"))
         loop = Loop.parse(options.get("loop", TUTORIAL))
         if replace(loop, keeps_output=True) != Loop():
             raise UsageError(f"Option loop={str(loop)!r} has habits of which only 'drop-output' counts; use reserve=.")
         flags["keeps_output"] = loop.keeps_output
         return cls(None if budget is None else Budget.parse(budget), optimizer, reserve, **flags), rest
+
+
+def _bytes_of(reserve: Any) -> int:
+    """The bytes to leave; raises ``UsageError`` for what is no number of bytes."""
+    if reserve is None or (reserve == 0 and not isinstance(reserve, bool)):
+        return 0
+    try:
+        found = Budget.parse(reserve).bytes
+    except UsageError:
+        found = None
+    if found is None:
+        raise UsageError(f"Option reserve={reserve!r} is no number of bytes; write e.g. '500MB'.")
+    return found

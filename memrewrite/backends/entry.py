@@ -30,9 +30,11 @@ from memrewrite.backends.observed import seen
 from memrewrite.backends.partition import Partition
 from memrewrite.backends.proof import Proof
 from memrewrite.backends.resident import resident
+from memrewrite.backends.sizes import watched
 from memrewrite.backends.steps import key_of, step_of
 from memrewrite.backends.told import note
 from memrewrite.process.frames import in_one_chunk
+from memrewrite.records.compiled import CHOICES
 from memrewrite.records.errors import MemrewriteError, UsageError
 from memrewrite.runtime.promise import BeyondPlanWarning
 from memrewrite.targets import transients
@@ -71,15 +73,23 @@ def memrewrite(
         model = model_of_frame()
         lives = resident(graph, model, asked.optimizer)
         step = step_of(model, asked)
-        partition = Partition(asked, lives, in_step=None if step is None else step.tells(lives))
-        proof = Proof(graph, partition, functools.partial(inductor, mode=mode, options=rest)) if asked.verify else None
+        key = key_of(graph)
+        known: dict[str, Any] = {}
+        if step is not None:
+            known = {"in_step": step.tells(lives), "more": step.more(key), "highest": step.highest}
+        partition = Partition(asked, lives, **known)
+        proof = Proof(graph, partition, functools.partial(_stock, mode=mode, options=rest)) if asked.verify else None
         made, cached = _fitting(graph, inputs, mode, rest, partition)
         if proof is not None:
             made = proof.first(made)
         note(partition, made, cached)
         if asked.budget is not None:
             _tell_limit()
-        return made if step is None else step.add(key_of(graph), partition, made)
+            code = code_of_frame()
+            name = "What was compiled" if code is None else code.co_qualname
+            _tell_what_is_left(name, partition)
+            made = watched(made, inputs, partition, asked.budget.bytes, name)
+        return made if step is None else step.add(key, partition, made)
     except MemrewriteError as error:
         raise let_through(error) from None
 
@@ -92,6 +102,16 @@ def _tell_limit() -> None:
         warnings.warn(
             f"{code.co_qualname} was compiled {times} times, for as many classes, sizes or settings; Dynamo runs calls "
             "of other ones as they are, outside of the budget. Raise torch._dynamo.config.recompile_limit for more.",
+            BeyondPlanWarning,
+            stacklevel=2,
+        )
+
+
+def _tell_what_is_left(name: str, partition: Partition) -> None:
+    """Warn of a graph that is left to PyTorch, where it is not known either what its code takes."""
+    if partition.choice == "not ours" and partition.observed is None:
+        warnings.warn(
+            f"{name} is {CHOICES[partition.choice]}, so that the step may take more than its budget.",
             BeyondPlanWarning,
             stacklevel=2,
         )
@@ -135,6 +155,13 @@ def _fitting(
             return tried[partition.settle()]
 
 
+def _stock(
+    graph: fx.GraphModule, inputs: Sequence[Any], mode: str | None, options: dict[str, Any]
+) -> Callable[..., Any]:
+    """What Inductor makes of a graph with its own partitioner."""
+    return inductor(graph, inputs, mode, options, None, cached=True, room=None)
+
+
 def _compiled(
     graph: fx.GraphModule, inputs: Sequence[Any], mode: str | None, options: dict[str, Any], partition: Partition
 ) -> Callable[..., Any]:
@@ -153,5 +180,13 @@ def identity(partition: Partition) -> str:
     """What tells the graphs of a partition from others in Inductor's cache: code, options, and the bytes there are."""
     others = (partitioning, transients, realized, written_over, fusions, kernel_order)
     code = digest(Path(__file__).parent, *(Path(str(each.__file__)) for each in others))
-    whole = (partition.asked, partition.lives, partition.fused, partition.taken, partition.in_step)
+    whole = (
+        partition.asked,
+        partition.lives,
+        partition.fused,
+        partition.taken,
+        partition.in_step,
+        partition.base,
+        partition.highest,
+    )
     return f"memrewrite {__version__} {code} {' '.join(map(str, whole))}"

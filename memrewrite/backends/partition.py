@@ -66,16 +66,26 @@ class Partition:
     has the reason; ``taken`` has for each plan that was compiled the bytes that its code makes, and ``outcomes`` all
     that came of it. ``apart``: gradients are kept from being made together, which takes less where they lie far apart.
     ``options`` are the plans that it had, until those of its step are settled, and ``in_step`` what it knew of other
-    graphs, None where it seemed to be alone; ``replaced`` says that there is another of the same graph.
+    graphs, None where it seemed to be alone; ``replaced`` says that there is another of the same graph. So many bytes
+    ``more`` are kept at another call of it than as it is compiled, and ``highest`` is the peak of other steps: a
+    budget in percent is of the largest, so that a last batch that is smaller may take as much.
     """
 
-    def __init__(self, asked: Asked, lives: Resident, fused: bool = True, in_step: InStep | None = None) -> None:
+    def __init__(
+        self,
+        asked: Asked,
+        lives: Resident,
+        fused: bool = True,
+        in_step: InStep | None = None,
+        more: int = 0,
+        highest: int = 0,
+    ) -> None:
         self.asked, self.lives, self.fused, self.in_step = asked, lives, fused, in_step
         self.options: Options | None = None
         self.replaced = self.apart = False
         self.share = 1  # how many times fewer rows losses make at a time
         self.divisions = 0  # how often it divided the graph
-        self.base = lives.base + asked.reserve
+        self.base, self.highest = lives.base + asked.reserve + more, highest
         self.held = asked.keeps_output and not lives.later  # what later graphs are given dies with the step
         self.foreseen: Foreseen | None = None
         self.choice, self.verified = "no backward", ""
@@ -190,7 +200,8 @@ class Partition:
         """The bytes of the budget; None for the lowest peak, and for a share of a step of which too little is known."""
         assert self.asked.budget is not None  # noqa: S101  (see there)
         if self.in_step is None:
-            return self.asked.budget.resolve(original)
+            limit = self.asked.budget.resolve(original)
+            return limit if limit is None or self.asked.budget.bytes is not None else max(limit, self.highest)
         return self.asked.budget.bytes if self.in_step.room is None else self.in_step.limit
 
     def _search(self, options: Options, limit: int | None) -> Search:
@@ -292,6 +303,23 @@ class Partition:
             self.options.chosen = stays.found
         self._tries, self.outcomes = None, []  # hold graphs
         return number
+
+    @property
+    def has_plans(self) -> bool:
+        """Whether it is of a graph with a backward that is divided here, or was for a cache."""
+        known = self.foreseen is not None or self.observed is not None or bool(self.unseen)
+        return known and self.choice not in ("not ours", "no budget")
+
+    def set_before(self, peak: int | None) -> None:
+        """With PyTorch's own plans the step takes ``peak`` bytes, where that is known."""
+        if self.foreseen is not None and peak is not None:
+            self.foreseen = replace(self.foreseen, before=peak)
+
+    @property
+    def peak(self) -> int | None:
+        """The peak of the step in bytes, by the code, else as it is foreseen; None where nothing is known of it."""
+        foreseen = None if self.foreseen is None else self.foreseen.after
+        return foreseen if self.observed is None else self.observed
 
     def keep(self, choice: str, peak: int) -> None:
         """What was compiled stays, in a step that takes ``peak`` bytes."""

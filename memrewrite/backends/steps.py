@@ -6,7 +6,8 @@ which graph is called how often, and after which others: then the cheapest plans
 stays within its budget, and graphs for which these are others are compiled once more, when they are next called.
 
 A graph that has all of a model's parameters is taken for the whole step. Where others follow all the same, such as that
-of a loss, these get what room it left, and the first step may take more than its budget.
+of a loss, these get what room it left, and the first step may take more than its budget. So it may where it is called
+several times, and comes from a cache, which knows no plans: it is divided anew then.
 """
 
 import hashlib
@@ -14,7 +15,7 @@ import sys
 import types
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +27,7 @@ from memrewrite.backends.choices import InStep, Options
 from memrewrite.backends.frontier import Found
 from memrewrite.backends.partition import Partition
 from memrewrite.backends.resident import Resident
+from memrewrite.targets.allocator import rounded
 from memrewrite.torch_internals.compiling import code_of_frame, forget_code
 from memrewrite.torch_internals.pytrees import tree_leaves
 
@@ -38,6 +40,8 @@ class Part:
 
     ``before`` are the bytes that were kept as it was compiled, ``at`` how many calls of the step had been, ``kept``
     what these were known to keep. ``again``: it is to be compiled once more; until then what was ``made`` is told of.
+    ``usual`` is the peak of the step with PyTorch's own plans, and ``more`` what is kept at a later call of it and not
+    at the first one, where they are known.
     """
 
     partition: Partition
@@ -47,12 +51,19 @@ class Part:
     at: int
     kept: int
     again: bool = False
+    usual: int | None = None
+    more: int = 0
 
     @property
     def options(self) -> Options:
         """The plans that it had; to be asked for until it is settled."""
         assert self.partition.options is not None  # noqa: S101  (see there)
         return self.partition.options
+
+    @property
+    def is_unknown(self) -> bool:
+        """Whether it has a backward of which no other plans are known, such as from a cache."""
+        return self.partition.options is None and self.partition.has_plans and self.code is not None
 
     def plan(self, told: InStep) -> Found:
         """What its partition makes of what is told."""
@@ -70,32 +81,83 @@ class Part:
         """
         found, options = self.plan(told), self.options
         assert options.chosen is not None  # noqa: S101  (it was compiled)
-        self.again = (above or found.order.saved != options.chosen.order.saved) and self.code is not None
-        if self.again and self.code is not None:
-            forget_code(self.code)
+        if (above or found.order.saved != options.chosen.order.saved) and self.code is not None:
+            self.forget()
         else:
             self.partition.keep("lowest" if not told.room else "usual" if found is options.usual else "cheapest", peak)
+            self.partition.set_before(self.usual)
             self.made = None
         self.partition.options = None  # holds graphs
 
+    def forget(self) -> None:
+        """Have it compiled again when its code is next called."""
+        assert self.code is not None  # noqa: S101  (else nothing can be forgotten)
+        self.again = True
+        forget_code(self.code)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a graph in a step: the ``weights`` that it was given, by identity, with their bytes.
+
+    ``asks`` gives None once nobody can ask it for gradients any more, and is None where there are none.
+    """
+
+    key: str
+    asks: Callable[[], object] | None
+    weights: Mapping[int, int]
+
+    def shared(self, others: Iterable["Call"]) -> int:
+        """The bytes of its weights that others were given, too."""
+        there = set[int]().union(*(other.weights for other in others))
+        return sum(size for weight, size in self.weights.items() if weight in there)
+
 
 class Step:
-    """The graphs of a step. ``told`` is what each is to know; ``calls`` are those of forward in their order."""
+    """The graphs of a step. ``told`` is what each is to know; ``calls`` are those of forward in their order.
+
+    ``highest`` is the peak of the step in bytes so far, by what was compiled for all that it was given.
+    """
 
     def __init__(self, asked: Asked) -> None:
-        self.asked, self.told = asked, InStep()
-        self.calls: list[str] = []
+        self.asked, self.told, self.highest = asked, InStep(), 0
+        self._calls: list[Call] = []
         self._parts: dict[str, Part] = {}
-        self._ended, self._careful = True, False
+        self._ended, self._careful, self._again = True, False, False
+
+    @property
+    def calls(self) -> list[str]:
+        """The keys of those that backward may come to; what is evaluated, and let go of, is no part of a step."""
+        return [call.key for call in self._living()]
+
+    def _living(self) -> list[Call]:
+        found: list[Call] = []
+        ahead: list[Call] = []  # without gradients, up to one with some
+        for call in self._calls:
+            ahead.append(call)
+            if call.asks is not None:
+                found += ahead if call.asks() is not None else []
+                ahead = []
+        return found + ahead
+
+    @property
+    def _over(self) -> bool:
+        """Whether what runs next is the first of a step."""
+        return self._ended or not any(call.asks for call in self._living())
 
     def tells(self, lives: Resident) -> InStep | None:
         """What a graph is to know that is compiled now; None where it seems to be the whole step."""
         if self.told.room is not None:
             return self.told
-        if self._ended and not lives.later:
+        over = self._over
+        if over and not lives.later and not self._again:
             return None
-        self._careful = self._careful or self._ended
+        self._careful = self._careful or over
         return InStep(late=not self._careful)
+
+    def more(self, key: str) -> int:
+        """The bytes that are kept at a later call of a graph of the step, and not as it is compiled."""
+        return self._parts[key].more if key in self._parts else 0
 
     def add(self, key: str, partition: Partition, made: Callable[..., Any]) -> Callable[..., Any]:
         """``made`` of the graph ``key``, whose calls are noted until the step is settled."""
@@ -103,29 +165,32 @@ class Step:
         kept = sum(part.partition.foreseen.kept for part in before if part.partition.foreseen is not None)
         if key in self._parts and self._parts[key].again:
             self._parts[key].partition.replaced = True
+            partition.set_before(self._parts[key].usual)
         self._parts[key] = Part(partition, made, code_of_frame(), partition.lives.earlier, len(before), kept)
+        self.highest = max(self.highest, partition.peak or 0)
 
         def run(*args: Any) -> Any:
             results = made(*args)
             if self.told.room is None and torch.is_grad_enabled():
-                self._note(key, results)
+                self._note(key, args, results)
             return results
 
         return run if self.told.room is None else made
 
-    def _note(self, key: str, results: Any) -> None:
-        if self._ended:
-            self.calls, self._ended = [], False
-        self.calls.append(key)
-        for each in tree_leaves(results):
-            if isinstance(each, Tensor) and each.grad_fn is not None:
-                each.register_hook(self._backward)
-                return
+    def _note(self, key: str, args: Sequence[Any], results: Any) -> None:
+        self._calls, self._ended = [] if self._ended else self._living(), False
+        made = (each for each in tree_leaves(results) if isinstance(each, Tensor) and each.grad_fn is not None)
+        asked, hook = next(made, None), self._backward  # which lives as long as what it is put on
+        if asked is not None:
+            asked.register_hook(hook)
+        trained = (each for each in args if isinstance(each, nn.Parameter) and each.requires_grad)
+        weights = {id(each): rounded(each.nbytes) for each in trained}
+        self._calls.append(Call(key, None if asked is None else weakref.ref(hook), weights))
 
     def _backward(self, gradient: Tensor) -> None:
         """The first gradient of a step: it has no more calls of forward."""
         if not self._ended:
-            self._ended = True
+            self._calls, self._ended = self._living(), True
             self._settle()
 
     def _settle(self) -> None:
@@ -133,16 +198,22 @@ class Step:
         if alone is not None and alone.partition.in_step is None:  # as far as is known, and divided so
             alone.partition.options = alone.made = None
             return
+        if self._asks_again():
+            return
         assert self.asked.budget is not None  # noqa: S101  (there is no step without)
         parts = {key: part for key, part in self._parts.items() if part.partition.options is not None}
 
+        def plans(told: InStep) -> dict[str, Found]:
+            return {key: part.plan(told) for key, part in parts.items()}
+
         def peaks(told: InStep) -> dict[str, int]:
-            return self._peaks({key: part.plan(told) for key, part in parts.items()})
+            return self._peaks(plans(told))
 
         def peak(told: InStep) -> int:
             return max(peaks(told).values(), default=0)
 
-        limit = self.asked.budget.resolve(usual := peak(InStep(sys.maxsize)))
+        before = peaks(InStep(sys.maxsize))
+        limit = self.asked.budget.resolve(usual := max(before.values(), default=0))
         if limit is None:
             told = min(InStep(0), InStep(0, peak(InStep(0))), InStep(sys.maxsize), key=peak)
         else:
@@ -155,8 +226,21 @@ class Step:
             told = InStep(low, limit)
         self.told, found = replace(told, batch=self._batch), peaks(told)
         above = limit is not None and max(found.values(), default=0) > limit
+        kept = self._kept(plans(told))
         for key, part in parts.items():
+            part.usual, part.more = before.get(key), max(kept[key]) - kept[key][0] if key in kept else 0
             part.settle(told, found.get(key, 0), above)
+
+    def _asks_again(self) -> bool:
+        """Whether graphs have to be divided anew before anything is settled: this is the first of several calls where
+        plans of some are not known, as they come from a cache or were alone in a step before."""
+        unknown = [part for key in dict.fromkeys(self.calls) if (part := self._parts[key]).is_unknown]
+        if self._again or not unknown:
+            return False
+        self._again = True
+        for part in unknown:
+            part.forget()
+        return True
 
     @property
     def _batch(self) -> int:
@@ -165,24 +249,34 @@ class Step:
 
     def _peaks(self, plans: Mapping[str, Found]) -> dict[str, int]:
         """The peaks of the step in bytes while each graph runs with these plans, by what the first step showed."""
+        return {
+            key: self._parts[key].partition.peak_of(plans[key], max(others), self._batch)
+            for key, others in self._kept(plans).items()
+        }
+
+    def _kept(self, plans: Mapping[str, Found]) -> dict[str, list[int]]:
+        """What lives as each graph with a plan is first called, and then while its forward and backward runs, by call,
+        besides what did as it was compiled."""
         first = self._parts[self.calls[0]]
         unknown = [(part.before - first.before - part.kept, part.at) for part in self._parts.values() if part.at]
         # Of what no plan told, such as what one graph makes and the next one keeps: where most was for each call.
         most, calls = max(unknown, key=lambda each: each[0] / each[1], default=(0, 1))
-        kept, peaks = first.before, dict[str, int]()
+        kept, by_key = first.before, dict[str, list[int]]()
         seen = Counter[str]()
-        for number, key in enumerate(self.calls):
-            part, others = self._parts[key], max(-(-most * number // calls), 0)
-            found, lives = plans.get(key), part.partition.lives
+        for number, call in enumerate(self._calls):
+            key, others = call.key, max(-(-most * number // calls), 0)
+            part, found = self._parts[key], plans.get(key)
+            lives = part.partition.lives
             if found is None:  # it is as it was
                 kept += 0 if part.partition.foreseen is None else part.partition.foreseen.kept
             else:
                 gone = min(seen[key] * lives.own, lives.others)  # gradients that earlier backwards have yet to make
-                peak = part.partition.peak_of(found, kept + others - lives.earlier - gone, self._batch)
-                peaks[key] = max(peaks.get(key, 0), peak)
+                now = kept + others - lives.earlier - gone
+                made = call.shared(self._calls[number + 1 :])  # gradients, by the backward of later calls
+                by_key.setdefault(key, [now]).append(now + made)
                 kept += found.peaks.saved
             seen[key] += 1
-        return peaks
+        return by_key
 
 
 _STEPS: "weakref.WeakKeyDictionary[nn.Module, dict[Asked, Step]]" = weakref.WeakKeyDictionary()
@@ -198,7 +292,7 @@ def step_of(model: nn.Module | None, asked: Asked) -> Step | None:
 def key_of(graph: fx.GraphModule) -> str:
     """What is the same for a graph that Dynamo gives again."""
     values = [node.meta.get("example_value") for node in graph.graph.nodes]
-    looks = [(getattr(each, "shape", ""), getattr(each, "requires_grad", "")) for each in values]
+    looks = [[getattr(each, name, "") for name in ("shape", "dtype", "requires_grad")] for each in values]
     return hashlib.sha256(f"{graph.code} {looks}".encode()).hexdigest()
 
 

@@ -46,7 +46,7 @@ class Noted:
             name=self.name,
             choice=choice,
             resident=resident,
-            peak=foreseen.after if partition.observed is None else partition.observed,
+            peak=partition.peak,
             peak_before=foreseen.before,
             kept=foreseen.kept,
             kept_before=foreseen.kept_before,

@@ -19,7 +19,9 @@ def partitions(monkeypatch: pytest.MonkeyPatch) -> list[Partition]:
     """What divided each graph; in place of Inductor nothing makes kernels."""
     found: list[Partition] = []
 
-    def compiled(graph: Any, inputs: Any, mode: Any, options: Any, divide: Any = None, **_: Any) -> Callable[..., Any]:
+    def compiled(
+        graph: Any, inputs: Any, mode: Any, options: Any, divide: Any, *, cached: bool, room: Any
+    ) -> Callable[..., Any]:
         if divide is not None:
             found.append(divide._partition)
         with torch._inductor.config.patch(options):

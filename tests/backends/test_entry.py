@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from memrewrite.backends import entry, resident
 from memrewrite.backends.asked import Asked
 from memrewrite.backends.observed import Seen
 from memrewrite.backends.partition import Partition
 from memrewrite.backends.resident import Resident, optimizer_bytes
+from memrewrite.backends.steps import key_of
 from memrewrite.records.errors import BudgetInfeasibleError, MemrewriteError, UsageError
 from memrewrite.runtime.promise import BeyondPlanWarning
 from memrewrite.targets.allocator import rounded
@@ -41,6 +43,8 @@ def run(model: nn.Module, x: Tensor, **options: Any) -> Any:
         ({"budget": "8GB", "optimizer": 3}, "Option optimizer=3 is no name"),
         ({"budget": "8GB", "loop": "prefetch"}, "Option loop='prefetch' has habits of which only 'drop-output' counts"),
         ({"budget": "8GB", "reserve": "10%"}, "Option reserve='10%' is no number of bytes"),
+        ({"budget": "8GB", "reserve": -5}, "Option reserve=-5 is no number of bytes"),
+        ({"budget": "8GB", "reserve": 0.5}, "Option reserve=0.5 is no number of bytes"),
         ({"budget": "8GB", "exact": 1}, "Option exact=1 is neither True nor False"),
         ({"budget": "8GB", "verify": "yes"}, "Option verify='yes' is neither True nor False"),
         ({"bugdet": "8GB"}, "Unexpected optimization option bugdet; memrewrite's options are budget, optimizer"),
@@ -95,6 +99,65 @@ def test_a_budget_that_nothing_fits_is_our_own_error(partitions: list[Partition]
     assert isinstance(caught.value, MemrewriteError)
     torch._dynamo.reset()
     run(mlp(), torch.randn(256, 32), budget=caught.value.lowest)
+
+
+def test_a_last_batch_that_is_smaller_may_take_what_the_others_do(partitions: list[Partition]) -> None:
+    """Of a step of its own, which is mostly weights, 80 % would be less than any plan takes."""
+    options: Any = {"budget": "80%", "optimizer": "adamw"}
+    compiled = torch.compile(mlp(), backend=entry.memrewrite, options=options, dynamic=False)
+    for rows in (4096, 16):
+        compiled(torch.randn(rows, 32)).backward()
+    large, small = partitions
+    assert large.peak is not None
+    assert small.peak is not None
+    assert small.foreseen is not None
+    assert 0.8 * small.foreseen.before < small.peak < large.peak
+    assert small.choice == "usual"
+
+
+@pytest.mark.usefixtures("partitions")
+def test_sizes_that_are_too_large_for_what_was_planned_are_told_of() -> None:
+    options: Any = {"budget": "2MB", "optimizer": "none"}
+    compiled = torch.compile(mlp(), backend=entry.memrewrite, options=options, dynamic=True)
+    for rows in (256, 300, 16):
+        compiled(torch.randn(rows, 32)).backward()
+    told = r"forward is called with a larger size \(4096, planned for 256\).*of 2\.0 MB.*the largest inputs first"
+    with pytest.warns(BeyondPlanWarning, match=told):
+        compiled(torch.randn(4096, 32)).backward()
+    compiled(torch.randn(4096, 32)).backward()
+
+
+class Checkpointed(nn.Module):
+    """Draws dropout again, where random numbers are eager's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = checkpoint(self.part, x, use_reentrant=False).square().mean()
+        return result
+
+
+@pytest.mark.usefixtures("partitions")
+def test_a_graph_that_is_left_to_pytorch_is_told_of() -> None:
+    words = "forward is left to PyTorch: its backward draws random numbers again.*may take more than its budget"
+    with pytest.warns(BeyondPlanWarning, match=words):
+        run(Checkpointed(), torch.ones(4, 32), budget="8GB", fallback_random=True)
+
+
+def test_a_graph_for_other_numbers_is_another() -> None:
+    keys = set[str]()
+    for dtype in (torch.float32, torch.bfloat16):
+        torch._dynamo.reset()
+        model = mlp(1).to(dtype)
+
+        def noted(graph: Any, inputs: Any) -> Any:
+            keys.add(key_of(graph))
+            return graph.forward
+
+        torch.compile(model, backend=noted)(torch.ones(2, 32, dtype=dtype))
+    assert len(keys) == 2
 
 
 class Broken(nn.Module):

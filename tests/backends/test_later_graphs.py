@@ -142,6 +142,59 @@ def test_a_step_is_told_to_the_byte() -> None:
         assert trained(model, X, told)[1].peak == told
 
 
+class Whole(nn.Module):
+    """One graph with all of the model's parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(Block(32), Block(32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.blocks(x).square().mean()
+        return result
+
+
+def called(budget: str | int, *steps: int) -> Any:
+    """The report of a step with so many calls before one backward, after such ``steps``; 0 is no step, but a call."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Whole()
+    compiled = torch.compile(model, backend=entry.memrewrite, options={"optimizer": "none", "budget": budget})
+    for calls in steps:
+        if calls:
+            torch.stack([compiled(X) for _ in range(calls)]).sum().backward()
+            model.zero_grad()
+        else:
+            compiled(X)
+    return memrewrite.report_of(compiled)
+
+
+@pytest.mark.usefixtures("partitions")
+@pytest.mark.parametrize("asked", ["60%", "min"])
+def test_a_graph_that_is_called_several_times_is_told_for_all_of_them(asked: str) -> None:
+    usual = called("100%", 3, 3).peak
+    (graph,) = called(asked, 3, 3, 3).graphs
+    assert graph.peak_before == usual > graph.peak
+    one = called(asked, 1).graphs[0]
+    assert usual > one.peak_before + 2 * one.kept_before - 2**16
+    assert called(graph.peak, 3, 3, 3).peak <= graph.peak
+
+
+@pytest.mark.usefixtures("partitions")
+@pytest.mark.parametrize("budget", ["60%", "min"])
+def test_later_steps_may_call_more_than_the_first(budget: str) -> None:
+    """A graph that was alone is divided anew, as is one from a cache, of which no plans are known either."""
+    assert called(budget, 1, 3, 3, 3).peak == called(budget, 3, 3, 3).peak
+
+
+def test_calls_that_nobody_asks_for_gradients_are_no_part_of_a_step(partitions: list[Partition]) -> None:
+    expected = called("60%", 1, 1)
+    partitions.clear()
+    assert called("60%", 0, 0, 0, 1, 0, 1) == expected
+    (partition,) = partitions
+    assert partition.in_step is None
+
+
 @pytest.mark.usefixtures("partitions")
 def test_where_others_keep_more_than_was_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph has no more room than there is once what others keep is known; of all there is PyTorch's plans are it."""
