@@ -177,7 +177,6 @@ SLOW: dict[str, tuple[str, ...]] = {
         "Hessian-vector product",
     ),
     "capture/test_hazards_use.py::test_ways_of_training": ("copied", "pickled"),
-    "capture/test_hazards_use.py::test_torch_refuses_its_func_transforms_of_what_is_recomputed": ("jacrev",),
     "capture/test_kept_calls.py::test_it_travels": ("by_copy", "by_pickle"),
     "capture/test_kept_calls.py::test_what_repeats_and_leaves_no_trace_may_run_again": ("dropout_behind_a_branch",),
     "capture/test_kept_calls.py::test_it_is_verified": ("float32",),
