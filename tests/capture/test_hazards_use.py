@@ -134,6 +134,32 @@ def test_derivatives_of_every_kind(use: str) -> None:
     assert_same({str(i): t for i, t in enumerate(found)}, {str(i): t for i, t in enumerate(expected)})
 
 
+class Cache:
+    """What a model keeps from one call to the next, for its caller."""
+
+    def __init__(self) -> None:
+        self.kept: list[Tensor] = []
+
+
+class Caching(Smooth):
+    def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
+        x = super().forward(x)
+        if cache is not None:
+            cache.kept.append(x.detach())
+        return x
+
+
+def test_what_a_call_is_given_to_write_is_written_by_that_call_alone() -> None:
+    torch.manual_seed(0)
+    result, model = both(Caching(), rows())
+    cache, expected = Cache(), Cache()
+    with pytest.warns(FallbackWarning, match="it was captured for a call with x"):
+        result(rows(), cache)
+    model(rows(), expected)
+    assert [type(tensor) for tensor in cache.kept] == [Tensor]
+    assert torch.equal(cache.kept[0], expected.kept[0])
+
+
 def last_batch_smaller(k: int) -> Inputs:
     return Inputs((rows(k, 64 if k < 2 else 7),), {})
 
