@@ -303,8 +303,11 @@ _NOT_OURS = "this object was not made by memrewrite.optimize but by a method of 
 def accept(
     program: Program, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[list[Tensor] | None, str]:
-    """The tensor leaves of a call the program is right for; else None and why (no reason: an ordinary mode switch)."""
-    if module.training != program.training[""]:
+    """The tensor leaves of a call the program is right for; else None and why.
+
+    There is no reason to tell where the mode was switched, and where the model is exported: nothing runs again there.
+    """
+    if module.training != program.training[""] or torch.compiler.is_exporting():
         return None, ""
     if reason := _changed(module):
         return None, reason

@@ -160,6 +160,19 @@ def test_what_a_call_is_given_to_write_is_written_by_that_call_alone() -> None:
     assert torch.equal(cache.kept[0], expected.kept[0])
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_result_is_the_original_graph(strict: bool) -> None:
+    result, model = both(smooth(), rows())
+    exported = torch.export.export(result, (rows(),), strict=strict)
+    names = [node.target for node in exported.graph.nodes if node.op == "call_function"]
+    assert names == [
+        node.target
+        for node in torch.export.export(model, (rows(),), strict=strict).graph.nodes
+        if node.op == "call_function"
+    ]
+    assert torch.equal(exported.module()(rows(1)), model(rows(1)))
+
+
 def last_batch_smaller(k: int) -> Inputs:
     return Inputs((rows(k, 64 if k < 2 else 7),), {})
 

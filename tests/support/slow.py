@@ -176,6 +176,7 @@ SLOW: dict[str, tuple[str, ...]] = {
         "functional_call",
         "Hessian-vector product",
     ),
+    "capture/test_hazards_use.py::test_an_exported_result_is_the_original_graph": ("True",),
     "capture/test_hazards_use.py::test_ways_of_training": ("copied", "pickled"),
     "capture/test_kept_calls.py::test_it_travels": ("by_copy", "by_pickle"),
     "capture/test_kept_calls.py::test_what_repeats_and_leaves_no_trace_may_run_again": ("dropout_behind_a_branch",),
