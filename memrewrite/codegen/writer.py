@@ -60,6 +60,9 @@ _MODULES = {
 }
 
 
+_RECURRENT = re.compile(r"aten\.(gru|lstm|rnn_relu|rnn_tanh)\.")  # layers that read their weights in each step
+
+
 def generate(captured: Captured, prefix: str = "", marks: Marks = NO_MARKS) -> tuple[str, dict[str, Tensor]]:
     """The source of the captured (and rewritten) graph, and the constants it finds as buffers of the module.
 
@@ -165,7 +168,8 @@ class _Writer:
             keywords.append(f"reads={tuple(reads)!r}")
             frozen = tuple(p for p in reads if not attribute(self.captured.graph_module, p).requires_grad)
             keywords += [f"frozen={frozen!r}"] * bool(frozen)
-            several = any(count > 1 for count in reads.values()) or any(n.target in _REGIONS for n in nodes)
+            inside = any(n.target in _REGIONS or _RECURRENT.match(str(n.target)) for n in nodes)
+            several = inside or any(count > 1 for count in reads.values())
             keywords += ["cached=True"] * several  # one cast for all uses of a weight also adds up their gradients
         keywords += ["within=recomputing"] * (depth > 1)
         call = f"run_segment({', '.join([name, 'self', *arguments, *keywords])})"

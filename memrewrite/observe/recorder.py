@@ -5,6 +5,7 @@ its hundreds of operators do the same in each layer, and again after each rewrit
 """
 
 import functools
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -36,6 +37,45 @@ class Storage:
     bytes: int
     origin: Origin
     producer: int
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What of a storage a view sees: elements from ``start`` to ``end``, of each row those from ``first`` to ``last``.
+
+    Rows are what its largest stride goes over, counted from where the storage begins; 0 where it has none.
+    """
+
+    dtype: torch.dtype
+    start: int
+    end: int
+    row: int
+    first: int
+    last: int
+
+    @classmethod
+    def of(cls, view: Tensor) -> "Part":
+        """That of one with strides; any other counts as all of its storage."""
+        if view.layout is not torch.strided:
+            return cls(view.dtype, 0, int(view.untyped_storage().nbytes()), 0, 0, 0)
+        start = int(view.storage_offset())
+        reach = sorted((stride, size - 1) for size, stride in zip(view.shape, view.stride(), strict=True) if size > 1)
+        row = reach[-1][0] if reach else 0
+        inside = 1 + sum(stride * steps for stride, steps in reach[:-1])
+        first = start % row if row else 0
+        return cls(view.dtype, start, start + inside + row * (reach[-1][1] if reach else 0), row, first, first + inside)
+
+    def apart(self, other: "Part") -> bool:
+        """Whether the two have certainly no element in common.
+
+        So have the gates of a GRU, chunks of one product that its cell writes in place, one after the other.
+        """
+        if self.dtype != other.dtype:
+            return False
+        if self.end <= other.start or other.end <= self.start:
+            return True
+        within = self.row == other.row and max(self.last, other.last) <= self.row
+        return within and (self.last <= other.first or other.last <= self.first)
 
 
 # These write their running statistics without saying so in their schema; every other write is declared and observed.
@@ -88,6 +128,7 @@ class Recorder(Layer):
         self.reads: set[int] = set()
         self.writes: set[int] = set()
         self.saved: set[int] = set()
+        self._saved_parts: dict[int, list[Part]] = defaultdict(list)
         self.statistics: set[int] = set()
         self.random = self.stale_save = False
         self.flops = self.moved = 0
@@ -104,7 +145,9 @@ class Recorder(Layer):
 
     def pack(self, tensor: Tensor) -> object:
         """The saved-tensors hook; returns a token because returning the tensor builds an uncollectable cycle."""
-        self.saved.add(self.storage(tensor))
+        key = self.storage(tensor)
+        self.saved.add(key)
+        self._saved_parts[key].append(Part.of(local_part(tensor)))
         self.rerun = (self.flops, self.moved)
         return _TOKEN
 
@@ -116,8 +159,9 @@ class Recorder(Layer):
             return self.below(func, types, args, kwargs)
         inputs = [(self.storage(t), t) for t in tensors_in((args, kwargs))]
         touched = {key for key, _ in inputs}
-        written = {self.storage(t) for t in tensors_in(written_arguments(func, args, kwargs))}
-        self.stale_save |= bool(written & self.saved)
+        changed = tensors_in(written_arguments(func, args, kwargs))
+        written = {self.storage(t) for t in changed}
+        self.stale_save |= any(self._touches_saved(t) for t in changed)
         self.statistics |= {self.storage(t) for t in tensors_in(_statistics(func, args))}
         result = self.below(func, types, args, kwargs)
         if size := self.target.read_as(func, args, result):
@@ -132,6 +176,10 @@ class Recorder(Layer):
         if (count := FLOPS.get(func.overloadpacket)) is not None:
             self.flops += int(count(*args, **kwargs, out_val=result))
         return result
+
+    def _touches_saved(self, written: Tensor) -> bool:
+        saved = self._saved_parts.get(self.storage(written), ())
+        return bool(saved) and not all(map(Part.of(local_part(written)).apart, saved))
 
     def once(self, own: Callable[..., Any]) -> Callable[..., Any]:
         """What runs in the place of ``own``, which works piece by piece: that, for arguments that are not known yet."""

@@ -3,17 +3,22 @@
 import warnings
 from dataclasses import dataclass
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from memrewrite.equivalence.sizes import sizes_of, smaller_inputs
 from memrewrite.process.thread import apart
 from memrewrite.records.options import Budget, short_bytes
 from memrewrite.runtime.dropin import own
+from memrewrite.runtime.guards import is_plain
 from memrewrite.runtime.promise import Call, FallbackWarning
 from memrewrite.search.candidate import Candidate
 from memrewrite.simulate import simulate
 from memrewrite.simulate.fake.batch import Form, form_of
+from memrewrite.torch_internals.pytrees import tree_leaves
 from memrewrite.workload.step import Inputs, Step
+
+_FORMS = (Tensor, torch.dtype, torch.device)  # of which a step writes the first alone, and not the caller's
 
 
 @dataclass(frozen=True)
@@ -33,9 +38,12 @@ class Foresight:
     def __call__(self, call: Call, original: bool = False) -> int | None:
         """The peak of a step on the inputs of ``call``, where that runs the original forward or, by default, does not.
 
-        None where the step's course depends on values, and where its loss does not take the model's output.
+        None where the step's course depends on values, where its loss does not take the model's output, and where an
+        object is given that a step may write, as a cache of keys and values: the caller goes on with it.
         """
         module, args, kwargs = call
+        if not all(isinstance(leaf, _FORMS) or is_plain(leaf) for leaf in tree_leaves((args, kwargs))):
+            return None
         inputs = Inputs(args, kwargs)
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always", FallbackWarning)

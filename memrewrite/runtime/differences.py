@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 ABSENT = ...  # a value that can be compared as bytes
@@ -126,3 +127,10 @@ def divided(owners: Owners, name: str) -> bool:
     """Whether a parameter is spread over a mesh, by the name of its type, which is imported for no other model."""
     owner, key = owners.get(name, ({}, name))
     return type(owner.get(key)).__name__ == "DTensor"
+
+
+def transformed() -> str:
+    """The transform of PyTorch's that runs now, "" for none: none takes all that programs do in their backward."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return "it is called within a transform of torch.func, as grad and vmap are"
+    return "it is called within forward-mode differentiation" if forward_ad._current_level >= 0 else ""

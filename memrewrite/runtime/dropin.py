@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_structure, tree_unflatten, treespec_loads
 
-from memrewrite.runtime.differences import Owners, described, divided, owners_of, parted
+from memrewrite.runtime.differences import Owners, described, divided, owners_of, parted, transformed
 from memrewrite.runtime.guards import Guards, Reads, as_bytes
 from memrewrite.runtime.operations import AROUND_NODES, IN_GRAPHS
 from memrewrite.runtime.promise import Call, Promise
@@ -303,8 +303,11 @@ _NOT_OURS = "this object was not made by memrewrite.optimize but by a method of 
 def accept(
     program: Program, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[list[Tensor] | None, str]:
-    """The tensor leaves of a call the program is right for; else None and why (no reason: an ordinary mode switch)."""
-    if module.training != program.training[""]:
+    """The tensor leaves of a call the program is right for; else None and why.
+
+    There is no reason to tell where the mode was switched, and where the model is exported: nothing runs again there.
+    """
+    if module.training != program.training[""] or torch.compiler.is_exporting():
         return None, ""
     if reason := _changed(module):
         return None, reason
@@ -328,7 +331,7 @@ def gradients_now(module: nn.Module, tensors: Iterable[Tensor]) -> tuple[bool, .
 
 
 def _changed(module: nn.Module) -> str:
-    """What is no longer as it was at capture, "" if nothing is."""
+    """What is no longer as it was at capture, around the call, too; "" if nothing is."""
     kind: Any = type(module)  # one that ``fully_shard`` made, maybe
     kept: Own = getattr(kind, OWN)
     guards = kept.guards
@@ -339,7 +342,7 @@ def _changed(module: nn.Module) -> str:
     if guards is None or kept.of() is not module:
         return _NOT_OURS
     changed = kept.broken or ("" if guards.hold() else guards.changed())
-    return changed or parted(kept.owners, kind._memrewrite.tied)
+    return changed or parted(kept.owners, kind._memrewrite.tied) or transformed()
 
 
 def named_values(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:

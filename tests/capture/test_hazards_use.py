@@ -109,9 +109,11 @@ USES: dict[str, tuple[Callable[[nn.Module, Tensor], list[Tensor]], str]] = {
     "gradient penalty": (gradient_penalty, ""),
     "Hessian-vector product": (hessian_vector_product, ""),
     "Hessian": (hessian, ""),
-    "forward mode": (forward_mode, ""),
-    "torch.func.jvp": (jvp, ""),
-    "torch.func.vmap": (vmapped, ""),
+    "forward mode": (forward_mode, "it is called within forward-mode differentiation"),
+    "torch.func.jvp": (jvp, "it is called within a transform of torch.func"),
+    "torch.func.vmap": (vmapped, "it is called within a transform of torch.func"),
+    "torch.func.grad": (func_grad, "it is called within a transform of torch.func"),
+    "torch.func.jacrev": (jacobian, "it is called within a transform of torch.func"),
     "per-sample gradients": (per_sample_gradients, "its parameters are replaced for this call"),
     "functional_call": (gradients_of_a_call, "its parameters are replaced for this call"),
 }
@@ -132,11 +134,43 @@ def test_derivatives_of_every_kind(use: str) -> None:
     assert_same({str(i): t for i, t in enumerate(found)}, {str(i): t for i, t in enumerate(expected)})
 
 
-@pytest.mark.parametrize("function", [func_grad, jacobian], ids=["grad", "jacrev"])
-def test_torch_refuses_its_func_transforms_of_what_is_recomputed(function: Callable[..., list[Tensor]]) -> None:
-    result, _ = both(smooth(), rows())
-    with pytest.raises(RuntimeError, match=r"torch\.func\..* don't yet support saved tensor hooks"):
-        function(result, rows())
+class Cache:
+    """What a model keeps from one call to the next, for its caller."""
+
+    def __init__(self) -> None:
+        self.kept: list[Tensor] = []
+
+
+class Caching(Smooth):
+    def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
+        x = super().forward(x)
+        if cache is not None:
+            cache.kept.append(x.detach())
+        return x
+
+
+def test_what_a_call_is_given_to_write_is_written_by_that_call_alone() -> None:
+    torch.manual_seed(0)
+    result, model = both(Caching(), rows())
+    cache, expected = Cache(), Cache()
+    with pytest.warns(FallbackWarning, match="it was captured for a call with x"):
+        result(rows(), cache)
+    model(rows(), expected)
+    assert [type(tensor) for tensor in cache.kept] == [Tensor]
+    assert torch.equal(cache.kept[0], expected.kept[0])
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_result_is_the_original_graph(strict: bool) -> None:
+    result, model = both(smooth(), rows())
+    exported = torch.export.export(result, (rows(),), strict=strict)
+    names = [node.target for node in exported.graph.nodes if node.op == "call_function"]
+    assert names == [
+        node.target
+        for node in torch.export.export(model, (rows(),), strict=strict).graph.nodes
+        if node.op == "call_function"
+    ]
+    assert torch.equal(exported.module()(rows(1)), model(rows(1)))
 
 
 def last_batch_smaller(k: int) -> Inputs:

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import memrewrite
 from memrewrite.capture import capture
 from memrewrite.codegen.writer import generate
 from memrewrite.plan.marks import NO_MARKS
@@ -144,3 +145,25 @@ def test_a_segment_without_results_runs() -> None:
     build(module, program_from(source), {})(images()).backward()
     assert module.norm.num_batches_tracked == 1
     assert not module.norm.running_mean.eq(0).all()
+
+
+class Recurrent(nn.Module):
+    """Two layers of GRUs, each beside what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.GRU(32, 32, batch_first=True) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)[0]
+        return x
+
+
+@pytest.mark.parametrize("amp", [None, "bf16"])
+def test_weights_that_a_layer_reads_in_each_step_are_cast_once(amp: str | None) -> None:
+    torch.manual_seed(0)
+    report = memrewrite.optimize(Recurrent(), torch.randn(16, 24, 32), budget="min", amp=amp).report
+    assert report.segments
+    assert report.predicted_after.peak < report.predicted_before.peak
+    assert "bit-equal" in report.verdict

@@ -13,6 +13,7 @@ from torch.nn import functional as F  # noqa: N812  (its customary name)
 from memrewrite.capture import capture
 from memrewrite.capture.normal import leaf_tensors
 from memrewrite.observe.effects import Effects, NodeEffects, observe
+from memrewrite.observe.recorder import Part
 from memrewrite.passes.spelling import operation
 from memrewrite.targets.allocator import GRANULE
 from memrewrite.targets.compiled import CompiledTarget
@@ -98,6 +99,38 @@ def test_reads_writes_and_saves(name: str, front_end: str) -> None:
     assert labels(effects, facts.statistics) == (STATISTICS if name == "batch_norm" else set())
     assert facts.random == (name in ("dropout", "rrelu"))
     assert facts.stale_save == (name == "rrelu")
+
+
+def test_gates_that_a_cell_writes_side_by_side_are_as_they_were_saved() -> None:
+    facts = find(seen(nn.GRU(4, 4), Inputs((torch.randn(3, 2, 4),), {}), "export"), "gru")
+    assert facts.saves_output
+    assert not facts.stale_save
+
+
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "left": lambda t: t[:, :3],
+    "middle": lambda t: t[:, 2:4],
+    "right": lambda t: t[:, 4:],
+    "first rows": lambda t: t[:2],
+    "last rows": lambda t: t[2:],
+    "a column": lambda t: t[:, 5],
+    "transposed": lambda t: t.t()[:2],
+    "every other": lambda t: t[:, ::2],
+    "one": lambda t: t[3, 5],
+    "expanded": lambda t: t[0, :1].expand(4),
+}
+
+
+@pytest.mark.parametrize("one", VIEWS)
+@pytest.mark.parametrize("other", VIEWS)
+def test_parts_of_a_storage_that_are_told_apart_have_nothing_in_common(one: str, other: str) -> None:
+    storage = torch.arange(24).view(4, 6)
+    a, b = VIEWS[one](storage), VIEWS[other](storage)
+    common = set(a.flatten().tolist()) & set(b.flatten().tolist())
+    told = Part.of(a).apart(Part.of(b))
+    assert told == Part.of(b).apart(Part.of(a))
+    assert not (told and common)
+    assert told or common or "every other" in (one, other) or {"expanded", "one", "transposed"} & {one, other}
 
 
 @front_ends
