@@ -127,23 +127,24 @@ class Step:
 
     @property
     def calls(self) -> list[str]:
-        """The keys of those that backward may come to; what is evaluated, and let go of, is no part of a step."""
+        """The keys of those of the step; what was evaluated before, and let go of, is no part of it."""
         return [call.key for call in self._living()]
 
     def _living(self) -> list[Call]:
-        found: list[Call] = []
-        ahead: list[Call] = []  # without gradients, up to one with some
-        for call in self._calls:
-            ahead.append(call)
-            if call.asks is not None:
-                found += ahead if call.asks() is not None else []
-                ahead = []
-        return found + ahead
+        """From the first one on that backward may come to, with those without gradients right before it."""
+        start = 0
+        for number, call in enumerate(self._calls, start=1):
+            if call.asks is None:
+                continue
+            if call.asks() is not None:
+                break
+            start = number
+        return self._calls[start:]
 
     @property
     def _over(self) -> bool:
         """Whether what runs next is the first of a step."""
-        return self._ended or not any(call.asks for call in self._living())
+        return self._ended or not self._living()
 
     def tells(self, lives: Resident) -> InStep | None:
         """What a graph is to know that is compiled now; None where it seems to be the whole step."""
@@ -256,7 +257,7 @@ class Step:
 
     def _kept(self, plans: Mapping[str, Found]) -> dict[str, list[int]]:
         """What lives as each graph with a plan is first called, and then while its forward and backward runs, by call,
-        besides what did as it was compiled."""
+        besides what did as it was compiled; none, where nobody asks for its gradients."""
         first = self._parts[self.calls[0]]
         unknown = [(part.before - first.before - part.kept, part.at) for part in self._parts.values() if part.at]
         # Of what no plan told, such as what one graph makes and the next one keeps: where most was for each call.
@@ -276,7 +277,7 @@ class Step:
                 by_key.setdefault(key, [now]).append(now + made)
                 kept += found.peaks.saved
             seen[key] += 1
-        return by_key
+        return {key: [0] for key in plans} | by_key
 
 
 _STEPS: "weakref.WeakKeyDictionary[nn.Module, dict[Asked, Step]]" = weakref.WeakKeyDictionary()
