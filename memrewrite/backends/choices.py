@@ -48,7 +48,7 @@ class Options:
         *more, fewest = known, *(with_fewer_rows(known, share) for share in shares(known.nodes))
         if fewest.scratch == known.scratch:
             return None
-        frontier = Frontier(fewest, self.frontier.later)
+        frontier = Frontier(fewest, self.frontier.later, self.frontier.planner)
         usual = frontier.found(frontier.planner.given(self.usual.order.saved))
         return Options(frontier, usual, by_share=tuple((each.share, Live(each)) for each in more))
 

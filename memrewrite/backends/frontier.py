@@ -45,13 +45,17 @@ class Found:
 class Frontier:
     """The plans for one joint graph, made once and asked for any number of bytes.
 
-    Graphs that come ``later`` are taken to keep so many times what this one keeps, while it is kept.
+    Graphs that come ``later`` are taken to keep so many times what this one keeps, while it is kept. A ``planner`` may
+    be that of facts with another ``scratch``, which tells nothing of orders.
     """
 
-    def __init__(self, facts: Facts, later: float = 0.0) -> None:
+    def __init__(self, facts: Facts, later: float = 0.0, planner: Planner | None = None) -> None:
         self.facts, self.later = facts, later
-        self.planner, self._live = Planner(facts), Live(facts)
-        self._divided = [_Row(self, cuts) for cuts in divisions(facts)]
+        self.planner, self._live = planner or Planner(facts), Live(facts)
+
+    @functools.cached_property
+    def _divided(self) -> list["_Row"]:
+        return [_Row(self, cuts) for cuts in divisions(self.facts)]
 
     @property
     def rows(self) -> list["_Row"]:
@@ -163,12 +167,16 @@ class _Row:
         self._all, self._facts, self.cuts, self.early = frontier, frontier.facts, cuts, early
         self._found: list[Found] = []
         self._falling = self._steps()
-        self.last = self._look(frontier.facts.costly & frontier.facts.may_rerun)
+
+    @functools.cached_property
+    def last(self) -> Found:
+        """The plan that runs all again that may."""
+        return self._look(self._facts.costly & self._facts.may_rerun)
 
     @property
     def division(self) -> Division:
         """What its plans have in common."""
-        return self.last.order.ways.division
+        return self.cuts, self.early
 
     @property
     def all(self) -> list[Found]:

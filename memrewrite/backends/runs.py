@@ -28,6 +28,8 @@ class Runs:
         self._first = self._made_of(facts.outputs, frozenset())
         self._block = {node: rank // _STRETCH for rank, node in enumerate(self._nodes(forward=False))}
         self._keys = self._lies()
+        self._plain = [self._reads(node, {}, {}) for node in range(len(facts.inputs))]
+        self._flags = [self._flags_of(node) for node in range(len(facts.inputs))]
         self._strange = self._elsewhere()
         self._forward: dict[object, Stretch] = {}
         self._backward: dict[object, tuple[Stretch, dict[int, Keys]]] = {}
@@ -46,7 +48,7 @@ class Runs:
             key = (nodes, extra, ending)
             if key not in self._forward:
                 there = [i for i in sorted(nodes) if i in self._first or i in extra]
-                runs = (self._run(at, i, facts.makes[i], self._reads(i, {}, {})) for at, i in enumerate(there))
+                runs = (self._run(at, i, facts.makes[i], self._plain[i]) for at, i in enumerate(there))
                 ends = ending | makes & self.outputs
                 self._forward[key] = Stretch(filter(None, runs), len(there), ends, self.size)
             found.append(self._forward[key])
@@ -97,19 +99,24 @@ class Runs:
     ) -> Run | None:
         """A step of backward as it runs; a copy is then among ``copies``."""
         node, copied = step
-        reads = self._reads(node, copies, strange)
+        elsewhere = strange or not copies.keys().isdisjoint(self.facts.inputs[node])
+        reads = self._reads(node, copies, strange) if elsewhere else self._plain[node]
         makes = self.facts.makes[node]
         if copied:
-            makes = tuple(s + (region + 1) * self.count for s in makes)
+            ahead = (region + 1) * self.count
+            makes = tuple([key + ahead for key in makes])
             copies[node] = makes or self._held(node, reads)
         return self._run(at, node, makes, reads, node in self.facts.stored)
 
     def _run(self, at: int, node: int, makes: Keys, reads: Keys, stored: bool = False) -> Run | None:
-        facts = self.facts
-        if not makes and node in facts.views:
+        if not makes and node in self.facts.views:
             return None
-        kinds = (node in facts.fused, node in facts.reader, node in facts.heavy)
-        return Run(at, makes, reads, *kinds, facts.scratch[node], stored)
+        return Run(at, makes, reads, *self._flags[node], stored)
+
+    def _flags_of(self, node: int) -> tuple[bool, bool, bool, int]:
+        """Whether it is fused, reads fused and is heavy, and its scratch: as in ``Run``."""
+        facts = self.facts
+        return node in facts.fused, node in facts.reader, node in facts.heavy, facts.scratch[node]
 
     def _reads(self, node: int, copies: Mapping[int, Keys], strange: Mapping[int, Keys]) -> Keys:
         found: list[Key] = []
