@@ -20,6 +20,7 @@ import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 from torch import fx
@@ -78,14 +79,14 @@ def memrewrite(
         if step is not None:
             known = {"in_step": step.tells(lives), "more": step.more(key), "highest": step.highest}
         partition = Partition(asked, lives, **known)
-        proof = Proof(graph, partition, functools.partial(_stock, mode=mode, options=rest)) if asked.verify else None
+        stock = functools.partial(inductor, mode=mode, options=rest, partitioner=None, cached=True, room=None)
+        proof = Proof(graph, partition, stock) if asked.verify else None
         made, cached = _fitting(graph, inputs, mode, rest, partition)
         if proof is not None:
             made = proof.first(made)
         note(partition, made, cached)
         if asked.budget is not None:
-            _tell_limit()
-            code = code_of_frame()
+            _tell_limit(code := code_of_frame())
             name = "What was compiled" if code is None else code.co_qualname
             _tell_what_is_left(name, partition)
             made = watched(made, inputs, partition, asked.budget.bytes, name)
@@ -94,9 +95,8 @@ def memrewrite(
         raise let_through(error) from None
 
 
-def _tell_limit() -> None:
-    """Warn where Dynamo will compile no other call of the present code, so that such run outside of the budget."""
-    code = code_of_frame()
+def _tell_limit(code: CodeType | None) -> None:
+    """Warn where Dynamo will compile no other call of ``code``, so that such run outside of the budget."""
     times = None if code is None else at_limit_of(code)
     if code is not None and times is not None:
         warnings.warn(
@@ -153,13 +153,6 @@ def _fitting(
             again = again and not (cached and compiling.noted(ended))
         if not again:
             return tried[partition.settle()]
-
-
-def _stock(
-    graph: fx.GraphModule, inputs: Sequence[Any], mode: str | None, options: dict[str, Any]
-) -> Callable[..., Any]:
-    """What Inductor makes of a graph with its own partitioner."""
-    return inductor(graph, inputs, mode, options, None, cached=True, room=None)
 
 
 def _compiled(

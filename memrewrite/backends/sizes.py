@@ -3,6 +3,7 @@
 A plan is for the sizes that were there as the graph was compiled, and its peak grows with them, at least in proportion.
 """
 
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -45,10 +46,7 @@ def watched(
 
 def _peak(partition: Partition, ratios: Sequence[float]) -> int | None:
     """The peak of the step in bytes where sizes are so many times what was planned; None where nothing is known."""
-    peak, lives, times = partition.peak, partition.lives, 1.0
-    if peak is None:
+    if (peak := partition.peak) is None:
         return None
-    for ratio in ratios:
-        times *= ratio
-    stays = partition.base - lives.inputs - lives.earlier
-    return int(stays + max(peak - stays, 0) * times)
+    stays = partition.base - partition.lives.inputs - partition.lives.earlier
+    return int(stays + max(peak - stays, 0) * math.prod(ratios))

@@ -74,12 +74,13 @@ class Part:
         """The room with which nothing is to be gained by more."""
         return self.options.frontier.takes(self.options.usual)
 
-    def settle(self, told: InStep, peak: int, above: bool) -> None:
-        """Have it compiled again where what is told now gives another plan; else its step takes ``peak`` bytes.
+    def settle(self, told: InStep, found: Found, peak: int, above: bool) -> None:
+        """Have it compiled again where ``found``, the plan for what is told now, is another; else its step takes
+        ``peak`` bytes.
 
         That is a guess: where it is ``above`` the budget, what is kept by then tells.
         """
-        found, options = self.plan(told), self.options
+        options = self.options
         assert options.chosen is not None  # noqa: S101  (it was compiled)
         if (above or found.order.saved != options.chosen.order.saved) and self.code is not None:
             self.forget()
@@ -225,12 +226,12 @@ class Step:
                 room = (low + high) // 2
                 low, high = (room, high) if peak(InStep(room, limit)) <= limit else (low, room)
             told = InStep(low, limit)
-        self.told, found = replace(told, batch=self._batch), peaks(told)
+        self.told, chosen = replace(told, batch=self._batch), plans(told)
+        found, kept = self._peaks(chosen), self._kept(chosen)
         above = limit is not None and max(found.values(), default=0) > limit
-        kept = self._kept(plans(told))
         for key, part in parts.items():
-            part.usual, part.more = before.get(key), max(kept[key]) - kept[key][0] if key in kept else 0
-            part.settle(told, found.get(key, 0), above)
+            part.usual, part.more = before[key], max(kept[key]) - kept[key][0]
+            part.settle(told, chosen[key], found[key], above)
 
     def _asks_again(self) -> bool:
         """Whether graphs have to be divided anew before anything is settled: this is the first of several calls where

@@ -58,8 +58,6 @@ _MODULES = {
     "math": math,
     "builtins": builtins,
 }
-
-
 _RECURRENT = re.compile(r"aten\.(gru|lstm|rnn_relu|rnn_tanh)\.")  # layers that read their weights in each step
 
 

@@ -159,9 +159,9 @@ class Recorder(Layer):
             return self.below(func, types, args, kwargs)
         inputs = [(self.storage(t), t) for t in tensors_in((args, kwargs))]
         touched = {key for key, _ in inputs}
-        changed = tensors_in(written_arguments(func, args, kwargs))
-        written = {self.storage(t) for t in changed}
-        self.stale_save |= any(self._touches_saved(t) for t in changed)
+        changed = [(self.storage(t), t) for t in tensors_in(written_arguments(func, args, kwargs))]
+        written = {key for key, _ in changed}
+        self.stale_save |= any(self._touches_saved(key, t) for key, t in changed)
         self.statistics |= {self.storage(t) for t in tensors_in(_statistics(func, args))}
         result = self.below(func, types, args, kwargs)
         if size := self.target.read_as(func, args, result):
@@ -177,8 +177,8 @@ class Recorder(Layer):
             self.flops += int(count(*args, **kwargs, out_val=result))
         return result
 
-    def _touches_saved(self, written: Tensor) -> bool:
-        saved = self._saved_parts.get(self.storage(written), ())
+    def _touches_saved(self, key: int, written: Tensor) -> bool:
+        saved = self._saved_parts.get(key, ())
         return bool(saved) and not all(map(Part.of(local_part(written)).apart, saved))
 
     def once(self, own: Callable[..., Any]) -> Callable[..., Any]:

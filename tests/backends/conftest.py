@@ -20,15 +20,15 @@ def partitions(monkeypatch: pytest.MonkeyPatch) -> list[Partition]:
     found: list[Partition] = []
 
     def compiled(
-        graph: Any, inputs: Any, mode: Any, options: Any, divide: Any, *, cached: bool, room: Any
+        graph: Any, inputs: Any, mode: Any, options: Any, partitioner: Any, *, cached: bool, room: Any
     ) -> Callable[..., Any]:
-        if divide is not None:
-            found.append(divide._partition)
+        if partitioner is not None:
+            found.append(partitioner._partition)
         with torch._inductor.config.patch(options):
             run = aot_autograd(
                 fw_compiler=lambda g, _: make_boxed_func(g),
                 bw_compiler=lambda g, _: make_boxed_func(g),
-                partition_fn=divide or stock_partition,
+                partition_fn=partitioner or stock_partition,
                 decompositions=select_decomp_table(),
             )
             return run(graph, inputs)
