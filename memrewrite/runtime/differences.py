@@ -134,3 +134,8 @@ def transformed() -> str:
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return "it is called within a transform of torch.func, as grad and vmap are"
     return "it is called within forward-mode differentiation" if forward_ad._current_level >= 0 else ""
+
+
+def exported() -> bool:
+    """Whether ``torch.export`` traces the call; to Dynamo of 2.11, ``torch.compiler.is_exporting()`` is always true."""
+    return torch.compiler._is_exporting_flag

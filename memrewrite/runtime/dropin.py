@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_structure, tree_unflatten, treespec_loads
 
-from memrewrite.runtime.differences import Owners, described, divided, owners_of, parted, transformed
+from memrewrite.runtime.differences import Owners, described, divided, exported, owners_of, parted, transformed
 from memrewrite.runtime.guards import Guards, Reads, as_bytes
 from memrewrite.runtime.operations import AROUND_NODES, IN_GRAPHS
 from memrewrite.runtime.promise import Call, Promise
@@ -307,7 +307,7 @@ def accept(
 
     There is no reason to tell where the mode was switched, and where the model is exported: nothing runs again there.
     """
-    if module.training != program.training[""] or torch.compiler.is_exporting():
+    if module.training != program.training[""] or exported():
         return None, ""
     if reason := _changed(module):
         return None, reason
