@@ -329,13 +329,15 @@ class Partition:
         elif self.foreseen is not None:
             self.foreseen = replace(self.foreseen, after=peak)
 
-    def peak_of(self, found: Found, others: int, batch: int) -> int:
+    def peak_of(self, found: Found, others: int, batch: int, by_code: bool) -> int:
         """The bytes of the step at its peak with another plan, in this graph or in the optimizer.
 
         So many bytes of ``others`` live while the graph runs besides what was known as it was compiled; while the
-        optimizer works, the ``batch`` does. Code that took more than was foreseen will again.
+        optimizer works, the ``batch`` does. ``by_code``: what took more than was foreseen will again.
         """
-        beyond = 0 if self.foreseen is None or self.observed is None else self.observed - self.foreseen.after
+        beyond = 0
+        if by_code and self.foreseen is not None and self.observed is not None:
+            beyond = self.observed - self.foreseen.after
         return max(self.base + found.peaks.peak + max(beyond, 0) + others, self._beside_optimizer(batch))
 
     def _of_step(self, found: Found) -> int:

@@ -32,6 +32,7 @@ from memrewrite.torch_internals.compiling import code_of_frame, forget_code
 from memrewrite.torch_internals.pytrees import tree_leaves
 
 _HALVINGS = 7  # of the bytes between the most room with which a step fits and the least with which it does not
+_WORTH = 0.01  # of a step's time: plans that fit, and would be spared less by others, are not compiled again for these
 
 
 @dataclass
@@ -65,6 +66,17 @@ class Part:
         """Whether it has a backward of which no other plans are known, such as from a cache."""
         return self.partition.options is None and self.partition.has_plans and self.code is not None
 
+    @property
+    def now(self) -> Found:
+        """The plan that it was compiled with, until it is settled."""
+        assert self.options.chosen is not None  # noqa: S101  (see there)
+        return self.options.chosen
+
+    @property
+    def ms(self) -> float:
+        """What its forward and backward take, where nothing runs again."""
+        return sum(self.options.frontier.facts.ms)
+
     def plan(self, told: InStep) -> Found:
         """What its partition makes of what is told."""
         return self.options.told(told, self.partition.base)
@@ -80,12 +92,11 @@ class Part:
 
         That is a guess: where it is ``above`` the budget, what is kept by then tells.
         """
-        options = self.options
-        assert options.chosen is not None  # noqa: S101  (it was compiled)
-        if (above or found.order.saved != options.chosen.order.saved) and self.code is not None:
+        if (above or found.order.saved != self.now.order.saved) and self.code is not None:
             self.forget()
         else:
-            self.partition.keep("lowest" if not told.room else "usual" if found is options.usual else "cheapest", peak)
+            usual = found is self.options.usual
+            self.partition.keep("lowest" if not told.room else "usual" if usual else "cheapest", peak)
             self.partition.set_before(self.usual)
             self.made = None
         self.partition.options = None  # holds graphs
@@ -202,36 +213,44 @@ class Step:
             return
         if self._asks_again():
             return
-        assert self.asked.budget is not None  # noqa: S101  (there is no step without)
         parts = {key: part for key, part in self._parts.items() if part.partition.options is not None}
-
-        def plans(told: InStep) -> dict[str, Found]:
-            return {key: part.plan(told) for key, part in parts.items()}
-
-        def peaks(told: InStep) -> dict[str, int]:
-            return self._peaks(plans(told))
-
-        def peak(told: InStep) -> int:
-            return max(peaks(told).values(), default=0)
-
-        before = peaks(InStep(sys.maxsize))
-        limit = self.asked.budget.resolve(usual := max(before.values(), default=0))
-        if limit is None:
-            told = min(InStep(0), InStep(0, peak(InStep(0))), InStep(sys.maxsize), key=peak)
-        else:
-            if usual <= limit and self.asked.budget.bytes is None:  # all that PyTorch's own plans take, as it is
-                limit = sys.maxsize
-            low, high = (sys.maxsize, 0) if usual <= limit else (0, max(part.most for part in parts.values()))
-            for _ in range(_HALVINGS if low < high else 0):
-                room = (low + high) // 2
-                low, high = (room, high) if peak(InStep(room, limit)) <= limit else (low, room)
-            told = InStep(low, limit)
-        self.told, chosen = replace(told, batch=self._batch), plans(told)
+        before = self._foreseen({key: part.plan(InStep(sys.maxsize)) for key, part in parts.items()})
+        told = self._told(parts, max(before.values(), default=0))
+        chosen = {key: part.plan(told) for key, part in parts.items()}
+        if self._stays(parts, chosen, told.limit):
+            chosen = {key: part.now for key, part in parts.items()}
+        self.told = replace(told, batch=self._batch)
         found, kept = self._peaks(chosen), self._kept(chosen)
-        above = limit is not None and max(found.values(), default=0) > limit
+        above = told.limit is not None and max(self._foreseen(chosen).values(), default=0) > told.limit
         for key, part in parts.items():
             part.usual, part.more = before[key], max(kept[key]) - kept[key][0]
             part.settle(told, chosen[key], found[key], above)
+
+    def _told(self, parts: Mapping[str, Part], usual: int) -> InStep:
+        """The most room with which the step fits, of which PyTorch's own plans take ``usual`` bytes."""
+
+        def peak(told: InStep) -> int:
+            return max(self._foreseen({key: part.plan(told) for key, part in parts.items()}).values(), default=0)
+
+        assert self.asked.budget is not None  # noqa: S101  (there is no step without)
+        limit = self.asked.budget.resolve(usual)
+        if limit is None:
+            return min(InStep(0), InStep(0, peak(InStep(0))), InStep(sys.maxsize), key=peak)
+        if usual <= limit and self.asked.budget.bytes is None:  # all that PyTorch's own plans take, as it is
+            limit = sys.maxsize
+        low, high = (sys.maxsize, 0) if usual <= limit else (0, max(part.most for part in parts.values()))
+        for _ in range(_HALVINGS if low < high else 0):
+            room = (low + high) // 2
+            low, high = (room, high) if peak(InStep(room, limit)) <= limit else (low, room)
+        return InStep(low, limit)
+
+    def _stays(self, parts: Mapping[str, Part], chosen: Mapping[str, Found], limit: int | None) -> bool:
+        """Whether the step is within its budget as it was compiled, and others that are chosen are hardly faster."""
+        now = {key: part.now for key, part in parts.items()}
+        if limit is None or max(self._foreseen(now).values(), default=0) > limit:
+            return False
+        spared = sum(now[key].ms - chosen[key].ms for key in parts)
+        return spared <= _WORTH * sum(part.ms for part in parts.values())
 
     def _asks_again(self) -> bool:
         """Whether graphs have to be divided anew before anything is settled: this is the first of several calls where
@@ -249,12 +268,18 @@ class Step:
         """The bytes that the first graph of a step is given."""
         return self._parts[self.calls[0]].partition.lives.inputs
 
-    def _peaks(self, plans: Mapping[str, Found]) -> dict[str, int]:
-        """The peaks of the step in bytes while each graph runs with these plans, by what the first step showed."""
+    def _peaks(self, plans: Mapping[str, Found], by_code: bool = True) -> dict[str, int]:
+        """The peaks of the step in bytes while each graph runs with these plans, by what the first step showed, or by
+        what was foreseen alone."""
         return {
-            key: self._parts[key].partition.peak_of(plans[key], max(others), self._batch)
+            key: self._parts[key].partition.peak_of(plans[key], max(others), self._batch, by_code)
             for key, others in self._kept(plans).items()
         }
+
+    def _foreseen(self, plans: Mapping[str, Found]) -> dict[str, int]:
+        """The peaks that the budget is for: one in percent is one of what is foreseen."""
+        assert self.asked.budget is not None  # noqa: S101  (there is no step without)
+        return self._peaks(plans, self.asked.lowest or self.asked.budget.bytes is not None)
 
     def _kept(self, plans: Mapping[str, Found]) -> dict[str, list[int]]:
         """What lives as each graph with a plan is first called, and then while its forward and backward runs, by call,

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 import memrewrite
-from memrewrite.backends import entry
+from memrewrite.backends import entry, steps
 from memrewrite.backends.choices import InStep
+from memrewrite.backends.observed import Seen
 from memrewrite.backends.partition import Partition
 from memrewrite.backends.steps import Step
 from memrewrite.records.errors import BudgetInfeasibleError
@@ -120,6 +121,35 @@ def test_the_second_step_is_the_last_to_compile(model: nn.Module, partitions: li
     assert InStep() not in settled
     assert len(second) == len(third) <= 2 * len(first)
     assert settled or isinstance(model, Late)
+
+
+def test_what_fits_in_percent_stays_also_where_its_code_takes_more(
+    partitions: list[Partition], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a budget is one of what is foreseen, in a step of several graphs as in one of one."""
+
+    def more(*given: Any) -> Seen:
+        foreseen = partitions[-1].foreseen
+        assert foreseen is not None
+        return Seen(foreseen.after - partitions[-1].base + 50_000, 0)
+
+    monkeypatch.setattr(entry, "seen", more)
+    torch.manual_seed(0)
+    report = trained(Late(), X, "80%")[1]
+    whole = report.graphs[0]
+    assert len(partitions) == len(report.graphs) == 2
+    assert partitions[0].foreseen is not None
+    assert whole.peak == partitions[0].foreseen.after + 50_000 > 0.8 * whole.peak_before
+
+
+@pytest.mark.parametrize("worth", [0.0, 1.0])
+def test_what_fits_stays_where_others_are_hardly_faster(
+    worth: float, partitions: list[Partition], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steps, "_WORTH", worth)
+    torch.manual_seed(0)
+    trained(Three(), X, "90%")
+    assert len(partitions) == (3 if worth else 6)
 
 
 @pytest.mark.usefixtures("partitions")
