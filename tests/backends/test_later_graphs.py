@@ -216,7 +216,7 @@ def test_where_others_keep_more_than_was_guessed(monkeypatch: pytest.MonkeyPatch
 
 
 def test_what_was_forgotten_is_told_of_no_more_once_its_code_is_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where Dynamo makes another graph of it: one for sizes that vary, as of layers that encoder and decoder share."""
+    """Also where Dynamo makes another graph of it: one for sizes that vary, of layers that two parts share."""
     code = of_logits.__code__
     monkeypatch.setattr(steps, "code_of_frame", lambda: code)
     asked, _ = Asked.parse({"budget": "1GB"})

@@ -190,6 +190,17 @@ def test_a_value_may_run_again_in_several_places() -> None:
     assert ours.nodes.count("aten.addmm.default") + ours.nodes.count("aten.mm.default") > 2 * 8
 
 
+def test_backward_draws_no_random_numbers_that_nobody_reads() -> None:
+    """Where they are eager's, and what dropout reads is made again, the draw was, too."""
+    model = Loss(*(part for _ in range(3) for part in (nn.Linear(32, 32), nn.GELU(), nn.Dropout(0.3))))
+    with torch._inductor.config.patch(fallback_random=True):
+        ours = Divided(model, "100%")
+        loss = ours.compiled(torch.randn(64, 32))
+        after_forward = torch.get_rng_state()
+        loss.backward()
+    assert torch.equal(torch.get_rng_state(), after_forward)
+
+
 def test_checkpoints_of_the_user_run_again() -> None:
     model, x = made("checkpoint")
     ours = Divided(model, "100%")
