@@ -153,9 +153,7 @@ def modules(
 
 def _without_unused_draws(graph: fx.GraphModule) -> None:
     """Take out what draws numbers that nobody reads: of forward, where all it needs is there; no dead code to fx."""
-    for node in reversed(graph.graph.nodes):
-        if not node.users and draws(node):
-            graph.graph.erase_node(node)
+    graph.graph.eliminate_dead_code(lambda node: node.is_impure() and not draws(node))
     graph.recompile()
 
 
