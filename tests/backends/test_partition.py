@@ -219,6 +219,19 @@ def test_lengths_that_vary() -> None:
     assert len(ours.graphs) == 1
 
 
+def test_of_a_fraction_of_sizes_backward_is_given_whole_numbers() -> None:
+    """Inductor's caches take no others, and tell so in a traceback."""
+    model = Loss(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.SiLU())
+    plain = copy.deepcopy(model)
+    ours = Divided(model, "100%", dynamic=True)
+    for size in (12, 16):
+        x = torch.randn(4, 3, size, size)
+        torch.testing.assert_close(ours.step(x), plain(x).detach())
+    ((_, backward),) = ours.graphs
+    given = [node.meta["val"] for node in backward.graph.find_nodes(op="placeholder")]
+    assert {type(each) for each in given if not isinstance(each, Tensor)} == {torch.SymInt}
+
+
 def test_what_does_not_fit_says_what_would() -> None:
     model, x = made("mlp")
     with pytest.raises(BudgetInfeasibleError, match=r"No plan for torch\.compile fits 1000 B: the lowest"):
