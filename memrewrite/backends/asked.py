@@ -34,6 +34,8 @@ class Asked:
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> tuple["Asked", dict[str, Any]]:
         """What is memrewrite's of ``options``, and the rest; raises ``UsageError`` for a value that means nothing."""
+        if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
+            raise UsageError(f"Options {options!r} are no dict with names as keys; write e.g. {{'budget': '8GB'}}.")
         rest = {name: value for name, value in options.items() if name not in OWN}
         budget, optimizer = options.get("budget"), options.get("optimizer", cls.optimizer) or "none"
         if not isinstance(optimizer, str):

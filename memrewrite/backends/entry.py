@@ -14,6 +14,9 @@ before the next one, as PyTorch's tutorials do not), ``exact`` (what runs again 
 ``verify`` (the first call of each graph is compared with the stock partitioner's and with eager, in more memory than
 the budget: see ``memrewrite.backends.proof``), ``mode`` (as torch.compile's own, which it takes without options only).
 All others are Inductor's.
+
+Backward may write over what is kept for it. Where it is to run twice (``retain_graph=True``), set
+``torch._functorch.config.donated_buffer = False`` before the first call: all is compiled by then.
 """
 
 import functools
@@ -47,9 +50,11 @@ from memrewrite.torch_internals.compiling import (
     cache_hits,
     code_of_frame,
     digest,
+    donates,
     inductor,
     let_through,
     model_of_frame,
+    rival_of,
 )
 from memrewrite.version import __version__
 
@@ -70,6 +75,7 @@ def memrewrite(
     try:
         asked, rest = Asked.parse(options or {})
         mode = rest.pop("mode", mode)
+        _refuse_rival(asked, rest)
         rest = {**_settings(asked), **rest}
         model = model_of_frame()
         lives = resident(graph, model, asked.optimizer)
@@ -93,6 +99,15 @@ def memrewrite(
         return made if step is None else step.add(key, partition, made)
     except MemrewriteError as error:
         raise let_through(error) from None
+
+
+def _refuse_rival(asked: Asked, rest: Mapping[str, Any]) -> None:
+    """Raise ``UsageError`` where something else is set to choose what is kept for backward."""
+    rival = rival_of(rest, keeps_less=asked.budget is not None)
+    if rival is not None:
+        raise UsageError(
+            f"{rival} is set, and chooses what is kept for backward, as does this back end; use one of them."
+        )
 
 
 def _tell_limit(code: CodeType | None) -> None:
@@ -181,5 +196,6 @@ def identity(partition: Partition) -> str:
         partition.in_step,
         partition.base,
         partition.highest,
+        donates(),
     )
     return f"memrewrite {__version__} {code} {' '.join(map(str, whole))}"

@@ -2,6 +2,7 @@
 
 from bisect import bisect_right
 
+import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
@@ -89,8 +90,16 @@ def settles(facts: Facts, order: Order) -> dict[int, tuple[list[int], list[int]]
 def handed(facts: Facts, order: Order) -> list[int]:
     """What forward hands to backward: what is saved, and the inputs of the graph and sizes that backward reads."""
     read = {-1 - where for item in order.items for where in item.reads if where < 0}
-    known = {i for i in read | {*facts.gradients} if i in facts.given or i in facts.symbols}
-    return sorted(order.saved | {i for i in known if facts.nodes[i].op != "get_attr"})
+    symbols = set().union(*(_whole(facts, i) for i in read | {*facts.gradients} if i in facts.symbols))
+    given = {i for i in read | {*facts.gradients} if i in facts.given and facts.nodes[i].op != "get_attr"}
+    return sorted(order.saved | symbols | given)
+
+
+def _whole(facts: Facts, symbol: int) -> set[int]:
+    """The numbers that one is made of in backward: of a fraction, which Inductor's caches do not take, whole ones."""
+    if isinstance(facts.nodes[symbol].meta["val"], torch.SymInt) or not facts.symbols.issuperset(facts.inputs[symbol]):
+        return {symbol}
+    return set().union(*(_whole(facts, i) for i in facts.inputs[symbol]))
 
 
 def _following(joint: fx.GraphModule, facts: Facts, order: Order) -> list[fx.Node]:

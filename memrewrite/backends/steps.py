@@ -176,10 +176,11 @@ class Step:
         """``made`` of the graph ``key``, whose calls are noted until the step is settled."""
         before = [] if self._ended else [self._parts[call] for call in self.calls]
         kept = sum(part.partition.foreseen.kept for part in before if part.partition.foreseen is not None)
+        code = code_of_frame()
+        self._replace(code)
         if key in self._parts and self._parts[key].again:
-            self._parts[key].partition.replaced = True
             partition.set_before(self._parts[key].usual)
-        self._parts[key] = Part(partition, made, code_of_frame(), partition.lives.earlier, len(before), kept)
+        self._parts[key] = Part(partition, made, code, partition.lives.earlier, len(before), kept)
         self.highest = max(self.highest, partition.peak or 0)
 
         def run(*args: Any) -> Any:
@@ -189,6 +190,12 @@ class Step:
             return results
 
         return run if self.told.room is None else made
+
+    def _replace(self, code: types.CodeType | None) -> None:
+        """What was forgotten of ``code`` is told of no more: it is compiled again, perhaps for sizes that vary."""
+        for part in self._parts.values():
+            if part.again and part.code is code:
+                part.partition.replaced, part.made = True, None
 
     def _note(self, key: str, args: Sequence[Any], results: Any) -> None:
         self._calls, self._ended = [] if self._ended else self._living(), False

@@ -59,6 +59,13 @@ class Noted:
         )
 
 
+class _Graphs(list[Noted]):
+    """The graphs of a back end. A copy of it, or what was pickled, has compiled none."""
+
+    def __reduce__(self) -> tuple[type["_Graphs"], tuple[()]]:
+        return _Graphs, ()
+
+
 def note(partition: Partition, made: Callable[..., Any], cached: bool) -> None:
     """Let ``report`` tell of what was compiled just now, while Dynamo is still at it."""
     backend = backend_of_frame()
@@ -67,7 +74,7 @@ def note(partition: Partition, made: Callable[..., Any], cached: bool) -> None:
     module = module_of_frame()
     whose: Callable[[], nn.Module | None] = (lambda: None) if module is None else weakref.ref(module)
     name = "a function" if module is None else type(module).__name__
-    graphs: list[Noted] = vars(backend).setdefault(_KEY, [])
+    graphs: list[Noted] = vars(backend).setdefault(_KEY, _Graphs())
     graphs.append(Noted(next(_NUMBERS), partition, name, whose, cached, reference(made)))
     _BACKENDS[:] = [each for each in _BACKENDS if (there := each()) is not None and there is not backend]
     _BACKENDS.append(weakref.ref(backend))
@@ -101,8 +108,8 @@ def report(made: Any) -> CompiledReport | None:
     graphs = [found[number] for number in sorted(found)]
     if not graphs:
         raise UsageError(
-            f"This {name} has not run yet, or Dynamo took what it had compiled for another model with the same "
-            "options; ask after the first step."
+            f"This {name} has not run yet, or Dynamo compiles nothing of it, as where a loop breaks the graph, or took "
+            "what it had compiled for another model with the same options; ask after the first step."
         )
     asked = graphs[0].partition.asked
     return CompiledReport(

@@ -26,6 +26,7 @@ with private_imports():
 require("_functorch.config.force_non_lazy_backward_lowering", "_C._dynamo.guards.assert_size_stride")
 
 _ARGUMENTS = "get_args"
+_BESIDE_ARGUMENTS = ("rand_strided", "_shared_storage_")  # what else has a name there: of several views, the storage
 _BESIDE: ContextVar[bool] = ContextVar("beside", default=False)
 
 
@@ -45,7 +46,7 @@ class CompiledCode:
     def named_arguments(self) -> dict[str, Any]:
         """New arguments in their order, by the names of the graph's placeholders; there have to be any."""
         assert self.arguments is not None  # noqa: S101  (see there)
-        names = [name for name in self.arguments.__code__.co_varnames if name != "rand_strided"]
+        names = [name for name in self.arguments.__code__.co_varnames if not name.startswith(_BESIDE_ARGUMENTS)]
         return dict(zip(names, self.arguments(), strict=True))
 
     def run(self, arguments: list[Any]) -> tuple[Any, ...]:

@@ -10,7 +10,7 @@ import hashlib
 import inspect
 import types
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -116,6 +116,27 @@ def digest(folder: Path, *others: Path) -> str:
     for file in sorted([*folder.glob("*.py"), *others]):
         hashed.update(file.name.encode() + b"\0" + file.read_bytes())
     return hashed.hexdigest()
+
+
+def rival_of(options: Mapping[str, Any], keeps_less: bool) -> str | None:
+    """The setting by which something else divides graphs, if any; ``keeps_less`` counts what the stock one has for it.
+
+    Those of Inductor may stand in its ``options``, too.
+    """
+    with private_imports():
+        from torch._functorch import config as functorch
+        from torch._inductor import config
+    given = {name.replace("-", "_"): value for name, value in options.items()}
+    if given.get("custom_partitioner_fn", config.custom_partitioner_fn) is not None:
+        return "torch._inductor.config.custom_partitioner_fn"
+    if keeps_less and functorch.activation_memory_budget != 1:
+        return "torch._functorch.config.activation_memory_budget"
+    return None
+
+
+def donates() -> bool:
+    """Whether backward may write over what is kept for it, so that it runs once; Inductor's own keys do not tell."""
+    return bool(torch._functorch.config.donated_buffer)
 
 
 def let_through(error: Exception) -> Exception:

@@ -146,8 +146,15 @@ def modules(
         static_lifetime_input_nodes=OrderedSet(sorted(static, key=lambda node: node.name)),
     )
     forward, backward = map(raise_getitems, pair)
+    _without_unused_draws(backward)
     forward = partitioners.thread_graphsafe_rng_from_hops(forward, is_backward=False)
     return forward, partitioners.thread_graphsafe_rng_from_hops(backward, is_backward=True)
+
+
+def _without_unused_draws(graph: fx.GraphModule) -> None:
+    """Take out what draws numbers that nobody reads: of forward, where all it needs is there; no dead code to fx."""
+    graph.graph.eliminate_dead_code(lambda node: node.is_impure() and not draws(node))
+    graph.recompile()
 
 
 def is_tangent(node: fx.Node) -> bool:

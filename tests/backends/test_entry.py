@@ -48,6 +48,7 @@ def run(model: nn.Module, x: Tensor, **options: Any) -> Any:
         ({"budget": "8GB", "exact": 1}, "Option exact=1 is neither True nor False"),
         ({"budget": "8GB", "verify": "yes"}, "Option verify='yes' is neither True nor False"),
         ({"bugdet": "8GB"}, "Unexpected optimization option bugdet; memrewrite's options are budget, optimizer"),
+        ({"custom_partitioner_fn": 1}, "torch._inductor.config.custom_partitioner_fn is set, and chooses what is kept"),
         ({"budget": "8GB", "mode": "fast"}, "Unrecognized mode=fast, should be one of: default"),
     ],
     ids=lambda value: None if isinstance(value, str) else " ".join(f"{k}={v}" for k, v in value.items()),
@@ -58,6 +59,20 @@ def test_a_wrong_option_is_one_sentence(options: dict[str, Any], words: str) -> 
         run(mlp(1), torch.ones(2, 32), **options)
     assert str(caught.value).startswith(words)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("options", [{"budget": "8GB", 3: 4}, [("budget", "8GB")]], ids=["key", "list"])
+def test_options_without_names_are_one_sentence(options: Any) -> None:
+    torch._dynamo.reset()
+    with pytest.raises(UsageError, match=r"^Options .* are no dict with names as keys; write e\.g\. {'budget"):
+        torch.compile(mlp(1), backend=entry.memrewrite, options=options)(torch.ones(2, 32))
+
+
+def test_another_setting_that_chooses_what_is_kept_is_refused() -> None:
+    torch._dynamo.reset()
+    words = r"^torch\._functorch\.config\.activation_memory_budget is set, and chooses what is kept.*use one of them"
+    with torch._functorch.config.patch(activation_memory_budget=0.5), pytest.raises(UsageError, match=words):
+        run(mlp(1), torch.ones(2, 32), budget="8GB")
 
 
 def test_what_dynamo_will_not_compile_any_more_is_told_of() -> None:
@@ -220,6 +235,8 @@ def test_identities_tell_options_and_bytes_apart() -> None:
     second = Partition(asked[0], lives)
     second.taken.append(10)
     assert entry.identity(second) != found[0]
+    with torch._functorch.config.patch(donated_buffer=False):  # code that writes over what is kept must not be found
+        assert entry.identity(Partition(asked[0], lives)) != found[0]
 
 
 def test_the_entry_point_leads_here() -> None:

@@ -9,9 +9,11 @@ from torch import Tensor, nn
 
 import memrewrite
 from memrewrite.backends import entry, steps
+from memrewrite.backends.asked import Asked
 from memrewrite.backends.choices import InStep
 from memrewrite.backends.observed import Seen
 from memrewrite.backends.partition import Partition
+from memrewrite.backends.resident import Resident
 from memrewrite.backends.steps import Step
 from memrewrite.records.errors import BudgetInfeasibleError
 from memrewrite.simulate import simulate
@@ -241,6 +243,19 @@ def test_where_others_keep_more_than_was_guessed(monkeypatch: pytest.MonkeyPatch
     assert usual - 2**16 < report.peak <= usual - beyond
     report = trained(model, X, "100%")[1]
     assert [graph.choice for graph in report.graphs] == ["usual"] * 3
+
+
+def test_what_was_forgotten_is_told_of_no_more_once_its_code_is_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where Dynamo makes another graph of it: one for sizes that vary, of layers that two parts share."""
+    code = of_logits.__code__
+    monkeypatch.setattr(steps, "code_of_frame", lambda: code)
+    asked, _ = Asked.parse({"budget": "1GB"})
+    step, lives = Step(asked), Resident(0, 0, 0, 0, 0, 0, 0, 0, 0)
+    first, second = Partition(asked, lives), Partition(asked, lives)
+    step.add("of one size", first, of_logits)
+    step._parts["of one size"].forget()
+    step.add("of any size", second, of_logits)
+    assert (first.replaced, second.replaced) == (True, False)
 
 
 @pytest.mark.usefixtures("partitions")

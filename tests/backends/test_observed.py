@@ -82,6 +82,21 @@ def test_code_tells_whether_a_product_may_add_a_bias(model: nn.Module, biases: b
     assert found.biases == biases
 
 
+def test_code_that_is_given_several_parts_of_one_storage_is_read() -> None:
+    class Halves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.both = nn.Linear(32, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            left, right = self.both(x).chunk(2, -1)
+            return (left @ right.T).square().mean()
+
+    found = seen(compiled(Halves(), torch.randn(64, 32)))
+    assert isinstance(found, Seen)
+    assert found.forward == 2 * 64 * 64 * 4 + 512  # the halves in one storage, their product, and the loss
+
+
 def test_what_is_compiled_beside_a_graph_is_no_part_of_it() -> None:
     with compiled_codes() as codes, beside():
         torch.compile(mlp(1))(torch.randn(4, 32))

@@ -190,6 +190,17 @@ def test_a_value_may_run_again_in_several_places() -> None:
     assert ours.nodes.count("aten.addmm.default") + ours.nodes.count("aten.mm.default") > 2 * 8
 
 
+def test_backward_draws_no_random_numbers_that_nobody_reads() -> None:
+    """Where they are eager's, and what dropout reads is made again, the draw was, too."""
+    model = Loss(*(part for _ in range(3) for part in (nn.Linear(32, 32), nn.GELU(), nn.Dropout(0.3), nn.RReLU())))
+    with torch._inductor.config.patch(fallback_random=True):
+        ours = Divided(model, "min")
+        loss = ours.compiled(torch.randn(64, 32))
+        after_forward = torch.get_rng_state()
+        loss.backward()
+    assert torch.equal(torch.get_rng_state(), after_forward)
+
+
 def test_checkpoints_of_the_user_run_again() -> None:
     model, x = made("checkpoint")
     ours = Divided(model, "100%")
@@ -206,6 +217,19 @@ def test_lengths_that_vary() -> None:
         x = torch.randn(4, length, 32)
         torch.testing.assert_close(ours.step(x), plain(x).detach())
     assert len(ours.graphs) == 1
+
+
+def test_of_a_fraction_of_sizes_backward_is_given_whole_numbers() -> None:
+    """Inductor's caches take no others, and tell so in a traceback."""
+    model = Loss(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.SiLU())
+    plain = copy.deepcopy(model)
+    ours = Divided(model, "100%", dynamic=True)
+    for size in (12, 16):
+        x = torch.randn(4, 3, size, size)
+        torch.testing.assert_close(ours.step(x), plain(x).detach())
+    ((_, backward),) = ours.graphs
+    given = [node.meta["val"] for node in backward.graph.find_nodes(op="placeholder")]
+    assert {type(each) for each in given if not isinstance(each, Tensor)} == {torch.SymInt}
 
 
 def test_what_does_not_fit_says_what_would() -> None:

@@ -1,6 +1,8 @@
 """``memrewrite.report_of`` what the back end compiled: each graph, in numbers and in words."""
 
+import copy
 import json
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -104,6 +106,18 @@ def test_models_are_told_apart() -> None:
         memrewrite.report_of(other)
     step(other)
     assert len(memrewrite.report_of(one).graphs) == len(memrewrite.report_of(other).graphs) == 1
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))], ids=["copy", "pickle"])
+@pytest.mark.usefixtures("partitions")
+def test_a_copy_of_a_compiled_model_has_graphs_of_its_own(copied: Callable[[Any], Any]) -> None:
+    first = torch.compile(mlp(), backend="memrewrite", options=OPTIONS)
+    step(first)
+    second = copied(first)
+    with pytest.raises(UsageError, match=r"has not run yet"):
+        memrewrite.report_of(second)
+    second(torch.randn(8, 32, 32)).backward()
+    assert len(memrewrite.report_of(first).graphs) == len(memrewrite.report_of(second).graphs) == 1
 
 
 @pytest.mark.usefixtures("partitions")
