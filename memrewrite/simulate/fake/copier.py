@@ -115,7 +115,7 @@ class Copier:
         else:
             copied = self._remember(value, containers.copied(value))
         parts = containers.contents(value)
-        changed = [self.copy(part) for part in parts]
+        changed = [part if type(part) in _CONSTANTS else self.copy(part) for part in parts]
         if any(one is not other for one, other in zip(changed, parts, strict=True)):
             containers.put(copied, changed)
         return copied
@@ -206,7 +206,7 @@ class Finder(Copier):
     def _container(self, value: Any) -> Any:
         self._remember(value, value)
         for part in containers.contents(value):
-            if type(part) is not str:
+            if type(part) not in _CONSTANTS:
                 self.copy(part)
         return value
 
