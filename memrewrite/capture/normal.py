@@ -58,8 +58,8 @@ def bind(model: nn.Module, inputs: Inputs) -> tuple[InputSpec, list[int]]:
 def _untaken(model: nn.Module, given: Sequence[Any]) -> CaptureError:
     kinds = ", ".join(sorted({type(each).__name__ for each in given}))
     return CaptureError(
-        f"{type(model).__name__} is called with what no program can take apart ({kinds}); give it the tensors inside, "
-        "and make it of them in forward."
+        f"{type(model).__name__} is called with what no program can take apart ({kinds}); leave that out, or give the "
+        "tensors inside and make it of them in forward."
     )
 
 

@@ -130,5 +130,5 @@ def test_a_list_that_is_given_stays_as_it_is() -> None:
 
 def test_a_note_says_what_no_program_is_for() -> None:
     result = memrewrite.optimize(Caching(), torch.randn(64, 16), example_kwargs={"cache": Cache()}, budget="min")
-    told = "Caching is called with what no program can take apart (Cache); give it the tensors inside"
+    told = "Caching is called with what no program can take apart (Cache); leave that out, or give the tensors"
     assert told in result.report.notes[0]
