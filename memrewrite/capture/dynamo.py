@@ -26,7 +26,7 @@ from memrewrite.workload.step import Inputs
 def capture(model: nn.Module, inputs: Inputs) -> Captured:
     """Capture through Dynamo. Nothing is computed: the backend hands out markers, which show where outputs go."""
     spec, order = bind(model, inputs)
-    mine = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, inputs.__dict__)
+    mine = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, vars(inputs.of_a_run()))
     leaves = tree_leaves((mine["args"], mine["kwargs"]))
     owned = _Owned(model)  # before Dynamo runs
     backend, output = _run(model, mine)

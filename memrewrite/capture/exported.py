@@ -209,7 +209,8 @@ def _export(
         sizes_remembered(),
     ):
         try:
-            program = torch.export.export(model, inputs.args, inputs.kwargs, dynamic_shapes=shapes, strict=False)
+            given = inputs.of_a_run()
+            program = torch.export.export(model, given.args, given.kwargs, dynamic_shapes=shapes, strict=False)
         finally:
             values.check()  # whatever forward made of what it was told
     exported = program.module()

@@ -30,6 +30,15 @@ def literal(value: Any) -> str:
     raise unspelled(type(value).__name__)
 
 
+def is_literal(value: Any) -> bool:
+    """Whether ``literal`` has an expression for a constant."""
+    try:
+        literal(value)
+    except CaptureError:
+        return False
+    return True
+
+
 def unspelled(kind: str) -> CaptureError:
     """The error for a value of a class that no program can make."""
     return CaptureError(

@@ -199,7 +199,7 @@ class _Rehearsal:
         # Only a training step runs backward, where a checkpoint would write them once more.
         watch = _Watch({id(b) for b in self._twin.buffers()} if self._twin.training else set(), self._regions)
         self.between = Attributes(self._twin)
-        inputs = inputs or self._given
+        inputs = (inputs or self._given).of_a_run()
         leaves, nesting = tree_flatten((inputs.args, inputs.kwargs))
         reads = ReadsOfForward(self._twin)
         unseen, recall = forwards_replaced(self.functions, watch.unseen), Recall(self._mode)

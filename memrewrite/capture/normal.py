@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from memrewrite.capture.captured import InputSpec, TensorSpec
+from memrewrite.capture.expressions import is_literal
 from memrewrite.capture.opaque import behind
 from memrewrite.capture.origin import Origin, set_origin
 from memrewrite.records.errors import CaptureError, InternalError
@@ -36,11 +37,9 @@ def bind(model: nn.Module, inputs: Inputs) -> tuple[InputSpec, list[int]]:
     try:
         args, kwargs = tree_unflatten(range(len(leaves)), tree)
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
-        given = ", ".join(sorted({type(each).__name__ for each in (*inputs.args, *inputs.kwargs.values())}))
-        raise CaptureError(
-            f"{type(model).__name__} is called with what no program can take apart ({given}); give it the tensors "
-            "inside, and make it of them in forward."
-        ) from error
+        raise _untaken(model, (*inputs.args, *inputs.kwargs.values())) from error
+    if unknown := [leaf for leaf in leaves if not isinstance(leaf, Tensor) and not is_literal(leaf)]:
+        raise _untaken(model, unknown)
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:
@@ -54,6 +53,14 @@ def bind(model: nn.Module, inputs: Inputs) -> tuple[InputSpec, list[int]]:
         order, spec = tree_flatten(tuple(bound.arguments.values()))
     specs = tuple(_leaf_spec(leaves[i]) for i in order)
     return InputSpec(names, spec, specs), order
+
+
+def _untaken(model: nn.Module, given: Sequence[Any]) -> CaptureError:
+    kinds = ", ".join(sorted({type(each).__name__ for each in given}))
+    return CaptureError(
+        f"{type(model).__name__} is called with what no program can take apart ({kinds}); leave that out, or give the "
+        "tensors inside and make it of them in forward."
+    )
 
 
 def leaf_tensors(model: nn.Module, inputs: Inputs) -> list[Tensor]:

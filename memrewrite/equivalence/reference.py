@@ -22,6 +22,7 @@ from memrewrite.equivalence.trial import EVERYTHING, Kept, Record, take_step
 from memrewrite.records.errors import MeasurementError
 from memrewrite.runtime.fused import run_plain
 from memrewrite.runtime.linear_cross_entropy import LOSS, run_loss
+from memrewrite.state.objects import Copies
 from memrewrite.torch_internals.fake_tensors import TorchDispatchMode
 from memrewrite.torch_internals.operators import is_mutable, named_arguments
 from memrewrite.torch_internals.pytrees import tensors_in, tree_map
@@ -181,7 +182,8 @@ def double_step(
         with in_double(draws) as replay, run_again(blocks, replay.marked):
             plain = dataclasses.replace(step, amp=None, optimizer=None)
             taken = dataclasses.replace(kept, gradients="taken")
-            record = take_step(model, inputs.changed(_widened), plain, None, devices, input_gradients, taken)
+            given = Inputs(*tree_map(Copies(_widened).of, (inputs.args, inputs.kwargs)))
+            record = take_step(model, given, plain, None, devices, input_gradients, taken)
             if blocks and replay.left:
                 raise OtherDrawsError(f"With blocks that run again, {replay.left} random operators were not run.")
             return record

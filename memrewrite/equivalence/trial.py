@@ -98,7 +98,8 @@ def take_step(
     leaves, private = private_inputs(inputs, input_gradients and step.mode == "train", kept.idle)
     if step.mode == "inference":
         with torch.no_grad(), autocast(step.amp, device_type(module, private)):
-            _keep_output(record, module(*private.args, **private.kwargs), kept)
+            given = private.of_a_run()
+            _keep_output(record, module(*given.args, **given.kwargs), kept)
     else:
         loss_fn = step.loss_fn or default_loss
 

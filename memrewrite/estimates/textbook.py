@@ -89,7 +89,8 @@ def _forward(module: nn.Module, inputs: Inputs, step: Step) -> Counted:
         torch.set_grad_enabled(step.mode == "train"),
         Counted([*tensors_of(module), *inputs.tensors()]) as counted,
     ):
-        module(*inputs.args, **inputs.kwargs)
+        given = inputs.of_a_run()
+        module(*given.args, **given.kwargs)
     return counted
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_structure, tree_unflatten, treespec_loads
 
 from memrewrite.runtime.differences import Owners, described, divided, exported, owners_of, parted, transformed
-from memrewrite.runtime.guards import Guards, Reads, as_bytes
+from memrewrite.runtime.guards import Guards, Noted, Reads, as_bytes
 from memrewrite.runtime.operations import AROUND_NODES, IN_GRAPHS
 from memrewrite.runtime.promise import Call, Promise
 from memrewrite.runtime.segment import OWN, autocast_dtype
@@ -158,7 +158,7 @@ def build(
     replaced = state.pop("forward").__func__ if "forward" in state else None
     result = _empty(type(model), program, replaced)
     vars(result).update(state)
-    prepare(result, constants, None if captured is None else as_bytes(captured))
+    prepare(result, constants, None if captured is None else (as_bytes(captured), {}))
     return result
 
 
@@ -229,8 +229,8 @@ def _empty(base: type[nn.Module], program: Program, replaced: Forward | None) ->
     return object.__new__(_subclass(base, program, replaced))
 
 
-def prepare(module: nn.Module, constants: dict[str, Tensor], plain: bytes | None = None) -> None:
-    """Note what every call of a drop-in looks at; ``plain`` is that of ``Guards``."""
+def prepare(module: nn.Module, constants: dict[str, Tensor], then: Noted | None = None) -> None:
+    """Note what every call of a drop-in looks at; ``then`` is that of ``Guards``."""
     kind = type(module)
     kept: Own = vars(kind)[OWN]
     program: Program = vars(kind)["_memrewrite"]
@@ -242,7 +242,7 @@ def prepare(module: nn.Module, constants: dict[str, Tensor], plain: bytes | None
     weight = next(module.parameters(), None)
     gathered = None if weight is None or weight.dtype == program.dtype else program.dtype
     try:
-        kept.guards = Guards(*noted, plain, gathered)
+        kept.guards = Guards(*noted, then, gathered)
     except ValueError:  # there are other attributes to compare
         kept.guards, kept.broken = Guards(*noted, None, gathered), "it has other attributes than at capture"
     kept.owners = owners_of(module, program.tied)
@@ -280,14 +280,14 @@ def _subclass(base: type[nn.Module], program: Program, replaced: Forward | None)
     def reduce(self: nn.Module, protocol: Any = None) -> Any:
         guards = kept.guards if kept.of() is self else None
         broken = kept.broken or (_NOT_OURS if guards is None else guards.lost_in_copies())
-        plain = None if guards is None or broken else guards.plain
-        carried = broken, plain, kept.constants, kept.report, kept.shown
+        then = None if guards is None or broken else guards.noted
+        carried = broken, then, kept.constants, kept.report, kept.shown
         return _load, (base, program.source, replaced), (self.__getstate__(), *carried)
 
     def restore(self: Any, state: Any) -> None:
-        attributes, kept.broken, plain, constants, *carried = state
+        attributes, kept.broken, then, constants, *carried = state
         base.__setstate__(self, attributes)
-        prepare(self, constants, plain)
+        prepare(self, constants, then)
         kept.carry(*carried)
 
     forward.__signature__ = inspect.signature(replaced or base.forward)  # type: ignore[attr-defined]

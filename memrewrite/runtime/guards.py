@@ -44,6 +44,7 @@ Holder = str | tuple[Any, ...]
 """The path of a submodule; or that, and the attributes and keys that lead from there to an object it holds."""
 Reads = tuple[tuple[tuple[str, ...], tuple[Holder, ...]], ...]
 """Names of attributes and the holders they were read of; ``_modules`` for all children, ``__dict__`` for all names."""
+Noted = tuple[bytes, dict[str, list[str]]]
 
 TABLES = ("_modules", "_parameters", "_buffers")
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -62,8 +63,8 @@ class Guards:
     """What the program of ``root``, of the user's class ``base``, depends on, as it is when this is made.
 
     ``training`` has the flags of submodules at capture by path, ``constants`` are the tensors that the program holds,
-    ``plain`` are the plain values of the drop-in that ``root`` is a copy of; ``gathered`` is the type that parameters
-    are in while forward runs, if it is another one than now.
+    ``then`` is what the drop-in that ``root`` is a copy of has ``noted``; ``gathered`` is the type that parameters are
+    in while forward runs, if it is another one than now.
     """
 
     def __init__(
@@ -73,10 +74,11 @@ class Guards:
         reads: Reads,
         training: dict[str, bool],
         constants: Iterable[Tensor] = (),
-        plain: bytes | None = None,
+        then: Noted | None = None,
         gathered: torch.dtype | None = None,
     ) -> None:
         self._baked = {id(tensor) for tensor in constants}
+        plain, self._known = then or (b"", {})
         self._owners: dict[str, dict[str, Any]] = {}  # attributes of the modules that forward reads of
         self._called: dict[str, nn.Module] = {}  # those modules; not the root, whose end this must not put off
         self._root = weakref.ref(root)
@@ -133,7 +135,7 @@ class Guards:
         tables = attributes["_parameters"], attributes["_buffers"]
         self._tables += [(path, table) for table in tables if table]
         own = []
-        for name in attributes if "__dict__" in names else names:
+        for name in self._asked_for(path, attributes, names):
             if name in attributes["_modules"]:
                 self._children.append((joined(path, name), attributes["_modules"], name))
             elif name in attributes:
@@ -150,7 +152,7 @@ class Guards:
         attributes = getattr(owner, "__dict__", {})
         if owner is not self._root():
             self._objects.append((label, owner))
-        self._note_attributes(label, attributes, attributes if "__dict__" in names else names)
+        self._note_attributes(label, attributes, self._asked_for(label, attributes, names))
         for name in names:
             if name in attributes or name == "__dict__":
                 continue
@@ -159,6 +161,10 @@ class Guards:
                 self._computed.append((label, owner, name))
             elif self._form(value) == self._form(getattr(owner, name, ABSENT)):  # and not made anew each time
                 self._others.append((joined(label, name), _Getter(owner, name)))
+
+    def _asked_for(self, label: str, attributes: dict[str, Any], names: Iterable[str]) -> Iterable[str]:
+        """These names, or where forward asked for all there are, those at capture: it may have set others since."""
+        return self._known.setdefault(label, [*attributes]) if "__dict__" in names else names
 
     def _note_attributes(self, label: str, attributes: dict[str, Any], names: Iterable[str]) -> None:
         there = [name for name in names if name in attributes]
@@ -237,11 +243,16 @@ class Guards:
         return reason
 
     def lost_in_copies(self) -> str:
-        """The same as far as a copy of the drop-in could not tell, which is given ``plain``."""
+        """The same as far as a copy of the drop-in could not tell, which is given what this has ``noted``."""
         odd = any(name not in found or not is_plain(found[name]) for _, found, name, _ in self.compared)
         rows = (row for row in self._rows if self.gathered is None or row.reason is not another_table)
         changes = (reason for row in rows for reason in row.changes())
         return next(changes, "") or (next(self._changed_values(), "") if odd else "")
+
+    @property
+    def noted(self) -> Noted:
+        """The plain values at capture as bytes, and the names of attributes where forward asked for all."""
+        return self.plain, self._known
 
     @property
     def captured(self) -> list[Any]:

@@ -44,7 +44,8 @@ def _forward(model: nn.Module, inputs: Inputs, step: Step, paths: Collection[str
             stack.callback(module.register_forward_pre_hook(enter).remove)
             stack.callback(module.register_forward_hook(leave, always_call=True).remove)
         with autocast(step.amp, device_type(model, inputs)), tracker:
-            output = model(*inputs.args, **inputs.kwargs)
+            given = inputs.of_a_run()
+            output = model(*given.args, **given.kwargs)
     living = tracker.living()
     del output
     return {path: living.get(path, 0) for path in dict.fromkeys(["", *paths])}

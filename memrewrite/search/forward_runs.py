@@ -30,7 +30,8 @@ def watched(
 
     def run(given: Inputs) -> None:
         with torch.no_grad(), autocast(step.amp, device_type(model, inputs)):
-            twin(*given.args, **given.kwargs)
+            own = given.of_a_run()
+            twin(*own.args, **own.kwargs)
 
     with (
         preserved_rng([*tensors_of(model), *inputs.tensors()]),
@@ -58,4 +59,5 @@ def forward_once(model: nn.Module, inputs: Inputs, step: Step, grad: bool) -> No
         torch.set_grad_enabled(grad),
         autocast(step.amp, device_type(model, inputs)),
     ):
-        model(*inputs.args, **inputs.kwargs)
+        given = inputs.of_a_run()
+        model(*given.args, **given.kwargs)

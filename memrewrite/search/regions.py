@@ -361,7 +361,8 @@ def _types(module: nn.Module, inputs: Inputs, step: Step) -> str:
         torch.no_grad(),
         autocast(step.amp, device_type(module, inputs)),
     ):
-        output = twin.forward(*fakes.args, **fakes.kwargs)
+        given = fakes.of_a_run()
+        output = twin.forward(*given.args, **given.kwargs)
     return ", ".join(str(leaf.dtype) for leaf in tensors_in(output))
 
 

@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_LOGGERS = ("torch.export", "torch._dynamo", "torch._subclasses", "torch.fx", "torch.jit")
+_LOGGERS = ("torch.export", "torch._export", "torch._dynamo", "torch._subclasses", "torch.fx", "torch.jit")
 
 
 @contextmanager

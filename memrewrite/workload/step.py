@@ -20,6 +20,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from memrewrite.records.errors import UsageError
 from memrewrite.records.loop import TUTORIAL_LOOP, Loop
 from memrewrite.records.mesh import Ddp, Fsdp, Mesh
+from memrewrite.state.objects import Copies, alone
 from memrewrite.targets.eager import EAGER, Target
 from memrewrite.targets.layout import Layout
 from memrewrite.torch_internals.pytrees import tensors_in, tree_map
@@ -47,6 +48,10 @@ class Inputs:
     def tensors(self) -> list[Tensor]:
         """Every tensor in the inputs, in flattening order."""
         return tensors_in((self.args, self.kwargs))
+
+    def of_a_run(self) -> "Inputs":
+        """What one run is given: these tensors, and copies of the objects beside them, which it may write."""
+        return Inputs(*tree_map(Copies(alone, self.tensors()).of, (self.args, self.kwargs)))
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> "Inputs":
         """The inputs with what ``change`` makes of each tensor; one that is given twice stays one, and is made once."""
@@ -203,6 +208,7 @@ class Running:
         self.average = Average(module) if step.loop.average and train else None
         self.scaler = Scaler(device_type(module, inputs)) if step.loop.scaler and train else None
         self._on_collective, self._replica = on_collective, cast("Replica | None", None)
+        self._given: Inputs | None = None  # until the next pass, as the loop has names for what it gives
         self._output: Any = None
         self._loss: Tensor | None = None
 
@@ -212,7 +218,7 @@ class Running:
         Micro-batches before the last one belong to its first phase.
         """
         if self.step.mode == "inference":
-            on_phase("data")
+            self._load(on_phase)
             with torch.no_grad(), self._autocast():
                 self._forward(on_phase)
             return None
@@ -233,8 +239,8 @@ class Running:
         return value
 
     def release(self) -> None:
-        """Let go of the last step's output and loss, as the end of the loop's function does."""
-        self._output = self._loss = None
+        """Let go of what the last step was given and of its output and loss, as the end of the loop's function does."""
+        self._output = self._loss = self._given = None
 
     @property
     def output(self) -> Any:
@@ -251,7 +257,7 @@ class Running:
 
     def _pass(self, first: bool, on_phase: Callable[[Phase], None]) -> Tensor:
         """Forward, loss and backward; returns the detached loss."""
-        on_phase("data")
+        self._load(on_phase)
         with self._autocast():
             output = self._forward(on_phase)
             loss = one_number((self.step.loss_fn or default_loss)(output))
@@ -265,8 +271,14 @@ class Running:
         on_phase("backward")
         return loss.detach()
 
+    def _load(self, on_phase: Callable[[Phase], None]) -> None:
+        self._given = None
+        self._given = self.inputs.of_a_run()
+        on_phase("data")
+
     def _forward(self, on_phase: Callable[[Phase], None]) -> Any:
-        output = (self._replica or self.module)(*self.inputs.args, **self.inputs.kwargs)
+        given = self._given or self.inputs
+        output = (self._replica or self.module)(*given.args, **given.kwargs)
         self.hold_output(output)
         on_phase("forward")
         return output

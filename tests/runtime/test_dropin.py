@@ -327,6 +327,28 @@ def test_copies_know_the_settings_they_were_captured_with(
         duplicate(result)(image())
 
 
+class Noting(ConvNet):
+    """Asks for all its attributes, as models of diffusers do, and sets one more as its forward runs."""
+
+    def forward(self, image: Tensor) -> Tensor:
+        self.scale = 1 if "halved" not in vars(self) else 0.5
+        return super().forward(image) * self.scale
+
+
+@pytest.mark.parametrize("duplicate", [deep_copy, pickled, averaged, saved], ids=lambda function: function.__name__)
+def test_copies_know_which_attributes_there_were(duplicate: Callable[[nn.Module], nn.Module]) -> None:
+    result: Any = segmented(Noting(), image()).module
+    result.eval()(image())
+    result.train()
+    assert result.scale == 1
+    twin: Any = duplicate(result)
+    assert runs_rewritten(twin, image())
+    assert runs_rewritten(duplicate(twin), image())
+    twin.dropout.p = 0.5
+    with fallback("dropout.p is 0.5, captured as 0.0"):
+        duplicate(twin)(image())
+
+
 PROCESS = """
 import pickle, sys
 twin = pickle.load(open(sys.argv[1], "rb"))

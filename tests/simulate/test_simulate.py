@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils import weight_norm
 from torch.utils.checkpoint import checkpoint
 
+import memrewrite
 from memrewrite.records.errors import CaptureError, UsageError
 from memrewrite.records.loop import Loop
 from memrewrite.simulate import Timeline, run_tracked, simulate
@@ -428,6 +429,49 @@ def test_twin_runs_its_own_methods() -> None:
     with mode:
         twin(torch.ones(2, 3)).sum().backward()
     assert isinstance(twin.layer.weight.grad, FakeTensor)
+
+
+class Positions:
+    """Makes tensors when it is first asked, as the rotary embeddings of Z-Image do, and is no module."""
+
+    def __init__(self) -> None:
+        self.base: Tensor | None = None
+        self.known: dict[int, Tensor] = {}
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.base is None:
+            self.base = torch.linspace(0, 1, x.shape[-1])
+        if x.shape[0] not in self.known:
+            self.known[x.shape[0]] = torch.ones(x.shape[-1])
+        return x * self.base + self.known[x.shape[0]]
+
+
+class Placed(nn.Module):
+    def __init__(self, listed: bool) -> None:
+        super().__init__()
+        self.positions = [Positions()] if listed else Positions()
+        self.layers = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8))
+
+    @property
+    def first(self) -> Positions:
+        return self.positions[0] if isinstance(self.positions, list) else self.positions
+
+    def forward(self, x: Tensor) -> Tensor:
+        placed: Tensor = self.layers(self.first(x))
+        return placed
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_an_object_that_a_module_holds_gets_no_fake_tensors(listed: bool) -> None:
+    module, x = Placed(listed), torch.randn(4, 8)
+    peak = memrewrite.estimate(module, x).peak.bytes
+    assert vars(module.first) == {"base": None, "known": {}}
+    memrewrite.optimize(module, x, budget="min")
+    assert vars(module.first) == {"base": None, "known": {}}
+    assert memrewrite.measure(module, x).peak == peak
+    module(x)
+    assert memrewrite.estimate(module, x).peak.bytes == memrewrite.measure(module, x).peak == peak
+    assert type(module.first.base) is type(module.first.known[4]) is Tensor
 
 
 def channels_last(module: nn.Conv2d) -> nn.Conv2d:

@@ -30,8 +30,9 @@ _CONSTANTS = {str, int, float, bool, type(None)}  # known by their type, as most
 
 
 class Copier:
-    """Copies modules and plain containers, converts tensors, shares everything else.
+    """Copies modules, plain containers and the objects that modules hold, converts tensors, shares everything else.
 
+    What those objects hold is shared, too, unless it has tensors or modules: they may lead to all there is.
     Not ``copy.deepcopy``: modules hold locks, generators and other objects that it cannot copy, and may define their
     own ``__deepcopy__`` or ``__reduce__``.
     """
@@ -41,6 +42,7 @@ class Copier:
         self._memo: dict[int, Any] = {}
         self._originals: list[Any] = []  # keeps the ids in the memo from being used again
         self._copies: list[Any] = []
+        self._near = False  # to a module, whose attributes or containers are being copied
         self.knows_all = True  # whether all that it copied is in these
 
     def made(self, start: int) -> tuple[list[Any], list[Any]]:
@@ -57,16 +59,22 @@ class Copier:
         if isinstance(value, Tensor):
             return self._tensor(value)
         if isinstance(value, nn.Module):
-            return self._object(value)
+            return self._within(value, near=True)
         if containers.is_container(value):
             return self._container(value)
         if isinstance(value, tuple):
             items = [self.copy(item) for item in value]
             changed = any(new is not old for new, old in zip(items, value, strict=True))
             return self._remember(value, tuple.__new__(type(value), items) if changed else value)
-        if (is_dataclass(value) and hasattr(value, "__dict__")) or _leads_on(value):
-            return self._object(value)
+        if (is_dataclass(value) and hasattr(value, "__dict__")) or _leads_on(value, self._near):
+            return self._within(value, near=False)
         return self._reference(value)
+
+    def _within(self, value: Any, near: bool) -> Any:
+        before, self._near = self._near, near
+        copied = self._object(value)
+        self._near = before
+        return copied
 
     def _tensor(self, value: Tensor) -> Tensor:
         """A parameter keeps what libraries put on it, such as the scales of 4-bit weights."""
@@ -107,7 +115,7 @@ class Copier:
         else:
             copied = self._remember(value, containers.copied(value))
         parts = containers.contents(value)
-        changed = [self.copy(part) for part in parts]
+        changed = [part if type(part) in _CONSTANTS else self.copy(part) for part in parts]
         if any(one is not other for one, other in zip(changed, parts, strict=True)):
             containers.put(copied, changed)
         return copied
@@ -153,14 +161,15 @@ def _holds_tensors(value: Any) -> bool:
     return plain and any(isinstance(each, Tensor) for each in vars(value).values())
 
 
-def _leads_on(value: Any) -> bool:
-    """Whether this is an object of a plain class of the user's with modules or tensors as attributes."""
+def _leads_on(value: Any, near: bool) -> bool:
+    """Whether this is an object of a plain class of the user's with attributes, modules or tensors if not ``near``."""
     kind = type(value)
     if isinstance(value, OPAQUE) or getattr(kind, "__new__", None) is not object.__new__ or hasattr(kind, "__del__"):
         return False
     if kind.__module__.partition(".")[0] in ("torch", "builtins") or any("__slots__" in vars(k) for k in kind.__mro__):
         return False
-    return any(isinstance(each, Tensor | nn.Module) for each in getattr(value, "__dict__", {}).values())
+    attributes = getattr(value, "__dict__", {}).values()
+    return (near and len(attributes) > 0) or any(isinstance(each, Tensor | nn.Module) for each in attributes)
 
 
 def _content(cell: types.CellType) -> Any:
@@ -197,7 +206,7 @@ class Finder(Copier):
     def _container(self, value: Any) -> Any:
         self._remember(value, value)
         for part in containers.contents(value):
-            if type(part) is not str:
+            if type(part) not in _CONSTANTS:
                 self.copy(part)
         return value
 
