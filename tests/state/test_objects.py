@@ -58,7 +58,9 @@ class Ended:
 
 
 @pytest.mark.parametrize(
-    "value", [nn.Linear(2, 2), threading.Lock(), Ended(), len, Tensor.add, torch.float32, iter([1])], ids=repr
+    "value",
+    [nn.Linear(2, 2), threading.Lock(), Ended(), len, Tensor.add, torch.float32, iter([1])],
+    ids=lambda value: type(value).__name__,
 )
 def test_what_cannot_be_told_apart_stays_the_caller_s(value: Any) -> None:
     held = Layer(value)
