@@ -22,7 +22,6 @@ Backward may write over what is kept for it. Where it is to run twice (``retain_
 import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from types import CodeType
 from typing import Any
 
@@ -30,6 +29,7 @@ from torch import fx
 
 from memrewrite.backends import steps, told
 from memrewrite.backends.asked import OWN, Asked
+from memrewrite.backends.known import made_by
 from memrewrite.backends.observed import seen
 from memrewrite.backends.partition import Partition
 from memrewrite.backends.proof import Proof
@@ -41,22 +41,19 @@ from memrewrite.process.frames import in_one_chunk
 from memrewrite.records.compiled import CHOICES
 from memrewrite.records.errors import MemrewriteError, UsageError
 from memrewrite.runtime.promise import BeyondPlanWarning
-from memrewrite.targets import transients
-from memrewrite.torch_internals import compiling, fusions, kernel_order, partitioning, realized, written_over
+from memrewrite.torch_internals import compiling
 from memrewrite.torch_internals.compiled_code import compiled_codes
 from memrewrite.torch_internals.compiling import (
     Partitioner,
     at_limit_of,
     cache_hits,
     code_of_frame,
-    digest,
     donates,
     inductor,
     let_through,
     model_of_frame,
     rival_of,
 )
-from memrewrite.version import __version__
 
 _EXACT = {"emulate_precision_casts": True}
 # A buffer that waits for another use lives on meanwhile; where Inductor thinks there is room for it, libraries need it.
@@ -83,7 +80,7 @@ def memrewrite(
         key = key_of(graph)
         known: dict[str, Any] = {}
         if step is not None:
-            known = {"in_step": step.tells(lives), "more": step.more(key), "highest": step.highest}
+            known = step.tells(key, lives)
         partition = Partition(asked, lives, **known)
         stock = functools.partial(inductor, mode=mode, options=rest, partitioner=None, cached=True, room=None)
         proof = Proof(graph, partition, stock) if asked.verify else None
@@ -165,7 +162,7 @@ def _fitting(
             ended = f"{key_of(graph)} {identity(partition)}"
             if not again:
                 compiling.note(ended)
-            again = again and not (cached and compiling.noted(ended))
+            again = again and not (cached and compiling.noted(ended) is not None)
         if not again:
             return tried[partition.settle()]
 
@@ -175,8 +172,8 @@ def _compiled(
 ) -> Callable[..., Any]:
     divide = Partitioner(partition, identity(partition))
     try:
-        cached, room = not partition.tells_options, partition.room
-        return inductor(graph, inputs, mode, options, divide, cached=cached, room=room)
+        cached = partition.known or not partition.tells_options
+        return inductor(graph, inputs, mode, options, divide, cached=cached, room=partition.room)
     except ValueError as error:
         words = str(error).partition(", known options are")[0].partition(", supported modes are")[0]
         raise UsageError(
@@ -186,8 +183,6 @@ def _compiled(
 
 def identity(partition: Partition) -> str:
     """What tells the graphs of a partition from others in Inductor's cache: code, options, and the bytes there are."""
-    others = (partitioning, transients, realized, written_over, fusions, kernel_order)
-    code = digest(Path(__file__).parent, *(Path(str(each.__file__)) for each in others))
     whole = (
         partition.asked,
         partition.lives,
@@ -198,4 +193,4 @@ def identity(partition: Partition) -> str:
         partition.highest,
         donates(),
     )
-    return f"memrewrite {__version__} {code} {' '.join(map(str, whole))}"
+    return f"{made_by()} {' '.join(map(str, whole))}"

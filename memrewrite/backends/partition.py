@@ -68,7 +68,8 @@ class Partition:
     ``options`` are the plans that it had, until those of its step are settled, and ``in_step`` what it knew of other
     graphs, None where it seemed to be alone; ``replaced`` says that there is another of the same graph. So many bytes
     ``more`` are kept at another call of it than as it is compiled, and ``highest`` is the peak of other steps: a
-    budget in percent is of the largest, so that a last batch that is smaller may take as much.
+    budget in percent is of the largest, so that a last batch that is smaller may take as much. It is ``known`` what the
+    graph was told in a step that a process has settled before.
     """
 
     def __init__(
@@ -79,13 +80,16 @@ class Partition:
         in_step: InStep | None = None,
         more: int = 0,
         highest: int = 0,
+        known: bool = False,
     ) -> None:
+        self.known, self.more = known, more
         self.asked, self.lives, self.fused, self.in_step = asked, lives, fused, in_step
         self.options: Options | None = None
         self.replaced = self.apart = False
         self.share = 1  # how many times fewer rows losses make at a time
         self.divisions = 0  # how often it divided the graph
-        self.base, self.highest = lives.base + asked.reserve + more, highest
+        self.base = lives.base + asked.reserve + more
+        self.highest = highest if in_step is None else 0  # of which graphs of a step have the budget told
         self.held = asked.keeps_output and not lives.later  # what later graphs are given dies with the step
         self.foreseen: Foreseen | None = None
         self.choice, self.verified = "no backward", ""

@@ -3,7 +3,8 @@
 Where a graph breaks, or where blocks are compiled one by one, a graph is divided before anything is known of those that
 come later. So all are at first divided so that they leave most to others. When the first backward begins it is known
 which graph is called how often, and after which others: then the cheapest plans are found with which the whole step
-stays within its budget, and graphs for which these are others are compiled once more, when they are next called.
+stays within its budget, and graphs for which these are others are compiled once more, when they are next called; unless
+the step is within its budget as it is, and hardly slower. The next process asks for what was settled at once.
 
 A graph that has all of a model's parameters is taken for the whole step. Where others follow all the same, such as that
 of a loss, these get what room it left, and the first step may take more than its budget. So it may where it is called
@@ -25,6 +26,7 @@ from torch import Tensor, fx, nn
 from memrewrite.backends.asked import Asked
 from memrewrite.backends.choices import InStep, Options
 from memrewrite.backends.frontier import Found
+from memrewrite.backends.known import KnownPart, KnownStep, made_by
 from memrewrite.backends.partition import Partition
 from memrewrite.backends.resident import Resident
 from memrewrite.targets.allocator import rounded
@@ -63,8 +65,9 @@ class Part:
 
     @property
     def is_unknown(self) -> bool:
-        """Whether it has a backward of which no other plans are known, such as from a cache."""
-        return self.partition.options is None and self.partition.has_plans and self.code is not None
+        """Whether it has a backward of which no plans for this step are known, such as from a cache."""
+        known = self.partition.options is not None and not self.partition.known
+        return not known and self.partition.has_plans and self.code is not None
 
     @property
     def now(self) -> Found:
@@ -101,6 +104,21 @@ class Part:
             self.made = None
         self.partition.options = None  # holds graphs
 
+    def known(self, told: InStep) -> KnownPart:
+        """It, as it is compiled once the step is settled by what is ``told``."""
+        partition = self.partition
+        if self.again:
+            return KnownPart(told, self.more, self.usual)
+        return KnownPart(partition.in_step, partition.more, self.usual, partition.choice, partition.peak or 0)
+
+    def take(self, known: KnownPart) -> None:
+        """It is settled, as it was in a process before."""
+        self.more, self.usual = known.more, known.usual
+        self.partition.set_before(known.usual)
+        if known.choice:
+            self.partition.keep(known.choice, known.peak)
+        self.made = self.partition.options = None
+
     def forget(self) -> None:
         """Have it compiled again when its code is next called."""
         assert self.code is not None  # noqa: S101  (else nothing can be forgotten)
@@ -136,6 +154,8 @@ class Step:
         self._calls: list[Call] = []
         self._parts: dict[str, Part] = {}
         self._ended, self._careful, self._again = True, False, False
+        self._names: dict[str, str] = {}  # that a step is known by, by the graph it begins with
+        self._known: KnownStep | None = None
 
     @property
     def calls(self) -> list[str]:
@@ -158,8 +178,18 @@ class Step:
         """Whether what runs next is the first of a step."""
         return self._ended or not self._living()
 
-    def tells(self, lives: Resident) -> InStep | None:
-        """What a graph is to know that is compiled now; None where it seems to be the whole step."""
+    def tells(self, key: str, lives: Resident) -> dict[str, Any]:
+        """What the partition of a graph is told of the step as it is compiled: its arguments by name."""
+        if self.told.room is None and self._over and not self._again:
+            self._known = KnownStep.find(self._names.setdefault(key, f"{made_by()} {self.asked} {lives} {key}"))
+        part = None if self._known is None else self._known.parts.get(key)
+        if part is not None:
+            return {"in_step": part.in_step, "more": part.more, "highest": self.highest, "known": True}
+        more = self._parts[key].more if key in self._parts else 0
+        return {"in_step": self._in_step(lives), "more": more, "highest": self.highest}
+
+    def _in_step(self, lives: Resident) -> InStep | None:
+        """What is told of others to a graph that is compiled now; nothing where it seems to be the whole step."""
         if self.told.room is not None:
             return self.told
         over = self._over
@@ -167,10 +197,6 @@ class Step:
             return None
         self._careful = self._careful or over
         return InStep(late=not self._careful)
-
-    def more(self, key: str) -> int:
-        """The bytes that are kept at a later call of a graph of the step, and not as it is compiled."""
-        return self._parts[key].more if key in self._parts else 0
 
     def add(self, key: str, partition: Partition, made: Callable[..., Any]) -> Callable[..., Any]:
         """``made`` of the graph ``key``, whose calls are noted until the step is settled."""
@@ -214,6 +240,9 @@ class Step:
             self._settle()
 
     def _settle(self) -> None:
+        known, self._known = self._known, None
+        if known is not None and self._takes(known):
+            return
         alone = self._parts[self.calls[0]] if len(self.calls) == 1 else None
         if alone is not None and alone.partition.in_step is None:  # as far as is known, and divided so
             alone.partition.options = alone.made = None
@@ -232,6 +261,25 @@ class Step:
         for key, part in parts.items():
             part.usual, part.more = before[key], max(kept[key]) - kept[key][0]
             part.settle(told, chosen[key], found[key], above)
+        if not above:
+            self._keep()
+
+    def _keep(self) -> None:
+        """Note the step for the next process."""
+        calls = self.calls
+        if calls[0] in self._names:  # else it was compiled in the middle of another step
+            parts = {key: self._parts[key].known(self.told) for key in calls}
+            KnownStep(self.told, tuple(calls), parts).keep(self._names[calls[0]])
+
+    def _takes(self, known: KnownStep) -> bool:
+        """Whether it is settled as it was in a process before: it is where the calls are the same."""
+        if tuple(self.calls) != known.calls:
+            KnownStep.drop(self._names.get(self.calls[0], ""))
+            return False
+        self.told = known.told
+        for key, part in known.parts.items():
+            self._parts[key].take(part)
+        return True
 
     def _told(self, parts: Mapping[str, Part], usual: int) -> InStep:
         """The most room with which the step fits, of which PyTorch's own plans take ``usual`` bytes."""

@@ -8,6 +8,7 @@ given, stand in Dynamo's own records alone.
 import contextlib
 import hashlib
 import inspect
+import os
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -284,16 +285,22 @@ def cache_hits() -> int:
     return int(counters["aot_autograd"]["autograd_cache_hit"])
 
 
-def noted(key: str) -> bool:
-    """Whether a process that wrote into Inductor's cache has noted this."""
-    return _note(key).exists()
+def noted(key: str) -> str | None:
+    """What a process that wrote into Inductor's cache has noted; None where it did not."""
+    try:
+        return _note(key).read_text()
+    except (OSError, UnicodeDecodeError):
+        return None
 
 
-def note(key: str) -> None:
+def note(key: str, text: str = "") -> None:
     """Note something in Inductor's cache, beside the graphs that it is about."""
+    file = _note(key)
+    draft = file.with_name(f"{file.name}.{os.getpid()}")
     with contextlib.suppress(OSError):  # of a cache that nobody may write to
-        _note(key).parent.mkdir(parents=True, exist_ok=True)
-        _note(key).touch()
+        file.parent.mkdir(parents=True, exist_ok=True)
+        draft.write_text(text)
+        draft.replace(file)  # whole, for processes that read it
 
 
 def _note(key: str) -> Path:

@@ -1,6 +1,7 @@
 """What stands for Inductor in tests of the back end, so that they need no compiler."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,16 @@ from torch._inductor.decomposition import select_decomp_table
 
 from memrewrite.backends import entry
 from memrewrite.backends.partition import Partition
+from memrewrite.torch_internals import compiling
 from memrewrite.torch_internals.partitioning import stock_partition
+
+
+@pytest.fixture(autouse=True)
+def notes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Where a test finds what it notes, and nothing of what others did."""
+    place = compiling._note
+    monkeypatch.setattr(compiling, "_note", lambda key: tmp_path / "notes" / place(key).name)
+    return tmp_path / "notes"
 
 
 @pytest.fixture

@@ -1,6 +1,8 @@
 """Several graphs of one model: the first step takes little, and shows how much each may keep."""
 
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -203,10 +205,11 @@ def called(budget: str | int, *steps: int) -> Any:
 
 @pytest.mark.usefixtures("partitions")
 @pytest.mark.parametrize("asked", ["60%", "min"])
-def test_a_graph_that_is_called_several_times_is_told_for_all_of_them(asked: str) -> None:
+def test_a_graph_that_is_called_several_times_is_told_for_all_of_them(asked: str, notes: Path) -> None:
     usual = called("100%", 3, 3).peak
     (graph,) = called(asked, 3, 3, 3).graphs
     assert graph.peak_before == usual > graph.peak
+    shutil.rmtree(notes)
     one = called(asked, 1).graphs[0]
     assert usual > one.peak_before + 2 * one.kept_before - 2**16
     assert called(graph.peak, 3, 3, 3).peak <= graph.peak

@@ -85,6 +85,7 @@ SLOW: dict[str, tuple[str, ...]] = {
     "commands/test_cli.py::test_what_was_measured_is_in_the_table_and_saved": ("*",),
     "commands/test_wrong_use.py::test_what_ends_it_while_measuring_leaves_no_child": ("*",),
     "backends/test_entry.py::test_what_dynamo_will_not_compile_any_more_is_told_of": ("*",),
+    "backends/test_known.py::test_another_process_finds_all_graphs": ("*",),
     "runtime/test_compiled.py::test_what_draws_and_updates_by_every_back_end": ("*", "!aot_eager"),
     # The same search from other budgets.
     "plan/test_plan.py::test_a_peak_that_only_one_plan_has_is_told_only_if_it_is_found_again": ("9000", "14000"),
