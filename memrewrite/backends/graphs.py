@@ -89,9 +89,9 @@ def settles(facts: Facts, order: Order) -> dict[int, tuple[list[int], list[int]]
 
 def handed(facts: Facts, order: Order) -> list[int]:
     """What forward hands to backward: what is saved, and the inputs of the graph and sizes that backward reads."""
-    read = {-1 - where for item in order.items for where in item.reads if where < 0}
-    symbols = set().union(*(_whole(facts, i) for i in read | {*facts.gradients} if i in facts.symbols))
-    given = {i for i in read | {*facts.gradients} if i in facts.given and facts.nodes[i].op != "get_attr"}
+    read = {*facts.gradients, *(-1 - where for item in order.items for where in item.reads if where < 0)}
+    symbols = set().union(*(_whole(facts, i) for i in read if i in facts.symbols))
+    given = {i for i in read if i in facts.given and facts.nodes[i].op != "get_attr"}
     return sorted(order.saved | symbols | given)
 
 

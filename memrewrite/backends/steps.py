@@ -267,14 +267,15 @@ class Step:
     def _keep(self) -> None:
         """Note the step for the next process."""
         calls = self.calls
-        if calls[0] in self._names:  # else it was compiled in the middle of another step
+        if (name := self._names.get(calls[0])) is not None:  # else it was compiled in the middle of another step
             parts = {key: self._parts[key].known(self.told) for key in calls}
-            KnownStep(self.told, tuple(calls), parts).keep(self._names[calls[0]])
+            KnownStep(self.told, tuple(calls), parts).keep(name)
 
     def _takes(self, known: KnownStep) -> bool:
         """Whether it is settled as it was in a process before: it is where the calls are the same."""
-        if tuple(self.calls) != known.calls:
-            KnownStep.drop(self._names.get(self.calls[0], ""))
+        if tuple(calls := self.calls) != known.calls:
+            if (name := self._names.get(calls[0])) is not None:
+                KnownStep.drop(name)
             return False
         self.told = known.told
         for key, part in known.parts.items():

@@ -44,7 +44,7 @@ def asked(model: nn.Module, inputs: Inputs, known: Sequence[str] = ()) -> bool:
 def _operators(model: nn.Module, inputs: Inputs, separate: bool) -> list[str]:
     with on_fakes(model, inputs) as (twin, fakes):
         given = (apart(fakes, twin) if separate else fakes).of_a_run()
-        with OperatorsSeen() as seen:
+        with OperatorsSeen() as seen:  # none that copying takes
             twin.forward(*given.args, **given.kwargs)
     return seen.names
 

@@ -98,8 +98,7 @@ def take_step(
     leaves, private = private_inputs(inputs, input_gradients and step.mode == "train", kept.idle)
     if step.mode == "inference":
         with torch.no_grad(), autocast(step.amp, device_type(module, private)):
-            given = private.of_a_run()
-            _keep_output(record, module(*given.args, **given.kwargs), kept)
+            _keep_output(record, private.run(module), kept)
     else:
         loss_fn = step.loss_fn or default_loss
 

@@ -30,8 +30,7 @@ def watched(
 
     def run(given: Inputs) -> None:
         with torch.no_grad(), autocast(step.amp, device_type(model, inputs)):
-            own = given.of_a_run()
-            twin(*own.args, **own.kwargs)
+            given.run(twin)
 
     with (
         preserved_rng([*tensors_of(model), *inputs.tensors()]),
@@ -59,5 +58,4 @@ def forward_once(model: nn.Module, inputs: Inputs, step: Step, grad: bool) -> No
         torch.set_grad_enabled(grad),
         autocast(step.amp, device_type(model, inputs)),
     ):
-        given = inputs.of_a_run()
-        model(*given.args, **given.kwargs)
+        inputs.run(model)

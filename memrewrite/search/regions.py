@@ -361,8 +361,7 @@ def _types(module: nn.Module, inputs: Inputs, step: Step) -> str:
         torch.no_grad(),
         autocast(step.amp, device_type(module, inputs)),
     ):
-        given = fakes.of_a_run()
-        output = twin.forward(*given.args, **given.kwargs)
+        output = fakes.run(twin.forward)
     return ", ".join(str(leaf.dtype) for leaf in tensors_in(output))
 
 

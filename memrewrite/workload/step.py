@@ -53,16 +53,19 @@ class Inputs:
         """What one run is given: these tensors, and copies of the objects beside them, which it may write."""
         return Inputs(*tree_map(Copies(alone, self.tensors()).of, (self.args, self.kwargs)))
 
+    def run(self, function: Callable[..., Any]) -> Any:
+        """What ``function`` returns for what one run is given."""
+        given = self.of_a_run()
+        return function(*given.args, **given.kwargs)
+
     def changed(self, change: Callable[[Tensor], Tensor]) -> "Inputs":
         """The inputs with what ``change`` makes of each tensor; one that is given twice stays one, and is made once."""
         made: dict[int, Tensor] = {}
 
         def of(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
-                return leaf
-            if id(leaf) not in made:
+            if isinstance(leaf, Tensor) and id(leaf) not in made:
                 made[id(leaf)] = change(leaf)
-            return made[id(leaf)]
+            return made.get(id(leaf), leaf)
 
         return Inputs(*tree_map(of, (self.args, self.kwargs)))
 
