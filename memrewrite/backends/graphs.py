@@ -52,12 +52,23 @@ def graphs(
             stand.append(realized(node) if item.node in facts.stored else node)
             continue
         with joint.graph.inserting_before(following[place]):
-            copy = joint.graph.node_copy(node, made.__getitem__)
+            copy = _copied(joint.graph, node, made)
         copy.meta = {**node.meta, "partitioner_tag": "is_backward"}
         stand.append(realized(copy) if item.node in facts.stored else copy)
     make_fewer_rows(joint.graph, share)
     joint.recompile()
     return modules(joint, [facts.nodes[i] for i in handed(facts, order)], outputs, divided.static)
+
+
+def _copied(graph: fx.Graph, node: fx.Node, made: dict[fx.Node, fx.Node]) -> fx.Node:
+    """A node again, of what is ``made`` for it.
+
+    It is named without the number of the first, for which PyTorch 2.11 tries all numbers from 1 on until one is free:
+    with thousands of copies that took seconds.
+    """
+    args, kwargs = map_arg(node.args, made.__getitem__), map_arg(node.kwargs, made.__getitem__)
+    name = node.name.rstrip("_0123456789") or node.name
+    return graph.create_node(node.op, node.target, args, kwargs, name, node.type)
 
 
 def settles(facts: Facts, order: Order) -> dict[int, tuple[list[int], list[int]]]:
