@@ -9,7 +9,7 @@ Where none of these is low enough, the lowest divisions are made finer or make t
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
@@ -23,7 +23,6 @@ _TRIES = 8  # of the nodes that a step gave, halved: which of them need not run 
 _TOP = 2  # of the divisions of the lowest peaks
 _NEAR = 1.25  # of the lowest peak: others are not divided again
 _EARLY = 8  # regions before its own from which on a region makes things again, at most
-_DEEP = 24  # nodes between what is kept and the costly one it is made of, at most
 
 Cuts = tuple[int, ...]
 
@@ -204,49 +203,59 @@ class _Row:
         now = self._look(frozenset())
         yield now
         step = max((now.peaks.saved - self.last.peaks.saved) // _STEPS, 1)
-        while more := self._next(now, step):
-            now = self._look(now.order.ways.rerun | more)
-            yield now
+        raising: set[int] = set()
+        while more := self._next(now, step, raising) or self._next(now, step):
+            found = self._look(now.order.ways.rerun | more)
+            above = self._at_peak(found, more - raising) if self._all.takes(found) > self._all.takes(now) else set()
+            if above:
+                raising |= above
+            else:
+                now = found
+                yield now
 
-    def _next(self, now: Found, step: int) -> frozenset[int]:
+    def _at_peak(self, found: Found, nodes: Iterable[int]) -> set[int]:
+        """Those of the nodes that run again for a region whose copies live at the peak."""
+        ways = found.order.ways
+        bounds = [ways.reach(number) for number in found.peaks.highest.regions]
+        return {i for i in nodes if any(start <= self._facts.place[i] < end for start, end in bounds)}
+
+    def _next(self, now: Found, step: int, without: Set[int] = frozenset()) -> frozenset[int]:
         """The costly nodes that give ``step`` bytes of what is kept at the peak for the least time.
 
         Those that would run again while the most bytes live come last.
         """
-        facts, order = self._facts, now.order
-        mark = max(now.peaks.forward, now.peaks.backward, key=lambda mark: mark.peak)
+        facts, order, mark = self._facts, now.order, now.peaks.highest
         worth = []
         for number, kept in enumerate(order.kept):
-            start, end = order.ways.reach(number)
             for node in kept:
                 if mark.living.isdisjoint(facts.holds[node]):
                     continue
-                for source in self._sources(node):
-                    if start <= facts.place[source] < end and source not in order.ways.rerun:
-                        price = facts.ms[source] / max(facts.sizes[node], 1)
-                        worth.append((number in mark.regions, price, source, facts.sizes[node]))
+                missing = self._missing(node, order, number)
+                if missing and without.isdisjoint(missing):
+                    price = sum(facts.ms[i] for i in missing) / max(facts.sizes[node], 1)
+                    worth.append((number in mark.regions, price, node, missing))
         chosen: set[int] = set()
         total = 0
-        for _, _, source, size in sorted(worth):
+        for _, _, node, missing in sorted(worth, key=lambda each: each[:3]):
             if total >= step:
                 break
-            if source not in chosen:
-                chosen.add(source)
-                total += size
+            chosen |= missing
+            total += facts.sizes[node]
         return frozenset(chosen)
 
-    def _sources(self, node: int) -> list[int]:
-        """The costly nodes that a kept value is made of, through what costs nothing."""
-        facts = self._facts
-        found, ahead, seen = [], [node], set[int]()
+    def _missing(self, node: int, order: Order, number: int) -> set[int]:
+        """The costly nodes that would have to run again besides for a value that is kept for a region not to be."""
+        facts, rerun, kept = self._facts, order.ways.rerun, order.kept[number]
+        start, end = order.ways.reach(number)
+        found, ahead, seen = set[int](), [node], set[int]()
         while ahead:
             i = ahead.pop()
-            if i in seen or i in facts.given or i not in facts.may_rerun:
+            if i in seen or i in facts.given or i not in facts.may_rerun or not start <= facts.place[i] < end:
                 continue
             seen.add(i)
-            if i in facts.costly:
-                found.append(i)
-            elif len(seen) <= _DEEP:
+            if i in facts.costly and i not in rerun:
+                found.add(i)
+            elif i == node or i not in kept:
                 ahead += facts.inputs[i]
         return found
 
@@ -255,9 +264,7 @@ class _Row:
 
         All of that does not fit; so each half is tried, and the halves of what does not fit either.
         """
-        if place == len(self._found):
-            return self.last
-        best = self._found[place]
+        best = self.last if place == len(self._found) else self._found[place]
         if not place:
             return best
         before = self._found[place - 1].order.ways.rerun

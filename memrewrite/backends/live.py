@@ -38,9 +38,14 @@ class Peaks:
     saved: int
 
     @property
+    def highest(self) -> Watermark:
+        """The higher one; forward's of two that are equal."""
+        return max(self.forward, self.backward, key=lambda mark: mark.peak)
+
+    @property
     def peak(self) -> int:
-        """The higher one."""
-        return max(self.forward.peak, self.backward.peak)
+        """That in bytes."""
+        return self.highest.peak
 
 
 class Live:

@@ -1,14 +1,15 @@
-"""Where forward is divided, and what of it is never kept."""
+"""Where forward is divided, what of it is never kept, and which plans there are for a division."""
 
 from bisect import bisect_right
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from memrewrite.backends.divisions import divisions, may_cut
-from memrewrite.backends.frontier import Frontier
+from memrewrite.backends.frontier import Frontier, _Row
 from tests.support.divided import Divided
 
 BLOCKS, ROWS, WIDTH, HIDDEN = 7, 64, 32, 256
@@ -38,12 +39,16 @@ class Chain(nn.Module):
         return self.blocks(x).square().sum()
 
 
-@pytest.fixture(scope="module")
-def frontier() -> Frontier:
-    divided = Divided(Chain(), "100%", fused=True)
-    divided.step(torch.randn(ROWS, WIDTH))
+def frontier_of(model: nn.Module, x: Tensor) -> Frontier:
+    divided = Divided(model, "100%", fused=True)
+    divided.step(x)
     assert divided.partition.options is not None
     return divided.partition.options.frontier
+
+
+@pytest.fixture(scope="module")
+def frontier() -> Frontier:
+    return frontier_of(Chain(), torch.randn(ROWS, WIDTH))
 
 
 def test_one_division_is_at_every_block(frontier: Frontier) -> None:
@@ -89,10 +94,7 @@ class Sum(nn.Module):
 
 @pytest.fixture(scope="module")
 def adapted() -> Frontier:
-    divided = Divided(Sum(*(Adapted() for _ in range(8))), "100%", fused=True)
-    divided.step(torch.randn(ROWS, WIDTH))
-    assert divided.partition.options is not None
-    return divided.partition.options.frontier
+    return frontier_of(Sum(*(Adapted() for _ in range(8))), torch.randn(ROWS, WIDTH))
 
 
 def test_the_lowest_peak_is_looked_for_in_regions_that_begin_earlier(adapted: Frontier) -> None:
@@ -118,3 +120,72 @@ def test_parts_of_backward_are_divided_again_where_they_need_most(adapted: Front
     again = adapted._cuts_again(row)
     assert {*row.cuts} < {*again}
     assert all(may_cut(adapted.facts, cut) for cut in again)
+
+
+class Shifted(nn.Module):
+    """A residual MLP that adds what is far from the product that it is made of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.shift, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shift = self.shift(x)
+        for _ in range(40):
+            shift = -shift
+        return x + self.down(-self.up(x) + shift)
+
+
+@pytest.fixture(scope="module")
+def shifted() -> Frontier:
+    return frontier_of(Sum(*(Shifted() for _ in range(8))), torch.randn(32 * ROWS, WIDTH))
+
+
+def of_blocks(frontier: Frontier) -> _Row:
+    """The plans of the division between eight blocks."""
+    (cuts,) = (cuts for cuts in divisions(frontier.facts) if len(cuts) == 7)
+    return _Row(frontier, cuts)
+
+
+def test_each_step_frees_what_is_kept_however_far_it_is_from_what_it_is_made_of(shifted: Frontier) -> None:
+    row = of_blocks(shifted)
+    *saved, _ = (each.peaks.saved for each in row.all)
+    assert sum(less < more for more, less in pairwise(saved)) >= 7
+    assert saved[-1] < saved[0] / 4
+
+
+def test_what_the_last_plan_gives_is_taken_back_where_there_is_room(shifted: Frontier) -> None:
+    with mock.patch.object(_Row, "_next", return_value=frozenset()):
+        row = of_blocks(shifted)
+        most, least = row.all
+    room = (most.peaks.peak + least.peaks.peak) // 2
+    found = row.between(1, room, room)
+    assert least.peaks.peak < found.peaks.peak <= room
+    assert found.ms < least.ms
+
+
+class Level(nn.Module):
+    """A level of a U-Net and those below it."""
+
+    def __init__(self, width: int, below: int) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Conv2d(width, width, 3, padding=1) for _ in range(2))
+        self.below = Level(2 * width, below - 1) if below else None
+        self.sink = nn.Conv2d(width, 2 * width, 3, 2, padding=1)
+        self.rise = nn.ConvTranspose2d(2 * width, width, 2, 2)
+        self.join = nn.Conv2d(2 * width, width, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.silu(self.second(nn.functional.silu(self.first(x))))
+        if self.below is None:
+            return x
+        risen = self.rise(self.below(self.sink(x)))
+        return nn.functional.silu(self.join(torch.cat((x, risen), 1)))
+
+
+def test_what_would_live_at_the_peak_if_it_ran_again_is_kept_while_others_need_not_be() -> None:
+    frontier = frontier_of(Sum(Level(8, below=3)), torch.randn(2, 8, 64, 64))
+    for cuts in divisions(frontier.facts):
+        *peaks, _ = (each.peaks.peak for each in _Row(frontier, cuts).all)
+        falling = peaks[: peaks.index(min(peaks)) + 1]
+        assert falling == sorted(falling, reverse=True)

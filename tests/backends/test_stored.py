@@ -134,7 +134,7 @@ def trained(stores: bool) -> tuple[Seen, int, list[Tensor]]:
 
 def test_code_takes_fewer_bytes_with_the_same_bits() -> None:
     (less, told, same), (usual, _, gradients) = trained(stores=True), trained(stores=False)
-    assert max(less.forward, less.backward) <= max(usual.forward, usual.backward) - BUFFER
+    assert max(less.forward, less.backward) < max(usual.forward, usual.backward) - 0.9 * BUFFER  # in another plan
     assert max(less.forward, less.backward) <= told
     assert len(same) == len(gradients) > 0
     assert all(torch.equal(a, b) for a, b in zip(same, gradients, strict=True))
