@@ -5,20 +5,21 @@ memory formats that it chooses, what the calls of libraries take in these, and t
 hands out for all of it. It takes a moment and no device memory.
 """
 
+import functools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from memrewrite.simulate.memory.counted import by_cublas
+from memrewrite.simulate.memory.counted import Birth, Counted, Log, Stand, by_cublas
 from memrewrite.simulate.memory.tracker import Tracker
 from memrewrite.targets.allocator import allocator_on, rounded
 from memrewrite.targets.layout import Layout
-from memrewrite.targets.transients import Transients, transients_on
-from memrewrite.torch_internals.compiled_code import CompiledCode
-from memrewrite.torch_internals.dispatch_modes import Layer
+from memrewrite.targets.transients import NOTHING, transients_on
+from memrewrite.torch_internals.compiled_code import Buffers, CompiledCode, Written
+from memrewrite.torch_internals.dispatch_modes import Layer, Recall
 from memrewrite.torch_internals.fake_tensors import FakeTensorMode
 
 _GRADIENT = "tangents"  # what the names of the gradients begin with that backward is given
@@ -62,44 +63,120 @@ def seen(
 
 
 def _counted(forward: CompiledCode, backward: CompiledCode, state: Sequence[int], held: bool, layout: Layout) -> Seen:
-    """The peaks; run again where there are calls that had to be measured."""
-    with FakeTensorMode():
-        devices = {each.device for each in _tensors(forward.named_arguments().values())}
+    """The peaks: the code runs once, and what it does is counted once it is known what calls of libraries take."""
+    with FakeTensorMode() as mode:
+        given = list(forward.named_arguments().values())
+    devices = {each.device for each in _tensors(given)}
     device = next((each for each in devices if each.type != "cpu"), torch.device("cpu"))
     table = transients_on(device)
-    found = _run(forward, backward, device.type, table, state, layout)
-    if table is not None and table.probe():
-        found = _run(forward, backward, device.type, table, state, layout)
-    return replace(found, forward=found.forward + found.given_out) if held else replace(found, given_out=0)
+    step = _noted(forward, backward, given, mode, Tracker(device.type, table))
+    if table is not None:
+        table.probe()
+    first, second = _peaks(step, Tracker(device.type, blocks=allocator_on(device.type, layout)), state)
+    given_out = step.given_out if held else 0
+    return Seen(max(first, 0) + given_out, max(second, 0), step.biases, given_out)
 
 
-def _run(
-    forward: CompiledCode,
-    backward: CompiledCode,
-    kind: str,
-    table: Transients | None,
-    state: Sequence[int],
-    layout: Layout,
-) -> Seen:
-    """The peaks of a second step.
+@dataclass
+class _Step:
+    """What a step does to storages: what it is ``given``, and what begins and ends in forward and so on.
+
+    ``there`` and ``given_out`` are the bytes of what it is given and of outputs; ``biases`` as in ``Seen``.
+    """
+
+    given: Log = field(default_factory=list)
+    forward: Log = field(default_factory=list)
+    between: Log = field(default_factory=list)
+    backward: Log = field(default_factory=list)
+    after: Log = field(default_factory=list)
+    there: int = 0
+    given_out: int = 0
+    biases: bool = False
+
+
+def _noted(
+    forward: CompiledCode, backward: CompiledCode, given: list[Any], mode: FakeTensorMode, tracker: Tracker
+) -> _Step:
+    """What they do, on fake tensors of a mode and as a tracker sees it."""
+    step, recall = _Step(), Recall(mode)
+    buffers = Buffers(recall, functools.partial(_tell, tracker))
+    storages = {each.untyped_storage() for each in _tensors(given) if each.device.type == tracker.device_type}
+    step.there = sum(rounded(each.nbytes()) for each in storages)
+    with mode, recall, Written(), tracker, _Products() as products:
+        tracker.log = step.given
+        _begin(tracker, given)
+        tracker.log = step.forward
+        outputs = forward.run([*given], buffers)
+        tracker.log = step.between
+        with tracker.looking_away():
+            named = backward.named_arguments()
+        arguments, results = _handed_on(outputs, named)
+        step.given_out = _bytes_beside(given, results)
+        results += [each for name, each in named.items() if name.startswith(_GRADIENT)]  # autograd holds them
+        del outputs, named
+        _begin(tracker, arguments)
+        tracker.log = step.backward
+        made = backward.run(arguments, buffers)
+        del results
+        tracker.log = step.after
+        del made
+    tracker.log = None
+    step.biases = products.biases
+    return step
+
+
+def _begin(tracker: Tracker, tensors: list[Any]) -> None:
+    """From here on those storages of tensors count, too, that did not before."""
+    for each in _tensors(tensors):
+        if not tracker.counts(each):
+            _tell(tracker, each)
+
+
+def _tell(tracker: Tracker, made: Tensor) -> None:
+    """Count the storage of a tensor that no operator of the tracker's made."""
+    if made.device.type == tracker.device_type:
+        storage = made.untyped_storage()
+        tracker.repeat(None, [Birth(storage, storage.nbytes(), False)], NOTHING, None)
+
+
+def _peaks(step: _Step, tracker: Tracker, state: Sequence[int]) -> tuple[int, int]:
+    """Those of forward and backward in bytes beyond what is there, where it matters those of a second step.
 
     Optimizer state is made between the two steps, where the first one left room.
     """
-    tracker = Tracker(kind, table, blocks=allocator_on(kind, layout))
-    with FakeTensorMode() as mode:
-        given = list(forward.named_arguments().values())
-    storages = {each.untyped_storage() for each in _tensors(given) if each.device.type == kind}
-    with mode, tracker, _Products() as products:
-        tracker.register(_tensors(given), "inputs")
-        there = sum(rounded(each.nbytes()) for each in storages)
+    there, living = step.there, dict[int, Stand]()
+    with tracker:
+        _repeat(step.given, tracker, living)
         if tracker.blocks is not None:
             tracker.blocks.record()
-            gradients: list[Any] = []
-            _step(forward, backward, given, tracker, there, gradients)
+            _peaks_of_one(step, tracker, living)
             there -= sum(tracker.blocks.allocate(size).size - rounded(size) for size in state)
-            gradients.clear()
-        found = _step(forward, backward, given, tracker, there)
-    return replace(found, biases=products.biases)
+            _repeat(step.after, tracker, living)
+        forward, backward = _peaks_of_one(step, tracker, living)
+    return forward - there, backward - there
+
+
+def _peaks_of_one(step: _Step, tracker: Tracker, living: dict[int, Stand]) -> tuple[int, int]:
+    """The peaks of forward and backward of a step, of which the gradients stay."""
+    tracker.reset_peak()
+    _repeat(step.forward, tracker, living)
+    forward = tracker.peak
+    _repeat(step.between, tracker, living)
+    tracker.reset_peak()
+    _repeat(step.backward, tracker, living)
+    return forward, tracker.peak
+
+
+def _repeat(log: Log, tracker: Tracker, living: dict[int, Stand]) -> None:
+    """Count what is in a log; ``living`` stand for the storages in it that there are."""
+    for entry in log:
+        if isinstance(entry, Counted):
+            del living[id(entry)]
+            continue
+        living.update((id(block), Stand()) for block in entry.made)
+        births = [Birth(living[id(block)], block.nbytes, False) for block in entry.made]
+        tracker.repeat(entry.func, births, entry.taken, None)
+        del births
 
 
 class _Products(Layer):
@@ -121,33 +198,6 @@ def _may_add_a_bias(func: Any, args: Sequence[Any]) -> bool:
     if func.namespace == "memrewrite":
         return any(each.dim() == 1 and each.is_floating_point() for each in _tensors(args))
     return func.namespace not in ("prim", "prims", "inductor")
-
-
-def _step(
-    forward: CompiledCode,
-    backward: CompiledCode,
-    given: list[Any],
-    tracker: Tracker,
-    there: int,
-    gradients: list[Any] | None = None,
-) -> Seen:
-    """The peaks in bytes beyond ``there``, and the outputs' bytes; what backward gives is put into ``gradients``."""
-    tracker.reset_peak()
-    outputs = forward.run([*given])
-    first = tracker.peak - there
-    with tracker.looking_away():
-        named = backward.named_arguments()
-    arguments, results = _handed_on(outputs, named)
-    given_out = _bytes_beside(given, results)
-    results += [each for name, each in named.items() if name.startswith(_GRADIENT)]  # autograd holds them
-    del outputs, named
-    tracker.register(_tensors(arguments), "kept")
-    tracker.reset_peak()
-    made = backward.run(arguments)
-    del results
-    if gradients is not None:
-        gradients += made
-    return Seen(max(first, 0), max(tracker.peak - there, 0), given_out=given_out)
 
 
 def _bytes_beside(given: list[Any], results: list[Any]) -> int:

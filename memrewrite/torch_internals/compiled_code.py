@@ -6,8 +6,9 @@ that makes arguments of the right sizes. The same code stands there where a grap
 Read in PyTorch 2.11 to 2.14.
 """
 
+import functools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from memrewrite.torch_internals.dispatch_modes import Layer, Recall
+from memrewrite.torch_internals.fake_tensors import FakeTensor
 from memrewrite.torch_internals.versions import private_imports, require
 
 with private_imports():
@@ -49,12 +52,12 @@ class CompiledCode:
         names = [name for name in self.arguments.__code__.co_varnames if not name.startswith(_BESIDE_ARGUMENTS)]
         return dict(zip(names, self.arguments(), strict=True))
 
-    def run(self, arguments: list[Any]) -> tuple[Any, ...]:
+    def run(self, arguments: list[Any], buffers: "Buffers") -> tuple[Any, ...]:
         """Its outputs; ``arguments`` are emptied as it takes them. To be called in a fake tensor mode.
 
         Raises whatever its code does where that asks for values.
         """
-        names = {name: _stand_in(name, value) for name, value in self._names().items()}
+        names = {name: _stand_in(name, value, buffers) for name, value in self._names().items()}
         for name, value in names.items():
             if isinstance(value, types.FunctionType) and value.__globals__ is self._names():
                 names[name] = _with_globals(value, names)
@@ -120,25 +123,54 @@ class _Kernel:
     run = staticmethod(_nothing)
 
 
-def _stand_in(name: str, value: Any) -> Any:
+class Buffers:
+    """Makes the buffers that code asks for, and views of them, past the dispatcher: most of its calls are for these.
+
+    ``tell`` is called with each that has a storage of its own, as no dispatch mode sees them.
+    """
+
+    def __init__(self, recall: Recall, tell: Callable[[Tensor], None]) -> None:
+        self._recall, self._tell = recall, tell
+
+    def empty(self, device: str, size: Any, stride: Any, dtype: torch.dtype) -> Tensor:
+        """A new tensor on the current device of a type."""
+        made = self._recall.empty(size, stride, dtype, _current(device))
+        self._tell(made)
+        return made
+
+    def reinterpret(self, tensor: Tensor, size: Any, stride: Any, offset: int = 0) -> Tensor:
+        """Another view of a tensor's storage, ``offset`` elements after it begins."""
+        start = int(tensor.storage_offset()) + offset
+        if type(tensor) is not FakeTensor:  # a constant of the code's, which fake tensors may not meet
+            return torch.as_strided(tensor, size, stride, start)
+        return self._recall.view(tensor, size, stride, start)
+
+
+def _current(kind: str) -> torch.device:
+    """The device of a type that code runs on now: it may use several."""
+    if kind == "cpu":
+        return torch.device(kind)
+    module = torch.get_device_module(kind)
+    return torch.device(kind, module.current_device() if module.is_initialized() else 0)
+
+
+class Written(Layer):
+    """Runs no operator of PyTorch's that is told where to write: in code that is a buffer of the right sizes."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        into = kwargs.get("out") if kwargs and func.namespace == "aten" else None
+        return into if type(into) is FakeTensor else self.below(func, types, args, kwargs or {})
+
+
+def _stand_in(name: str, value: Any, buffers: Buffers) -> Any:
     """What code has under a name, for fake tensors."""
     if name.startswith("empty_strided_"):
-        return _empty(name.removeprefix("empty_strided_").partition("_")[0])
+        return functools.partial(buffers.empty, name.removeprefix("empty_strided_").partition("_")[0])
     if name == "reinterpret_tensor":
-        return _reinterpreted
+        return buffers.reinterpret
     if name.startswith(("assert_", "cpp_")):
         return _nothing
     is_kernel = hasattr(value, "run") and not isinstance(value, type | types.ModuleType)
     return _Kernel() if is_kernel else value
-
-
-def _empty(device: str) -> Callable[..., Tensor]:
-    def empty(size: Any, stride: Any, dtype: torch.dtype) -> Tensor:
-        return torch.empty_strided(size, stride, dtype=dtype, device=device)
-
-    return empty
-
-
-def _reinterpreted(tensor: Tensor, size: Any, stride: Any, offset: int = 0) -> Tensor:
-    """Another view of a tensor's storage, ``offset`` elements after it begins."""
-    return torch.as_strided(tensor, size, stride, tensor.storage_offset() + offset)

@@ -125,6 +125,17 @@ class Recall(Layer):
             return func(*args, **kwargs) if func in _UNKEPT else self._learn(known, func, args, kwargs)
         return func(*args, **kwargs) if results is None else self._give(results, args)
 
+    def empty(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A new tensor of the mode, made past the dispatcher."""
+        made: Tensor = self._make(_Result(dtype, tuple(size), tuple(stride), device, 0, None), ())
+        return made
+
+    def view(self, tensor: FakeTensor, size: Sequence[int], stride: Sequence[int], offset: int) -> Tensor:
+        """Another view of a tensor's storage, made past the dispatcher."""
+        result = _Result(tensor.dtype, tuple(size), tuple(stride), tensor.fake_device, offset, 0)
+        made: Tensor = self._make(result, (tensor,))
+        return made
+
     def _give(self, results: "_Results", args: tuple[Any, ...]) -> Any:
         if results.kind is None:
             return self._make(results.each[0], args)

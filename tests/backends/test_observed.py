@@ -21,8 +21,9 @@ from memrewrite.runtime.linear_cross_entropy import linear_cross_entropy
 from memrewrite.simulate import simulate
 from memrewrite.targets.allocator import Allocator
 from memrewrite.targets.layout import Layout, Segment, Standing
+from memrewrite.targets.transients import Call, Taken, Transients
 from memrewrite.torch_internals import compiled_code
-from memrewrite.torch_internals.compiled_code import CompiledCode, beside, compiled_codes
+from memrewrite.torch_internals.compiled_code import Buffers, CompiledCode, beside, compiled_codes
 from memrewrite.torch_internals.compiling import cache_hits
 from memrewrite.workload.step import Inputs
 from memrewrite.workload.stepspec import StepSpec
@@ -36,6 +37,16 @@ def compiled(model: nn.Module, x: Tensor) -> list[CompiledCode]:
     return codes
 
 
+class Real(Buffers):
+    """Makes real tensors, as operators that a tracker sees."""
+
+    def empty(self, device: str, size: Any, stride: Any, dtype: torch.dtype) -> Tensor:
+        return torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+    def reinterpret(self, tensor: Tensor, size: Any, stride: Any, offset: int = 0) -> Tensor:
+        return torch.as_strided(tensor, size, stride, tensor.storage_offset() + offset)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_the_peaks_are_those_of_the_code_with_its_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = made(name)
@@ -44,12 +55,15 @@ def test_the_peaks_are_those_of_the_code_with_its_kernels(name: str, monkeypatch
     assert [code.is_backward for code in codes] == [False, True]
     assert seen(compiled(model, x)) == found  # from Inductor's caches
 
-    def stand_in(name: str, value: Any) -> Any:
-        return replaced(name, value) if name.startswith(("empty_strided_", "reinterpret")) else value
+    def stand_in(name: str, value: Any, buffers: Buffers) -> Any:
+        return replaced(name, value, buffers) if name.startswith(("empty_strided_", "reinterpret")) else value
 
     replaced = compiled_code._stand_in
     monkeypatch.setattr(compiled_code, "_stand_in", stand_in)
-    monkeypatch.setattr(observed, "FakeTensorMode", contextlib.ExitStack)
+    monkeypatch.setattr(observed, "Buffers", Real)
+    monkeypatch.setattr(observed, "Recall", contextlib.nullcontext)
+    for mode in ("FakeTensorMode", "Written"):
+        monkeypatch.setattr(observed, mode, contextlib.ExitStack)
     assert seen(codes) == found
 
 
@@ -121,6 +135,35 @@ def test_blocks_of_the_allocator_count_as_what_they_are(monkeypatch: pytest.Monk
     in_its_block = seen(codes, layout=roomy)
     assert isinstance(in_its_block, Seen)
     assert in_its_block.forward == plain.forward + 2**20 + 2**19
+
+
+def test_code_runs_once_where_calls_are_measured_and_blocks_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a product takes is counted once it is known, in a second step that begins where the first one ended."""
+    width = 15 * 2**18 + 2**17
+    codes = compiled(Loss(nn.Linear(4, width, bias=False)), torch.randn(1, 4))
+    ran: list[bool] = []
+    run = CompiledCode.run
+
+    def noted(code: CompiledCode, arguments: list[Any], buffers: Buffers) -> tuple[Any, ...]:
+        ran.append(code.is_backward)
+        return run(code, arguments, buffers)
+
+    def measured(calls: Sequence[Call]) -> list[Taken]:
+        asked.extend(func.__name__ for func, _, _ in calls)
+        return [Taken(2**20, (2**20, -1)) if func in products else Taken() for func, _, _ in calls]
+
+    asked: list[str] = []
+    products = torch.ops.aten.mm.out, torch.ops.aten.mm.default
+    table = Transients(measured)
+    monkeypatch.setattr(CompiledCode, "run", noted)
+    monkeypatch.setattr(observed, "transients_on", lambda device: table)
+    monkeypatch.setattr(observed, "allocator_on", lambda kind, layout: Allocator(layout=layout))
+    found = seen(codes)
+    assert ran == [False, True]
+    assert any(name.startswith("mm") for name in asked)
+    assert seen(codes) == found
+    assert isinstance(found, Seen)
+    assert found.forward == 16 * 2**20 + 2**20  # the product, in a block that is larger, while it is made
 
 
 def test_outputs_of_the_step_before_count_in_forward() -> None:
