@@ -11,7 +11,7 @@ segment. ``Nested`` solves that for intervals between a few cuts of the chain an
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -118,18 +118,15 @@ def _walk(
     unsaved = table.unsaved[start]
     for b in range(start + 1, stop + 1):
         last, kept = labels.first[b - start], labels.first[b - start - 1]
+        need = max(int(table.work[b - 1] + unsaved[b]), int(table.forward[b - 1]), 0)
         total = labels.held[kept:last] + table.keep[b - 1]
-        need = max(int(table.work[b - 1] + unsaved[b]), int(table.forward[b - 1]))
-        ways = [
-            _Moves(
-                total, total + need, labels.ms[kept:last], np.arange(kept, last), np.zeros(last - kept, dtype=np.int64)
-            )
-        ]
+        origin = kept + np.flatnonzero(total + need <= bound)
+        ways = [_Moves(total[origin - kept], labels.ms[origin], origin, np.zeros(len(origin), dtype=np.int64))]
         for way in among.ways:
             ways.append(_whole(labels, way, start, b, bound, outside))
             if way.inner is not None and b in way.inner.cuts:
                 ways.append(_nested_moves(labels, way, way.inner, b, bound))
-        labels.add(_Moves.among(ways, bound))
+        labels.add(_Moves.among(ways))
         if labels.first[b - start + 1] == last and rest is None and _stuck(labels, table, start, b, bound, outside):
             break
     return labels
@@ -146,18 +143,20 @@ def _whole(labels: "_Labels", way: Way, start: int, b: int, bound: int, outside:
     """Intervals that end at ``b`` and begin at ``start`` or later, all kept as they run again, if there is room."""
     ms, needed, held = way.table.ending_at(b, start, outside)
     first, last = labels.first[np.isfinite(ms).argmax()], labels.first[b - start]
-    fits = labels.held[first:last] + needed[labels.position[first:last]] <= bound
-    origin = first + np.flatnonzero(fits)
-    a, before = labels.position[origin], labels.held[origin]
-    return _Moves(before + held[a], before + needed[a], labels.ms[origin] + ms[a], origin, np.full(len(a), way.number))
+    most = np.maximum(needed, held).take(labels.position[first:last])
+    most += labels.held[first:last]
+    origin = first + np.flatnonzero(most <= bound)
+    a, total, cost = (each.take(origin) for each in (labels.position, labels.held, labels.ms))
+    total += held.take(a)
+    cost += ms.take(a)
+    return _Moves(total, cost, origin, np.full(len(a), way.number))
 
 
 @dataclass(frozen=True)
 class _Moves:
-    """Ways to reach a position: bytes held then and needed on the way, cost, the label it starts from, the decision."""
+    """Ways to reach a position within a bound: bytes held then, cost, the label it starts from, the decision."""
 
     held: Bytes
-    needed: Bytes
     ms: NDArray[np.float64]
     origin: Bytes
     decision: Bytes
@@ -165,18 +164,12 @@ class _Moves:
     @classmethod
     def beginning(cls) -> "_Moves":
         nothing = np.zeros(1, dtype=np.int64)
-        return cls(nothing, nothing, np.zeros(1), nothing - 1, nothing)
+        return cls(nothing, np.zeros(1), nothing - 1, nothing)
 
     @classmethod
-    def among(cls, ways: "list[_Moves]", bound: int) -> "_Moves":
-        """Those that stay within ``bound`` and cost something finite."""
-        held, needed = (np.concatenate([getattr(way, name) for way in ways]) for name in ("held", "needed"))
-        ms = np.concatenate([way.ms for way in ways])
-        fits = np.flatnonzero((np.maximum(needed, held) <= bound) & np.isfinite(ms))
-        origin, decision = (
-            np.concatenate([getattr(way, name) for way in ways])[fits] for name in ("origin", "decision")
-        )
-        return cls(held[fits], needed[fits], ms[fits], origin, decision)
+    def among(cls, ways: "list[_Moves]") -> "_Moves":
+        """All of them."""
+        return cls(*(np.concatenate([getattr(way, field.name) for way in ways]) for field in fields(cls)))
 
 
 def _nested_moves(labels: "_Labels", way: Way, inner: Nested, b: int, bound: int) -> _Moves:
@@ -190,8 +183,10 @@ def _nested_moves(labels: "_Labels", way: Way, inner: Nested, b: int, bound: int
     around = before + table.base[a, b]
     ms = np.where(inner.need[start, end] <= (bound - around)[:, None], inner.ms[start, end], np.inf)
     level = ms.argmin(axis=1)
-    needed = around + inner.need[start, end, level]
-    return _Moves(before + table.held[a, b], needed, labels.ms[origin] + ms.min(axis=1), origin, way.number + 1 + level)
+    needed, total, cost = around + inner.need[start, end, level], before + table.held[a, b], ms.min(axis=1)
+    fits = (np.maximum(needed, total) <= bound) & np.isfinite(cost)
+    origin = origin[fits]
+    return _Moves(total[fits], labels.ms[origin] + cost[fits], origin, way.number + 1 + level[fits])
 
 
 class _Labels:

@@ -5,6 +5,7 @@ than ``heaviest`` says can go on to the end. Between these two the cost to go is
 backwards, and is taken to be straight between them.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from memrewrite.plan.tables import NEVER, Space
 
 _POINTS = 128
 _ROUNDING = 0.5  # bytes
+_AT_ONCE = 128  # arcs: the costs at their points fill 130 kB
 
 
 @dataclass(frozen=True)
@@ -32,11 +34,11 @@ class Guide:
         width = max((self.heaviest[position] - lightest) / _POINTS, _ROUNDING)
         found: NDArray[np.float64] = np.subtract(held, lightest, dtype=np.float64)
         found /= width  # the place among the points, of which the one below is:
-        below = found.astype(np.int64)
-        np.minimum(below, _POINTS - 1, out=below)
-        found -= below
-        found *= np.diff(values).take(below)
-        found += values.take(below)
+        part = np.minimum(np.trunc(found), float(_POINTS - 1))
+        below = part.astype(np.int64)
+        found -= part
+        found *= np.diff(values).take(below, out=part, mode="clip")
+        found += values.take(below, out=part, mode="clip")
         return found
 
     def best(self, position: int, held: Bytes, ms: NDArray[np.float64], most: int) -> Bytes:
@@ -61,16 +63,23 @@ def guide(among: Space, bound: int) -> Guide | None:
         before = light[arcs.a]
         fits = (before + arcs.needed <= bound) & (before + arcs.held <= heavy[b]) & (before <= heavy[arcs.a])
         a, held, needed, ms = (each[fits] for each in (arcs.a, arcs.held, arcs.needed, arcs.ms))
-        if not len(a):
-            continue
-        at = points[a]
-        cost = found.ms(int(b), at + held[:, None])
-        cost += ms[:, None]
-        cost[~(at <= np.minimum(bound - needed, heavy[b] - held)[:, None] + _ROUNDING)] = np.inf
-        first = np.flatnonzero(np.diff(a, prepend=-1))  # of the arcs from each position
-        least = np.fmin.reduceat(cost, first)
-        found.rest[a[first]] = np.fmin(found.rest[a[first]], least)
+        most = np.minimum(bound - needed, heavy[b] - held) + _ROUNDING
+        for some in _apart(a):
+            at, least = points.take(a[some], axis=0), found.rest.take(a[some], axis=0)
+            cost = found.ms(int(b), at + held[some, None])
+            cost += ms[some, None]
+            np.fmin(least, cost, out=least, where=at <= most[some, None])
+            found.rest[a[some]] = least
     return found
+
+
+def _apart(a: Bytes) -> Iterator[Bytes]:
+    """The numbers of arcs, so many at a time as caches hold, of which no two begin at one position; ``a`` ascends."""
+    number = np.arange(len(a))
+    among_equals = number - np.searchsorted(a, a)
+    for turn in range(among_equals.max(initial=-1) + 1):
+        one_each = np.flatnonzero(among_equals == turn)
+        yield from (one_each[start : start + _AT_ONCE] for start in range(0, len(one_each), _AT_ONCE))
 
 
 def lightest(among: Space, bound: int) -> Bytes:

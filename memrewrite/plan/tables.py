@@ -263,10 +263,12 @@ def _live_ins(n: int, storages: Sequence[Held], start: int = 0) -> Bytes:
 
     One that two intervals use counts in both: the planner does not know of one what it has decided of the other.
     """
+    used = np.zeros((n + 1, n + 1), dtype=np.int64, order="F")  # as ``by_end`` lays it out
+    if not storages:
+        return used
     pairs = ((before, use, s.bytes) for s in storages for before, use in itertools.pairwise((s.producer, *s.uses)))
     following = [(max(before - start, -1), use - start, size) for before, use, size in pairs if use >= start]
     ahead = _count(n - start, following)  # made or used before x, and used next at y or later
-    used = np.zeros((n + 1, n + 1), dtype=np.int64, order="F")  # as ``by_end`` lays it out
     used[start:, start:] = np.diagonal(ahead)[:, None] - ahead[:, :-1]
     return used
 

@@ -7,10 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from memrewrite.plan import guide as guides
 from memrewrite.plan.dp import lowest_bound, plan, possible
 from memrewrite.plan.guide import guide, heaviest, lightest
 from memrewrite.plan.segments import Chain
-from memrewrite.plan.tables import NEVER, Space, intervals
+from memrewrite.plan.tables import NEVER, Keeping, Space, intervals
+from memrewrite.plan.tables import keeping as keep
 from tests.plan.test_plan import SMALL, Interval, all_plans, chains, evaluate, interval_facts, kept_facts
 from tests.support.milp import GRAPHS
 from tests.support.random_chains import random_chain
@@ -66,6 +68,28 @@ def test_the_cost_to_go_is_about_that_of_the_plan(seed: int, share: float) -> No
     assert found is not None
     assert best is not None
     assert found.ms(0, np.zeros(1, dtype=np.int64))[0] == pytest.approx(best.ms, rel=0.15)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_cost_to_go_is_the_least_by_any_arc(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guides, "_AT_ONCE", 2)
+    chain = random_chain(seed)[1]
+    keeping = tuple(Keeping(saved, keep(intervals(chain), chain, saved)) for saved in [np.arange(len(chain)) % 3 - 1])
+    among = Space(intervals(chain), keeping=keeping)
+    bound = 2 * lowest_bound(among, int(among.table.keep.sum() + among.table.work.max()))
+    found = guide(among, bound)
+    assert found is not None
+    expected = np.full_like(found.rest, np.inf)
+    expected[-1] = 0.0
+    share = np.arange(found.rest.shape[1])
+    for b in range(len(chain), 0, -1):
+        arcs = among.leading(b)
+        for a, held, needed, ms in zip(arcs.a, arcs.held, arcs.needed, arcs.ms, strict=True):
+            at = found.lightest[a] + (found.heaviest[a] - found.lightest[a]) / share[-1] * share
+            within = at <= min(bound - needed, found.heaviest[b] - held) + 0.5
+            if found.lightest[a] <= found.heaviest[a] and within.any():
+                np.fmin(expected[a], found.ms(b, at + held) + ms, out=expected[a], where=within)
+    assert np.array_equal(found.rest, expected)
 
 
 def test_the_best_labels_are_those_of_the_least_cost_in_all() -> None:

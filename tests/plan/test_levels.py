@@ -2,46 +2,33 @@
 
 import itertools
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
-from memrewrite.plan import dp
-from memrewrite.plan.dp import _Labels, _Moves, _walk, lowest_bound
+from memrewrite.plan.dp import _Labels, _walk, lowest_bound
 from memrewrite.plan.levels import cheapest_under_each
-from memrewrite.plan.tables import Space, intervals
+from memrewrite.plan.segments import Bytes
+from memrewrite.plan.tables import Intervals, Space, intervals
 from tests.support.random_chains import random_chain
 
 
-class Noting(_Labels):
-    """Labels that know how many bytes they need at most on the way."""
-
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        self.needed = np.zeros(len(self.position), dtype=np.int64)
-
-    def add(self, moves: _Moves) -> None:
-        super().add(moves)
-        new = np.arange(self.first[self._next - 1], self.first[self._next])
-        by = dict(zip(zip(moves.origin, moves.decision, strict=True), moves.needed, strict=True))
-        for label in new:
-            origin = self._origin[label]
-            self.needed[label] = max(self.needed[origin], by[origin, self._decision[label]])
-
-    def least(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-        """The cost of the cheapest label of each position, infinite where there is none, and the bytes it needs."""
-        last = self.first[positions + 1] - 1  # they are in order of bytes, so of falling cost
-        return np.where(last >= self.first[positions], self.ms[last], np.inf), self.needed[last]
+def needed_by(labels: _Labels, table: Intervals, start: int, outside: Bytes) -> Bytes:
+    """How many bytes each label needs at most on the way."""
+    found = np.zeros(len(labels.position), dtype=np.int64)
+    for label in range(1, int(labels.first[-1])):
+        origin, b = labels._origin[label], start + int(labels.position[label])
+        if labels._decision[label]:
+            more = table.ending_at(b, start, outside)[1][labels.position[origin]]
+        else:
+            more = table.keep[b - 1] + max(table.work[b - 1] + table.unsaved[start, b], table.forward[b - 1])
+        found[label] = max(found[origin], labels.held[origin] + more)
+    return found
 
 
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("slots", [4, 32])
-def test_each_cost_and_bound_is_planned_as_if_it_were_alone(
-    seed: int, slots: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dp, "_Labels", Noting)
+def test_each_cost_and_bound_is_planned_as_if_it_were_alone(seed: int, slots: int) -> None:
     table = intervals(random_chain(seed)[1])
     n, random = len(table), np.random.default_rng(seed)
     costs = [table.ms, np.where(random.random(table.ms.shape) < 0.8, table.ms * random.random(n + 1), np.inf)]
@@ -53,11 +40,11 @@ def test_each_cost_and_bound_is_planned_as_if_it_were_alone(
         for k, number in itertools.product(range(len(costs)), range(len(levels))):
             among = Space(replace(table, ms=costs[k]))
             walked = _walk(among, start, stop, int(levels[number]), slots, outside)
-            assert isinstance(walked, Noting)
-            alone, needed = walked.least(positions)
-            assert np.array_equal(ms[:, k, number], alone)
-            there = np.isfinite(alone)
-            assert np.array_equal(need[there, k, number], needed[there])
+            last = walked.first[positions + 1] - 1  # the cheapest: they are in order of bytes, so of falling cost
+            there = last >= walked.first[positions]
+            assert np.array_equal(ms[:, k, number], np.where(there, walked.ms[last], np.inf))
+            needed = needed_by(walked, table, start, outside)
+            assert np.array_equal(need[there, k, number], needed[last[there]])
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -13,7 +13,7 @@ import threading
 from ast import literal_eval
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 from torch import nn
@@ -51,7 +51,8 @@ class Places:
         self._inside: list[str] = []
         self._made: dict[int, str] = {}  # the path by autograd's number of what forward noted for backward
         self._seen: dict[int, int] = {}  # by thread, as each has numbers of its own: the next one when last looked
-        self._lines: dict[tuple[str, int], str] = {}
+        # By code, kept so that no other gets its id, and instruction: a line is looked for from the first one on.
+        self._lines: dict[int, tuple[CodeType, dict[int, str]]] = {}
         self._outside: FrameType | None = None  # what follows it, whose callers are no code of the module
 
     @contextmanager
@@ -93,16 +94,22 @@ class Places:
     def _in_generated_code(self) -> str | None:
         """The path at the innermost line of generated code that has one; "" where none of its lines does."""
         frame: FrameType | None = sys._getframe(2)
+        outside, generated = self._outside, self._generated
         path = None
-        while frame is not self._outside and frame is not None:
-            if id(frame.f_globals) in self._generated:
-                path = self._named(frame.f_code.co_filename, frame.f_lineno)
+        while frame is not outside and frame is not None:
+            if id(frame.f_globals) in generated:
+                path = self._named(frame)
                 if path:
                     break
             frame = frame.f_back
         return path
 
-    def _named(self, file: str, line: int) -> str:
-        if (file, line) not in self._lines:
-            self._lines[file, line] = path_in(linecache.getline(file, line).rstrip("\n"))
-        return self._lines[file, line]
+    def _named(self, frame: FrameType) -> str:
+        code = frame.f_code
+        if (known := self._lines.get(id(code))) is None:
+            known = self._lines[id(code)] = code, {}
+        paths, instruction = known[1], frame.f_lasti
+        if (path := paths.get(instruction)) is None:
+            path = path_in(linecache.getline(code.co_filename, frame.f_lineno).rstrip("\n"))
+            paths[instruction] = path
+        return path
