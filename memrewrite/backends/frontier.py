@@ -164,6 +164,7 @@ class _Row:
 
     def __init__(self, frontier: Frontier, cuts: Cuts, early: int = 0) -> None:
         self._all, self._facts, self.cuts, self.early = frontier, frontier.facts, cuts, early
+        self._ready = frontier.facts.given | frontier.facts.symbols
         self._found: list[Found] = []
         self._falling = self._steps()
 
@@ -222,7 +223,8 @@ class _Row:
     def _next(self, now: Found, step: int, without: Set[int] = frozenset()) -> frozenset[int]:
         """The costly nodes that give ``step`` bytes of what is kept at the peak for the least time.
 
-        Those that would run again while the most bytes live come last.
+        Those come last of whose values as many bytes would be kept instead, and those that would run again while the
+        most bytes live.
         """
         facts, order, mark = self._facts, now.order, now.peaks.highest
         worth = []
@@ -230,34 +232,39 @@ class _Row:
             for node in kept:
                 if mark.living.isdisjoint(facts.holds[node]):
                     continue
-                missing = self._missing(node, order, number)
+                missing, instead = self._made_of(node, order, number)
                 if missing and without.isdisjoint(missing):
-                    price = sum(facts.ms[i] for i in missing) / max(facts.sizes[node], 1)
-                    worth.append((number in mark.regions, price, node, missing))
+                    gain = facts.sizes[node] - sum(facts.sizes[i] for i in instead)
+                    price = sum(facts.ms[i] for i in missing) / max(gain, 1)
+                    worth.append((number in mark.regions, gain <= 0, price, node, gain, missing))
         chosen: set[int] = set()
         total = 0
-        for _, _, node, missing in sorted(worth, key=lambda each: each[:3]):
+        for *_, gain, missing in sorted(worth, key=lambda each: each[:4]):
             if total >= step:
                 break
             chosen |= missing
-            total += facts.sizes[node]
+            total += max(gain, 0)
         return frozenset(chosen)
 
-    def _missing(self, node: int, order: Order, number: int) -> set[int]:
-        """The costly nodes that would have to run again besides for a value that is kept for a region not to be."""
+    def _made_of(self, node: int, order: Order, number: int) -> tuple[set[int], set[int]]:
+        """For a value not to be kept for a region: the costly nodes that would have to run again besides, and what
+        would be kept instead, as it does not run again for that region."""
         facts, rerun, kept = self._facts, order.ways.rerun, order.kept[number]
         start, end = order.ways.reach(number)
-        found, ahead, seen = set[int](), [node], set[int]()
+        missing, instead = set[int](), set[int]()
+        ahead, seen = [node], set[int]()
         while ahead:
             i = ahead.pop()
-            if i in seen or i in facts.given or i not in facts.may_rerun or not start <= facts.place[i] < end:
+            if i in seen or i in self._ready:
                 continue
             seen.add(i)
-            if i in facts.costly and i not in rerun:
-                found.add(i)
+            if i not in facts.may_rerun or not start <= facts.place[i] < end:
+                instead |= {i} - order.saved
+            elif i in facts.costly and i not in rerun:
+                missing.add(i)
             elif i == node or i not in kept:
                 ahead += facts.inputs[i]
-        return found
+        return missing, instead
 
     def between(self, place: int, room: int, own: int) -> Found:
         """The plan at a place, where it fits, with as much kept as there is room for of what its step gave.
