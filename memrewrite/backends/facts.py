@@ -85,6 +85,11 @@ class Facts:
         """For each node the bytes of the storages that its value lies in."""
         return tuple(sum(self.bytes[storage] for storage in lies) for lies in self.holds)
 
+    @functools.cached_property
+    def ready(self) -> frozenset[int]:
+        """The nodes that neither have to be kept nor run again: what is given, and sizes."""
+        return self.given | self.symbols
+
 
 def same(one: Facts, other: Facts) -> bool:
     """Whether two graphs are the same but for what they are made of, so that plans of one are plans of the other."""

@@ -164,7 +164,6 @@ class _Row:
 
     def __init__(self, frontier: Frontier, cuts: Cuts, early: int = 0) -> None:
         self._all, self._facts, self.cuts, self.early = frontier, frontier.facts, cuts, early
-        self._ready = frontier.facts.given | frontier.facts.symbols
         self._found: list[Found] = []
         self._falling = self._steps()
 
@@ -255,7 +254,7 @@ class _Row:
         ahead, seen = [node], set[int]()
         while ahead:
             i = ahead.pop()
-            if i in seen or i in self._ready:
+            if i in seen or i in facts.ready:
                 continue
             seen.add(i)
             if i not in facts.may_rerun or not start <= facts.place[i] < end:

@@ -93,7 +93,7 @@ class Order:
 
     def _items(self) -> Iterator[Item]:
         facts, there = self.facts, dict[int, int]()  # where nodes stand in the order, copies as of the present region
-        ready = self.saved | facts.given | facts.symbols | {*facts.tangents}
+        ready = self.saved | facts.ready | {*facts.tangents}
         steps = ((part.region, *step) for part in self.parts for step in part.steps)
         for count, (region, node, copied) in enumerate(steps):
             reads = tuple(-1 - i if i in ready else there[i] for i in facts.inputs[node])
@@ -119,9 +119,8 @@ class Planner:
         self.facts = facts
         self.backward = [i for i, before in enumerate(facts.forward) if not before and i not in facts.tangents]
         self.latest = self._latest()
-        self._ready = facts.given | facts.symbols
         self._reads = {
-            node: frozenset(i for i in facts.inputs[node] if facts.forward[i] and i not in self._ready)
+            node: frozenset(i for i in facts.inputs[node] if facts.forward[i] and i not in facts.ready)
             for node in self.backward
         }
         self._cuts: dict[tuple[int, int, frozenset[int], frozenset[int]], frozenset[int]] = {}
@@ -189,7 +188,7 @@ class Planner:
         def makes(node: int) -> bool:
             if node in facts.must_rerun:
                 return True
-            if node in facts.given or node in facts.symbols or node not in facts.may_rerun:
+            if node in facts.ready or node not in facts.may_rerun:
                 return False
             if node in facts.views:
                 return True
@@ -198,7 +197,7 @@ class Planner:
             return start - _BACK <= facts.place[node] or not facts.inputs[node]  # a constant
 
         def price(node: int) -> int:
-            if node in facts.given or node in facts.symbols:
+            if node in facts.ready:
                 return 0
             moved = node in facts.views and facts.inputs[node][0] in facts.savable
             if node in facts.must_rerun or node not in facts.savable or moved:
@@ -237,7 +236,7 @@ class Planner:
 
     def _again(self, needed: Iterable[int], saved: frozenset[int], made: set[int]) -> set[int]:
         """The values of forward that these are made of, from what is ``saved`` on, which is among them."""
-        facts, ready = self.facts, self._ready
+        facts, ready = self.facts, self.facts.ready
         found: set[int] = set()
         ahead = list(needed)
         while ahead:
