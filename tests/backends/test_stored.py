@@ -134,7 +134,8 @@ def trained(stores: bool) -> tuple[Seen, int, list[Tensor]]:
 
 def test_code_takes_fewer_bytes_with_the_same_bits() -> None:
     (less, told, same), (usual, _, gradients) = trained(stores=True), trained(stores=False)
-    assert max(less.forward, less.backward) < max(usual.forward, usual.backward) - 0.9 * BUFFER  # in another plan
+    narrow = ROWS * 4 * 4  # an adapter's narrow product: by as much the two plans differ besides
+    assert max(less.forward, less.backward) <= max(usual.forward, usual.backward) - BUFFER + narrow
     assert max(less.forward, less.backward) <= told
     assert len(same) == len(gradients) > 0
     assert all(torch.equal(a, b) for a, b in zip(same, gradients, strict=True))
