@@ -6,7 +6,11 @@ that makes arguments of the right sizes. The same code stands there where a grap
 Read in PyTorch 2.11 to 2.14.
 """
 
+import ast
 import functools
+import inspect
+import re
+import textwrap
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,6 +34,7 @@ require("_functorch.config.force_non_lazy_backward_lowering", "_C._dynamo.guards
 
 _ARGUMENTS = "get_args"
 _BESIDE_ARGUMENTS = ("rand_strided", "_shared_storage_")  # what else has a name there: of several views, the storage
+_SYMBOL = re.compile(r"[su]\d+")
 _BESIDE: ContextVar[bool] = ContextVar("beside", default=False)
 
 
@@ -50,7 +55,19 @@ class CompiledCode:
         """New arguments in their order, by the names of the graph's placeholders; there have to be any."""
         assert self.arguments is not None  # noqa: S101  (see there)
         names = [name for name in self.arguments.__code__.co_varnames if not name.startswith(_BESIDE_ARGUMENTS)]
-        return dict(zip(names, self.arguments(), strict=True))
+        given = _with_globals(self.arguments, self._names() | self._sizes())()
+        return dict(zip(names, given, strict=True))
+
+    def _sizes(self) -> dict[str, int]:
+        """The symbols of sizes that arguments are made by, as numbers: PyTorch 2.13 on writes these where several of
+        them lie in one storage, and numbers for all else. The code says which argument each of them is."""
+        assert self.arguments is not None  # noqa: S101  (see there)
+        if not any(_SYMBOL.fullmatch(name) for name in self.arguments.__code__.co_names):
+            return {}
+        literals = ((name, each.value) for name, each in _assigned(self.arguments) if isinstance(each, ast.Constant))
+        numbers = {name: value for name, value in literals if isinstance(value, int)}
+        named = ((name, each.id) for name, each in _assigned(self._call) if isinstance(each, ast.Name))
+        return {name: numbers[argument] for name, argument in named if argument in numbers}
 
     def run(self, arguments: list[Any], buffers: "Buffers") -> tuple[Any, ...]:
         """Its outputs; ``arguments`` are emptied as it takes them. To be called in a fake tensor mode.
@@ -105,6 +122,13 @@ def beside() -> Iterator[None]:
 def is_beside() -> bool:
     """Whether what is compiled now is run while a graph is compiled, and is no part of it."""
     return _BESIDE.get()
+
+
+def _assigned(function: Callable[..., Any]) -> Iterator[tuple[str, ast.expr]]:
+    """The names that single values are assigned to in the source of a function, with these."""
+    for each in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function)))):
+        if isinstance(each, ast.Assign) and isinstance(each.targets[0], ast.Name):
+            yield each.targets[0].id, each.value
 
 
 def _with_globals(function: Callable[..., Any], names: dict[str, Any]) -> Callable[..., Any]:

@@ -1,12 +1,12 @@
-"""Buffers of compiled code are what the fake mode would make, and those with a storage of their own are told of."""
+"""Buffers of compiled code are what the fake mode would make, and so are the arguments that it is run with."""
 
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from memrewrite.torch_internals.compiled_code import Buffers, Written
+from memrewrite.torch_internals.compiled_code import Buffers, CompiledCode, Written, compiled_codes
 from memrewrite.torch_internals.dispatch_modes import Recall
 from memrewrite.torch_internals.fake_tensors import FakeTensor, FakeTensorMode, real_tensors
 from tests.torch_internals.test_dispatch_modes import kinds
@@ -62,3 +62,31 @@ def test_what_is_told_where_to_write_does_not_run(monkeypatch: pytest.MonkeyPatc
     assert into is x
     assert type(x) is FakeTensor
     assert asked == []
+
+
+class Attention(nn.Module):
+    """Backward gets what attention kept, of which several tensors lie in one storage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.whole, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.whole(x).unflatten(2, (3, 2, 16)).permute(2, 0, 3, 1, 4)
+        attended = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.out(attended.transpose(1, 2).flatten(2)).square().sum()
+
+
+def test_arguments_are_made_where_sizes_vary() -> None:
+    torch._dynamo.reset()
+    x = torch.randn(4, 24, 32)
+    with compiled_codes() as codes:
+        torch.compile(Attention(), dynamic=True)(x).backward()
+    forward, backward = codes
+    with FakeTensorMode():
+        assert (4, 24, 32) in shapes(forward)
+        assert shapes(backward).count((4, 2, 24, 16)) == 4  # query, key and value in one storage, and their result
+
+
+def shapes(code: CompiledCode) -> list[tuple[int, ...]]:
+    return [tuple(each.shape) for each in code.named_arguments().values() if isinstance(each, Tensor)]
