@@ -48,7 +48,7 @@ class State:
             return  # a sparse buffer is kept by reference: no module writes one in place
         storage: Any = tensor.untyped_storage()
         if id(storage) not in self._bytes:
-            saved = storage.clone() if self._near or storage.device.type == "cpu" else storage.cpu()
+            saved = storage.clone() if self._near or storage.device.type == "cpu" else _on_cpu(storage)
             self._bytes[id(storage)] = (storage, saved)
 
     def restore(self) -> None:
@@ -71,7 +71,7 @@ class State:
     def bring_to_cpu(self) -> None:
         """Keep bytes on the CPU from now on, also those of what ``restarted`` made of this."""
         for key, (storage, saved) in self._bytes.items():
-            self._bytes[key] = storage, saved.cpu()
+            self._bytes[key] = storage, saved if saved.device.type == "cpu" else _on_cpu(saved)
 
     def bring_back(self) -> None:
         """Keep bytes where they lie again, as far as there is room, if they were kept there before."""
@@ -103,6 +103,12 @@ class State:
         }
         other._generators = RandomState(self._devices)
         return other
+
+
+def _on_cpu(storage: Any) -> Any:
+    """A copy in memory that all threads have touched, without which one gets it page by page as it copies."""
+    memory: Any = torch.empty(storage.nbytes(), dtype=torch.uint8).zero_().untyped_storage()
+    return memory.copy_(storage)
 
 
 def cuda_devices(modules: tuple[nn.Module, ...], inputs: Inputs) -> tuple[torch.device, ...]:

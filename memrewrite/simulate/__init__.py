@@ -141,7 +141,8 @@ def requests(
 ) -> Requests:
     """What CUDA's allocator is asked for in two steps of ``module``, and in more with smaller batches between.
 
-    Without those where the model, its program or the loss function takes none; otherwise like ``simulate``.
+    Without those where the model, its program or the loss function takes none; otherwise like ``simulate``. In those
+    a convolution takes what it does in a larger batch.
     """
 
     def once(transients: Transients | None) -> Requests:
@@ -151,8 +152,9 @@ def requests(
             loop, _ = _taken(twin, fakes, step, [tracker], 2, workspace_bytes, targets, noted)
             asked = allocator.asked()
             again = _repeating([tracker]) if _on_plain_fakes(twin, step) else nullcontext()
+            larger = nullcontext() if transients is None else transients.smaller_batches()
             try:
-                with again, warnings.catch_warnings():
+                with again, larger, warnings.catch_warnings():
                     warnings.simplefilter("error", FallbackWarning)
                     others = [part_of(fakes, share) for share in _SMALLER]
                     for other in (*others, fakes):

@@ -4,13 +4,16 @@ reductions, accumulators of attention backward.
 Fake tensors do not show it and it depends on the device and on library versions, so each operator is run per signature
 on the device, on tensors of ones and zeros, and the allocator's peak is read, and in which order it was asked for what:
 which segments the allocator reserves depends on that. Libraries set themselves up in the first run of an operator, and
-some in the first of each signature: that is not what it takes.
+some in the first of each signature: that is not what it takes. cuDNN plans a convolution in each thread anew, which may
+take a second: operators of backward run where autograd runs them, so that a step need not plan them again.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +24,7 @@ from memrewrite.torch_internals.allocations import Course, History, recorded_all
 from memrewrite.torch_internals.fake_tensors import FakeTensor
 from memrewrite.torch_internals.operators import OpOverload, argument_names
 
+T = TypeVar("T")
 Call = tuple[OpOverload, tuple[Any, ...], dict[str, Any]]
 
 
@@ -48,6 +52,8 @@ class Unmeasured(Taken):
 # In the names of operators for which cuDNN tries one algorithm after another, until it gets the workspace that one asks
 # for (``try_plans`` in ``aten/src/ATen/native/cudnn/Conv_v8.cpp``).
 _CHOOSES = "convolution"
+_BATCHED = {"convolution": 1, "convolution_backward": 2}  # by operator, how many arguments begin with a batch
+_IN_BACKWARD = "backward"  # in the names of operators of which autograd's backward consists
 _SETS_UP = (_CHOOSES, "attention", "rnn", "lstm", "gru")  # libraries that make a plan for each signature
 Measure = Callable[[Sequence[Call]], Sequence[Taken]]
 NOTHING = Taken()
@@ -61,6 +67,7 @@ class Transients:
         self._known: dict[Any, Taken] = {}
         self._unknown: dict[Any, Unmeasured] = {}
         self._in_words: dict[Any, Taken] = {}  # of what is known, by what takes less time to make and to compare
+        self._by_batch: dict[Any, dict[int, Taken]] | None = None  # convolutions, while larger ones stand for smaller
         self._own = object()  # which no later one is taken for, as by its ``id``
 
     @property
@@ -93,7 +100,7 @@ class Transients:
         except TypeError:  # an argument that cannot be part of a signature
             return NOTHING
         if known is None:
-            return self._unknown.setdefault(call, Unmeasured())
+            return self._of_larger(call) or self._unknown.setdefault(call, Unmeasured())
         self._in_words[asked] = known
         return known
 
@@ -106,6 +113,28 @@ class Transients:
         self._known.update(self._unknown)
         self._unknown.clear()
         return any(taken.bytes or len(taken.course) > 1 for taken in measured)
+
+    @contextmanager
+    def smaller_batches(self) -> Iterator[None]:
+        """Within, a convolution takes what it does of the next larger batch, if one was measured.
+
+        To see what it really takes, cuDNN would have to plan it for each batch.
+        """
+        self._by_batch = defaultdict(dict)
+        for call, taken in self._known.items():
+            key, batch = _and_batch(call)
+            self._by_batch[key][batch] = taken
+        try:
+            yield
+        finally:
+            self._by_batch = None
+
+    def _of_larger(self, call: Any) -> Taken | None:
+        if self._by_batch is None:
+            return None
+        key, batch = _and_batch(call)
+        known = self._by_batch.get(key, {})
+        return known.get(min((size for size in known if size > batch), default=-1))
 
 
 @functools.cache
@@ -134,6 +163,16 @@ def like(value: Any) -> Any:
     return tuple(like(item) for item in value) if isinstance(value, list | tuple) else value
 
 
+def _and_batch(call: Any) -> tuple[Any, int]:
+    """What a convolution is besides the size of its batch, and that; others have none."""
+    func, args, kwargs = call
+    count = _BATCHED.get(func.overloadpacket.__name__)
+    if count is None:
+        return call, 0
+    of_batch = tuple((arg.shape[1:], arg.stride, arg.dtype) for arg in args[:count])
+    return (func, of_batch, args[count:], kwargs), args[0].shape[0]
+
+
 def made(value: Any) -> Any:
     """An argument again, of what ``like`` made of it; tuples come as lists.
 
@@ -153,7 +192,8 @@ def _measured(device: torch.device, calls: Sequence[Call]) -> list[Taken]:
             ahead.settle(place)
             ready = func in met and func.namespace == "aten" and not any(each in func.__name__ for each in _SETS_UP)
             met.add(func)
-            found.append(_run(device, history, func, args, kwargs, 1 if ready else 2))
+            run = functools.partial(_run, device, history, func, args, kwargs, 1 if ready else 2)
+            found.append(_in_backward(device, run) if _IN_BACKWARD in func.__name__ else run())
     return [
         Taken(extra, history.course(first, last), _CHOOSES in func.__name__)
         for (extra, first, last), (func, _, _) in zip(found, calls, strict=True)
@@ -180,6 +220,29 @@ def _run(
     except RuntimeError:
         return 0, 0, 0  # it does not run on such values, or there is no room for it alone: nothing is known
     return extra, first, last
+
+
+def _in_backward(device: torch.device, run: Callable[[], T]) -> T:
+    """What ``run`` gives in the thread in which autograd runs backward on the device."""
+    found: list[T] = []
+    with torch.inference_mode(False), torch.enable_grad():
+        start = torch.zeros((), device=device, requires_grad=True)
+        _Backward.apply(start, lambda: found.append(run())).backward()  # type: ignore[no-untyped-call]
+    return found[0]
+
+
+class _Backward(torch.autograd.Function):
+    """Its backward runs something."""
+
+    @staticmethod
+    def forward(ctx: Any, start: Tensor, run: Callable[[], None]) -> Tensor:
+        ctx.run = run
+        return start.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
+        ctx.run()
+        return None, None
 
 
 def random_state_on_host(func: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:

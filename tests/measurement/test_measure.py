@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from memrewrite.measurement import snapshot
 from memrewrite.measurement.measuring import Loader, measure, measure_in_child, out_of_memory, preserved_state
 from memrewrite.process import child
 from memrewrite.records.errors import MeasurementError, TargetError, UsageError
@@ -136,6 +137,14 @@ def test_resized_storage_is_put_back() -> None:
     with preserved_state(module, Inputs((), {})):
         module.weight.untyped_storage().resize_(0)
     assert torch.equal(module.weight, weight)
+
+
+def test_what_waits_on_the_cpu_is_put_back_bit_for_bit() -> None:
+    storage = torch.randn(1000).untyped_storage()
+    saved = snapshot._on_cpu(storage)
+    assert saved.nbytes() == storage.nbytes()
+    assert saved.data_ptr() != storage.data_ptr()
+    assert bytes(saved) == bytes(storage)
 
 
 class Huge(nn.Linear):
