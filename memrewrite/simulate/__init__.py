@@ -142,7 +142,7 @@ def requests(
     """What CUDA's allocator is asked for in two steps of ``module``, and in more with smaller batches between.
 
     Without those where the model, its program or the loss function takes none; otherwise like ``simulate``. In those
-    a convolution takes what it does in a larger batch.
+    what libraries plan for each batch takes what it does of a larger one.
     """
 
     def once(transients: Transients | None) -> Requests:

@@ -52,9 +52,10 @@ class Unmeasured(Taken):
 # In the names of operators for which cuDNN tries one algorithm after another, until it gets the workspace that one asks
 # for (``try_plans`` in ``aten/src/ATen/native/cudnn/Conv_v8.cpp``).
 _CHOOSES = "convolution"
-_BATCHED = {"convolution": 1, "convolution_backward": 2}  # by operator, how many arguments begin with a batch
+_WITHOUT_BATCH = {"convolution": 1, "convolution_backward": 2}  # by operator, which argument begins with no batch
 _IN_BACKWARD = "backward"  # in the names of operators of which autograd's backward consists
-_SETS_UP = (_CHOOSES, "attention", "rnn", "lstm", "gru")  # libraries that make a plan for each signature
+_BY_BATCH = (_CHOOSES, "attention")
+_SETS_UP = (*_BY_BATCH, "rnn", "lstm", "gru")  # libraries that make a plan for each signature
 Measure = Callable[[Sequence[Call]], Sequence[Taken]]
 NOTHING = Taken()
 
@@ -67,7 +68,7 @@ class Transients:
         self._known: dict[Any, Taken] = {}
         self._unknown: dict[Any, Unmeasured] = {}
         self._in_words: dict[Any, Taken] = {}  # of what is known, by what takes less time to make and to compare
-        self._by_batch: dict[Any, dict[int, Taken]] | None = None  # convolutions, while larger ones stand for smaller
+        self._by_batch: dict[Any, dict[int, Taken]] | None = None  # of dear calls, while larger ones stand for smaller
         self._own = object()  # which no later one is taken for, as by its ``id``
 
     @property
@@ -116,9 +117,9 @@ class Transients:
 
     @contextmanager
     def smaller_batches(self) -> Iterator[None]:
-        """Within, a convolution takes what it does of the next larger batch, if one was measured.
+        """Within, what is planned or compiled for each batch takes what it does of the next larger one that is known.
 
-        To see what it really takes, cuDNN would have to plan it for each batch.
+        That is convolutions and attention, by cuDNN, and chains: to see what they really take may take a second each.
         """
         self._by_batch = defaultdict(dict)
         for call, taken in self._known.items():
@@ -164,13 +165,21 @@ def like(value: Any) -> Any:
 
 
 def _and_batch(call: Any) -> tuple[Any, int]:
-    """What a convolution is besides the size of its batch, and that; others have none."""
+    """What is planned or compiled for each batch is besides the size of that, and this; other calls have none."""
     func, args, kwargs = call
-    count = _BATCHED.get(func.overloadpacket.__name__)
-    if count is None:
+    name = func.overloadpacket.__name__
+    if func not in CHAINED and not any(each in name for each in _BY_BATCH):
         return call, 0
-    of_batch = tuple((arg.shape[1:], arg.stride, arg.dtype) for arg in args[:count])
-    return (func, of_batch, args[count:], kwargs), args[0].shape[0]
+    batches = []
+
+    def rest(value: Any) -> Any:
+        if isinstance(value, TensorLike) and len(value.shape) > 1:
+            batches.append(value.shape[0])
+            return value.shape[1:], value.stride, value.dtype
+        return tuple(map(rest, value)) if isinstance(value, tuple) else value
+
+    of_any = tuple(value if place == _WITHOUT_BATCH.get(name) else rest(value) for place, value in enumerate(args))
+    return (func, of_any, kwargs), max(batches, default=0)
 
 
 def made(value: Any) -> Any:

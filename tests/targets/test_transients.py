@@ -1,12 +1,13 @@
 """What operators take is measured once they are set up, where a step runs them, and no more often than need be."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 
+from memrewrite.records.tensor_like import TensorLike
 from memrewrite.targets import transients
 from memrewrite.targets.transients import Call, Taken, Transients, Unmeasured
 
@@ -66,36 +67,63 @@ def test_what_runs_in_backward_gives_what_it_finds(how: Callable[[], Any]) -> No
         assert transients._in_backward(torch.device("cpu"), run) == (True, False)
 
 
-def test_a_convolution_takes_what_it_does_of_a_larger_batch() -> None:
+def given(batch: int, size: int = 8) -> dict[Any, tuple[Any, ...]]:
+    image, made, weight = torch.empty(batch, 3, size, size), torch.empty(batch, 4, 6, 6), torch.empty(4, 3, 3, 3)
+    rest = [1, 1], [0, 0], [1, 1], False, [0, 0], 1
+    heads = torch.empty(batch, 2, size, 16)
+    return {
+        aten.convolution.default: (image, weight, None, *rest),
+        aten.convolution_backward.default: (made, image, weight, None, *rest, [True, True, False]),
+        aten._scaled_dot_product_flash_attention.default: (heads, heads, heads),
+        torch.ops.memrewrite.chain.default: ("norm", [heads, weight[0, 0]]),
+        aten.relu.default: (image,),
+    }
+
+
+PLANNED = [func for func in given(8) if func is not aten.relu.default]
+
+
+@pytest.mark.parametrize("func", PLANNED, ids=str)
+def test_what_is_planned_for_each_batch_takes_what_it_does_of_a_larger_one(func: Any) -> None:
     measured: list[Call] = []
 
     def measure(calls: Sequence[Call]) -> list[Taken]:
         measured.extend(calls)
-        return [Taken(call[1][0].shape[0]) for call in calls]
+        return [Taken(next(_tensors(call[1])).shape[0]) for call in calls]
 
-    def lookup(batch: int, func: Any = aten.convolution.default, size: int = 8) -> Taken:
-        image, weight, made = torch.empty(batch, 3, size, size), torch.empty(4, 3, 3, 3), torch.empty(batch, 4, 6, 6)
-        rest = [1, 1], [0, 0], [1, 1], False, [0, 0], 1
-        given: dict[Any, tuple[Any, ...]] = {
-            aten.convolution.default: (image, weight, None, *rest),
-            aten.convolution_backward.default: (made, image, weight, None, *rest, [True, True, False]),
-            aten.relu.default: (image,),
-        }
-        return table.lookup(func, given[func], {})
+    def lookup(batch: int, func: Any = func, size: int = 8) -> Taken:
+        return table.lookup(func, given(batch, size)[func], {})
 
     table = Transients(measure)
-    functions = aten.convolution.default, aten.convolution_backward.default, aten.relu.default
-    for func in functions:
-        lookup(8, func)
-        lookup(6, func)
+    for each in (func, aten.relu.default):
+        lookup(8, each)
+        lookup(6, each)
     table.probe()
     with table.smaller_batches():
         assert [lookup(batch).bytes for batch in (8, 7, 6, 5)] == [8, 8, 6, 6]
-        assert lookup(5, functions[1]).bytes == 6
-        unknown = lookup(9), lookup(5, size=10), lookup(5, functions[2])
+        unknown = lookup(9), lookup(5, size=10), lookup(5, aten.relu.default)
         assert all(isinstance(each, Unmeasured) for each in unknown)
     assert isinstance(lookup(5), Unmeasured)
     del measured[:]
     table.probe()
     assert len(measured) == 4
     assert lookup(5).bytes == 5
+
+
+def test_a_convolution_is_another_where_its_weight_is() -> None:
+    table = Transients(lambda calls: [Taken(512)] * len(calls))
+    image, weight, *rest = given(8)[aten.convolution.default]
+    table.lookup(aten.convolution.default, (image, weight, *rest), {})
+    table.probe()
+    with table.smaller_batches():
+        assert table.lookup(aten.convolution.default, (image[:4], weight, *rest), {}).bytes == 512
+        other = table.lookup(aten.convolution.default, (image[:4], weight[:2], *rest), {})
+        assert isinstance(other, Unmeasured)
+
+
+def _tensors(values: Any) -> Iterator[TensorLike]:
+    for value in values:
+        if isinstance(value, TensorLike):
+            yield value
+        elif isinstance(value, tuple):
+            yield from _tensors(value)
