@@ -86,6 +86,16 @@ class Facts:
         return tuple(sum(self.bytes[storage] for storage in lies) for lies in self.holds)
 
     @functools.cached_property
+    def beside_loss(self) -> int:
+        """Bytes of what forward returns besides a loss and asks gradients of, and of those; 0 where it returns none.
+
+        Autograd makes them of zeros where nobody gives any.
+        """
+        counts = [self.nodes[i].meta["val"].numel() for i in self.tangents]
+        larger = [i for i, count in zip(self.tangents, counts, strict=True) if count != 1]
+        return 2 * sum(self.sizes[i] for i in larger) if len(larger) < len(counts) else 0
+
+    @functools.cached_property
     def ready(self) -> frozenset[int]:
         """The nodes that neither have to be kept nor run again: what is given, and sizes."""
         return self.given | self.symbols

@@ -26,6 +26,10 @@ from memrewrite.torch_internals.partitioning import is_ours, prepared, stock_par
 
 _FROM_CACHE = 5  # tries for the lowest peak of code of which no plan is known, at most
 _HOPELESS = 1.5  # of what is foreseen code took 12 % less at most: beyond this nothing is compiled to tell
+_LOSS_ALONE = (
+    '  - the loss alone from forward, as of memrewrite.optimize(..., returns="loss") first: what it returns besides, '
+    "and the zeros that are its gradient, take {}"
+)
 
 
 @dataclass(frozen=True)
@@ -371,9 +375,12 @@ class Partition:
         return BudgetInfeasibleError(message, least, tuple(self._advice(limit, made or 0)))
 
     def _advice(self, limit: int, lowest: int) -> list[str]:
-        """What of a leaner optimizer and of smaller batches would fit, by what is known here."""
+        """What of a leaner optimizer, of the loss alone and of smaller batches would fit, by what is known here."""
         made = lowest - self.lives.gradients
         found = []
+        beside = 0 if self.options is None else self.options.frontier.facts.beside_loss
+        if beside and self.base + lowest - beside <= limit:
+            found.append(_LOSS_ALONE.format(format_bytes(beside)))
         if self.lives.state and self.base - self.lives.state + lowest <= limit:
             found.append("  - SGD without momentum: another optimizer wants another learning rate")
         least = self.base - self.lives.inputs + self.lives.gradients

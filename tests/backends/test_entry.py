@@ -116,6 +116,35 @@ def test_a_budget_that_nothing_fits_is_our_own_error(partitions: list[Partition]
     run(mlp(), torch.randn(256, 32), budget=caught.value.lowest)
 
 
+class WithLogits(nn.Module):
+    """Returns its loss, and what that is of if it is asked to."""
+
+    def __init__(self, alone: bool) -> None:
+        super().__init__()
+        self.alone, self.head = alone, nn.Linear(32, 512)
+
+    def forward(self, x: Tensor) -> Any:
+        logits = self.head(x)
+        loss = logits.square().mean()
+        return loss if self.alone else (loss, logits)
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_what_a_loss_is_returned_with_is_told_where_nothing_fits(alone: bool) -> None:
+    def refused(budget: str | int) -> BudgetInfeasibleError:
+        torch._dynamo.reset()
+        options: Any = {"budget": budget, "optimizer": "none"}
+        with pytest.raises(BudgetInfeasibleError) as caught:
+            torch.compile(WithLogits(alone), backend=entry.memrewrite, options=options)(torch.randn(1024, 32))
+        return caught.value
+
+    lowest = refused("100KB").lowest
+    logits = 1024 * 512 * 4
+    words = 'the loss alone from forward, as of memrewrite.optimize(..., returns="loss") first: what it returns besides'
+    assert (words in str(refused(lowest - logits))) is not alone
+    assert words not in str(refused("100KB"))  # what would not be enough
+
+
 def test_a_last_batch_that_is_smaller_may_take_what_the_others_do(partitions: list[Partition]) -> None:
     """Of a step of its own, which is mostly weights, 80 % would be less than any plan takes."""
     options: Any = {"budget": "80%", "optimizer": "adamw"}
