@@ -120,11 +120,12 @@ class Transients:
         """Within, what is planned or compiled for each batch takes what it does of the next larger one that is known.
 
         That is convolutions and attention, by cuDNN, and chains: to see what they really take may take a second each.
+        In which order they ask for it is left out, as they ask for results, too, which are smaller.
         """
         self._by_batch = defaultdict(dict)
         for call, taken in self._known.items():
             key, batch = _and_batch(call)
-            self._by_batch[key][batch] = taken
+            self._by_batch[key][batch] = Taken(taken.bytes)
         try:
             yield
         finally:

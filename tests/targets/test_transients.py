@@ -111,12 +111,12 @@ def test_what_is_planned_for_each_batch_takes_what_it_does_of_a_larger_one(func:
 
 
 def test_a_convolution_is_another_where_its_weight_is() -> None:
-    table = Transients(lambda calls: [Taken(512)] * len(calls))
+    table = Transients(lambda calls: [Taken(512, (1024, 512, -2))] * len(calls))
     image, weight, *rest = given(8)[aten.convolution.default]
     table.lookup(aten.convolution.default, (image, weight, *rest), {})
     table.probe()
     with table.smaller_batches():
-        assert table.lookup(aten.convolution.default, (image[:4], weight, *rest), {}).bytes == 512
+        assert table.lookup(aten.convolution.default, (image[:4], weight, *rest), {}) == Taken(512)
         other = table.lookup(aten.convolution.default, (image[:4], weight[:2], *rest), {})
         assert isinstance(other, Unmeasured)
 
