@@ -22,7 +22,7 @@ from memrewrite.simulate.fake.true_results import TrueResults
 from memrewrite.simulate.memory.repeats import in_place_of_pieces
 from memrewrite.targets.eager import EAGER, Target
 from memrewrite.torch_internals.custom_functions import kept_as_attributes
-from memrewrite.torch_internals.fake_tensors import FakeTensorMode
+from memrewrite.torch_internals.fake_tensors import FakeTensorMode, as_parameter, fake_of, in_place_of_modes
 from memrewrite.torch_internals.pytrees import tensors_in, tree_iter
 from memrewrite.workload.step import autocast
 
@@ -189,18 +189,28 @@ class _Observer(fx.Interpreter):
             return value
         if id(value) not in self._attributes:
             origin: Origin = "parameter" if isinstance(value, nn.Parameter) else "buffer"
-            self._attributes[id(value)] = self.known(self.fake.from_tensor(value), origin)
+            self._attributes[id(value)] = self.known(self._fake(value), origin)
         return self._attributes[id(value)]
+
+    def _fake(self, value: Tensor) -> Tensor:
+        if type(value) is not nn.Parameter or value.is_meta:
+            return self.fake.from_tensor(value)
+        with in_place_of_modes():
+            plain = value.detach()
+        return as_parameter(fake_of(plain, self.fake), value.requires_grad)
 
     def run_node(self, n: fx.Node) -> Any:
         recorder = self.recorder
         index = len(self.facts)
         recorder.begin(index)
         given: set[int] = set()
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
         if n.op not in ("placeholder", "get_attr"):
-            args, kwargs = self.fetch_args_kwargs_from_env(n)
             given = {recorder.storage(t) for t in tensors_in((args, kwargs))}
-        result = self._submodule(n) if n.op == "call_module" else super().run_node(n)
+        if n.op == "call_module":
+            result = self._submodule(n, args, kwargs)
+        else:
+            result = getattr(self, n.op)(n.target, args, kwargs)
         if n.op in ("placeholder", "get_attr"):
             recorder.begin(index)
         n.meta["val"] = result
@@ -227,8 +237,7 @@ class _Observer(fx.Interpreter):
         )
         return result
 
-    def _submodule(self, node: fx.Node) -> Any:
-        args, kwargs = self.fetch_args_kwargs_from_env(node)
+    def _submodule(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         twin = self._submodules[str(node.target)]
         return on_fakes_or_seen(node, lambda: twin(*args, **kwargs), [*tree_iter((args, kwargs)), *twin.parameters()])
 

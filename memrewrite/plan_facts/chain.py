@@ -123,8 +123,8 @@ def barrier(effects: Effects, nodes: list[fx.Node]) -> Bytes:
         last |= dict.fromkeys((key for key in facts.writes if effects.storages[key].origin == "node"), i)
     for key, end in last.items():
         made = index.get(effects.order[effects.storages[key].producer], -1)
-        for a in range(made + 1, end + 1):
-            found[a] = min(found[a], next(i for i in touching[key] if i >= a))
+        begins, touches = np.arange(made + 1, end + 1), np.array(touching[key])
+        found[begins] = np.minimum(found[begins], touches[np.searchsorted(touches, begins)])
     return found
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from memrewrite.records.tensor_like import TensorLike
 from memrewrite.simulate.memory.course import Course, Replay, course_of
 from memrewrite.simulate.memory.tracker import Tracker
-from memrewrite.torch_internals.fake_tensors import FAKE_TENSOR_ERRORS, FakeTensor
+from memrewrite.torch_internals.fake_tensors import FAKE_TENSOR_ERRORS, FakeTensor, FakeTensorMode, fake_number
 from memrewrite.torch_internals.foreach import has_hooks
 from memrewrite.torch_internals.patches import process_wide
 from memrewrite.torch_internals.pytrees import tensors_in
@@ -50,9 +50,9 @@ class _Part:
                 value = tensor.item()
         return cls(TensorLike.of(tensor), number, value)
 
-    def tensor(self) -> Tensor:
-        """Such a tensor."""
-        return self.like.empty() if self.value is None else torch.tensor(self.value, dtype=self.like.dtype)
+    def tensor(self, mode: FakeTensorMode) -> Tensor:
+        """Such a tensor of a fake mode."""
+        return self.like.empty() if self.value is None else fake_number(self.value, self.like.dtype, mode)
 
 
 @dataclass(frozen=True)
@@ -150,9 +150,10 @@ def _again(known: _Known, optimizer: torch.optim.Optimizer, trackers: Sequence[T
         for tracker in trackers:
             stack.enter_context(tracker.looking_away())
         for place, parts in known.state.items():
-            state = optimizer.state[parameters[place]]
+            parameter: Any = parameters[place]  # a fake
+            state = optimizer.state[parameter]
             for name, part in parts.items():
-                state[name] = part.tensor() if isinstance(part, _Part) else part
+                state[name] = part.tensor(parameter.fake_mode) if isinstance(part, _Part) else part
                 if isinstance(part, _Part) and part.number is not None:
                     storages[part.number] = state[name].untyped_storage()
     replay = Replay(trackers, storages)
