@@ -150,6 +150,10 @@ class Frontier:
                 heappush(ahead, (found.ms, number, place + 1))
         return best
 
+    def kept(self, order: Order) -> int:
+        """The bytes that an order keeps."""
+        return self._live.kept(order)
+
     def look(self, ways: Ways) -> Found:
         """A choice with its peaks and cost."""
         return self.found(self.planner.order(ways))
@@ -168,9 +172,14 @@ class _Row:
         self._falling = self._steps()
 
     @functools.cached_property
+    def _least(self) -> Order:
+        """The order that runs all again that may."""
+        return self._all.planner.order(self._ways(self._facts.costly & self._facts.may_rerun))
+
+    @functools.cached_property
     def last(self) -> Found:
-        """The plan that runs all again that may."""
-        return self._look(self._facts.costly & self._facts.may_rerun)
+        """The plan of that order, which few rows are asked for."""
+        return self._all.found(self._least)
 
     @property
     def division(self) -> Division:
@@ -196,13 +205,16 @@ class _Row:
             self._found.append(following)
         return self._found[place]
 
+    def _ways(self, rerun: frozenset[int]) -> Ways:
+        return Ways(self.cuts, rerun, self.early)
+
     def _look(self, rerun: frozenset[int]) -> Found:
-        return self._all.look(Ways(self.cuts, rerun, self.early))
+        return self._all.look(self._ways(rerun))
 
     def _steps(self) -> Iterator[Found]:
         now = self._look(frozenset())
         yield now
-        step = max((now.peaks.saved - self.last.peaks.saved) // _STEPS, 1)
+        step = max((now.peaks.saved - self._all.kept(self._least)) // _STEPS, 1)
         raising: set[int] = set()
         while more := self._next(now, step, raising) or self._next(now, step):
             found = self._look(now.order.ways.rerun | more)

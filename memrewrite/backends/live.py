@@ -6,7 +6,7 @@ handed to backward.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -57,16 +57,20 @@ class Live:
 
     def peaks(self, order: Order) -> Peaks:
         """The peaks of an order; autograd lets go of what backward was given only when that is through."""
-        facts, saved = self.facts, self._saved(order)
+        saved = self._saved(order)
         forward = self._watermark(self._runs.forward(order.saved, saved), frozenset(), frozenset())
-        forward = replace(forward, peak=forward.peak + facts.held)
+        forward = replace(forward, peak=forward.peak + self.facts.held)
         backward = self._watermark(*self._backward(order, saved))
-        return Peaks(forward, backward, sum(facts.bytes[s] for s in saved))
+        return Peaks(forward, backward, self._bytes(saved))
+
+    def kept(self, order: Order) -> int:
+        """The bytes that an order keeps, which takes no look at what lives besides."""
+        return self._bytes(self._saved(order))
 
     def left(self, order: Order, room: int) -> tuple[int, int]:
         """Of so many bytes those that what lives all through forward, and all through backward, leaves."""
         through = (self._runs.outputs | self._tangents) - self._saved(order)
-        return room - self.facts.held, room - sum(map(self._runs.size, through))
+        return room - self.facts.held, room - self._bytes(through)
 
     def crests(self, order: Order) -> list[int]:
         """Where the most bytes live in each part of backward, as a place in its order."""
@@ -81,6 +85,9 @@ class Live:
 
     def _saved(self, order: Order) -> frozenset[Key]:
         return frozenset(s for node in order.saved for s in self.facts.holds[node])
+
+    def _bytes(self, keys: Iterable[Key]) -> int:
+        return sum(map(self._runs.size, keys))
 
     def _backward(self, order: Order, saved: frozenset[Key]) -> tuple[list[Stretch], frozenset[Key], frozenset[Key]]:
         """What backward runs, what it is given, and what lives until it is through."""

@@ -7,6 +7,7 @@ Of gradients, those of parameters of later graphs count as if all were there: th
 later are not known yet: what they keep is taken to be as much more as they have more parameters.
 """
 
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,9 +22,11 @@ from memrewrite.targets.layout import Layout, layout_of
 from memrewrite.targets.workspaces import measured
 from memrewrite.torch_internals.compiling import real_tensors_of, saved_by
 from memrewrite.torch_internals.fake_tensors import FAKE_TENSOR_ERRORS, FakeTensorMode
-from memrewrite.torch_internals.foreach import foreach_on_fake_tensors
+from memrewrite.torch_internals.foreach import foreach_on_fake_tensors, not_compiling
 from memrewrite.torch_internals.spread import local_part
 from memrewrite.workload.stepspec import optimizer_factory
+
+_Look = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]  # sizes, strides, type and device of a tensor
 
 
 @dataclass(frozen=True)
@@ -118,24 +121,30 @@ def _later(whole: Sequence[Tensor], mine: Sequence[Tensor], earlier: Sequence[Te
 
 def optimizer_bytes(parameters: Iterable[nn.Parameter], name: str) -> tuple[tuple[int, ...], int]:
     """The bytes of what an optimizer keeps, tensor by tensor, and those of its step besides; on fake tensors."""
+    given = (local_part(each) for each in parameters)
+    return _optimizer_bytes(tuple((each.shape, each.stride(), each.dtype, each.device) for each in given), name)
+
+
+@functools.lru_cache(maxsize=8)  # each graph of a model asks, and each time that one is compiled again
+def _optimizer_bytes(looks: tuple[_Look, ...], name: str) -> tuple[tuple[int, ...], int]:
     factory = optimizer_factory(name)
-    given = list(parameters)
-    if factory is None or not given:
+    if factory is None or not looks:
         return (), 0
+    device_type = looks[0][-1].type
     try:
-        with FakeTensorMode(), foreach_on_fake_tensors():
-            twins = [nn.Parameter(_like(each)) for each in given]
-            for twin, each in zip(twins, given, strict=True):
-                twin.grad = _like(each)
+        with FakeTensorMode(), foreach_on_fake_tensors(), not_compiling():
+            twins = [nn.Parameter(_made(look)) for look in looks]
+            for twin, look in zip(twins, looks, strict=True):
+                twin.grad = _made(look)
             optimizer = factory(twins)
-            with Tracker(given[0].device.type) as tracker:
+            with Tracker(device_type) as tracker:
                 tracker.register([*twins, *(twin.grad for twin in twins if twin.grad is not None)], "parameters")
                 there = tracker.current
                 optimizer.step()
                 state = tracker.current - there
                 tracker.reset_peak()
                 optimizer.step()
-                return _kept(optimizer, given[0].device.type, state), max(tracker.peak - there - state, 0)
+                return _kept(optimizer, device_type, state), max(tracker.peak - there - state, 0)
     except FAKE_TENSOR_ERRORS as error:
         raise UsageError(
             f"What optimizer {name!r} keeps cannot be counted: {error}. Write optimizer='none', reserve=<its bytes>."
@@ -149,9 +158,9 @@ def _kept(optimizer: torch.optim.Optimizer, device_type: str, total: int) -> tup
     return found if sum(map(rounded, found)) == total else (total,)
 
 
-def _like(parameter: Tensor) -> Tensor:
-    tensor = local_part(parameter)
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+def _made(look: _Look) -> Tensor:
+    shape, stride, dtype, device = look
+    return torch.empty_strided(shape, stride, dtype=dtype, device=device)
 
 
 def _behind(given: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:

@@ -1,6 +1,7 @@
 """Which kernels optimizers choose for fake parameters, and what users hooked to them. Read in PyTorch 2.11 to 2.15.
 
-They decide by lists of types and devices that have no public way in; hooks can be added, and not be asked for.
+They decide by lists of types and devices, and by whether they are compiled, which have no public way in; hooks can be
+added, and not be asked for.
 """
 
 import contextlib
@@ -41,6 +42,17 @@ def foreach_on_fake_tensors(on_cpu: bool = False) -> Iterator[None]:
             yield
     finally:
         _foreach_types.remove(FakeTensor)
+
+
+@process_wide
+@contextlib.contextmanager
+def not_compiling() -> Iterator[None]:
+    """Let optimizers step as they do in eager, while Dynamo compiles something else.
+
+    From PyTorch 2.13 on they are told that they are compiled all the time that Dynamo works, and then count in tensors.
+    """
+    with mock.patch.object(torch.compiler, "_is_compiling_flag", False):
+        yield
 
 
 def has_hooks(optimizer: torch.optim.Optimizer) -> bool:

@@ -7,6 +7,7 @@ import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,7 +22,9 @@ from memrewrite.backends.resident import Resident, optimizer_bytes
 from memrewrite.backends.steps import key_of
 from memrewrite.records.errors import BudgetInfeasibleError, MemrewriteError, UsageError
 from memrewrite.runtime.promise import BeyondPlanWarning
+from memrewrite.simulate.memory.tracker import Tracker
 from memrewrite.targets.allocator import rounded
+from memrewrite.torch_internals.fake_tensors import FakeTensorMode
 from tests.backends.test_partition import mlp
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -105,6 +108,26 @@ def test_state_of_optimizers(name: str, copies: int) -> None:
     state = sum(map(rounded, kept))
     assert state - copies * 2**16 in (0, 512)
     assert (transient > 0) == (name == "adamw")
+
+
+def test_state_is_counted_once_for_all_graphs_and_as_in_eager() -> None:
+    with FakeTensorMode():
+        parameters = [nn.Parameter(torch.empty(1024, 17, device="cuda")) for _ in range(3)]
+    found = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: object) -> Callable[..., Any]:
+        found.append(optimizer_bytes(parameters, "adamw"))  # of which PyTorch 2.13 says that it is compiled
+        return graph.forward
+
+    def broken(x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return x * 2
+
+    with mock.patch("memrewrite.backends.resident.Tracker", wraps=Tracker) as counted:
+        torch.compile(lambda x: broken(x + 1), backend=backend)(torch.ones(2))
+    each = 1024 * 17 * 4
+    assert found == [((each,) * 6, 3 * each)] * 2
+    assert counted.call_count == 1
 
 
 def test_a_budget_that_nothing_fits_is_our_own_error(partitions: list[Partition]) -> None:
