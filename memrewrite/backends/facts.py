@@ -85,7 +85,7 @@ class Facts:
         """For each node the bytes of the storages that its value lies in."""
         return tuple(sum(self.bytes[storage] for storage in lies) for lies in self.holds)
 
-    @functools.cached_property
+    @property
     def beside_loss(self) -> int:
         """Bytes of what forward returns besides a loss and asks gradients of, and of those; 0 where it returns none.
 

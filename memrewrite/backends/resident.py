@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from memrewrite.records.errors import UsageError
+from memrewrite.records.tensor_like import TensorLike
 from memrewrite.simulate.memory.tracker import Tracker
 from memrewrite.targets.allocator import rounded
 from memrewrite.targets.layout import Layout, layout_of
@@ -25,8 +26,6 @@ from memrewrite.torch_internals.fake_tensors import FAKE_TENSOR_ERRORS, FakeTens
 from memrewrite.torch_internals.foreach import foreach_on_fake_tensors, not_compiling
 from memrewrite.torch_internals.spread import local_part
 from memrewrite.workload.stepspec import optimizer_factory
-
-_Look = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]  # sizes, strides, type and device of a tensor
 
 
 @dataclass(frozen=True)
@@ -121,21 +120,20 @@ def _later(whole: Sequence[Tensor], mine: Sequence[Tensor], earlier: Sequence[Te
 
 def optimizer_bytes(parameters: Iterable[nn.Parameter], name: str) -> tuple[tuple[int, ...], int]:
     """The bytes of what an optimizer keeps, tensor by tensor, and those of its step besides; on fake tensors."""
-    given = (local_part(each) for each in parameters)
-    return _optimizer_bytes(tuple((each.shape, each.stride(), each.dtype, each.device) for each in given), name)
+    return _optimizer_bytes(tuple(TensorLike.of(local_part(each)) for each in parameters), name)
 
 
 @functools.lru_cache(maxsize=8)  # each graph of a model asks, and each time that one is compiled again
-def _optimizer_bytes(looks: tuple[_Look, ...], name: str) -> tuple[tuple[int, ...], int]:
+def _optimizer_bytes(likes: tuple[TensorLike, ...], name: str) -> tuple[tuple[int, ...], int]:
     factory = optimizer_factory(name)
-    if factory is None or not looks:
+    if factory is None or not likes:
         return (), 0
-    device_type = looks[0][-1].type
+    device_type = likes[0].device.type
     try:
         with FakeTensorMode(), foreach_on_fake_tensors(), not_compiling():
-            twins = [nn.Parameter(_made(look)) for look in looks]
-            for twin, look in zip(twins, looks, strict=True):
-                twin.grad = _made(look)
+            twins = [nn.Parameter(like.empty()) for like in likes]
+            for twin, like in zip(twins, likes, strict=True):
+                twin.grad = like.empty()
             optimizer = factory(twins)
             with Tracker(device_type) as tracker:
                 tracker.register([*twins, *(twin.grad for twin in twins if twin.grad is not None)], "parameters")
@@ -156,11 +154,6 @@ def _kept(optimizer: torch.optim.Optimizer, device_type: str, total: int) -> tup
     named = (each for values in optimizer.state.values() for each in values.values() if isinstance(each, Tensor))
     found = tuple(each.untyped_storage().nbytes() for each in named if each.device.type == device_type)
     return found if sum(map(rounded, found)) == total else (total,)
-
-
-def _made(look: _Look) -> Tensor:
-    shape, stride, dtype, device = look
-    return torch.empty_strided(shape, stride, dtype=dtype, device=device)
 
 
 def _behind(given: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:

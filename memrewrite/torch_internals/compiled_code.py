@@ -53,18 +53,18 @@ class CompiledCode:
 
     def named_arguments(self) -> dict[str, Any]:
         """New arguments in their order, by the names of the graph's placeholders; there have to be any."""
-        assert self.arguments is not None  # noqa: S101  (see there)
-        names = [name for name in self.arguments.__code__.co_varnames if not name.startswith(_BESIDE_ARGUMENTS)]
-        given = _with_globals(self.arguments, self._names() | self._sizes())()
+        make = self.arguments
+        assert make is not None  # noqa: S101  (see there)
+        names = [name for name in make.__code__.co_varnames if not name.startswith(_BESIDE_ARGUMENTS)]
+        given = _with_globals(make, self._names() | self._sizes(make))()
         return dict(zip(names, given, strict=True))
 
-    def _sizes(self) -> dict[str, int]:
+    def _sizes(self, arguments: Callable[..., Any]) -> dict[str, int]:
         """The symbols of sizes that arguments are made by, as numbers: PyTorch 2.13 on writes these where several of
         them lie in one storage, and numbers for all else. The code says which argument each of them is."""
-        assert self.arguments is not None  # noqa: S101  (see there)
-        if not any(_SYMBOL.fullmatch(name) for name in self.arguments.__code__.co_names):
+        if not any(_SYMBOL.fullmatch(name) for name in arguments.__code__.co_names):
             return {}
-        literals = ((name, each.value) for name, each in _assigned(self.arguments) if isinstance(each, ast.Constant))
+        literals = ((name, each.value) for name, each in _assigned(arguments) if isinstance(each, ast.Constant))
         numbers = {name: value for name, value in literals if isinstance(value, int)}
         named = ((name, each.id) for name, each in _assigned(self._call) if isinstance(each, ast.Name))
         return {name: numbers[argument] for name, argument in named if argument in numbers}

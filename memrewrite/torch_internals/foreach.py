@@ -13,13 +13,15 @@ import torch.optim.optimizer as optimizer_module
 
 from memrewrite.torch_internals.fake_tensors import FakeTensor
 from memrewrite.torch_internals.patches import process_wide
-from memrewrite.torch_internals.versions import private_imports
+from memrewrite.torch_internals.versions import private_imports, require
 
 with private_imports():
     from torch.optim.optimizer import _foreach_supported_types as _foreach_types
     from torch.optim.optimizer import _global_optimizer_post_hooks as _after_all
     from torch.optim.optimizer import _global_optimizer_pre_hooks as _before_all
     from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices as _foreach_devices
+
+require("compiler._is_compiling_flag")
 
 
 @process_wide

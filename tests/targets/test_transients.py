@@ -1,6 +1,6 @@
 """What operators take is measured once they are set up, where a step runs them, and no more often than need be."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -89,7 +89,7 @@ def test_what_is_planned_for_each_batch_takes_what_it_does_of_a_larger_one(func:
 
     def measure(calls: Sequence[Call]) -> list[Taken]:
         measured.extend(calls)
-        return [Taken(next(_tensors(call[1])).shape[0]) for call in calls]
+        return [Taken(batch_of(call)) for call in calls]
 
     def lookup(batch: int, func: Any = func, size: int = 8) -> Taken:
         return table.lookup(func, given(batch, size)[func], {})
@@ -121,9 +121,5 @@ def test_a_convolution_is_another_where_its_weight_is() -> None:
         assert isinstance(other, Unmeasured)
 
 
-def _tensors(values: Any) -> Iterator[TensorLike]:
-    for value in values:
-        if isinstance(value, TensorLike):
-            yield value
-        elif isinstance(value, tuple):
-            yield from _tensors(value)
+def batch_of(call: Call) -> int:
+    return next(each.shape[0] for each in transients._leaves(call[1]) if isinstance(each, TensorLike))

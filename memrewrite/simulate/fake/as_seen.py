@@ -50,7 +50,7 @@ class _Seen(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, likes: list[TensorLike], kept: int, *given: Tensor) -> tuple[Tensor, ...]:
-        made = [torch.empty_strided(like.shape, like.stride, dtype=like.dtype, device=like.device) for like in likes]
+        made = [like.empty() for like in likes]
         private = torch.empty(kept, dtype=torch.uint8, device=made[0].device) if made and kept else None
         ctx.save_for_backward(private, *given)
         ctx.mark_non_differentiable(*(each for each in made if not each.is_floating_point()))

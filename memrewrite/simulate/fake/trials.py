@@ -65,7 +65,7 @@ class Made:
             base: Tensor = there[self.number]
             return base.as_strided(like.shape, like.stride, base.storage_offset() + self.offset)
         if self.size is None:
-            return torch.empty_strided(like.shape, like.stride, dtype=like.dtype, device=like.device)
+            return like.empty()
         whole = torch.empty(self.size, dtype=like.dtype, device=like.device)
         return whole.as_strided(like.shape, like.stride, self.offset)
 
