@@ -2,7 +2,8 @@
 
 For each of several divisions of forward into regions all costly nodes are kept at first. Then, step by step, those may
 run again that free the most bytes of what lives at the peak for the time they take. The steps do not depend on the
-budget, so a larger one never gives a dearer plan; of the last one as much is taken back as there is room for.
+budget, so a larger one never gives a dearer plan; of the last one as much is taken back as there is room for, in the
+cheapest divisions first.
 
 Where none of these is low enough, the lowest divisions are made finer or make things again from further back.
 """
@@ -19,7 +20,8 @@ from memrewrite.backends.live import Live, Peaks
 from memrewrite.backends.plan import Division, Item, Order, Planner, Ways
 
 _STEPS = 16  # from all costly nodes kept to none
-_TRIES = 8  # of the nodes that a step gave, halved: which of them need not run again
+_TRIES = 2  # in each row that fits, of the nodes that a step gave, halved: which of them need not run again
+_FURTHER = 12  # of the cheapest row so far
 _TOP = 2  # of the divisions of the lowest peaks
 _NEAR = 1.25  # of the lowest peak: others are not divided again
 _EARLY = 8  # regions before its own from which on a region makes things again, at most
@@ -135,6 +137,7 @@ class Frontier:
 
     def _cheapest(self, rows: list["_Row"], room: int, own: int, beyond: Callable[[Division], int]) -> Found | None:
         """As ``within``, of these rows: the cheapest goes on until it fits, as steps make none cheaper."""
+        fitting: list[_Between] = []
         best: Found | None = None
         ahead = [(0.0, number, 0) for number in range(len(rows))]  # by what the step before took
         while ahead and (best is None or ahead[0][0] <= best.ms):
@@ -144,11 +147,15 @@ class Frontier:
                 continue
             more = beyond(row.division)
             if self.fits(found, room - more, own - more):
-                fitting = row.between(place, room - more, own - more)
-                best = fitting if best is None else min(best, fitting, key=lambda each: each.rank)
+                fitting.append(row.between(place, room - more, own - more))
+                best = min((each.best for each in fitting), key=lambda each: each.rank)
             else:
                 heappush(ahead, (found.ms, number, place + 1))
-        return best
+        for _ in range(_FURTHER):
+            if not (left := [each for each in fitting if each.ahead]):
+                break
+            min(left, key=lambda each: each.best.rank).go_on()
+        return min((each.best for each in fitting), key=lambda each: each.rank, default=None)
 
     def kept(self, order: Order) -> int:
         """The bytes that an order keeps."""
@@ -277,27 +284,39 @@ class _Row:
                 ahead += facts.inputs[i]
         return missing, instead
 
-    def between(self, place: int, room: int, own: int) -> Found:
-        """The plan at a place, where it fits, with as much kept as there is room for of what its step gave.
-
-        All of that does not fit; so each half is tried, and the halves of what does not fit either.
-        """
+    def between(self, place: int, room: int, own: int) -> "_Between":
+        """The plan at a place, where it fits, with some kept of what its step gave."""
         best = self.last if place == len(self._found) else self._found[place]
-        if not place:
-            return best
-        before = self._found[place - 1].order.ways.rerun
+        before = self._found[place - 1].order.ways.rerun if place else best.order.ways.rerun
         given = sorted(best.order.ways.rerun - before, key=lambda node: (-self._facts.ms[node], node))
-        ahead = _halves(given)
+        found = _Between(best, _halves(given), self._look, lambda each: self._all.fits(each, room, own))
         for _ in range(_TRIES):
-            if not ahead:
-                break
-            some = ahead.pop()
-            tried = self._look(best.order.ways.rerun.difference(some))
-            if self._all.fits(tried, room, own) and tried.ms <= best.ms:
-                best = tried
-            else:
-                ahead += _halves(some)
-        return best
+            found.go_on()
+        return found
+
+
+@dataclass
+class _Between:
+    """The ``best`` plan between two steps, with as much kept as there is room for of what the second one gave.
+
+    All of that does not fit; so each half is tried, and the halves of what does not fit either: those ``ahead``.
+    """
+
+    best: Found
+    ahead: list[list[int]]
+    look: Callable[[frozenset[int]], Found]
+    fits: Callable[[Found], bool]
+
+    def go_on(self) -> None:
+        """Try to keep the next of them."""
+        if not self.ahead:
+            return
+        some = self.ahead.pop()
+        tried = self.look(self.best.order.ways.rerun.difference(some))
+        if self.fits(tried) and tried.ms <= self.best.ms:
+            self.best = tried
+        else:
+            self.ahead += _halves(some)
 
 
 def _halves(nodes: list[int]) -> list[list[int]]:

@@ -16,12 +16,12 @@ Shape = tuple[tuple[tuple[int, bool, tuple[int, ...]], ...], tuple[int, ...]]
 
 def cheapest_cut(
     needed: Iterable[int],
-    inputs: Callable[[int], Sequence[int]],
-    price: Callable[[int], int],
+    inputs: Sequence[Sequence[int]],
+    prices: Sequence[int],
     makes: Callable[[int], bool],
     known: dict[Shape, tuple[int, ...]],
 ) -> set[int]:
-    """The values to keep, of least ``price`` in all, so that the ``needed`` ones can be made of them.
+    """The values to keep, of least ``prices`` in all, so that the ``needed`` ones can be made of them.
 
     A value that ``makes`` is false of cannot be made again and is kept if anything takes it, unless it is there anyway
     and its price 0; one of ``INFINITE`` price cannot be kept. Of cuts of one price the one is taken that leaves least
@@ -32,10 +32,10 @@ def cheapest_cut(
     ahead = [*wanted]
     while ahead:
         value = ahead.pop()
-        if value in found or not (cost := price(value)):
+        if value in found or not (cost := prices[value]):
             continue
         made = makes(value)
-        found[value] = cost, made, inputs(value) if made else ()
+        found[value] = cost, made, inputs[value] if made else ()
         ahead += found[value][2]
     number = {value: place for place, value in enumerate(found)}
     values = tuple(

@@ -18,7 +18,7 @@ from memrewrite.backends.resident import Resident, parts
 from memrewrite.backends.rows import sum_in_place, written
 from memrewrite.backends.stored import stored
 from memrewrite.backends.tries import Search, Step, Tries, Try, cheapest, lowest, one
-from memrewrite.process.garbage import sought_seldom
+from memrewrite.process.garbage import not_sought
 from memrewrite.records.errors import BudgetInfeasibleError, MemrewriteError
 from memrewrite.records.options import format_bytes
 from memrewrite.torch_internals.compiling import let_through
@@ -137,7 +137,7 @@ class Partition:
         usual = stock_saved(joint, divided)
         stock = {i for i, node in enumerate(known.nodes) if node in usual}
         try:
-            with sought_seldom():
+            with not_sought():
                 found = self.chosen(known, frozenset(stock))
         except MemrewriteError as error:
             raise let_through(error) from None

@@ -123,6 +123,7 @@ class Planner:
             node: frozenset(i for i in facts.inputs[node] if facts.forward[i] and i not in facts.ready)
             for node in self.backward
         }
+        self._prices = [self._price(node) for node in range(len(facts.inputs))]
         self._cuts: dict[tuple[int, int, frozenset[int], frozenset[int]], frozenset[int]] = {}
         self._shapes: dict[Shape, tuple[int, ...]] = {}
         self._divided: dict[tuple[int, ...], list[_Region]] = {}
@@ -182,6 +183,16 @@ class Planner:
             self._cuts[key] = self._cut(start, end, rerun, region.needed)
         return self._cuts[key]
 
+    def _price(self, node: int) -> int:
+        """What it costs to keep a value, as ``cheapest_cut`` has it."""
+        facts = self.facts
+        if node in facts.ready:
+            return 0
+        moved = node in facts.views and facts.inputs[node][0] in facts.savable
+        if node in facts.must_rerun or node not in facts.savable or moved:
+            return INFINITE
+        return facts.sizes[node] + 1
+
     def _cut(self, start: int, end: int, rerun: frozenset[int], needed: frozenset[int]) -> frozenset[int]:
         facts = self.facts
 
@@ -196,15 +207,7 @@ class Planner:
                 return node in rerun
             return start - _BACK <= facts.place[node] or not facts.inputs[node]  # a constant
 
-        def price(node: int) -> int:
-            if node in facts.ready:
-                return 0
-            moved = node in facts.views and facts.inputs[node][0] in facts.savable
-            if node in facts.must_rerun or node not in facts.savable or moved:
-                return INFINITE
-            return facts.sizes[node] + 1
-
-        found = cheapest_cut(needed, facts.inputs.__getitem__, price, makes, self._shapes)
+        found = cheapest_cut(needed, facts.inputs, self._prices, makes, self._shapes)
         return frozenset(node for node in found if node not in facts.given)
 
     def _part(self, region: "_Region", kept: frozenset[int], saved: frozenset[int]) -> Part:

@@ -126,8 +126,8 @@ class Runs:
 
     def _held(self, node: int, reads: Keys) -> Keys:
         """The storages that what makes nothing lies in, of those that it reads."""
-        own = {*self.facts.holds[node]}
-        return tuple(key for key in reads if key % self.count in own)
+        own = self.facts.holds[node]
+        return tuple([key for key in reads if key % self.count in own])
 
     def _nodes(self, forward: bool) -> list[int]:
         facts = self.facts

@@ -92,11 +92,11 @@ class Written:
         self._placed: dict[object, Placed] = {}
 
     def _kept(self, run: Run, sources: dict[Key, Inside]) -> tuple[tuple[Key, ...], set[Key]]:
-        """What a run writes, and what it reads for that."""
+        """What a run writes, and what a fused one reads for that."""
         read: set[Key] = set()
         heavy = run.heavy
-        if not run.makes:
-            return (), read
+        if not run.makes or not run.fused:  # what it reads is not asked for
+            return run.makes, read
         for key in run.reads:
             if (source := sources.get(key)) is None:
                 read.add(key)
@@ -106,7 +106,7 @@ class Written:
         kept = []
         for key in run.makes:
             (here, inside), (after, fits) = self.stretch.reads.get(key, (0, True)), self.later.get(key, (0, True))
-            makes = run.fused and not run.stored and key not in self.stretch.ends and inside and fits
+            makes = not run.stored and key not in self.stretch.ends and inside and fits
             twice = here + after > 1 and (heavy or len(read) > READS)
             if not makes or twice or len(read) > MOST_READS:
                 kept.append(key)

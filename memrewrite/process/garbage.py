@@ -33,6 +33,18 @@ def sought_seldom() -> Iterator[None]:
 
 
 @contextmanager
+def not_sought() -> Iterator[None]:
+    """Let Python not look for garbage meanwhile: for a search of which all that it makes is kept until it ends."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
+
+
+@contextmanager
 def sought_as_before() -> Iterator[None]:
     """Let Python look for garbage as often as before it was to do so seldom, where large things are made.
 

@@ -1,5 +1,6 @@
 """Where forward is divided, what of it is never kept, and which plans there are for a division."""
 
+import sys
 from bisect import bisect_right
 from itertools import accumulate, pairwise
 from unittest import mock
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from memrewrite.backends.divisions import divisions, may_cut
-from memrewrite.backends.frontier import Frontier, _Row
+from memrewrite.backends.frontier import _TRIES, Frontier, _Between, _Row
 from tests.support.divided import Divided
 
 BLOCKS, ROWS, WIDTH, HIDDEN = 7, 64, 32, 256
@@ -160,8 +161,28 @@ def test_what_the_last_plan_gives_is_taken_back_where_there_is_room(shifted: Fro
         most, least = row.all
     room = (most.peaks.peak + least.peaks.peak) // 2
     found = row.between(1, room, room)
-    assert least.peaks.peak < found.peaks.peak <= room
-    assert found.ms < least.ms
+    while found.ahead:
+        found.go_on()
+    assert least.peaks.peak < found.best.peaks.peak <= room
+    assert found.best.ms < least.ms
+
+
+def test_the_cheapest_rows_alone_take_back_more_than_a_little(shifted: Frontier) -> None:
+    tried: list[_Between] = []
+
+    def go_on(self: _Between) -> None:
+        if self.ahead:
+            tried.append(self)
+        wholly(self)
+
+    wholly = _Between.go_on
+    with mock.patch.object(_Row, "_next", return_value=frozenset()), mock.patch.object(_Between, "go_on", go_on):
+        rows = [_Row(shifted, cuts) for cuts in divisions(shifted.facts)]
+        most, least = of_blocks(shifted).all
+        best = shifted._cheapest(rows, (most.peaks.peak + least.peaks.peak) // 2, sys.maxsize, lambda division: 0)
+    times = {id(each): tried.count(each) for each in tried}
+    assert best == min((each.best for each in tried), key=lambda each: each.rank)
+    assert 0 < sum(count > _TRIES for count in times.values()) < len(times)
 
 
 class Level(nn.Module):

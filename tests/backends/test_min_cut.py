@@ -34,7 +34,7 @@ def test_no_other_choice_is_cheaper(seed: int) -> None:
     prices = [INFINITE if made[i] and price and chance.random() < 0.2 else price for i, price in enumerate(prices)]
     needed = chance.sample(range(count), 2)
     known: dict[Shape, tuple[int, ...]] = {}
-    found = cheapest_cut(needed, inputs.__getitem__, prices.__getitem__, made.__getitem__, known)
+    found = cheapest_cut(needed, inputs, prices, made.__getitem__, known)
     priced = [i for i in range(count) if prices[i]]
     choices = (set(each) for size in range(count + 1) for each in itertools.combinations(priced, size))
     doing = [
@@ -43,9 +43,7 @@ def test_no_other_choice_is_cheaper(seed: int) -> None:
         if (again := enough(each, needed, inputs, prices, made)) >= 0
     ]
     assert (sum(prices[i] for i in found), enough(found, needed, inputs, prices, made)) == min(doing)
-    later = [tuple(100 + i for i in each) for each in inputs]
-    moved = cheapest_cut(
-        [100 + i for i in needed], lambda i: later[i - 100], lambda i: prices[i - 100], lambda i: made[i - 100], known
-    )
-    assert moved == {100 + i for i in found}
+    later = [*inputs, *(tuple(count + i for i in each) for each in inputs)]
+    moved = cheapest_cut([count + i for i in needed], later, 2 * prices, (2 * made).__getitem__, known)
+    assert moved == {count + i for i in found}
     assert len(known) == 1  # an equal layer further on has the same shape

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed
 
 from memrewrite.process import garbage
-from memrewrite.process.garbage import sought_as_before, sought_seldom
+from memrewrite.process.garbage import not_sought, sought_as_before, sought_seldom
 
 
 @pytest.mark.parametrize(("before", "within"), [((700, 10, 10), (700, 10, 200)), ((500, 5, 1000), (500, 5, 1000))])
@@ -73,3 +73,16 @@ def test_what_others_put_aside_stays_there_and_is_counted_once(monkeypatch: pyte
             assert count() > 0
         assert count() > 0
     counted.assert_called_once()
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_garbage_is_not_sought_in_a_search_and_afterwards_as_before(enabled: bool) -> None:
+    usual = gc.isenabled()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        with contextlib.suppress(ZeroDivisionError), not_sought():
+            assert not gc.isenabled()
+            raise ZeroDivisionError
+        assert gc.isenabled() == enabled
+    finally:
+        (gc.enable if usual else gc.disable)()
