@@ -5,7 +5,6 @@ than ``heaviest`` says can go on to the end. Between these two the cost to go is
 backwards, and is taken to be straight between them.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,11 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memrewrite.plan.segments import Bytes
-from memrewrite.plan.tables import NEVER, Space
+from memrewrite.plan.tables import NEVER, Arcs, Space
 
 _POINTS = 128
 _ROUNDING = 0.5  # bytes
-_AT_ONCE = 128  # arcs: the costs at their points fill 130 kB
+_BLOCKS = 8  # of points
+_ALIKE = 1 + 1e-9  # times a cost: what rounding may make of it
 
 
 @dataclass(frozen=True)
@@ -28,17 +28,20 @@ class Guide:
     heaviest: Bytes
     rest: NDArray[np.float64]
 
-    def ms(self, position: int, held: NDArray[Any]) -> NDArray[np.float64]:
-        """About the least cost from ``position`` on of plans that hold ``held`` bytes there, at most the heaviest."""
-        lightest, values = self.lightest[position], self.rest[position]
-        width = max((self.heaviest[position] - lightest) / _POINTS, _ROUNDING)
+    def ms(self, position: int | Bytes, held: NDArray[Any]) -> NDArray[np.float64]:
+        """About the least cost from a ``position`` on of plans that hold ``held`` bytes there, at most the heaviest."""
+        lightest = self.lightest[position]
+        width = np.maximum((self.heaviest[position] - lightest) / _POINTS, _ROUNDING)
         found: NDArray[np.float64] = np.subtract(held, lightest, dtype=np.float64)
         found /= width  # the place among the points, of which the one below is:
         part = np.minimum(np.trunc(found), float(_POINTS - 1))
         below = part.astype(np.int64)
+        below += position * (_POINTS + 1)
         found -= part
-        found *= np.diff(values).take(below, out=part, mode="clip")
-        found += values.take(below, out=part, mode="clip")
+        values = self.rest.take(below, out=part, mode="clip")
+        below += 1
+        found *= self.rest.take(below, mode="clip") - values
+        found += values
         return found
 
     def best(self, position: int, held: Bytes, ms: NDArray[np.float64], most: int) -> Bytes:
@@ -57,29 +60,37 @@ def guide(among: Space, bound: int) -> Guide | None:
         return None
     found = Guide(light, heavy, np.full((len(light), _POINTS + 1), np.inf))
     found.rest[-1] = 0.0
-    points = light[:, None] + (heavy - light)[:, None] / _POINTS * np.arange(_POINTS + 1)
-    for b in np.flatnonzero(light <= heavy)[:0:-1]:
-        arcs = among.leading(int(b))
-        before = light[arcs.a]
-        fits = (before + arcs.needed <= bound) & (before + arcs.held <= heavy[b]) & (before <= heavy[arcs.a])
-        a, held, needed, ms = (each[fits] for each in (arcs.a, arcs.held, arcs.needed, arcs.ms))
-        most = np.minimum(bound - needed, heavy[b] - held) + _ROUNDING
-        for some in _apart(a):
-            at, least = points.take(a[some], axis=0), found.rest.take(a[some], axis=0)
-            cost = found.ms(int(b), at + held[some, None])
-            cost += ms[some, None]
-            np.fmin(least, cost, out=least, where=at <= most[some, None])
-            found.rest[a[some]] = least
+    for a in np.flatnonzero(light <= heavy)[-2::-1]:
+        found.rest[a] = _least(found, among.leaving(int(a)), int(a), bound)
     return found
 
 
-def _apart(a: Bytes) -> Iterator[Bytes]:
-    """The numbers of arcs, so many at a time as caches hold, of which no two begin at one position; ``a`` ascends."""
-    number = np.arange(len(a))
-    among_equals = number - np.searchsorted(a, a)
-    for turn in range(among_equals.max(initial=-1) + 1):
-        one_each = np.flatnonzero(among_equals == turn)
-        yield from (one_each[start : start + _AT_ONCE] for start in range(0, len(one_each), _AT_ONCE))
+def _least(found: Guide, arcs: Arcs, a: int, bound: int) -> NDArray[np.float64]:
+    """The least costs from position ``a`` on by any of the ``arcs`` from there, where the costs from their ends are.
+
+    Costs never fall as more is held: an arc that takes more at the first point of a block than another one at the first
+    point of the next block is of no use between.
+    """
+    light, heavy = found.lightest[a], found.heaviest[a]
+    points = light + (heavy - light) / _POINTS * np.arange(_POINTS + 1)
+    most = np.minimum(bound - arcs.needed, found.heaviest[arcs.other] - arcs.held)
+    fits = most >= light
+    b, held, most, ms = arcs.other[fits, None], arcs.held[fits, None], most[fits, None], arcs.ms[fits, None]
+
+    def costs(which: Bytes | slice, at: NDArray[np.float64]) -> NDArray[np.float64]:
+        cost = found.ms(b[which], at + held[which])
+        cost += ms[which]
+        cost[at > most[which] + _ROUNDING] = np.inf
+        return cost
+
+    least = np.empty(_POINTS + 1)
+    blocks, within = (each[:-1].reshape(_BLOCKS, -1) for each in (least, points))
+    firsts = costs(slice(None), points[:: _POINTS // _BLOCKS])
+    least[:: _POINTS // _BLOCKS] = best = firsts.min(axis=0)
+    block, arc = np.nonzero((firsts[:, :-1] <= _ALIKE * best[1:]).T)
+    begins = np.searchsorted(block, np.arange(_BLOCKS))
+    blocks[:, 1:] = np.minimum.reduceat(costs(arc, within[block, 1:]), begins)
+    return least
 
 
 def lightest(among: Space, bound: int) -> Bytes:
@@ -88,7 +99,7 @@ def lightest(among: Space, bound: int) -> Bytes:
     found[0] = 0
     for b in range(1, len(found)):
         arcs = among.leading(b)
-        before = found[arcs.a]
+        before = found[arcs.other]
         lowest = (before + arcs.held)[before + arcs.needed <= bound].min(initial=NEVER)
         found[b] = lowest if lowest <= bound else NEVER
     return found
@@ -100,5 +111,5 @@ def heaviest(among: Space, bound: int) -> Bytes:
     found[-1] = bound
     for b in range(len(found) - 1, 0, -1):
         arcs = among.leading(b)
-        np.maximum.at(found, arcs.a, np.minimum(found[b] - arcs.held, bound - arcs.needed))
+        np.maximum.at(found, arcs.other, np.minimum(found[b] - arcs.held, bound - arcs.needed))
     return found

@@ -247,12 +247,18 @@ class Search:
         return None if cheapest is None else self.coarse.expand(cheapest)
 
     def _look(self, bound: int, budget: int) -> int | None:
-        """The exact peak of the cheapest plan under a bound on the estimate; None where there is no plan."""
+        """The exact peak of the cheapest plan under a bound on the estimate; None where there is no plan.
+
+        What costs to the last digit what the best that fits does, as with the same segments in another of several equal
+        layers, is no better, and cheaper plans lie above it: nothing is simulated, it is taken for that.
+        """
         if bound not in self._plans:
             self._plans[bound] = self._planned(bound)
         found = self._plans[bound]
         if found is None:
             return None
+        if self.best.fits and found.ms == self.best.plan.ms:
+            return self.best.peak
         if found not in self.peaks:
             self.peaks[found] = self.simulate(found)
         peak = self.peaks[found]

@@ -78,9 +78,9 @@ class Nested:
 
 @dataclass(frozen=True)
 class Arcs:
-    """Steps of plans from different positions ``a`` to one: bytes added, bytes needed beyond those held at a, ms."""
+    """Steps of plans to one position, or from it, by the ``other``: bytes added, bytes needed beyond those held, ms."""
 
-    a: Bytes
+    other: Bytes
     held: Bytes
     needed: Bytes
     ms: NDArray[np.float64]
@@ -157,9 +157,22 @@ class Space:
         """All steps to position ``b``: a kept node, and intervals of every kind, in the order of where they start."""
         return self._leading[b]
 
+    def leaving(self, a: int) -> Arcs:
+        """All steps from position ``a``, in the order of where they end."""
+        return self._leaving[a]
+
     @functools.cached_property
     def _leading(self) -> list[Arcs]:
         return [_together(list(self._steps(b))) for b in range(len(self.table) + 1)]
+
+    @functools.cached_property
+    def _leaving(self) -> list[Arcs]:
+        a, held, needed, ms = (np.concatenate(each) for each in zip(*map(_columns, self._leading), strict=True))
+        b = np.repeat(np.arange(len(self._leading)), [len(arcs.other) for arcs in self._leading])
+        order = a.argsort(kind="stable")
+        last = np.bincount(a, minlength=len(self._leading)).cumsum()
+        b, held, needed, ms = b[order], held[order], needed[order], ms[order]
+        return [Arcs(b[i:j], held[i:j], needed[i:j], ms[i:j]) for i, j in itertools.pairwise([0, *last])]
 
     def _steps(self, b: int) -> Iterator[Arcs]:
         if not b:
@@ -185,10 +198,13 @@ def _together(each: list[Arcs]) -> Arcs:
     if not each:
         none = np.empty(0, dtype=np.int64)
         return Arcs(none, none, none, np.empty(0))
-    a = np.concatenate([arcs.a for arcs in each])
+    a, held, needed, ms = (np.concatenate(every) for every in zip(*map(_columns, each), strict=True))
     order = a.argsort(kind="stable")
-    held, needed = (np.concatenate([getattr(arcs, name) for arcs in each])[order] for name in ("held", "needed"))
-    return Arcs(a[order], held, needed, np.concatenate([arcs.ms for arcs in each])[order])
+    return Arcs(a[order], held[order], needed[order], ms[order])
+
+
+def _columns(arcs: Arcs) -> tuple[Bytes, Bytes, Bytes, NDArray[np.float64]]:
+    return arcs.other, arcs.held, arcs.needed, arcs.ms
 
 
 def intervals(chain: Chain) -> Intervals:

@@ -9,14 +9,25 @@ import contextlib
 import functools
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from memrewrite.torch_internals.pytrees import tensors_in
-from memrewrite.torch_internals.sizes_passed_on import Form, Sizes, form_of, passes_sizes_on
+from memrewrite.torch_internals.results_kept import (
+    Formed,
+    Given,
+    Number,
+    Result,
+    Results,
+    formed_of,
+    given_back,
+    new_ones,
+    results_of,
+    told,
+    views,
+)
+from memrewrite.torch_internals.sizes_passed_on import form_of, passes_sizes_on
 from memrewrite.torch_internals.versions import private_imports, require
 
 with private_imports():
@@ -127,16 +138,16 @@ class Recall(Layer):
 
     def empty(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """A new tensor of the mode, made past the dispatcher."""
-        made: Tensor = self._make(_Result(dtype, tuple(size), tuple(stride), device, 0, None), ())
+        made: Tensor = self._make(Result(dtype, tuple(size), tuple(stride), device, 0, None), ())
         return made
 
     def view(self, tensor: FakeTensor, size: Sequence[int], stride: Sequence[int], offset: int) -> Tensor:
         """Another view of a tensor's storage, made past the dispatcher."""
-        result = _Result(tensor.dtype, tuple(size), tuple(stride), tensor.fake_device, offset, 0)
+        result = Result(tensor.dtype, tuple(size), tuple(stride), tensor.fake_device, offset, 0)
         made: Tensor = self._make(result, (tensor,))
         return made
 
-    def _give(self, results: "_Results", args: tuple[Any, ...]) -> Any:
+    def _give(self, results: Results, args: tuple[Any, ...]) -> Any:
         if results.kind is None:
             return self._make(results.each[0], args)
         return results.kind([self._make(result, args) for result in results.each])
@@ -176,34 +187,36 @@ class Recall(Layer):
         return True
 
     def _learn(self, known: tuple[Any, ...], func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run the operator, and keep what the mode would keep of it; told by other sizes, it need not run."""
+        """Run the operator, and keep what the mode would keep of it, unless what it gives is told without."""
         _LEARNED.add(func)
-        form = form_of(known[1:3], func, args, kwargs) if passes_sizes_on(func) else None
+        found = told(func, args, kwargs)
+        form = form_of(known[1:3], func, args, kwargs) if found is None and passes_sizes_on(func) else None
         if form is not None and (alike := _FORMED.get(form[0])) is not None:
-            told = alike.at(form[1].all)
-            _RESULTS[known] = told
-            return self._give(told, args)
+            found = alike.at(form[1].all)
+        if found is not None:
+            _RESULTS[known] = found
+            return self._give(found, args)
         result, kept = _run_and_keep(self._mode, func, args, kwargs)
         if func in _VIEWS:
-            _RESULTS[known] = _views(result, args[0])
+            _RESULTS[known] = views(result, args[0])
         elif func.namespace == _SHARDING:
-            _RESULTS[known] = _given(result, args) if self._known(func, args, kwargs) == known else None
+            _RESULTS[known] = given_back(result, args) if self._known(func, args, kwargs) == known else None
         elif isinstance(result, list):  # of which the mode keeps nothing
-            made = None if func._schema.is_mutable else _new(result, args)
+            made = None if func._schema.is_mutable else new_ones(result, args)
             if made is None:
                 _UNKEPT.add(func)
             else:
                 _RESULTS[known] = made
         else:
-            _RESULTS[known] = found = None if kept is None else _results(kept)
-            if form is not None and found is not None and (formed := _formed(found, form[1])) is not None:
+            _RESULTS[known] = found = None if kept is None else results_of(kept)
+            if form is not None and found is not None and (formed := formed_of(found, form[1])) is not None:
                 _FORMED[form[0]] = formed
         return result
 
-    def _make(self, result: "_Given", args: tuple[Any, ...]) -> Any:
-        if isinstance(result, _Number):
+    def _make(self, result: Given, args: tuple[Any, ...]) -> Any:
+        if isinstance(result, Number):
             return result.value
-        if not isinstance(result, _Result):
+        if not isinstance(result, Result):
             return None if result is None else args[result]
         with torch._C._DisableTorchDispatch():
             if result.view_of is None:
@@ -265,58 +278,9 @@ def _run_and_keep(
     return result, None
 
 
-@dataclass(frozen=True, slots=True)
-class _Result:
-    """A tensor to make, with a storage of its own or with that of the argument numbered ``view_of``."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    device: torch.device
-    offset: int
-    view_of: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Number:
-    """A number that is given beside tensors, as attention gives how long texts are."""
-
-    value: int
-
-
-_Given = _Result | _Number | int | None  # an int is the number of an argument that is given back
-
-
-@dataclass(frozen=True, slots=True)
-class _Results:
-    """What a call gives; one of them where ``kind`` is None."""
-
-    kind: type[list[Any]] | type[tuple[Any, ...]] | None
-    each: tuple[_Given, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Formed:
-    """What calls give that differ in sizes: each with its form, None for what is no new tensor."""
-
-    kind: type[list[Any]] | type[tuple[Any, ...]] | None
-    each: tuple[tuple[_Given, Form | None], ...]
-
-    def at(self, sizes: Sequence[int]) -> _Results:
-        """What one with these sizes gives."""
-        return _Results(self.kind, tuple(_at(given, form, sizes) for given, form in self.each))
-
-
-def _at(given: _Given, form: Form | None, sizes: Sequence[int]) -> _Given:
-    if form is None or not isinstance(given, _Result):
-        return given
-    shape, stride = form.at(sizes)
-    return replace(given, shape=shape, stride=stride)
-
-
-_UNSEEN = _Results(None, ())
-_RESULTS: dict[tuple[Any, ...], _Results | None] = {}  # None for calls that are to be left to the mode
-_FORMED: dict[Any, _Formed] = {}  # by what tells of calls but their sizes
+_UNSEEN = Results(None, ())
+_RESULTS: dict[tuple[Any, ...], Results | None] = {}  # None for calls that are to be left to the mode
+_FORMED: dict[Any, Formed] = {}  # by what tells of calls but their sizes
 _LEARNED: set[Any] = set()  # the operators in there, so that no other one gets their ids, which are found sooner
 _UNKEPT: set[Any] = set()  # operators that nothing is kept of
 _BELOW_AUTOCAST = {"aten", "prims", "prim"}
@@ -325,75 +289,3 @@ _SHARDING = "fsdp"  # the operators that units copy by; the mode keeps nothing o
 # What these give are views of their first argument, of which the mode keeps nothing either.
 _VIEWS = {torch.ops.aten._unsafe_view.default, torch.ops.aten.split.Tensor, torch.ops.aten.split_with_sizes.default}
 _VIEWS |= {torch.ops.aten.unbind.int}
-
-
-def _results(kept: _DispatchCacheValidEntry) -> _Results | None:
-    found: list[_Given] = []
-    for info in kept.output_infos:
-        made: Any = info.metadata
-        if made is not None and (made.requires_grad or made.is_quantized or made.is_conj or made.is_neg):
-            return None
-        if made is None and info.inplace_idx is None and info.constant_value is not None:
-            if type(info.constant_value) is not int:
-                return None  # it varies
-            found.append(_Number(info.constant_value))
-        elif made is None:
-            found.append(info.inplace_idx)
-        else:
-            found.append(_Result(made.dtype, made.shape, made.stride, made.device, made.storage_offset, info.view_idx))
-    return _Results(tuple if kept.is_output_tuple else None, tuple(found))
-
-
-def _formed(results: _Results, sizes: Sizes) -> _Formed | None:
-    """What calls of other sizes give; None where that is not told by these."""
-    each: list[tuple[_Given, Form | None]] = []
-    for given in results.each:
-        form = None
-        if isinstance(given, _Number):
-            return None
-        if isinstance(given, _Result):
-            own = given.view_of is None and not given.offset
-            form = sizes.form_of_result(given.shape, given.stride) if own else None
-            if form is None:
-                return None
-        each.append((given, form))
-    return _Formed(results.kind, tuple(each))
-
-
-def _new(result: list[Any], args: tuple[Any, ...]) -> _Results | None:
-    """Tensors that fill a storage of their own each; None where one does not."""
-    storages = {id(each.untyped_storage()) for each in tensors_in(args)}
-    for tensor in result:
-        if type(tensor) is not FakeTensor or tensor.requires_grad or tensor.layout is not torch.strided:
-            return None
-        storage = tensor.untyped_storage()
-        whole = tensor.storage_offset() == 0 and storage.nbytes() == tensor.numel() * tensor.element_size()
-        if not whole or id(storage) in storages or tensor.dtype.is_complex:
-            return None
-        storages.add(id(storage))
-    return _Results(list, tuple(_Result(t.dtype, tuple(t.shape), t.stride(), t.fake_device, 0, None) for t in result))
-
-
-def _views(result: Any, source: Tensor) -> _Results | None:
-    storage = source.untyped_storage()
-    kind, views = (list, result) if isinstance(result, list) else (None, [result])
-    if any(view.untyped_storage() is not storage or view.requires_grad for view in views):
-        return None
-    made = (_Result(v.dtype, tuple(v.shape), v.stride(), v.fake_device, v.storage_offset(), 0) for v in views)
-    return _Results(kind, tuple(made))
-
-
-def _given(result: Any, args: tuple[Any, ...]) -> _Results | None:
-    """What is nothing, or arguments and views of them; None where a tensor is anything else."""
-    if result is None:
-        return _Results(None, (None,))
-    places = {id(arg.untyped_storage()): i for i, arg in enumerate(args) if isinstance(arg, Tensor)}
-    found: list[_Result | int | None] = []
-    for each in result:
-        number = next((i for i, arg in enumerate(args) if arg is each), None)
-        place = places.get(id(each.untyped_storage())) if number is None else number
-        if place is None or each.requires_grad:
-            return None
-        made = _Result(each.dtype, tuple(each.shape), each.stride(), each.device, each.storage_offset(), place)
-        found.append(made if number is None else number)
-    return _Results(tuple, tuple(found))

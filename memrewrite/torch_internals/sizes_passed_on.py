@@ -24,6 +24,8 @@ _OF_ROWS = {
     *(_aten.native_layer_norm.default, _aten.native_layer_norm_backward.default),
     *(_aten.addmm.default, _aten.mm.default, _aten.bmm.default),
 }
+# Their results lie in memory as arguments without gaps do, if none of these lies in another order.
+_OF_PLAIN_ROWS = {_aten.convolution_backward.default}
 Order = tuple[tuple[int, ...], tuple[bool, ...]]
 
 
@@ -33,6 +35,11 @@ class Form:
 
     shape: tuple[int, ...]
     order: Order
+
+    @property
+    def plain(self) -> bool:
+        """Whether a tensor lies in memory row by row, without gaps."""
+        return self.order[0] == tuple(range(len(self.shape))) and not any(self.order[1])
 
     def at(self, sizes: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The shape and the strides of a tensor without gaps."""
@@ -87,7 +94,7 @@ def _order(shape: Sequence[int], stride: Sequence[int]) -> Order | None:
 @functools.cache
 def passes_sizes_on(func: Any) -> bool:
     """Whether the sizes of an operator's results are sizes of its arguments, whatever these are."""
-    return func.namespace == "aten" and (func in _OF_ROWS or torch.Tag.pointwise in func.tags)
+    return func.namespace == "aten" and (func in _OF_ROWS | _OF_PLAIN_ROWS or torch.Tag.pointwise in func.tags)
 
 
 def form_of(known: tuple[Any, ...], func: Any, args: tuple[Any, ...], kwargs: Any) -> tuple[Any, Sizes] | None:
@@ -96,8 +103,11 @@ def form_of(known: tuple[Any, ...], func: Any, args: tuple[Any, ...], kwargs: An
     ``known`` begins with what else it depends on.
     """
     words, sizes = [*known], Sizes()
-    plain = _say(args, words, sizes) and _say(kwargs.items(), words, sizes)
-    return ((func, *words), sizes) if plain else None
+    said = _say(args, words, sizes) and _say(kwargs.items(), words, sizes)
+    forms = (word for word in words if isinstance(word, Form))
+    if not said or (func in _OF_PLAIN_ROWS and not all(form.plain for form in forms)):
+        return None
+    return (func, *words), sizes
 
 
 def _say(values: Iterable[Any], words: list[Any], sizes: Sizes) -> bool:

@@ -544,6 +544,14 @@ def test_a_way_to_count_that_promises_no_less_is_not_looked_at(hidden: int) -> N
     assert bool(cautious._plans) == looked
 
 
+def test_what_costs_as_much_as_the_best_that_fits_is_not_simulated() -> None:
+    search = Search(LAYERS, 90_000, 0, lambda plan: pytest.fail("simulated"))
+    search.best = best = Fitted(Plan(((0, 4),), 4.1), 7_000, fits=True)
+    search._plans[8_000] = Plan(((4, 8),), 4.1)
+    assert search._look(8_000, 9_000) == best.peak
+    assert search.best is best
+
+
 def test_no_other_estimate_is_asked_where_the_lowest_peak_is_hopeless() -> None:
     chain = replace(LAYERS, work=LAYERS.work + 4000)
     machine = Machine(chain, lambda estimate, segments: estimate)

@@ -123,6 +123,14 @@ def units(x: Tensor) -> Any:
     return *gathered, whole, joined, reduced, *in_place, gathered[0].untyped_storage() is gathered[1].untyped_storage()
 
 
+def updated(many: list[Tensor]) -> list[Tensor]:
+    """As optimizers do it."""
+    torch._foreach_addcdiv_(many, many, [each * 2 for each in many], [0.5, 2])
+    torch._foreach_lerp_(many, [each.exp() for each in many], 0.5)
+    torch._foreach_mul_(many, 2)
+    return many
+
+
 CALLS: dict[str, Callable[[Tensor], Any]] = {
     "elementwise": lambda x: x.exp(),
     "integer": lambda x: x.to(torch.int64) + 1,
@@ -130,6 +138,11 @@ CALLS: dict[str, Callable[[Tensor], Any]] = {
     "flag": lambda x: x.to(torch.int64) + True,
     "view": lambda x: x.view(4, 6),
     "slice": lambda x: x[1:, ::2],
+    "slices": lambda x: [x[a:b, :, 1:][:, c::2] for a in (-3, 1, 9) for b in (-1, 3, 99) for c in (0, 2, -2)],
+    "slice without bounds": lambda x: (torch.ops.aten.slice.Tensor(x), torch.ops.aten.slice.Tensor(x[2:], -1)),
+    "detached": lambda x: x[2:].transpose(0, 1).detach(),
+    "updates": lambda x: updated([x, x.clone()]),
+    "updates of one kind by another": lambda x: torch._foreach_add_([x.clone()], [x.half()]),
     "transposed": lambda x: x.transpose(0, 1).exp(),
     "expanded": lambda x: x[:, :1].expand(4, 5, 2),
     "strided": lambda x: torch.as_strided(x[1:], (2, 2), (1, 1)),
@@ -232,6 +245,12 @@ def layouts(shape: Sequence[int]) -> dict[str, Tensor]:
     }
 
 
+def convolution_backward(x: Tensor, y: Tensor, weight: Tensor) -> Any:
+    """What is to be known of a convolution of ``x``, where ``y`` is the gradient of what it gives."""
+    how = [1, 1], [0, 0], [1, 1], False, [0, 0], 1
+    return torch.ops.aten.convolution_backward(y, x, weight, [weight.shape[0]], *how, [True, True, True])
+
+
 _aten = torch.ops.aten
 PASSING: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
     "sum": lambda x, y, per: x + y,
@@ -244,6 +263,7 @@ PASSING: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
     "batch norm's slopes": lambda x, y, per: _aten.native_batch_norm_backward(
         x, y, per, per, per, per, per, True, 1e-5, [True, False, True]
     ),
+    "convolution's slopes": lambda x, y, per: convolution_backward(x, y, x.new_ones(y.shape[1], x.shape[1], 1, 1)),
     "layer norm": lambda x, y, per: _aten.native_layer_norm(x, [x.shape[3]], None, None, 1e-5),
     "product": lambda x, y, per: _aten.addmm(per, y[:, :, 0, 0], x[0, :, 0, 0].expand(x.shape[1], x.shape[1]).t()),
     "products": lambda x, y, per: _aten.bmm(x[0].transpose(1, 2), y[0]),
@@ -276,6 +296,18 @@ def test_other_sizes_are_told_without_the_mode(monkeypatch: pytest.MonkeyPatch) 
             assert (result.shape, mean.shape) == (x.shape, per.shape)
             assert PASSING["sum"](x, x, per).stride() == x.stride()
             assert PASSING["batch norm's slopes"](x, x, per)[0].shape == x.shape
+
+
+def test_what_is_known_before_it_runs_is_told_without_the_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    with FakeTensorMode() as mode, Recall(mode):
+        x, y = (mode.from_tensor(torch.ones(41, 43, size, size)) for size in (5, 6))
+        weights = [each.new_ones(43, 43, 1, 1) for each in (x, y)]
+        convolution_backward(x, x, weights[0])
+        monkeypatch.setattr(mode, "dispatch", lambda func, *rest: pytest.fail(f"{func} was asked of the mode"))
+        slopes = convolution_backward(y, y, weights[1])
+        assert x[3:, ::2].detach().shape == (38, 22, 5, 5)
+        torch._foreach_lerp_([x, weights[0]], [x, weights[1]], 0.5)
+    assert [each.shape for each in slopes] == [y.shape, weights[1].shape, (43,)]
 
 
 def test_tensors_of_another_mode_are_left_to_the_mode() -> None:
