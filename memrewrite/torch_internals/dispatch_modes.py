@@ -35,7 +35,7 @@ require(
     "ops.prim.device.default",
 )
 
-_DEVICE = torch.ops.prim.device.default
+DEVICE = torch.ops.prim.device.default
 # Operators that give something new, or the tensor they write, wherever tensors begin: some rows of many after others.
 _PLACELESS = {"memrewrite::chain", "memrewrite::chain_slopes", "aten::mm", "aten::addmm_", "aten::copy_"}
 _META = torch.device("meta")  # whose name takes as long to read as a tensor there takes to make
@@ -112,7 +112,7 @@ class Recall(Layer):
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is _DEVICE and type(args[0]) is FakeTensor:
+        if func is DEVICE and type(args[0]) is FakeTensor:
             return args[0].device
         if func.namespace == "profiler":  # whose ranges have no tensors
             with torch._C._DisableTorchDispatch():
@@ -178,9 +178,10 @@ class Recall(Layer):
     def _learn(self, known: tuple[Any, ...], func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the operator, and keep what the mode would keep of it; told by other sizes, it need not run."""
         _LEARNED.add(func)
-        form = form_of(known[1:3], func, args, kwargs) if passes_sizes_on(func) else None
-        if form is not None and (alike := _FORMED.get(form[0])) is not None:
-            told = alike.at(form[1].all)
+        sizes = Sizes()
+        form = form_of(known[1:3], func, args, kwargs, sizes) if passes_sizes_on(func) else None
+        if form is not None and (alike := _FORMED.get(form)) is not None:
+            told = alike.at(sizes.all)
             _RESULTS[known] = told
             return self._give(told, args)
         result, kept = _run_and_keep(self._mode, func, args, kwargs)
@@ -196,8 +197,8 @@ class Recall(Layer):
                 _RESULTS[known] = made
         else:
             _RESULTS[known] = found = None if kept is None else _results(kept)
-            if form is not None and found is not None and (formed := _formed(found, form[1])) is not None:
-                _FORMED[form[0]] = formed
+            if form is not None and found is not None and (formed := _formed(found, sizes)) is not None:
+                _FORMED[form] = formed
         return result
 
     def _make(self, result: "_Given", args: tuple[Any, ...]) -> Any:
