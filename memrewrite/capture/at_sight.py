@@ -48,7 +48,7 @@ def refuse_names(model: nn.Module) -> None:
     What a graph belongs to stands for the model, and has some names of its own (``code``, ``graph``, ``meta``).
     """
     itself = fx.GraphModule(nn.Module(), fx.Graph())
-    taken = {*dir(itself), "_guards_fn"} - {*dir(nn.Module())}
+    taken = {*dir(itself)} - {*dir(nn.Module())}
     for path, _ in [*model.named_parameters(), *model.named_buffers()]:
         for part in path.split("."):
             if keyword.iskeyword(part) or re.search(r'["\\\n]', part):

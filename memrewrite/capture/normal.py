@@ -223,7 +223,7 @@ def _size(size: int | torch.SymInt) -> int | str:
 
 def _is_assertion(node: fx.Node) -> bool:
     name = getattr(node.target, "__name__", str(node.target))
-    return not node.users and ("_assert" in name or "sym_constrain" in name or node.target == "_guards_fn")
+    return not node.users and ("_assert" in name or "sym_constrain" in name)
 
 
 def _drop_assertions_in_bodies(root: nn.Module, graph: fx.Graph) -> None:

@@ -27,7 +27,7 @@ from memrewrite.torch_internals.results_kept import (
     told,
     views,
 )
-from memrewrite.torch_internals.sizes_passed_on import form_of, passes_sizes_on
+from memrewrite.torch_internals.sizes_passed_on import Sizes, form_of, passes_sizes_on
 from memrewrite.torch_internals.versions import private_imports, require
 
 with private_imports():
@@ -46,7 +46,7 @@ require(
     "ops.prim.device.default",
 )
 
-_DEVICE = torch.ops.prim.device.default
+DEVICE = torch.ops.prim.device.default
 # Operators that give something new, or the tensor they write, wherever tensors begin: some rows of many after others.
 _PLACELESS = {"memrewrite::chain", "memrewrite::chain_slopes", "aten::mm", "aten::addmm_", "aten::copy_"}
 _META = torch.device("meta")  # whose name takes as long to read as a tensor there takes to make
@@ -123,7 +123,7 @@ class Recall(Layer):
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is _DEVICE and type(args[0]) is FakeTensor:
+        if func is DEVICE and type(args[0]) is FakeTensor:
             return args[0].device
         if func.namespace == "profiler":  # whose ranges have no tensors
             with torch._C._DisableTorchDispatch():
@@ -189,10 +189,10 @@ class Recall(Layer):
     def _learn(self, known: tuple[Any, ...], func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the operator, and keep what the mode would keep of it, unless what it gives is told without."""
         _LEARNED.add(func)
-        found = told(func, args, kwargs)
-        form = form_of(known[1:3], func, args, kwargs) if found is None and passes_sizes_on(func) else None
-        if form is not None and (alike := _FORMED.get(form[0])) is not None:
-            found = alike.at(form[1].all)
+        found, sizes = told(func, args, kwargs), Sizes()
+        form = form_of(known[1:3], func, args, kwargs, sizes) if found is None and passes_sizes_on(func) else None
+        if form is not None and (alike := _FORMED.get(form)) is not None:
+            found = alike.at(sizes.all)
         if found is not None:
             _RESULTS[known] = found
             return self._give(found, args)
@@ -209,8 +209,8 @@ class Recall(Layer):
                 _RESULTS[known] = made
         else:
             _RESULTS[known] = found = None if kept is None else results_of(kept)
-            if form is not None and found is not None and (formed := formed_of(found, form[1])) is not None:
-                _FORMED[form[0]] = formed
+            if form is not None and found is not None and (formed := formed_of(found, sizes)) is not None:
+                _FORMED[form] = formed
         return result
 
     def _make(self, result: Given, args: tuple[Any, ...]) -> Any:

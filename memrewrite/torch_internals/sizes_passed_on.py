@@ -20,6 +20,7 @@ _aten = torch.ops.aten
 # Besides those that work element by element.
 _OF_ROWS = {
     *(_aten.native_batch_norm.default, _aten.native_batch_norm_backward.default),
+    _aten._native_batch_norm_legit.default,
     *(_aten.cudnn_batch_norm.default, _aten.cudnn_batch_norm_backward.default),
     *(_aten.native_layer_norm.default, _aten.native_layer_norm_backward.default),
     *(_aten.addmm.default, _aten.mm.default, _aten.bmm.default),
@@ -97,17 +98,17 @@ def passes_sizes_on(func: Any) -> bool:
     return func.namespace == "aten" and (func in _OF_ROWS | _OF_PLAIN_ROWS or torch.Tag.pointwise in func.tags)
 
 
-def form_of(known: tuple[Any, ...], func: Any, args: tuple[Any, ...], kwargs: Any) -> tuple[Any, Sizes] | None:
-    """What a call has in common with those that differ in sizes, and its own sizes; None where that tells nothing.
+def form_of(known: tuple[Any, ...], func: Any, args: tuple[Any, ...], kwargs: Any, sizes: Sizes) -> Any:
+    """What a call has in common with those that differ in ``sizes``, which get its own; None where that tells nothing.
 
-    ``known`` begins with what else it depends on.
+    ``known`` is what else it depends on.
     """
-    words, sizes = [*known], Sizes()
+    words = [*known]
     said = _say(args, words, sizes) and _say(kwargs.items(), words, sizes)
     forms = (word for word in words if isinstance(word, Form))
     if not said or (func in _OF_PLAIN_ROWS and not all(form.plain for form in forms)):
         return None
-    return (func, *words), sizes
+    return (func, *words)
 
 
 def _say(values: Iterable[Any], words: list[Any], sizes: Sizes) -> bool:
@@ -121,6 +122,8 @@ def _say(values: Iterable[Any], words: list[Any], sizes: Sizes) -> bool:
             words += (kind, len(value))
             if not _say(value, words, sizes):
                 return False
+        elif kind is torch.SymInt:
+            return False
         else:
             words += (kind, value)
     return True

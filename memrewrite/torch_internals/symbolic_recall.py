@@ -6,7 +6,7 @@ else that is done for a node; and it keeps nothing of the reshaped results that 
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from memrewrite.torch_internals.dispatch_modes import PLAIN, Layer, as_fake
 from memrewrite.torch_internals.size_arithmetic import another, replaced
+from memrewrite.torch_internals.sizes_passed_on import Form, Sizes, form_of, passes_sizes_on
 from memrewrite.torch_internals.versions import private_imports, require
 
 with private_imports():
@@ -45,6 +46,7 @@ class SymbolicRecall(Layer):
         super().__init__()
         self._mode: Any = None  # that of the tensors, once one was seen
         self._results: dict[Any, _Results | None] = {}  # None for calls that are to be left to the mode
+        self._formed: dict[Any, _Formed] = {}  # by what tells of calls but their sizes
         self._pinned: list[Any] = []  # what ids are of
         self._attributes: dict[torch.device, dict[str, Any]] = {}
 
@@ -61,8 +63,9 @@ class SymbolicRecall(Layer):
         results = self._results.get(key, _UNSEEN)
         if results is _UNSEEN:
             return self._learn(key, func, args, kwargs, nodes)
-        if results is None:
-            return func(*args, **kwargs)
+        return func(*args, **kwargs) if results is None else self._give(results, args, nodes)
+
+    def _give(self, results: "_Results", args: tuple[Any, ...], nodes: list[Any]) -> Any:
         made = [self._make(each, args, nodes) for each in results.each]
         return tuple(made) if results.several else made[0]
 
@@ -120,11 +123,18 @@ class SymbolicRecall(Layer):
                 call += (_Again, place)
 
     def _learn(self, key: Any, func: Any, args: Any, kwargs: Mapping[str, Any], nodes: list[Any]) -> Any:
-        """Run the operator, and keep what the mode has kept of it.
+        """Run the operator, and keep what the mode has kept of it; told by other sizes, it need not run.
 
         Unlike in ``Recall``, that keeps what it runs inside, too: names of nodes tell which sizes were asked for.
         """
-        mode, state = self._mode, _CacheKeyState(self._mode.shape_env)
+        self._pinned += (func, [node._expr for node in nodes])
+        mode, state, sizes = self._mode, _CacheKeyState(self._mode.shape_env), _OpenSizes(nodes)
+        form = form_of((*key[1:3], *key[-2:]), func, args, kwargs, sizes) if passes_sizes_on(func) else None
+        form = form and (form, sizes.varying)
+        if form in self._formed:
+            told = self._formed[form].at(sizes)
+            self._results[key] = told
+            return self._give(told, args, nodes)
         try:
             theirs = mode._cache_key(state, func, args, kwargs)
         except _BypassDispatchCache:
@@ -132,13 +142,14 @@ class SymbolicRecall(Layer):
         result = func(*args, **kwargs)
         cache = mode.shape_env.fake_tensor_cache if state.cache_on_shape_env() else FakeTensorMode.cache
         kept = None if theirs is None else cache.get(theirs)
-        found: _Results | None = None
+        self._results[key] = None
         if func is _UNSAFE_VIEW:
-            found = _of_view(result, args, nodes)
+            self._results[key] = _of_view(result, args, nodes)
         elif isinstance(kept, _DispatchCacheValidEntry):
-            found = _of_entry(kept, result, nodes)
-        self._pinned += (func, [node._expr for node in nodes])
-        self._results[key] = found
+            self._results[key] = found = _of_entry(kept, result, nodes)
+            assumes = bool(mode.shape_env.guards)  # of these sizes, perhaps
+            if form is not None and found is not None and not assumes and (formed := _formed(found, sizes)) is not None:
+                self._formed[form] = formed
         return result
 
     def _make(self, result: "_Given", args: tuple[Any, ...], nodes: list[Any]) -> Any:
@@ -200,6 +211,63 @@ class _Results:
 
 
 _UNSEEN = _Results(False, ())
+_OPEN = 2**40  # such a number and those above stand for sizes that vary, by the numbers of these
+
+
+class _OpenSizes(Sizes):
+    """Those of a call of which some vary, but no stride does."""
+
+    def __init__(self, nodes: list[Any]) -> None:
+        super().__init__()
+        self._nodes = nodes
+        self._expressions: list[int] = []
+
+    @property
+    def varying(self) -> tuple[Any, ...]:
+        """Which of them vary, and by which expressions."""
+        return (*(size >= _OPEN for size in self.all), *self._expressions)
+
+    def form(self, shape: Iterable[Any], stride: Sequence[Any]) -> Form | None:
+        """The form of an argument; None where its elements share memory, or a stride varies."""
+        if any(type(step) is not int for step in stride):
+            return None
+        return super().form([size if type(size) is int else self._open(size.node) for size in shape], stride)
+
+    def _open(self, node: Any) -> int:
+        self._expressions.append(id(node._expr))
+        return _OPEN + next(i for i, other in enumerate(self._nodes) if other is node)
+
+
+@dataclass(frozen=True, slots=True)
+class _Formed:
+    """What calls give that differ in sizes that do not vary, each result with its form."""
+
+    several: bool
+    each: tuple[tuple[_Result, Form], ...]
+
+    def at(self, sizes: Sizes) -> _Results:
+        """What one with these sizes gives."""
+        return _Results(self.several, tuple(_at(result, form, sizes.all) for result, form in self.each))
+
+
+def _at(result: _Result, form: Form, sizes: Sequence[int]) -> _Result:
+    shape, stride = form.at(sizes)
+    return replace(result, shape=tuple(_Varying(s - _OPEN) if s >= _OPEN else s for s in shape), stride=stride)
+
+
+def _formed(results: _Results, sizes: _OpenSizes) -> _Formed | None:
+    """What calls of other sizes give; None where these do not tell that."""
+    each: list[tuple[_Result, Form]] = []
+    for result in results.each:
+        if not isinstance(result, _Result) or result.view_of is not None or result.offset != (0,) or result.own:
+            return None
+        shape = [_OPEN + size.number if isinstance(size, _Varying) else size for size in result.shape]
+        stride = [step for step in result.stride if isinstance(step, int)]
+        form = sizes.form_of_result(shape, stride) if len(stride) == len(shape) else None
+        if form is None:
+            return None
+        each.append((result, form))
+    return _Formed(results.several, tuple(each))
 
 
 def _result(tensor: Any, view_of: int | None, nodes: list[Any], as_it_is: bool = False) -> _Result | None:

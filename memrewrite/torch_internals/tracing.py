@@ -5,6 +5,7 @@ Nothing public tells who asked whether a graph is being made, that a checkpoint 
 
 import contextlib
 import functools
+import linecache
 import sys
 import traceback
 import types
@@ -16,6 +17,7 @@ import torch
 import torch.utils.checkpoint as checkpoint_module
 from torch import fx, nn
 
+from memrewrite.records.lines import is_users
 from memrewrite.torch_internals.patches import process_wide
 from memrewrite.torch_internals.pytrees import tensors_in
 from memrewrite.torch_internals.versions import private_imports, require, require_module
@@ -84,7 +86,7 @@ class _WhenAsked:
 def notes_in_short() -> Iterator[None]:
     """Let nodes that are traced meanwhile note sooner where they come from, and not how their values lie in memory.
 
-    That is in the values themselves. Each node has a stack, of which a hundred frames are looked up and few are kept.
+    That is in the values themselves. Each node has a stack of a hundred frames, of which one says where it comes from.
     """
     proxies: Any = torch.fx.experimental.proxy_tensor
     metadata = functools.partial(proxies._extract_tensor_metadata, include_contiguity=False)
@@ -96,24 +98,32 @@ def notes_in_short() -> Iterator[None]:
 
 
 class _Stacks:
-    """Gives the stack of the caller, where each frame is looked up once, and its line once it is asked for."""
+    """Gives of the stack of the caller what is kept of it: the innermost line of the user's, and the forward it is in.
+
+    PyTorch keeps what the outermost forward calls, and nothing where there is none.
+    """
 
     def __init__(self) -> None:
-        self._known: dict[tuple[int, int], tuple[traceback.FrameSummary, types.CodeType]] = {}
+        self._kept: dict[str, bool] = {}  # whether a file is the user's and has lines
 
     def extract(self) -> "_Stack":
         """The stack as it is now."""
-        known, found = self._known, []
+        found: list[traceback.FrameSummary] = []
         frame: types.FrameType | None = sys._getframe(1)
         while frame is not None:
             code = frame.f_code
-            place = id(code), frame.f_lasti
-            if place not in known:  # with the code itself, so that no other one gets its id
-                line = frame.f_lineno
-                known[place] = traceback.FrameSummary(code.co_filename, line, code.co_name, lookup_line=False), code
-            found.append(known[place][0])
+            is_forward = code.co_name == "forward"
+            if is_forward if found else self._is_kept(code.co_filename):
+                found.append(traceback.FrameSummary(code.co_filename, frame.f_lineno, code.co_name, lookup_line=False))
+                if is_forward:
+                    break
             frame = frame.f_back
         return _Stack(found)
+
+    def _is_kept(self, file: str) -> bool:
+        if file not in self._kept:
+            self._kept[file] = is_users(file) and bool(linecache.getline(file, 1))
+        return self._kept[file]
 
 
 class _Stack:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 import memrewrite
 from memrewrite.capture import capture
@@ -136,3 +136,17 @@ def test_who_asks_about_autocast_is_told_the_truth() -> None:
         assert asked == [__name__] * 3
         assert torch.nn.Linear(4, 4)(torch.ones(2, 4)).dtype == torch.bfloat16
     assert not torch.is_autocast_enabled("cpu")
+
+
+def test_no_code_is_made_of_a_graph_while_it_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    make = fx.Graph.python_code
+
+    def noted(graph: fx.Graph, *rest: Any, **options: Any) -> Any:
+        made.append(len(graph.nodes))
+        return make(graph, *rest, **options)
+
+    monkeypatch.setattr(fx.Graph, "python_code", noted)
+    captured = capture(model(bound), Inputs((x(),), {}), "export")
+    assert len(captured.graph_module.graph.nodes) > 1
+    assert not any(made)  # of an empty one, which tells the names that every graph has

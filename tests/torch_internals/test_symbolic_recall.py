@@ -1,6 +1,7 @@
 """What is traced with sizes that vary is the same where arithmetic on them, and what fakes give, is remembered."""
 
 import contextlib
+import re
 from typing import Any
 from unittest import mock
 
@@ -13,6 +14,7 @@ from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn import functional
 
+from memrewrite.records.lines import is_users
 from memrewrite.torch_internals.fake_tensors import FakeTensor
 from memrewrite.torch_internals.size_arithmetic import replaced, sizes_remembered
 from memrewrite.torch_internals.symbolic_recall import SymbolicRecall
@@ -56,6 +58,20 @@ class Images(nn.Module):
         return torch.cat([x, x.flip(0)], 1).flatten(1)[:, ::2]
 
 
+class Widening(nn.Module):
+    """Layers that have other channels each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(3 + i, 4 + i, 3, padding=1) for i in range(3))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(4 + i) for i in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for conv, norm in zip(self.convs, self.norms, strict=True):
+            x = norm(conv(x)).sigmoid() * x.shape[0]
+        return x
+
+
 class Numbers(nn.Module):
     """Numbers that follow from sizes, views that are written, lists, and the same size under several names."""
 
@@ -75,6 +91,8 @@ class Numbers(nn.Module):
 MODELS: dict[str, tuple[nn.Module, tuple[Tensor, ...], Any]] = {
     "texts": (Texts(), (torch.randn(4, 6, 8),), ({0: AUTO, 1: AUTO},)),
     "images": (Images(), (torch.randn(4, 3, 10, 8),), ({0: AUTO, 2: AUTO, 3: AUTO},)),
+    "widening": (Widening(), (torch.randn(4, 3, 10, 8),), ({0: AUTO},)),
+    "widening, all sizes": (Widening(), (torch.randn(4, 3, 10, 8),), ({0: AUTO, 2: AUTO, 3: AUTO},)),
     "numbers": (Numbers(), (torch.randn(6, 8), torch.randn(6, 8)), ({0: AUTO, 1: AUTO}, {0: AUTO, 1: AUTO})),
     "one size": (Texts(), (torch.randn(4, 6, 8),), None),
 }
@@ -93,14 +111,15 @@ def traced(name: str, *around: Any) -> list[Any]:
         for node in each.graph.nodes if isinstance(each, torch.fx.GraphModule) else ():
             value = node.meta.get("val")
             place = (value.shape, value.stride(), value.dtype, value.device) if isinstance(value, FakeTensor) else value
-            text.append(f"{node.format_node()} {node.args} {node.kwargs} {place} {_lines(node)}")
+            text.append(f"{node.format_node()} {node.args} {node.kwargs} {place} {_line(node)}")
     return [*text, getattr(graph_module, "code", "")]
 
 
-def _lines(node: torch.fx.Node) -> list[str]:
-    """Where it comes from, without the lines of this file, which differ from call to call."""
-    lines = (node.meta.get("stack_trace") or "").splitlines()
-    return [line for line, above in zip(lines, ["", *lines], strict=False) if "traced" not in line + above]
+def _line(node: torch.fx.Node) -> str:
+    """Where it comes from: of its stack the innermost line outside of PyTorch, "" where that is in ``traced``."""
+    places = re.findall(r'File "(.+)", line (\d+), in (.+)', node.meta.get("stack_trace") or "")
+    line = next((f"{file}:{number} {name}" for file, number, name in reversed(places) if is_users(file)), "")
+    return "" if line.endswith("traced") else line
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -114,7 +133,13 @@ def test_what_is_traced_is_the_same(name: str) -> None:
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
 
 
-def test_equal_layers_are_given_what_the_first_was(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "operators"),
+    [("texts", ("aten.mm.", "aten._unsafe_view.")), ("widening", ("batch_norm", "aten.sigmoid."))],
+)
+def test_later_layers_are_given_what_the_first_was(
+    name: str, operators: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[str] = []
     dispatch = FakeTensorMode.dispatch
 
@@ -126,12 +151,12 @@ def test_equal_layers_are_given_what_the_first_was(monkeypatch: pytest.MonkeyPat
     found = []
     for around in ((), (SymbolicRecall(), sizes_remembered())):
         asked.clear()
-        traced("texts", *around)
-        found.append([asked.count(f"aten.{name}.default") for name in ("mm", "_unsafe_view")])
-    (plain_products, plain_views), (products, views) = found
+        traced(name, *around)
+        found.append([sum(each in func for func in asked) for each in operators])
+    plain, recalled = found
     again = 2 * _COUNTED  # the second and the third layer
-    assert plain_products - products == again
-    assert plain_views - views >= again
+    assert plain[0] - recalled[0] == again
+    assert plain[1] - recalled[1] >= again
 
 
 def test_arithmetic_on_sizes_is_done_once() -> None:

@@ -22,7 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from memrewrite.records.errors import CaptureError
 from memrewrite.simulate.fake.rows import has_symbols, symbolic, two_rows, value_by_rows
-from memrewrite.torch_internals.dispatch_modes import Layer
+from memrewrite.torch_internals.dispatch_modes import DEVICE, Layer
 from memrewrite.torch_internals.fake_tensors import FakeTensor, in_place_of_modes, known_as_real
 from memrewrite.torch_internals.operators import OpOverload, is_mutable, named_arguments, schema_name, written_arguments
 from memrewrite.torch_internals.pytrees import tensors_in, tree_map
@@ -134,6 +134,8 @@ class KnownValues(Layer):
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is DEVICE and type(args[0]) is FakeTensor:  # what a third of all calls are, where a graph is traced
+            return args[0].device
         kind = _kind(func)
         if kind == "body":
             result = self.below(func, types, args, kwargs)
