@@ -5,12 +5,11 @@ Nothing here is changed: a pass or a plan takes a candidate and gives another on
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 
 from torch import Tensor, fx, nn
 
 from memrewrite.capture.normal import is_below
-from memrewrite.codegen.writer import generate
 from memrewrite.costs import Costs
 from memrewrite.observe.effects import Effects
 from memrewrite.passes.checkpoint_segments import CheckpointSegments
@@ -60,10 +59,9 @@ class CandidateRegion:
         healthy = None if look is None else health(seen)  # of the graph itself it is known afterwards, too
         result = graph_pass(graph_module, seen)
         graph_module.graph.lint()
-        graph_module.recompile()
-        changed = graph_module.code != self.graph.code
+        changed = not self.graph.is_as(graph_module.graph)
         if changed != result.modified:
-            raise InternalError(f"The pass {graph_pass.name} says modified={result.modified}; its code says {changed}.")
+            raise InternalError(f"{graph_pass.name} says modified={result.modified}; the graph says {changed}.")
         if not changed:
             if look is None:
                 self.graph.left_alone(graph_module, effects)
@@ -87,11 +85,10 @@ class CandidateRegion:
         """The region with ``result`` for what the pass of this name did."""
         return replace(self, results={**self.results, name: result})
 
-    @cached_property
+    @property
     def written(self) -> tuple[str, dict[str, Tensor]]:
         """The program that the graph is, as source, and the tensors it holds."""
-        captured = replace(self.region.captured, graph_module=self.graph.graph_module)
-        return generate(captured, self.region.prefix, self.marks)
+        return self.graph.written(self.marks)
 
     @property
     def source(self) -> str:
