@@ -21,11 +21,15 @@ from memrewrite.workload.step import Step, default_loss
 
 @dataclass(frozen=True, eq=False)
 class ObservedGraph:
-    """The graph of a region, captured or rewritten, in the step that is planned for."""
+    """The graph of a region, captured or rewritten, in the step that is planned for.
+
+    ``before`` is what its nodes did in the graph that it was made of.
+    """
 
     region: Region
     step: Step
     graph_module: fx.GraphModule
+    before: Effects | None = None
     _copies: list[tuple[fx.GraphModule, Effects]] = field(default_factory=list, init=False)  # that are as it is
     _written: dict[Marks, tuple[str, dict[str, Tensor]]] = field(default_factory=dict, init=False)
 
@@ -48,7 +52,7 @@ class ObservedGraph:
     def effects(self) -> Effects:
         """What each node does."""
         step, grad = self.step, self.step.mode == "train"
-        return observe(self.graph_module, self.region.example, step.amp, grad, step.target)
+        return observe(self.graph_module, self.region.example, step.amp, grad, step.target, self.before)
 
     @cached_property
     def watermarks(self) -> dict[fx.Node, Watermarks]:
