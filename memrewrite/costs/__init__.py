@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from memrewrite.observe.effects import Effects, NodeEffects
+from memrewrite.observe.effects import Effects
+from memrewrite.observe.node_effects import NodeEffects
 
 
 @dataclass(frozen=True)

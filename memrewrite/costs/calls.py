@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from memrewrite.observe.effects import NodeEffects
+from memrewrite.observe.node_effects import NodeEffects
 from memrewrite.records.kernel_launch import Named
 from memrewrite.targets.transients import like, made
 from memrewrite.torch_internals.operators import OpOverload

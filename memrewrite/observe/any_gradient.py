@@ -19,16 +19,18 @@ def observe_trained(
     amp: torch.dtype | None = None,
     grad: bool = True,
     target: Target = EAGER,
+    before: Effects | None = None,
 ) -> Effects:
     """``observe`` a graph of ``module`` as if all inputs and parameters required gradients.
 
-    ``step_effects`` are of the same graph in its own step; parameters that it writes stay frozen, as PyTorch demands.
+    ``step_effects`` are of the same graph in its own step, or of what it was made of; parameters that it writes stay
+    frozen, as PyTorch demands.
     Raises ``CaptureError`` where the model itself does not run so: it writes one of several views of an input, say.
     """
     leaves = [t.detach().requires_grad_(_differentiable(t)) for t in example]
-    with _all_trained(module, _written(graph_module, step_effects)):
+    with _all_trained(module, _written(step_effects)):
         try:
-            return observe(graph_module, leaves, amp, grad, target)
+            return observe(graph_module, leaves, amp, grad, target, before)
         except RuntimeError as error:  # PyTorch's rules for writing in place what has a gradient
             reason = str(error).split(". ", 1)[0].splitlines()[0].rstrip(".")
             raise CaptureError(
@@ -36,9 +38,9 @@ def observe_trained(
             ) from error
 
 
-def _written(graph_module: fx.GraphModule, effects: Effects) -> set[str]:
+def _written(effects: Effects) -> set[str]:
     """The paths of parameters that forward writes, which PyTorch allows only where they require no gradient."""
-    attributes = graph_module.graph.find_nodes(op="get_attr")
+    attributes = (node for node in effects.order if node.op == "get_attr")
     return {str(node.target) for node in attributes if effects.of[node].outputs & effects.written}
 
 

@@ -6,65 +6,41 @@ graph (ATen overloads, torch functions, methods, higher-order ops) does not matt
 
 import functools
 from collections import defaultdict
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from memrewrite.observe.carried import Carried, Run, Runs, forms_of
+from memrewrite.observe.node_effects import NodeEffects
 from memrewrite.observe.opaque_calls import is_opaque
 from memrewrite.observe.recorder import Origin, Recorder, Storage
 from memrewrite.records.errors import CaptureError
 from memrewrite.simulate.fake.as_seen import on_fakes_or_seen
 from memrewrite.simulate.fake.fakes import fake_twin, running_on_fakes
 from memrewrite.simulate.fake.true_results import TrueResults
-from memrewrite.simulate.memory.repeats import in_place_of_pieces
+from memrewrite.simulate.memory.repeats import ambient, in_place_of_pieces
 from memrewrite.targets.eager import EAGER, Target
 from memrewrite.torch_internals.custom_functions import kept_as_attributes
-from memrewrite.torch_internals.fake_tensors import FakeTensorMode, as_parameter, fake_of, in_place_of_modes
+from memrewrite.torch_internals.fake_tensors import as_parameter, fake_of, in_place_of_modes
 from memrewrite.torch_internals.pytrees import tensors_in, tree_iter
 from memrewrite.workload.step import autocast
 
 
 @dataclass(frozen=True)
-class NodeEffects:
-    """What one node does to storages (ids into ``Effects.storages``) and what running it costs.
-
-    ``saved`` are the storages autograd keeps because of this node: its inputs, its outputs or private ones.
-    ``saves_output`` says that autograd keeps something this node makes.
-    ``flops`` counts floating-point operations, ``moved`` the bytes read and written, those that are sent to other
-    devices as many times as such a link is slower; the pair ``rerun`` holds how far these had counted at the node's
-    last save, which is where a checkpoint that stops early stops: (0, 0) for a convolution, which saves its inputs
-    before it runs, everything for a ReLU, which saves its output.
-    ``statistics`` are written storages whose values no result depends on (batch normalization's running statistics).
-    ``stale_save`` says that an operator changes a storage after saving it (RReLU's noise), which recomputation that
-    stops early would never see filled. ``opaque`` says of a call that nobody looks into it, so that it may keep what it
-    touches in its own ways, ``repeats`` whether it gives the same whenever it runs.
-    """
-
-    reads: frozenset[int]
-    writes: frozenset[int]
-    outputs: frozenset[int]
-    saved: frozenset[int]
-    saves_output: bool
-    random: bool
-    flops: int
-    moved: int
-    rerun: tuple[int, int]
-    statistics: frozenset[int] = frozenset()
-    stale_save: bool = False
-    opaque: bool = False
-    repeats: bool = True
-
-
-@dataclass(frozen=True)
 class Effects:
-    """The facts of a whole graph; ``order`` is its nodes in execution order, ``of`` the facts of each."""
+    """The facts of a whole graph; ``order`` is its nodes in execution order, ``of`` the facts of each.
+
+    ``runs`` is how they ran, which tells a graph that is made of this one; None where it does not.
+    """
 
     order: tuple[fx.Node, ...]
     of: dict[fx.Node, NodeEffects]
     storages: dict[int, Storage]
+    runs: Runs | None = field(default=None, compare=False, repr=False)
 
     @functools.cached_property
     def position(self) -> dict[fx.Node, int]:
@@ -112,7 +88,8 @@ class Effects:
     def of_copy(self, graph: fx.Graph) -> "Effects":
         """The same facts of a copy of the graph that has not been changed since."""
         copies = dict(zip(self.order, graph.nodes, strict=True))
-        return Effects(tuple(copies.values()), {copies[node]: facts for node, facts in self.of.items()}, self.storages)
+        of = {copies[node]: facts for node, facts in self.of.items()}
+        return Effects(tuple(copies.values()), of, self.storages, self.runs and self.runs.on(copies))
 
     @property
     def kept(self) -> int:
@@ -127,14 +104,32 @@ def observe(
     amp: torch.dtype | None = None,
     grad: bool = True,
     target: Target = EAGER,
+    before: Effects | None = None,
 ) -> Effects:
     """Run every node once on fake copies of ``example`` (one tensor per placeholder) and record what it does.
 
     ``grad`` False observes it under ``torch.no_grad``, where nothing is saved; what runs, and what it counts as, is up
-    to ``target``. Leaves each node's fake result in ``node.meta["val"]``. No real memory is touched.
+    to ``target``. ``before`` are the effects that some of the nodes had in another graph, for the same target: those
+    that are given the same need not run. Leaves each node's fake result in ``node.meta["val"]``. No real memory is
+    touched.
     """
+    asked = graph_module, example, amp, grad, target
+    if before is not None and before.runs is not None:
+        with suppress(Exception):  # an error is what it is without what was before
+            return _observed(before.runs, *asked)
+    return _observed(Runs(), *asked)
+
+
+def _observed(
+    before: Runs,
+    graph_module: fx.GraphModule,
+    example: list[Tensor],
+    amp: torch.dtype | None,
+    grad: bool,
+    target: Target,
+) -> Effects:
     device = next((t.device.type for t in (*graph_module.parameters(), *example)), "cpu")
-    observer = _Observer(graph_module, target, device)
+    observer = _Observer(graph_module, target, device, before)
     # A model may write its inputs in place; PyTorch forbids that for leaves that require a gradient, hence the clone.
     # Detached, because the conversion would also copy .grad and the history of a non-leaf.
     fakes = [observer.fake.from_tensor(t.detach()).requires_grad_(t.requires_grad) for t in example]
@@ -149,7 +144,9 @@ def observe(
         torch.set_grad_enabled(grad),
     ):
         observer.run(*inputs)
-    return Effects(tuple(graph_module.graph.nodes), observer.facts, observer.recorder.storages)
+    facts = {node: run.facts for node, run in observer.runs.of.items()}
+    runs = observer.runs if observer.runs.tell_others() else None
+    return Effects(tuple(graph_module.graph.nodes), facts, observer.recorder.storages, runs)
 
 
 def autocast_switch(node: fx.Node) -> int:
@@ -160,12 +157,12 @@ def autocast_switch(node: fx.Node) -> int:
 class _Observer(fx.Interpreter):
     """Runs the graph on fake tensors; parameters are made fake as they are met."""
 
-    def __init__(self, graph_module: fx.GraphModule, target: Target, device: str) -> None:
+    def __init__(self, graph_module: fx.GraphModule, target: Target, device: str, before: Runs) -> None:
         super().__init__(graph_module)
-        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.fake = before.mode
         self.recorder = Recorder(target, device)
-        self.facts: dict[fx.Node, NodeEffects] = {}
-        self._attributes: dict[int, Any] = {}
+        self.carried = Carried(before, self.recorder)
+        self.runs = Runs(self.fake, storages=self.recorder.storages)
         self._submodules = {path: self._twin(path) for path in _submodules_called(graph_module.graph)}
 
     def _twin(self, path: str) -> nn.Module:
@@ -187,10 +184,12 @@ class _Observer(fx.Interpreter):
         value = super().fetch_attr(target)
         if not isinstance(value, Tensor):
             return value
-        if id(value) not in self._attributes:
+        attributes = self.runs.attributes
+        if id(value) not in attributes:
             origin: Origin = "parameter" if isinstance(value, nn.Parameter) else "buffer"
-            self._attributes[id(value)] = self.known(self._fake(value), origin)
-        return self._attributes[id(value)]
+            fake = self.carried.fake_of(value)
+            attributes[id(value)] = value, self.known(self._fake(value) if fake is None else fake, origin)
+        return attributes[id(value)][1]
 
     def _fake(self, value: Tensor) -> Tensor:
         if type(value) is not nn.Parameter or value.is_meta:
@@ -200,11 +199,26 @@ class _Observer(fx.Interpreter):
         return as_parameter(fake_of(plain, self.fake), value.requires_grad)
 
     def run_node(self, n: fx.Node) -> Any:
-        recorder = self.recorder
-        index = len(self.facts)
-        recorder.begin(index)
-        given: set[int] = set()
+        recorder, made = self.recorder, self.runs.of
+        recorder.begin(len(made))
         args, kwargs = self.fetch_args_kwargs_from_env(n)
+        given = ambient(recorder.device_type), args, kwargs
+        if (run := self.carried.again(n, given)) is None:
+            first = recorder.count
+            result, facts = self._run(n, len(made), args, kwargs)
+            n.meta["val"] = result
+            keys, forms = tuple(map(recorder.storage, tensors_in(result))), forms_of(result)
+            result = self.carried.as_before(n, result, keys, forms)
+            run = Run(n.target, given, result, keys, forms, facts, range(first, recorder.count))
+        else:
+            n.meta["val"] = run.result
+        made[n] = run
+        return run.result
+
+    def _run(self, n: fx.Node, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, NodeEffects]:
+        """What a node gives, and what it does."""
+        recorder = self.recorder
+        given: set[int] = set()
         if n.op not in ("placeholder", "get_attr"):
             given = {recorder.storage(t) for t in tensors_in((args, kwargs))}
         if n.op == "call_module":
@@ -213,14 +227,13 @@ class _Observer(fx.Interpreter):
             result = getattr(self, n.op)(n.target, args, kwargs)
         if n.op in ("placeholder", "get_attr"):
             recorder.begin(index)
-        n.meta["val"] = result
         recorder.saved |= {recorder.storage(tensor) for tensor in kept_as_attributes(result)}
 
         def before(keys: set[int]) -> frozenset[int]:
             return frozenset(key for key in keys if recorder.storages[key].producer < index)
 
         opaque = is_opaque(n)
-        self.facts[n] = NodeEffects(
+        return result, NodeEffects(
             reads=before(recorder.reads) | given,
             writes=before(recorder.writes),
             outputs=frozenset(recorder.storage(t) for t in tensors_in(result)),
@@ -235,7 +248,6 @@ class _Observer(fx.Interpreter):
             opaque=opaque,
             repeats=n.meta.get(_REPEATS, not opaque),
         )
-        return result
 
     def _submodule(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         twin = self._submodules[str(node.target)]

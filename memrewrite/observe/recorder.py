@@ -6,7 +6,7 @@ its hundreds of operators do the same in each layer, and again after each rewrit
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -119,6 +119,7 @@ class Recorder(Layer):
         self.storages: dict[int, Storage] = {}
         self._ids: dict[int, int] = {}
         self._alive: list[torch.UntypedStorage | None] = []  # so that an id is never given twice
+        self._named: list[torch.UntypedStorage] = []  # likewise
         self._away = False  # whether nothing is noted of what runs
         self.begin(-1)
 
@@ -142,6 +143,24 @@ class Recorder(Layer):
             self._alive.append(storage)
             self.storages[self._ids[id(storage)]] = Storage(rounded(size or storage.nbytes()), origin, self.index)
         return self._ids[id(storage)]
+
+    @property
+    def count(self) -> int:
+        """How many storages were met."""
+        return len(self._alive)
+
+    def make(self, sizes: Iterable[int]) -> range:
+        """The ids of storages of so many bytes that the current node makes, without running."""
+        first = len(self._alive)
+        self.storages |= {number: Storage(size, "node", self.index) for number, size in enumerate(sizes, first)}
+        self._alive += [None] * (len(self.storages) - first)
+        return range(first, len(self._alive))
+
+    def name(self, tensor: Tensor, key: int) -> None:
+        """From now on the tensor's storage has this id."""
+        storage = local_part(tensor).untyped_storage()
+        self._ids[id(storage)] = key
+        self._named.append(storage)
 
     def pack(self, tensor: Tensor) -> object:
         """The saved-tensors hook; returns a token because returning the tensor builds an uncollectable cycle."""
@@ -253,14 +272,12 @@ class Recorder(Layer):
             results = made_again(seen.results, given)
         finally:
             self._away = False
-        first = len(self._alive)
-        numbers = [*map(self.storage, given), *range(first, first + len(seen.made))]
-        self._alive += [None] * len(seen.made)
-        self.storages |= {first + i: Storage(size, "node", self.index) for i, size in enumerate(seen.made)}
+        numbers = list(map(self.storage, given))
+        made = self.make(seen.made)
+        numbers += made
         for leaf, number in zip(results, seen.kept, strict=True):
             if number is not None:
-                self._alive[first + number] = storage = leaf.untyped_storage()
-                self._ids[id(storage)] = first + number
+                self.name(leaf, made[number])
         self.reads |= {numbers[number] for number in seen.reads}
         self.writes |= {numbers[number] for number in seen.writes}
         self.random |= seen.random

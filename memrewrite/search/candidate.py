@@ -5,12 +5,11 @@ Nothing here is changed: a pass or a plan takes a candidate and gives another on
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 
 from torch import Tensor, fx, nn
 
 from memrewrite.capture.normal import is_below
-from memrewrite.codegen.writer import generate
 from memrewrite.costs import Costs
 from memrewrite.observe.effects import Effects
 from memrewrite.passes.checkpoint_segments import CheckpointSegments
@@ -30,8 +29,11 @@ from memrewrite.workload.step import Step
 
 # One pass need not tell the peak of two steps to the byte: it decides where it is so many times the budget.
 _CLEAR = 1.05
-Look = Callable[[fx.GraphModule, Effects], Effects]
-"""Another way to look at a graph, given its effects in the step that is planned for."""
+Look = Callable[[fx.GraphModule, Effects, Effects | None], Effects]
+"""Another way to look at a graph, given its effects in the step that is planned for, before passes change it.
+
+The last argument is what was seen before a pass changed it, None the first time.
+"""
 
 
 @dataclass(frozen=True)
@@ -56,20 +58,19 @@ class CandidateRegion:
     def after(self, graph_pass: Pass, look: Look | None = None) -> "CandidateRegion":
         """The region after a pass, which sees what ``look`` sees and is held to what it says about itself."""
         graph_module, effects = self.graph.copied()
-        seen = effects if look is None else look(graph_module, effects)
+        seen = effects if look is None else look(graph_module, effects, None)
         healthy = None if look is None else health(seen)  # of the graph itself it is known afterwards, too
         result = graph_pass(graph_module, seen)
         graph_module.graph.lint()
-        graph_module.recompile()
-        changed = graph_module.code != self.graph.code
+        changed = not self.graph.is_as(graph_module.graph)
         if changed != result.modified:
-            raise InternalError(f"The pass {graph_pass.name} says modified={result.modified}; its code says {changed}.")
+            raise InternalError(f"{graph_pass.name} says modified={result.modified}; the graph says {changed}.")
         if not changed:
             if look is None:
                 self.graph.left_alone(graph_module, effects)
             return self.having(graph_pass.name, result)
-        graph = replace(self.graph, graph_module=graph_module)
-        after = graph.effects if look is None else look(*graph.copied())
+        graph = replace(self.graph, graph_module=graph_module, before=effects)
+        after = graph.effects if look is None else look(graph_module, effects, seen)
         if wrongs := broken(healthy or self.graph.health, graph.health if look is None else health(after)):
             raise InternalError(f"The pass {graph_pass.name} broke the graph: {' '.join(wrongs)}")
         result = replace(result, freed=seen.kept - after.kept)
@@ -81,17 +82,16 @@ class CandidateRegion:
         graph_module, effects = self.graph.copied()
         if not edit(graph_module, effects):
             return self
-        return replace(self, graph=replace(self.graph, graph_module=graph_module))
+        return replace(self, graph=replace(self.graph, graph_module=graph_module, before=effects))
 
     def having(self, name: str, result: Result) -> "CandidateRegion":
         """The region with ``result`` for what the pass of this name did."""
         return replace(self, results={**self.results, name: result})
 
-    @cached_property
+    @property
     def written(self) -> tuple[str, dict[str, Tensor]]:
         """The program that the graph is, as source, and the tensors it holds."""
-        captured = replace(self.region.captured, graph_module=self.graph.graph_module)
-        return generate(captured, self.region.prefix, self.marks)
+        return self.graph.written(self.marks)
 
     @property
     def source(self) -> str:

@@ -39,11 +39,9 @@ def _marked(region: CandidateRegion) -> CandidateRegion:
     if all(unsupported(node) for node in region.effects.order if is_activation(node)):
         return region.after(InplaceActivation(region.marks))
 
-    def look(graph_module: fx.GraphModule, effects: Effects) -> Effects:
-        original, graph = region.region, region.graph
-        return observe_trained(
-            original.module, graph_module, original.example, effects, grad=graph.step.mode == "train"
-        )
+    def look(graph_module: fx.GraphModule, effects: Effects, before: Effects | None) -> Effects:
+        original, grad = region.region, region.graph.step.mode == "train"
+        return observe_trained(original.module, graph_module, original.example, effects, grad=grad, before=before)
 
     try:
         return region.after(InplaceActivation(region.marks), look)

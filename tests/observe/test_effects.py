@@ -12,7 +12,8 @@ from torch.nn import functional as F  # noqa: N812  (its customary name)
 
 from memrewrite.capture import capture
 from memrewrite.capture.normal import leaf_tensors
-from memrewrite.observe.effects import Effects, NodeEffects, observe
+from memrewrite.observe.effects import Effects, observe
+from memrewrite.observe.node_effects import NodeEffects
 from memrewrite.observe.recorder import Part
 from memrewrite.passes.spelling import operation
 from memrewrite.targets.allocator import GRANULE

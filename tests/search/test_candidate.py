@@ -1,17 +1,23 @@
 """Candidates, where only fake tensors run: what may be skipped, that it shows when it may not; that none changes."""
 
 from dataclasses import replace
+from typing import ClassVar
 from unittest import mock
 
 import pytest
 import torch
+from torch import fx
 
 import memrewrite
+from memrewrite.codegen.writer import generate
 from memrewrite.observe import effects
 from memrewrite.observe.any_gradient import observe_trained
+from memrewrite.observe.effects import Effects
 from memrewrite.plan.segments import Plan
+from memrewrite.records.errors import InternalError
 from memrewrite.records.loop import HABITS, Loop
 from memrewrite.records.options import Budget
+from memrewrite.rewriting.contract import Applied, Result
 from memrewrite.search import fit_to_budget, graphs, inplace
 from memrewrite.search.asked import Asked, Fit, Unmet
 from memrewrite.search.bench import Bench
@@ -121,6 +127,49 @@ def test_a_graph_is_observed_once_until_it_changes(monkeypatch: pytest.MonkeyPat
     after = rewritten(under_test, None, exact=False)
     assert after.regions[0].effects is not seen
     assert after.regions[0].effects.order == tuple(after.regions[0].graph.graph_module.graph.nodes)
+
+
+def test_a_program_is_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    under_test = first("swish", Step())
+    written = mock.Mock(wraps=generate)
+    monkeypatch.setattr(graphs, "generate", written)
+    for _ in range(2):
+        planned = under_test.with_segments(Plan(((0, 3),)))
+        assert planned.programs != planned.without_segments().programs == under_test.programs
+        assert planned.making_room(4096).programs != planned.programs
+    assert written.call_count == 3
+
+
+class Lying:
+    """Changes the graph or not, and says the opposite."""
+
+    name: ClassVar[str] = "lying"
+    exact: ClassVar[bool] = True
+
+    def __init__(self, does: str) -> None:
+        self.does = does
+
+    def __call__(self, graph_module: fx.GraphModule, effects: Effects) -> Result:
+        node = next(node for node in effects.order if node.op == "call_function")
+        if self.does == "replaces":
+            node.target = torch.ops.aten.relu.default
+        if self.does == "rearranges":
+            node.args = (*node.args, None)
+        if self.does == "adds":
+            graph_module.graph.create_node("call_function", torch.ops.aten.relu.default, (node,))
+        if self.does == "removes":
+            graph_module.graph.erase_node(effects.order[-1])
+        return Result((Applied("", ""),)) if self.does == "nothing" else Result()
+
+
+@pytest.mark.parametrize("does", ["nothing", "replaces", "rearranges", "adds", "removes"])
+def test_what_a_pass_says_of_itself_is_held_against_the_graph(does: str) -> None:
+    (region,) = first("swish", Step()).regions
+    with (
+        mock.patch.object(fx.Graph, "lint"),
+        pytest.raises(InternalError, match=f"lying says modified={does == 'nothing'}; the graph says"),
+    ):
+        region.after(Lying(does))
 
 
 @pytest.mark.parametrize("name", ["swish", "residual"])

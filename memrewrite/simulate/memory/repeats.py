@@ -94,8 +94,8 @@ def told(
     own: Callable[..., Any], args: tuple[Any, ...], device_type: str
 ) -> tuple[tuple[Any, ...], list[Tensor]] | None:
     """What tells a call of such a function apart, and the tensors it is given; None where it is to run each time."""
-    words, tensors = [own, device_type, *_state(device_type)], list[Tensor]()
-    apart = own not in _LEAFLESS and _casts_are_kept(device_type)
+    words, tensors = [own, device_type, *ambient(device_type)], list[Tensor]()
+    apart = own not in _LEAFLESS and casts_are_kept(device_type)
     ordinary = not apart and _say(args, words, tensors)
     return (tuple(words), tensors) if ordinary else None
 
@@ -116,12 +116,12 @@ def _repeating(own: Callable[..., Any], trackers: Sequence[Tracker]) -> Callable
     return run
 
 
-def _casts_are_kept(device_type: str) -> bool:
+def casts_are_kept(device_type: str) -> bool:
     """Whether autocast may keep casts for later, or have kept them before; it does not in segments and pieces."""
     return autocast_dtype(device_type) is not None and torch.is_autocast_cache_enabled()
 
 
-def _state(device_type: str) -> tuple[Any, ...]:
+def ambient(device_type: str) -> tuple[Any, ...]:
     """What operators depend on besides their arguments."""
     kernels = torch.backends.cuda
     attending = kernels.flash_sdp_enabled(), kernels.mem_efficient_sdp_enabled(), kernels.math_sdp_enabled()
