@@ -144,6 +144,9 @@ def forms_of(result: Any) -> list[Any]:
 def _form(leaf: Any) -> Any:
     if isinstance(leaf, FakeTensor):
         place = leaf.storage_offset(), leaf.untyped_storage().nbytes(), leaf.fake_device
-        marks = leaf.requires_grad, leaf.is_leaf, is_view(leaf), leaf.is_neg(), leaf.is_conj()
+        try:
+            marks = leaf.requires_grad, leaf.is_leaf, is_view(leaf), leaf.is_neg(), leaf.is_conj()
+        except RuntimeError:  # of views made without gradients that were written with them PyTorch tells no history
+            return object()  # like no other
         return type(leaf), leaf.dtype, leaf.shape, leaf.stride(), *place, *marks
     return (type(leaf), leaf) if type(leaf) in PLAIN else id(leaf)

@@ -10,6 +10,7 @@ from torch import Tensor, fx, nn
 
 from memrewrite.observe import effects
 from memrewrite.observe.effects import Effects, observe
+from memrewrite.torch_internals.operators import set_grad_enabled
 
 aten = torch.ops.aten
 Edit = Callable[[fx.Graph, dict[str, fx.Node]], None]
@@ -168,3 +169,16 @@ def test_what_gets_a_gradient_as_it_is_written_tells_nothing(trained: bool) -> N
     assert (found.runs is None) == trained
     graph_module, before = copied(first, found)
     assert told(observe(graph_module, example, before=before)) == told(observe(graph_module, example))
+
+
+def test_what_pytorch_tells_no_history_of_is_not_asked_for_it() -> None:
+    """A view made without gradients, whose base is then written with them."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    hidden = graph.call_function(aten.relu.default, (x,))
+    graph.call_function(set_grad_enabled, (False,))
+    graph.call_function(aten.select.int, (hidden, 0, 0))
+    graph.call_function(set_grad_enabled, (True,))
+    graph.call_function(aten.mul_.Scalar, (hidden, 2.0))
+    graph.output(hidden)
+    assert observe(fx.GraphModule(nn.Module(), graph), [torch.randn(4, 8).requires_grad_()]).runs is None
