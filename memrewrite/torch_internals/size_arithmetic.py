@@ -36,10 +36,14 @@ def sizes_remembered() -> Iterator[None]:
         yield
 
 
-def replaced(environment: Any) -> int | None:
-    """How often an expression came to stand for another one; None where that is not counted, before PyTorch 2.13."""
-    count: int | None = getattr(environment, "_replacements_version_counter", None)
-    return count
+def replaced(environment: Any) -> Any:
+    """What is another as soon as an expression has come to stand for another one: how often that was.
+
+    PyTorch counts it since 2.13; before, it is how many do, and the count by which PyTorch drops what it remembers.
+    """
+    if hasattr(environment, "_replacements_version_counter"):
+        return environment._replacements_version_counter
+    return len(environment.replacements), environment._version_counter
 
 
 def _remembered(compute: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
@@ -48,14 +52,13 @@ def _remembered(compute: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]
 
     def operation(one: Any, other: Any) -> Any:
         environment = one.shape_env
-        version = replaced(environment)
-        if version is None or get_proxy_mode() is not None:
+        if environment is None or get_proxy_mode() is not None:
             return compute(one, other)
         a, b, hint, other_hint = one._expr, other._expr, one._hint, other._hint
         if type(hint) not in _PLAIN or type(other_hint) not in _PLAIN:
             return compute(one, other)
         about = one.pytype, hint, one._optimized_summation, other.pytype, other_hint, other._optimized_summation
-        key = id(a), id(b), id(environment), version, about
+        key = id(a), id(b), id(environment), replaced(environment), about
         found = known.get(key)
         if found is None:
             found = known[key] = compute(one, other), a, b, environment  # which keeps their ids theirs
@@ -84,10 +87,9 @@ def _settled(ask: Callable[[Any], int | None]) -> Callable[[Any], int | None]:
 
     def asked(node: Any) -> int | None:
         environment, expression = node.shape_env, node._expr
-        version = replaced(environment)
-        if version is None:
+        if environment is None:
             return ask(node)
-        key = id(expression), id(environment), version
+        key = id(expression), id(environment), replaced(environment)
         found = known.get(key)
         if found is None:
             found = known[key] = ask(node), expression, environment

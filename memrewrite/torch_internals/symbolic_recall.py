@@ -74,8 +74,7 @@ class SymbolicRecall(Layer):
         call: list[Any] = [id(func), torch.get_default_dtype(), torch.is_inference_mode_enabled()]
         if not self._describe(args, call, nodes) or (kwargs and not self._describe(kwargs.items(), call, nodes)):
             return None
-        version = None if self._mode is None else replaced(self._mode.shape_env)
-        return None if version is None else (*call, self._mode.epoch, version)
+        return None if self._mode is None else (*call, self._mode.epoch, replaced(self._mode.shape_env))
 
     def _describe(self, values: Iterable[Any], call: list[Any], nodes: list[Any]) -> bool:
         """Add to ``call`` what tells these arguments apart; False where one is out of the ordinary."""
