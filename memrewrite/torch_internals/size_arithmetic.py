@@ -39,7 +39,7 @@ def sizes_remembered() -> Iterator[None]:
 def replaced(environment: Any) -> Any:
     """What is another as soon as an expression has come to stand for another one: how often that was.
 
-    PyTorch counts it since 2.13; before, it is how many do, and the count by which PyTorch drops what it remembers.
+    PyTorch counts it since 2.12; before, it is how many do, and the count by which PyTorch drops what it remembers.
     """
     if hasattr(environment, "_replacements_version_counter"):
         return environment._replacements_version_counter
