@@ -204,12 +204,12 @@ class _Observer(fx.Interpreter):
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         given = ambient(recorder.device_type), args, kwargs
         if (run := self.carried.again(n, given)) is None:
-            first = recorder.count
+            first = len(recorder.storages)
             result, facts = self._run(n, len(made), args, kwargs)
             n.meta["val"] = result
             keys, forms = tuple(map(recorder.storage, tensors_in(result))), forms_of(result)
             result = self.carried.as_before(n, result, keys, forms)
-            run = Run(n.target, given, result, keys, forms, facts, range(first, recorder.count))
+            run = Run(n.target, given, result, keys, forms, facts, range(first, len(recorder.storages)))
         else:
             n.meta["val"] = run.result
         made[n] = run

@@ -118,8 +118,7 @@ class Recorder(Layer):
         self.target, self.device_type = target, device_type
         self.storages: dict[int, Storage] = {}
         self._ids: dict[int, int] = {}
-        self._alive: list[torch.UntypedStorage | None] = []  # so that an id is never given twice
-        self._named: list[torch.UntypedStorage] = []  # likewise
+        self._alive: list[torch.UntypedStorage] = []  # so that an id is never given twice
         self._away = False  # whether nothing is noted of what runs
         self.begin(-1)
 
@@ -139,28 +138,22 @@ class Recorder(Layer):
         """The id of the tensor's storage; one not met before counts as made by the current node, of ``size`` bytes."""
         storage = local_part(tensor).untyped_storage()
         if id(storage) not in self._ids:
-            self._ids[id(storage)] = len(self._alive)
+            self._ids[id(storage)] = len(self.storages)
             self._alive.append(storage)
             self.storages[self._ids[id(storage)]] = Storage(rounded(size or storage.nbytes()), origin, self.index)
         return self._ids[id(storage)]
 
-    @property
-    def count(self) -> int:
-        """How many storages were met."""
-        return len(self._alive)
-
     def make(self, sizes: Iterable[int]) -> range:
         """The ids of storages of so many bytes that the current node makes, without running."""
-        first = len(self._alive)
+        first = len(self.storages)
         self.storages |= {number: Storage(size, "node", self.index) for number, size in enumerate(sizes, first)}
-        self._alive += [None] * (len(self.storages) - first)
-        return range(first, len(self._alive))
+        return range(first, len(self.storages))
 
     def name(self, tensor: Tensor, key: int) -> None:
         """From now on the tensor's storage has this id."""
         storage = local_part(tensor).untyped_storage()
         self._ids[id(storage)] = key
-        self._named.append(storage)
+        self._alive.append(storage)
 
     def pack(self, tensor: Tensor) -> object:
         """The saved-tensors hook; returns a token because returning the tensor builds an uncollectable cycle."""
@@ -219,7 +212,7 @@ class Recorder(Layer):
 
     def _noted(self, words: tuple[Any, ...], own: Callable[..., Any], args: Any, given: list[Tensor]) -> Any:
         """Run it, and remember what it did."""
-        reads, random, flops, moved, first = self.reads, self.random, self.flops, self.moved, len(self._alive)
+        reads, random, flops, moved, first = self.reads, self.random, self.flops, self.moved, len(self.storages)
         self.reads, self.random, saved = set(), False, set(self.saved)
         written, versions = set(self.writes), [tensor._version for tensor in given]
         try:
@@ -238,7 +231,7 @@ class Recorder(Layer):
 
         None where that is more than to make these results.
         """
-        made = range(first, len(self._alive))
+        made = range(first, len(self.storages))
         numbers = {key: number for number, key in enumerate(made, len(given))}
         numbers |= {self.storage(tensor): number for number, tensor in enumerate(given)}
         leaves, tree = tree_flatten(results)
