@@ -327,7 +327,7 @@ def _captured(
     if step.amp is not None:
         program = build(module, program_from(source), constants)
         try:
-            theirs, ours = (_types(each, inputs, step) for each in (module, program))
+            theirs, ours = (_types(each, inputs, step, captured.gradients) for each in (module, program))
         except FAKE_TENSOR_ERRORS:  # in a submodule that stays a call: then the numbers alone are verified
             theirs = ours = ""
         if theirs != ours:
@@ -353,12 +353,15 @@ def _refuse_writes_of_kept(region: Region, step: Step) -> None:
         )
 
 
-def _types(module: nn.Module, inputs: Inputs, step: Step) -> str:
-    """The types of the tensors that a module returns under autocast, found on fake ones."""
+def _types(module: nn.Module, inputs: Inputs, step: Step, gradients: Sequence[bool] | None) -> str:
+    """The types of the tensors that a module returns under autocast, found on fake ones.
+
+    Gradients are on where it asks whether they are, as they were at capture (``gradients_now``).
+    """
     with (
         preserved_rng([*tensors_of(module), *inputs.tensors()]),
         on_fakes(module, inputs, step.target) as (twin, fakes),
-        torch.no_grad(),
+        torch.set_grad_enabled(gradients is not None and gradients[0]),
         autocast(step.amp, device_type(module, inputs)),
     ):
         output = fakes.run(twin.forward)

@@ -84,6 +84,15 @@ def test_it_is_planned_for_the_answers_at_capture(first: Callable[[Net, Tensor],
         assert torch.equal(*tensors)
 
 
+@pytest.mark.parametrize("first", [asks_a_parameter, asks_whether_they_are_on])
+def test_under_autocast_it_is_planned_without_a_warning(first: Callable[[Net, Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    planned = memrewrite.optimize(Net(first), torch.randn(8, WIDTH), budget="min", amp=torch.bfloat16)
+    report = memrewrite.report_of(planned)
+    assert report.changed
+    assert "bit-equal" in report.verdict
+
+
 def test_an_input_that_needs_a_gradient_runs_the_original() -> None:
     plain, planned, x = made(asks_the_input)
     with pytest.warns(FallbackWarning, match=SAID):
