@@ -1,4 +1,4 @@
-"""Where the frames of Python's functions lie.
+"""Where the frames of Python's functions lie, and what those that an error has ended still hold.
 
 CPython keeps them in chunks of 16 KiB. A frame that does not fit into the rest of one gets the next, which goes back
 to the system as that function returns: where a chunk happens to end, each turn of a loop that calls a function maps
@@ -8,6 +8,7 @@ CPython's Python/pystate.c, 3.11 to 3.14).
 """
 
 import functools
+import traceback
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
@@ -33,3 +34,19 @@ def _called(function: Callable[..., T], args: tuple[object, ...], kwargs: dict[s
 
 
 _called.__code__ = _called.__code__.replace(co_stacksize=_WORDS)
+
+
+def let_go(error: BaseException) -> None:
+    """Have the frames that an error, and those it came of, went through hold nothing while it is handled.
+
+    What tells autograd how to save tensors is on there until such a frame is gone: a call of
+    ``torch.utils.checkpoint`` that fails would see what a run saves that is tried instead (PyTorch before 2.13).
+    """
+    left: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while left:
+        each = left.pop()
+        if each is not None and id(each) not in seen:
+            seen.add(id(each))
+            traceback.clear_frames(each.__traceback__)
+            left += [each.__cause__, each.__context__]

@@ -9,6 +9,7 @@ from torch import nn
 
 from memrewrite.capture import KeptCalls, watch_calls
 from memrewrite.measurement.measuring import preserved_state
+from memrewrite.process.frames import let_go
 from memrewrite.records.ranges import Range
 from memrewrite.simulate.fake.copier import tensors_of
 from memrewrite.simulate.fake.fakes import on_fakes
@@ -46,7 +47,8 @@ def with_or_without(run: Callable[[bool], T]) -> T:
         return run(False)  # keeps no activations, in case all of them do not fit
     except torch.OutOfMemoryError:
         raise
-    except RuntimeError:  # a forward that takes gradients or registers hooks on tensors
+    except RuntimeError as error:  # a forward that takes gradients or registers hooks on tensors
+        let_go(error)
         return run(True)
 
 

@@ -391,3 +391,24 @@ def test_what_only_its_own_checkpoint_allows_is_refused_by_name() -> None:
     model, inputs = WrittenAfterCheckpoint(), Inputs((torch.randn(4, 8),), {})
     with pytest.raises(CaptureError, match="what autograd would keep without the model's own checkpoint"):
         find(model, inputs, Step())
+
+
+class Above(nn.Module):
+    """Doubles the values that are above 0, whose number nobody knows before."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        above = (x.detach().flatten() > 0).nonzero()[:, 0]
+        return x.flatten().index_add(0, above, x.flatten()[above]).view(x.shape)
+
+
+def test_a_checkpoint_of_the_models_own_that_fails_on_fakes_sees_no_real_step() -> None:
+    class Checkpointed(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            first, above, last = self
+            result: Tensor = last(torch.tanh(checkpoint(above, torch.sigmoid(first(x)) - 0.5, use_reentrant=False)))
+            return result
+
+    torch.manual_seed(0)
+    model = Checkpointed(nn.Linear(8, 8), Above(), nn.Linear(8, 8))
+    report = memrewrite.report_of(memrewrite.optimize(model, torch.randn(16, 8)))
+    assert "bit-equal" in report.verdict
