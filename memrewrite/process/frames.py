@@ -42,11 +42,7 @@ def let_go(error: BaseException) -> None:
     What tells autograd how to save tensors is on there until such a frame is gone: a call of
     ``torch.utils.checkpoint`` that fails would see what a run saves that is tried instead (PyTorch before 2.13).
     """
-    left: list[BaseException | None] = [error]
-    seen: set[int] = set()
-    while left:
-        each = left.pop()
-        if each is not None and id(each) not in seen:
-            seen.add(id(each))
-            traceback.clear_frames(each.__traceback__)
-            left += [each.__cause__, each.__context__]
+    each: BaseException | None = error
+    while each is not None:  # not what was handled before: that is the caller's
+        traceback.clear_frames(each.__traceback__)
+        each = each.__cause__
