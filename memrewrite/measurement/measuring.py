@@ -19,7 +19,6 @@ from torch import nn
 
 from memrewrite.measurement.snapshot import State, cuda_devices
 from memrewrite.process.child import run_job
-from memrewrite.process.frames import let_go
 from memrewrite.records.errors import DataDependentError, DoesNotFitError, MeasurementError, UsageError
 from memrewrite.records.mesh import Fsdp, Tp
 from memrewrite.records.outcomes import Measured
@@ -121,10 +120,9 @@ def predict(
                 noted=noted,
                 twins=twins,
             )
-    except (DataDependentError, FallbackWarning) as error:
+    except (DataDependentError, FallbackWarning):
         if not measurable:
             raise
-        let_go(error)
         module = module if written is None else assembled(module, written)
         timeline = _tracked(module, inputs, step, steps, attribute, blocks, workspace_bytes)
         return with_workspaces(timeline, workspace_bytes)

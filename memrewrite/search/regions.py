@@ -25,7 +25,6 @@ from memrewrite.capture.varying import length_left
 from memrewrite.codegen.writer import generate
 from memrewrite.observe.any_gradient import observe_trained
 from memrewrite.observe.effects import observe
-from memrewrite.process.frames import let_go
 from memrewrite.process.garbage import sought_seldom
 from memrewrite.records.errors import CaptureError, FixedSizeError, UnfitCallError
 from memrewrite.records.mesh import Fsdp
@@ -115,7 +114,6 @@ def _found(
     try:
         return _whole(model, inputs, step, odd, ranges)
     except CaptureError as refusal:
-        let_go(refusal)
         calls = record(model, inputs, step)
         refused = once_of_a_class(partial(_refusal, calls, step))
         tried = innermost(model, {"": str(refusal)}, (), refused)  # before what takes long where blocks repeat

@@ -1,5 +1,7 @@
 """What functions keep of calls on tensors without data is forgotten: a later call would be given these for real ones.
 
+Those that keep results do, and those that an error has ended, as long as it is handled.
+
 A forward may make positions or anchors in a function under ``functools.lru_cache`` (RT-DETR does), by sizes alone. Its
 cache belongs to the process, so that other models of the class would meet what one of them kept.
 """
@@ -14,6 +16,7 @@ from typing import Any
 
 from torch import nn
 
+from memrewrite.process.frames import let_go
 from memrewrite.state.containers import in_closure
 from memrewrite.torch_internals.fake_tensors import without_data
 from memrewrite.torch_internals.pytrees import tree_iter
@@ -23,11 +26,15 @@ from memrewrite.torch_internals.pytrees import tree_iter
 def fakes_forgotten(model: nn.Module) -> Iterator[None]:
     """Have caches be empty afterwards that kept a fake tensor meanwhile, of functions that ``model`` knows by name.
 
-    These are attributes of its parts, of their classes, and all in the modules that these classes are from.
+    These are attributes of its parts, of their classes, and all in the modules that these classes are from. Frames of
+    an error hold nothing afterwards.
     """
     before = {id(each): each.cache_info().misses for each in _caches(model)}
     try:
         yield
+    except BaseException as error:
+        let_go(error)
+        raise
     finally:
         for each in _caches(model):
             if each.cache_info().misses != before.get(id(each), 0) and _keeps_fakes(each):

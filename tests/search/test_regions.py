@@ -18,6 +18,7 @@ from memrewrite.records.errors import CaptureError
 from memrewrite.runtime.dropin import programs
 from memrewrite.search.regions import find
 from memrewrite.workload.step import Inputs, Step
+from tests.fuzz.opaque import Chosen
 from tests.support.layers import nameless
 
 Sign = nameless("Sign")  # its gradient is lost wherever its forward is traced
@@ -393,22 +394,14 @@ def test_what_only_its_own_checkpoint_allows_is_refused_by_name() -> None:
         find(model, inputs, Step())
 
 
-class Above(nn.Module):
-    """Doubles the values that are above 0, whose number nobody knows before."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        above = (x.detach().flatten() > 0).nonzero()[:, 0]
-        return x.flatten().index_add(0, above, x.flatten()[above]).view(x.shape)
-
-
 def test_a_checkpoint_of_the_models_own_that_fails_on_fakes_sees_no_real_step() -> None:
     class Checkpointed(nn.Sequential):
         def forward(self, x: Tensor) -> Tensor:
-            first, above, last = self
-            result: Tensor = last(torch.tanh(checkpoint(above, torch.sigmoid(first(x)) - 0.5, use_reentrant=False)))
+            first, chosen, last = self
+            result: Tensor = last(torch.tanh(checkpoint(chosen, torch.sigmoid(first(x)) - 0.5, use_reentrant=False)))
             return result
 
     torch.manual_seed(0)
-    model = Checkpointed(nn.Linear(8, 8), Above(), nn.Linear(8, 8))
+    model = Checkpointed(nn.Linear(8, 8), Chosen(), nn.Linear(8, 8))
     report = memrewrite.report_of(memrewrite.optimize(model, torch.randn(16, 8)))
     assert "bit-equal" in report.verdict
