@@ -16,6 +16,7 @@ from memrewrite.backends.listed import kept_by, reruns
 from memrewrite.backends.observed import Seen
 from memrewrite.backends.resident import Resident, parts
 from memrewrite.backends.rows import sum_in_place, written
+from memrewrite.backends.sizes_alone import give_sizes_alone
 from memrewrite.backends.stored import stored
 from memrewrite.backends.tries import Search, Step, Tries, Try, cheapest, lowest, one
 from memrewrite.process.garbage import not_sought
@@ -125,6 +126,7 @@ class Partition:
         static = static_lifetime_input_indices or []
         if self.asked.budget is not None:
             sum_in_place(joint)
+            give_sizes_alone(joint)
         joint, divided = prepared(joint, static, num_fwd_outputs)
         if self.asked.budget is None or not is_ours(joint, divided):
             self.choice = "no budget" if self.asked.budget is None else "not ours"

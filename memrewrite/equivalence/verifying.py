@@ -42,7 +42,7 @@ tensors written too early.
 
 import contextlib
 import itertools
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -73,6 +73,7 @@ from memrewrite.torch_internals.autograd_nodes import acting_hooks_off
 from memrewrite.workload.step import Inputs, Step
 
 _IN_BACKWARD = 2  # steps: in the first the optimizer makes its state
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 def verify(
@@ -92,11 +93,12 @@ def verify(
 
     Where the step does not fit in device memory it is verified at half the batch, a quarter, and so on. Where sizes of
     the inputs may vary, with ``smaller`` steps at the smallest and in between, too, if the original takes such sizes;
-    chains verified at full size are not compiled for these, and the verdict says so. Where not ``exact``, the rewritten
-    model must also have the bits of ``plain``, if that is given, and is as near to the original as it has to be where
-    it is within what is ``known``: the ``room`` of an earlier verdict on the same. Afterwards parameters, buffers,
-    gradients, random state and flags are bit for bit as before, also after an error. Raises ``MeasurementError`` if
-    nothing could be verified, ``UsageError`` for no step or under saved-tensor hooks, and what the original raises.
+    chains verified at full size are not compiled for these, nor convolutions planned by cuDNN, and the verdict says so.
+    Where not ``exact``, the rewritten model must also have the bits of ``plain``, if that is given, and is as near to
+    the original as it has to be where it is within what is ``known``: the ``room`` of an earlier verdict on the same.
+    Afterwards parameters, buffers, gradients, random state and flags are bit for bit as before, also after an error.
+    Raises ``MeasurementError`` if nothing could be verified, ``UsageError`` for no step or under saved-tensor hooks,
+    and what the original raises.
     """
     if steps < 1:
         raise UsageError(f"Cannot verify over {steps} steps; give at least 1.")
@@ -167,14 +169,31 @@ def _attempt(case: Case, state: State, exact: bool, full: Inputs) -> Verdict:
             case = replace(case, input_gradients=False)
 
 
-def _compiled_as_asked(case: Case, full: Inputs) -> contextlib.AbstractContextManager[Collection[str]]:
-    """At smaller sizes, chains are compiled only where the user named these, or where the kernels are not yet verified.
+@contextlib.contextmanager
+def _without_other_kernels(case: Case, full: Inputs) -> Iterator[list[str]]:
+    """At smaller sizes, kernels are made only where the user named these, or where they are not yet verified.
 
-    Else the program alone is in question there: its kernels were verified as they were compiled for the full size, and
-    others would be compiled for sizes that nobody asked for. Gives the chains that run uncompiled therefore.
+    Else the program alone is in question there: its kernels were verified as they are for the full size, and others
+    would be compiled, and convolutions planned by cuDNN, for sizes that nobody asked for. Gives what was left out
+    therefore, once it was.
     """
-    named = any(place.named for place in varying(case.rewritten, full))
-    return contextlib.nullcontext(()) if named or cut_down(case.inputs, full) else uncompiled()
+    spared = list[str]()
+    if any(place.named for place in varying(case.rewritten, full)) or cut_down(case.inputs, full):
+        yield spared
+        return
+    planned = _plans_convolutions(case)
+    with uncompiled() as chains, _without_cudnn(planned):
+        yield spared
+    spared += [word for word, there in (("compiled kernels", chains), ("cuDNN", planned)) if there]
+
+
+def _plans_convolutions(case: Case) -> bool:
+    """Whether cuDNN plans convolutions, and computes no recurrent network, of which PyTorch's own way is another."""
+    there = bool(case.devices) and torch.backends.cudnn.enabled and torch.backends.cudnn.is_available()
+    modules = [*case.original.modules()] if there else []
+    return any(isinstance(each, _CONVOLUTIONS) for each in modules) and not any(
+        isinstance(each, nn.RNNBase) for each in modules
+    )
 
 
 def _at_smaller_sizes(case: Case, state: State, exact: bool, verdict: Verdict, full: Inputs) -> Verdict:
@@ -185,7 +204,7 @@ def _at_smaller_sizes(case: Case, state: State, exact: bool, verdict: Verdict, f
     if not verdict.equivalent:
         return verdict
     verified = 0
-    with _compiled_as_asked(case, full) as spared:
+    with _without_other_kernels(case, full) as spared:
         for candidates in smaller_inputs(case.rewritten, case.inputs):
             cases = (
                 replace(case, inputs=inputs, steps=1, known=verdict.room, in_backward=False) for inputs in candidates
@@ -199,7 +218,7 @@ def _at_smaller_sizes(case: Case, state: State, exact: bool, verdict: Verdict, f
                 sizes = ", ".join(str(tuple(tensor.shape)) for tensor in smaller.inputs.tensors()) if smaller else ""
                 return replace(other, summary=f"{other.summary}; for inputs of {sizes}")
             verified += other is not None
-    also = f", also at smaller sizes{' without compiled kernels' if spared else ''}"
+    also = f", also at smaller sizes{' without ' if spared else ''}{' and '.join(spared)}"
     return replace(verdict, summary=verdict.summary + also) if verified else verdict
 
 
@@ -340,11 +359,17 @@ def _explain_small_batch(cause: BaseException, case: Case, full: Inputs) -> None
 
 @contextlib.contextmanager
 def _without_fused(families: set[str]) -> Iterator[None]:
+    math = sdpa_kernel(SDPBackend.MATH) if "attention" in families else contextlib.nullcontext()
+    with _without_cudnn("_rnn" in families), math:
+        yield
+
+
+@contextlib.contextmanager
+def _without_cudnn(without: bool) -> Iterator[None]:
     cudnn = torch.backends.cudnn.enabled
     try:
-        torch.backends.cudnn.enabled = cudnn and "_rnn" not in families
-        with sdpa_kernel(SDPBackend.MATH) if "attention" in families else contextlib.nullcontext():
-            yield
+        torch.backends.cudnn.enabled = cudnn and not without
+        yield
     finally:
         torch.backends.cudnn.enabled = cudnn
 

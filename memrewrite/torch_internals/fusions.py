@@ -9,7 +9,7 @@ Of the orders that Inductor then knows that of the fewest bytes is taken, this o
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from unittest import mock
 
@@ -79,7 +79,8 @@ class _Fusions:
         nodes = scheduler.nodes
         self._number = {name: i for i, node in enumerate(nodes) for name in _names(node)}
         self._maker = {name: i for i, node in enumerate(nodes) for name in node.get_buffer_names()}
-        self._values = _values(scheduler)
+        self._whole = _wholes(scheduler)
+        self._values = _values(scheduler, self._whole)
         self._parts = self._parts_by_source()
         self._operations = [self._operation(i, node) for i, node in enumerate(nodes)]
         self._order = KernelOrder(self._operations, self._values)
@@ -135,37 +136,48 @@ class _Fusions:
 
     def _operation(self, number: int, node: Any) -> Operation:
         own = () if _is_part(node) else node.get_buffer_names()
-        reads = {self._real(dep.name) for dep in node.read_writes.reads if not getattr(dep, "is_fake", False)}
+        reads = {self._lies_in(dep.name) for dep in node.read_writes.reads if not getattr(dep, "is_fake", False)}
+        written = {self._lies_in(name) for name in own if name not in self._scheduler.mutation_real_name}
         after = {self._maker[dep.name] for dep in node.unmet_dependencies if dep.name in self._maker}
         return Operation(
-            (
-                *(name for name in own if name in self._values and self._real(name) == name),
-                *self._parts.get(number, ()),
-            ),
+            (*sorted(written & self._values.keys() & self._maker.keys()), *self._parts.get(number, ())),
             frozenset(reads & self._values.keys()),
             frozenset(after - {number}),
             is_elementwise(node),
             _scratch(node),
         )
 
-    def _real(self, name: str) -> str:
-        """What a value is called before it is written again."""
-        while (before := self._scheduler.mutation_real_name.get(name)) is not None:
+    def _lies_in(self, name: str) -> str:
+        """The value that another is before it is written again, or that it lies in."""
+        while (before := self._scheduler.mutation_real_name.get(name, self._whole.get(name))) is not None:
             name = before
         return name
 
 
-def _values(scheduler: Any) -> dict[str, Value]:
+def _wholes(scheduler: Any) -> dict[str, str]:
+    """What is written right into a part of another value, as the parts of a concatenation are, with that.
+
+    Nothing else is allocated for it, and all of that as soon as the first part is written.
+    """
+    from torch._inductor.ir import NonOwningLayout
+
+    layouts = {name: buffer.node.layout for name, buffer in scheduler.name_to_buf.items()}
+    return {name: each.view.get_name() for name, each in layouts.items() if isinstance(each, NonOwningLayout)}
+
+
+def _values(scheduler: Any, whole: Mapping[str, str]) -> dict[str, Value]:
     """What nodes make, and what the graph is given and lets go of."""
     with private_imports():
         from torch._inductor import memory
         from torch._inductor.virtualized import V
         from torch.utils._ordered_set import OrderedSet
-    stays = {*V.graph.get_output_names()}
+    stays, in_parts = {whole.get(name, name) for name in V.graph.get_output_names()}, {*whole.values()}
     found = {}
     for name, (_, size) in memory.compute_size_for_scheduler_buffer(scheduler.name_to_buf).items():
-        if size:
-            found[name] = Value(int(size), scheduler.name_to_buf[name].node.get_dtype(), name in stays)
+        if size and name not in whole:
+            # Over what is written in parts Inductor writes nothing.
+            kind = name if name in in_parts else scheduler.name_to_buf[name].node.get_dtype()
+            found[name] = Value(int(size), kind, name in stays)
     given = V.graph.graph_inputs
     for name, buffer in memory.get_freeable_input_buf(scheduler.nodes, OrderedSet(given.keys())).items():
         kind, count = given[name].get_dtype(), given[name].get_numel()

@@ -1,7 +1,8 @@
 """Kernels one after the other, the bytes that live while each runs, and what that becomes where two are made one.
 
 Numbers alone: operations, and values that they make and read. A kernel is made of operations; what it makes and nobody
-else reads is never written. An elementwise one writes over what it is the last to read, of the same kind.
+else reads is never written. An elementwise one writes over what it is the last to read, of the same kind. A value that
+is made in parts, by several operations, is there from the first of them on.
 """
 
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -66,11 +67,14 @@ class KernelOrder:
     ) -> None:
         self._values, self._operations = values, operations
         self._readers: dict[str, list[int]] = {}
+        makers: dict[str, list[int]] = {}
         for i, each in enumerate(operations):
             for value in each.reads:
                 self._readers.setdefault(value, []).append(i)
-        made = {value for each in operations for value in each.makes}
-        self._given = sum(value.bytes for name, value in values.items() if name not in made)
+            for value in each.makes:
+                makers.setdefault(value, []).append(i)
+        self._given = sum(value.bytes for name, value in values.items() if name not in makers)
+        self._makers = {value: each for value, each in makers.items() if len(each) > 1}
         kernels = [self._made_of(each) for each in groups or ([i] for i in range(len(operations)))]
         self._kernel = {i: kernel for kernel in kernels for i in kernel.operations}
         self._slots: list[Kernel | None] = [*kernels]
@@ -139,13 +143,15 @@ class KernelOrder:
             touched = (kernel.reads | kernel.makes) - seen
             seen |= touched
             dying.append({value for value in touched if self._ends(value, here, start)})
-        during, afterwards = [], []
+        during, afterwards, begun = [], [], self._begun(kernels, here, start)
         for kernel, dead in zip(kernels, reversed(dying), strict=True):
-            made = {value for value in kernel.makes if self._is_written(value, kernel)}
+            there = kernel.makes & begun
+            made = {value for value in kernel.makes - there if self._is_written(value, kernel)}
             gone = dead - kernel.makes
             now += self._bytes(made)
             during.append(now - self._written_over(kernel, made, gone) + kernel.scratch)
-            now -= self._bytes(gone | dead & made)
+            now -= self._bytes(gone | dead & (made | there))
+            begun |= made & self._makers.keys()
             afterwards.append(now)
         return Fusion(start, end, tuple(kernels), tuple(during), tuple(afterwards))
 
@@ -164,10 +170,17 @@ class KernelOrder:
     def _bytes(self, values: Iterable[str]) -> int:
         return sum(self._values[value].bytes for value in values)
 
+    def _begun(self, kernels: Iterable[Kernel], here: Set[int], start: int) -> set[str]:
+        """What these kernels make a part of, and others that stand before have made a part of already."""
+        in_parts = {value for kernel in kernels for value in kernel.makes & self._makers.keys()}
+        return {
+            value for value in in_parts if any(i not in here and self.place(i) < start for i in self._makers[value])
+        }
+
     def _ends(self, value: str, here: Set[int], start: int) -> bool:
-        """Whether nothing reads a value but these operations, and what stands before."""
-        readers = self._readers.get(value, ())
-        return not self._values[value].stays and all(i in here or self.place(i) < start for i in readers)
+        """Whether nothing reads a value, or makes a part of it, but these operations, and what stands before."""
+        touched = (*self._readers.get(value, ()), *self._makers.get(value, ()))
+        return not self._values[value].stays and all(i in here or self.place(i) < start for i in touched)
 
     def _is_written(self, value: str, kernel: Kernel) -> bool:
         """Whether a kernel writes a value that it makes: somebody else reads it, or nobody does at all."""

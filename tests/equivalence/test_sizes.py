@@ -10,12 +10,14 @@ from torch.nn import functional
 
 import memrewrite
 from memrewrite.equivalence import judging, verifying
+from memrewrite.equivalence.case import Case
 from memrewrite.equivalence.reference import double_step
 from memrewrite.equivalence.sizes import smaller_inputs
+from memrewrite.equivalence.verdict import Verdict
 from memrewrite.runtime import fused
 from memrewrite.runtime.dropin import programs
 from memrewrite.runtime.kernels import Given, Kernel
-from memrewrite.workload.step import Inputs
+from memrewrite.workload.step import Inputs, Step
 from tests.capture.test_lengths import Text, text
 from tests.passes.helpers import WIDTH
 from tests.passes.test_fused_chains import Gated
@@ -135,3 +137,55 @@ def test_where_no_smaller_size_runs_nothing_is_said_of_one(monkeypatch: pytest.M
     summary, sizes = compiled(None, monkeypatch)
     assert "kernels" not in summary
     assert sizes == {ROWS}
+
+
+def convolved(dynamic: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[str, list[tuple[int, bool]]]:
+    """The verdict on a model of convolutions as where cuDNN plans them, and with which batches that was at work."""
+    torch.manual_seed(0)
+    layers = nn.Conv2d(2, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3), nn.ReLU()
+    model, x, ran = nn.Sequential(*layers), torch.randn(8, 2, 8, 8), list[tuple[int, bool]]()
+    result = memrewrite.optimize(model, x, budget="min", verify=False, dynamic=dynamic)
+    attempt = verifying._attempt
+
+    def noted(case: Case, *args: Any) -> Verdict:
+        ran.append((len(case.inputs.args[0]), torch.backends.cudnn.enabled))
+        return attempt(case, *args)
+
+    monkeypatch.setattr(verifying, "_attempt", noted)
+    monkeypatch.setattr(verifying, "_plans_convolutions", lambda case: True)
+    summary = memrewrite.verify(model, result, x).summary
+    assert torch.backends.cudnn.enabled
+    return summary, ran
+
+
+def test_convolutions_are_not_planned_for_other_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    summary, ran = convolved(None, monkeypatch)
+    assert summary.endswith(f"{ALSO} without cuDNN")
+    assert ran == [(8, True), (2, False), (4, False)]
+
+
+def test_convolutions_are_planned_for_sizes_that_were_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    summary, ran = convolved({"input": {0: (2, 8)}}, monkeypatch)
+    assert summary.endswith(ALSO)
+    assert [on for _, on in ran] == [True] * 3
+
+
+@pytest.mark.parametrize(
+    ("device", "model", "expected"),
+    [
+        ("cuda", nn.Sequential(nn.Conv1d(1, 1, 1)), True),
+        ("cuda", nn.Linear(1, 1), False),
+        ("cuda", nn.ModuleList([nn.Conv1d(1, 1, 1), nn.GRU(1, 1)]), False),
+        ("", nn.Conv1d(1, 1, 1), False),
+    ],
+)
+def test_cudnn_plans_convolutions_on_cuda(
+    device: str, model: nn.Module, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Recurrent networks are left to it."""
+    devices = tuple(map(torch.device, filter(None, [device])))
+    case = Case(model, model, Inputs((), {}), Step(), 1, 0, devices)
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    assert verifying._plans_convolutions(case) == expected
+    with torch.backends.cudnn.flags(enabled=False):
+        assert not verifying._plans_convolutions(case)

@@ -72,6 +72,25 @@ def room(most: int, backward: bool) -> int:
     return most
 
 
+def joined(x: Tensor, first: Tensor, *others: Tensor) -> list[Tensor]:
+    """Layers that are all given what the first one makes, too, joined to what the layer before makes."""
+    made = now = x @ first
+    for weight in others:
+        now = torch.cat([made, now], 1).tanh() @ weight
+    return [now]
+
+
+@pytest.mark.parametrize("halves", [0, 6, 8])
+def test_what_is_joined_is_there_once_its_first_part_is(halves: int) -> None:
+    """A kernel that writes a value into all that it is joined in lets all of that live from then on."""
+    half = torch.bfloat16
+    shapes = [(ROWS, WIDTH), (WIDTH, HIDDEN), *[(2 * HIDDEN, HIDDEN)] * 5]
+    with FakeTensorMode():
+        given = [torch.empty(shape, dtype=half) for shape in shapes]
+    with fused_within(lambda backward: halves * HALF):
+        assert held_by_cuda_code(joined, given) <= max(halves, 4) * HALF
+
+
 class Adapted(nn.Module):
     """A gated MLP whose gate is given, too: the difference of two products, as is what it gates."""
 

@@ -70,6 +70,25 @@ def test_what_an_operation_takes_meanwhile_counts_for_it_alone() -> None:
     assert (order.peak_between(0, 0), order.peak_between(1, 1)) == (103, 6)
 
 
+def test_what_is_made_in_parts_is_there_from_the_first_on() -> None:
+    operations = [
+        operation("a", "x", set(), False),
+        operation("both", "a", {0}),
+        operation("b", "x", {0}, False),
+        operation("both", "b", {2}),
+        operation("end", "both", {1, 3}, False),
+    ]
+    sizes = {"x": 1, "a": 10, "both": 20, "b": 10, "end": 1}
+    values = {name: Value(size, kind=name, stays=name in "x end") for name, size in sizes.items()}
+    order = KernelOrder(operations, values)
+    assert [order.peak_between(i, i) for i in range(5)] == [11, 31, 31, 31, 22]
+    found = order.fused(1, 3)  # which waits for b, and holds a until then
+    assert found is not None
+    assert found.during == (21, 41)
+    order.fuse(1, 3)
+    assert order.peak == 41
+
+
 def drawn(random_: random.Random) -> tuple[list[Operation], dict[str, Value]]:
     count = random_.randrange(2, 14)
     values = {"x": Value(random_.randrange(1, 9), 0), "y": Value(random_.randrange(1, 9), 0, stays=True)}
@@ -81,6 +100,11 @@ def drawn(random_: random.Random) -> tuple[list[Operation], dict[str, Value]]:
         elementwise, scratch = random_.random() < 0.7, random_.choice([0, 0, 5])
         operations.append(Operation((f"v{i}",), frozenset(reads), frozenset(after), elementwise, scratch))
         values[f"v{i}"] = Value(random_.randrange(1, 5), random_.randrange(2), random_.random() < 0.2)
+    for _ in range(random_.randrange(3) if count > 3 else 0):  # of some values others make a part, before they are read
+        whole = random_.randrange(2, count)
+        part = random_.randrange(whole)
+        operations[part] = operations[part]._replace(makes=(*operations[part].makes, f"v{whole}"))
+        operations[whole] = operations[whole]._replace(after=operations[whole].after | {part})
     return operations, values
 
 
