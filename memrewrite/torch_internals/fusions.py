@@ -5,7 +5,9 @@ until then: of a gate in bf16 that is a sum of one product in bf16 and one in fl
 through both products of the other half of a gated MLP. Where kernels stand is known before any is fused, and the bytes
 that live there with it; a fusion that would let more live than there are is none.
 
-Of the orders that Inductor then knows that of the fewest bytes is taken, this one among them, by the same count.
+Of the orders that Inductor then knows that of the fewest bytes is taken, this one among them, by the same count. In
+that order each of several results is taken at once from what an operator returns: until the last one is, all of them
+live, and Inductor takes gradients of weights, which nothing reads, where backward ends.
 """
 
 import contextlib
@@ -61,7 +63,7 @@ def fused_within(room: Room) -> Iterator[None]:
     def reordered(nodes: list[Any], *rest: Any, **options: Any) -> list[Any]:
         found = reorder(nodes, *rest, **options)
         fusions = of(V.graph.scheduler)
-        return found if fusions is None else fusions.reordered(nodes, found)
+        return _taken_apart(found if fusions is None else fusions.reordered(nodes, found))
 
     with (
         mock.patch.object(Scheduler, "will_fusion_create_cycle", refuses),
@@ -189,6 +191,23 @@ def _values(scheduler: Any, whole: Mapping[str, str]) -> dict[str, Value]:
 
 def _names(node: Any) -> list[str]:
     return [each.get_name() for each in node.get_nodes()]
+
+
+def _taken_apart(nodes: list[Any]) -> list[Any]:
+    """The nodes in their order, but for each part of what one makes, which comes right after that."""
+    maker = {name: node for node in nodes for name in node.get_buffer_names()}
+    parts: dict[Any, list[Any]] = {}
+    for node in nodes:
+        needed = {maker[dep.name] for dep in node.unmet_dependencies if dep.name in maker}
+        if _is_part(node) and len(needed) == 1:
+            parts.setdefault(needed.pop(), []).append(node)
+    moved = {node for each in parts.values() for node in each}
+    found: list[Any] = []
+    left = [node for node in reversed(nodes) if node not in moved]
+    while left:
+        found.append(left.pop())
+        left += reversed(parts.get(found[-1], []))
+    return found
 
 
 def _is_part(node: Any) -> bool:

@@ -53,7 +53,7 @@ _GONE = re.compile(r"\bdel (\w+)")
 
 def held_by_cuda_code(function: Callable[..., Sequence[Tensor]], given: Sequence[Tensor]) -> int:
     """The bytes at the peak of the code for ``function(*given)`` beyond its results; ``given`` are fake."""
-    source = _source(function, given)
+    source = written(function, given)
     blocks: dict[str, str] = {}  # what each name stands for
     names: dict[str, int] = {}  # how many names a block has now
     sizes: dict[str, int] = {}
@@ -78,7 +78,7 @@ def _held(sizes: dict[str, int], names: dict[str, int]) -> int:
     return sum(size for block, size in sizes.items() if names[block])
 
 
-def _source(function: Callable[..., Sequence[Tensor]], given: Sequence[Tensor]) -> str:
+def written(function: Callable[..., Sequence[Tensor]], given: Sequence[Tensor]) -> str:
     """What Inductor writes for a function of fake tensors that lie on the CPU, as if these lay on CUDA."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode, V.set_fake_mode(mode):

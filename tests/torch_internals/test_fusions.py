@@ -2,18 +2,22 @@
 
 import contextlib
 import functools
+import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor import memory
+from torch._inductor.ir import MultiOutput
 from torch.nn import functional as F  # noqa: N812
 
 from memrewrite.backends.observed import Seen, seen
 from memrewrite.torch_internals.compiled_code import beside, compiled_codes
 from memrewrite.torch_internals.fake_tensors import FakeTensorMode
 from memrewrite.torch_internals.fusions import Room, fused_within
-from tests.support.cuda_code import held_by_cuda_code
+from tests.support.cuda_code import held_by_cuda_code, written
 
 ROWS, WIDTH, HIDDEN, RANK = 1024, 16, 512, 4
 HALF = ROWS * HIDDEN * 2  # bytes of a value in bf16
@@ -89,6 +93,35 @@ def test_what_is_joined_is_there_once_its_first_part_is(halves: int) -> None:
         given = [torch.empty(shape, dtype=half) for shape in shapes]
     with fused_within(lambda backward: halves * HALF):
         assert held_by_cuda_code(joined, given) <= max(halves, 4) * HALF
+
+
+def convolved(gradient: Tensor, *given: Tensor) -> list[Tensor]:
+    """What backward of convolutions gives, with the gradients of their weights, which nothing reads."""
+    found = []
+    for x in given[:-1]:
+        sizes = [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, True, False]
+        gradient, of_weight, _ = torch.ops.aten.convolution_backward(gradient.tanh(), x, given[-1], [0], *sizes)
+        found.append(of_weight)
+    return [gradient, *found]
+
+
+@pytest.mark.parametrize("room", [lambda backward: 0, lambda backward: None])
+def test_all_results_are_taken_at_once(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor may take those that nothing reads where the code ends, and all of them live until then."""
+
+    def late(nodes: list[Any], *rest: Any, **options: Any) -> list[Any]:
+        unread = [node for node in nodes if isinstance(node.node, MultiOutput) and node.node.indices[0][1] == 1]
+        return [node for node in nodes if node not in unread] + unread
+
+    monkeypatch.setattr(memory, "reorder_for_peak_memory", late)
+    with FakeTensorMode():
+        given = [*(torch.empty(4, 8, 32, 32) for _ in range(4)), torch.empty(8, 8, 3, 3)]
+    taken = re.compile(r"= (?:torch\.ops\.aten\.(convolution_backward)|buf\d+\[(\d)\])")
+    found = [called or int(part) for called, part in taken.findall(written(convolved, given))]
+    assert found[-3:] == [1, 1, 1]
+    with fused_within(room):
+        found = [called or int(part) for called, part in taken.findall(written(convolved, given))]
+    assert found == ["convolution_backward", 0, 1] * 3
 
 
 class Adapted(nn.Module):
