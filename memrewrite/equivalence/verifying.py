@@ -189,11 +189,11 @@ def _without_other_kernels(case: Case, full: Inputs) -> Iterator[list[str]]:
 
 def _plans_convolutions(case: Case) -> bool:
     """Whether cuDNN plans convolutions, and computes no recurrent network, of which PyTorch's own way is another."""
-    there = bool(case.devices) and torch.backends.cudnn.enabled and torch.backends.cudnn.is_available()
-    modules = [*case.original.modules()] if there else []
-    return any(isinstance(each, _CONVOLUTIONS) for each in modules) and not any(
-        isinstance(each, nn.RNNBase) for each in modules
-    )
+    if not (case.devices and torch.backends.cudnn.enabled and torch.backends.cudnn.is_available()):
+        return False
+    modules = [*case.original.modules()]
+    convolves, recurs = (any(isinstance(each, kinds) for each in modules) for kinds in (_CONVOLUTIONS, nn.RNNBase))
+    return convolves and not recurs
 
 
 def _at_smaller_sizes(case: Case, state: State, exact: bool, verdict: Verdict, full: Inputs) -> Verdict:

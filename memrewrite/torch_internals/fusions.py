@@ -164,7 +164,12 @@ def _wholes(scheduler: Any) -> dict[str, str]:
     from torch._inductor.ir import NonOwningLayout
 
     layouts = {name: buffer.node.layout for name, buffer in scheduler.name_to_buf.items()}
-    return {name: each.view.get_name() for name, each in layouts.items() if isinstance(each, NonOwningLayout)}
+    found = {name: each.view.get_name() for name, each in layouts.items() if isinstance(each, NonOwningLayout)}
+    for name, whole in found.items():
+        while whole in found:  # which is a part itself
+            whole = found[whole]
+        found[name] = whole
+    return found
 
 
 def _values(scheduler: Any, whole: Mapping[str, str]) -> dict[str, Value]:
