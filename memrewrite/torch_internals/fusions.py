@@ -130,10 +130,9 @@ class _Fusions:
     def _parts_by_source(self) -> dict[int, list[str]]:
         """The values that are parts of what a node makes, which allocates them all."""
         found: dict[int, list[str]] = {}
-        for node in self._scheduler.nodes:
-            if _is_part(node):
-                source = next(self._maker[dep.name] for dep in node.read_writes.reads if dep.name in self._maker)
-                found.setdefault(source, []).extend(name for name in node.get_buffer_names() if name in self._values)
+        for source, part in _parts(self._scheduler.nodes):
+            names = [name for name in part.get_buffer_names() if name in self._values]
+            found.setdefault(self._number_of(source), []).extend(names)
         return found
 
     def _operation(self, number: int, node: Any) -> Operation:
@@ -200,12 +199,11 @@ def _names(node: Any) -> list[str]:
 
 def _taken_apart(nodes: list[Any]) -> list[Any]:
     """The nodes in their order, but for each part of what one makes, which comes right after that."""
-    maker = {name: node for node in nodes for name in node.get_buffer_names()}
+    made = {name for node in nodes for name in node.get_buffer_names()}
     parts: dict[Any, list[Any]] = {}
-    for node in nodes:
-        needed = {maker[dep.name] for dep in node.unmet_dependencies if dep.name in maker}
-        if _is_part(node) and len(needed) == 1:
-            parts.setdefault(needed.pop(), []).append(node)
+    for source, part in _parts(nodes):
+        if {dep.name for dep in part.unmet_dependencies} & made <= {*source.get_buffer_names()}:
+            parts.setdefault(source, []).append(part)
     moved = {node for each in parts.values() for node in each}
     found: list[Any] = []
     left = [node for node in reversed(nodes) if node not in moved]
@@ -213,6 +211,13 @@ def _taken_apart(nodes: list[Any]) -> list[Any]:
         found.append(left.pop())
         left += reversed(parts.get(found[-1], []))
     return found
+
+
+def _parts(nodes: list[Any]) -> Iterator[tuple[Any, Any]]:
+    """The nodes that give a part of what others make, each after the one that makes it."""
+    maker = {name: node for node in nodes for name in node.get_buffer_names()}
+    for node in filter(_is_part, nodes):
+        yield next(maker[dep.name] for dep in node.read_writes.reads if dep.name in maker), node
 
 
 def _is_part(node: Any) -> bool:
