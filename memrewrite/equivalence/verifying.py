@@ -40,15 +40,13 @@ Verification installs no saved-tensor hooks and refuses to run under them: they 
 tensors written too early.
 """
 
-import contextlib
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 from torch import nn
 from torch.autograd.graph import disable_saved_tensors_hooks
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from memrewrite.equivalence.case import Case, OriginalError, RewrittenError, TooLargeError
 from memrewrite.equivalence.compare import NOISE_RUNS, Comparison
@@ -59,21 +57,20 @@ from memrewrite.equivalence.judging import (
     against_itself,
     against_what_is_known,
 )
+from memrewrite.equivalence.kernels import without_fused, without_other_kernels
 from memrewrite.equivalence.reference import FusedRandomnessError
-from memrewrite.equivalence.sizes import at_less, batch_of, cut_down, halved, smaller_inputs, varying
+from memrewrite.equivalence.sizes import at_less, batch_of, cut_down, halved, smaller_inputs
 from memrewrite.equivalence.trial import Key, Record, deterministic, own_name
 from memrewrite.equivalence.verdict import Verdict, concluded
 from memrewrite.measurement.snapshot import State, cuda_devices
 from memrewrite.records.errors import MeasurementError, UsageError
 from memrewrite.runtime.dropin import programs
-from memrewrite.runtime.fused import uncompiled
 from memrewrite.runtime.promise import FallbackWarning
 from memrewrite.state.random_state import seed_all
 from memrewrite.torch_internals.autograd_nodes import acting_hooks_off
 from memrewrite.workload.step import Inputs, Step
 
 _IN_BACKWARD = 2  # steps: in the first the optimizer makes its state
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 def verify(
@@ -93,7 +90,7 @@ def verify(
 
     Where the step does not fit in device memory it is verified at half the batch, a quarter, and so on. Where sizes of
     the inputs may vary, with ``smaller`` steps at the smallest and in between, too, if the original takes such sizes;
-    chains verified at full size are not compiled for these, nor convolutions planned by cuDNN, and the verdict says so.
+    chains verified at full size are not compiled for these, and cuDNN plans nothing there; the verdict says so.
     Where not ``exact``, the rewritten model must also have the bits of ``plain``, if that is given, and is as near to
     the original as it has to be where it is within what is ``known``: the ``room`` of an earlier verdict on the same.
     Afterwards parameters, buffers, gradients, random state and flags are bit for bit as before, also after an error.
@@ -145,7 +142,7 @@ def _attempt(case: Case, state: State, exact: bool, full: Inputs) -> Verdict:
         state.clear_gradients()
         seed_all(case.seed, case.devices)
         try:
-            with _without_fused(case.avoid):
+            with without_fused(case.avoid):
                 start = state.restarted()
                 compared = _compared(case, start, exact)
             at = batch_of(case.inputs), at_less(case.inputs, full)
@@ -169,33 +166,6 @@ def _attempt(case: Case, state: State, exact: bool, full: Inputs) -> Verdict:
             case = replace(case, input_gradients=False)
 
 
-@contextlib.contextmanager
-def _without_other_kernels(case: Case, full: Inputs) -> Iterator[list[str]]:
-    """At smaller sizes, kernels are made only where the user named these, or where they are not yet verified.
-
-    Else the program alone is in question there: its kernels were verified as they are for the full size, and others
-    would be compiled, and convolutions planned by cuDNN, for sizes that nobody asked for. Gives what was left out
-    therefore, once it was.
-    """
-    spared = list[str]()
-    if any(place.named for place in varying(case.rewritten, full)) or cut_down(case.inputs, full):
-        yield spared
-        return
-    planned = _plans_convolutions(case)
-    with uncompiled() as chains, _without_cudnn(planned):
-        yield spared
-    spared += [word for word, there in (("compiled kernels", chains), ("cuDNN", planned)) if there]
-
-
-def _plans_convolutions(case: Case) -> bool:
-    """Whether cuDNN plans convolutions, and computes no recurrent network, of which PyTorch's own way is another."""
-    if not (case.devices and torch.backends.cudnn.enabled and torch.backends.cudnn.is_available()):
-        return False
-    modules = [*case.original.modules()]
-    convolves, recurs = (any(isinstance(each, kinds) for each in modules) for kinds in (_CONVOLUTIONS, nn.RNNBase))
-    return convolves and not recurs
-
-
 def _at_smaller_sizes(case: Case, state: State, exact: bool, verdict: Verdict, full: Inputs) -> Verdict:
     """The verdict, if it is the same where sizes that vary are as small as can be, and where they are in between.
 
@@ -204,7 +174,7 @@ def _at_smaller_sizes(case: Case, state: State, exact: bool, verdict: Verdict, f
     if not verdict.equivalent:
         return verdict
     verified = 0
-    with _without_other_kernels(case, full) as spared:
+    with without_other_kernels(case, full) as spared:
         for candidates in smaller_inputs(case.rewritten, case.inputs):
             cases = (
                 replace(case, inputs=inputs, steps=1, known=verdict.room, in_backward=False) for inputs in candidates
@@ -355,23 +325,6 @@ def _explain_small_batch(cause: BaseException, case: Case, full: Inputs) -> None
             f"The step does not fit in memory at {kind} {whole} and does not run at {kind} {now} ({cause}), so it "
             "could not be verified; verify on the CPU or with smaller example inputs."
         ) from cause
-
-
-@contextlib.contextmanager
-def _without_fused(families: set[str]) -> Iterator[None]:
-    math = sdpa_kernel(SDPBackend.MATH) if "attention" in families else contextlib.nullcontext()
-    with _without_cudnn("_rnn" in families), math:
-        yield
-
-
-@contextlib.contextmanager
-def _without_cudnn(without: bool) -> Iterator[None]:
-    cudnn = torch.backends.cudnn.enabled
-    try:
-        torch.backends.cudnn.enabled = cudnn and not without
-        yield
-    finally:
-        torch.backends.cudnn.enabled = cudnn
 
 
 def _refuse_hooks() -> None:

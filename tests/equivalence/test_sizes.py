@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import memrewrite
-from memrewrite.equivalence import judging, verifying
+from memrewrite.equivalence import judging, kernels, verifying
 from memrewrite.equivalence.case import Case
 from memrewrite.equivalence.reference import double_step
 from memrewrite.equivalence.sizes import smaller_inputs
@@ -152,7 +153,7 @@ def convolved(dynamic: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[str, list[
         return attempt(case, *args)
 
     monkeypatch.setattr(verifying, "_attempt", noted)
-    monkeypatch.setattr(verifying, "_plans_convolutions", lambda case: True)
+    monkeypatch.setattr(kernels, "_plans_convolutions", lambda case: True)
     summary = memrewrite.verify(model, result, x).summary
     assert torch.backends.cudnn.enabled
     return summary, ran
@@ -186,6 +187,41 @@ def test_cudnn_plans_convolutions_on_cuda(
     devices = tuple(map(torch.device, filter(None, [device])))
     case = Case(model, model, Inputs((), {}), Step(), 1, 0, devices)
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
-    assert verifying._plans_convolutions(case) == expected
+    assert kernels._plans_convolutions(case) == expected
     with torch.backends.cudnn.flags(enabled=False):
-        assert not verifying._plans_convolutions(case)
+        assert not kernels._plans_convolutions(case)
+
+
+class Attending(nn.Module):
+    """Attention within each sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.project(functional.scaled_dot_product_attention(x, x, x))
+        return y * y.sigmoid()
+
+
+@pytest.mark.parametrize(
+    ("device", "model", "expected"),
+    [("cuda", Attending(), True), ("cuda", nn.Sequential(nn.Linear(4, 4), nn.ReLU()), False), ("", Attending(), False)],
+)
+def test_cudnn_plans_attention_on_cuda(
+    device: str, model: nn.Module, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it alone may compute it, it has to."""
+    x = torch.randn(4, 2, 8, 4)
+    result = memrewrite.optimize(model, x, budget="min", verify=False)
+    case = Case(model, result, Inputs((x,), {}), Step(), 1, 0, tuple(map(torch.device, filter(None, [device]))))
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    flags: Any = torch.backends.cuda
+    assert kernels._plans_attention(case) == expected
+    with kernels.without_other_kernels(case, case.inputs) as spared:
+        assert flags.cudnn_sdp_enabled() != expected
+    assert flags.cudnn_sdp_enabled()
+    assert spared == ["cuDNN"] * expected
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        assert not flags.flash_sdp_enabled()
+        assert not kernels._plans_attention(case)
