@@ -98,9 +98,9 @@ def run(work: Workload, asked: Request, progress: Progress, offer: Offer = decli
     progress("simulate")
     device, step = device_of(bare.model, work.inputs), _from_here(work.step, bare.model, work.inputs)
     workspace = step.target.workspace_bytes(device, step.amp, step.mode)
-    before = simulate_original(bare.model, work.inputs, step, workspace, attribute=True)
-    progress("capture")
     with compiling_ahead(device) if step.mesh is None and registry.compiles(asked.names) else nullcontext():
+        before = simulate_original(bare.model, work.inputs, step, workspace, attribute=True)
+        progress("capture")
         found = find(bare.model, work.inputs, step, asked.regions_in(bare), ranges)
         if asked.returns != "all":
             found = _returning(asked.returns, found, step)
