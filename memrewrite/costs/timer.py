@@ -96,10 +96,7 @@ def _timed(device: torch.device, run: Callable[[], object]) -> tuple[float, floa
     if single > _LONG_MS:
         return single, cpu
     repeats = min(max(int(_ROUND_MS / max(single, cpu)), 1), _REPEATS)
-    rounds: list[tuple[float, float]] = []
-    for _ in range(_ROUNDS):  # behind twice what the round before took the CPU, of which a single run takes more
-        rounds.append(_round(device, run, repeats, 2 * cpu * repeats))
-        cpu = rounds[-1][1]
+    rounds = [_round(device, run, repeats, 2 * cpu * repeats) for _ in range(_ROUNDS)]
     return statistics.median(ms for ms, _ in rounds), statistics.median(cpu for _, cpu in rounds)
 
 
