@@ -1,11 +1,12 @@
 """What operators take on the device while they run, beyond their results: convolution workspaces, buffers of split
 reductions, accumulators of attention backward.
 
-Fake tensors do not show it and it depends on the device and on library versions, so each operator is run per signature
-on the device, on tensors of ones and zeros, and the allocator's peak is read, and in which order it was asked for what:
-which segments the allocator reserves depends on that. Libraries set themselves up in the first run of an operator, and
-some in the first of each signature: that is not what it takes. cuDNN plans a convolution in each thread anew, which may
-take a second: operators of backward run where autograd runs them, so that a step need not plan them again.
+Fake tensors do not show it and it depends on the device and on library versions, so each operator but views is run per
+signature on the device, on tensors of ones and zeros, and the allocator's peak is read, and in which order it was asked
+for what: which segments the allocator reserves depends on that. Libraries set themselves up in the first run of an
+operator, and some in the first of each signature: that is not what it takes. cuDNN plans a convolution in each thread
+anew, which may take a second: operators of backward run where autograd runs them, so that a step need not plan them
+again.
 """
 
 import functools
@@ -22,7 +23,7 @@ from memrewrite.records.tensor_like import TensorLike
 from memrewrite.targets.kernels_ahead import CHAINED, Ahead
 from memrewrite.torch_internals.allocations import Course, History, recorded_allocations
 from memrewrite.torch_internals.fake_tensors import FakeTensor
-from memrewrite.torch_internals.operators import OpOverload, argument_names
+from memrewrite.torch_internals.operators import OpOverload, argument_names, returns_view
 
 T = TypeVar("T")
 Call = tuple[OpOverload, tuple[Any, ...], dict[str, Any]]
@@ -83,12 +84,8 @@ class Transients:
 
     def lookup(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Taken:
         """What this call takes, which is ``Unmeasured`` as long as that is not known."""
-        if (
-            not isinstance(func, OpOverload)
-            or func.namespace not in ("aten", "memrewrite")
-            or func.__name__.startswith("_foreach")
-        ):
-            return NOTHING  # foreach operators work tensor by tensor and would each be a signature of its own
+        if not isinstance(func, OpOverload) or not _may_take(func):
+            return NOTHING
         words: list[Any] = [func]
         _say(args, words)
         _say(kwargs.items(), words)
@@ -143,6 +140,13 @@ class Transients:
 def transients_on(device: torch.device) -> Transients | None:
     """The table of ``device``, filled as simulations ask; None on devices other than CUDA."""
     return Transients(functools.partial(_measured, device)) if device.type == "cuda" else None
+
+
+@functools.cache
+def _may_take(func: OpOverload) -> bool:
+    """Whether calls are measured: foreach operators work tensor by tensor, and each call would be a signature."""
+    by_tensor = func.__name__.startswith("_foreach")
+    return func.namespace in ("aten", "memrewrite") and not by_tensor and not returns_view(func)
 
 
 def _say(values: Iterable[Any], words: list[Any]) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from memrewrite.records.tensor_like import TensorLike
 from memrewrite.targets import transients
-from memrewrite.targets.transients import Call, Taken, Transients, Unmeasured
+from memrewrite.targets.transients import NOTHING, Call, Taken, Transients, Unmeasured
 
 aten = torch.ops.aten
 
@@ -108,6 +108,26 @@ def test_what_is_planned_for_each_batch_takes_what_it_does_of_a_larger_one(func:
     table.probe()
     assert len(measured) == 4
     assert lookup(5).bytes == 5
+
+
+def test_views_are_not_measured() -> None:
+    measured: list[Call] = []
+
+    def measure(calls: Sequence[Call]) -> list[Taken]:
+        measured.extend(calls)
+        return [Taken(512)] * len(calls)
+
+    table, x = Transients(measure), torch.empty(4, 8)
+    for func, *args in (
+        (aten.slice.Tensor, 0, 0, 2),
+        (aten.t.default,),
+        (aten.split.Tensor, 2),
+        (aten.detach.default,),
+    ):
+        assert table.lookup(func, (x, *args), {}) is NOTHING
+    table.lookup(aten.relu_.default, (x,), {})
+    table.probe()
+    assert [func for func, *_ in measured] == [aten.relu_.default]
 
 
 def test_a_convolution_is_another_where_its_weight_is() -> None:
