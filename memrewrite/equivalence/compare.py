@@ -349,13 +349,24 @@ def _parts(device: torch.device, *tensors: Tensor) -> Iterator[tuple[Tensor, ...
 def _sums(original: Tensor, rewritten: Tensor, reference: Tensor, half: bool) -> Sums:
     dtype = original.dtype
     a, b, r = original.double(), rewritten.double(), reference.double()
-    if not math.isfinite(sum(float(t.sum()) for t in (a, b, r))):
+    total, *squares = _added_up(a, b, r)
+    if not math.isfinite(total):
         r = torch.where(r.isfinite(), r, a)  # no reference there: the original is the measure
         finite = a.isfinite() & b.isfinite()  # elsewhere they must agree, which _difference sees to
         a, b, r = a[finite], b[finite], r[finite]
+        _, *squares = _added_up(a, b, r)
     tolerance = max(TOLERANCES[torch.bfloat16 if half else dtype], 10 * torch.finfo(dtype).eps)
-    rewritten_error, original_error, values = (float((t * t).sum()) for t in (b - r, a - r, r))
+    rewritten_error, original_error, values = squares
     return Sums(a.numel(), rewritten_error, original_error, values, tolerance)
+
+
+def _added_up(a: Tensor, b: Tensor, r: Tensor) -> list[float]:
+    """The sum of all values, finite where they are, and of the squares of both errors and of the reference's values.
+
+    They are asked for at once, as the device is waited for each time.
+    """
+    squares = [(t * t).sum() for t in (b - r, a - r, r)]
+    return torch.stack([a.sum() + b.sum() + r.sum(), *squares]).tolist()
 
 
 def _judged(key: Key, value: Tensor) -> bool:
