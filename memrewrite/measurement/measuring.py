@@ -5,7 +5,6 @@ tracker. Everything the steps change is put back, whatever happens.
 """
 
 import contextlib
-import functools
 import gc
 import itertools
 import statistics
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memrewrite.measurement.snapshot import State, cuda_devices, kept_apart
+from memrewrite.measurement.snapshot import State, cuda_devices
 from memrewrite.process.child import run_job
 from memrewrite.records.errors import DataDependentError, DoesNotFitError, MeasurementError, UsageError
 from memrewrite.records.mesh import Fsdp, Tp
@@ -36,7 +35,6 @@ from memrewrite.workload.step import Inputs, Phase, Running, Step, device_of, de
 from memrewrite.workload.stepspec import StepSpec
 
 _CPU_STEPS = 3  # steps there are slow and vary little
-_OF_FREE = 8  # what is put back waits on the device where it is no more than one of so many parts of what is free
 
 
 @dataclass(frozen=True)
@@ -172,51 +170,24 @@ def measure(module: nn.Module, inputs: Inputs, step: Step, *, steps: int = 10) -
     if isinstance(step.mesh, Fsdp | Tp):
         raise UsageError(f"A mesh of {step.mesh} cannot be measured in one process; its step is predicted by estimate.")
     step.target.check(device)
-    tried = functools.partial(_tried, module, step.target.prepared(module), inputs, step, steps, device)
-    found = (tried(near=True) if _is_small(module, inputs, device) else None) or tried(near=False)
-    if found is None:
-        raise DoesNotFitError(out_of_memory(f"The training step of {type(module).__name__}", str(device)))
-    return found
-
-
-def _is_small(module: nn.Module, inputs: Inputs, device: torch.device) -> bool:
-    """Whether a copy of what is there may lie on the CUDA device beside most steps."""
-    if cuda_devices((module,), inputs) != (device,):
-        return False
-    here = [each for each in (*tensors_of(module), *inputs.tensors()) if each.device == device]
-    return bytes_of_blocks(here) <= torch.cuda.mem_get_info(device)[0] // _OF_FREE
-
-
-def _tried(
-    module: nn.Module, measured: nn.Module, inputs: Inputs, step: Step, steps: int, device: torch.device, near: bool
-) -> Measured | None:
-    """What is measured; None where memory runs out, or is short while what is put back waits ``near``."""
     run = _on_cuda if device.type == "cuda" else _on_cpu
-    # Nothing refers to the tensors of a step that failed any more where this is told.
-    with preserved_state(module, inputs, step, device if near else None) as apart:
-        short = _shortages(device) if near else 0
+    measured = step.target.prepared(module)
+    # Raised after the handler, where nothing refers to the failed step's tensors any more.
+    with preserved_state(module, inputs, step):
         try:
-            found = run(measured, inputs, step, steps, device)
+            return run(measured, inputs, step, steps, device)
         except torch.OutOfMemoryError:
-            return None
+            failed = True
         except (RuntimeError, AssertionError) as error:
             if sentence := counts_nothing(type(module).__name__, error):
                 raise MeasurementError(sentence) from error
-            if near or "DefaultCPUAllocator" in str(error):  # libraries have their own words for it
-                return None
-            if not step.target.compiles:
+            failed = "DefaultCPUAllocator" in str(error)
+            if not failed and not step.target.compiles:
                 raise
-            reason = next(iter(str(error).splitlines()), "")
-            raise MeasurementError(f"{type(module).__name__} does not run compiled: {reason}") from error
-        if near and _shortages(device) > short:
-            return None
-    used = None if found.device_used is None else found.device_used - apart
-    return replace(found, reserved=found.reserved - apart, device_used=used)
-
-
-def _shortages(device: torch.device) -> int:
-    """How often the allocator had to give back what it kept before there was room on a CUDA device."""
-    return int(torch.cuda.memory_stats(device)["num_alloc_retries"])
+            if not failed:
+                reason = next(iter(str(error).splitlines()), "")
+                raise MeasurementError(f"{type(module).__name__} does not run compiled: {reason}") from error
+    raise DoesNotFitError(out_of_memory(f"The training step of {type(module).__name__}", str(device)))
 
 
 def out_of_memory(who: str, device: str) -> str:
@@ -276,22 +247,18 @@ def _median_ms(loop: Running, steps: int, device: torch.device) -> float:
 
 
 @contextlib.contextmanager
-def preserved_state(
-    module: nn.Module, inputs: Inputs, step: Step | None = None, near: torch.device | None = None
-) -> Iterator[int]:
+def preserved_state(module: nn.Module, inputs: Inputs, step: Step | None = None) -> Iterator[None]:
     """Put back everything steps change: tensor contents, gradients, attributes, training flags and random state.
 
     So is what a ``step`` changes of its loss function; what a parameter's hooks would do meanwhile is left out, such as
-    an optimizer's step in backward. The contents wait in CPU memory, or as far as there is room on the CUDA device that
-    is ``near``, in segments of their own: gives the bytes of these. Gradients that exist already are set aside where
+    an optimizer's step in backward. The contents wait in CPU memory; gradients that exist already are set aside where
     they are.
     """
     changed = [] if step is None else step.targets(module, inputs).changing
-    kept = (module,), cuda_devices((module,), inputs), [*inputs.tensors(), *changed]
-    state, apart = kept_apart(near, *kept) if near else (State(*kept), 0)
+    state = State((module,), cuda_devices((module,), inputs), [*inputs.tensors(), *changed])
     state.clear_gradients()
     try:
         with acting_hooks_off(module.parameters()):
-            yield apart
+            yield
     finally:
         state.restore()

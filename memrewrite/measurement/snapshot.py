@@ -2,7 +2,7 @@
 
 import copy
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -39,7 +39,6 @@ class State:
             if id(tensor) not in self._tensors:
                 self._keep(tensor)
         self._devices, self._generators = devices, RandomState(devices)
-        self.pool: torch.cuda.MemPool | None = None  # that has the bytes, and is there as long as they are
 
     def _keep(self, tensor: Tensor) -> None:
         grad = tensor.grad if tensor.is_leaf else None
@@ -104,26 +103,6 @@ class State:
         }
         other._generators = RandomState(self._devices)
         return other
-
-
-def kept_apart(
-    device: torch.device, modules: tuple[nn.Module, ...], devices: tuple[torch.device, ...], inputs: Sequence[Tensor]
-) -> tuple[State, int]:
-    """The state with its bytes on a CUDA device, and how many are reserved there for them, which serve nothing else.
-
-    Where there is no room, its bytes are on the CPU.
-    """
-    with torch.cuda.device(device):
-        torch.cuda.empty_cache()
-        before = torch.cuda.memory_reserved()
-        pool = torch.cuda.MemPool()
-        try:
-            with torch.cuda.use_mem_pool(pool):
-                state = State(modules, devices, inputs, near=True)
-        except torch.OutOfMemoryError:
-            return State(modules, devices, inputs), 0
-        state.pool = pool
-        return state, torch.cuda.memory_reserved() - before
 
 
 def _on_cpu(storage: Any) -> Any:

@@ -19,11 +19,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memrewrite.measurement import measuring, snapshot
+from memrewrite.measurement import snapshot
 from memrewrite.measurement.measuring import Loader, measure, measure_in_child, out_of_memory, preserved_state
 from memrewrite.process import child
 from memrewrite.records.errors import MeasurementError, TargetError, UsageError
-from memrewrite.records.outcomes import Measured
 from memrewrite.simulate import simulate
 from memrewrite.targets.compiled import CompiledTarget
 from memrewrite.workload.step import PHASES, Inputs, Step
@@ -146,60 +145,6 @@ def test_what_waits_on_the_cpu_is_put_back_bit_for_bit() -> None:
     assert saved.nbytes() == storage.nbytes()
     assert saved.data_ptr() != storage.data_ptr()
     assert bytes(saved) == bytes(storage)
-
-
-APART = 1000  # bytes
-
-
-@pytest.mark.parametrize("trouble", [None, "short", "out", "library"])
-def test_what_is_put_back_waits_near_unless_memory_is_short_then(
-    trouble: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on CUDA, where it is reserved for nothing else, and left out of what is."""
-    events, model = list[str](), nn.Linear(8, 8)
-    weight = model.weight.detach().clone()
-
-    def kept_apart(device: torch.device, *kept: Any) -> tuple[snapshot.State, int]:
-        events.append("near")
-        return snapshot.State(*kept, near=True), APART
-
-    def run(*args: Any) -> Measured:
-        model.weight.data.add_(1.0)
-        events.append("run")
-        if trouble is not None and len(events) < 3:
-            if trouble == "short":
-                short.append(1)
-            else:
-                raise torch.OutOfMemoryError("CUDA") if trouble == "out" else RuntimeError("CUBLAS_STATUS_ALLOC_FAILED")
-        return Measured(1, 5000, 1.0, (), "cpu", 7000)
-
-    short: list[int] = []
-    for name, stand_in in (("kept_apart", kept_apart), ("_on_cpu", run), ("_shortages", lambda device: len(short))):
-        monkeypatch.setattr(measuring, name, stand_in)
-    monkeypatch.setattr(measuring, "_is_small", lambda *args: True)
-    found = measure(model, Inputs((torch.ones(4, 8),), {}), Step())
-    assert events == ["near", "run"] + ["run"] * (trouble is not None)
-    beside = APART if trouble is None else 0
-    assert (found.reserved, found.device_used) == (5000 - beside, 7000 - beside)
-    assert torch.equal(model.weight, weight)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_what_waits_near_is_in_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = torch.device("cuda", 0)
-    model, x = nn.Sequential(nn.Linear(1024, 4096), nn.ReLU(), nn.Linear(4096, 8)).to(device), torch.ones(512, 1024)
-    inputs = Inputs((x.to(device),), {})
-    before = [tensor.clone() for tensor in model.state_dict().values()]
-
-    def figures() -> tuple[Any, ...]:
-        found = measure(model, inputs, Step(), steps=1)
-        return found.peak, found.reserved, found.device_used, found.phases
-
-    figures()  # libraries are loaded
-    near = figures()
-    monkeypatch.setattr(measuring, "_is_small", lambda *args: False)
-    assert near == figures()
-    assert all(map(torch.equal, before, model.state_dict().values()))
 
 
 class Huge(nn.Linear):
