@@ -170,10 +170,9 @@ def _job(call: tuple[str, tuple[Any, ...]]) -> Job | None:
         file = kernel.file(kernels.look_of(given))
     if is_kept(file):
         return None
-    try:
-        return Job(name, pickle.dumps(chain), arguments, file)
-    except (pickle.PicklingError, AttributeError, TypeError):
-        pass
+    if getattr(chain, "__module__", None) is not None:  # else pickle asks each module that is there for the name
+        with contextlib.suppress(pickle.PicklingError, AttributeError, TypeError):
+            return Job(name, pickle.dumps(chain), arguments, file)
     try:
         return Job(name, inspect.getsource(chain), arguments, file)
     except (OSError, TypeError):  # it has no text

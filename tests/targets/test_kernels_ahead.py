@@ -1,5 +1,6 @@
 """Chains that other processes compile before they are called: their code is found, and is what is compiled here."""
 
+import sys
 import threading
 import types
 from collections.abc import Iterator
@@ -112,6 +113,15 @@ def test_what_does_not_compile_is_left_to_who_calls_it(text: str) -> None:
 def test_a_function_of_a_module_goes_there_by_its_name() -> None:
     fused.CHAINS[NAME] = torch.nn.functional.silu
     assert isinstance(job_of((NAME, (like([X]),))).chain, bytes)
+
+
+def test_no_module_is_asked_for_a_chain(chain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modules of transformers import others then: it took a second."""
+    lazy, asked = types.ModuleType("lazy"), list[str]()
+    monkeypatch.setattr(lazy, "__getattr__", asked.append, raising=False)
+    monkeypatch.setitem(sys.modules, "lazy", lazy)
+    assert isinstance(job_of(FORWARD).chain, str)
+    assert NAME not in asked
 
 
 def test_a_chain_without_text_is_compiled_where_it_is_called(chain: Any) -> None:
