@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-_SELDOM = 200  # times that younger objects were looked through, before all are: by default Python does so after 10
+_SELDOM = 1000  # times that younger objects were looked through, before all are: by default Python does so after 10
 
 
 @contextmanager
