@@ -12,7 +12,7 @@ from memrewrite.process import garbage
 from memrewrite.process.garbage import not_sought, sought_as_before, sought_seldom
 
 
-@pytest.mark.parametrize(("before", "within"), [((700, 10, 10), (700, 10, 200)), ((500, 5, 1000), (500, 5, 1000))])
+@pytest.mark.parametrize(("before", "within"), [((700, 10, 10), (700, 10, 1000)), ((500, 5, 2000), (500, 5, 2000))])
 def test_all_objects_are_looked_through_seldom_until_it_ends(
     before: tuple[int, int, int], within: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
