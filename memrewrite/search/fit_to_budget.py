@@ -265,7 +265,8 @@ def _corrected(asked: Asked, candidate: Candidate) -> Fit | Unmet:
                 return Unmet(ready, found + stray if lowest is None else min(found + stray, lowest))
         if not bench.on_cuda and (last or bench.device != "cuda"):
             return Fit(ready, None, candidate, target)
-        measured = asked.measured(ready)
+        known = attempt < _CORRECTIONS and not last and _told_above(asked, ready)
+        measured = None if known else asked.measured(ready)
         if measured is not None and not bench.target.exact and (limit.minimum or (last and measured.peak > budget)):
             ready, measured = _lowest_compiled(asked, replace(planned, candidate=ready), measured)
         peak = limit.of(ready.simulate() if measured is None else measured)
@@ -284,6 +285,13 @@ def _corrected(asked: Asked, candidate: Candidate) -> Fit | Unmet:
     if peak <= budget:
         return Fit(ready, measured, candidate, target)
     return Unmet(ready, peak if not limit.reserved else min(peak, lowest or peak))
+
+
+def _told_above(asked: Asked, candidate: Candidate) -> bool:
+    """Whether a plan need not be measured to be known to take more than it may: blocks are simulated, too."""
+    if asked.limit.minimum or asked.limit.reserved or not asked.bench.target.exact:
+        return False
+    return asked.limit.of(candidate.simulate()) > asked.budget - asked.reserve
 
 
 def _least(asked: Asked, candidate: Candidate, missed: int) -> int:

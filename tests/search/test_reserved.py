@@ -19,7 +19,7 @@ from memrewrite.records.options import Budget, format_bytes
 from memrewrite.records.outcomes import Measured
 from memrewrite.report.tables import over_budget
 from memrewrite.runtime.dropin import programs
-from memrewrite.search import bench
+from memrewrite.search import bench, fit_to_budget
 from memrewrite.simulate import Timeline, requests, simulate
 from memrewrite.targets.allocator import Allocator, Requests
 from memrewrite.targets.cuda_from_cpu import CUDA_FROM_CPU
@@ -164,6 +164,29 @@ def test_a_process_that_reserves_more_than_simulated_gets_less_in_one_piece(
     except BudgetInfeasibleError as error:
         report = optimized(inputs, budget=error.lowest, **asked)
     assert (report.budget or 0) - 5 * 2**20 <= seen[-1].reserved <= (report.budget or 0)
+
+
+def test_what_is_known_to_take_more_than_the_budget_is_not_measured(
+    inputs: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plan is that which is found by measuring each of those before."""
+    seen: list[int] = []
+
+    def on_device(module: nn.Module, *_: object, **__: object) -> Measured:
+        found = simulated(module, inputs)
+        seen.append(found.peak)
+        return Measured(found.peak, found.reserved, 1.0, (), "cuda")
+
+    monkeypatch.setattr(bench, "device_type", lambda *args: "cuda")
+    monkeypatch.setattr(measuring, "measure", on_device)
+    asked: dict[str, Any] = {"passes": ["checkpoint_segments"], "budget": "49%"}
+    report = optimized(inputs, **asked)
+    once, most = [*seen], 0.998 * (report.budget or 0)
+    assert max(once) <= most
+    monkeypatch.setattr(fit_to_budget, "_told_above", lambda *args: False)
+    assert optimized(inputs, **asked).predicted_after == report.predicted_after
+    _, *others = seen[len(once) :]
+    assert (seen[len(once)] > most, others) == (True, once)
 
 
 def test_an_infeasible_budget_says_the_lowest_reserved_peak(inputs: Tensor) -> None:
