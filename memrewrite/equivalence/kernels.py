@@ -14,7 +14,6 @@ from memrewrite.runtime.fused import uncompiled
 from memrewrite.workload.step import Inputs
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-
 _ATTENTION = ("scaled_dot_product", "attention_in_pieces")  # in a program, of what computes it in the original
 
 
@@ -39,7 +38,7 @@ def without_other_kernels(case: Case, full: Inputs) -> Iterator[list[str]]:
         yield spared
         return
     convolutions, attention = _plans_convolutions(case), _plans_attention(case)
-    with uncompiled() as chains, _without_cudnn(convolutions), _without_cudnn_attention(attention):
+    with uncompiled() as chains, _without_cudnn(convolutions, attention):
         yield spared
     spared += [word for word, there in (("compiled kernels", chains), ("cuDNN", convolutions or attention)) if there]
 
@@ -56,27 +55,21 @@ def _plans_convolutions(case: Case) -> bool:
 def _plans_attention(case: Case) -> bool:
     """Whether cuDNN may plan attention, which other kernels may compute as well."""
     flags = torch.backends.cuda
+    if not (case.devices and flags.cudnn_sdp_enabled() and torch.backends.cudnn.is_available()):
+        return False
     others = flags.flash_sdp_enabled() or flags.mem_efficient_sdp_enabled() or flags.math_sdp_enabled()
-    plans = bool(case.devices) and flags.cudnn_sdp_enabled() and torch.backends.cudnn.is_available() and others
     sources = [program.source for program in programs(case.rewritten).values()]
-    return plans and any(word in source for word in _ATTENTION for source in sources)
+    return others and any(word in source for word in _ATTENTION for source in sources)
 
 
 @contextlib.contextmanager
-def _without_cudnn(without: bool) -> Iterator[None]:
-    cudnn = torch.backends.cudnn.enabled
+def _without_cudnn(layers: bool, attention: bool = False) -> Iterator[None]:
+    """Convolutions and recurrent networks, or attention, are not computed by cuDNN meanwhile."""
+    enabled, attends = torch.backends.cudnn.enabled, torch.backends.cuda.cudnn_sdp_enabled()
     try:
-        torch.backends.cudnn.enabled = cudnn and not without
+        torch.backends.cudnn.enabled = enabled and not layers
+        torch.backends.cuda.enable_cudnn_sdp(attends and not attention)
         yield
     finally:
-        torch.backends.cudnn.enabled = cudnn
-
-
-@contextlib.contextmanager
-def _without_cudnn_attention(without: bool) -> Iterator[None]:
-    enabled = torch.backends.cuda.cudnn_sdp_enabled()
-    try:
-        torch.backends.cuda.enable_cudnn_sdp(enabled and not without)
-        yield
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(enabled)
+        torch.backends.cudnn.enabled = enabled
+        torch.backends.cuda.enable_cudnn_sdp(attends)

@@ -90,7 +90,7 @@ def verify(
 
     Where the step does not fit in device memory it is verified at half the batch, a quarter, and so on. Where sizes of
     the inputs may vary, with ``smaller`` steps at the smallest and in between, too, if the original takes such sizes;
-    chains verified at full size are not compiled for these, and cuDNN plans nothing there; the verdict says so.
+    chains verified at full size are not compiled, nor is planned by cuDNN what need not be, and the verdict says so.
     Where not ``exact``, the rewritten model must also have the bits of ``plain``, if that is given, and is as near to
     the original as it has to be where it is within what is ``known``: the ``room`` of an earlier verdict on the same.
     Afterwards parameters, buffers, gradients, random state and flags are bit for bit as before, also after an error.

@@ -144,7 +144,10 @@ def transients_on(device: torch.device) -> Transients | None:
 
 @functools.cache
 def _may_take(func: OpOverload) -> bool:
-    """Whether calls are measured: foreach operators work tensor by tensor, and each call would be a signature."""
+    """Whether calls are measured.
+
+    Views take nothing; foreach operators work tensor by tensor and would each be a signature of its own.
+    """
     by_tensor = func.__name__.startswith("_foreach")
     return func.namespace in ("aten", "memrewrite") and not by_tensor and not returns_view(func)
 
