@@ -40,7 +40,8 @@ def without_other_kernels(case: Case, full: Inputs) -> Iterator[list[str]]:
     convolutions, attention = _plans_convolutions(case), _plans_attention(case)
     with uncompiled() as chains, _without_cudnn(convolutions, attention):
         yield spared
-    spared += [word for word, there in (("compiled kernels", chains), ("cuDNN", convolutions or attention)) if there]
+    cudnn = "cuDNN" if convolutions else "cuDNN's attention"
+    spared += [word for word, there in (("compiled kernels", chains), (cudnn, convolutions or attention)) if there]
 
 
 def _plans_convolutions(case: Case) -> bool:

@@ -221,7 +221,7 @@ def test_cudnn_plans_attention_on_cuda(
     with kernels.without_other_kernels(case, case.inputs) as spared:
         assert flags.cudnn_sdp_enabled() != expected
     assert flags.cudnn_sdp_enabled()
-    assert spared == ["cuDNN"] * expected
+    assert spared == ["cuDNN's attention"] * expected
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         assert not flags.flash_sdp_enabled()
         assert not kernels._plans_attention(case)
