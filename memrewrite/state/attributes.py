@@ -9,7 +9,7 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,15 +23,18 @@ from memrewrite.state.random_state import preserved_everywhere
 CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _CONSTANTS = {bool, int, float, complex, str, bytes, type(None)}
+LEVELS = 3
+"""Of plain objects, one held by the other, that count as parts of a module which holds the first."""
 OPAQUE = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, partial, Tensor, nn.Module)
+_USUAL: tuple[Any, ...] = (object.__new__, SimpleNamespace.__new__)
 _TABLES = ("_parameters", "_buffers", "_modules")  # where a module keeps what reads like an attribute
 
 
 class Attributes:
     """The attributes of modules and their submodules as they were: the contents of each dict, list or set in reach.
 
-    Plain objects held by a module count with their attributes, so do containers of a class of their own; generators of
-    random numbers count with their state.
+    Plain objects held by a module count with their attributes, and those that they hold, ``LEVELS`` deep; so do
+    containers of a class of their own. Generators of random numbers count with their state.
     """
 
     def __init__(self, *modules: nn.Module) -> None:
@@ -43,9 +46,9 @@ class Attributes:
         self._owned = {id(tensor) for module in modules for tensor in [*module.parameters(), *module.buffers()]}
         for module in modules:
             for path, child in module.named_modules():
-                self._keep(path, vars(child), descend=True)
+                self._keep(path, vars(child), LEVELS)
 
-    def _keep(self, path: str, container: Any, descend: bool) -> None:
+    def _keep(self, path: str, container: Any, levels: int) -> None:
         if id(container) in self._kept:
             return
         parts = contents(container)
@@ -61,13 +64,13 @@ class Attributes:
                 self._tensors.append((inner, item, item._version))
                 continue
             if is_container(item):
-                self._keep(inner, item, descend)
+                self._keep(inner, item, levels)
             if type(item) in CONTAINERS:
                 continue
             if (state := _drawn(item)) is not None:
                 self._generators[id(item)] = (inner, item, state)
-            elif descend and hasattr(item, "__dict__") and not isinstance(item, OPAQUE) and not _of_torch(item):
-                self._keep(inner, vars(item), descend=False)
+            elif levels and _has_attributes(item) and (levels == LEVELS or is_plain(item)):
+                self._keep(inner, vars(item), levels - 1)
 
     def changed(self) -> Iterator[tuple[str, Any]]:
         """Path and new value of each attribute or item that is no longer what it was."""
@@ -138,6 +141,26 @@ def _same(old: Any, new: Any) -> bool:
             k == key and _same(v, value) for (k, v), (key, value) in zip(pairs, others, strict=True)
         )
     return isinstance(old, _PLAIN) and (old == new or old != old)
+
+
+def is_usual(kind: type) -> bool:
+    """Whether objects of a class are made as objects usually are, and end nothing when they are gone."""
+    return kind.__new__ in _USUAL and not hasattr(kind, "__del__")
+
+
+def is_plain(value: Any) -> bool:
+    """Whether this is an object of a class of the user's that consists of its attributes by name."""
+    kind = type(value)
+    return _has_attributes(value) and is_usual(kind) and not any("__slots__" in vars(each) for each in kind.__mro__)
+
+
+def bare(kind: type) -> Any:
+    """An object of a class without any attribute, whatever the class does when one is made."""
+    return (SimpleNamespace if issubclass(kind, SimpleNamespace) else object).__new__(kind)
+
+
+def _has_attributes(item: Any) -> bool:
+    return hasattr(item, "__dict__") and not isinstance(item, OPAQUE) and not _of_torch(item)
 
 
 def _of_torch(item: Any) -> bool:

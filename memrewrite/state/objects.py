@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from memrewrite.state import containers
-from memrewrite.state.attributes import OPAQUE
+from memrewrite.state.attributes import OPAQUE, bare, is_usual
 
 
 class Copies:
@@ -44,7 +44,7 @@ class Copies:
             return self._keep(value, copy.deepcopy(value))
         if not _is_made_of_attributes(value):
             return value
-        return self._with_attributes(self._keep(value, object.__new__(type(value))), value)
+        return self._with_attributes(self._keep(value, bare(type(value))), value)
 
     def _with_attributes(self, copied: Any, value: Any) -> Any:
         """Past any ``__setattr__``, as the attributes are those of a finished object."""
@@ -74,4 +74,4 @@ def _is_made_of_attributes(value: Any) -> bool:
     if isinstance(value, OPAQUE) or kind.__module__.partition(".")[0] in ("torch", "builtins"):
         return False
     has_some = hasattr(value, "__dict__") or hasattr(kind, "__slots__")
-    return has_some and kind.__new__ is object.__new__ and not hasattr(kind, "__del__")
+    return has_some and is_usual(kind)

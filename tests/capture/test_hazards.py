@@ -162,6 +162,38 @@ def appended_list(self: Any, x: Tensor) -> Tensor:
     return self.history[-1]
 
 
+class Run:
+    """What a tracker of experiments keeps of a run."""
+
+    def __init__(self) -> None:
+        self.losses: list[Tensor] = []
+        self.steps = 0
+
+
+class Tracker:
+    """Has a run, for a model that holds it."""
+
+    def __init__(self) -> None:
+        self.run = Run()
+
+
+def with_history(module: Any) -> None:
+    module.tracker = Tracker()
+
+
+@hazard(r"assigns a new tensor to self\.tracker\.run\.losses\.0 in forward", with_history)
+def loss_kept_by_an_object_of_an_object(self: Any, x: Tensor) -> Tensor:
+    y = self.linear(x)
+    self.tracker.run.losses.append(y.detach().mean())
+    return y
+
+
+@hazard(r"assigns a new value to self\.tracker\.run\.steps in forward", with_history)
+def counted_by_an_object_of_an_object(self: Any, x: Tensor) -> Tensor:
+    self.tracker.run.steps += 1
+    return self.linear(x)
+
+
 @hazard(r"assigns a new value to self\.ready in forward", lambda m: setattr(m, "ready", False))
 def set_up_by_the_first_batch(self: Any, x: Tensor) -> Tensor:
     if not self.ready:

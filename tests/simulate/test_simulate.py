@@ -8,6 +8,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -446,24 +447,44 @@ class Positions:
         return x * self.base + self.known[x.shape[0]]
 
 
+class Held:
+    """Holds something else, and is no module."""
+
+    def __init__(self, what: Any) -> None:
+        self.what = what
+
+
 class Placed(nn.Module):
-    def __init__(self, listed: bool) -> None:
+    """Adds positions to what it is given; ``held`` says by what these are held."""
+
+    def __init__(self, held: Callable[[Positions], Any]) -> None:
         super().__init__()
-        self.positions = [Positions()] if listed else Positions()
+        self.positions = held(Positions())
         self.layers = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8))
 
     @property
     def first(self) -> Positions:
-        return self.positions[0] if isinstance(self.positions, list) else self.positions
+        found = self.positions
+        while not isinstance(found, Positions):
+            found = found[0] if isinstance(found, list) else found.what
+        return found
 
     def forward(self, x: Tensor) -> Tensor:
         placed: Tensor = self.layers(self.first(x))
         return placed
 
 
-@pytest.mark.parametrize("listed", [False, True])
-def test_an_object_that_a_module_holds_gets_no_fake_tensors(listed: bool) -> None:
-    module, x = Placed(listed), torch.randn(4, 8)
+HELD: dict[str, Callable[[Positions], Any]] = {
+    "itself": lambda it: it,
+    "listed": lambda it: [it],
+    "named": lambda it: SimpleNamespace(what=it),
+    "deep": lambda it: Held([Held(it)]),
+}
+
+
+@pytest.mark.parametrize("how", HELD)
+def test_an_object_that_a_module_holds_gets_no_fake_tensors(how: str) -> None:
+    module, x = Placed(HELD[how]), torch.randn(4, 8)
     peak = memrewrite.estimate(module, x).peak.bytes
     assert vars(module.first) == {"base": None, "known": {}}
     memrewrite.optimize(module, x, budget="min")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from memrewrite.runtime.dropin import empty_like, own, prepare
 from memrewrite.state import containers
-from memrewrite.state.attributes import OPAQUE
+from memrewrite.state.attributes import LEVELS, OPAQUE, bare, is_plain
 
 
 def tensors_of(*modules: nn.Module) -> list[Tensor]:
@@ -32,7 +32,8 @@ _CONSTANTS = {str, int, float, bool, type(None)}  # known by their type, as most
 class Copier:
     """Copies modules, plain containers and the objects that modules hold, converts tensors, shares everything else.
 
-    What those objects hold is shared, too, unless it has tensors or modules: they may lead to all there is.
+    So are objects that these hold, ``LEVELS`` deep, and what has tensors or modules; the rest is shared, as it may lead
+    to all there is.
     Not ``copy.deepcopy``: modules hold locks, generators and other objects that it cannot copy, and may define their
     own ``__deepcopy__`` or ``__reduce__``.
     """
@@ -42,7 +43,7 @@ class Copier:
         self._memo: dict[int, Any] = {}
         self._originals: list[Any] = []  # keeps the ids in the memo from being used again
         self._copies: list[Any] = []
-        self._near = False  # to a module, whose attributes or containers are being copied
+        self._levels = 0  # of objects that are copied whatever they hold, as a module is near
         self.knows_all = True  # whether all that it copied is in these
 
     def made(self, start: int) -> tuple[list[Any], list[Any]]:
@@ -59,21 +60,21 @@ class Copier:
         if isinstance(value, Tensor):
             return self._tensor(value)
         if isinstance(value, nn.Module):
-            return self._within(value, near=True)
+            return self._within(value, LEVELS)
         if containers.is_container(value):
             return self._container(value)
         if isinstance(value, tuple):
             items = [self.copy(item) for item in value]
             changed = any(new is not old for new, old in zip(items, value, strict=True))
             return self._remember(value, tuple.__new__(type(value), items) if changed else value)
-        if (is_dataclass(value) and hasattr(value, "__dict__")) or _leads_on(value, self._near):
-            return self._within(value, near=False)
+        if (is_dataclass(value) and hasattr(value, "__dict__")) or _leads_on(value, self._levels > 0):
+            return self._within(value, max(self._levels - 1, 0))
         return self._reference(value)
 
-    def _within(self, value: Any, near: bool) -> Any:
-        before, self._near = self._near, near
+    def _within(self, value: Any, levels: int) -> Any:
+        before, self._levels = self._levels, levels
         copied = self._object(value)
-        self._near = before
+        self._levels = before
         return copied
 
     def _tensor(self, value: Tensor) -> Tensor:
@@ -86,7 +87,7 @@ class Copier:
 
     def _object(self, value: Any) -> Any:
         kept = own(value) if isinstance(value, nn.Module) else None
-        copied = self._remember(value, object.__new__(type(value)) if kept is None else empty_like(value))
+        copied = self._remember(value, bare(type(value)) if kept is None else empty_like(value))
         self.knows_all &= kept is None  # a drop-in has more to itself
         # Past any __setattr__: the attributes are those of a finished object.
         vars(copied).update({name: self._attribute(item) for name, item in vars(value).items()})
@@ -162,13 +163,10 @@ def _holds_tensors(value: Any) -> bool:
 
 
 def _leads_on(value: Any, near: bool) -> bool:
-    """Whether this is an object of a plain class of the user's with attributes, modules or tensors if not ``near``."""
-    kind = type(value)
-    if isinstance(value, OPAQUE) or getattr(kind, "__new__", None) is not object.__new__ or hasattr(kind, "__del__"):
+    """Whether this is a plain object of the user's with attributes, modules or tensors if not ``near``."""
+    if not is_plain(value):
         return False
-    if kind.__module__.partition(".")[0] in ("torch", "builtins") or any("__slots__" in vars(k) for k in kind.__mro__):
-        return False
-    attributes = getattr(value, "__dict__", {}).values()
+    attributes = vars(value).values()
     return (near and len(attributes) > 0) or any(isinstance(each, Tensor | nn.Module) for each in attributes)
 
 
