@@ -34,6 +34,7 @@ from memrewrite.torch_internals.pytrees import tree_leaves
 from memrewrite.torch_internals.spread import is_divided
 from memrewrite.torch_internals.tracing import tracing_untold
 from memrewrite.workload.step import Inputs, autocast, device_type
+from memrewrite.workload.surroundings import surroundings_put_back
 
 __all__ = ["Captured", "InputSpec", "KeptCalls", "TensorSpec", "capture", "watch_calls"]
 
@@ -69,6 +70,7 @@ def capture(
     refuse_weight_hooks(model, type(model).__name__)  # its own hooks are off while it is looked at
     with (
         preserved(model),
+        surroundings_put_back((model,)),
         standing_in(model, kept),
         real_rules_on_fake_tensors(),
         fakes_forgotten(model),

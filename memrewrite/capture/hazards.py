@@ -4,7 +4,6 @@ Forward is rehearsed on a fake twin of the model. The functions it calls, the tw
 afterwards say what happened that no graph of tensor operators can hold; a second run has to do the same as the first.
 """
 
-import inspect
 import itertools
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -23,7 +22,7 @@ from memrewrite.capture.gradients import QUESTIONS, all_or_none, gradients_asked
 from memrewrite.capture.identity import OperatorsSeen
 from memrewrite.capture.reads import ReadsOfForward
 from memrewrite.records.errors import CaptureError
-from memrewrite.records.lines import is_users, line_now, line_of
+from memrewrite.records.lines import in_checkpoint, is_users, line_now, line_of
 from memrewrite.runtime.guards import Reads
 from memrewrite.runtime.segment import autocast_dtype
 from memrewrite.simulate.fake.constant_values import known_values
@@ -39,6 +38,7 @@ from memrewrite.torch_internals.logs import quiet
 from memrewrite.torch_internals.pytrees import tensors_in, tree_flatten, tree_leaves
 from memrewrite.torch_internals.tracing import checkpoint_calls, tracing_untold
 from memrewrite.workload.step import Inputs, device_type
+from memrewrite.workload.surroundings import Surroundings
 
 _TENSOR_HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
 _GRADIENTS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
@@ -96,6 +96,7 @@ def check(model: nn.Module, inputs: Inputs) -> Findings:
             _refuse_difference(name, rehearsal, first)
         else:  # which was the second run, then
             _refuse_changes(name, rehearsal.between)
+            _refuse_left(name, rehearsal.around)
         asks = bool(about_gradients) or first.asks_of_gradients
         gradients = model.training and asks and rehearsal.differs_where_gradients_are_switched(first)
     notes = ["The model's own torch.utils.checkpoint calls are replaced by the plan."] if checkpoints else []
@@ -147,7 +148,10 @@ def _lost(rehearsal: "_Rehearsal", first: "_Watch", checkpoints: Collection[str]
 
 
 class _Rehearsal:
-    """Runs of forward on one fake twin; ``before`` and ``between`` are its attributes before the first and the last."""
+    """Runs of forward on one fake twin; ``before`` and ``between`` are its attributes before the first and the last.
+
+    ``around`` is what its code may write to besides, before the last.
+    """
 
     def __init__(self, model: nn.Module, inputs: Inputs, regions: list[bool]) -> None:
         self._regions = regions
@@ -161,6 +165,7 @@ class _Rehearsal:
         self._asked = False
         self.functions: tuple[type, ...] = ()  # what happens in them is not looked at
         self.before = self.between = Attributes(self._twin)
+        self.around = Surroundings((self._twin,))
 
     def decided_by_values(self, first: "_Watch") -> str:
         """Where forward does something else once it can see the values of its inputs, "" if nowhere."""
@@ -198,7 +203,7 @@ class _Rehearsal:
         """Run forward once; ``given`` are fake inputs and the real ones whose values it may see."""
         # Only a training step runs backward, where a checkpoint would write them once more.
         watch = _Watch({id(b) for b in self._twin.buffers()} if self._twin.training else set(), self._regions)
-        self.between = Attributes(self._twin)
+        self.between, self.around = Attributes(self._twin), Surroundings((self._twin,))
         inputs = (inputs or self._given).of_a_run()
         leaves, nesting = tree_flatten((inputs.args, inputs.kwargs))
         reads = ReadsOfForward(self._twin)
@@ -256,6 +261,7 @@ def _refuse_difference(name: str, rehearsal: _Rehearsal, first: "_Watch") -> Non
         _refuse_changes(name, rehearsal.before)  # which is then the reason
         raise
     _refuse_changes(name, rehearsal.between)
+    _refuse_left(name, rehearsal.around)
     if first.differs(second):
         _refuse_changes(name, rehearsal.before)
         if place := second.differs(rehearsal.run()):  # what is cached or compiled in the first run is settled by now
@@ -279,6 +285,14 @@ def _refuse_changes(
                 f"{name} assigns {what} to self.{path} in forward; a captured graph would keep the first one for ever. "
                 "Update a buffer in place (copy_) instead; if forward sets it once and keeps it, call the model first."
             )
+
+
+def _refuse_left(name: str, around: Surroundings) -> None:
+    for path, _ in around.got():
+        raise CaptureError(
+            f"{name} leaves a new tensor in {path} each time forward runs, which a captured graph would not do; "
+            "return it, or keep it outside forward."
+        )
 
 
 _DECIDED = (
@@ -384,13 +398,3 @@ def _attention() -> tuple[bool, ...]:
     """Which kernels scaled_dot_product_attention may use, as ``torch.nn.attention.sdpa_kernel`` sets."""
     kinds = torch.backends.cuda
     return kinds.flash_sdp_enabled(), kinds.mem_efficient_sdp_enabled(), kinds.math_sdp_enabled()
-
-
-def in_checkpoint() -> bool:
-    """Whether a ``torch.utils.checkpoint`` runs the code that asks."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
-            return True
-        frame = frame.f_back
-    return False

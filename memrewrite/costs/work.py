@@ -13,6 +13,7 @@ from memrewrite.torch_internals.foreach import foreach_on_fake_tensors
 from memrewrite.torch_internals.operators import written_arguments
 from memrewrite.torch_internals.pytrees import tensors_in, tree_iter
 from memrewrite.workload.step import Inputs, Step, autocast, default_loss
+from memrewrite.workload.surroundings import surroundings_put_back
 
 
 class Work(TorchDispatchMode):
@@ -67,7 +68,7 @@ def of_loss(effects: Effects, restore: Callable[[list[Any]], Any], step: Step, d
     if step.mode == "inference" or not trained:
         return work
     try:
-        with fakes[0].fake_mode, work:
+        with surroundings_put_back((), step.loss_fn), fakes[0].fake_mode, work:
             with autocast(step.amp, device):
                 loss = (step.loss_fn or default_loss)(restore(flat))
             if loss.requires_grad:

@@ -97,7 +97,7 @@ class Case:
     def keep(self) -> State:
         """All that a step may change, as it is now."""
         changed = self.step.targets(self.original, self.inputs).changing
-        return State(self.models, self.devices, changed, near=self.near)
+        return State(self.models, self.devices, changed, self.step.loss_fn, near=self.near)
 
     def run_original(self, optimizer: torch.optim.Optimizer | None, parameters: bool = True) -> Record:
         """One step of the original."""

@@ -255,7 +255,8 @@ def preserved_state(module: nn.Module, inputs: Inputs, step: Step | None = None)
     they are.
     """
     changed = [] if step is None else step.targets(module, inputs).changing
-    state = State((module,), cuda_devices((module,), inputs), [*inputs.tensors(), *changed])
+    loss_fn = None if step is None else step.loss_fn
+    state = State((module,), cuda_devices((module,), inputs), [*inputs.tensors(), *changed], loss_fn)
     state.clear_gradients()
     try:
         with acting_hooks_off(module.parameters()):

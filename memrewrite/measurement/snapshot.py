@@ -2,7 +2,7 @@
 
 import copy
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -14,13 +14,14 @@ from memrewrite.state.random_state import RandomState
 from memrewrite.torch_internals.autograd_nodes import is_view
 from memrewrite.torch_internals.spread import local_part
 from memrewrite.workload.step import Inputs
+from memrewrite.workload.surroundings import Surroundings
 
 
 class State:
     """Parameters, buffers, other attributes, gradients, flags and random state of some modules, bit for bit.
 
-    ``inputs`` are tensors that count as well. Bytes are kept on the CPU or, ``near``, where they lie, one copy per
-    storage; ``.grad`` tensors are kept by reference.
+    ``inputs`` are tensors that count as well; so does what the modules' code and ``loss_fn`` may write to. Bytes are
+    kept on the CPU or, ``near``, where they lie, one copy per storage; ``.grad`` tensors are kept by reference.
     """
 
     def __init__(
@@ -28,11 +29,13 @@ class State:
         modules: tuple[nn.Module, ...],
         devices: tuple[torch.device, ...],
         inputs: Iterable[Tensor] = (),
+        loss_fn: Callable[..., Any] | None = None,
         *,
         near: bool = False,
     ) -> None:
         self._near = near
         self._attributes = Attributes(*modules)
+        self._surroundings = Surroundings(modules, loss_fn)
         self._tensors: dict[int, tuple[Tensor, Tensor, bool, Tensor | None]] = {}  # itself, alias, requires_grad, grad
         self._bytes: dict[int, tuple[Any, Any]] = {}  # a storage and its copy
         for tensor in itertools.chain(tensors_of(*modules), inputs):
@@ -54,6 +57,7 @@ class State:
     def restore(self) -> None:
         """Put everything back, in place, into the same objects."""
         self._attributes.restore()
+        self._surroundings.restore()
         for storage, saved in self._bytes.values():
             if storage.nbytes() != saved.nbytes():
                 storage.resize_(saved.nbytes())

@@ -42,6 +42,7 @@ from memrewrite.torch_internals.autograd_nodes import acting_hooks
 from memrewrite.workload.hooks import with_hooks_of, without_hooks
 from memrewrite.workload.sharding import bucket_notes
 from memrewrite.workload.step import Inputs, Step, default_loss, device_of
+from memrewrite.workload.surroundings import surroundings_put_back
 from memrewrite.workload.workload import Workload, refuse_laid_out, refuse_meta
 
 _HOOKED = (
@@ -103,7 +104,8 @@ def run(work: Workload, asked: Request, progress: Progress, offer: Offer = decli
         progress("capture")
         found = find(bare.model, work.inputs, step, asked.regions_in(bare), ranges)
         if asked.returns != "all":
-            found = _returning(asked.returns, found, step)
+            with surroundings_put_back((), step.loss_fn):
+                found = _returning(asked.returns, found, step)
         bench = Bench(bare.model, work.inputs, asked.rewritten(step), workspace, profile_on(device))
         candidate = _first(bench, found, progress)
         progress("rewrite")

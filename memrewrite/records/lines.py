@@ -1,4 +1,4 @@
-"""Which line of the user's code is running, or raised."""
+"""Which line of the user's code is running, or raised, and whether a checkpoint runs it."""
 
 import functools
 import inspect
@@ -6,6 +6,7 @@ import os
 import traceback
 
 import torch
+import torch.utils.checkpoint
 
 _NOT_THE_USERS = os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__))
 
@@ -33,3 +34,13 @@ def line_of(error: Exception) -> str:
 def is_users(file: str) -> bool:
     """Whether a file belongs neither to PyTorch nor to memrewrite."""
     return not file.startswith(_NOT_THE_USERS)
+
+
+def in_checkpoint() -> bool:
+    """Whether a ``torch.utils.checkpoint`` runs the code that asks."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
+            return True
+        frame = frame.f_back
+    return False

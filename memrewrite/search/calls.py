@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memrewrite.capture.hazards import in_checkpoint
 from memrewrite.capture.other_sizes import apart, other_sizes
+from memrewrite.records.lines import in_checkpoint
 from memrewrite.records.mesh import Fsdp
 from memrewrite.records.tensor_like import TensorLike
 from memrewrite.runtime.guards import hooks_of

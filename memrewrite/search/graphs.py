@@ -17,6 +17,7 @@ from memrewrite.search.regions import Region
 from memrewrite.torch_internals.pytrees import tree_unflatten
 from memrewrite.torch_internals.tracing import module_of
 from memrewrite.workload.step import Step, default_loss
+from memrewrite.workload.surroundings import surroundings_put_back
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +59,8 @@ class ObservedGraph:
     def watermarks(self) -> dict[fx.Node, Watermarks]:
         """What is in use as each node runs forward and backward."""
         loss_of = self._loss_of if not self.region.path else None
-        return watermarks(self.graph_module, self.region.example, self.step, loss_of)
+        with surroundings_put_back((), self.step.loss_fn):
+            return watermarks(self.graph_module, self.region.example, self.step, loss_of)
 
     def written(self, marks: Marks) -> tuple[str, dict[str, Tensor]]:
         """The program that it is with these marks, as source, and the tensors it holds."""

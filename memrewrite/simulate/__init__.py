@@ -60,6 +60,7 @@ from memrewrite.torch_internals.fsdp_offload import copies_seen
 from memrewrite.torch_internals.spread import is_divided, is_sparse_or_nested
 from memrewrite.workload.held import Targets, held_by
 from memrewrite.workload.step import Inputs, Running, Step, device_type
+from memrewrite.workload.surroundings import surroundings_put_back
 
 __all__ = [
     "ACTIVATIONS",
@@ -210,6 +211,7 @@ def _on_fakes(
             raise NoDataError("how much a sparse tensor holds")
         with (
             put_back(targets.buffers),
+            surroundings_put_back((), step.loss_fn),
             step.target.optimizer_kernels(),
             _sharding(step, module, device_type(module, inputs)) as shard,
             on_fakes(module, inputs, step.target, True, written, twins) as (twin, fakes),

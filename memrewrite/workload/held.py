@@ -49,45 +49,50 @@ class Targets:
 
 def held_by(function: Callable[..., Any]) -> tuple[list[Tensor], list[Tensor]]:
     """Tensors that ``function`` holds, each once: those it holds itself, and those of modules it holds."""
-    seen: set[int] = set()
     own: dict[int, Tensor] = {}
     of_modules: dict[int, Tensor] = {}
-
-    def look(value: Any, depth: int) -> None:
-        if id(value) in seen or depth > _DEEPEST or isinstance(value, torch.optim.Optimizer):  # counted by itself
-            return
-        seen.add(id(value))
+    for value in in_reach(function):
         if isinstance(value, Tensor):
             own[id(value)] = value
         elif isinstance(value, nn.Module):
             found = [*value.parameters(), *value.buffers()]
             found += [each for part in value.modules() for each in vars(part).values() if isinstance(each, Tensor)]
             of_modules.update({id(tensor): tensor for tensor in found})
-        else:
-            for inner in _inside(value):
-                look(inner, depth + 1)
-
-    look(function, 0)
     return list(own.values()), [tensor for key, tensor in of_modules.items() if key not in own]
+
+
+def in_reach(start: Any) -> Iterator[Any]:
+    """The value itself and what it leads to, each once, but not what is inside of tensors, modules and optimizers."""
+    seen: set[int] = set()
+
+    def look(value: Any, depth: int) -> Iterator[Any]:
+        if id(value) in seen or depth > _DEEPEST or isinstance(value, torch.optim.Optimizer):  # counted by itself
+            return
+        seen.add(id(value))
+        yield value
+        for inner in () if isinstance(value, Tensor | nn.Module) else _inside(value):
+            yield from look(inner, depth + 1)
+
+    return look(start, 0)
 
 
 def held_beside(model: nn.Module) -> list[Tensor]:
     """Tensors that the code of a model's layers holds, each once: what forward and the methods it calls name."""
     found: dict[int, Tensor] = {}
-    for own, of_modules in map(held_by, _called(model)):
+    for own, of_modules in map(held_by, user_functions(model)):
         found |= {id(tensor): tensor for tensor in (*own, *of_modules)}
     return list(found.values())
 
 
 def named_beside(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """The globals that these functions name, and what their closures hold, by name."""
-    for function in _called(model):
-        names = _names(function.__code__)
+    for function in user_functions(model):
+        names = names_in(function.__code__)
         yield from ((name, function.__globals__[name]) for name in sorted(names) if name in function.__globals__)
         yield from in_closure(function).items()
 
 
-def _called(model: nn.Module) -> Iterator[types.FunctionType]:
+def user_functions(model: nn.Module) -> Iterator[types.FunctionType]:
     """The user's functions that a call of a model may run as methods of its layers."""
     return (method for kind in {type(module): None for module in model.modules()} for method in _methods(kind))
 
@@ -127,7 +132,7 @@ def _named(function: types.FunctionType) -> Iterator[Any]:
     """What a Python function can reach by a name; of other functions in globals, those of its own file."""
     yield from in_closure(function).values()
     yield from (function.__defaults__ or (), function.__kwdefaults__ or {})
-    for name in _names(function.__code__):
+    for name in names_in(function.__code__):
         value = function.__globals__.get(name)
         mine = isinstance(value, types.FunctionType) and value.__globals__ is function.__globals__
         if mine or isinstance(value, Tensor | nn.Module | functools.partial | list | tuple | dict):
@@ -135,7 +140,14 @@ def _named(function: types.FunctionType) -> Iterator[Any]:
 
 
 @functools.lru_cache(4096)
-def _names(code: types.CodeType) -> frozenset[str]:
+def names_in(code: types.CodeType) -> frozenset[str]:
     """The names of globals that a function and the functions in it look up."""
-    inner = [_names(each) for each in code.co_consts if isinstance(each, types.CodeType)]
+    inner = [names_in(each) for each in code.co_consts if isinstance(each, types.CodeType)]
     return frozenset(i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL").union(*inner)
+
+
+@functools.lru_cache(4096)
+def assigned_in(code: types.CodeType) -> frozenset[str]:
+    """The names of globals that a function and the functions in it assign."""
+    inner = [assigned_in(each) for each in code.co_consts if isinstance(each, types.CodeType)]
+    return frozenset(i.argval for i in dis.get_instructions(code) if i.opname == "STORE_GLOBAL").union(*inner)

@@ -37,6 +37,7 @@ from memrewrite.torch_internals.fake_tensors import (
 )
 from memrewrite.torch_internals.spread import Spread, local_part
 from memrewrite.workload.step import Inputs
+from memrewrite.workload.surroundings import surroundings_put_back
 
 _CPU = torch.device("cpu")
 
@@ -194,7 +195,9 @@ def on_fakes(
         twin.note()
     pairs = zip(fakes.tensors(), inputs.tensors(), strict=True)
     given = [(fake, real) for fake, real in pairs if these and not real.is_meta]
-    with fakes_forgotten(module), running_on_fakes(twin.mode, target, given):
+    generated = own(module) is not None or (written is not None and "" in written)
+    theirs = () if generated else (module,)  # forward is none of the user's code where it is generated
+    with surroundings_put_back(theirs), fakes_forgotten(module), running_on_fakes(twin.mode, target, given):
         yield running, fakes
     if twins is not None:
         twins.give_back(module, twin)
