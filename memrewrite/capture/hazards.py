@@ -288,9 +288,9 @@ def _refuse_changes(
 
 
 def _refuse_left(name: str, around: Surroundings) -> None:
-    for path, _ in around.got():
+    if (place := next(around.got(), None)) is not None:
         raise CaptureError(
-            f"{name} leaves a new tensor in {path} each time forward runs, which a captured graph would not do; "
+            f"{name} leaves a new tensor in {place} each time forward runs, which a captured graph would not do; "
             "return it, or keep it outside forward."
         )
 

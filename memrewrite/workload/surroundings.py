@@ -64,14 +64,13 @@ class Surroundings:
         for each in filter(None, functions):
             self._look("", each, 0)
 
-    def got(self) -> Iterator[tuple[str, Any]]:
-        """By which name each tensor that came to be there can be found, and that or what holds it."""
+    def got(self) -> Iterator[str]:
+        """The names by which new tensors that came to be there can be found."""
         for path, container, kept in self._containers.values():
-            yield from ((path, part) for part in _new(contents(container), kept) if _has_tensors(part))
+            yield from (path for part in _new(contents(container), kept) if _has_tensors(part))
         for _, names in self._names:
-            now = names.read()
-            parts = ((name, now[name]) for name in now if now[name] is not names.kept.get(name))
-            yield from ((joined(names.path, name), part) for name, part in parts if _has_tensors(part))
+            others = ((name, part) for name, part in names.read().items() if part is not names.kept.get(name))
+            yield from (joined(names.path, name) for name, part in others if _has_tensors(part))
 
     def restore(self) -> None:
         """Put back, in place, what got a tensor or a number."""
