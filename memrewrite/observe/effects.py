@@ -28,6 +28,7 @@ from memrewrite.torch_internals.custom_functions import kept_as_attributes
 from memrewrite.torch_internals.fake_tensors import as_parameter, fake_of, in_place_of_modes
 from memrewrite.torch_internals.pytrees import tensors_in, tree_iter
 from memrewrite.workload.step import autocast
+from memrewrite.workload.surroundings import surroundings_put_back
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,7 @@ def _observed(
     fakes = [observer.fake.from_tensor(t.detach()).requires_grad_(t.requires_grad) for t in example]
     inputs = [observer.known(fake.clone() if fake.requires_grad else fake, "input") for fake in fakes]
     with (
+        surroundings_put_back((graph_module,)),  # what it calls is the user's code
         running_on_fakes(observer.fake, target),
         TrueResults(target),
         in_place_of_pieces(observer.recorder.once),

@@ -1,6 +1,6 @@
 """What the code of a model and of a loss function can write to besides the model, put back after it ran here.
 
-A loss is kept in a list, a tracker of a run counts steps, forward leaves a tensor in a global for others to look at.
+A loss is kept in a list, a tracker of a run counts steps, a hook or forward leaves a tensor where others look at it.
 All of that runs many times here, without data too, and what reads it afterwards is to find what it was. Only what got
 a tensor or a number is put back: the rest is of nobody's step.
 """
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from memrewrite.records.lines import is_users
 from memrewrite.runtime.differences import joined
+from memrewrite.runtime.guards import hooks_of
 from memrewrite.state.containers import contents, is_container, put_back
 from memrewrite.workload.held import assigned_in, in_reach, names_in, user_functions
 
@@ -57,6 +58,7 @@ class Surroundings:
         for model in models:
             for module in model.modules():
                 self._look_into(_own(module), "self", 1)
+                self._look_into(dict(enumerate(hooks_of(module))), "hooks", 0)
             for kind in {type(module): None for module in model.modules()}:
                 self._class(kind)
             for function in user_functions(model):

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import pytest
 import torch
@@ -152,6 +152,16 @@ def test_what_a_loss_function_keeps_is_taken_back(keep: Callable[[Tensor], None]
     assert memrewrite.measure(model, x, loss_fn=loss_fn).peak >= peak  # by what is kept of ten steps
     result = memrewrite.optimize(model, x, loss_fn=loss_fn, budget="min")
     assert result.report.equivalent
+
+
+def test_what_hooks_keep_is_taken_back(keep: Callable[[Tensor], None]) -> None:
+    model, x = nn.Sequential(nn.Linear(8, 32), nn.SiLU(), nn.Linear(32, 8)), torch.randn(16, 8, requires_grad=True)
+    model[1].register_forward_hook(lambda module, given, output: keep(output.detach().mean()))
+    model[0].register_full_backward_hook(lambda module, given, gradients: keep(cast(Any, gradients)[0].mean()))
+    memrewrite.estimate(model, x)
+    memrewrite.measure(model, x)
+    assert memrewrite.optimize(model, x, budget="min").report.equivalent is not False
+    assert memrewrite.verify(model, model, x).equivalent
 
 
 def test_a_forward_that_keeps_what_it_computes_is_refused(keep: Callable[[Tensor], None]) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from memrewrite.records.errors import UsageError
 from memrewrite.runtime.assembled import Written, assembled
 from memrewrite.runtime.dropin import own
+from memrewrite.runtime.guards import hooks_of
 from memrewrite.runtime.promise import Promise
 from memrewrite.simulate.fake.constant_values import known_values
 from memrewrite.simulate.fake.copier import Copier
@@ -196,8 +197,10 @@ def on_fakes(
     pairs = zip(fakes.tensors(), inputs.tensors(), strict=True)
     given = [(fake, real) for fake, real in pairs if these and not real.is_meta]
     generated = own(module) is not None or (written is not None and "" in written)
-    theirs = () if generated else (module,)  # forward is none of the user's code where it is generated
-    with surroundings_put_back(theirs), fakes_forgotten(module), running_on_fakes(twin.mode, target, given):
+    # Where forward is generated, none of the user's code runs but the hooks of what it calls.
+    hooks = [hook for part in module.modules() for hook in hooks_of(part)] if generated else []
+    around = surroundings_put_back(() if generated else (module,), *hooks)
+    with around, fakes_forgotten(module), running_on_fakes(twin.mode, target, given):
         yield running, fakes
     if twins is not None:
         twins.give_back(module, twin)
