@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from memrewrite.cache import code
 from memrewrite.cache.libraries import is_foreign, library_of, module_of, stamp
 from memrewrite.runtime.guards import TABLES
+from memrewrite.state.attributes import OF_EVERY_MODULE, slots_of
 from memrewrite.state.bits import fingerprint
 from memrewrite.state.containers import contents, in_closure, is_container
 from memrewrite.torch_internals.operators import OpOverload, OpOverloadPacket
@@ -59,7 +60,6 @@ _CALLED = (
     *("forward", "backward", "setup_context", "jvp", "vmap", "__torch_function__", "__torch_dispatch__"),
     *("__call__", "__getattr__", "__getattribute__", "__getitem__", "__len__", "__iter__", "__contains__"),
 )
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _OF_ONE_MODULE = frozenset({*TABLES, "training", "_non_persistent_buffers_set"})
 # What somebody gave a kernel of Triton's, its autotuner, one of its configurations, its heuristics, a constant, a type.
 _OF_KERNELS = (
@@ -153,7 +153,7 @@ class Description:
             self._by_form |= {id(tensor) for tensor in attributes[table].values()}
         yield self._text(type(module))
         for name, value in sorted(attributes.items(), key=_first):
-            if name in _OF_ONE_MODULE or name not in _OF_EVERY_MODULE:
+            if name in _OF_ONE_MODULE or name not in OF_EVERY_MODULE:
                 yield name
                 yield from self._pairs(value.items()) if name in TABLES else self._texts(value)
             elif isinstance(value, dict):
@@ -246,7 +246,7 @@ class Description:
     def instance(self, value: Any) -> Iterator[str]:
         """Any other object: its class and attributes."""
         kind = type(value)
-        slots = {name for base in kind.__mro__ for name in _slots(base) if hasattr(value, name)}
+        slots = {name for base in kind.__mro__ for name in slots_of(base) if hasattr(value, name)}
         if kind is not object and not slots and not hasattr(value, "__dict__") and not _is_known_by_name(value):
             raise IndescribableError(f"there is a {_name(kind)}")
         yield self._text(kind)
@@ -359,12 +359,6 @@ def _order(value: Any) -> str:
     if type(value) is tuple:
         return " ".join(map(_order, value))
     raise IndescribableError(f"there is a set that holds a {_name(type(value))}")
-
-
-def _slots(kind: type) -> list[str]:
-    slots = vars(kind).get("__slots__", ())
-    names = [slots] if isinstance(slots, str) else [*slots]
-    return [name for name in names if name not in ("__dict__", "__weakref__")]
 
 
 def _bits(tensor: Tensor) -> str:

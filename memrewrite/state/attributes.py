@@ -27,6 +27,8 @@ LEVELS = 3
 """Of plain objects, one held by the other, that count as parts of a module which holds the first."""
 OPAQUE = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, partial, Tensor, nn.Module)
 _USUAL: tuple[Any, ...] = (object.__new__, SimpleNamespace.__new__)
+OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+"""The names of the attributes that every module has."""
 _TABLES = ("_parameters", "_buffers", "_modules")  # where a module keeps what reads like an attribute
 
 
@@ -154,16 +156,24 @@ def is_plain(value: Any) -> bool:
     return _has_attributes(value) and is_usual(kind) and not any("__slots__" in vars(each) for each in kind.__mro__)
 
 
+def slots_of(kind: type) -> list[str]:
+    """The names of the attributes that a class itself has slots for."""
+    slots = vars(kind).get("__slots__", ())
+    names = [slots] if isinstance(slots, str) else [*slots]
+    return [name for name in names if name not in ("__dict__", "__weakref__")]
+
+
 def bare(kind: type) -> Any:
     """An object of a class without any attribute, whatever the class does when one is made."""
     return (SimpleNamespace if issubclass(kind, SimpleNamespace) else object).__new__(kind)
 
 
 def _has_attributes(item: Any) -> bool:
-    return hasattr(item, "__dict__") and not isinstance(item, OPAQUE) and not _of_torch(item)
+    return hasattr(item, "__dict__") and not isinstance(item, OPAQUE) and not of_torch(item)
 
 
-def _of_torch(item: Any) -> bool:
+def of_torch(item: Any) -> bool:
+    """Whether the class of an object is PyTorch's or Python's own."""
     return type(item).__module__.partition(".")[0] in ("torch", "builtins")
 
 

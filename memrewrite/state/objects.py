@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from memrewrite.state import containers
-from memrewrite.state.attributes import OPAQUE, bare, is_usual
+from memrewrite.state.attributes import OPAQUE, bare, is_usual, of_torch
 
 
 class Copies:
@@ -71,7 +71,7 @@ def alone(tensor: Tensor) -> Tensor:
 
 def _is_made_of_attributes(value: Any) -> bool:
     kind: Any = type(value)
-    if isinstance(value, OPAQUE) or kind.__module__.partition(".")[0] in ("torch", "builtins"):
+    if isinstance(value, OPAQUE) or of_torch(value):
         return False
     has_some = hasattr(value, "__dict__") or hasattr(kind, "__slots__")
     return has_some and is_usual(kind)

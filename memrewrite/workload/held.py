@@ -139,15 +139,8 @@ def _named(function: types.FunctionType) -> Iterator[Any]:
             yield value
 
 
-@functools.lru_cache(4096)
-def names_in(code: types.CodeType) -> frozenset[str]:
-    """The names of globals that a function and the functions in it look up."""
-    inner = [names_in(each) for each in code.co_consts if isinstance(each, types.CodeType)]
-    return frozenset(i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL").union(*inner)
-
-
-@functools.lru_cache(4096)
-def assigned_in(code: types.CodeType) -> frozenset[str]:
-    """The names of globals that a function and the functions in it assign."""
-    inner = [assigned_in(each) for each in code.co_consts if isinstance(each, types.CodeType)]
-    return frozenset(i.argval for i in dis.get_instructions(code) if i.opname == "STORE_GLOBAL").union(*inner)
+@functools.lru_cache(8192)
+def names_in(code: types.CodeType, instruction: str = "LOAD_GLOBAL") -> frozenset[str]:
+    """The names of globals that a function and the functions in it look up, or those of another ``instruction``."""
+    inner = [names_in(each, instruction) for each in code.co_consts if isinstance(each, types.CodeType)]
+    return frozenset(i.argval for i in dis.get_instructions(code) if i.opname == instruction).union(*inner)

@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from memrewrite.records.lines import is_users
 from memrewrite.runtime.differences import joined
 from memrewrite.runtime.guards import hooks_of
-from memrewrite.state.containers import contents, is_container, put_back
-from memrewrite.workload.held import assigned_in, in_reach, names_in, user_functions
+from memrewrite.state.attributes import OF_EVERY_MODULE, slots_of
+from memrewrite.state.containers import contents, in_closure, is_container, put_back
+from memrewrite.workload.held import in_reach, names_in, user_functions
 
 _DEEPEST = 4  # containers, objects and functions inside one another, as in ``held``
 _MANY = 10_000  # a container of more is kept, and what it contains is not looked into
 _GONE = object()
 _PLAIN = (str, int, float, bool, type(None), bytes)
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 # Objects of classes of these are left alone, but for a namespace.
 _NOT_THEIRS = {"torch", "memrewrite", "builtins", *sys.stdlib_module_names} - {"types", "__main__"}
 
@@ -121,7 +121,7 @@ class Surroundings:
         kind = type(value)
         if not _is_theirs(kind):
             return
-        slots = [name for each in kind.__mro__ for name in _slots(each)]
+        slots = [name for each in kind.__mro__ for name in slots_of(each)]
         if slots:
             read = functools.partial(_attributes, value, slots)
             self._note(value, path, read, functools.partial(_set_attribute, object, value), depth)
@@ -139,11 +139,12 @@ class Surroundings:
                 self._class(value)
             elif not isinstance(value, types.FunctionType) or value.__globals__ is space:
                 self._look(name, value, depth + 1)
-        if names := assigned_in(code):
+        if names := names_in(code, "STORE_GLOBAL"):
             read, write = functools.partial(_items, space, names), functools.partial(_set_item, space)
             self._note(space, "", read, write, depth)
-        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-            self._note(cell, "", functools.partial(_content, name, cell), functools.partial(_fill, cell), depth)
+        if function.__closure__:
+            read, write = functools.partial(in_closure, function), functools.partial(_set_variable, function)
+            self._note(function, "", read, write, depth)
         given = dict(enumerate(function.__defaults__ or ())) | (function.__kwdefaults__ or {})
         self._look_into(given, function.__name__, depth + 1)
 
@@ -184,7 +185,7 @@ def _is_theirs(kind: type) -> bool:
 
 def _own(module: nn.Module) -> dict[str, Any]:
     """The attributes of a module that not every module has."""
-    return {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
+    return {name: value for name, value in vars(module).items() if name not in OF_EVERY_MODULE}
 
 
 def _others(now: list[Any], kept: list[Any]) -> list[Any]:
@@ -207,11 +208,6 @@ def _is_result(value: Any) -> bool:
     return type(value) in (int, float) or _has_tensors(value)
 
 
-def _slots(kind: type) -> Iterable[str]:
-    slots = vars(kind).get("__slots__", ())
-    return [slots] if isinstance(slots, str) else [name for name in slots if name not in ("__dict__", "__weakref__")]
-
-
 def _attributes(value: Any, names: Iterable[str]) -> dict[str, Any]:
     found = {name: getattr(value, name, _GONE) for name in names}
     return {name: each for name, each in found.items() if each is not _GONE}
@@ -224,13 +220,6 @@ def _of_class(kind: type) -> dict[str, Any]:
 
 def _items(space: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
     return {name: space[name] for name in names if name in space}
-
-
-def _content(name: str, cell: types.CellType) -> dict[str, Any]:
-    try:
-        return {name: cell.cell_contents}
-    except ValueError:  # it has no value yet
-        return {}
 
 
 def _set_attribute(kind: Any, owner: Any, name: str, value: Any) -> None:
@@ -248,7 +237,9 @@ def _set_item(space: dict[str, Any], name: str, value: Any) -> None:
         space[name] = value
 
 
-def _fill(cell: types.CellType, name: str, value: Any) -> None:
+def _set_variable(function: types.FunctionType, name: str, value: Any) -> None:
+    """One that the function has from around it."""
+    cell = (function.__closure__ or ())[function.__code__.co_freevars.index(name)]
     if value is _GONE:
         del cell.cell_contents
     else:
