@@ -27,6 +27,7 @@ from memrewrite.simulate import (
     GRADIENTS,
     INPUTS,
     PARAMETERS,
+    RESTS,
     STATE,
     TEMPORARIES,
     WORKSPACES,
@@ -134,6 +135,7 @@ def differences(text: Textbook, timeline: Timeline, counted: Counted, train: boo
     found.append(Difference(size(AVERAGE, 0), "the average of the weights"))
     found.append(Difference(size(WORKSPACES, 0), "workspaces of libraries"))
     found.append(Difference(size(OPERATOR_WORKSPACE, 0), "workspace of the operator that runs at the peak"))
+    found.append(Difference(size(RESTS, 0), "rests of the allocator's blocks, as steps after the second get them"))
     return tuple(difference for difference in found if difference.bytes)
 
 

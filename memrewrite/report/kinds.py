@@ -36,7 +36,13 @@ KINDS = (  # from the bottom up
     Kind("inputs", "inputs", ("inputs",), "#cfdfee", "#d9e6f3"),
     Kind("activations", "activations", ("activations",), "#f0962e", "#f2a144"),
     Kind("temporaries", "temporaries", ("temporaries",), "#b4450f", "#cd5c1f"),
-    Kind("workspaces", "workspaces", ("library workspaces", "operator workspace"), "#77705f", "#b9b19c"),
+    Kind(
+        "workspaces",
+        "workspaces",
+        ("library workspaces", "operator workspace", "rests of blocks"),
+        "#77705f",
+        "#b9b19c",
+    ),
 )
 
 

@@ -40,6 +40,7 @@ from memrewrite.simulate.memory.recorder import (
     GRADIENTS,
     INPUTS,
     PARAMETERS,
+    RESTS,
     STATE,
     TEMPORARIES,
     WORKSPACES,
@@ -49,7 +50,7 @@ from memrewrite.simulate.memory.recorder import (
 from memrewrite.simulate.memory.repeats import repeated
 from memrewrite.simulate.memory.tracker import Tracker
 from memrewrite.simulate.memory.updates import updates_repeated
-from memrewrite.simulate.timeline import Timeline, with_workspaces
+from memrewrite.simulate.timeline import Timeline, with_rests, with_workspaces
 from memrewrite.state.random_state import preserved_rng
 from memrewrite.targets.allocator import Allocator, Requests, allocator_on, cuda_allocator
 from memrewrite.targets.transients import Transients
@@ -69,6 +70,7 @@ __all__ = [
     "GRADIENTS",
     "INPUTS",
     "PARAMETERS",
+    "RESTS",
     "STATE",
     "TEMPORARIES",
     "WORKSPACES",
@@ -254,9 +256,10 @@ def run_tracked(
 ) -> Timeline:
     """Run ``steps`` steps on the module itself, real or fake, and count the storages on its device type.
 
-    With an ``allocator`` the bytes reserved are those after more steps like the last, once these reserve no more; among
-    them the ``libraries`` bytes that cuBLAS asks it for at the first products. ``targets`` are by default those of the
-    step. ``both`` counts by what is asked for besides. Fake passes are counted by what is ``noted`` of them.
+    With an ``allocator`` the peak and the bytes reserved are those of more steps like the last, once these take no
+    more; among them the ``libraries`` bytes that cuBLAS asks it for at the first products. ``targets`` are by default
+    those of the step. ``both`` counts by what is asked for besides. Fake passes are counted by what is ``noted`` of
+    them.
     """
     places = Places(module) if attribute or (noted is not None and notable(step, inputs)) else None
     kind, targets = device_type(module, inputs), step.targets(module, inputs) if targets is None else targets
@@ -270,8 +273,12 @@ def run_tracked(
     found = [
         _timeline(recorder, *at_end, attribute, libraries) for recorder, at_end in zip(recorders, stand, strict=True)
     ]
-    reserved = found[0].reserved if allocator is None else allocator.settle()
-    return replace(found[0], reserved=reserved, asked_for=found[1] if both else None)
+    timeline = replace(found[0], asked_for=found[1] if both else None)
+    if allocator is None:
+        return timeline
+    highest = allocator.highest
+    reserved = allocator.settle()
+    return with_rests(replace(timeline, reserved=reserved), allocator.highest - highest)
 
 
 def _taken(

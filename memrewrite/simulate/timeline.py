@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memrewrite.simulate.memory.counted import Life
-from memrewrite.simulate.memory.recorder import WORKSPACES
+from memrewrite.simulate.memory.recorder import RESTS, WORKSPACES
 from memrewrite.simulate.memory.tracker import OPERATOR_WORKSPACE
 from memrewrite.workload.step import Phase
 
@@ -17,13 +17,14 @@ class Timeline:
     """Where memory stands during the steps taken, two as a rule; everything in bytes.
 
     A storage counts as its bytes rounded up to 512; on CUDA as the block of the caching allocator that it lies in,
-    unless that was not asked for. ``peak`` is that of the last step, ``reserved`` what the allocator holds by then,
-    ``phases`` the bytes in use as each phase of every step ends, ``categories`` the bytes in use at ``peak`` by kind
-    (they sum to it). ``events`` are (bytes in use, ``step 2 backward: operator``) after each operator that changed
-    them, ``peak_event`` the number of the one at which ``peak`` was reached. ``floor`` is what no plan can lower:
-    parameters, buffers, inputs with the targets that the loss function holds, gradients, optimizer state, an average of
-    the weights, DDP's buckets and library workspaces. ``held`` is what is freed when the loop lets go of the last
-    step's output and loss. ``multiplied`` says whether there was anything for cuBLAS to do.
+    unless that was not asked for. ``peak`` is that of the last step or of those after it, which get larger blocks for
+    some of what they ask for; ``reserved`` is what the allocator holds by then, ``phases`` are the bytes in use as each
+    phase of every step ends, ``categories`` those in use at ``peak`` by kind (they sum to it). ``events`` are (bytes in
+    use, ``step 2 backward: operator``) after each operator that changed them, ``peak_event`` the number of the one at
+    which the last step's peak was reached. ``floor`` is what no plan can lower: parameters, buffers, inputs with the
+    targets that the loss function holds, gradients, optimizer state, an average of the weights, DDP's buckets and
+    library workspaces. ``held`` is what is freed when the loop lets go of the last step's output and loss.
+    ``multiplied`` says whether there was anything for cuBLAS to do.
 
     Where submodules were followed, ``lives`` has every storage and ``modules`` for each event the path of the submodule
     whose operator it is: in backward, the one whose forward is undone; "" for the module itself, None outside of it.
@@ -116,6 +117,13 @@ def _added_up(changes: list[tuple[int, int]], count: int) -> NDArray[np.int64]:
     totals = np.zeros(count + 1, dtype=np.int64)
     np.add.at(totals, moments, amounts)
     return totals.cumsum()[:-1]
+
+
+def with_rests(timeline: Timeline, size: int) -> Timeline:
+    """The timeline of steps whose later ones take ``size`` bytes more, as blocks are larger than what they are for."""
+    if not size:
+        return timeline
+    return replace(timeline, peak=timeline.peak + size, categories={**timeline.categories, RESTS: size})
 
 
 def with_workspaces(timeline: Timeline, size: int) -> Timeline:

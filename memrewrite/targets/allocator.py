@@ -16,7 +16,7 @@ import os
 import re
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from memrewrite.runtime.room import missing
@@ -72,6 +72,7 @@ _ROOM = Block(0, 0, False)  # in a request: for so many bytes room is made
 class Allocator:
     """``allocated`` and ``reserved`` are bytes in use: those of the blocks handed out, and of all segments.
 
+    ``highest`` is the most that was allocated since the last recorded step began.
     ``limit`` is how much may be reserved (``torch.cuda.set_per_process_memory_fraction``), None for any amount: then
     segments go where they can (``retries`` counts how often). A request that fits even so not is served nevertheless,
     and ``most``, the highest that ``reserved`` was, is above the limit. From now on the stream of number ``stream``
@@ -85,6 +86,7 @@ class Allocator:
     expandable: bool = False
     limit: int | None = None
     allocated: int = 0
+    highest: int = 0
     reserved: int = 0
     most: int = 0
     retries: int = 0
@@ -129,6 +131,7 @@ class Allocator:
             if rest >= GRANULE if small or self.expandable else rest > UNSPLIT:
                 self._split(block, size)
         self.allocated += block.size
+        self.highest = max(self.highest, self.allocated)
         self._steps[-1].append((block, size, spare))
         return block
 
@@ -172,6 +175,7 @@ class Allocator:
     def record(self) -> None:
         """From here on another step runs."""
         self._given.clear()
+        self.highest = self.allocated
         self._steps.append([])
 
     def asked(self, repeated: int = 1) -> "Requests":
@@ -203,7 +207,8 @@ class Allocator:
     def settle(self, steps: int = 1) -> int:
         """The most bytes that are reserved once more ``steps`` like the last ones, over and over, reserve no more.
 
-        The first of them find other blocks free than those did. No block from before can be released after.
+        The first of them find other blocks free than those did, of which some are larger: ``highest`` is that of all of
+        them after. No block from before can be released after.
         """
         last = [list(step) for step in self._steps[-steps:]]
         standing: dict[Block, None] = {}
@@ -212,13 +217,20 @@ class Allocator:
                 standing.pop(block, None)
             elif block is not _ROOM:
                 standing[block] = None
+        seen: set[tuple[tuple[int, int], ...]] = set()
         for _ in range(_REPEATS):
-            before = self.most
             for step in last:
                 standing = self._repeat(step, list(standing))
-            if self.most == before:
+            stand = self._stand_of(standing)
+            if stand in seen:
                 break
+            seen.add(stand)
         return self.most
+
+    def _stand_of(self, standing: Iterable[Block]) -> tuple[tuple[int, int], ...]:
+        """What tells how the next step is served: where blocks are free, and where those are that it lets go of."""
+        free = (block for each in self._free.values() for _, _, block in each)
+        return tuple((block.address, block.size) for block in itertools.chain(standing, free))
 
     def _repeat(self, step: list[_Request], standing: list[Block]) -> dict[Block, None]:
         """Serve a step again, which lets go of the blocks that the one before left ``standing``; returns its own."""

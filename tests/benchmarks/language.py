@@ -216,7 +216,7 @@ LANGUAGE: dict[str, Workload] = {
             length,
             128256,
         )
-        for length, batch in ((2048, 2), (4096, 2), (16384, 1))
+        for length, batch in ((2048, 2), (4096, 2), (16384, 1), (65536, 1))
     },
     "qwen3_lora": _causal(_lora, 2, 4096, 151936, r"base_model\.model\.model\.layers\.\d+"),
     "qwen3_600m": _causal(_in_bf16(_qwen3), 2, 4096, 151936),

@@ -3,18 +3,20 @@
 import itertools
 import random
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from memrewrite.simulate import simulate
+from memrewrite.simulate import RESTS, simulate
 from memrewrite.simulate.memory.tracker import Tracker
 from memrewrite.targets.allocator import GRANULE, Allocator, Block, allocator_on
 from memrewrite.targets.cuda_from_cpu import CUDA_FROM_CPU
 from memrewrite.targets.transients import Taken, Transients, transients_on
 from memrewrite.torch_internals.gradient_sums import SUM
-from memrewrite.workload.step import Step
+from memrewrite.workload.step import Inputs, Step
 from tests.support.models import make
 
 MIB = 2**20
@@ -128,6 +130,33 @@ def test_a_step_planned_for_cuda_counts_blocks_and_what_is_reserved() -> None:
     assert simulate(module, inputs, step, workspace_bytes=MIB, both=True) == replace(blocks, asked_for=asked)
     here = simulate(module, inputs, Step(optimizer=torch.optim.AdamW))
     assert here == simulate(module, inputs, Step(optimizer=torch.optim.AdamW), blocks=False)
+
+
+@pytest.mark.parametrize(
+    ("widths", "rows", "kind"),
+    [
+        ((508, 1118, 917, 860, 901), 494, "sgd"),
+        ((988, 508, 1085, 359, 1107), 892, "sgd"),
+        ((442, 588, 443, 1073, 397), 833, "adamw"),
+        ((955, 509, 865, 788, 753), 733, "adamw"),
+    ],
+)
+def test_the_peak_is_that_of_later_steps_where_they_get_larger_blocks(
+    widths: tuple[int, ...], rows: int, kind: str
+) -> None:
+    layers = [(nn.Linear(a, b), nn.ReLU()) for a, b in itertools.pairwise(widths)]
+    module, inputs = nn.Sequential(*itertools.chain(*layers)), Inputs((torch.randn(rows, widths[0]),), {})
+    make: Any = {"sgd": torch.optim.SGD, "adamw": partial(torch.optim.AdamW, foreach=False)}[kind]
+    step = Step(loss_fn=lambda output: output.sum(), optimizer=make, target=CUDA_FROM_CPU)
+    told, taken = simulate(module, inputs, step), simulate(module, inputs, step, steps=9)
+    peaks = dict.fromkeys(range(1, 10), 0)
+    for size, label in taken.events:
+        number = int(label.split()[1])
+        peaks[number] = max(peaks[number], size)
+    second, *later = [peaks[number] for number in range(2, 10)]
+    assert told.peak == max(later) > second
+    assert told.categories[RESTS] == told.peak - second
+    assert sum(told.categories.values()) == told.peak
 
 
 def test_of_blocks_that_fit_alike_the_last_segment_goes_first() -> None:

@@ -13,6 +13,7 @@ GRADIENTS, STATE = "gradients", "optimizer state"
 AVERAGE = "average of the weights"
 ACTIVATIONS, TEMPORARIES = "activations", "temporaries"
 WORKSPACES = "library workspaces"
+RESTS = "rests of blocks"
 _PERSISTENT = (PARAMETERS, BUFFERS, INPUTS, GRADIENTS, STATE, AVERAGE, COMMUNICATION)
 _BORN_AS: dict[Phase, str] = {
     "data": ACTIVATIONS,
