@@ -1,7 +1,6 @@
 """What the commands that run a model share: a request made concrete, and errors of the device."""
 
 import contextlib
-import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from memrewrite.measurement.measuring import Loader
 from memrewrite.records.errors import DoesNotFitError, MeasurementError, UsageError
 from memrewrite.targets.cuda_from_cpu import CUDA_FROM_CPU
 from memrewrite.targets.eager import EAGER
+from memrewrite.torch_internals.logs import untold_failures
 from memrewrite.workload import target
 from memrewrite.workload.inputs import first_line, to_device
 from memrewrite.workload.step import Inputs, Step
@@ -85,7 +85,8 @@ def _loaded(request: R, on_device: bool) -> Iterator[Job[R]]:
     if device.type == "cuda" and launched.processes() > 1:
         torch.cuda.set_device(device)  # where FSDP2 puts what its units gather
     found = target.load(request.target, request.input, request.batch_size, request.ranges)
-    with target.importable(found.folder), memory_errors(), _quiet_logs(request.verbose):
+    logged = contextlib.nullcontext() if request.verbose else untold_failures()
+    with target.importable(found.folder), memory_errors(), logged:
         module = found.module.to(device)
         if module.training != (request.mode == "train"):  # else leave submodules the user froze as they are
             module.train(request.mode == "train")
@@ -122,15 +123,3 @@ def device_named(name: str) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= max(1, torch.cuda.device_count()):
         raise UsageError(f"There is no device {name!r}: PyTorch sees {torch.cuda.device_count()} CUDA devices.")
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
-
-
-@contextlib.contextmanager
-def _quiet_logs(verbose: bool) -> Iterator[None]:
-    """Keep PyTorch's own traceback of an operator that fails on fake tensors from stderr; the error itself is told."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before = logger.disabled
-    logger.disabled = not verbose
-    try:
-        yield
-    finally:
-        logger.disabled = before

@@ -35,7 +35,7 @@ from memrewrite.torch_internals.logs import quiet
 from memrewrite.workload.hooks import without_hooks
 from memrewrite.workload.sharding import refuse_compiled, refuse_sharded, unwrapped
 from memrewrite.workload.step import Inputs, Step, evaluating
-from memrewrite.workload.workload import Optimizer, refuse_laid_out, workload
+from memrewrite.workload.workload import Optimizer, refuse_laid_out, refuse_scripted, workload
 
 __all__ = ["Difference", "Estimate", "Largest", "ModuleShare", "Peak", "Textbook", "estimate"]
 
@@ -74,6 +74,7 @@ def estimate(
     """
     model, of_mesh = unwrapped(model, mesh)
     refuse_compiled(model)
+    refuse_scripted(model)
     if programs(model):  # the copy of it that is simulated would run the original
         raise UsageError("The model is already optimized: its report has the figures, memrewrite.measure takes them.")
     work = workload(model, example_inputs, example_kwargs, optimizer, loss_fn, amp, mode, micro_batches, loop, of_mesh)

@@ -1,5 +1,6 @@
 """The model as it is: its timeline, and whose fault it is where it does not run."""
 
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -7,14 +8,18 @@ from torch import nn
 
 from memrewrite.measurement.measuring import predict
 from memrewrite.records.errors import CaptureError, MemrewriteError, UsageError
+from memrewrite.records.lines import line_of
 from memrewrite.simulate import Timeline
 from memrewrite.simulate.fake.refusals import refusal
+from memrewrite.torch_internals.logs import untold_failures
 from memrewrite.workload.inputs import first_line
-from memrewrite.workload.step import Inputs, Step
+from memrewrite.workload.step import Inputs, Running, Step
 
 _MIXED = "got mixed torch.Tensor and DTensor"  # as every operator says it that is given both
-
 _WRITTEN = "modified by an inplace operation"
+_WITHOUT_GRADIENT = "does not require grad and does not have a grad_fn"
+_FORWARD, _BACKWARD, _LOSS = Running._forward.__code__, Step.backward.__code__, Running._pass.__code__
+_OPTIMIZER = {Step.make_optimizer.__code__, Step.update.__code__}
 
 
 def simulate_original(
@@ -32,28 +37,52 @@ def simulate_original(
 def blaming(model: nn.Module, in_backward: bool = False) -> Iterator[None]:
     """Let what the model itself raises on the example inputs be a ``CaptureError`` that says so.
 
-    Where the optimizer steps ``in_backward``, it is to blame for a parameter that is written too early.
+    What its loss function or optimizer raises is a ``UsageError``. Where the optimizer steps ``in_backward``, it is to
+    blame for a parameter that is written too early.
     """
     try:
-        yield
+        with untold_failures():
+            yield
     except MemrewriteError:
         raise
     except Exception as error:
         if sentence := refusal(type(model).__name__, error):
             raise CaptureError(sentence) from error
-        if _MIXED in str(error):
-            raise UsageError(
-                f"Some parameters of {type(model).__name__} are tensor parallel and others are not, which an optimizer "
-                "on CUDA does not take in one; give every module with parameters a style, or an optimizer with "
-                "foreach=False."
-            ) from error
-        if in_backward and _WRITTEN in str(error):
-            raise UsageError(
-                f"{type(model).__name__} uses a parameter in backward after that has its gradient (as weight.detach() "
-                "does), so that no optimizer can step while backward runs; take its step as a whole or in groups."
-            ) from error
-        reason = first_line(error)
+        if sentence := _misused(type(model).__name__, error, in_backward):
+            raise UsageError(sentence) from error
         raise CaptureError(
-            f"{type(model).__name__} fails on the example inputs with {type(error).__name__}: {reason}; "
-            "give inputs that the model takes."
+            f"{type(model).__name__} fails on the example inputs with {_said(error)}; give inputs that the model takes "
+            "(arguments by name as example_kwargs)."
         ) from error
+
+
+def _misused(name: str, error: Exception, in_backward: bool) -> str:
+    """Why what the model called ``name`` is trained with is to blame for ``error``, "" where it is not."""
+    codes = {frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)}
+    if _MIXED in str(error):
+        return (
+            f"Some parameters of {name} are tensor parallel and others are not, which an optimizer on CUDA does not "
+            "take in one; give every module with parameters a style, or an optimizer with foreach=False."
+        )
+    if in_backward and _WRITTEN in str(error):
+        return (
+            f"{name} uses a parameter in backward after that has its gradient (as weight.detach() does), so that no "
+            "optimizer can step while backward runs; take its step as a whole or in groups."
+        )
+    if codes & _OPTIMIZER:
+        return (
+            f"The optimizer fails with {_said(error)}; give one that takes the parameters of {name}, and steps without "
+            "a closure."
+        )
+    if _BACKWARD in codes and _WITHOUT_GRADIENT in str(error):
+        return f"The loss of {name} requires no gradient; give a loss_fn that computes with what trains."
+    if _LOSS in codes and not codes & {_FORWARD, _BACKWARD}:
+        return f"loss_fn fails on what {name} gives with {_said(error)}; give a function of the model's output."
+    return ""
+
+
+def _said(error: Exception) -> str:
+    """What an error says, and where in the user's code."""
+    place = line_of(error)
+    reason = first_line(error).replace("'FakeTensor'", "'Tensor'")
+    return f"{type(error).__name__}: {reason}" + (f" (at {place})" if place else "")

@@ -21,7 +21,7 @@ from memrewrite.torch_internals.fsdp import units
 from memrewrite.workload.ranges import enlarged
 from memrewrite.workload.sharding import refuse_compiled, refuse_sharded
 from memrewrite.workload.step import Step, device_of
-from memrewrite.workload.workload import Workload
+from memrewrite.workload.workload import Workload, refuse_scripted
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,7 @@ class Request:
         if isinstance(self.regions, str) or (self.regions is not None and not self.regions):
             raise UsageError(f'regions={self.regions!r} is no list of patterns; give regions=["layers.*"] say.')
         refuse_compiled(model)
+        refuse_scripted(model)
         _refuse_replaced(model)
         refuse_sharded(model)
 

@@ -59,8 +59,14 @@ class Call:
     def inputs(self, grad: bool) -> Inputs:
         """Inputs like those of the call."""
 
+        made: dict[int, Tensor] = {}  # by argument, which is one where it was one tensor
+
         def make(leaf: Any) -> Any:
-            return leaf.tensor(grad) if isinstance(leaf, Argument) else leaf
+            if not isinstance(leaf, Argument):
+                return leaf
+            if id(leaf) not in made:
+                made[id(leaf)] = leaf.tensor(grad)
+            return made[id(leaf)]
 
         return Inputs(tree_map(make, self.args), tree_map(make, self.kwargs))
 
@@ -102,7 +108,8 @@ def _calls(model: nn.Module, inputs: Inputs, step: Step, grad: bool) -> dict[nn.
     def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
         unseen = any(map(is_sparse_or_nested, tensors_in((args, kwargs))))
         unfit = _UNSEEN if unseen else _unfit_now(module, known, functions)
-        args, kwargs = tree_map(lambda leaf: _in_words(leaf, memories, own), (args, kwargs))
+        words = {id(tensor): _in_words(tensor, memories, own) for tensor in tensors_in((args, kwargs))}
+        args, kwargs = tree_map(lambda leaf: words.get(id(leaf), leaf), (args, kwargs))
         calls[module].append(Call(next(numbers), args, kwargs, unfit))
 
     with ExitStack() as stack:
@@ -112,15 +119,15 @@ def _calls(model: nn.Module, inputs: Inputs, step: Step, grad: bool) -> dict[nn.
     return calls
 
 
-def _in_words(leaf: Any, memories: dict[tuple[torch.dtype, bytes], Tensor], own: Collection[int]) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    if is_sparse_or_nested(leaf):
+def _in_words(
+    tensor: Tensor, memories: dict[tuple[torch.dtype, bytes], Tensor], own: Collection[int]
+) -> Argument | str:
+    if is_sparse_or_nested(tensor):
         return _UNSEEN
-    argument = replace(Argument.of(leaf), may_train=leaf.requires_grad or id(leaf) not in own)
-    if not is_asked_for(leaf) or leaf.is_meta or 0 in leaf.shape:
+    argument = replace(Argument.of(tensor), may_train=tensor.requires_grad or id(tensor) not in own)
+    if not is_asked_for(tensor) or tensor.is_meta or 0 in tensor.shape:
         return argument
-    memory = leaf.detach().as_strided((argument.extent,), (1,)).to("cpu", copy=True)
+    memory = tensor.detach().as_strided((argument.extent,), (1,)).to("cpu", copy=True)
     key = memory.dtype, memory.view(torch.uint8).numpy().tobytes()
     return replace(argument, memory=memories.setdefault(key, memory))
 

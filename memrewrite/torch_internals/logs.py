@@ -22,3 +22,15 @@ def quiet() -> Iterator[None]:
         finally:
             for logger, level in zip(loggers, levels, strict=True):
                 logger.setLevel(level)
+
+
+@contextmanager
+def untold_failures() -> Iterator[None]:
+    """Hold back PyTorch's own traceback of an operator that fails on fake tensors; the error itself is told."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.disabled
+    logger.disabled = True
+    try:
+        yield
+    finally:
+        logger.disabled = before

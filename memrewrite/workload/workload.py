@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from memrewrite.records.errors import UsageError
 from memrewrite.records.loop import TUTORIAL, Loop
@@ -51,6 +52,7 @@ def workload(
     args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
     if not isinstance(example_kwargs, Mapping | None):
         raise UsageError(f"example_kwargs is {_kind(example_kwargs)}; give a dictionary of arguments by name.")
+    _refuse_lazy(model)
     step = make_step(model, optimizer, loss_fn, amp, mode, micro_batches, loop, mesh)
     inputs = Inputs(args, dict(example_kwargs or {}))
     _refuse_unseen(inputs)
@@ -120,6 +122,26 @@ def refuse_laid_out(inputs: Inputs, model: nn.Module) -> None:
                 f"{name} is a {kind} tensor ({tensor.layout}), whose memory nothing tells before a step has run; "
                 "compute with the tensors that it is made of, by index_select and index_add say, or call "
                 "memrewrite.measure."
+            )
+
+
+def refuse_scripted(model: nn.Module) -> None:
+    """Raise ``UsageError`` for TorchScript, which has no Python to copy or to trace."""
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UsageError(
+                f"{path or 'The model'} is TorchScript, of which nothing can be rewritten; give the module that it was "
+                "made from."
+            )
+
+
+def _refuse_lazy(model: nn.Module) -> None:
+    """Raise ``UsageError`` for parameters and buffers that have no shape yet."""
+    for path, module in model.named_modules():
+        if any(map(is_lazy, itertools.chain(module._parameters.values(), module._buffers.values()))):
+            raise UsageError(
+                f"{path or 'The model'} ({type(module).__name__}) has no parameters before it has run once; call the "
+                "model on some inputs first."
             )
 
 

@@ -49,4 +49,6 @@ def test_what_one_process_cannot_do_ends_all(first: Found) -> None:
     assert one == other
     infeasible, broken = one
     assert infeasible.startswith("BudgetInfeasibleError: No plan fits 1000 B: the lowest reachable peak is")
-    assert broken.startswith("CaptureError: Net fails on the example inputs with ZeroDivisionError: no loss here")
+    assert broken.startswith(
+        "UsageError: loss_fn fails on what Net gives with ZeroDivisionError: no loss here (at ddp.py:"
+    )

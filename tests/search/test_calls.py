@@ -188,6 +188,34 @@ def test_a_part_that_fake_values_lead_elsewhere_is_counted_on_real_ones() -> Non
     assert report.predicted_after.peak < report.predicted_before.peak
 
 
+class Attends(nn.Module):
+    """Attention to itself, whose weights it keeps in a list, which no graph can hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.body = nn.MultiheadAttention(16, 4, batch_first=True), Block()
+        self.maps: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, weights = self.attention(x, x, x, average_attn_weights=False)
+        self.maps = [weights]
+        result: Tensor = self.body(y)
+        return result
+
+
+def test_a_part_that_asks_whether_what_it_is_given_is_one_tensor_is_given_one() -> None:
+    torch.manual_seed(0)
+    model, x = Attends().train(), torch.randn(4, 40, 16)
+    attention, _ = find(model, Inputs((x,), {}), Step()).found
+    given = attention.inputs().args
+    assert given[0] is given[1] is given[2]
+    optimized = memrewrite.optimize(model, x, budget="min", cache=False)
+    report = memrewrite.report_of(optimized)
+    assert [*report.config["regions"]] == ["attention", "body"]
+    assert report.equivalent, report.verdict
+    assert report.changed
+
+
 class Indexes(nn.Module):
     """Numbers of a tensor, one by one, as an index, which fake tensors do not take."""
 

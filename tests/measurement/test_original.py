@@ -1,0 +1,99 @@
+"""Whose fault it is that a first step fails, in one sentence: the model's, its loss function's or its optimizer's."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memrewrite
+from memrewrite.records.errors import CaptureError, MemrewriteError, UsageError
+
+Call = Callable[..., Any]
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+
+
+def rows(width: int = 16) -> Tensor:
+    return torch.randn(8, width)
+
+
+def misspelled(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, learning_rate=0.1)  # type: ignore[call-arg]
+
+
+@pytest.fixture(params=[memrewrite.optimize, memrewrite.estimate], ids=["optimize", "estimate"])
+def call(request: pytest.FixtureRequest) -> Call:
+    return request.param
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (
+            {"loss_fn": lambda output: output.logits.mean()},
+            r"loss_fn fails on what Sequential gives with AttributeError: 'Tensor' object has no attribute 'logits' "
+            r"\(at test_original.py:\d+\); give a function of the model's output.",
+        ),
+        (
+            {"loss_fn": lambda output, target: output.mean() - target},
+            "loss_fn fails on what Sequential gives with TypeError: .* missing 1 required positional argument",
+        ),
+        (
+            {"loss_fn": lambda output: output.detach().mean()},
+            "The loss of Sequential requires no gradient; give a loss_fn that computes with what trains.",
+        ),
+        (
+            {"optimizer": torch.optim.LBFGS},
+            "The optimizer fails with TypeError: .*'closure'; give one that takes the parameters of Sequential, and "
+            "steps without a closure.",
+        ),
+        (
+            {"optimizer": misspelled},
+            r"The optimizer fails with TypeError: .*'learning_rate' \(at test_original.py:\d+\)",
+        ),
+        ({"optimizer": torch.optim.Muon}, "The optimizer fails with ValueError: Muon only supports 2D parameters"),
+    ],
+    ids=["attribute", "arguments", "no gradient", "closure", "rate", "shapes"],
+)
+def test_what_a_model_is_trained_with_is_to_blame(call: Call, options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UsageError, match=sentence):
+        call(net(), rows(), **{"loss_fn": lambda output: output.mean(), **options})
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"), [(rows(15), "RuntimeError: .*8, 15.*"), ({"input": rows()}, "TypeError: linear.*")]
+)
+def test_a_model_is_to_blame_for_what_it_does_not_take(
+    call: Call, given: Any, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[logging.LogRecord] = []
+    monkeypatch.setattr(logging.getLogger("torch._subclasses.fake_tensor"), "filter", told.append)
+    sentence = rf"Sequential fails on the example inputs with {reason}; .* \(arguments by name as example_kwargs\)\."
+    with pytest.raises(CaptureError, match=sentence):
+        call(net(), given, loss_fn=torch.mean)
+    assert not told  # PyTorch has a traceback of its own
+
+
+@pytest.mark.parametrize(
+    "make", [torch.jit.script, lambda module: torch.jit.trace(module, rows())], ids=["script", "trace"]
+)
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_torchscript_is_named(call: Call, make: Callable[[nn.Module], nn.Module]) -> None:
+    made = make(net())
+    for model, name in ((made, "The model"), (nn.Sequential(nn.Linear(16, 16), made), "1")):
+        with pytest.raises(UsageError, match=f"^{name} is TorchScript, .* give the module that it was made from"):
+            call(model, rows(), loss_fn=torch.mean)
+
+
+@pytest.mark.parametrize("ask", [memrewrite.optimize, memrewrite.estimate, memrewrite.measure])
+def test_layers_without_a_shape_yet_are_named(ask: Call) -> None:
+    model = nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.LazyBatchNorm1d())
+    with pytest.raises(MemrewriteError, match=r"^0 \(LazyLinear\) has no parameters before it has run once; call the"):
+        ask(model, rows(), loss_fn=torch.mean)
+    model(rows())
+    ask(model, rows(), loss_fn=torch.mean)
