@@ -303,14 +303,13 @@ _REFUSED = {
     "hook": "registers tensor hooks in forward (at {place}); a captured graph loses them.",
     "inference": "enters torch.inference_mode in forward (at {place}), which a graph loses; use torch.no_grad.",
     "seed": "seeds PyTorch's generator in forward (at {place}), which a captured graph loses; seed outside forward.",
+    "generator": "draws from a torch.Generator of its own (at {place}), which no graph does; draw from PyTorch's.",
     "data": "assigns to .data in forward (at {place}), which no graph can hold; use copy_ under torch.no_grad.",
     "twice": "updates buffers under its own torch.utils.checkpoint (at {place}), which does so once more in backward; "
     "switch the model's checkpointing off, and the plan says what is recomputed.",
     "gradient": "takes gradients in forward (at {place}), which a graph would differentiate again; "
     "detach what they are taken of, or give create_graph=True.",
 }
-
-
 _FunctionCall = tuple[Any, list[str], str]  # the function, its plain arguments and how many tensors, the place
 
 
@@ -359,6 +358,7 @@ class _Watch(TorchFunctionMode):
             "hook": getattr(func, "__name__", "") in _TENSOR_HOOKS,
             "inference": torch.is_inference_mode_enabled() != inference,
             "seed": torch.initial_seed() != seed,
+            "generator": kwargs.get("generator") is not None,
             "data": func == _SET_DATA,
             "gradient": func in _GRADIENTS and not kwargs.get("create_graph"),
         }

@@ -35,10 +35,9 @@ def simulate_original(
 
 @contextmanager
 def blaming(model: nn.Module, in_backward: bool = False) -> Iterator[None]:
-    """Let what the model itself raises on the example inputs be a ``CaptureError`` that says so.
+    """Let what a step of the model raises on the example inputs be a ``CaptureError`` that says whose fault it is.
 
-    What its loss function or optimizer raises is a ``UsageError``. Where the optimizer steps ``in_backward``, it is to
-    blame for a parameter that is written too early.
+    Where the optimizer steps ``in_backward``, it is to blame for a parameter that is written too early.
     """
     try:
         with untold_failures():
@@ -46,43 +45,37 @@ def blaming(model: nn.Module, in_backward: bool = False) -> Iterator[None]:
     except MemrewriteError:
         raise
     except Exception as error:
-        if sentence := refusal(type(model).__name__, error):
+        name = type(model).__name__
+        if sentence := refusal(name, error):
             raise CaptureError(sentence) from error
-        if sentence := _misused(type(model).__name__, error, in_backward):
-            raise UsageError(sentence) from error
-        raise CaptureError(
-            f"{type(model).__name__} fails on the example inputs with {_said(error)}; give inputs that the model takes "
-            "(arguments by name as example_kwargs)."
-        ) from error
+        if _MIXED in str(error):
+            raise UsageError(
+                f"Some parameters of {name} are tensor parallel and others are not, which an optimizer on CUDA does "
+                "not take in one; give every module with parameters a style, or an optimizer with foreach=False."
+            ) from error
+        if in_backward and _WRITTEN in str(error):
+            raise UsageError(
+                f"{name} uses a parameter in backward after that has its gradient (as weight.detach() does), so that "
+                "no optimizer can step while backward runs; take its step as a whole or in groups."
+            ) from error
+        raise CaptureError(_blamed(name, error)) from error
 
 
-def _misused(name: str, error: Exception, in_backward: bool) -> str:
-    """Why what the model called ``name`` is trained with is to blame for ``error``, "" where it is not."""
+def _blamed(name: str, error: Exception) -> str:
+    """Which part of a step of the model called ``name`` failed, how and where."""
     codes = {frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)}
-    if _MIXED in str(error):
-        return (
-            f"Some parameters of {name} are tensor parallel and others are not, which an optimizer on CUDA does not "
-            "take in one; give every module with parameters a style, or an optimizer with foreach=False."
-        )
-    if in_backward and _WRITTEN in str(error):
-        return (
-            f"{name} uses a parameter in backward after that has its gradient (as weight.detach() does), so that no "
-            "optimizer can step while backward runs; take its step as a whole or in groups."
-        )
+    reason = first_line(error).replace("'FakeTensor'", "'Tensor'")
+    what = f"{type(error).__name__}: {reason}" + (f" (at {place})" if (place := line_of(error)) else "")
     if codes & _OPTIMIZER:
         return (
-            f"The optimizer fails with {_said(error)}; give one that takes the parameters of {name}, and steps without "
-            "a closure."
+            f"The optimizer fails with {what}; give one that takes the parameters of {name}, and steps without a "
+            "closure."
         )
-    if _BACKWARD in codes and _WITHOUT_GRADIENT in str(error):
+    if _BACKWARD in codes and _WITHOUT_GRADIENT in reason:
         return f"The loss of {name} requires no gradient; give a loss_fn that computes with what trains."
     if _LOSS in codes and not codes & {_FORWARD, _BACKWARD}:
-        return f"loss_fn fails on what {name} gives with {_said(error)}; give a function of the model's output."
-    return ""
-
-
-def _said(error: Exception) -> str:
-    """What an error says, and where in the user's code."""
-    place = line_of(error)
-    reason = first_line(error).replace("'FakeTensor'", "'Tensor'")
-    return f"{type(error).__name__}: {reason}" + (f" (at {place})" if place else "")
+        return f"loss_fn fails on what {name} gives with {what}; give a function of the model's output."
+    return (
+        f"{name} fails on the example inputs with {what}; give inputs that the model takes (arguments by name as "
+        "example_kwargs)."
+    )

@@ -22,6 +22,7 @@ from memrewrite.targets.allocator import rounded
 from memrewrite.torch_internals.pytrees import tensors_in, tree_leaves
 from memrewrite.torch_internals.spread import local_part, spreads
 from memrewrite.workload.step import Step, autocast
+from memrewrite.workload.surroundings import surroundings_put_back
 
 
 @dataclass(frozen=True)
@@ -40,27 +41,29 @@ def note_what_repeats(
 
     Submodules with the paths ``once`` may not.
 
-    The random state is as it was afterwards: the numbers that the calls are tried on are drawn from it.
+    The random state is as it was afterwards: the numbers that the calls are tried on are drawn from it. So is what the
+    calls write to beside the model.
     """
     nodes = graph_module.graph.nodes
     functions = [node for node in nodes if node.op != "call_module" and is_opaque(node)]
     submodules = [node for node in nodes if node.op == "call_module" and node.target not in once]
     if not functions and not submodules:
         return
-    effects = observe(graph_module, example, step.amp, target=step.target)
-    known: dict[str, _Runs] = {}
-    for node in functions:
-        call = call_of(node, effects.of[node], step.amp)
-        text = "" if call is None else call.text
-        if text not in known:
-            known[text] = _Runs(False) if call is None else _twice(call)
-        note_runs(node, known[text].repeat, known[text].draw)
-    for node in submodules:
-        module = graph_module.get_submodule(str(node.target))
-        submodule = call_of(node, effects.of[node], step.amp, module)
-        if submodule is not None and _leaves_no_trace(module, submodule):
-            note_runs(node, repeats=True, draws=effects.of[node].random or not _is_layer(module))
-            note_kept(node, _kept_by(module, submodule))
+    with surroundings_put_back((graph_module,)):  # what runs is the user's code
+        effects = observe(graph_module, example, step.amp, target=step.target)
+        known: dict[str, _Runs] = {}
+        for node in functions:
+            call = call_of(node, effects.of[node], step.amp)
+            text = "" if call is None else call.text
+            if text not in known:
+                known[text] = _Runs(False) if call is None else _twice(call)
+            note_runs(node, known[text].repeat, known[text].draw)
+        for node in submodules:
+            module = graph_module.get_submodule(str(node.target))
+            submodule = call_of(node, effects.of[node], step.amp, module)
+            if submodule is not None and _leaves_no_trace(module, submodule):
+                note_runs(node, repeats=True, draws=effects.of[node].random or not _is_layer(module))
+                note_kept(node, _kept_by(module, submodule))
 
 
 def names_of_operators(graph_module: fx.GraphModule) -> str:

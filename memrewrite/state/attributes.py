@@ -69,7 +69,7 @@ class Attributes:
                 self._keep(inner, item, levels)
             if type(item) in CONTAINERS:
                 continue
-            if (state := _drawn(item)) is not None:
+            if (state := drawn(item)) is not None:
                 self._generators[id(item)] = (inner, item, state)
             elif levels and _has_attributes(item) and (levels == LEVELS or is_plain(item)):
                 self._keep(inner, vars(item), levels - 1)
@@ -85,7 +85,7 @@ class Attributes:
                 if key not in now or key not in before or not _same(before[key], now[key]):
                     yield (path if key in _TABLES else joined(path, key)), now.get(key)
         for path, generator, state in self._generators.values():
-            if str(_drawn(generator)) != str(state):
+            if _all_of(drawn(generator)) != _all_of(state):
                 yield path, generator
         for path, parameter, trained in self._trained:
             if parameter.requires_grad != trained:
@@ -100,7 +100,7 @@ class Attributes:
         for _, container, kept in self._kept.values():
             put_back(container, kept)
         for _, generator, state in self._generators.values():
-            _set(generator, state)
+            set_drawn(generator, state)
         for _, parameter, trained in self._trained:
             parameter.requires_grad_(trained)
 
@@ -177,16 +177,25 @@ def of_torch(item: Any) -> bool:
     return type(item).__module__.partition(".")[0] in ("torch", "builtins")
 
 
-def _drawn(item: Any) -> Any:
-    """The state of a random generator of Python or NumPy, None for everything else."""
+def drawn(item: Any) -> Any:
+    """The state of a random generator of Python, NumPy or PyTorch, None for everything else."""
     if isinstance(item, random.Random):
         return item.getstate()
+    if isinstance(item, torch.Generator):
+        return item.get_state()
     bits = getattr(item, "bit_generator", None) if type(item).__module__.startswith("numpy.") else None
     return None if bits is None else bits.state
 
 
-def _set(generator: Any, state: Any) -> None:
+def set_drawn(generator: Any, state: Any) -> None:
+    """Give a generator the state that ``drawn`` found."""
     if isinstance(generator, random.Random):
         generator.setstate(state)
+    elif isinstance(generator, torch.Generator):
+        generator.set_state(state)
     else:
         generator.bit_generator.state = state
+
+
+def _all_of(state: Any) -> str:
+    return str(state.tolist() if isinstance(state, Tensor) else state)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from memrewrite.records.lines import is_users
 from memrewrite.runtime.differences import joined
 from memrewrite.runtime.guards import hooks_of
-from memrewrite.state.attributes import OF_EVERY_MODULE, slots_of
+from memrewrite.state.attributes import OF_EVERY_MODULE, drawn, set_drawn, slots_of
 from memrewrite.state.containers import contents, in_closure, is_container, put_back
 from memrewrite.workload.held import in_reach, names_in, user_functions
 
@@ -53,6 +53,7 @@ class Surroundings:
     def __init__(self, models: Iterable[nn.Module], *functions: Callable[..., Any] | None) -> None:
         self._containers: dict[int, tuple[str, Any, list[Any]]] = {}
         self._names: list[tuple[Any, _Names]] = []  # with whose they are
+        self._generators: list[tuple[Any, Any]] = []  # of random numbers, with their state
         self._seen: set[int] = set()
         self._alive: list[Any] = []  # keeps these ids from being used again
         for model in models:
@@ -75,13 +76,15 @@ class Surroundings:
             yield from (joined(names.path, name) for name, part in others if _has_tensors(part))
 
     def restore(self) -> None:
-        """Put back, in place, what got a tensor or a number."""
+        """Put back, in place, what got a tensor or a number, and what numbers were drawn from."""
         for _, container, kept in self._containers.values():
             if any(map(_is_result, _others(contents(container), kept))):
                 put_back(container, kept)
         for _, names in self._names:
             if any(map(_is_result, _others([*names.read().values()], [*names.kept.values()]))):
                 names.put_back()
+        for generator, state in self._generators:
+            set_drawn(generator, state)
 
     def _look(self, path: str, value: Any, depth: int) -> None:
         if depth > _DEEPEST or isinstance(value, (*_PLAIN, Tensor, type)) or id(value) in self._seen:
@@ -102,6 +105,8 @@ class Surroundings:
             self._look(path, getattr(value, "__func__", None), depth)
         elif isinstance(value, functools.partial):
             self._look_into({"": value.func, **dict(enumerate(value.args)), **value.keywords}, path, depth + 1)
+        elif (state := drawn(value)) is not None:
+            self._generators.append((value, state))
         else:
             self._object(path, value, depth)
 

@@ -98,6 +98,19 @@ def numpy_generator_of_its_own(self: Any, x: Tensor) -> Tensor:
     return self.linear(x) * float(self.dice.random())
 
 
+NOISE = torch.Generator().manual_seed(0)
+
+
+@hazard("draws from a torch.Generator of its own", lambda m: setattr(m, "noise", torch.Generator()))
+def torch_generator_of_its_own(self: Any, x: Tensor) -> Tensor:
+    return self.linear(x) + torch.randn(x.shape, generator=self.noise)
+
+
+@hazard("draws from a torch.Generator of its own")
+def generator_of_the_module(self: Any, x: Tensor) -> Tensor:
+    return self.linear(x).normal_(generator=NOISE)
+
+
 @hazard("or seeds a generator there")
 def seeding(self: Any, x: Tensor) -> Tensor:
     torch.manual_seed(3)

@@ -61,7 +61,7 @@ def call(request: pytest.FixtureRequest) -> Call:
     ids=["attribute", "arguments", "no gradient", "closure", "rate", "shapes"],
 )
 def test_what_a_model_is_trained_with_is_to_blame(call: Call, options: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(UsageError, match=sentence):
+    with pytest.raises(CaptureError, match=sentence):
         call(net(), rows(), **{"loss_fn": lambda output: output.mean(), **options})
 
 

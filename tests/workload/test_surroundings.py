@@ -192,3 +192,41 @@ def test_numbers_that_a_loss_function_keeps_are_taken_back() -> None:
 
     memrewrite.optimize(model, x, loss_fn=loss_fn, budget="min")
     assert kept == [0.5]
+
+
+NOISE = torch.Generator()
+
+
+class Noisy(nn.Module):
+    """A layer that draws from a generator of its own, and, if it is told to, from one that all of them share."""
+
+    def __init__(self, shared: bool) -> None:
+        super().__init__()
+        self.linear, self.shared, self.noise = nn.Linear(8, 8), shared, torch.Generator()
+
+    def forward(self, x: Tensor) -> Tensor:
+        drawn = torch.randn(x.shape, generator=NOISE if self.shared else self.noise)
+        result: Tensor = self.linear(x) + drawn
+        return result
+
+
+def drawn_from(generator: torch.Generator) -> list[int]:
+    state: list[int] = generator.get_state().tolist()
+    return state
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["the layer's", "a global"])
+def test_generators_of_parts_and_losses_draw_on_where_they_were(shared: bool) -> None:
+    layer, own = Noisy(shared), torch.Generator()
+    model = nn.Sequential(layer, *[nn.Sequential(nn.Linear(8, 64), nn.SiLU(), nn.Linear(64, 8)) for _ in range(3)])
+    for generator in (layer.noise, NOISE, own):
+        generator.manual_seed(0)
+    before = drawn_from(own)
+
+    def loss_fn(output: Tensor) -> Tensor:
+        return (output - torch.randn(output.shape, generator=own)).square().mean()
+
+    optimized = memrewrite.optimize(model, torch.randn(64, 8), loss_fn=loss_fn, budget="min")
+    assert memrewrite.report_of(optimized).verdict.startswith("bit-equal")
+    for generator in (layer.noise, NOISE, own):
+        assert drawn_from(generator) == before
