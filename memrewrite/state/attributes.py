@@ -183,7 +183,7 @@ def drawn(item: Any) -> Any:
         return item.getstate()
     if isinstance(item, torch.Generator):
         return item.get_state()
-    bits = getattr(item, "bit_generator", None) if type(item).__module__.startswith("numpy.") else None
+    bits = getattr(item, "bit_generator", None) if str(type(item).__module__).startswith("numpy.") else None
     return None if bits is None else bits.state
 
 

@@ -50,5 +50,5 @@ def test_what_one_process_cannot_do_ends_all(first: Found) -> None:
     infeasible, broken = one
     assert infeasible.startswith("BudgetInfeasibleError: No plan fits 1000 B: the lowest reachable peak is")
     assert broken.startswith(
-        "UsageError: loss_fn fails on what Net gives with ZeroDivisionError: no loss here (at ddp.py:"
+        "CaptureError: loss_fn fails on what Net gives with ZeroDivisionError: no loss here (at ddp.py:"
     )
