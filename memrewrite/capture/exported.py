@@ -25,7 +25,7 @@ from memrewrite.records.lines import line_now
 from memrewrite.records.ranges import Range
 from memrewrite.simulate.fake.constant_values import KnownValues, known_values
 from memrewrite.torch_internals.logs import quiet
-from memrewrite.torch_internals.operators import OpOverload, is_mutable, named_arguments
+from memrewrite.torch_internals.operators import OpOverload, gives_something, is_mutable, named_arguments
 from memrewrite.torch_internals.pytrees import tree_leaves
 from memrewrite.torch_internals.size_arithmetic import sizes_remembered
 from memrewrite.torch_internals.symbolic_recall import SymbolicRecall
@@ -104,6 +104,7 @@ def _normal(model: nn.Module, inputs: Inputs, program: ExportedProgram, exported
 
     for graph in _graphs(exported):
         _keep_casts(graph)
+        _drop_failures(graph)
         _drop_aliases(graph)
         _drop_questions(graph)
         _choose_kernels_late(graph)
@@ -171,6 +172,14 @@ _CAST_TARGETS = [
     aten.type_as.default,
     aten._assert_tensor_metadata.default,  # which export puts before each
 ]
+
+
+def _drop_failures(graph: fx.Graph) -> None:
+    """Leave out what raised an error that forward caught: it gave nothing, and would raise it again."""
+    for node in list(graph.nodes):
+        gives = isinstance(node.target, OpOverload) and gives_something(node.target)
+        if gives and node.meta.get("val") is None and not node.users:
+            graph.erase_node(node)
 
 
 def _drop_questions(graph: fx.Graph) -> None:

@@ -56,6 +56,11 @@ def named_arguments(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[st
     return {argument.name: argument.default_value for argument in formal} | given | kwargs
 
 
+def gives_something(operator: OpOverload) -> bool:
+    """Whether the operator returns anything."""
+    return bool(operator._schema.returns)
+
+
 def is_mutable(operator: OpOverload) -> bool:
     """Whether the operator writes one of its arguments."""
     return bool(operator._schema.is_mutable)
