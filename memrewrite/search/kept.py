@@ -18,6 +18,8 @@ from memrewrite.runtime.differences import joined
 from memrewrite.runtime.guards import HOOKS, hooks_of
 from memrewrite.torch_internals.spread import spreads
 
+_FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
+
 Refusal = Callable[[str, nn.Module], str | None]
 """Why a submodule cannot be captured, "" if it can, None for one that is not called."""
 
@@ -26,6 +28,19 @@ def hooked(model: nn.Module) -> dict[str, str]:
     """The submodules without submodules that have hooks, and that they do."""
     leaves = [(path, module) for path, module in model.named_modules() if path and is_leaf(module)]
     return {path: why for path, module in leaves if (why := _of_hooks(path, module))}
+
+
+def fused(model: nn.Module) -> dict[str, str]:
+    """PyTorch's outermost attention layers that one kernel may run where there are no gradients, and that it does.
+
+    No front end sees that kernel: it is shown what runs where there are gradients.
+    """
+    found: dict[str, str] = {}
+    for path, module in model.named_modules():
+        if path and type(module) in _FUSED and not (module.training or any(is_below(path, above) for above in found)):
+            trains = model.training and any(parameter.requires_grad for parameter in module.parameters())
+            found |= {} if trains else {path: "PyTorch may run it by one kernel in eval mode."}
+    return found
 
 
 def hooked_around(model: nn.Module, regions: Collection[str]) -> dict[str, str]:

@@ -35,6 +35,7 @@ from memrewrite.search.calls import Call, record
 from memrewrite.search.forward_runs import watched
 from memrewrite.search.kept import (
     beside,
+    fused,
     hooked,
     hooked_around,
     innermost,
@@ -110,7 +111,7 @@ def _found(
     if names is not None:
         named = _named(model, inputs, step, names)
         return _around(model, inputs, step, named) if isinstance(step.mesh, Fsdp) else named
-    odd = hooked(model)
+    odd = beside(hooked(model), fused(model))
     try:
         return _whole(model, inputs, step, odd, ranges)
     except CaptureError as refusal:

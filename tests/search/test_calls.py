@@ -216,6 +216,59 @@ def test_a_part_that_asks_whether_what_it_is_given_is_one_tensor_is_given_one() 
     assert report.changed
 
 
+class Attended(nn.Module):
+    """Attention to itself by a layer of PyTorch's, and a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.body = nn.MultiheadAttention(16, 4, batch_first=True), Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.body(self.attention(x, x, x, need_weights=False)[0])
+        return result
+
+
+class Frozen(nn.Module):
+    """A block that trains on what a frozen model gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen, self.body = Attended().requires_grad_(False), Block()
+
+    def train(self, mode: bool = True) -> "Frozen":
+        super().train(mode)
+        self.frozen.eval()
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            x = self.frozen(x)
+        result: Tensor = self.body(x)
+        return result
+
+
+def test_attention_that_one_kernel_runs_without_gradients_stays_a_call() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 40, 16)
+    report = memrewrite.report_of(memrewrite.optimize(Attended().eval(), x, budget="min", cache=False))
+    assert report.verdict.startswith("bit-equal")
+    (note,) = report.notes
+    assert note.startswith(
+        "attention (MultiheadAttention) stays a call that the model makes: PyTorch may run it by one"
+    )
+    trained = memrewrite.report_of(memrewrite.optimize(Attended().train(), x, budget="min", cache=False))
+    assert trained.verdict.startswith("bit-equal")
+    assert not trained.notes
+
+
+def test_a_frozen_part_with_such_attention_does_not_keep_the_rest_from_being_rewritten() -> None:
+    torch.manual_seed(0)
+    model, x = Frozen().train(), torch.randn(4, 40, 16)
+    report = memrewrite.report_of(memrewrite.optimize(model, x, budget="min", cache=False))
+    assert report.equivalent, report.verdict
+    assert report.changed
+
+
 class Indexes(nn.Module):
     """Numbers of a tensor, one by one, as an index, which fake tensors do not take."""
 
