@@ -17,6 +17,7 @@ from memrewrite.records.mesh import Fsdp
 from memrewrite.records.tensor_like import TensorLike
 from memrewrite.runtime.guards import hooks_of
 from memrewrite.search.forward_runs import forward_once, with_or_without
+from memrewrite.search.kept import by_one_kernel
 from memrewrite.simulate.fake.constant_values import is_asked_for
 from memrewrite.torch_internals.custom_functions import custom_functions
 from memrewrite.torch_internals.pytrees import tensors_in, tree_flatten, tree_map
@@ -108,6 +109,8 @@ def _calls(model: nn.Module, inputs: Inputs, step: Step, grad: bool) -> dict[nn.
     def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
         unseen = any(map(is_sparse_or_nested, tensors_in((args, kwargs))))
         unfit = _UNSEEN if unseen else _unfit_now(module, known, functions)
+        if not unfit and any(by_one_kernel(inner, model.training) for inner in module.modules()):
+            unfit = "PyTorch may run attention in it by one kernel in eval mode"
         words = {id(tensor): _in_words(tensor, memories, own) for tensor in tensors_in((args, kwargs))}
         args, kwargs = tree_map(lambda leaf: words.get(id(leaf), leaf), (args, kwargs))
         calls[module].append(Call(next(numbers), args, kwargs, unfit))

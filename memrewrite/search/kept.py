@@ -31,16 +31,21 @@ def hooked(model: nn.Module) -> dict[str, str]:
 
 
 def fused(model: nn.Module) -> dict[str, str]:
-    """PyTorch's outermost attention layers that one kernel may run where there are no gradients, and that it does.
+    """The outermost submodules that are ``by_one_kernel``, and that they are."""
+    found: dict[str, str] = {}
+    for path, module in model.named_modules():
+        if path and by_one_kernel(module, model.training) and not any(is_below(path, above) for above in found):
+            found[path] = "PyTorch may run it by one kernel in eval mode."
+    return found
+
+
+def by_one_kernel(module: nn.Module, train: bool) -> bool:
+    """Whether PyTorch may run a layer by one kernel where there are no gradients; ``train`` says if its model trains.
 
     No front end sees that kernel: it is shown what runs where there are gradients.
     """
-    found: dict[str, str] = {}
-    for path, module in model.named_modules():
-        if path and type(module) in _FUSED and not (module.training or any(is_below(path, above) for above in found)):
-            trains = model.training and any(parameter.requires_grad for parameter in module.parameters())
-            found |= {} if trains else {path: "PyTorch may run it by one kernel in eval mode."}
-    return found
+    trains = train and any(parameter.requires_grad for parameter in module.parameters())
+    return type(module) in _FUSED and not module.training and not trains
 
 
 def hooked_around(model: nn.Module, regions: Collection[str]) -> dict[str, str]:
