@@ -104,7 +104,6 @@ def _normal(model: nn.Module, inputs: Inputs, program: ExportedProgram, exported
 
     for graph in _graphs(exported):
         _keep_casts(graph)
-        _drop_failures(graph)
         _drop_aliases(graph)
         _drop_questions(graph)
         _choose_kernels_late(graph)
@@ -174,23 +173,26 @@ _CAST_TARGETS = [
 ]
 
 
-def _drop_failures(graph: fx.Graph) -> None:
-    """Leave out what raised an error that forward caught: it gave nothing, and would raise it again."""
-    for node in list(graph.nodes):
-        gives = isinstance(node.target, OpOverload) and gives_something(node.target)
-        if gives and node.meta.get("val") is None and not node.users:
-            graph.erase_node(node)
-
-
 def _drop_questions(graph: fx.Graph) -> None:
-    """Leave out what was computed only to be asked for a number that is known: each would wait for the device."""
-    questions = (n for n in graph.nodes if n.target in _QUESTIONS and not isinstance(n.meta.get("val"), torch.SymInt))
-    unused = [node for node in questions if not node.users]
+    """Leave out what was computed only to be asked for a number that is known: each would wait for the device.
+
+    So is what raised an error that forward caught: it gave nothing, and would raise it again.
+    """
+    unused = [node for node in graph.nodes if not node.users and (_is_question(node) or _failed(node))]
     while unused:
         node = unused.pop()
         before = node.all_input_nodes
         graph.erase_node(node)
         unused += [n for n in before if not n.users and _only_computes(n.target)]
+
+
+def _is_question(node: fx.Node) -> bool:
+    return node.target in _QUESTIONS and not isinstance(node.meta.get("val"), torch.SymInt)
+
+
+def _failed(node: fx.Node) -> bool:
+    gives = isinstance(node.target, OpOverload) and gives_something(node.target)
+    return gives and node.meta.get("val") is None
 
 
 def _only_computes(target: Any) -> bool:

@@ -109,7 +109,7 @@ def _calls(model: nn.Module, inputs: Inputs, step: Step, grad: bool) -> dict[nn.
     def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
         unseen = any(map(is_sparse_or_nested, tensors_in((args, kwargs))))
         unfit = _UNSEEN if unseen else _unfit_now(module, known, functions)
-        if not unfit and any(by_one_kernel(inner, model.training) for inner in module.modules()):
+        if not unfit and step.amp is None and any(by_one_kernel(each, model.training) for each in module.modules()):
             unfit = "PyTorch may run attention in it by one kernel in eval mode"
         words = {id(tensor): _in_words(tensor, memories, own) for tensor in tensors_in((args, kwargs))}
         args, kwargs = tree_map(lambda leaf: words.get(id(leaf), leaf), (args, kwargs))

@@ -9,6 +9,7 @@ The smaller they are, the more is left to plan: of what cannot be captured, thes
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 
+import torch
 from torch import nn
 
 from memrewrite.capture.at_sight import refuse_weight_hooks
@@ -42,10 +43,13 @@ def fused(model: nn.Module) -> dict[str, str]:
 def by_one_kernel(module: nn.Module, train: bool) -> bool:
     """Whether PyTorch may run a layer by one kernel where there are no gradients; ``train`` says if its model trains.
 
+    It does so of layers whose batch comes first, unless ``torch.backends.mha`` is told otherwise or there is autocast.
     No front end sees that kernel: it is shown what runs where there are gradients.
     """
-    trains = train and any(parameter.requires_grad for parameter in module.parameters())
-    return type(module) in _FUSED and not module.training and not trains
+    if type(module) not in _FUSED or module.training or not torch.backends.mha.get_fastpath_enabled():
+        return False
+    first = any(isinstance(each, nn.MultiheadAttention) and each.batch_first for each in module.modules())
+    return first and not (train and any(parameter.requires_grad for parameter in module.parameters()))
 
 
 def hooked_around(model: nn.Module, regions: Collection[str]) -> dict[str, str]:
