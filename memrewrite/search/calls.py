@@ -15,6 +15,7 @@ from memrewrite.capture.other_sizes import apart, other_sizes
 from memrewrite.records.lines import in_checkpoint
 from memrewrite.records.mesh import Fsdp
 from memrewrite.records.tensor_like import TensorLike
+from memrewrite.runtime.differences import transformed
 from memrewrite.runtime.guards import hooks_of
 from memrewrite.search.forward_runs import forward_once, with_or_without
 from memrewrite.search.kept import by_one_kernel
@@ -142,6 +143,8 @@ def _unfit_now(module: nn.Module, known: Mapping[int, int], functions: Mapping[C
     names of custom Functions by the code of their forward: autograd keeps nothing of what runs in one, and its backward
     may run it again, on arguments of its own (as that of reversible layers does).
     """
+    if within := transformed():
+        return within
     if in_checkpoint():
         return "the model runs it under its own torch.utils.checkpoint"
     if function := _function_now(functions):

@@ -271,6 +271,30 @@ def test_a_frozen_part_with_such_attention_is_left_alone_and_the_rest_is_not() -
     assert report.changed
 
 
+class Differentiates(nn.Module):
+    """A block, and what another one's Jacobian is, which no graph can hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.inner = Block(), Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        slopes = torch.func.jacrev(lambda row: self.inner(row).sum(0))(x[0, :2])
+        result: Tensor = self.body(x) + slopes.sum()
+        return result
+
+
+def test_a_part_that_torch_func_transforms_is_left_alone_and_its_neighbour_is_not() -> None:
+    torch.manual_seed(0)
+    model, x = Differentiates().train(), torch.randn(4, 40, 16)
+    report = memrewrite.report_of(memrewrite.optimize(model, x, budget="min", cache=False))
+    assert report.verdict.startswith("bit-equal")
+    assert [*report.config["regions"]] == ["body"]
+    assert report.changed
+    reason = "inner is left alone: it is called within a transform of torch.func, as grad and vmap are."
+    assert reason in report.notes
+
+
 class Indexes(nn.Module):
     """Numbers of a tensor, one by one, as an index, which fake tensors do not take."""
 
