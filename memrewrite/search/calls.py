@@ -18,7 +18,7 @@ from memrewrite.records.tensor_like import TensorLike
 from memrewrite.runtime.differences import transformed
 from memrewrite.runtime.guards import hooks_of
 from memrewrite.search.forward_runs import forward_once, with_or_without
-from memrewrite.search.kept import by_one_kernel
+from memrewrite.search.kept import fused
 from memrewrite.simulate.fake.constant_values import is_asked_for
 from memrewrite.torch_internals.custom_functions import custom_functions
 from memrewrite.torch_internals.pytrees import tensors_in, tree_flatten, tree_map
@@ -60,7 +60,6 @@ class Call:
 
     def inputs(self, grad: bool) -> Inputs:
         """Inputs like those of the call."""
-
         made: dict[int, Tensor] = {}  # by argument, which is one where it was one tensor
 
         def make(leaf: Any) -> Any:
@@ -106,13 +105,13 @@ def _calls(model: nn.Module, inputs: Inputs, step: Step, grad: bool) -> dict[nn.
     own = {id(tensor) for tensor in inputs.tensors()}
     known = {id(module): len([*hooks_of(module)]) for module in model.modules()} if sharded else {}
     functions = {_code(methods.forward): kind.__name__ for kind, methods in custom_functions().items()}
+    by_one_kernel = {model.get_submodule(path) for path in fused(model, step.amp)}
 
     def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-        unseen = any(map(is_sparse_or_nested, tensors_in((args, kwargs))))
-        unfit = _UNSEEN if unseen else _unfit_now(module, known, functions)
-        if not unfit and step.amp is None and any(by_one_kernel(each, model.training) for each in module.modules()):
-            unfit = "PyTorch may run attention in it by one kernel in eval mode"
-        words = {id(tensor): _in_words(tensor, memories, own) for tensor in tensors_in((args, kwargs))}
+        given = tensors_in((args, kwargs))
+        unseen = any(map(is_sparse_or_nested, given))
+        unfit = _UNSEEN if unseen else _unfit_now(module, known, functions, by_one_kernel)
+        words = {id(tensor): _in_words(tensor, memories, own) for tensor in given}
         args, kwargs = tree_map(lambda leaf: words.get(id(leaf), leaf), (args, kwargs))
         calls[module].append(Call(next(numbers), args, kwargs, unfit))
 
@@ -136,12 +135,18 @@ def _in_words(
     return replace(argument, memory=memories.setdefault(key, memory))
 
 
-def _unfit_now(module: nn.Module, known: Mapping[int, int], functions: Mapping[CodeType | None, str]) -> str:
+def _unfit_now(
+    module: nn.Module,
+    known: Mapping[int, int],
+    functions: Mapping[CodeType | None, str],
+    by_one_kernel: Collection[nn.Module],
+) -> str:
     """Why a submodule can be no region when it is called now, while one hook of ours is on every module.
 
     Inside of it there may be so many others as are ``known``, by the ``id`` of their module. ``functions`` are the
     names of custom Functions by the code of their forward: autograd keeps nothing of what runs in one, and its backward
-    may run it again, on arguments of its own (as that of reversible layers does).
+    may run it again, on arguments of its own (as that of reversible layers does). What PyTorch may run
+    ``by_one_kernel`` would run by others in a region.
     """
     if within := transformed():
         return within
@@ -152,6 +157,8 @@ def _unfit_now(module: nn.Module, known: Mapping[int, int], functions: Mapping[C
     for path, inner in module.named_modules():
         if path and len([*hooks_of(inner)]) > 1 + known.get(id(inner), 0):
             return f"the model has a hook on its {path} when it runs, which a region would not call"
+    if any(inner in by_one_kernel for inner in module.modules()):
+        return "PyTorch may run attention in it by one kernel in eval mode"
     return ""
 
 

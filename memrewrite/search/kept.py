@@ -31,21 +31,20 @@ def hooked(model: nn.Module) -> dict[str, str]:
     return {path: why for path, module in leaves if (why := _of_hooks(path, module))}
 
 
-def fused(model: nn.Module) -> dict[str, str]:
-    """The outermost submodules that are ``by_one_kernel``, and that they are."""
+def fused(model: nn.Module, amp: torch.dtype | None) -> dict[str, str]:
+    """The outermost submodules that PyTorch may run by one kernel where there are no gradients, and that it does.
+
+    No front end sees that kernel: it is shown what runs where there are gradients. Under autocast there is none.
+    """
     found: dict[str, str] = {}
-    for path, module in model.named_modules():
-        if path and by_one_kernel(module, model.training) and not any(is_below(path, above) for above in found):
+    for path, module in model.named_modules() if amp is None else ():
+        if path and _by_one_kernel(module, model.training) and not any(is_below(path, above) for above in found):
             found[path] = "PyTorch may run it by one kernel in eval mode."
     return found
 
 
-def by_one_kernel(module: nn.Module, train: bool) -> bool:
-    """Whether PyTorch may run a layer by one kernel where there are no gradients; ``train`` says if its model trains.
-
-    It does so of layers whose batch comes first, unless ``torch.backends.mha`` is told otherwise or there is autocast.
-    No front end sees that kernel: it is shown what runs where there are gradients.
-    """
+def _by_one_kernel(module: nn.Module, train: bool) -> bool:
+    """Whether that may be so of a layer, of those whose batch comes first; ``train`` says whether its model trains."""
     if type(module) not in _FUSED or module.training or not torch.backends.mha.get_fastpath_enabled():
         return False
     first = any(isinstance(each, nn.MultiheadAttention) and each.batch_first for each in module.modules())

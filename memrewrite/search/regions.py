@@ -111,7 +111,7 @@ def _found(
     if names is not None:
         named = _named(model, inputs, step, names)
         return _around(model, inputs, step, named) if isinstance(step.mesh, Fsdp) else named
-    odd = beside(hooked(model), fused(model) if step.amp is None else {})
+    odd = beside(hooked(model), fused(model, step.amp))
     try:
         return _whole(model, inputs, step, odd, ranges)
     except CaptureError as refusal:

@@ -49,8 +49,8 @@ def note_what_repeats(
     submodules = [node for node in nodes if node.op == "call_module" and node.target not in once]
     if not functions and not submodules:
         return
+    effects = observe(graph_module, example, step.amp, target=step.target)
     with surroundings_put_back((graph_module,)):  # what runs is the user's code
-        effects = observe(graph_module, example, step.amp, target=step.target)
         known: dict[str, _Runs] = {}
         for node in functions:
             call = call_of(node, effects.of[node], step.amp)
