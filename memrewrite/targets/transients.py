@@ -6,7 +6,7 @@ signature on the device, on tensors of ones and zeros, and the allocator's peak 
 for what: which segments the allocator reserves depends on that. Libraries set themselves up in the first run of an
 operator, and some in the first of each signature: that is not what it takes. cuDNN plans a convolution in each thread
 anew, which may take a second: operators of backward run where autograd runs them, so that a step need not plan them
-again.
+again. They are run at their full size, what runs out of memory included: what was reserved for that is given back.
 """
 
 import functools
@@ -211,6 +211,7 @@ def _measured(device: torch.device, calls: Sequence[Call]) -> list[Taken]:
             met.add(func)
             run = functools.partial(_run, device, history, func, args, kwargs, 1 if ready else 2)
             found.append(_in_backward(device, run) if _IN_BACKWARD in func.__name__ else run())
+    torch.cuda.empty_cache()
     return [
         Taken(extra, history.course(first, last), _CHOOSES in func.__name__)
         for (extra, first, last), (func, _, _) in zip(found, calls, strict=True)

@@ -12,10 +12,10 @@ than one that fits does not fit.
 
 What takes minutes to plan is not searched for on a GPU: ``FOLDER/planned.jsonl`` says which batches should have plans
 that fit. Ours is then planned for those, or for a sixteenth less at a time until one fits, without steps or times of
-the device, which others use meanwhile, and trained when it is its turn. ``--untimed`` leaves times out: the peak is
-that of the second step, and a batch that is too large by far going by other peaks is not tried. ``--jobs`` are planned
-side by side; ``--turns`` of them share the device, which must have room for that many budgets and 15 % more, and for
-all models.
+the device, which others use meanwhile. When it is its turn, what its operators take is looked at, and it is trained.
+``--untimed`` leaves times out: the peak is that of the second step, and a batch that is too large by far going by other
+peaks is not tried. ``--jobs`` are planned side by side; ``--turns`` of them share the device, which must have room for
+that many budgets and 15 % more, and for all models.
 """
 
 import argparse
@@ -37,6 +37,7 @@ from torch import nn
 from memrewrite.optimizing import run as optimizing
 from memrewrite.records.errors import BudgetInfeasibleError, MeasurementError
 from memrewrite.search.bench import Bench
+from memrewrite.targets.transients import Transients
 from tests.benchmarks.contenders import BLOCK, CHUNKED, EAGER, LIGER, OURS, prepare, rewritten
 from tests.benchmarks.models import WORKLOADS
 from tests.benchmarks.rows import MAXBATCH, BatchRow, append, attempt, machine, read, reason
@@ -190,7 +191,7 @@ class Search:
             model, inputs = workload.build(self.tiny), workload.inputs(batch, self.tiny)
         if self.contender == OURS:
             clear(self.device)  # of what was made before it was cast
-            with _leaving_the_device() if self.planned else nullcontext():
+            with _leaving_the_device(self.turn) if self.planned else nullcontext():
                 return rewritten(budget, workload.step(), model, inputs, returns=workload.returns).module
         module = prepare(self.contender, workload, model, inputs, {}).module
         if not self.timed:
@@ -215,12 +216,23 @@ class Search:
 
 
 @contextmanager
-def _leaving_the_device() -> Iterator[None]:
+def _leaving_the_device(turn: AbstractContextManager[Any]) -> Iterator[None]:
     """Plan as without CUDA for what lies there: no step is measured, and others train meanwhile.
 
-    Operators are, one by one: compiled chains and kernels take what only the device tells, more with each text.
+    Operators are, when it is our ``turn``: compiled chains and kernels take what only the device tells, more with each
+    text, and each operator is run at its full size, beside which others may have no room.
     """
-    with mock.patch.object(Bench, "on_cuda", False), mock.patch.object(optimizing, "profile_on", return_value=None):
+
+    def in_turn(transients: Transients) -> bool:
+        with turn:
+            return probe(transients)
+
+    probe = Transients.probe
+    with (
+        mock.patch.object(Bench, "on_cuda", False),
+        mock.patch.object(optimizing, "profile_on", return_value=None),
+        mock.patch.object(Transients, "probe", in_turn),
+    ):
         yield
 
 

@@ -67,6 +67,20 @@ def test_what_runs_in_backward_gives_what_it_finds(how: Callable[[], Any]) -> No
         assert transients._in_backward(torch.device("cpu"), run) == (True, False)
 
 
+def test_what_is_reserved_for_operators_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+
+    def run(device: torch.device, history: Recorded, func: Any, *call: Any) -> tuple[int, int, int]:
+        ran.append(func.__name__)
+        return 0, 0, 0
+
+    monkeypatch.setattr(transients, "recorded_allocations", lambda device: nullcontext(Recorded()))
+    monkeypatch.setattr(transients, "_run", run)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: ran.append("empty_cache"))
+    transients._measured(torch.device("cuda"), [(func, (), {}) for func in (aten.mm.default, aten.relu.default)])
+    assert ran == ["mm.default", "relu.default", "empty_cache"]
+
+
 def given(batch: int, size: int = 8) -> dict[Any, tuple[Any, ...]]:
     image, made, weight = torch.empty(batch, 3, size, size), torch.empty(batch, 4, 6, 6), torch.empty(4, 3, 3, 3)
     rest = [1, 1], [0, 0], [1, 1], False, [0, 0], 1
