@@ -14,7 +14,8 @@ tolerance made relative and never less than one unit in the last place: ``scale`
 float64 tensor, and at least ``GROUP_SHARE`` of that of its group (all gradients, say), so that a gradient that is zero
 in mathematics (a convolution's bias before batch normalization) may be noise. One tensor's errors come from few sources
 (a rounding of a mean shows in all its values), too small a sample to be the only yardstick: the original's relative
-error over the whole group counts too. Integers must be equal.
+error over the whole group counts too and, where that is not enough, its largest error in a few runs with other last
+bits in its weights (``memrewrite.equivalence.judging``). Integers must be equal.
 
 **Changed arithmetic, known.** Of two models that were compared like this before, in another process or in an earlier
 step, it is known what float64 left to each tensor: the error that was allowed, less the original's own, in proportion
@@ -76,6 +77,7 @@ class TensorVerdict:
     passed: bool
     allowed: float = 0.0
     by_noise: bool = False
+    by_rounding: bool = False
 
 
 @dataclass
@@ -115,6 +117,7 @@ class Comparison:
     noise: list[dict[Key, float]] = field(default_factory=list)
     sizes: list[dict[Key, float]] = field(default_factory=list)
     sums: dict[Key, Sums] = field(default_factory=dict)
+    rounded: set[Key] = field(default_factory=set)
     distances: dict[Key, Sums] = field(default_factory=dict)
     known: Mapping[Key, float] = field(default_factory=dict)
     seen: Mapping[str, float] = field(default_factory=dict)
@@ -147,15 +150,31 @@ class Comparison:
             self.noise[step][key] = max(self.noise[step].get(key, 0.0), self.differences[step][key])
 
     def add_reference(self, original: Record, rewritten: Record, reference: Record) -> None:
-        """Add one step's errors against float64, where a tensor has the same form in all three."""
+        """Add one step's errors against float64."""
+        for key, found in self._errors(original, rewritten, reference):
+            self.sums.setdefault(key, Sums()).add(found)
+
+    def add_rounding(self, original: Record, others: Iterable[Record], reference: Record) -> None:
+        """Let the original's error in the last step be its largest in ``others``, where its own allows too little."""
+        largest: dict[Key, float] = {}
+        for other in others:
+            failed = {(each.kind, each.name) for each in self.verdicts() if not each.passed}
+            left = {key: value for key, value in original.items() if key in failed}
+            for key, found in self._errors(left, other, reference):
+                own = largest.get(key, found.original)
+                largest[key] = max(own, found.rewritten)
+                self.sums[key].original += largest[key] - own
+                self.rounded.add(key)
+
+    def _errors(self, original: Record, other: Record, reference: Record) -> Iterator[tuple[Key, Sums]]:
+        """The errors of two runs of a step against float64, of what has the same form in all three."""
         for key, value in original.items():
-            other, wide = rewritten.get(key), reference.get(key)
-            if not isinstance(value, Tensor) or not isinstance(other, Tensor) or not isinstance(wide, Tensor):
-                continue
-            if _judged(key, value) and value.shape == other.shape == wide.shape:
-                sums = self.sums.setdefault(key, Sums())
-                for mine, theirs, exact in _parts(self.device, value, other, wide):
+            runs = [run for run in (value, other.get(key), reference.get(key)) if isinstance(run, Tensor)]
+            if len(runs) == 3 and len({run.shape for run in runs}) == 1 and _judged(key, value):
+                sums = Sums()
+                for mine, theirs, exact in _parts(self.device, *runs):
                     sums.add(_sums(mine, theirs, exact, self.half))
+                yield key, sums
 
     def add_distance(self, original: Record, rewritten: Record, known: Mapping[Key, float]) -> None:
         """Add one step's distances between the two models; ``known`` is what is allowed of each (``room``)."""
@@ -245,7 +264,8 @@ class Comparison:
             error, own = sums.rms(sums.rewritten), sums.rms(sums.original)
             allowed = self._allowed(sums, groups[_group(kind)])
             if error <= allowed or not noisy:
-                return TensorVerdict(name, kind, False, error, own, error <= allowed, allowed)
+                by_rounding = key in self.rounded
+                return TensorVerdict(name, kind, False, error, own, error <= allowed, allowed, by_rounding=by_rounding)
         far = self.distances.get(key) if steps and math.isfinite(worst) else None
         if far is not None and not self.sums:
             error, allowed = far.rms(far.rewritten), _left(self.known, key, far, groups)

@@ -5,7 +5,7 @@ passes with the runs there are would pass with all of them.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -18,7 +18,14 @@ from memrewrite.equivalence.reference import Draw, OtherDrawsError, Recorder, do
 from memrewrite.equivalence.trial import Record, bring_to_cpu
 from memrewrite.measurement.snapshot import State
 from memrewrite.records.errors import MeasurementError
+from memrewrite.torch_internals.spread import local_part
 
+ROUNDING_RUNS = 8
+"""How often the original runs at most with other last bits, where its own error does not allow that of the rewritten.
+
+Of a convolution's bias before batch normalization, whose gradient is zero in mathematics, all is rounding: of 8 values
+another run has more than twice the error of one in 3 % of cases, of 2 values in 20 %."""
+_LUCK = 30  # times what is allowed: more is no luck
 Judge = Callable[[Case, Comparison, int, State, Record, Record], None]
 
 
@@ -66,7 +73,9 @@ def against_float64(
 ) -> None:
     """The errors of both models against the original in float64, on the same random draws; and its noise."""
     draws = _drawn(case, comparison, index, before, record)
-    comparison.add_reference(record, rewritten, _reference(case, before, draws, (record, rewritten)))
+    found = _reference(case, before, draws, (record, rewritten))
+    comparison.add_reference(record, rewritten, found)
+    _round_otherwise(case, comparison, before, record, found)
 
 
 def against_float64_first(
@@ -85,13 +94,12 @@ def against_float64_first(
     except OtherDrawsError:  # from a generator of the model's own
         return against_float64(case, comparison, index, before, record, rewritten)
     comparison.add_reference(record, rewritten, found)
-    del found
     for _ in range(NOISE_RUNS):
         if comparison.passed() or comparison.noise[index]:
             break
         before.restore()
         comparison.add_noise(index, record, case.beside(record).run_original(None))
-    return None
+    return _round_otherwise(case, comparison, before, record, found)
 
 
 def against_what_is_known(
@@ -101,6 +109,32 @@ def against_what_is_known(
     comparison.add_distance(record, rewritten, case.known)
     if not comparison.passed():
         against_float64_first(case, comparison, index, before, record, rewritten)
+
+
+def _round_otherwise(case: Case, comparison: Comparison, before: State, record: Record, reference: Record) -> None:
+    """Run the original with other last bits until its error allows that of the rewritten model."""
+
+    def runs() -> Iterator[Record]:
+        for run in range(ROUNDING_RUNS):
+            failed = [verdict for verdict in comparison.verdicts() if not verdict.passed]
+            if not failed or any(verdict.by_noise or verdict.error > _LUCK * verdict.allowed for verdict in failed):
+                return
+            before.restore()
+            _change_last_bits(case.original, run)
+            yield case.beside(record).run_original(None)
+
+    comparison.add_rounding(record, runs(), reference)
+
+
+@torch.no_grad()
+def _change_last_bits(model: nn.Module, seed: int) -> None:
+    """Move every parameter by up to one rounding error of its type, in place."""
+    for parameter in model.parameters():
+        part = local_part(parameter.detach())
+        if part.is_floating_point() and part.layout == torch.strided:
+            change = torch.empty(part.shape, dtype=torch.float64, device=part.device)
+            change.uniform_(-1, 1, generator=torch.Generator(part.device).manual_seed(seed))
+            part.copy_(change.mul_(torch.finfo(part.dtype).eps).add_(1).mul_(part))
 
 
 def _drawn(case: Case, comparison: Comparison, index: int, before: State, record: Record) -> list[Draw]:

@@ -66,6 +66,7 @@ def _describe(tensor: TensorVerdict) -> str:
         return f"{label}, which is missing, of another form or not finite in one of the two models"
     if tensor.reference_error > 0:
         own = "between two runs of the original" if tensor.by_noise else "the original's own"
+        own += " with other last bits in its weights" * tensor.by_rounding
         times = f"{tensor.error / tensor.reference_error:.2g} times {own}"
         return f"{label}, error {tensor.error:.2g}, {times} (allowed {tensor.allowed:.2g})"
     return f"{label}, error {tensor.error:.2g} (allowed {tensor.allowed:.2g})"

@@ -229,15 +229,24 @@ def _run(
         with torch.no_grad():
             for _ in range(times):
                 given, named = [made(arg) for arg in args], {name: made(value) for name, value in kwargs.items()}
-                before, first = torch.cuda.memory_allocated(device), history.moment()
                 torch.cuda.reset_peak_memory_stats(device)
+                (before, _), first = _allocated(device), history.moment()
                 result = func(*given, **named)
-                after, last = torch.cuda.memory_allocated(device), history.moment()
-                extra = torch.cuda.max_memory_allocated(device) - max(before, after)
+                (after, highest), last = _allocated(device), history.moment()
+                extra = highest - max(before, after)
                 del given, named, result
     except RuntimeError:
         return 0, 0, 0  # it does not run on such values, or there is no room for it alone: nothing is known
     return extra, first, last
+
+
+def _allocated(device: torch.device) -> tuple[int, int]:
+    """The bytes that tensors have now, and had at most.
+
+    What ``torch.cuda.memory_allocated`` and ``max_memory_allocated`` give, which make a table of all that is counted.
+    """
+    counted = torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]
+    return counted["current"], counted["peak"]
 
 
 def _in_backward(device: torch.device, run: Callable[[], T]) -> T:

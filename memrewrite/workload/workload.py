@@ -89,6 +89,7 @@ def make_step(
         raise UsageError(f"The model is in {now} mode; call model.{'train' if mode == 'train' else 'eval'}() first.")
     if now == "train" and not any(p.requires_grad for p in model.parameters()):
         raise UsageError("No parameter requires a gradient, so there is no training step; call model.eval() first.")
+    _refuse_contexts(model, now)
     while_backward = in_backward(optimizer) if isinstance(optimizer, str) else isinstance(optimizer, InBackward)
     if isinstance(optimizer, str):
         factory = optimizer_factory(optimizer)
@@ -98,6 +99,21 @@ def make_step(
     mesh = mesh.in_inference if mesh is not None and now == "inference" else mesh
     how: dict[str, Any] = {"micro_batches": micro_batches, "loop": Loop.parse(loop), "mesh": mesh}
     return checked(Step(now, factory, loss_fn, kind, in_backward=while_backward, **how))
+
+
+def _refuse_contexts(model: nn.Module, mode: Literal["train", "inference"]) -> None:
+    """Raise ``UsageError`` in contexts of the caller's that a step would be under besides its own."""
+    if mode == "train" and not torch.is_grad_enabled():
+        raise UsageError(
+            "Gradients are off here (torch.no_grad, torch.inference_mode or torch.set_grad_enabled(False)), and a "
+            "training step takes them; leave that context first, or call model.eval()."
+        )
+    for kind in {parameter.device.type for parameter in model.parameters()}:
+        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+            raise UsageError(
+                "Autocast is on here; leave its context first, and give amp='bf16' or 'fp16' for a step whose forward "
+                "is under it."
+            )
 
 
 def refuse_meta(inputs: Inputs, *models: nn.Module) -> None:

@@ -26,7 +26,8 @@ from memrewrite.runtime.attention import attention_in_pieces
 from memrewrite.simulate.memory.tracker import Tracker
 from memrewrite.state.bits import same_bits
 from memrewrite.workload.step import Inputs, Step
-from tests.equivalence.test_verify import ADAM, rewrite
+from tests.equivalence.test_verify import ADAM
+from tests.support.verification import rewrite
 
 Forward = Callable[..., Any]
 

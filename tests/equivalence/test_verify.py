@@ -32,7 +32,7 @@ from memrewrite.records.errors import MeasurementError, UsageError
 from memrewrite.runtime.fused import at_once
 from memrewrite.runtime.promise import FallbackWarning
 from memrewrite.workload.step import Inputs, Step
-from tests.support.verification import steps_taken
+from tests.support.verification import rewrite, steps_taken
 
 ADAM = Step(optimizer=lambda parameters: torch.optim.Adam(parameters, lr=1e-2))
 
@@ -66,13 +66,6 @@ class Net(nn.Module):
         x = self.swish(self.norm(self.conv(x)))
         x = self.residual(self.mix(self.drop(x))).mean((2, 3))
         return self.finish(self.head(x) * self.frozen)
-
-
-def rewrite(model: nn.Module, **methods: Callable[..., Any]) -> nn.Module:
-    """An object of a subclass with these methods that shares everything with the model."""
-    result: nn.Module = nn.Module.__new__(type("Rewritten", (type(model),), methods))
-    vars(result).update({key: dict(v) if type(v) is dict else v for key, v in vars(model).items()})
-    return result
 
 
 class WrongBackward(torch.autograd.Function):
