@@ -39,7 +39,8 @@ def over_budget(report: Report) -> bool:
 
 def _parts(report: Report, verbose: bool, written: Path | None, fits: bool) -> Iterator[RenderableType]:
     kind = " reserved" * report.reserved
-    budget = "no budget" if report.budget is None else f"budget {format_bytes(report.budget)}{kind}"
+    asked = report.config.get("budget") if report.budget is None else f"{format_bytes(report.budget)}{kind}"
+    budget = f"budget {asked}" if asked else "no budget"
     mesh = f", each process of {report.config['mesh']}" if report.config.get("mesh") else ""
     yield Text(plain(f"{report.model}: {report.mode} step on {report.device}, {budget}{mesh}"), style="bold")
     yield _peaks(report, fits)

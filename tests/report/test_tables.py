@@ -128,9 +128,10 @@ def test_the_original_does_not_fit() -> None:
         (FULL, False, "the measured peak fits"),
         (replace(FULL, budget=65 * 10**8), True, "the measured peak is over by 500.0 MB (476.8 MiB)"),
         (replace(FULL, measured_after=None, measured_before=None), False, "the predicted peak fits"),
-        (replace(FULL, budget=None), False, "no budget"),
+        (replace(FULL, budget=None, config={}), False, "no budget"),
+        (replace(FULL, budget=None, config={"budget": "min"}), False, "train step on cuda:0, budget min"),
     ],
-    ids=["fits", "over", "predicted", "no-budget"],
+    ids=["fits", "over", "predicted", "no-budget", "lowest"],
 )
 def test_the_budget(report: Report, over: bool, sentence: str) -> None:
     assert over_budget(report) == over
