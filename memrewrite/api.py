@@ -14,6 +14,7 @@ from memrewrite.equivalence.verdict import Verdict
 from memrewrite.measurement import measuring
 from memrewrite.optimizing.ranks import Planned, planned
 from memrewrite.optimizing.request import Request
+from memrewrite.process.turns import one_at_a_time
 from memrewrite.records.attached import attach
 from memrewrite.records.errors import UsageError
 from memrewrite.records.loop import TUTORIAL, Loop
@@ -35,6 +36,7 @@ class OptimizedModule(nn.Module):
     report: Report
 
 
+@one_at_a_time
 def optimize(
     model: nn.Module,
     example_inputs: Any,
@@ -94,6 +96,7 @@ def _given(found: Planned, model: nn.Module, optimizer: Optimizer, step: Step) -
     return cast(OptimizedModule, attach(found.report, found.module, wrapped_like(model, found.module)))
 
 
+@one_at_a_time
 def measure(
     model: nn.Module,
     example_inputs: Any,
@@ -127,6 +130,7 @@ def measure(
     return measuring.measure(inner, work.inputs, step, steps=steps)
 
 
+@one_at_a_time
 def verify(
     original: nn.Module,
     rewritten: nn.Module,

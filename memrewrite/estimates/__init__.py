@@ -17,6 +17,7 @@ from memrewrite.advice.known import Known
 from memrewrite.estimates import modules, textbook
 from memrewrite.estimates.batches import largest
 from memrewrite.measurement.original import simulate_original
+from memrewrite.process.turns import one_at_a_time
 from memrewrite.records.errors import CaptureError, UsageError
 from memrewrite.records.estimate import Difference, Estimate, Largest, ModuleShare, Peak, Textbook
 from memrewrite.records.loop import TUTORIAL, Loop
@@ -44,6 +45,7 @@ _AS_CUDA = f"The figures are predicted for CUDA without using it; {STATED_ERROR}
 _UNKNOWN = "What operators take while they run, such as convolution workspaces, is not in the figures."
 
 
+@one_at_a_time
 def estimate(
     model: nn.Module,
     example_inputs: Any,
