@@ -146,8 +146,9 @@ def _parts(effects: Effects) -> Iterator[Part]:
                 waiting += [] if _widening(node) > 0 else reads[0]
         while torn := {node for node in members if node.target is getitem and operand(node) not in members}:
             members -= torn  # one of several results of what stays outside is what the part is given
-        if members:
-            yield Part(effects, tuple(sorted(members)), _count(last))
+        part = Part(effects, tuple(sorted(members)), _count(last))
+        if part.outputs:  # none are of what nobody reads
+            yield part
 
 
 def _down_to_products(wide: tuple[fx.Node, ...], count: int, effects: Effects) -> set[fx.Node]:

@@ -3,7 +3,7 @@
 A language model returns its logits beside its loss, the largest tensor of its step, and few loops look at them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -39,7 +39,7 @@ def loss_alone(captured: Captured, loss_of: Callable[[Any], Tensor]) -> Captured
     graph_module = captured.graph_module
     (output,) = graph_module.graph.find_nodes(op="output")
     leaves: Any = output.args[0]
-    place = _place(captured, len(leaves), loss_of, "loss")
+    place = _place(captured, leaves, loss_of, "loss")
     dropped = [i for i, leaf in enumerate(leaves) if isinstance(leaf, fx.Node) and i != place]
     if not dropped:
         return captured
@@ -60,7 +60,7 @@ def lazily(captured: Captured, loss_of: Callable[[Any], Tensor], look: Callable[
     graph_module = captured.graph_module
     (output,) = graph_module.graph.find_nodes(op="output")
     leaves: Any = output.args[0]
-    place = _place(captured, len(leaves), loss_of, "lazy")
+    place = _place(captured, leaves, loss_of, "lazy")
     effects = look()
     calls: dict[int, LazyCall] = {}
     given = [*leaves]
@@ -174,9 +174,11 @@ def _type(
     return None
 
 
-def _place(captured: Captured, count: int, loss_of: Callable[[Any], Tensor], returns: str) -> int:
-    """Which of the tensors that the model returns is its loss."""
-    marks = [torch.zeros((), device="cpu") for _ in range(count)]
+def _place(captured: Captured, leaves: Sequence[Any], loss_of: Callable[[Any], Tensor], returns: str) -> int:
+    """Which of what the model returns is its loss: where that is one number, this, whatever is done with it."""
+    if len(leaves) == 1 and isinstance(leaves[0], fx.Node) and leaves[0].meta["val"].dim() == 0:
+        return 0
+    marks = [torch.zeros((), device="cpu") for _ in leaves]
     try:
         found = loss_of(tree_unflatten(marks, captured.output_tree))
     except Exception as error:  # whatever a function says of other numbers than it is for
