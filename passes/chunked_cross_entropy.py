@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from memrewrite.observe.effects import Effects
 from memrewrite.passes.matching import between, erase, inherit
@@ -33,6 +33,7 @@ ARGUMENTS = {
     ),
 }
 REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
+NO_INDICES = "Its targets are not one class index for each row of logits."
 VIEWS = ("view", "reshape", "flatten", "_unsafe_view", "contiguous")
 _CASTS = ("to", "float", "_to_copy")
 _HALF = (torch.float16, torch.bfloat16)
@@ -104,10 +105,13 @@ def not_in_rows(logits: fx.Node, target: fx.Node, elements: int) -> str | None:
     """Why a cross-entropy cannot, or need not, be made of about ``elements`` logits at a time; None if it may."""
     given, classes = tensor(logits), tensor(target)
     if given is None or classes is None or given.dim() != 2 or classes.dim() != 1 or classes.dtype != torch.int64:
-        return "Its targets are not one class index for each row of logits."
-    if given.numel() <= 2 * elements:
-        return f"Its {given.numel()} logits are too few to be worth it."
-    return None
+        return NO_INDICES
+    return too_few(given, elements)
+
+
+def too_few(logits: Tensor, elements: int) -> str | None:
+    """What is said of logits that are made at once all the same; None of more than two parts of ``elements``."""
+    return f"Its {logits.numel()} logits are too few to be worth it." if logits.numel() <= 2 * elements else None
 
 
 def rows_of(elements: int, classes: int) -> int:

@@ -45,6 +45,10 @@ def classes(h: Tensor) -> Tensor:
     return torch.arange(h.shape[0]) % WIDTH
 
 
+def texts(h: Tensor) -> Tensor:
+    return h.view(4, 5, WIDTH)
+
+
 def shifted(m: Any, h: Tensor) -> Tensor:
     """As language models predict the next token, with the logits in half precision and a soft cap."""
     logits = h.view(4, -1, WIDTH).float()
@@ -67,6 +71,27 @@ SPELLINGS: dict[str, Function] = {
     "cast": lambda m, h: F.cross_entropy(h.double(), classes(h)),
     "view": lambda m, h: F.cross_entropy(h.view(4, 5, WIDTH).reshape(-1, WIDTH), classes(h)),
     "flatten": lambda m, h: F.cross_entropy(h.view(4, 5, WIDTH).flatten(0, 1), classes(h)),
+    "classes second": lambda m, h: F.cross_entropy(texts(h).transpose(1, 2), classes(h).view(4, 5), ignore_index=1),
+    "classes second, scaled": lambda m, h: F.cross_entropy((texts(h) / 0.7).transpose(-1, 1), classes(h).view(4, 5)),
+    "classes second, copied": lambda m, h: F.cross_entropy(
+        texts(h).transpose(1, 2).contiguous(), classes(h).view(4, 5), reduction="sum"
+    ),
+    "classes permuted": lambda m, h: F.cross_entropy(
+        h.view(2, 2, 5, WIDTH).permute(0, 3, 1, 2), classes(h).view(2, 2, 5), m.betas.detach(), reduction="none"
+    ),
+    "likelihood": lambda m, h: F.nll_loss(F.log_softmax(h, dim=-1), classes(h), ignore_index=2),
+    "likelihood in double": lambda m, h: F.nll_loss(h.log_softmax(1, dtype=torch.float64), classes(h)),
+    "likelihood, a view": lambda m, h: F.nll_loss(
+        texts(h).log_softmax(-1).view(-1, WIDTH), classes(h), reduction="sum"
+    ),
+    "likelihood of classes second": lambda m, h: F.nll_loss(
+        texts(h).log_softmax(-1).transpose(1, 2), classes(h).view(4, 5), m.betas.detach()
+    ),
+    "classes second, their likelihood": lambda m, h: F.nll_loss(
+        texts(h).transpose(1, 2).log_softmax(1), classes(h).view(4, 5)
+    ),
+    "logarithms": lambda m, h: texts(h).log_softmax(-1).gather(-1, classes(h).view(4, 5, 1)).squeeze(-1),
+    "logarithms of rows": lambda m, h: torch.gather(torch.log_softmax(h * 2, 1), 1, classes(h)[:, None]),
 }
 TRAPS: dict[str, tuple[Function, str]] = {
     "logits returned": (lambda m, h: (F.cross_entropy(h, classes(h)), h), "returns='loss' leaves them out"),
@@ -75,6 +100,18 @@ TRAPS: dict[str, tuple[Function, str]] = {
     "few": (lambda m, h: F.cross_entropy(h[:3], classes(h)[:3]), "Its 18 logits are too few"),
     "normalized": (lambda m, h: F.cross_entropy(h.softmax(-1), classes(h)), "through softmax, which is not done row"),
     "padded vocabulary": (lambda m, h: F.cross_entropy(h[:, :5], classes(h) % 5), "through slice, which is not done"),
+    "logarithms over rows": (lambda m, h: F.nll_loss(F.log_softmax(h, 0), classes(h)), "through log_softmax"),
+    "logarithms of logarithms": (lambda m, h: F.cross_entropy(h.log_softmax(1), classes(h)), "through log_softmax"),
+    "scaled logarithms": (lambda m, h: F.nll_loss(h.log_softmax(1) * 2, classes(h)), "through mul, which is not done"),
+    "several of a row": (
+        lambda m, h: h.log_softmax(-1).gather(-1, classes(h)[:, None].expand(-1, 2).contiguous()),
+        "not one class index",
+    ),
+    "some of a column": (lambda m, h: h.log_softmax(-1).gather(0, classes(h)[:1, None]), "not one class index"),
+    "moved another way": (
+        lambda m, h: F.cross_entropy(texts(h).permute(1, 2, 0), classes(h).view(5, 4)),
+        "not one class",
+    ),
     "learned temperature": (lambda m, h: F.cross_entropy(h * m.beta, classes(h)), "through mul, which is not done"),
 }
 
@@ -88,6 +125,18 @@ def test_every_spelling_is_as_good(spelling: str, front_end: str) -> None:
     assert "linear_cross_entropy" in targets(graph_module)
     assert "linear" not in " ".join(targets(graph_module)).replace("linear_cross_entropy", "")
     assert_as_good(graph_module, model, x)
+
+
+@pytest.mark.parametrize("spelling", ["classes second", "likelihood", "logarithms", "no reduction"])
+def test_types_are_those_of_autocast(spelling: str) -> None:
+    """Of logarithms autocast on the CPU makes 16 bits, and 32 of losses."""
+    model, x = Around(SPELLINGS[spelling]), example(ROWS)
+    with torch.autocast("cpu", torch.bfloat16):
+        graph_module, result = functional(model, x, PASS, "export")
+        (found,), expected = graph_module(x), model(x)
+    assert len(result.applied) == 1
+    assert found.dtype == expected.dtype
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
 
 
 def test_rows_that_are_shifted_and_capped() -> None:
