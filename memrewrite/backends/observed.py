@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memrewrite.records.errors import first_line
 from memrewrite.simulate.memory.counted import Birth, Counted, Log, Stand, by_cublas
 from memrewrite.simulate.memory.tracker import Tracker
 from memrewrite.targets.allocator import allocator_on, rounded
@@ -59,7 +60,7 @@ def seen(
     try:
         return _counted(forward, backward, state, held, layout)
     except Exception as error:  # whatever stands in the code; the graph itself is as good as ever
-        return f"it does not run on fake tensors ({type(error).__name__}: {next(iter(str(error).splitlines()), '')})"
+        return f"it does not run on fake tensors ({type(error).__name__}: {first_line(error)})"
 
 
 def _counted(forward: CompiledCode, backward: CompiledCode, state: Sequence[int], held: bool, layout: Layout) -> Seen:

@@ -24,7 +24,7 @@ from memrewrite.capture.looks import looks_at_tied
 from memrewrite.capture.normal import bind, first_dtype, forward_alone, leaf_tensors
 from memrewrite.capture.returned import note_sizes
 from memrewrite.capture.shared import tied
-from memrewrite.records.errors import CaptureError
+from memrewrite.records.errors import CaptureError, first_line
 from memrewrite.records.ranges import Range
 from memrewrite.runtime.dropin import gradients_now
 from memrewrite.state.attributes import preserved
@@ -131,7 +131,7 @@ def _by_front_ends(
         except CaptureError:
             raise
         except Exception as error:  # front ends raise anything; every reason is passed on
-            said.append(f"{name}: {_first_line(error)}")
+            said.append(f"{name}: {type(error).__name__}: {first_line(error)}")
         else:
             told = (_TOLD.format(findings.asks),) if findings.asks else ()
             return _with(findings, pairs, model, inputs, captured, *told)
@@ -165,8 +165,3 @@ def _with(
         looks=findings.looks,
         gradients=gradients_now(model, leaf_tensors(model, inputs)) if findings.gradients else None,
     )
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0] if text else 'no message'}"

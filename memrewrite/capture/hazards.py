@@ -21,7 +21,7 @@ from memrewrite.capture.autocasts import autocast_asked, autocast_now, autocast_
 from memrewrite.capture.gradients import QUESTIONS, all_or_none, gradients_asked, with_or_without
 from memrewrite.capture.identity import OperatorsSeen
 from memrewrite.capture.reads import ReadsOfForward
-from memrewrite.records.errors import CaptureError
+from memrewrite.records.errors import CaptureError, first_line
 from memrewrite.records.lines import in_checkpoint, is_users, line_now, line_of
 from memrewrite.runtime.guards import Reads
 from memrewrite.runtime.segment import autocast_dtype
@@ -242,7 +242,7 @@ class _Rehearsal:
 def _failed(name: str, error: Exception) -> str:
     if sentence := refusal(name, error):
         return sentence
-    text = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+    text = first_line(error)
     line = line_of(error)
     place = f" at {line}" if line else ""
     if isinstance(error, FAKE_TENSOR_ERRORS):

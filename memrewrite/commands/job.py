@@ -14,12 +14,12 @@ from memrewrite.commands.answer import Outcome, respond
 from memrewrite.commands.progress import Stages
 from memrewrite.commands.requests import MeasureRequest, ModelRequest, OptimizeRequest
 from memrewrite.measurement.measuring import Loader
-from memrewrite.records.errors import DoesNotFitError, MeasurementError, UsageError
+from memrewrite.records.errors import DoesNotFitError, MeasurementError, UsageError, first_line
 from memrewrite.targets.cuda_from_cpu import CUDA_FROM_CPU
 from memrewrite.targets.eager import EAGER
 from memrewrite.torch_internals.logs import untold_failures
 from memrewrite.workload import target
-from memrewrite.workload.inputs import first_line, to_device
+from memrewrite.workload.inputs import to_device
 from memrewrite.workload.step import Inputs, Step
 
 R = TypeVar("R", bound=ModelRequest)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from memrewrite.measurement.measuring import Loader, measure, out_of_memory
-from memrewrite.records.errors import MemrewriteError, OtherInputsError, UsageError
+from memrewrite.records.errors import MemrewriteError, OtherInputsError, UsageError, first_line
 from memrewrite.runtime.dropin import programs
 from memrewrite.runtime.promise import FallbackWarning
 from memrewrite.targets.compiled import CompiledTarget
@@ -38,7 +38,7 @@ def main() -> None:
         answer = {"error": ["DoesNotFitError", out_of_memory("The model", job["device"])]}
     except Exception as error:
         traceback.print_exc()
-        reason = next(iter(str(error).splitlines()), "")
+        reason = first_line(error)
         answer = {"error": ["MeasurementError", f"The measuring process failed with {type(error).__name__}: {reason}"]}
     print(json.dumps(answer), file=answers, flush=True)
 

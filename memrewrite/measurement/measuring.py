@@ -19,7 +19,7 @@ from torch import nn
 
 from memrewrite.measurement.snapshot import State, cuda_devices
 from memrewrite.process.child import run_job
-from memrewrite.records.errors import DataDependentError, DoesNotFitError, MeasurementError, UsageError
+from memrewrite.records.errors import DataDependentError, DoesNotFitError, MeasurementError, UsageError, first_line
 from memrewrite.records.mesh import Fsdp, Tp
 from memrewrite.records.outcomes import Measured
 from memrewrite.runtime.assembled import Written, assembled
@@ -185,7 +185,7 @@ def measure(module: nn.Module, inputs: Inputs, step: Step, *, steps: int = 10) -
             if not failed and not step.target.compiles:
                 raise
             if not failed:
-                reason = next(iter(str(error).splitlines()), "")
+                reason = first_line(error)
                 raise MeasurementError(f"{type(module).__name__} does not run compiled: {reason}") from error
     raise DoesNotFitError(out_of_memory(f"The training step of {type(module).__name__}", str(device)))
 

@@ -7,12 +7,11 @@ from contextlib import contextmanager
 from torch import nn
 
 from memrewrite.measurement.measuring import predict
-from memrewrite.records.errors import CaptureError, MemrewriteError, UsageError
+from memrewrite.records.errors import CaptureError, MemrewriteError, UsageError, first_line
 from memrewrite.records.lines import line_of
 from memrewrite.simulate import Timeline
 from memrewrite.simulate.fake.refusals import refusal
 from memrewrite.torch_internals.logs import untold_failures
-from memrewrite.workload.inputs import first_line
 from memrewrite.workload.step import Inputs, Running, Step
 
 _MIXED = "got mixed torch.Tensor and DTensor"  # as every operator says it that is given both

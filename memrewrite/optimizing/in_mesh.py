@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from memrewrite.equivalence.in_mesh import verify_in_mesh
 from memrewrite.equivalence.sizes import at_less, halved
 from memrewrite.optimizing.alone import copy_of
-from memrewrite.records.errors import MeasurementError, NotEquivalentError
+from memrewrite.records.errors import MeasurementError, NotEquivalentError, first_line
 from memrewrite.records.mesh import Ddp, Fsdp, Mesh, Tp
 from memrewrite.runtime.assembled import assembled
 from memrewrite.runtime.dropin import Program, own, programs, rewrite
@@ -28,7 +28,6 @@ from memrewrite.torch_internals.fsdp_states import is_sharded
 from memrewrite.torch_internals.mesh_groups import lines_of
 from memrewrite.torch_internals.peers import among_peers
 from memrewrite.torch_internals.spread import local_part
-from memrewrite.workload.inputs import first_line
 from memrewrite.workload.step import device_of
 from memrewrite.workload.workload import Workload
 

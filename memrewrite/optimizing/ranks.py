@@ -21,7 +21,7 @@ from memrewrite.optimizing.in_mesh import Pair, Written, prove_in_mesh, written_
 from memrewrite.optimizing.remembered import run_remembering
 from memrewrite.optimizing.request import Request
 from memrewrite.optimizing.run import Outcome, Progress, declined, run
-from memrewrite.records.errors import MeasurementError, MemrewriteError
+from memrewrite.records.errors import MeasurementError, MemrewriteError, first_line
 from memrewrite.records.mesh import Ddp, Fsdp, Tp
 from memrewrite.records.options import Budget
 from memrewrite.records.report import Report
@@ -141,7 +141,7 @@ def _first(work: Workload, asked: Request, progress: Progress, group: Any) -> tu
         plan = _sent(outcome)
         plain = _written(plan.plain, device_of(outcome.module, work.inputs))
     except Exception as error:
-        reason = next(iter(str(error).splitlines()), "")
+        reason = first_line(error)
         told = MeasurementError(f"The first process failed while it planned for all: {type(error).__name__}: {reason}")
         dist.broadcast_object_list([_Plan(error=error if isinstance(error, MemrewriteError) else told)], 0, group)
         raise

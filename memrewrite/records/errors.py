@@ -6,6 +6,11 @@ from typing import Any
 from memrewrite.records.outcomes import Option
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, without its full stop; its type where it has no message."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")
+
+
 class MemrewriteError(Exception):
     """Base of the family: one sentence that says what is wrong, where, and what to do."""
 

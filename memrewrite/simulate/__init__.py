@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from memrewrite.records.errors import DataDependentError, UsageError
+from memrewrite.records.errors import DataDependentError, UsageError, first_line
 from memrewrite.records.mesh import Fsdp, Tp
 from memrewrite.runtime.assembled import Written
 from memrewrite.runtime.promise import FallbackWarning
@@ -226,7 +226,7 @@ def _on_fakes(
             yield twin, fakes, Targets(*(fakes_of(tensors, given) for tensors in held))
             refuse_trained_beside(given, [] if step.loss_fn is None else [*chain(*held_by(step.loss_fn))])
     except FAKE_TENSOR_ERRORS as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        reason = first_line(error)
         raise DataDependentError(
             f"The step of {type(module).__name__} cannot be simulated, because its course depends on values "
             f"or on an operator without shape rules ({reason}); measure it instead."

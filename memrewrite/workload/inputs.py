@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memrewrite.records.errors import TargetError, UsageError
+from memrewrite.records.errors import TargetError, UsageError, first_line
 from memrewrite.workload.input_text import InputText, did_you_mean
 from memrewrite.workload.step import Inputs
 
@@ -129,11 +129,6 @@ def suggestion(module: nn.Module) -> str:
     if len(names) < 2:
         return f"--input {_guess(names[0] if names else '', module, first=True)}"
     return " ".join(f"--input {name}={_guess(name, module, first=i == 0)}" for i, name in enumerate(names))
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message, without its full stop; its type where it has no message."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")
 
 
 def _guess(name: str, module: nn.Module, *, first: bool) -> str:

@@ -25,7 +25,7 @@ from typing import Any
 
 from torch import nn
 
-from memrewrite.records.errors import MemrewriteError, TargetError
+from memrewrite.records.errors import MemrewriteError, TargetError, first_line
 from memrewrite.records.ranges import parse_ranges
 from memrewrite.workload import inputs as example
 from memrewrite.workload.place import Source
@@ -101,7 +101,7 @@ def _foreign(doing: str, file: Path | str | None) -> Iterator[None]:
             hint = "a file inside a package is given as package.module:attr"
         elif isinstance(error, SystemExit):
             hint = 'put what exits under if __name__ == "__main__"'
-        message = f"{type(error).__name__}: {example.first_line(error)}"
+        message = f"{type(error).__name__}: {first_line(error)}"
         raise TargetError(f"{where}: {doing} raised {message}; {hint}.") from error
 
 
