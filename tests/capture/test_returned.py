@@ -340,6 +340,23 @@ def test_a_loss_that_is_computed_outside_is_refused(returns: str) -> None:
         planned("tuple", loss_fn=lambda output: output[0].square().mean(), returns=returns)
 
 
+class Alone(Made):
+    """Returns its loss and nothing else."""
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Any:
+        return super().forward(tokens, labels)["loss"]
+
+
+@pytest.mark.parametrize("loss_fn", [None, lambda loss: loss / 4], ids=["as it is", "a quarter"])
+@pytest.mark.parametrize("returns", ["loss", "lazy"])
+def test_of_a_loss_alone_there_is_nothing_to_leave_out(returns: Any, loss_fn: Any) -> None:
+    model = Alone(HEADS["tied"])
+    given: dict[str, Any] = {"example_kwargs": {"labels": tokens()}, "budget": "min", "returns": returns}
+    result = memrewrite.optimize(model, tokens(), loss_fn=loss_fn, **given)
+    assert memrewrite.report_of(result).equivalent
+    assert torch.equal(result(tokens(), labels=tokens()), model(tokens(), labels=tokens()))
+
+
 def test_an_unknown_value_is_refused() -> None:
     with pytest.raises(UsageError, match="returns='logits' is unknown"):
         planned("dict", returns="logits")

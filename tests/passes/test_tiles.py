@@ -114,6 +114,15 @@ def test_runs_some_rows_at_a_time(function: Function, front_end: str) -> None:
     assert max(kept) <= ROWS * NARROW < max(before)
 
 
+@pytest.mark.parametrize("front_end", FRONT_ENDS)
+def test_what_nobody_reads_is_left_alone(front_end: str) -> None:
+    model, x = Wide(lambda m, h: [m.down(m.gate(h).tanh()), h][1]), example()
+    graph_module, result = functional(model, x, PASS, front_end)
+    assert not result.applied
+    assert not result.refused
+    assert_as_good(graph_module, model, x)
+
+
 def test_each_is_as_good_as_the_other_in_halves_of_its_numbers() -> None:
     """In bfloat16, where the sum of pieces is rounded: no further off than twice the original."""
     model, x = Wide(SPELLINGS["SwiGLU"]).bfloat16(), example().bfloat16()
