@@ -193,8 +193,11 @@ def _statistics(net: RandomNet, a: Tensor, b: Tensor, k: int) -> Tensor:
 
 
 def _checkpointed(part: nn.Module, a: Tensor) -> Tensor:
-    """RReLU is left alone: PyTorch's own checkpoint gives it wrong gradients (pytorch#193671)."""
-    return part(a) if isinstance(part, nn.RReLU) else checkpoint(part, a, use_reentrant=False)
+    """What PyTorch's own checkpoint gives wrong gradients is left alone.
+
+    That is RReLU (pytorch#193671), and what counts its calls: in backward it gives what another call would have.
+    """
+    return part(a) if isinstance(part, nn.RReLU | Counting) else checkpoint(part, a, use_reentrant=False)
 
 
 def _write_part(net: RandomNet, a: Tensor, b: Tensor, k: int) -> Tensor:
