@@ -176,7 +176,8 @@ def _type(
 
 def _place(captured: Captured, leaves: Sequence[Any], loss_of: Callable[[Any], Tensor], returns: str) -> int:
     """Which of what the model returns is its loss: where that is one number, this, whatever is done with it."""
-    if len(leaves) == 1 and isinstance(leaves[0], fx.Node) and leaves[0].meta["val"].dim() == 0:
+    only = leaves[0].meta.get("val") if len(leaves) == 1 and isinstance(leaves[0], fx.Node) else None
+    if isinstance(only, Tensor) and only.dim() == 0:
         return 0
     marks = [torch.zeros((), device="cpu") for _ in leaves]
     try:

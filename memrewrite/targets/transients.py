@@ -6,7 +6,7 @@ signature on the device, on tensors of ones and zeros, and the allocator's peak 
 for what: which segments the allocator reserves depends on that. Libraries set themselves up in the first run of an
 operator, and some in the first of each signature: that is not what it takes. cuDNN plans a convolution in each thread
 anew, which may take a second: operators of backward run where autograd runs them, so that a step need not plan them
-again. They are run at their full size, what runs out of memory included: what was reserved for that is given back.
+again. They run at their full size; what PyTorch reserved for that is given back.
 """
 
 import functools
