@@ -34,7 +34,7 @@ def environment(device: torch.device) -> dict[str, str]:
         "kernels": str([getattr(torch.backends.cuda, f"{kernel}_sdp_enabled")() for kernel in _ATTENTION]),
         "defaults": f"{torch.get_default_dtype()} {torch.get_default_device()}",
         "gradients": f"{torch.is_grad_enabled()} {torch.is_inference_mode_enabled()}",
-        "autocast": f"{torch.is_autocast_enabled(device.type)} {torch.get_autocast_dtype(device.type)}",
+        "autocast": str(torch.get_autocast_dtype(device.type)),
         "allocator": str([os.environ.get(name) for name in _ALLOCATOR]),
         "processes": str(processes()),
     }
