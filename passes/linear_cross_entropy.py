@@ -47,7 +47,7 @@ _SCALED = ("mul", "div", "add", "sub")
 _OF_LOGARITHMS = {
     "nll_loss": ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction"),
     "nll_loss_nd": ("self", "target", "weight", "reduction", "ignore_index"),
-    "gather": ("self", "dim", "target"),
+    "gather": ("self", "dim", "index"),
 }
 _NOT_IGNORED = -(2**31)  # no index
 
@@ -145,20 +145,19 @@ class Found:
 
 def match(root: fx.Node) -> Found | None:
     """The cross-entropy of logits that ``root`` is."""
-    name = operation(root)
+    name, gathered = operation(root), operation(root) == "gather"
     names = ARGUMENTS.get(name) or _OF_LOGARITHMS.get(name)
     if names is None:
         return None
     given = by_name(root, names)
     old = given.get("size_average") is not None or given.get("reduce") is not None
     inner = tuple(_chain(given.get(names[0])))[::-1]
-    target, reduction = given.get("target", given.get("index")), given.get("reduction", "mean")
+    target, reduction = given.get("index" if gathered else "target"), given.get("reduction", "mean")
     if old or not inner or operation(inner[0]) != "linear" or not isinstance(target, fx.Node):
         return None
     logarithm = next((node for node in inner if operation(node) == "log_softmax"), None)
     if logarithm is None and name in _OF_LOGARITHMS:
         return None
-    gathered = name == "gather"
     product = by_name(inner[0], ("input", "weight", "bias"))
     return Found(
         root=root,

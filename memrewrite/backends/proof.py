@@ -31,7 +31,7 @@ from memrewrite.equivalence.reference import (
     leaf_like,
 )
 from memrewrite.equivalence.trial import Record, to_cpu
-from memrewrite.records.errors import MeasurementError, NotEquivalentError
+from memrewrite.records.errors import MeasurementError, NotEquivalentError, first_line
 from memrewrite.state.random_state import RandomState
 from memrewrite.torch_internals.compiling import copied
 
@@ -80,7 +80,7 @@ class Proof:
             ) from error
         except NotImplementedError as error:  # such as for an operator on graphs, which no dispatch mode knows
             raise MeasurementError(
-                f"Option verify=True cannot run the graph in eager ({str(error).splitlines()[0]}); compile without it."
+                f"Option verify=True cannot run the graph in eager ({first_line(error)}); compile without it."
             ) from error
         ours = case.run(made)
         stock = case.run(self._stock(self._again, case.copies()[1]))

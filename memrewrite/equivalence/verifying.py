@@ -26,6 +26,7 @@ D in float64:
     changed                                         n O, n R, 1 D, n P
     changed, where numbers are drawn and recorded   (n + 1) O, n R, 1 D, n P
     changed, where float64 left less to a step      and 1 D for it, and the O that records
+    changed, where that allows too little           and O until noise shows, and O with other last bits until it passes
     changed, where P is noisy                       and 1 P, or as many P and R as show what two runs differ by
 
 Where the optimizer steps while backward runs, all of this is compared of steps after backward, of which the gradients

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from memrewrite.observe.effects import Effects, observe
-from memrewrite.records.errors import CaptureError
+from memrewrite.records.errors import CaptureError, first_line
 from memrewrite.targets.eager import EAGER, Target
 
 
@@ -32,7 +32,7 @@ def observe_trained(
         try:
             return observe(graph_module, leaves, amp, grad, target, before)
         except RuntimeError as error:  # PyTorch's rules for writing in place what has a gradient
-            reason = str(error).split(". ", 1)[0].splitlines()[0].rstrip(".")
+            reason = first_line(error).split(". ", 1)[0]
             raise CaptureError(
                 f"{type(module).__name__} does not run where all its inputs and parameters need gradients: {reason}."
             ) from error
