@@ -38,13 +38,23 @@ from memrewrite.optimizing import run as optimizing
 from memrewrite.records.errors import BudgetInfeasibleError, MeasurementError
 from memrewrite.search.bench import Bench
 from memrewrite.targets.transients import Transients
-from tests.benchmarks.contenders import BLOCK, CHUNKED, EAGER, LIGER, OURS, prepare, rewritten
+from tests.benchmarks.contenders import (
+    BLOCK,
+    CHUNKED,
+    COMPILED_BLOCK,
+    EAGER,
+    LIGER,
+    OURS,
+    is_compiled,
+    prepare,
+    rewritten,
+)
 from tests.benchmarks.models import WORKLOADS
 from tests.benchmarks.rows import MAXBATCH, BatchRow, append, attempt, machine, read, reason
 from tests.benchmarks.trial import Trial, clear
 from tests.zoo.models import declare_operators
 
-CONTENDERS = [EAGER, BLOCK, *LIGER, *CHUNKED, OURS]
+CONTENDERS = [EAGER, BLOCK, COMPILED_BLOCK, *LIGER, *CHUNKED, OURS]
 BUDGETS_GB = [8.0, 16.0, 24.0, 80.0]
 PLANNED = "planned.jsonl"
 _DEFAULT = ["resnet50", "efficientnet_b4", "vit_base", "gpt2_medium"]
@@ -63,8 +73,9 @@ Figures = dict[str, Any]
 class Search:
     """The batches of one contender at one workload. ``known`` are the bytes that a batch needs at least.
 
-    ``planned`` are batches to train at, by budget. Ours waits for its ``turn`` to train. Untimed, a ``peer`` is made
-    once; ``others`` are the bytes that the device had allocated before. ``why`` says what became of the last batch.
+    ``planned`` are batches to train at, by budget. Ours waits for its ``turn`` to train. Untimed, a ``peer`` that is
+    not compiled is made once. ``others`` are the bytes that the device had allocated before. ``why`` says what became of
+    the last batch.
     """
 
     name: str
@@ -144,7 +155,7 @@ class Search:
         if self.why:
             return None
         if not self.timed:
-            return {"peak": trained["peak"]}
+            return {"peak": trained["peak"], "reserved": trained["reserved"]}
         samples = batch * WORKLOADS[self.name].samples
         return {
             "peak": trained["peak"],
@@ -180,7 +191,9 @@ class Search:
             inputs = workload.inputs(batch, self.tiny)
         trial = Trial(module, inputs, workload.step(), self.others)
         if not self.timed:
-            return {"peak": trial.peak(), "fixed": trial.fixed()}
+            peak = trial.peak()
+            reserved = torch.cuda.max_memory_reserved(self.device) if self.device.type == "cuda" else None
+            return {"peak": peak, "reserved": reserved, "fixed": trial.fixed()}
         trial.warm_up()
         return trial.figures(_STEPS)
 
@@ -193,16 +206,17 @@ class Search:
             clear(self.device)  # of what was made before it was cast
             with _leaving_the_device(self.turn) if self.planned else nullcontext():
                 return rewritten(budget, workload.step(), model, inputs, returns=workload.returns).module
+        torch.compiler.reset()  # of the batch before, after which the next one's code would be for any
         module = prepare(self.contender, workload, model, inputs, {}).module
-        if not self.timed:
+        if not self.timed and not is_compiled(self.contender):
             self.peer = module
         return module
 
     def _share(self, budget: int | None) -> None:
-        """Leave others of the device what is well above the budget."""
+        """Leave others of the device what is well above the budget, unless they wait while we train."""
         if self.device.type == "cuda":
             total = torch.cuda.get_device_properties(self.device).total_memory
-            share = 1.0 if budget is None else min(1.0, _CAP * budget / total)
+            share = 1.0 if budget is None or self.planned else min(1.0, _CAP * budget / total)
             torch.cuda.set_per_process_memory_fraction(share, torch.cuda.current_device())
 
     def _lowest(self, batch: int) -> None:

@@ -108,11 +108,15 @@ class ReadyRow(Row):
 
 @dataclass(frozen=True, kw_only=True)
 class BatchRow(Row):
-    """The largest ``batch`` that a contender trains within ``budget`` bytes, and samples per second at it."""
+    """The largest ``batch`` that a contender trains within ``budget`` bytes, and samples per second at it.
+
+    ``peak`` is of what is allocated; ``reserved`` is what the allocator held then, where that was noted.
+    """
 
     contender: str
     budget: int
     peak: int | None = None
+    reserved: int | None = None
     step_ms: float | None = None
     per_second: float | None = None
     trials: int | None = None

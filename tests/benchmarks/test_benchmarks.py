@@ -109,7 +109,14 @@ def test_largest_is_within_an_eighth(limit: int, guess: int) -> None:
     assert len(tried) == len(set(tried)) <= 16
 
 
-@pytest.mark.parametrize("contender", [contenders.EAGER, pytest.param(contenders.OURS, marks=pytest.mark.zoo)])
+@pytest.mark.parametrize(
+    "contender",
+    [
+        contenders.EAGER,
+        pytest.param(contenders.COMPILED_BLOCK, marks=pytest.mark.zoo),
+        pytest.param(contenders.OURS, marks=pytest.mark.zoo),
+    ],
+)
 def test_largest_batch_of_a_workload(contender: str) -> None:
     row = maxbatch.Search("unet", contender, CPU, tiny=True).largest(12 * 10**6)
     assert row.ok, row.note
