@@ -74,8 +74,8 @@ class Search:
     """The batches of one contender at one workload. ``known`` are the bytes that a batch needs at least.
 
     ``planned`` are batches to train at, by budget. Ours waits for its ``turn`` to train. Untimed, a ``peer`` that is
-    not compiled is made once. ``others`` are the bytes that the device had allocated before. ``why`` says what became of
-    the last batch.
+    not compiled is made once. ``others`` are the bytes that the device had allocated before. ``why`` says what became
+    of the last batch.
     """
 
     name: str
