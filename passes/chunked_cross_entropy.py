@@ -38,11 +38,13 @@ VIEWS = ("view", "reshape", "flatten", "_unsafe_view", "contiguous")
 _CASTS = ("to", "float", "_to_copy")
 _HALF = (torch.float16, torch.bfloat16)
 _ALIGNED = 8  # rows: kernels add a row up in an order that depends on where in 16 bytes it begins
+_PARTS = 16  # logits that few parts hold are made in as many smaller ones,
+_LEAST = 2**20  # but no part is of fewer: 4 MiB in float32, a few microseconds of a GPU
 
 
 @dataclass(frozen=True)
 class ChunkedCrossEntropy:
-    """Cross-entropy keeps the logits alone and makes everything else of about ``elements`` logits at a time."""
+    """Cross-entropy keeps the logits alone and makes everything else of about ``elements`` logits at a time at most."""
 
     name: ClassVar[str] = "chunked_cross_entropy"
     exact: ClassVar[bool] = True
@@ -69,7 +71,7 @@ class ChunkedCrossEntropy:
 
     def rewrite(self, found: "Found") -> None:
         """Put the chunked form in the root's place; a cast of the logits becomes part of it."""
-        rows = rows_of(self.elements, found.logits.meta["val"].shape[1])
+        rows = rows_of(found.logits.meta["val"], self.elements)
         dtype = torch.float32 if found.inner else None
         graph, logits = found.root.graph, found.source
         with graph.inserting_before(found.root):
@@ -110,13 +112,19 @@ def not_in_rows(logits: fx.Node, target: fx.Node, elements: int) -> str | None:
 
 
 def too_few(logits: Tensor, elements: int) -> str | None:
-    """What is said of logits that are made at once all the same; None of more than two parts of ``elements``."""
-    return f"Its {logits.numel()} logits are too few to be worth it." if logits.numel() <= 2 * elements else None
+    """What is said of logits that are made at once all the same; None of those that are more than two parts."""
+    if logits.numel() > 2 * _part_of(logits, elements):
+        return None
+    return f"Its {logits.numel()} logits are too few to be worth it."
 
 
-def rows_of(elements: int, classes: int) -> int:
-    """How many rows of that many classes have about ``elements`` logits."""
-    return max(elements // classes // _ALIGNED, 1) * _ALIGNED
+def rows_of(logits: Tensor, elements: int) -> int:
+    """How many rows of logits, the classes of each in the last dimension, are one part."""
+    return max(_part_of(logits, elements) // logits.shape[-1] // _ALIGNED, 1) * _ALIGNED
+
+
+def _part_of(logits: Tensor, elements: int) -> int:
+    return min(elements, max(logits.numel() // _PARTS, _LEAST))
 
 
 def match(root: fx.Node) -> Found | None:

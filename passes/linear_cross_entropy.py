@@ -54,7 +54,7 @@ _NOT_IGNORED = -(2**31)  # no index
 
 @dataclass(frozen=True)
 class LinearCrossEntropy:
-    """The head and its loss make about ``elements`` logits at a time, and those of ``rows`` at least.
+    """The head and its loss make about ``elements`` logits at a time at most, and those of ``rows`` at least.
 
     ``fused`` has what is computed of them compiled.
     """
@@ -95,8 +95,8 @@ class LinearCrossEntropy:
         Gradients are made in forward if it is ``early``.
         """
         graph, hidden = found.root.graph, found.hidden
-        classes, width = found.weight.meta["val"].shape
-        rows = max(rows_of(self.elements, classes), self.rows)
+        width = found.weight.meta["val"].shape[1]
+        rows = max(rows_of(found.inner[0].meta["val"], self.elements), self.rows)
         with graph.inserting_before(found.root):
             for view in filter(_keeps_rows, found.inner[1:]):
                 hidden = _same_view(graph, view, hidden, width)
