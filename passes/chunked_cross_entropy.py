@@ -24,7 +24,7 @@ from memrewrite.observe.effects import Effects
 from memrewrite.passes.matching import between, erase, inherit
 from memrewrite.passes.spelling import by_name, operand, operation, tensor
 from memrewrite.rewriting.contract import Findings, Result
-from memrewrite.runtime.cross_entropy import chunked_cross_entropy
+from memrewrite.runtime.cross_entropy import AT_ONCE, chunked_cross_entropy, rows_of, too_few
 
 ARGUMENTS = {
     "cross_entropy_loss": ("self", "target", "weight", "reduction", "ignore_index", "label_smoothing"),
@@ -37,9 +37,6 @@ NO_INDICES = "Its targets are not one class index for each row of logits."
 VIEWS = ("view", "reshape", "flatten", "_unsafe_view", "contiguous")
 _CASTS = ("to", "float", "_to_copy")
 _HALF = (torch.float16, torch.bfloat16)
-_ALIGNED = 8  # rows: kernels add a row up in an order that depends on where in 16 bytes it begins
-_PARTS = 16  # logits that few parts hold are made in as many smaller ones,
-_LEAST = 2**20  # but no part is of fewer: 4 MiB in float32, a few microseconds of a GPU
 
 
 @dataclass(frozen=True)
@@ -48,7 +45,7 @@ class ChunkedCrossEntropy:
 
     name: ClassVar[str] = "chunked_cross_entropy"
     exact: ClassVar[bool] = True
-    elements: int = 2**24  # 64 MiB in float32: kernels of that size outlast their launches
+    elements: int = AT_ONCE
 
     def __call__(self, graph_module: fx.GraphModule, effects: Effects) -> Result:
         """Rewrite every cross-entropy of class indices that has more than a few chunks of logits."""
@@ -71,7 +68,8 @@ class ChunkedCrossEntropy:
 
     def rewrite(self, found: "Found") -> None:
         """Put the chunked form in the root's place; a cast of the logits becomes part of it."""
-        rows = rows_of(found.logits.meta["val"], self.elements)
+        logits = found.logits.meta["val"]
+        rows = rows_of(logits.numel(), logits.shape[1], self.elements)
         dtype = torch.float32 if found.inner else None
         graph, logits = found.root.graph, found.source
         with graph.inserting_before(found.root):
@@ -108,23 +106,12 @@ def not_in_rows(logits: fx.Node, target: fx.Node, elements: int) -> str | None:
     given, classes = tensor(logits), tensor(target)
     if given is None or classes is None or given.dim() != 2 or classes.dim() != 1 or classes.dtype != torch.int64:
         return NO_INDICES
-    return too_few(given, elements)
+    return few(given, elements)
 
 
-def too_few(logits: Tensor, elements: int) -> str | None:
+def few(logits: Tensor, elements: int) -> str | None:
     """What is said of logits that are made at once all the same; None of those that are more than two parts."""
-    if logits.numel() > 2 * _part_of(logits, elements):
-        return None
-    return f"Its {logits.numel()} logits are too few to be worth it."
-
-
-def rows_of(logits: Tensor, elements: int) -> int:
-    """How many rows of logits, the classes of each in the last dimension, are one part."""
-    return max(_part_of(logits, elements) // logits.shape[-1] // _ALIGNED, 1) * _ALIGNED
-
-
-def _part_of(logits: Tensor, elements: int) -> int:
-    return min(elements, max(logits.numel() // _PARTS, _LEAST))
+    return f"Its {logits.numel()} logits are too few to be worth it." if too_few(logits.numel(), elements) else None
 
 
 def match(root: fx.Node) -> Found | None:

@@ -30,13 +30,13 @@ from memrewrite.passes.chunked_cross_entropy import (
     NO_INDICES,
     REDUCTIONS,
     VIEWS,
+    few,
     not_in_rows,
-    rows_of,
-    too_few,
 )
 from memrewrite.passes.matching import between, erase, inherit, shared
 from memrewrite.passes.spelling import CASTS, by_name, number, operand, operation, options, tensor
 from memrewrite.rewriting.contract import Findings, Result
+from memrewrite.runtime.cross_entropy import AT_ONCE, rows_of
 from memrewrite.runtime.linear_cross_entropy import linear_cross_entropy
 
 aten = torch.ops.aten
@@ -61,7 +61,7 @@ class LinearCrossEntropy:
 
     name: ClassVar[str] = "linear_cross_entropy"
     exact: ClassVar[bool] = False
-    elements: int = 2**24  # as in ``chunked_cross_entropy``
+    elements: int = AT_ONCE
     rows: int = 0
     fused: bool = False
 
@@ -95,8 +95,8 @@ class LinearCrossEntropy:
         Gradients are made in forward if it is ``early``.
         """
         graph, hidden = found.root.graph, found.hidden
-        width = found.weight.meta["val"].shape[1]
-        rows = max(rows_of(found.inner[0].meta["val"], self.elements), self.rows)
+        classes, width = found.weight.meta["val"].shape
+        rows = max(rows_of(found.inner[0].meta["val"].numel(), classes, self.elements), self.rows)
         with graph.inserting_before(found.root):
             for view in filter(_keeps_rows, found.inner[1:]):
                 hidden = _same_view(graph, view, hidden, width)
@@ -175,6 +175,16 @@ def match(root: fx.Node) -> Found | None:
     )
 
 
+def steps_to(logits: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None, tuple[Any, ...]] | None:
+    """What logits are the product of, with which weight and bias, and the steps from there; None for any others."""
+    inner = tuple(_chain(logits))[::-1]
+    steps = tuple(map(_step, inner[1:]))
+    if not inner or operation(inner[0]) != "linear" or None in steps:
+        return None
+    product = by_name(inner[0], ("input", "weight", "bias"))
+    return product["input"], product["weight"], product.get("bias"), steps
+
+
 def _unfit(found: Found, elements: int) -> str | None:
     """Why its logits are not, or need not be, made some rows at a time; None if they may."""
     if found.moved is None and not found.gathered:
@@ -184,7 +194,7 @@ def _unfit(found: Found, elements: int) -> str | None:
     fits = classes is not None and classes.dtype == torch.int64 and classes.shape == rows and logits.dim() > 1
     if not fits or (found.gathered and _dim(found.root, 1, "dim", 0) != logits.dim() - 1):
         return NO_INDICES
-    return too_few(logits, elements)
+    return few(logits, elements)
 
 
 def _odd(found: Found) -> Iterator[fx.Node]:

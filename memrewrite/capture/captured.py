@@ -74,7 +74,8 @@ class Captured:
     under: the type, None for without. ``reads`` are the attributes of modules that forward reads, ``looks`` the same as
     expressions. ``gradients`` are None, or where the model does something else when other tensors need gradients, those
     of ``gradients_now`` at capture. ``returns`` is "loss" where the program returns that alone, "lazy" where it makes
-    outputs when they are read: ``lazy`` says how by their numbers, of the value that is in their place. ``divided`` is
+    outputs when they are read: ``lazy`` says how by their numbers, of the value that is in their place. With
+    ``loss_in_rows`` the loss is made of such outputs, by cross-entropy some rows of them at a time. ``divided`` is
     the name of a parameter of which this process has a part alone, "" if it has all. ``tied`` are names, several to a
     tensor of the model, of those that the graph reads by one of them.
     """
@@ -96,5 +97,6 @@ class Captured:
     gradients: tuple[bool, ...] | None = None
     returns: Returns = "all"
     lazy: Mapping[int, LazyCall] = field(default_factory=dict)
+    loss_in_rows: bool = False
     divided: str = ""
     tied: tuple[tuple[str, ...], ...] = ()

@@ -23,11 +23,17 @@ from memrewrite.workload.step import autocast
 
 _NO_LOSS = (
     "returns={!r} is for models that return their loss, as .loss, ['loss'], or where loss_fn finds it; "
-    "here loss_fn computes it of what the model returns. Leave it out, or compute the loss in forward."
+    "here loss_fn computes it of what the model returns. Leave it out, compute the loss in forward, or, where it is "
+    "the cross-entropy of logits, give returns='lazy'."
 )
+_IN_ROWS = ", and cross-entropy makes some rows of it at a time"
 _NOTHING_LAZY = (
     "returns='lazy' has no effect: nothing that is returned beside the loss is made of weights and one smaller value."
 )
+
+
+StepsTo = Callable[[fx.Node], tuple[fx.Node, fx.Node, fx.Node | None, tuple[tuple[Any, ...], ...]] | None]
+"""What is known of logits: what they are the product of, with which weight and bias, and what is done to them."""
 
 
 def loss_alone(captured: Captured, loss_of: Callable[[Any], Tensor]) -> Captured:
@@ -39,7 +45,8 @@ def loss_alone(captured: Captured, loss_of: Callable[[Any], Tensor]) -> Captured
     graph_module = captured.graph_module
     (output,) = graph_module.graph.find_nodes(op="output")
     leaves: Any = output.args[0]
-    place = _place(captured, leaves, loss_of, "loss")
+    if (place := _place(captured, leaves, loss_of)) is None:
+        raise UsageError(_NO_LOSS.format("loss"))
     dropped = [i for i, leaf in enumerate(leaves) if isinstance(leaf, fx.Node) and i != place]
     if not dropped:
         return captured
@@ -51,16 +58,19 @@ def loss_alone(captured: Captured, loss_of: Callable[[Any], Tensor]) -> Captured
     return replace(captured, returns="loss", notes=(*captured.notes, note))
 
 
-def lazily(captured: Captured, loss_of: Callable[[Any], Tensor], look: Callable[[], Effects]) -> Captured:
+def lazily(
+    captured: Captured, loss_of: Callable[[Any], Tensor], look: Callable[[], Effects], steps_to: StepsTo
+) -> Captured:
     """The capture with what the model returns beside its loss made as it is read, where that is larger than its source.
 
-    Its graph is changed: it has the source in the place of the output. ``look`` observes the graph.
-    Raises ``UsageError`` where the loss is none of the tensors that the model returns.
+    Its graph is changed: it has the source in the place of the output. ``look`` observes the graph. By what
+    ``steps_to`` says of logits the loss may be made of them some rows at a time.
+    Raises ``UsageError`` where the loss is none of the tensors that the model returns, nor made of such logits.
     """
     graph_module = captured.graph_module
     (output,) = graph_module.graph.find_nodes(op="output")
     leaves: Any = output.args[0]
-    place = _place(captured, leaves, loss_of, "lazy")
+    place = _place(captured, leaves, loss_of)
     effects = look()
     calls: dict[int, LazyCall] = {}
     given = [*leaves]
@@ -69,15 +79,18 @@ def lazily(captured: Captured, loss_of: Callable[[Any], Tensor], look: Callable[
         others = {key for i, other in returned.items() if i != number for key in effects.of[other].outputs}
         source = _source_of(leaf, effects) if number != place and not effects.of[leaf].outputs & others else None
         if source is not None and (sizes := _sizes(leaf, source, captured.inputs)) is not None:
-            calls[number] = _call(graph_module, source, leaf, sizes)
+            calls[number] = _call(graph_module, source, leaf, sizes, steps_to)
             given[number] = source
+    if place is None and all(call.steps is None for call in calls.values()):
+        raise UsageError(_NO_LOSS.format("lazy"))
     if not calls:
         return replace(captured, notes=(*captured.notes, _NOTHING_LAZY))
     output.args = (tuple(given),)
     graph_module.recompile()
     shapes = ", ".join(str(tuple(leaves[number].meta["val"].shape)) for number in calls)
-    note = f"Of what it returns, {shapes} is made when it is read; until then what it is made of is kept."
-    return replace(captured, returns="lazy", lazy=calls, notes=(*captured.notes, note))
+    in_rows = _IN_ROWS if place is None else ""
+    note = f"Of what it returns, {shapes} is made when it is read; until then what it is made of is kept{in_rows}."
+    return replace(captured, returns="lazy", lazy=calls, loss_in_rows=place is None, notes=(*captured.notes, note))
 
 
 def note_sizes(graph: fx.Graph) -> None:
@@ -137,7 +150,9 @@ def _of_weights(node: fx.Node, effects: Effects) -> bool:
     return bool(inputs) and _runs_again(node, effects) and all(_of_weights(each, effects) for each in inputs)
 
 
-def _call(graph_module: fx.GraphModule, source: fx.Node, leaf: fx.Node, sizes: tuple[int, ...]) -> LazyCall:
+def _call(
+    graph_module: fx.GraphModule, source: fx.Node, leaf: fx.Node, sizes: tuple[int, ...], steps_to: StepsTo
+) -> LazyCall:
     """What makes ``leaf`` of its source."""
     needed = {leaf}
     for node in reversed(graph_module.graph.nodes):
@@ -145,6 +160,10 @@ def _call(graph_module: fx.GraphModule, source: fx.Node, leaf: fx.Node, sizes: t
             needed.update(node.all_input_nodes)
     nodes = [node for node in graph_module.graph.nodes if node in needed and node is not source]
     attributes = [node for node in nodes if node.op == "get_attr"]
+    hidden, weight, bias, steps = steps_to(leaf) or (None, None, None, None)
+    head = [node for node in (weight, bias) if node is not None]
+    in_rows = hidden is source and {*head} == {*attributes}
+    attributes = head if in_rows else attributes
     graph = fx.Graph()
     copies = {each: graph.placeholder(each.name) for each in (source, *attributes)}
     for node in nodes:
@@ -157,7 +176,7 @@ def _call(graph_module: fx.GraphModule, source: fx.Node, leaf: fx.Node, sizes: t
     asked: list[tuple[torch.dtype | None, torch.dtype]] = [(None, source.meta["val"].dtype)]
     asked += [(amp, dtype) for amp in (torch.bfloat16, torch.float16) for dtype in dict.fromkeys((asked[0][1], amp))]
     found = (_type(module, source.meta["val"], weights, *each) for each in asked)
-    return LazyCall(module, sizes, tuple(each for each in found if each is not None), paths)
+    return LazyCall(module, sizes, tuple(each for each in found if each is not None), paths, steps if in_rows else None)
 
 
 def _type(
@@ -174,7 +193,7 @@ def _type(
     return None
 
 
-def _place(captured: Captured, leaves: Sequence[Any], loss_of: Callable[[Any], Tensor], returns: str) -> int:
+def _place(captured: Captured, leaves: Sequence[Any], loss_of: Callable[[Any], Tensor]) -> int | None:
     """Which of what the model returns is its loss: where that is one number, this, whatever is done with it."""
     only = leaves[0].meta.get("val") if len(leaves) == 1 and isinstance(leaves[0], fx.Node) else None
     if isinstance(only, Tensor) and only.dim() == 0:
@@ -182,9 +201,6 @@ def _place(captured: Captured, leaves: Sequence[Any], loss_of: Callable[[Any], T
     marks = [torch.zeros((), device="cpu") for _ in leaves]
     try:
         found = loss_of(tree_unflatten(marks, captured.output_tree))
-    except Exception as error:  # whatever a function says of other numbers than it is for
-        raise UsageError(_NO_LOSS.format(returns)) from error
-    place = next((i for i, mark in enumerate(marks) if mark is found), None)
-    if place is None:
-        raise UsageError(_NO_LOSS.format(returns))
-    return place
+    except Exception:  # whatever a function says of other numbers than it is for
+        return None
+    return next((i for i, mark in enumerate(marks) if mark is found), None)

@@ -153,7 +153,7 @@ def _keep_output(record: Record, output: Any, kept: Kept) -> None:
     record["output", "structure"] = structure
     for index, leaf in enumerate(leaves):
         name = "output" if len(leaves) == 1 else f"output[{index}]"
-        made = leaf.made(told=False) if made_when_used(type(leaf)) else leaf
+        made = leaf.apart() if made_when_used(type(leaf)) else leaf  # its loss may make some rows at a time
         record["output", name] = kept.copy(made)
         if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
             record["layout", name] = tuple(leaf.shape), strides_between(made), leaf.requires_grad

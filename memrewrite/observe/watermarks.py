@@ -27,6 +27,8 @@ from memrewrite.torch_internals.fake_tensors import FAKE_TENSOR_ERRORS
 from memrewrite.torch_internals.pytrees import tensors_in, tree_leaves
 from memrewrite.workload.step import Inputs, Step, autocast
 
+LossOf = Callable[[nn.Module, Any], Tensor]
+
 
 @dataclass
 class Watermarks:
@@ -45,12 +47,12 @@ def watermarks(
     graph_module: fx.GraphModule,
     example: list[Tensor],
     step: Step,
-    loss_of: Callable[[Any], Tensor] | None = None,
+    loss_of: LossOf | None = None,
 ) -> dict[fx.Node, Watermarks]:
     """Run the graph forward and backward once on fake copies of ``example``; the levels of every node.
 
-    ``loss_of`` makes a loss of what the graph returns; without it every output has a gradient of its own. Autocast
-    keeps no casts of weights, as in segments. No real memory is touched.
+    ``loss_of`` makes a loss of the module that runs and what the graph returns; without it every output has a gradient
+    of its own. Autocast keeps no casts of weights, as in segments. No real memory is touched.
     """
     held = step.targets(graph_module, Inputs(tuple(example), {})).buffers
     with preserved_rng([*graph_module.parameters(), *example]), put_back(held):
@@ -63,7 +65,7 @@ def watermarks(
 
 
 def _watermarks(
-    graph_module: fx.GraphModule, example: list[Tensor], step: Step, loss_of: Callable[[Any], Tensor] | None
+    graph_module: fx.GraphModule, example: list[Tensor], step: Step, loss_of: LossOf | None
 ) -> dict[fx.Node, Watermarks]:
     device = next((t.device for t in (*graph_module.parameters(), *example)), torch.device("cpu"))
     transients = step.target.transients(device)
@@ -80,7 +82,7 @@ def _watermarks(
                 outputs = runner.run(*inputs)
                 runner.env.clear()  # where what it returned is, too
                 kept = outputs if loss_of is not None and step.loop.keeps_output else None
-                outputs = [outputs if loss_of is None else loss_of(outputs)]
+                outputs = [outputs if loss_of is None else loss_of(twin, outputs)]
             trained = [leaf for leaf in tensors_in(outputs) if leaf.requires_grad]
             del outputs
             watch.starts, watch.end = runner.starts, next_backward_number()

@@ -105,7 +105,7 @@ def run(work: Workload, asked: Request, progress: Progress, offer: Offer = decli
         found = find(bare.model, work.inputs, step, asked.regions_in(bare), ranges)
         if asked.returns != "all":
             with surroundings_put_back((), step.loss_fn):
-                found = _returning(asked.returns, found, step)
+                found = _returning(asked, found, step)
         bench = Bench(bare.model, work.inputs, asked.rewritten(step), workspace, profile_on(device))
         candidate = _first(bench, found, progress)
         progress("rewrite")
@@ -155,17 +155,17 @@ def _captured(candidate: Candidate) -> dict[str, str]:
     return {region.path: generate(region.captured, region.prefix)[0] for region in regions}
 
 
-def _returning(returns: Returns, found: Regions, step: Step) -> Regions:
+def _returning(asked: Request, found: Regions, step: Step) -> Regions:
     """What was captured, returning what it is to, where that is the whole model in a training step."""
     whole, *others = found.found
     if whole.path or step.mode != "train":
-        return replace(found, notes=(*found.notes, _NOT_WHOLE.format(returns)))
+        return replace(found, notes=(*found.notes, _NOT_WHOLE.format(asked.returns)))
     captured, loss_of = whole.captured, step.loss_fn or default_loss
-    if returns == "loss":
+    if asked.returns == "loss":
         captured = loss_alone(captured, loss_of)
     else:
         effects = partial(observe, captured.graph_module, whole.example, step.amp, target=step.target)
-        captured = lazily(captured, loss_of, effects)
+        captured = lazily(captured, loss_of, effects, registry.in_rows(asked.names, asked.exact))
     told = captured.notes[len(whole.captured.notes) :]
     return replace(found, found=(replace(whole, captured=captured), *others), notes=(*found.notes, *told))
 
@@ -217,7 +217,11 @@ def _with_named(candidate: Candidate, names: tuple[str, ...] | None) -> Candidat
 def _first(bench: Bench, found: Regions, progress: Progress) -> Candidate:
     """The model as it was captured; its bench knows what a step of it takes where its nodes can be timed."""
     regions = tuple(
-        CandidateRegion(ObservedGraph(region, bench.step, region.captured.graph_module)) for region in found.found
+        CandidateRegion(
+            ObservedGraph(region, bench.step, region.captured.graph_module),
+            arithmetic_changed=region.captured.loss_in_rows,
+        )
+        for region in found.found
     )
     alone = bench.step.mode == "train" and bench.step.mesh is None
     hooks = () if bench.step.in_backward else _told_of_hooks(bench.model)  # which are those of such an optimizer

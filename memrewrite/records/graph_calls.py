@@ -1,15 +1,17 @@
 """Calls in a graph that compute a graph of other calls, in a way of their own."""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
-from torch import fx
+from torch import Tensor, fx, nn
 
 from memrewrite.runtime.fused import fused
 from memrewrite.runtime.lazy_output import Types, lazy_output
+from memrewrite.runtime.segment import OWN
 from memrewrite.runtime.tiles import in_tiles
 
 
@@ -77,14 +79,29 @@ class TiledCall(GraphCall):
     operation: ClassVar[Callable[..., Any]] = in_tiles
 
 
+class _Quiet(nn.Module):
+    """Stands for the drop-in that has an output."""
+
+    promise: ClassVar[SimpleNamespace] = SimpleNamespace(name="the model", tell_of_output=lambda *_: None)
+
+
+setattr(_Quiet, OWN, _Quiet)
+
+
 @dataclass(frozen=True)
 class LazyCall(GraphCall):
     """What makes an output when it is read, of a value and the tensors at ``paths``; no node has it as its target.
 
-    ``sizes`` and ``types`` are those of ``lazy_output``.
+    ``sizes``, ``types`` and ``steps`` are those of ``lazy_output``.
     """
 
     sizes: tuple[int, ...]
     types: Types
     paths: tuple[str, ...]
+    steps: tuple[tuple[Any, ...], ...] | None
+
+    def output(self, source: Tensor, weights: Sequence[Tensor]) -> Tensor:
+        """The output, of a module that tells nobody when it is made."""
+        return lazy_output(_Quiet(), self._function, *self.options, source, *weights)
+
     operation: ClassVar[Callable[..., Any]] = lazy_output

@@ -19,6 +19,24 @@ from torch import Tensor
 from memrewrite.runtime.segment import autocast_dtype
 
 _IGNORED = -100
+AT_ONCE = 2**24  # logits, 64 MiB in float32: kernels of that size outlast their launches
+_PARTS = 16  # logits that few parts hold are made in as many smaller ones,
+_LEAST_LOGITS = 2**20  # but no part is of fewer: 4 MiB in float32, a few microseconds of a GPU
+_ALIGNED = 8  # rows: kernels add a row up in an order that depends on where in 16 bytes it begins
+
+
+def too_few(logits: int, most: int = AT_ONCE) -> bool:
+    """Whether so many logits are no more than two parts of ``most`` at most, so that they are made at once."""
+    return logits <= 2 * _part_of(logits, most)
+
+
+def rows_of(logits: int, classes: int, most: int = AT_ONCE) -> int:
+    """How many rows of so many classes are one part."""
+    return max(_part_of(logits, most) // classes // _ALIGNED, 1) * _ALIGNED
+
+
+def _part_of(logits: int, most: int) -> int:
+    return min(most, max(logits // _PARTS, _LEAST_LOGITS))
 
 
 def chunked_cross_entropy(

@@ -1,7 +1,8 @@
 """An output that is made when it is first used: logits beside a loss, which few loops look at.
 
 Until then it is its shape, type and device, and what it is made of: a value that the program has anyway, and weights.
-Whatever asks for its numbers gets an ordinary tensor, with the gradient that the model's own output has.
+Whatever asks for its numbers gets an ordinary tensor, with the gradient that the model's own output has. Cross-entropy
+of logits does not ask for them: it makes some rows at a time, of views and casts of the output, too.
 
 This file needs torch only, because its text is also pasted into generated models.
 """
@@ -9,17 +10,22 @@ This file needs torch only, because its text is also pasted into generated model
 import copy
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 from torch.utils.weak import TensorWeakRef
 
-from memrewrite.runtime.cross_entropy import in_autocast
+from memrewrite.runtime.cross_entropy import in_autocast, rows_of, too_few
+from memrewrite.runtime.linear_cross_entropy import linear_cross_entropy
 from memrewrite.runtime.segment import OWN, autocast_dtype
 
 Types = tuple[tuple[torch.dtype | None, torch.dtype, torch.dtype], ...]
+Change = Callable[[Tensor], Tensor]
 
 
 def lazy_output(
@@ -28,13 +34,16 @@ def lazy_output(
     sizes: Sequence[int],
     types: Types,
     names: Sequence[str],
+    steps: tuple[tuple[Any, ...], ...] | None,
     *of: Tensor,
 ) -> Tensor:
     """``make(*of)``, which runs once the result is used; the first of them is a value, the others have ``names``.
 
-    Of ``sizes``, -1 is that of the value's first dimension, -2 that of its second. ``types`` say what type the result
-    is of under autocast to the first type, None for without, if the value is of the second. Where it is of none of
-    these, in inference mode, which counts no writes, and where compilers look, the result is made at once.
+    With ``steps``, which are as in ``linear_cross_entropy``, these are all that is done to the value's product with a
+    weight and its bias: losses are then made some rows at a time. Of ``sizes``, -1 is that of the value's first
+    dimension, -2 that of its second. ``types`` say what type the result is of under autocast to the first type, None
+    for without, if the value is of the second. Where it is of none of these, in inference mode, which counts no writes,
+    and where compilers look, the result is made at once.
     """
     value = of[0]
     counted = not torch.compiler.is_compiling() and not torch.is_inference_mode_enabled()
@@ -45,7 +54,10 @@ def lazy_output(
     shape = torch.Size(size if size >= 0 else value.shape[-1 - size] for size in sizes)
     promise = getattr(type(module), OWN).promise
     source = _Source(make, of, ("what it is made of", *names), shape, found[0], autocast, promise)
-    result: Tensor = _Origin.apply(source, *of)  # type: ignore[no-untyped-call]
+    result: LazyOutput = _Origin.apply(source, *of)  # type: ignore[no-untyped-call]
+    if steps is not None:
+        layout = torch.empty(shape, dtype=source.dtype, device="meta")
+        result._head = _Head(value, of[1], of[2] if len(of) > 2 else None, steps, layout)
     return result
 
 
@@ -71,30 +83,40 @@ class _Source:
         self.made: Tensor | None = None
         self.output: TensorWeakRef | None = None  # the one that was made by this first: it has the gradient
 
-    def to(self, dtype: torch.dtype) -> "_Source":
-        """The same for a cast of the output, which is a copy: writes to the output do not change it."""
-        casting = copy.copy(self)
-        casting.make, casting.dtype, casting.output = lambda *of: self.make(*of).to(dtype), dtype, None
-        return casting
+    def then(self, change: Change, shape: torch.Size, dtype: torch.dtype) -> "_Source":
+        """The same for what ``change`` makes of the output, a copy: writes to the output do not change it."""
+        changed = copy.copy(self)
+        changed.make, changed.output = lambda *of: change(self.make(*of)), None
+        changed.shape, changed.dtype = shape, dtype
+        return changed
 
     @property
     def held(self) -> list[Tensor]:
         """The tensors that stay because of it."""
         return [*self.of, *self.samples] if self.made is None else [self.made]
 
-    def get(self, told: bool = True) -> Tensor:
-        """The output, which is made now if it is not there; ``told`` says that it is warned of."""
+    def get(self) -> Tensor:
+        """The output, which is made now if it is not there."""
         if self.made is None:
-            self._refuse_changed()
-            if told:
-                size = self.shape.numel() * self.dtype.itemsize
-                self.promise.tell_of_output(tuple(self.shape), size, _levels())
-            with torch.inference_mode(False), torch.no_grad(), in_autocast(self.of[0], self.autocast):
-                self.made = self.make(*self.of)
+            self.refuse_changed()
+            size = self.shape.numel() * self.dtype.itemsize
+            self.promise.tell_of_output(tuple(self.shape), size, _levels())
+            self.made = self._make()
             self.of, self.samples = [], []
         return self.made
 
-    def _refuse_changed(self) -> None:
+    def apart(self) -> Tensor:
+        """The output, which is made apart if it is not there."""
+        if self.made is not None:
+            return self.made
+        self.refuse_changed()
+        return self._make()
+
+    def _make(self) -> Tensor:
+        with torch.inference_mode(False), torch.no_grad(), in_autocast(self.of[0], self.autocast):
+            return self.make(*self.of)
+
+    def refuse_changed(self) -> None:
         samples = [self.of[0][:0], *self.samples]
         for name, tensor, version, sample in zip(self.names, self.of, self.versions, samples, strict=True):
             known = type(tensor) is Tensor and sample.numel()  # a fake one has no numbers
@@ -127,19 +149,52 @@ def _of_torch(frame: Any) -> bool:
     return str(frame.f_globals.get("__name__", "")).partition(".")[0] == "torch"
 
 
+@dataclass(frozen=True)
+class _Head:
+    """Each row of an output is a product with that row of ``hidden`` and ``steps``; ``layout`` has its strides."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    steps: tuple[tuple[Any, ...], ...]
+    layout: Tensor
+    moved: bool = False  # the classes are in the second dimension
+
+    def after(self, func: Any, change: Change, layout: Tensor) -> "_Head | None":
+        """That of what ``func`` makes of the output by ``change``, in this ``layout``; None if it is no such rows."""
+        if layout.dtype != self.layout.dtype:
+            return replace(self, steps=(*self.steps, ("to", layout.dtype)), layout=layout)
+        if func is Tensor.contiguous:
+            return replace(self, layout=layout)
+        if self.moved:
+            return None
+        if func in _MOVE:
+            strides = layout.stride() if layout.dim() == 3 else (0, 0, 0)
+            moved = strides[1] == 1 and strides[0] >= strides[2] and layout.shape[1] == len(self.weight)
+            return replace(self, layout=layout, moved=True) if moved else None
+        sizes = (*layout.shape[:-1], self.hidden.shape[-1])
+        if layout.dim() < 2 or layout.shape[-1] != len(self.weight):
+            return None
+        hidden = change(self.hidden) if func is Tensor.__getitem__ else self.hidden.reshape(sizes)
+        return replace(self, hidden=hidden, layout=layout) if hidden.shape == sizes else None
+
+
 class LazyOutput(Tensor):
     """An output that is not there yet, and has no storage until then."""
 
     _source: _Source
     _tensor: Tensor | None
+    _head: _Head | None
+    _view: "tuple[LazyOutput, Change] | None"
 
     @staticmethod
-    def __new__(cls, source: _Source) -> "LazyOutput":
-        """One that is made by ``source``."""
+    def __new__(cls, source: _Source, shape: torch.Size | None = None, view: Any = None) -> "LazyOutput":
+        """One that is made by ``source``, or a ``view`` of such a one: that and what it is changed by."""
         kind = {"dtype": source.dtype, "device": source.held[0].device}
-        self: LazyOutput = Tensor._make_wrapper_subclass(cls, source.shape, **kind)  # type: ignore
-        self._source, self._tensor = source, None
-        source.output = source.output or TensorWeakRef(self)
+        self: LazyOutput = Tensor._make_wrapper_subclass(cls, shape or source.shape, **kind)  # type: ignore
+        self._source, self._tensor, self._head, self._view = source, None, None, view
+        if view is None:
+            source.output = source.output or TensorWeakRef(self)
         return self
 
     @property
@@ -147,20 +202,38 @@ class LazyOutput(Tensor):
         """The tensors that stay because of it."""
         return self._source.held
 
-    def made(self, told: bool = True) -> Tensor:
-        """The ordinary tensor in its place; ``told`` says that it is warned of."""
+    def made(self) -> Tensor:
+        """The ordinary tensor in its place."""
         if self._tensor is None:
             first = None if self._source.output is None else self._source.output()
-            self._source.get(told)
+            self._source.get()
             with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False), torch.enable_grad():
-                if first is not None and first is not self:  # of which this is the same without a gradient
-                    self._tensor = first.made(told).detach()
+                if self._view is not None:
+                    self._tensor = self._view[1](self._view[0].made())
+                elif first is not None and first is not self:  # of which this is the same without a gradient
+                    self._tensor = first.made().detach()
                 else:
                     self._tensor = _Use.apply(self) if self.requires_grad else self._source.get()  # type: ignore
         return self._tensor
 
+    def apart(self) -> Tensor:
+        """Its numbers, without which it goes on as before."""
+        return self.of(self._source.apart())
+
+    def of(self, output: Tensor) -> Tensor:
+        """What it is of what its source makes."""
+        return output if self._view is None else self._view[1](self._view[0].of(output))
+
+    @property
+    def head(self) -> _Head | None:
+        """What its rows are made of, as long as it is not there."""
+        return self._head if self._tensor is None and self._source.made is None else None
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = None if torch.compiler.is_compiling() else _KNOWN.get(func)
+        if known is not None and (found := known(func, *args, **(kwargs or {}))) is not None:
+            return found
         if func in _OF_NO_NUMBERS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -171,13 +244,67 @@ class LazyOutput(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore
         first = args[0] if args else None
-        if isinstance(first, LazyOutput) and first._source.made is None:
+        if isinstance(first, LazyOutput) and first._view is None and first._source.made is None:
+            source = first._source
             if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
-                return LazyOutput(first._source)
+                return LazyOutput(source)
             if func is torch.ops.aten._to_copy.default and [*(kwargs or {})] == ["dtype"]:
-                return LazyOutput(first._source.to(kwargs["dtype"]))
+                dtype = kwargs["dtype"]
+                return LazyOutput(source.then(lambda output: output.to(dtype), source.shape, dtype))
         args, kwargs = tree_map(_numbers, (args, kwargs or {}))
         return func(*args, **kwargs)
+
+
+def _in_rows(func: Any, output: Any, *rest: Any, **kwargs: Any) -> LazyOutput | None:
+    """What ``func`` makes of an output, not there yet either; None where its rows are no rows of the output."""
+    head = output.head if isinstance(output, LazyOutput) else None
+    others = any(isinstance(value, Tensor | list) for value in (*rest, *kwargs.values()))
+    if head is None or others or (func is Tensor.to and (kwargs or not isinstance(rest[0], torch.dtype) or rest[1:])):
+        return None
+
+    def change(tensor: Tensor) -> Tensor:
+        changed: Tensor = func(tensor, *rest, **kwargs)
+        return changed
+
+    with _disable_current_modes():
+        layout = change(head.layout)
+    if layout is head.layout:
+        return output
+    if (after := head.after(func, change, layout)) is None:
+        return None
+    result: LazyOutput = _Then.apply(output, change, layout)  # type: ignore[no-untyped-call]
+    result._head = after
+    return result
+
+
+def _loss(
+    _: Any,
+    output: Any,
+    target: Any,
+    weight: Tensor | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor | None:
+    """Cross-entropy of an output that is not there, some rows at a time; None where it has to be there."""
+    head = output.head if isinstance(output, LazyOutput) else None
+    if head is None or size_average is not None or reduce is not None or reduction not in _REDUCTIONS:
+        return None
+    rows = head.hidden.flatten(0, -2)
+    asked = isinstance(target, Tensor) and target.dtype == torch.int64 and target.shape == head.hidden.shape[:-1]
+    same = autocast_dtype(rows.device.type) == output._source.autocast and (head.moved or output.dim() == 2)
+    if not asked or not same or too_few(output.numel()):
+        return None
+    output._source.refuse_changed()
+    at_once = rows_of(output.numel(), len(head.weight))
+    options = head.steps, _REDUCTIONS[reduction], ignore_index, label_smoothing, at_once, reduction != "none"
+    loss = linear_cross_entropy(rows, head.weight, head.bias, target.flatten(), weight, *options)
+    return loss.view_as(target) if reduction == "none" else loss
+
+
+_REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
 
 
 def _with_numbers(func: Any, args: Any, kwargs: Any) -> Any:
@@ -186,7 +313,7 @@ def _with_numbers(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _numbers(value: Any) -> Any:
-    return value._source.get() if isinstance(value, LazyOutput) else value
+    return value.of(value._source.get()) if isinstance(value, LazyOutput) else value
 
 
 def _ordinary(value: Any) -> Any:
@@ -219,6 +346,27 @@ class _Origin(torch.autograd.Function):
         return None, *(next(found) if need else None for need in wanted)
 
 
+class _Then(torch.autograd.Function):
+    """What a change makes of an output: a view of it where the layout is one, a copy otherwise."""
+
+    @staticmethod
+    def forward(ctx: Any, output: LazyOutput, change: Change, layout: Tensor) -> Tensor:
+        ctx.change, ctx.of = change, (output.shape, output.dtype)
+        if layout._is_view():
+            return LazyOutput(output._source, layout.shape, (output, change))
+        made = output._source.then(lambda whole: change(output.of(whole)), layout.shape, layout.dtype)
+        return LazyOutput(made)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        shape, dtype = ctx.of
+        with torch.enable_grad():
+            leaf = torch.empty(shape, dtype=dtype, device=grad.device, requires_grad=True)
+            changed = ctx.change(leaf)
+        (found,) = torch.autograd.grad(changed, leaf, grad, create_graph=torch.is_grad_enabled())
+        return found, None, None
+
+
 class _Use(torch.autograd.Function):
     """The ordinary tensor."""
 
@@ -241,3 +389,9 @@ _OF_NO_NUMBERS = {
     *(getattr(Tensor, name).__get__ for name in _ASKED),
     *(getattr(Tensor, name) for name in (*_CALLED, "double", "half", "bfloat16")),
 }
+_MOVE = {Tensor.transpose, Tensor.permute, torch.transpose, torch.permute}
+_OF_ROWS = (
+    *(*_MOVE, Tensor.view, Tensor.reshape, Tensor.flatten, torch.reshape, torch.flatten, Tensor.contiguous),
+    *(Tensor.__getitem__, Tensor.to, Tensor.float, Tensor.half, Tensor.bfloat16),
+)
+_KNOWN: dict[Any, Callable[..., Tensor | None]] = {functional.cross_entropy: _loss, **dict.fromkeys(_OF_ROWS, _in_rows)}

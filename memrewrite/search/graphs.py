@@ -5,8 +5,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
+from memrewrite.capture.normal import attribute
 from memrewrite.codegen.writer import generate
 from memrewrite.observe.effects import Effects, observe
 from memrewrite.observe.watermarks import Watermarks, watermarks
@@ -87,7 +88,11 @@ class ObservedGraph:
         """How its values look, and what is wrong with it."""
         return health(self.effects)
 
-    def _loss_of(self, leaves: Any) -> Tensor:
+    def _loss_of(self, twin: nn.Module, leaves: Any) -> Tensor:
         """The loss of what the graph returns, if that is all the model returns."""
-        output = tree_unflatten(list(leaves), self.region.captured.output_tree)
+        captured = self.region.captured
+        given = [*leaves]
+        for number, call in (captured.lazy if captured.loss_in_rows else {}).items():
+            given[number] = call.output(given[number], [attribute(twin, path) for path in call.paths])
+        output = tree_unflatten(given, captured.output_tree)
         return (self.step.loss_fn or default_loss)(output)

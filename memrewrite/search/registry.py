@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from memrewrite.capture.returned import StepsTo
 from memrewrite.passes.attention_in_pieces import AttentionInPieces
 from memrewrite.passes.checkpoint_segments import CheckpointSegments
 from memrewrite.passes.chunked_cross_entropy import ChunkedCrossEntropy
@@ -9,7 +10,7 @@ from memrewrite.passes.composites import Composites
 from memrewrite.passes.functionalize import Functionalize
 from memrewrite.passes.fused_chains import FusedChains
 from memrewrite.passes.inplace_activation import InplaceActivation
-from memrewrite.passes.linear_cross_entropy import LinearCrossEntropy
+from memrewrite.passes.linear_cross_entropy import LinearCrossEntropy, steps_to
 from memrewrite.passes.swish import Swish
 from memrewrite.passes.tied_embeddings import TiedEmbeddings
 from memrewrite.passes.tiles import Tiles
@@ -85,3 +86,9 @@ def allowed(names: tuple[str, ...] | None, exact: bool) -> tuple[str, ...] | Non
     if not exact:
         return names
     return tuple(name for name in (NAMES if names is None else names) if name not in (*LOWER, *LOWEST, *ON_REQUEST))
+
+
+def in_rows(names: tuple[str, ...] | None, exact: bool) -> StepsTo:
+    """What tells of logits how a loss can be made of them as by ``linear_cross_entropy``, if that may be used."""
+    may = allowed(names, exact)
+    return steps_to if may is None or LinearCrossEntropy.name in may else lambda _: None

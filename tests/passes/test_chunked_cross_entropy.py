@@ -12,9 +12,9 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 import memrewrite
-from memrewrite.passes.chunked_cross_entropy import ChunkedCrossEntropy, Found, rows_of, too_few
+from memrewrite.passes.chunked_cross_entropy import ChunkedCrossEntropy, Found
 from memrewrite.records.errors import BudgetInfeasibleError, NotEquivalentError
-from memrewrite.runtime.cross_entropy import chunked_cross_entropy
+from memrewrite.runtime.cross_entropy import chunked_cross_entropy, rows_of, too_few
 from memrewrite.search import registry
 from memrewrite.simulate.memory.tracker import Tracker
 from memrewrite.targets.cuda_kernels import as_cuda
@@ -230,11 +230,9 @@ def test_memory_beside_the_logits_and_their_gradient_is_that_of_some_rows() -> N
     assert tracker.peak < logits.nbytes * 2.1  # themselves, the gradient and little else; the plain form takes four
 
 
-@pytest.mark.parametrize(("rows", "parts"), [(2**21 - 8, 1), (2**22, 4), (2**24, 16), (2**28, 16), (2**30, 64)])
-def test_logits_are_made_in_sixteen_parts_unless_these_are_small_or_large(rows: int, parts: int) -> None:
-    logits = torch.empty(rows, 1, device="meta")
-    at_once = too_few(logits, ChunkedCrossEntropy.elements) is not None
-    assert (1 if at_once else rows / rows_of(logits, ChunkedCrossEntropy.elements)) == parts
+@pytest.mark.parametrize(("logits", "parts"), [(2**21, 1), (2**22, 4), (2**24, 16), (2**28, 16), (2**30, 64)])
+def test_logits_are_made_in_sixteen_parts_unless_these_are_small_or_large(logits: int, parts: int) -> None:
+    assert (1 if too_few(logits) else logits / rows_of(logits, 1)) == parts
 
 
 class Speaker(nn.Module):

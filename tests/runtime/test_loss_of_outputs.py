@@ -1,0 +1,216 @@
+"""A loop's own cross-entropy of logits that are not there makes some rows of them at a time, to the same gradients."""
+
+import copy
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+import memrewrite
+from memrewrite.artifact.save import save
+from memrewrite.runtime import cross_entropy, lazy_output, linear_cross_entropy
+from memrewrite.runtime.lazy_output import made_when_used
+
+WORDS, WIDTH, ROWS, LENGTH = 400, 16, 8, 12
+Loss = Callable[[Any], Tensor]
+LABELS = torch.randint(WORDS, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
+LABELS[0, :5] = -100
+WEIGHTS = torch.linspace(0.5, 2, WORDS)
+SPREAD = torch.linspace(0, 1, LENGTH)
+
+
+def flat(logits: Any) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), LABELS.flatten())
+
+
+def shifted(logits: Any) -> Tensor:
+    before = logits.float()[..., :-1, :].contiguous()
+    return F.cross_entropy(before.view(-1, WORDS), LABELS[..., 1:].contiguous().view(-1))
+
+
+IN_ROWS: dict[str, Loss] = {
+    "flat": flat,
+    "view": lambda o: F.cross_entropy(o.view(-1, o.size(-1)), LABELS.view(-1)),
+    "reshape": lambda o: F.cross_entropy(o[:, :-1].reshape(-1, WORDS), LABELS[:, 1:].reshape(-1)),
+    "module": lambda o: nn.CrossEntropyLoss()(torch.flatten(o, 0, 1), LABELS.flatten()),
+    "shifted": shifted,
+    "transpose": lambda o: F.cross_entropy(o.transpose(1, 2), LABELS),
+    "some, moved": lambda o: F.cross_entropy(o[:, 1:].transpose(-1, -2), LABELS[:, :-1]),
+    "permute": lambda o: F.cross_entropy(o.permute(0, 2, 1).contiguous(), LABELS, reduction="sum") / 7,
+    "double": lambda o: F.cross_entropy(o.view(-1, WORDS).to(torch.float64), LABELS.view(-1)).float(),
+    "none": lambda o: (F.cross_entropy(o.transpose(1, 2), LABELS, reduction="none") * SPREAD).mean(),
+    "smooth": lambda o: F.cross_entropy(o.view(-1, WORDS), LABELS.view(-1), label_smoothing=0.1),
+    "weights": lambda o: F.cross_entropy(o.view(-1, WORDS), LABELS.view(-1), WEIGHTS.to(o.dtype)),
+    "ignored": lambda o: F.cross_entropy(o.view(-1, WORDS), LABELS.view(-1).clamp(min=0), ignore_index=3),
+    "two": lambda o: F.cross_entropy(o[:5].reshape(-1, WORDS), LABELS[:5].reshape(-1)) * 2 + flat(o),
+}
+
+
+class Squares(torch.autograd.Function):
+    """Given an output by a call that no torch function sees."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor) -> Tensor:
+        ctx.save_for_backward(output * 1)
+        return output.square().sum() * 1e-3
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return ctx.saved_tensors[0] * 2e-3 * grad
+
+
+MADE: dict[str, Loss] = {
+    "mask": lambda o: F.cross_entropy(o[LABELS >= 0], LABELS[LABELS >= 0]),
+    "other order": lambda o: F.cross_entropy(o.transpose(0, 1).reshape(-1, WORDS), LABELS.T.reshape(-1)),
+    "other classes": lambda o: F.cross_entropy(o[..., :300].flatten(0, 1), LABELS.flatten().clamp(max=299)),
+    "positions as classes": lambda o: F.cross_entropy(o, LABELS[:, :1].clamp(0, 3).expand(ROWS, WORDS)),
+    "probabilities": lambda o: F.cross_entropy(o.view(-1, WORDS), torch.full((ROWS * LENGTH, WORDS), 1 / WORDS).to(o)),
+    "read, too": lambda o: flat(o) + 1e-3 * o.logsumexp(-1).square().mean(),
+    "of a part": lambda o: o[:, 1:].float().square().mean(),
+    "moved": lambda o: (o.transpose(1, 2) * torch.arange(WORDS)[:, None]).mean(),
+    "unseen": lambda o: Squares.apply(o[:, :-1].contiguous()),  # type: ignore[no-untyped-call]
+}
+
+
+class Speaker(nn.Module):
+    """A language model that returns its logits, with a soft cap."""
+
+    def __init__(self, bias: bool = True, cap: float = 0.0) -> None:
+        super().__init__()
+        self.embed, self.body, self.cap = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH), cap
+        self.head = nn.Linear(WIDTH, WORDS, bias)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.head(torch.tanh(self.body(self.embed(tokens))))
+        return torch.tanh(logits / self.cap) * self.cap if self.cap else logits
+
+
+def tokens(rows: int = ROWS) -> Tensor:
+    return torch.randint(WORDS, (rows, LENGTH), generator=torch.Generator().manual_seed(0))
+
+
+def speaker(**options: Any) -> Speaker:
+    torch.manual_seed(0)
+    return Speaker(**options)
+
+
+@pytest.fixture(autouse=True)
+def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cross_entropy, "_LEAST_LOGITS", 2**11)
+
+
+def lazy(model: nn.Module, loss: Loss = flat, **options: Any) -> Any:
+    result = memrewrite.optimize(model, tokens(), loss_fn=loss, returns="lazy", **options)
+    with torch.autocast("cpu", torch.bfloat16, enabled=options.get("amp") is not None):
+        assert made_when_used(type(result(tokens())))
+    return result
+
+
+def gradients(model: nn.Module, loss: Loss) -> list[Tensor]:
+    model.zero_grad()
+    found = loss(model(tokens()))
+    found.backward()
+    return [found.detach().double(), *(p.grad.double() for p in model.parameters() if p.grad is not None)]
+
+
+def assert_as_near(result: nn.Module, original: nn.Module, loss: Loss) -> None:
+    """No further from float64 than twice what the original is."""
+    exact = gradients(copy.deepcopy(original).double(), loss)
+    for ours, theirs, true in zip(gradients(result, loss), gradients(original, loss), exact, strict=True):
+        assert (ours - true).norm() <= 2 * (theirs - true).norm() + 1e-7 * true.norm()
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, tuple[Any, nn.Module]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cross_entropy, "_LEAST_LOGITS", 2**11)
+        heads: dict[str, dict[str, Any]] = {"bias": {}, "cap": {"bias": False, "cap": 5.0}}
+        return {name: (lazy(speaker(**options)), speaker(**options)) for name, options in heads.items()}
+
+
+@pytest.mark.parametrize("head", ["bias", "cap"])
+@pytest.mark.parametrize("loss", IN_ROWS)
+def test_the_loss_of_a_loop_makes_some_rows(results: Any, head: str, loss: str) -> None:
+    result, original = results[head]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", memrewrite.LazyOutputWarning)
+        assert_as_near(result, original, IN_ROWS[loss])
+
+
+@pytest.mark.filterwarnings("ignore::memrewrite.LazyOutputWarning")
+@pytest.mark.parametrize("loss", MADE)
+def test_whatever_else_asks_for_logits_finds_them(results: Any, loss: str) -> None:
+    result, original = results["bias"]
+    assert_as_near(result, original, MADE[loss])
+
+
+@pytest.mark.filterwarnings("ignore::memrewrite.LazyOutputWarning")
+def test_what_is_written_in_place_is_seen_through_views_and_not_in_copies(results: Any) -> None:
+    def written(model: Any) -> list[Tensor]:
+        output = model(tokens())
+        views = output[:, :-1], output.view(-1, WORDS)
+        copies = output[:, :-1].contiguous(), output.half(), output[:, 1:].reshape(-1, WORDS)
+        with torch.no_grad():
+            output.mul_(2)
+        return [*views, *copies, F.cross_entropy(views[1], LABELS.flatten())]
+
+    for ours, theirs in zip(written(results["bias"][0]), written(results["bias"][1]), strict=True):
+        assert torch.equal(ours.detach() + 0, theirs.detach())
+
+
+def test_no_loss_is_made_of_weights_that_a_step_has_changed(results: Any) -> None:
+    model = copy.deepcopy(results["bias"][0])
+    output = model(tokens())
+    flat(output).backward()
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    with pytest.raises(RuntimeError, match=r"cannot be made any more: head\.weight was written since"):
+        flat(output)
+
+
+@pytest.mark.parametrize("amp", [None, "bf16"])
+def test_the_lowest_peak_is_that_without_logits(amp: Any) -> None:
+    logits = ROWS * LENGTH * WORDS * 4
+    result = lazy(speaker(), shifted, budget="min", amp=amp)
+    report = memrewrite.report_of(result)
+    assert report.equivalent
+    assert "cross-entropy makes some rows of it at a time" in report.notes[-1]
+    assert report.predicted_after.peak <= report.predicted_before.peak - logits
+    measured = memrewrite.measure(result, tokens(), loss_fn=shifted, amp=amp, steps=1)
+    assert measured.peak == report.predicted_after.peak
+
+
+def test_a_loss_of_rows_that_is_wrong_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = linear_cross_entropy.linear_cross_entropy
+    monkeypatch.setattr(lazy_output, "linear_cross_entropy", lambda *given: right(*given) * 1.001)
+    with pytest.raises(memrewrite.NotEquivalentError):
+        lazy(speaker())
+
+
+@pytest.mark.parametrize("options", [{"exact": True}, {"passes": ["checkpoint_segments"]}], ids=["exact", "passes"])
+def test_it_is_refused_where_it_may_not_change_the_arithmetic(options: dict[str, Any]) -> None:
+    with pytest.raises(memrewrite.UsageError, match="returns='lazy' is for models that return their loss"):
+        lazy(speaker(), **options)
+
+
+@pytest.mark.filterwarnings("ignore::memrewrite.LazyOutputWarning")
+def test_another_loss_leaves_the_model_as_it_is() -> None:
+    model: nn.Module = speaker()
+    result: nn.Module = memrewrite.optimize(model, tokens(), loss_fn=MADE["read, too"], returns="lazy")
+    assert result is model
+    (note,) = memrewrite.report_of(result).notes
+    assert note.startswith("returns='lazy' has no effect: the step would take more so")
+
+
+def test_an_artifact_makes_rows_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = lazy(speaker(), budget="min")
+    save(result, tmp_path / "artifact")
+    applied = memrewrite.load(tmp_path / "artifact", speaker())
+    monkeypatch.setattr(sys.modules[type(applied(tokens())).__module__], "_LEAST_LOGITS", 2**11)
+    for ours, theirs in zip(gradients(applied, flat), gradients(result, flat), strict=True):
+        assert torch.equal(ours, theirs)
