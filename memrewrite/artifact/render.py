@@ -17,6 +17,7 @@ from memrewrite.runtime import (
     kernels,
     likeness,
     operations,
+    output_rows,
     promise,
     recorders,
     rows,
@@ -32,6 +33,7 @@ _OPERATIONS = (
 _RUNTIME: tuple[ModuleType, ...] = (
     kernel_files,
     kernels,
+    output_rows,
     *dict.fromkeys(_OPERATIONS),
     operations,
     dict_versions,

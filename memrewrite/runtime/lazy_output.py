@@ -10,18 +10,17 @@ This file needs torch only, because its text is also pasted into generated model
 import copy
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import TensorWeakRef
 
-from memrewrite.runtime.cross_entropy import in_autocast, rows_of, too_few
-from memrewrite.runtime.linear_cross_entropy import linear_cross_entropy
+from memrewrite.runtime.cross_entropy import in_autocast
+from memrewrite.runtime.output_rows import MOVES, OutputRows
 from memrewrite.runtime.segment import OWN, autocast_dtype
 
 Types = tuple[tuple[torch.dtype | None, torch.dtype, torch.dtype], ...]
@@ -57,7 +56,7 @@ def lazy_output(
     result: LazyOutput = _Origin.apply(source, *of)  # type: ignore[no-untyped-call]
     if steps is not None:
         layout = torch.empty(shape, dtype=source.dtype, device="meta")
-        result._head = _Head(value, of[1], of[2] if len(of) > 2 else None, steps, layout)
+        result._rows = OutputRows(value, of[1], of[2] if len(of) > 2 else None, steps, layout)
     return result
 
 
@@ -81,6 +80,7 @@ class _Source:
         self.versions = [tensor._version for tensor in of]
         self.samples = [_sample(tensor) for tensor in self.of[1:]]
         self.made: Tensor | None = None
+        self.lost: list[Any] = []  # the shapes of those, casts of the output among them, whose loss was made by rows
         self.output: TensorWeakRef | None = None  # the one that was made by this first: it has the gradient
 
     def then(self, change: Change, shape: torch.Size, dtype: torch.dtype) -> "_Source":
@@ -149,42 +149,12 @@ def _of_torch(frame: Any) -> bool:
     return str(frame.f_globals.get("__name__", "")).partition(".")[0] == "torch"
 
 
-@dataclass(frozen=True)
-class _Head:
-    """Each row of an output is a product with that row of ``hidden`` and ``steps``; ``layout`` has its strides."""
-
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    steps: tuple[tuple[Any, ...], ...]
-    layout: Tensor
-    moved: bool = False  # the classes are in the second dimension
-
-    def after(self, func: Any, change: Change, layout: Tensor) -> "_Head | None":
-        """That of what ``func`` makes of the output by ``change``, in this ``layout``; None if it is no such rows."""
-        if layout.dtype != self.layout.dtype:
-            return replace(self, steps=(*self.steps, ("to", layout.dtype)), layout=layout)
-        if func is Tensor.contiguous:
-            return replace(self, layout=layout)
-        if self.moved:
-            return None
-        if func in _MOVE:
-            strides = layout.stride() if layout.dim() == 3 else (0, 0, 0)
-            moved = strides[1] == 1 and strides[0] >= strides[2] and layout.shape[1] == len(self.weight)
-            return replace(self, layout=layout, moved=True) if moved else None
-        sizes = (*layout.shape[:-1], self.hidden.shape[-1])
-        if layout.dim() < 2 or layout.shape[-1] != len(self.weight):
-            return None
-        hidden = change(self.hidden) if func is Tensor.__getitem__ else self.hidden.reshape(sizes)
-        return replace(self, hidden=hidden, layout=layout) if hidden.shape == sizes else None
-
-
 class LazyOutput(Tensor):
     """An output that is not there yet, and has no storage until then."""
 
     _source: _Source
     _tensor: Tensor | None
-    _head: _Head | None
+    _rows: OutputRows | None
     _view: "tuple[LazyOutput, Change] | None"
 
     @staticmethod
@@ -192,7 +162,7 @@ class LazyOutput(Tensor):
         """One that is made by ``source``, or a ``view`` of such a one: that and what it is changed by."""
         kind = {"dtype": source.dtype, "device": source.held[0].device}
         self: LazyOutput = Tensor._make_wrapper_subclass(cls, shape or source.shape, **kind)  # type: ignore
-        self._source, self._tensor, self._head, self._view = source, None, None, view
+        self._source, self._tensor, self._rows, self._view = source, None, None, view
         if view is None:
             source.output = source.output or TensorWeakRef(self)
         return self
@@ -225,9 +195,9 @@ class LazyOutput(Tensor):
         return output if self._view is None else self._view[1](self._view[0].of(output))
 
     @property
-    def head(self) -> _Head | None:
+    def rows(self) -> OutputRows | None:
         """What its rows are made of, as long as it is not there."""
-        return self._head if self._tensor is None and self._source.made is None else None
+        return self._rows if self._tensor is None and self._source.made is None else None
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -257,9 +227,9 @@ class LazyOutput(Tensor):
 
 def _in_rows(func: Any, output: Any, *rest: Any, **kwargs: Any) -> LazyOutput | None:
     """What ``func`` makes of an output, not there yet either; None where its rows are no rows of the output."""
-    head = output.head if isinstance(output, LazyOutput) else None
+    rows = output.rows if isinstance(output, LazyOutput) else None
     others = any(isinstance(value, Tensor | list) for value in (*rest, *kwargs.values()))
-    if head is None or others or (func is Tensor.to and (kwargs or not isinstance(rest[0], torch.dtype) or rest[1:])):
+    if rows is None or others or (func is Tensor.to and (kwargs or not isinstance(rest[0], torch.dtype) or rest[1:])):
         return None
 
     def change(tensor: Tensor) -> Tensor:
@@ -267,44 +237,37 @@ def _in_rows(func: Any, output: Any, *rest: Any, **kwargs: Any) -> LazyOutput | 
         return changed
 
     with _disable_current_modes():
-        layout = change(head.layout)
-    if layout is head.layout:
+        layout = change(rows.layout)
+    if layout is rows.layout:
         return output
-    if (after := head.after(func, change, layout)) is None:
+    if (after := rows.after(func, change, layout)) is None:
         return None
     result: LazyOutput = _Then.apply(output, change, layout)  # type: ignore[no-untyped-call]
-    result._head = after
+    result._rows = after
     return result
 
 
-def _loss(
-    _: Any,
-    output: Any,
-    target: Any,
-    weight: Tensor | None = None,
-    size_average: Any = None,
-    ignore_index: int = -100,
-    reduce: Any = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Tensor | None:
+def _loss(_: Any, output: Any, target: Any, size_average: Any, reduce: Any, **options: Any) -> Tensor | None:
     """Cross-entropy of an output that is not there, some rows at a time; None where it has to be there."""
-    head = output.head if isinstance(output, LazyOutput) else None
-    if head is None or size_average is not None or reduce is not None or reduction not in _REDUCTIONS:
+    rows = output.rows if isinstance(output, LazyOutput) else None
+    if rows is None or size_average is not None or reduce is not None or not rows.fit(target, options["reduction"]):
         return None
-    rows = head.hidden.flatten(0, -2)
-    asked = isinstance(target, Tensor) and target.dtype == torch.int64 and target.shape == head.hidden.shape[:-1]
-    same = autocast_dtype(rows.device.type) == output._source.autocast and (head.moved or output.dim() == 2)
-    if not asked or not same or too_few(output.numel()):
+    source = output._source
+    if autocast_dtype(output.device.type) != source.autocast:
         return None
-    output._source.refuse_changed()
-    at_once = rows_of(output.numel(), len(head.weight))
-    options = head.steps, _REDUCTIONS[reduction], ignore_index, label_smoothing, at_once, reduction != "none"
-    loss = linear_cross_entropy(rows, head.weight, head.bias, target.flatten(), weight, *options)
-    return loss.view_as(target) if reduction == "none" else loss
+    source.refuse_changed()
+    source.lost.append(tuple(output.shape))
+    return rows.loss(target, **options)
 
 
-_REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
+def _refuse_lost(func: Any, *given: Any, **options: Any) -> None:
+    """Raise where the gradient of an output is asked for after a loss of its rows, through which none comes to it."""
+    for output in tree_leaves((given, options)):
+        if isinstance(output, LazyOutput) and output._source.lost:
+            raise RuntimeError(
+                f"The gradient of an output of {output._source.promise.name} was asked for after its loss, which was made "
+                "some rows at a time: ask for it before (retain_grad, register_hook), or optimize with returns='all'."
+            )
 
 
 def _with_numbers(func: Any, args: Any, kwargs: Any) -> Any:
@@ -389,9 +352,12 @@ _OF_NO_NUMBERS = {
     *(getattr(Tensor, name).__get__ for name in _ASKED),
     *(getattr(Tensor, name) for name in (*_CALLED, "double", "half", "bfloat16")),
 }
-_MOVE = {Tensor.transpose, Tensor.permute, torch.transpose, torch.permute}
 _OF_ROWS = (
-    *(*_MOVE, Tensor.view, Tensor.reshape, Tensor.flatten, torch.reshape, torch.flatten, Tensor.contiguous),
+    *(*MOVES, Tensor.view, Tensor.reshape, Tensor.flatten, torch.reshape, torch.flatten, Tensor.contiguous),
     *(Tensor.__getitem__, Tensor.to, Tensor.float, Tensor.half, Tensor.bfloat16),
 )
-_KNOWN: dict[Any, Callable[..., Tensor | None]] = {functional.cross_entropy: _loss, **dict.fromkeys(_OF_ROWS, _in_rows)}
+_KNOWN: dict[Any, Callable[..., Tensor | None]] = {
+    functional.cross_entropy: _loss,
+    **dict.fromkeys(_OF_ROWS, _in_rows),
+    **dict.fromkeys((torch.autograd.grad, Tensor.retain_grad, Tensor.register_hook), _refuse_lost),
+}

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 import memrewrite
 from memrewrite.artifact.save import save
-from memrewrite.runtime import cross_entropy, lazy_output, linear_cross_entropy
+from memrewrite.runtime import cross_entropy, output_rows
 from memrewrite.runtime.lazy_output import made_when_used
+from memrewrite.runtime.linear_cross_entropy import linear_cross_entropy
 
 WORDS, WIDTH, ROWS, LENGTH = 400, 16, 8, 12
 Loss = Callable[[Any], Tensor]
@@ -173,6 +174,36 @@ def test_no_loss_is_made_of_weights_that_a_step_has_changed(results: Any) -> Non
         flat(output)
 
 
+def of_logits(ask: Callable[[Any, Tensor], Any], model: nn.Module) -> Any:
+    output = model(tokens())
+    return ask(output, flat(output.float()))
+
+
+LATE: dict[str, Callable[[Any, Tensor], Any]] = {
+    "grad": lambda output, loss: torch.autograd.grad(loss, output),
+    "retain_grad": lambda output, loss: output.retain_grad(),
+    "hook": lambda output, loss: output.register_hook(print),
+}
+
+
+@pytest.mark.parametrize("ask", LATE)
+def test_gradients_of_logits_that_were_asked_for_too_late(results: Any, ask: str) -> None:
+    with pytest.raises(RuntimeError, match=r"was asked for after its loss, which was made some rows at a time: ask"):
+        of_logits(LATE[ask], results["bias"][0])
+    of_logits(LATE[ask], results["bias"][1])
+
+
+@pytest.mark.filterwarnings("ignore::memrewrite.LazyOutputWarning")
+def test_gradients_of_logits_that_were_asked_for_before(results: Any) -> None:
+    found = []
+    for model in results["bias"]:
+        output = model(tokens())
+        output.retain_grad()
+        flat(output).backward()
+        found.append(output.grad)
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("amp", [None, "bf16"])
 def test_the_lowest_peak_is_that_without_logits(amp: Any) -> None:
     logits = ROWS * LENGTH * WORDS * 4
@@ -186,8 +217,7 @@ def test_the_lowest_peak_is_that_without_logits(amp: Any) -> None:
 
 
 def test_a_loss_of_rows_that_is_wrong_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = linear_cross_entropy.linear_cross_entropy
-    monkeypatch.setattr(lazy_output, "linear_cross_entropy", lambda *given: right(*given) * 1.001)
+    monkeypatch.setattr(output_rows, "linear_cross_entropy", lambda *given: linear_cross_entropy(*given) * 1.001)
     with pytest.raises(memrewrite.NotEquivalentError):
         lazy(speaker())
 
