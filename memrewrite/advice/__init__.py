@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from memrewrite.advice.known import Known
 from memrewrite.advice.optimizers import frugal
@@ -17,8 +18,10 @@ from memrewrite.measurement.measuring import predict
 from memrewrite.records.errors import BudgetInfeasibleError, MemrewriteError
 from memrewrite.records.options import Budget, format_bytes
 from memrewrite.records.outcomes import Option
+from memrewrite.runtime.cross_entropy import too_few
 from memrewrite.runtime.promise import FallbackWarning
 from memrewrite.search.candidate import Candidate
+from memrewrite.search.registry import in_rows
 from memrewrite.simulate.fake.batch import at_batch
 from memrewrite.targets.eager import EAGER
 from memrewrite.torch_internals.logs import quiet
@@ -57,7 +60,7 @@ def infeasible(candidate: Candidate, limit: Budget, budget: int, lowest: int, or
     elsewhere = '; uncompiled, or by torch.compile(..., backend="memrewrite"), it may be lower' * lower
     regions = (region.region for region in candidate.regions)
     told = (told_of_regions(region.module, region.captured.graph_module.graph) for region in regions)
-    hints = "".join(f"{hint} " for hint in itertools.chain(*told))
+    hints = "".join(f"{hint} " for hint in itertools.chain(*told, _told_of_logits(candidate)))
     as_it_is = ""
     if original < lowest:
         candidate, lowest, as_it_is = replace(candidate, regions=()), original, " of the model as it is"
@@ -73,6 +76,21 @@ def infeasible(candidate: Candidate, limit: Budget, budget: int, lowest: int, or
         f"  - {option.name}: {format_bytes(option.peak_bytes)} ({option.cost})" for option in found if option.fits
     )
     return BudgetInfeasibleError(message, lowest, lines or ("  - nothing that was tried; a smaller model.",), found)
+
+
+def _told_of_logits(candidate: Candidate) -> Iterator[str]:
+    """What to say where the model returns logits, which might be made of some rows at a time or not at all."""
+    for region in (each.region for each in candidate.regions):
+        if region.path or region.captured.returns != "all" or candidate.bench.step.mode != "train":
+            continue
+        leaves: Any = region.captured.graph_module.graph.output_node().args[0]
+        for logits in (leaf for leaf in leaves if isinstance(leaf, fx.Node) and in_rows(None, False)(leaf) is not None):
+            value = logits.meta["val"]
+            if not too_few(value.numel()):
+                yield (
+                    f"{type(region.module).__name__} returns logits of {format_bytes(value.nbytes)}; with "
+                    "returns='lazy' (--returns lazy) their cross-entropy makes some rows of them at a time."
+                )
 
 
 def _floor(candidate: Candidate) -> str:

@@ -264,9 +264,10 @@ def _refuse_lost(func: Any, *given: Any, **options: Any) -> None:
     """Raise where the gradient of an output is asked for after a loss of its rows, through which none comes to it."""
     for output in tree_leaves((given, options)):
         if isinstance(output, LazyOutput) and output._source.lost:
+            name = output._source.promise.name
             raise RuntimeError(
-                f"The gradient of an output of {output._source.promise.name} was asked for after its loss, which was made "
-                "some rows at a time: ask for it before (retain_grad, register_hook), or optimize with returns='all'."
+                f"The gradient of an output of {name} was asked for after its loss, which was made some rows at a "
+                "time: ask for it before (retain_grad, register_hook), or optimize with returns='all'."
             )
 
 

@@ -5,9 +5,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 import memrewrite
@@ -275,6 +277,27 @@ def test_what_keeps_a_plan_from_what_it_is_for_is_named_with_what_to_do() -> Non
     with pytest.raises(BudgetInfeasibleError, match="Within enters autocast in its own forward") as caught:
         memrewrite.optimize(Within(), torch.randn(512, 64), budget="60%")
     assert caught.value.summary.endswith('regions=["layers.*"] say. What else would fit:')
+
+
+class Speaking(nn.Module):
+    """Returns logits of 5,000 words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(5000, 16), nn.Linear(16, 5000)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(self.embed(tokens))
+        return logits
+
+
+def test_logits_that_are_returned_are_named_and_need_not_be_there() -> None:
+    tokens = torch.randint(5000, (8, 64))
+    given: dict[str, Any] = {"loss_fn": lambda output: F.cross_entropy(output.flatten(0, 1), tokens.flatten())}
+    told = r"Speaking returns logits of 10\.2 MB .*returns='lazy' .*makes some rows of them at a time"
+    with pytest.raises(BudgetInfeasibleError, match=told):
+        memrewrite.optimize(Speaking(), tokens, budget="60%", **given)
+    assert memrewrite.optimize(Speaking(), tokens, budget="60%", returns="lazy", **given).report.equivalent
 
 
 def layer() -> nn.Module:
