@@ -247,17 +247,42 @@ def _in_rows(func: Any, output: Any, *rest: Any, **kwargs: Any) -> LazyOutput | 
     return result
 
 
+def _detached(func: Any, output: LazyOutput) -> LazyOutput | None:
+    """The same without a gradient, its rows too."""
+    if (rows := output.rows) is None:
+        return None
+    with torch._C.DisableTorchFunctionSubclass():
+        alone = func(output) if output._view is None else None
+    result = LazyOutput(output._source, rows.layout.shape, (output, func)) if alone is None else alone
+    result._rows = rows.detached()
+    return result
+
+
 def _loss(_: Any, output: Any, target: Any, size_average: Any, reduce: Any, **options: Any) -> Tensor | None:
     """Cross-entropy of an output that is not there, some rows at a time; None where it has to be there."""
-    rows = output.rows if isinstance(output, LazyOutput) else None
+    rows = _rows_now(output)
     if rows is None or size_average is not None or reduce is not None or not rows.fit(target, options["reduction"]):
         return None
-    source = output._source
-    if autocast_dtype(output.device.type) != source.autocast:
-        return None
-    source.refuse_changed()
-    source.lost.append(tuple(output.shape))
+    output._source.refuse_changed()
+    output._source.lost.append(tuple(output.shape))
     return rows.loss(target, **options)
+
+
+def _of_each_row(func: Any, output: Any, *given: Any, **options: Any) -> Tensor | None:
+    """A number for each row of an output that is not there, some rows at a time; None where it has to be there."""
+    if (rows := _rows_now(output)) is None:
+        return None
+    output._source.refuse_changed()
+    found = rows.each(func, *given, **options)
+    if found is not None and found.requires_grad:
+        output._source.lost.append(tuple(output.shape))
+    return found
+
+
+def _rows_now(output: Any) -> OutputRows | None:
+    """The rows of an output that is not there, under the autocast that it is of."""
+    same = isinstance(output, LazyOutput) and autocast_dtype(output.device.type) == output._source.autocast
+    return output.rows if same else None
 
 
 def _refuse_lost(func: Any, *given: Any, **options: Any) -> None:
@@ -359,6 +384,8 @@ _OF_ROWS = (
 )
 _KNOWN: dict[Any, Callable[..., Tensor | None]] = {
     functional.cross_entropy: _loss,
+    Tensor.detach: _detached,
+    **dict.fromkeys((Tensor.argmax, torch.argmax, Tensor.logsumexp, torch.logsumexp), _of_each_row),
     **dict.fromkeys(_OF_ROWS, _in_rows),
     **dict.fromkeys((torch.autograd.grad, Tensor.retain_grad, Tensor.register_hook), _refuse_lost),
 }

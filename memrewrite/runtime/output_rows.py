@@ -1,4 +1,4 @@
-"""Logits by the rows that they are made of, and their cross-entropy, which makes some rows of them at a time.
+"""Logits by the rows that they are made of, and what comes to a number a row, which makes some of them at a time.
 
 This file needs torch only, because its text is also pasted into generated models.
 """
@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from memrewrite.runtime.cross_entropy import rows_of, too_few
 from memrewrite.runtime.linear_cross_entropy import linear_cross_entropy
+from memrewrite.runtime.tiles import in_tiles
 
 MOVES = {Tensor.transpose, Tensor.permute, torch.transpose, torch.permute}
 _REDUCTION = {"none": 0, "mean": 1, "sum": 2}
@@ -49,6 +51,11 @@ class OutputRows:
         hidden = change(self.hidden) if func is Tensor.__getitem__ else self.hidden.reshape(sizes)
         return replace(self, hidden=hidden, layout=layout) if hidden.shape == sizes else None
 
+    def detached(self) -> "OutputRows":
+        """The same without a gradient."""
+        bias = None if self.bias is None else self.bias.detach()
+        return replace(self, hidden=self.hidden.detach(), weight=self.weight.detach(), bias=bias)
+
     def fit(self, target: Any, reduction: str) -> bool:
         """Whether ``loss`` is what ``F.cross_entropy`` makes of an output with this target, and worth it."""
         classes = isinstance(target, Tensor) and target.dtype == torch.int64 and target.shape == self.hidden.shape[:-1]
@@ -64,3 +71,20 @@ class OutputRows:
         given = self.hidden.flatten(0, -2), self.weight, self.bias, target.flatten(), weight
         loss = linear_cross_entropy(*given, *options)
         return loss.view_as(target) if reduction == "none" else loss
+
+    def each(self, func: Any, dim: Any = None, keepdim: bool = False, **more: Any) -> Tensor | None:
+        """``func`` of each row, ``argmax`` or ``logsumexp``; None of anything but rows, and of few of them."""
+        if more or self.moved or dim not in (-1, self.layout.dim() - 1) or too_few(self.layout.numel()):
+            return None
+
+        def part(hidden: Tensor, weight: Tensor, *bias: Tensor) -> Tensor:
+            logits = functional.linear(hidden, weight, *bias)
+            for name, *arguments in self.steps:
+                logits = getattr(logits, name)(*arguments)
+            found: Tensor = func(logits, -1, True)
+            return found
+
+        given = self.hidden, self.weight, *(() if self.bias is None else (self.bias,))
+        weights = tuple(range(1, len(given)))
+        result: Tensor = in_tiles(part, (0,), weights, rows_of(self.layout.numel(), len(self.weight)), *given)
+        return result if keepdim else result.squeeze(-1)

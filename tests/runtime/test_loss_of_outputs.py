@@ -49,6 +49,11 @@ IN_ROWS: dict[str, Loss] = {
     "smooth": lambda o: F.cross_entropy(o.view(-1, WORDS), LABELS.view(-1), label_smoothing=0.1),
     "weights": lambda o: F.cross_entropy(o.view(-1, WORDS), LABELS.view(-1), WEIGHTS.to(o.dtype)),
     "ignored": lambda o: F.cross_entropy(o.view(-1, WORDS), LABELS.view(-1).clamp(min=0), ignore_index=3),
+    "logarithms, too": lambda o: flat(o) + 1e-3 * torch.logsumexp(o[:, 1:].float(), dim=-1).square().mean(),
+    "accuracy, too": lambda o: flat(o) * (o.detach().argmax(-1) != LABELS).float().mean(),
+    "places, too": lambda o: (
+        flat(o) * (o[:, 1:].detach().argmax(2, keepdim=True) != LABELS[:, 1:, None]).float().mean()
+    ),
     "two": lambda o: F.cross_entropy(o[:5].reshape(-1, WORDS), LABELS[:5].reshape(-1)) * 2 + flat(o),
 }
 
@@ -72,7 +77,8 @@ MADE: dict[str, Loss] = {
     "other classes": lambda o: F.cross_entropy(o[..., :300].flatten(0, 1), LABELS.flatten().clamp(max=299)),
     "positions as classes": lambda o: F.cross_entropy(o, LABELS[:, :1].clamp(0, 3).expand(ROWS, WORDS)),
     "probabilities": lambda o: F.cross_entropy(o.view(-1, WORDS), torch.full((ROWS * LENGTH, WORDS), 1 / WORDS).to(o)),
-    "read, too": lambda o: flat(o) + 1e-3 * o.logsumexp(-1).square().mean(),
+    "read, too": lambda o: flat(o) + 1e-3 * o.exp().mean(),
+    "of columns": lambda o: o.logsumexp(1).mean() + o.transpose(1, 2).logsumexp(-1).mean() + o.argmax() * 0.0,
     "of a part": lambda o: o[:, 1:].float().square().mean(),
     "moved": lambda o: (o.transpose(1, 2) * torch.arange(WORDS)[:, None]).mean(),
     "unseen": lambda o: Squares.apply(o[:, :-1].contiguous()),  # type: ignore[no-untyped-call]
