@@ -197,7 +197,9 @@ class LazyOutput(Tensor):
     @property
     def rows(self) -> OutputRows | None:
         """What its rows are made of, as long as it is not there."""
-        return self._rows if self._tensor is None and self._source.made is None else None
+        if self._rows is None or self._tensor is not None or self._source.made is not None:
+            return None
+        return self._rows if self.requires_grad else self._rows.detached()
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -228,8 +230,10 @@ class LazyOutput(Tensor):
 def _in_rows(func: Any, output: Any, *rest: Any, **kwargs: Any) -> LazyOutput | None:
     """What ``func`` makes of an output, not there yet either; None where its rows are no rows of the output."""
     rows = output.rows if isinstance(output, LazyOutput) else None
-    others = any(isinstance(value, Tensor | list) for value in (*rest, *kwargs.values()))
-    if rows is None or others or (func is Tensor.to and (kwargs or not isinstance(rest[0], torch.dtype) or rest[1:])):
+    plain = all(value is None or isinstance(value, _PLAIN_ARGUMENTS) for value in tree_leaves((rest, kwargs)))
+    if rows is None or not plain or (func is Tensor.to and [*map(type, rest)] != [torch.dtype]):
+        return None
+    if output.requires_grad and not torch.is_grad_enabled():  # a leaf of its own, which backward ends at
         return None
 
     def change(tensor: Tensor) -> Tensor:
@@ -254,7 +258,7 @@ def _detached(func: Any, output: LazyOutput) -> LazyOutput | None:
     with torch._C.DisableTorchFunctionSubclass():
         alone = func(output) if output._view is None else None
     result = LazyOutput(output._source, rows.layout.shape, (output, func)) if alone is None else alone
-    result._rows = rows.detached()
+    result._rows = rows
     return result
 
 
@@ -264,8 +268,7 @@ def _loss(_: Any, output: Any, target: Any, size_average: Any, reduce: Any, **op
     if rows is None or size_average is not None or reduce is not None or not rows.fit(target, options["reduction"]):
         return None
     output._source.refuse_changed()
-    output._source.lost.append(tuple(output.shape))
-    return rows.loss(target, **options)
+    return _noted(output, rows.loss(target, **options))
 
 
 def _of_each_row(func: Any, output: Any, *given: Any, **options: Any) -> Tensor | None:
@@ -273,7 +276,11 @@ def _of_each_row(func: Any, output: Any, *given: Any, **options: Any) -> Tensor 
     if (rows := _rows_now(output)) is None:
         return None
     output._source.refuse_changed()
-    found = rows.each(func, *given, **options)
+    return _noted(output, rows.each(func, *given, **options))
+
+
+def _noted(output: LazyOutput, found: Tensor | None) -> Tensor | None:
+    """What was made of rows of the output, through which no gradient comes to that."""
     if found is not None and found.requires_grad:
         output._source.lost.append(tuple(output.shape))
     return found
@@ -378,6 +385,7 @@ _OF_NO_NUMBERS = {
     *(getattr(Tensor, name).__get__ for name in _ASKED),
     *(getattr(Tensor, name) for name in (*_CALLED, "double", "half", "bfloat16")),
 }
+_PLAIN_ARGUMENTS = (int, slice, type(...), torch.dtype, torch.Size)
 _OF_ROWS = (
     *(*MOVES, Tensor.view, Tensor.reshape, Tensor.flatten, torch.reshape, torch.flatten, Tensor.contiguous),
     *(Tensor.__getitem__, Tensor.to, Tensor.float, Tensor.half, Tensor.bfloat16),

@@ -54,6 +54,10 @@ IN_ROWS: dict[str, Loss] = {
     "places, too": lambda o: (
         flat(o) * (o[:, 1:].detach().argmax(2, keepdim=True) != LABELS[:, 1:, None]).float().mean()
     ),
+    "sizes": lambda o: F.cross_entropy(o.view(torch.Size((-1, WORDS))), LABELS.view(-1)),
+    "listed": lambda o: F.cross_entropy(o[[1, 2]].permute([0, 2, 1]), LABELS[[1, 2]]),
+    "some texts": lambda o: F.cross_entropy(o[[1, 2]].flatten(0, 1), LABELS[[1, 2]].flatten()),
+    "last": lambda o: F.cross_entropy(o[:, -2:].reshape(-1, WORDS), LABELS[:, -2:].reshape(-1)),
     "two": lambda o: F.cross_entropy(o[:5].reshape(-1, WORDS), LABELS[:5].reshape(-1)) * 2 + flat(o),
 }
 
@@ -72,6 +76,8 @@ class Squares(torch.autograd.Function):
 
 
 MADE: dict[str, Loss] = {
+    "places": lambda o: F.cross_entropy(o[torch.arange(ROWS), LABELS[:, -1] % LENGTH], LABELS[:, 0]),
+    "mask of rows": lambda o: F.cross_entropy(o[LABELS >= 0, :], LABELS[LABELS >= 0]),
     "mask": lambda o: F.cross_entropy(o[LABELS >= 0], LABELS[LABELS >= 0]),
     "other order": lambda o: F.cross_entropy(o.transpose(0, 1).reshape(-1, WORDS), LABELS.T.reshape(-1)),
     "other classes": lambda o: F.cross_entropy(o[..., :300].flatten(0, 1), LABELS.flatten().clamp(max=299)),
@@ -169,6 +175,23 @@ def test_what_is_written_in_place_is_seen_through_views_and_not_in_copies(result
 
     for ours, theirs in zip(written(results["bias"][0]), written(results["bias"][1]), strict=True):
         assert torch.equal(ours.detach() + 0, theirs.detach())
+
+
+@pytest.mark.filterwarnings("ignore::memrewrite.LazyOutputWarning")
+def test_a_gradient_is_where_the_original_has_one(results: Any) -> None:
+    def without(model: nn.Module) -> list[Any]:
+        output = model(tokens())
+        with torch.no_grad():
+            unasked, view, part = model(tokens()), output.view(-1, WORDS), output[:, 1:].contiguous()
+        view_of_none = unasked.view(-1, WORDS), unasked[:, 1:].detach().argmax(-1)
+        losses = [flat(unasked), flat(output.detach()), F.cross_entropy(view, LABELS.flatten()), unasked.logsumexp(-1)]
+        losses += [flat(output[:].detach()), F.cross_entropy(part.transpose(1, 2), LABELS[:, 1:]), *view_of_none]
+        return [losses, *(loss.requires_grad for loss in losses)]
+
+    ours, theirs = map(without, results["bias"])
+    assert ours[1:] == theirs[1:] == [False, False, True, *[False] * 5]
+    for mine, other in zip(ours[0], theirs[0], strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-6, atol=0)
 
 
 def test_no_loss_is_made_of_weights_that_a_step_has_changed(results: Any) -> None:
