@@ -16,6 +16,7 @@ from memrewrite.capture.normal import attribute
 from memrewrite.observe.effects import Effects
 from memrewrite.records.errors import UsageError
 from memrewrite.records.graph_calls import LazyCall
+from memrewrite.runtime.cross_entropy import too_few
 from memrewrite.torch_internals.fake_tensors import FakeTensorMode
 from memrewrite.torch_internals.pytrees import tree_unflatten
 from memrewrite.torch_internals.tracing import module_of
@@ -27,6 +28,7 @@ _NO_LOSS = (
     "the cross-entropy of logits, give returns='lazy'."
 )
 _IN_ROWS = ", and cross-entropy makes some rows of it at a time"
+_FEW = "returns='lazy' has no effect: what its loss is made of is too small to be made some rows at a time."
 _NOTHING_LAZY = (
     "returns='lazy' has no effect: nothing that is returned beside the loss is made of weights and one smaller value."
 )
@@ -73,19 +75,21 @@ def lazily(
     place = _place(captured, leaves, loss_of)
     effects = look()
     calls: dict[int, LazyCall] = {}
-    given = [*leaves]
+    sources: dict[int, fx.Node] = {}
     returned = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, fx.Node)}
     for number, leaf in returned.items():
         others = {key for i, other in returned.items() if i != number for key in effects.of[other].outputs}
         source = _source_of(leaf, effects) if number != place and not effects.of[leaf].outputs & others else None
         if source is not None and (sizes := _sizes(leaf, source, captured.inputs)) is not None:
-            calls[number] = _call(graph_module, source, leaf, sizes, steps_to)
-            given[number] = source
+            calls[number], sources[number] = _call(graph_module, source, leaf, sizes, steps_to), source
     if place is None and all(call.steps is None for call in calls.values()):
         raise UsageError(_NO_LOSS.format("lazy"))
+    if place is None:
+        few = [i for i, call in calls.items() if call.steps is None or too_few(leaves[i].meta["val"].numel())]
+        calls = {i: call for i, call in calls.items() if i not in few}
     if not calls:
-        return replace(captured, notes=(*captured.notes, _NOTHING_LAZY))
-    output.args = (tuple(given),)
+        return replace(captured, notes=(*captured.notes, _NOTHING_LAZY if place is not None else _FEW))
+    output.args = (tuple(sources.get(i, leaf) if i in calls else leaf for i, leaf in enumerate(leaves)),)
     graph_module.recompile()
     shapes = ", ".join(str(tuple(leaves[number].meta["val"].shape)) for number in calls)
     in_rows = _IN_ROWS if place is None else ""

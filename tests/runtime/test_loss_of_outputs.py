@@ -266,6 +266,13 @@ def test_another_loss_leaves_the_model_as_it_is() -> None:
     assert note.startswith("returns='lazy' has no effect: the step would take more so")
 
 
+def test_a_few_logits_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    result = memrewrite.optimize(speaker(), tokens(), loss_fn=flat, returns="lazy", budget="min")
+    assert memrewrite.report_of(result).notes[-1].startswith("returns='lazy' has no effect: what its loss is made of")
+    assert type(result(tokens())) is Tensor
+
+
 def test_an_artifact_makes_rows_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result = lazy(speaker(), budget="min")
     save(result, tmp_path / "artifact")
