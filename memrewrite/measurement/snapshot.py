@@ -47,7 +47,7 @@ class State:
         grad = tensor.grad if tensor.is_leaf else None
         self._tensors[id(tensor)] = (tensor, tensor.detach(), tensor.requires_grad, grad)
         tensor = local_part(tensor)
-        if tensor.layout != torch.strided or tensor.device.type == "meta":
+        if not _has_memory(tensor):
             return  # a sparse buffer is kept by reference: no module writes one in place
         storage: Any = tensor.untyped_storage()
         if id(storage) not in self._bytes:
@@ -65,7 +65,7 @@ class State:
         for tensor, alias, requires_grad, grad in self._tensors.values():
             if tensor.grad_fn is not None and requires_grad is False and not is_view(tensor):
                 tensor.detach_()  # a buffer updated in place from activations carries their graph
-            if tensor.layout == torch.strided and local_part(tensor).data_ptr() != local_part(alias).data_ptr():
+            if _lies_elsewhere(tensor, alias):
                 tensor.data = alias
             if tensor.is_leaf:
                 tensor.requires_grad_(requires_grad)
@@ -107,6 +107,19 @@ class State:
         }
         other._generators = RandomState(self._devices)
         return other
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Whether a tensor is its bytes: not sparse, nor on the meta device, where fake copies forbid asking for any."""
+    return tensor.layout == torch.strided and tensor.device.type != "meta"
+
+
+def _lies_elsewhere(tensor: Tensor, alias: Tensor) -> bool:
+    """Whether a tensor was given other memory, or other sizes, than it had when ``alias`` was made of it."""
+    if not _has_memory(tensor):
+        return False
+    now, then = local_part(tensor), local_part(alias)
+    return (now.data_ptr(), now.shape, now.stride()) != (then.data_ptr(), then.shape, then.stride())
 
 
 def _on_cpu(storage: Any) -> Any:

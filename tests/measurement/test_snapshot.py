@@ -1,0 +1,76 @@
+"""What runs change of a model is put back where it lies, sizes too; what has no memory is not asked for any."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+import memrewrite
+from memrewrite.measurement.measuring import preserved_state
+from memrewrite.records.errors import CaptureError
+from memrewrite.workload.step import Inputs
+
+WIDTH = 32
+
+
+class Observed(nn.Module):
+    """Quantizes its weight as ``torch.ao`` does while it trains: the operator gives its statistics their sizes."""
+
+    low: Tensor
+    high: Tensor
+    scale: Tensor
+    zero: Tensor
+    on: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        for name in ("low", "high"):
+            self.register_buffer(name, torch.zeros(0))
+        self.register_buffer("scale", torch.ones(WIDTH))
+        self.register_buffer("zero", torch.zeros(WIDTH, dtype=torch.int32))
+        self.register_buffer("on", torch.ones(1, dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        statistics = self.low, self.high, self.scale, self.zero
+        weight = torch.fused_moving_avg_obs_fake_quant(
+            self.inner.weight, self.on, self.on, *statistics, 0.01, -128, 127, 0, True, True
+        )
+        return nn.functional.linear(x, weight, self.inner.bias)
+
+
+def test_buffers_that_forward_gives_a_size_have_none_again() -> None:
+    module, x = Observed(), torch.randn(4, WIDTH)
+    for _ in range(2):
+        with preserved_state(module, Inputs((x,), {})):
+            module(x)
+            assert module.low.shape == module.high.shape == (WIDTH,)
+        assert module.low.shape == module.high.shape == (0,)
+
+
+def test_a_model_with_such_a_part_is_rewritten_and_can_still_run() -> None:
+    x = torch.randn(64, WIDTH)
+    model = nn.Sequential(nn.Linear(WIDTH, 8 * WIDTH), nn.GELU(), nn.Linear(8 * WIDTH, WIDTH), Observed())
+    report = memrewrite.optimize(model, x, budget="min", exact=True).report
+    assert report.verdict.startswith("bit-equal")
+    assert model[3].low.shape == (0,)
+    model(x)
+
+
+class Ensemble(nn.Module):
+    """Several networks in one call, by one without memory that is no submodule."""
+
+    base: nn.Linear
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, WIDTH, WIDTH))
+        self.__dict__["base"] = nn.Linear(WIDTH, WIDTH, bias=False, device="meta")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.vmap(lambda weight: functional_call(self.base, {"weight": weight}, x))(self.weight)
+
+
+def test_parameters_without_memory_are_not_asked_where_they_lie() -> None:
+    with pytest.raises(CaptureError, match=r"torch\.func transforms"):
+        memrewrite.optimize(Ensemble(), torch.randn(4, WIDTH), budget="min")
