@@ -20,6 +20,7 @@ from memrewrite.state.attributes import Attributes
 from memrewrite.torch_internals.logs import quiet
 from memrewrite.torch_internals.operators import set_grad_enabled
 from memrewrite.torch_internals.pytrees import tree_flatten, tree_leaves, tree_map
+from memrewrite.torch_internals.tracing import distributions_as_before
 from memrewrite.workload.step import Inputs
 
 
@@ -56,7 +57,7 @@ def _run(model: nn.Module, mine: dict[str, Any]) -> tuple["_Lookout", Any]:
     backend, attributes = _Lookout(), Attributes(model)
     torch.compiler.reset()
     try:
-        with quiet():
+        with quiet(), distributions_as_before():
             compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
             return backend, compiled(*mine["args"], **mine["kwargs"])
     finally:

@@ -27,6 +27,7 @@ with private_imports():
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 require(
+    "distributions.Distribution._validate_args",
     "fx.proxy.CapturedTraceback",
     "fx.experimental.proxy_tensor._extract_tensor_metadata",
     "utils.checkpoint._checkpoint_without_reentrant_generator",
@@ -206,6 +207,19 @@ def checkpoint_calls() -> Iterator[list[str]]:
         mock.patch.object(reentrant, "apply", counted(reentrant.apply)),
     ):
         yield calls
+
+
+@contextlib.contextmanager
+def distributions_as_before() -> Iterator[None]:
+    """Let distributions look at what they are given, or not, as before: Dynamo's first run ends that for all that is.
+
+    It is said nowhere, and they give no error for NaN from then on.
+    """
+    before = torch.distributions.Distribution._validate_args
+    try:
+        yield
+    finally:
+        torch.distributions.Distribution.set_default_validate_args(before)
 
 
 def varying_size(tree: Any) -> torch.SymInt | None:

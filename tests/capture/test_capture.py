@@ -301,6 +301,15 @@ def test_a_failed_capture_leaves_no_trace(front_end: str) -> None:
 
 
 @front_ends
+def test_distributions_go_on_looking_at_what_they_are_given(front_end: str) -> None:
+    torch.distributions.Distribution.set_default_validate_args(True)
+    module = model(lambda self, x: self.linear(x))
+    capture(module, Inputs((x(),), {}), front_end)
+    with pytest.raises(ValueError, match="to satisfy the constraint"):
+        torch.distributions.Normal(0.0, -1.0)
+
+
+@front_ends
 def test_hooks_of_the_model_itself_stay_and_run_once_per_call(front_end: str) -> None:
     module, seen = model(lambda self, x: self.linear(x)), []
 
