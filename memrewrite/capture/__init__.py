@@ -137,6 +137,11 @@ def _by_front_ends(
             return _with(findings, pairs, model, inputs, captured, *told)
     if returned := re.search(_RETURNED, " ".join(said)):
         raise unspelled(returned[1])
+    if findings.derives:
+        raise CaptureError(
+            f"{type(model).__name__} takes gradients in forward (at {findings.derives}) by operations that no graph "
+            "shows; take them outside of forward, in loss_fn say."
+        )
     asked = f" with {', '.join(str(each) for each in ranges if not each.implied)}" if ranges else ""
     raise CaptureError(
         f"{type(model).__name__} cannot be captured as one graph{asked} ({'; '.join(said)}). Control flow that depends "

@@ -21,19 +21,19 @@ from memrewrite.capture.autocasts import autocast_asked, autocast_now, autocast_
 from memrewrite.capture.gradients import QUESTIONS, all_or_none, gradients_asked, with_or_without
 from memrewrite.capture.identity import OperatorsSeen
 from memrewrite.capture.reads import ReadsOfForward
-from memrewrite.records.errors import CaptureError, first_line
-from memrewrite.records.lines import in_checkpoint, is_users, line_now, line_of
+from memrewrite.records.errors import CaptureError
+from memrewrite.records.lines import in_checkpoint, is_users, line_now
 from memrewrite.runtime.guards import Reads
 from memrewrite.runtime.segment import autocast_dtype
 from memrewrite.simulate.fake.constant_values import known_values
 from memrewrite.simulate.fake.fakes import fake_inputs, fake_twin
-from memrewrite.simulate.fake.refusals import refusal
+from memrewrite.simulate.fake.refusals import failed
 from memrewrite.simulate.fake.stand_ins import functions_on_fakes
 from memrewrite.state.attributes import Attributes
 from memrewrite.state.random_state import RandomState, draws, seed_all
 from memrewrite.torch_internals.custom_functions import Forward, forwards_replaced, function_calls, functions_behind
 from memrewrite.torch_internals.dispatch_modes import Recall
-from memrewrite.torch_internals.fake_tensors import FAKE_TENSOR_ERRORS, FakeTensorMode
+from memrewrite.torch_internals.fake_tensors import FakeTensorMode
 from memrewrite.torch_internals.logs import quiet
 from memrewrite.torch_internals.pytrees import tensors_in, tree_flatten, tree_leaves
 from memrewrite.torch_internals.tracing import checkpoint_calls, tracing_untold
@@ -44,6 +44,7 @@ _TENSOR_HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
 _GRADIENTS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 _NOBODYS_SEED = 7_046_029_254_386_353_131
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_LET_TRAIN = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Findings:
     another way on the values of these inputs than on values it cannot see; ``checkpoints`` says that it checkpoints,
     ``functions`` are the custom ``autograd.Function`` classes that it applies, ``autocast``, ``reads`` and ``looks``
     are those of ``Captured``; ``gradients`` says whether forward does something else where other tensors need them.
-    ``operators`` are the names of those that forward runs on these inputs.
+    ``operators`` are the names of those that forward runs on these inputs, ``derives`` is where it differentiates.
     """
 
     notes: tuple[str, ...] = ()
@@ -69,6 +70,7 @@ class Findings:
     looks: tuple[str, ...] = ()
     gradients: bool = False
     operators: Sequence[str] = ()
+    derives: str = ""
 
 
 def check(model: nn.Module, inputs: Inputs) -> Findings:
@@ -117,6 +119,7 @@ def check(model: nn.Module, inputs: Inputs) -> Findings:
         looks=first.reads.looks,
         gradients=gradients,
         operators=first.operators,
+        derives=first.derives,
     )
 
 
@@ -236,21 +239,7 @@ class _Rehearsal:
         except CaptureError:
             raise
         except Exception as error:
-            raise CaptureError(_failed(self._name, error)) from error
-
-
-def _failed(name: str, error: Exception) -> str:
-    if sentence := refusal(name, error):
-        return sentence
-    text = first_line(error)
-    line = line_of(error)
-    place = f" at {line}" if line else ""
-    if isinstance(error, FAKE_TENSOR_ERRORS):
-        return (
-            f"{name} lets the values of a tensor decide what Python does{place} ({text}), which no graph can hold; "
-            "compute it with tensors (torch.where, masks) or outside forward."
-        )
-    return f"{name} does not run on the example inputs{place}: {type(error).__name__}: {text}."
+            raise CaptureError(failed(self._name, error)) from error
 
 
 def _refuse_difference(name: str, rehearsal: _Rehearsal, first: "_Watch") -> None:
@@ -309,6 +298,8 @@ _REFUSED = {
     "switch the model's checkpointing off, and the plan says what is recomputed.",
     "gradient": "takes gradients in forward (at {place}), which a graph would differentiate again; "
     "detach what they are taken of, or give create_graph=True.",
+    "leaf": "lets a tensor require a gradient in forward (at {place}), which in a graph none would; let inputs require "
+    "theirs before the model is called.",
 }
 _FunctionCall = tuple[Any, list[str], str]  # the function, its plain arguments and how many tensors, the place
 
@@ -319,14 +310,14 @@ class _Watch(TorchFunctionMode):
     ``places`` holds where something on the list of what is refused happened, a write to one of ``buffers`` (by id)
     under a checkpoint among it; ``nested`` says where modes are in force that export loses, "" if nowhere; ``regions``
     is that of ``autocast_regions``. ``output`` is what forward returned, ``reads`` what it read, ``asks_of_gradients``
-    whether it asked a tensor whether it needs one.
+    whether it asked a tensor whether it needs one, ``derives`` where it took some that can be differentiated again.
     """
 
     def __init__(self, buffers: set[int], regions: list[bool]) -> None:
         super().__init__()
         self._buffers, self._regions, self._looking = buffers, regions, True
         self.places: dict[str, list[str]] = {}
-        self.nested = ""
+        self.nested = self.derives = ""
         self.output: Any = None
         self.reads: Any = None
         self.operators: list[str] = []
@@ -349,8 +340,9 @@ class _Watch(TorchFunctionMode):
         kwargs = kwargs or {}
         if not self._looking:
             return func(*args, **kwargs)
+        theirs = is_users(sys._getframe(1).f_code.co_filename)
         if func in QUESTIONS:
-            self.asks_of_gradients |= is_users(sys._getframe(1).f_code.co_filename)
+            self.asks_of_gradients |= theirs
             return func(*args, **kwargs)
         inference, seed, autocast, attention = self._outside
         line = line_now()
@@ -364,6 +356,7 @@ class _Watch(TorchFunctionMode):
         }
         for what in (what for what, happened in happens.items() if happened):
             self.places.setdefault(what, []).append(line)
+        self.derives = self.derives or line * (func in _GRADIENTS)
         if not torch.is_grad_enabled() and any(self._regions) and autocast_now() != autocast:
             self.nested = self.nested or f"no_grad inside of autocast at {line}"  # it keeps the outer one only
         if torch.is_autocast_cache_enabled() != self._cache:
@@ -375,7 +368,10 @@ class _Watch(TorchFunctionMode):
         plain.append(f"{sum(isinstance(leaf, Tensor) for leaf in leaves)} tensors")
         self._calls.append((func, plain, line))
         versions = [(value, value._version) for value in args if id(value) in self._buffers]
+        trained = func in _LET_TRAIN and args[0].requires_grad
         result = func(*args, **kwargs)
+        if theirs and not trained and (args[0].requires_grad if func in _LET_TRAIN else kwargs.get("requires_grad")):
+            self.places.setdefault("leaf", []).append(line)
         if any(leaf.is_floating_point() for leaf in tensors_in(result)):
             self._computing.append(self._calls[-1])
         if any(buffer._version != version for buffer, version in versions) and in_checkpoint():

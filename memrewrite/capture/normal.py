@@ -137,7 +137,8 @@ def copy_into(
         if node in values or replace(graph, node, values) or _is_assertion(node):
             continue
         if "functorch" in str(getattr(node.target, "__module__", "")):
-            raise CaptureError(f"torch.func transforms ({node.name}) cannot be run node by node; compute without them.")
+            place = f" (at {line})" if (line := _source(node)) else ""
+            raise CaptureError(f"torch.func transforms{place} cannot be run node by node; compute without them.")
         values[node] = graph.node_copy(node, lambda n: values[n])
         path = str(node.target) if node.op == "call_module" else _module_path(node)
         set_origin(values[node], Origin(path, _source(node)))

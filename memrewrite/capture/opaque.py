@@ -17,7 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.node import map_aggregate
 
+from memrewrite.capture.expressions import is_literal
 from memrewrite.records.errors import CaptureError, InternalError
 from memrewrite.records.function_call import FunctionCall
 from memrewrite.simulate.fake.stand_ins import functions_on_fakes
@@ -115,7 +117,17 @@ class _Applied(Returning):
         return results if isinstance(self.result, tuple) else results[0]
 
     def node(self, graph: fx.Graph, tensors: Sequence[Any], sizes: Sequence[Any]) -> fx.Node:
-        return graph.call_function(FunctionCall(self._kind), self.args(tensors, sizes))
+        node = graph.call_function(FunctionCall(self._kind), self.args(tensors, sizes))
+        map_aggregate(node.args, self._spelled)
+        return node
+
+    def _spelled(self, leaf: Any) -> Any:
+        if isinstance(leaf, fx.Node) or is_literal(leaf):
+            return leaf
+        raise CaptureError(
+            f"The {self.name} is given a {type(leaf).__name__}, which no graph can hold; apply it in a submodule that "
+            "does little else, which stays a call."
+        )
 
 
 class Opaque:

@@ -64,6 +64,7 @@ __all__ = [
     "higher_order",
     "in_place_of_modes",
     "is_fake",
+    "is_of_a_class",
     "known_as_real",
     "lacks_fake_rule",
     "met_by",
@@ -181,6 +182,12 @@ def asks_for_numbers(error: Exception) -> bool:
 def has_no_storage(error: Exception) -> bool:
     """Whether it was raised because a tensor without data is sparse, or nested, and is no tensor of one storage."""
     return any(words in str(error) for words in _NO_STORAGE)
+
+
+def is_of_a_class(error: Exception) -> str:
+    """The class of its own that a tensor without data was to be of, if that is why it was raised, else ""."""
+    found = re.search(r"Creating a new Tensor subclass (\w+) but", str(error))
+    return found[1] if found else ""
 
 
 def lacks_fake_rule(error: Exception) -> str:

@@ -285,6 +285,35 @@ def gradients_in_forward(self: Any, x: Tensor) -> Tensor:
     return self.linear(x) * gradient.mean()
 
 
+@hazard(rf"takes gradients in forward \(at {HERE}\) by operations that no graph shows")
+def gradients_of_what_saves_its_result(self: Any, x: Tensor) -> Tensor:
+    hidden = self.linear(x)
+    (slope,) = torch.autograd.grad(hidden.tanh().sum(), hidden, create_graph=True)
+    return self.other(slope)
+
+
+@hazard(rf"lets a tensor require a gradient in forward \(at {HERE}\)")
+def an_input_that_is_to_require_a_gradient(self: Any, x: Tensor) -> Tensor:
+    x.requires_grad = True
+    return self.linear(x)
+
+
+@hazard(rf"lets a tensor require a gradient in forward \(at {HERE}\)")
+def a_leaf_that_is_returned(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    hidden = self.linear(x).detach().requires_grad_()
+    return self.other(hidden), hidden
+
+
+@hazard(rf"lets a tensor require a gradient in forward \(at {HERE}\)")
+def a_leaf_that_is_made(self: Any, x: Tensor) -> Tensor:
+    return self.linear(x + torch.zeros(WIDTH, requires_grad=True))
+
+
+@hazard(rf"does at {HERE}.*; give its distributions validate_args=False, so that")
+def a_distribution_that_looks_at_its_parameters(self: Any, x: Tensor) -> Tensor:
+    return torch.distributions.Normal(self.linear(x), 1.0, validate_args=True).rsample()
+
+
 @hazard(
     rf"updates buffers under its own torch\.utils\.checkpoint \(at {HERE}\)",
     lambda m: m.add_module("features", nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))),

@@ -416,6 +416,37 @@ def test_nothing_is_written_over_what_it_may_keep() -> None:
     assert "aten.relu_" not in programs(result)[""].source
 
 
+class Given(torch.autograd.Function):
+    """Is given a module, as those of reversible networks are, and numbers in other things than lists."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, module: nn.Module, shape: torch.Size, rows: slice) -> Tensor:
+        ctx.save_for_backward(x)
+        return cast(Tensor, module(x).view(shape)[rows])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad * ctx.saved_tensors[0], None, None, None
+
+
+class Reversible(nn.Module):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.inner = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, cast(Any, Given).apply(x, self.inner, x.shape, slice(None)))
+
+
+def test_one_that_is_given_a_module_is_refused_and_its_submodule_stays_a_call() -> None:
+    reason = "The custom autograd.Function Given is given a Linear, which no graph can hold; apply it in a submodule"
+    with pytest.raises(CaptureError, match=reason):
+        capture(Reversible(nn.Linear(WIDTH, WIDTH)), Inputs((rows(),), {}))
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Reversible(nn.Linear(WIDTH, WIDTH)), nn.Linear(WIDTH, WIDTH))
+    report = memrewrite.optimize(model, rows()).report
+    assert any(note.startswith(f"1 (Reversible) stays a call that the model makes: {reason}") for note in report.notes)
+
+
 def test_a_class_that_no_module_names_is_refused() -> None:
     class Local(Sign):
         pass

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_upper_left
 
 import memrewrite
 from memrewrite.records.errors import CaptureError, MemrewriteError, UsageError
@@ -97,3 +98,14 @@ def test_layers_without_a_shape_yet_are_named(ask: Call) -> None:
         ask(model, rows(), loss_fn=torch.mean)
     model(rows())
     ask(model, rows(), loss_fn=torch.mean)
+
+
+class Biased(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + causal_upper_left(8, 16).sum()
+
+
+def test_a_tensor_of_a_class_of_its_own_is_named(call: Call) -> None:
+    model = nn.Sequential(nn.Linear(16, 16), Biased())
+    with pytest.raises(CaptureError, match=r"makes a CausalBias of a tensor \(at test_original\.py:\d+\), which one"):
+        call(model, rows(), loss_fn=torch.mean)

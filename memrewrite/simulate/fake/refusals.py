@@ -1,5 +1,10 @@
 """Sentences for what only tensors with data can run."""
 
+import traceback
+
+import torch.distributions.distribution
+
+from memrewrite.records.errors import first_line
 from memrewrite.records.lines import line_of
 from memrewrite.torch_internals.fake_tensors import (
     FAKE_TENSOR_ERRORS,
@@ -7,8 +12,30 @@ from memrewrite.torch_internals.fake_tensors import (
     asks_for_numbers,
     has_no_storage,
     higher_order,
+    is_of_a_class,
     lacks_fake_rule,
 )
+
+
+def failed(name: str, error: Exception) -> str:
+    """Why the model called ``name`` does not run on tensors without data, which raised ``error``."""
+    if sentence := refusal(name, error):
+        return sentence
+    line = line_of(error)
+    place = f" at {line}" if line else ""
+    if isinstance(error, FAKE_TENSOR_ERRORS):
+        return (
+            f"{name} lets the values of a tensor decide what Python does{place} ({first_line(error)}), which no graph "
+            f"can hold; {_instead(error)}."
+        )
+    return f"{name} does not run on the example inputs{place}: {type(error).__name__}: {first_line(error)}."
+
+
+def _instead(error: Exception) -> str:
+    files = {frame.filename for frame in traceback.extract_tb(error.__traceback__)}
+    if torch.distributions.distribution.__file__ in files:
+        return "give its distributions validate_args=False, so that they do not look at what they are given"
+    return "compute it with tensors (torch.where, masks) or outside forward"
 
 
 def refusal(name: str, error: Exception) -> str:
@@ -33,6 +60,11 @@ def needs_data(name: str, error: Exception) -> str:
         return (
             f"{name} computes with a sparse or a nested tensor (at {place}), whose memory nothing tells before it is "
             "there; compute with the tensors that it is made of, by index_select and index_add say."
+        )
+    if kind := is_of_a_class(error):
+        return (
+            f"{name} makes a {kind} of a tensor (at {place}), which one without data cannot be; compute with plain "
+            "tensors, with is_causal=True or a mask in place of a CausalBias say."
         )
     if operator := lacks_fake_rule(error):
         return (
