@@ -222,6 +222,9 @@ class _Rehearsal:
             reads.observed(),
         ):
             watch.output = self._twin.forward(*inputs.args, **inputs.kwargs)
+        theirs = {id(tensor) for tensor in (*inputs.tensors(), *tensors_in(watch.output))}
+        if lines := [line for leaf, line in watch.leaves if id(leaf) in theirs]:  # the caller has it
+            watch.places["leaf"] = lines
         watch.reads, watch.operators = reads, operators.names
         self._asked |= values.asked
         now, as_nested = tree_flatten((inputs.args, inputs.kwargs))
@@ -298,8 +301,8 @@ _REFUSED = {
     "switch the model's checkpointing off, and the plan says what is recomputed.",
     "gradient": "takes gradients in forward (at {place}), which a graph would differentiate again; "
     "detach what they are taken of, or give create_graph=True.",
-    "leaf": "lets a tensor require a gradient in forward (at {place}), which in a graph none would; let inputs require "
-    "theirs before the model is called.",
+    "leaf": "lets an input or output require a gradient in forward (at {place}), which in a graph none would; let "
+    "inputs require theirs before the model is called.",
 }
 _FunctionCall = tuple[Any, list[str], str]  # the function, its plain arguments and how many tensors, the place
 
@@ -324,6 +327,7 @@ class _Watch(TorchFunctionMode):
         self.asks_of_gradients = False
         self._calls: list[_FunctionCall] = []
         self._computing: list[_FunctionCall] = []  # those of them that gave numbers with fractions
+        self.leaves: list[tuple[Tensor, str]] = []  # which it let require a gradient
         self._cache = torch.is_autocast_cache_enabled()
         self._outside = (torch.is_inference_mode_enabled(), torch.initial_seed(), autocast_now(), _attention())
 
@@ -371,7 +375,7 @@ class _Watch(TorchFunctionMode):
         trained = func in _LET_TRAIN and args[0].requires_grad
         result = func(*args, **kwargs)
         if theirs and not trained and (args[0].requires_grad if func in _LET_TRAIN else kwargs.get("requires_grad")):
-            self.places.setdefault("leaf", []).append(line)
+            self.leaves.append((args[0] if func in _LET_TRAIN else result, line))
         if any(leaf.is_floating_point() for leaf in tensors_in(result)):
             self._computing.append(self._calls[-1])
         if any(buffer._version != version for buffer, version in versions) and in_checkpoint():

@@ -292,21 +292,22 @@ def gradients_of_what_saves_its_result(self: Any, x: Tensor) -> Tensor:
     return self.other(slope)
 
 
-@hazard(rf"lets a tensor require a gradient in forward \(at {HERE}\)")
+@hazard(rf"lets an input or output require a gradient in forward \(at {HERE}\)")
 def an_input_that_is_to_require_a_gradient(self: Any, x: Tensor) -> Tensor:
     x.requires_grad = True
     return self.linear(x)
 
 
-@hazard(rf"lets a tensor require a gradient in forward \(at {HERE}\)")
+@hazard(rf"lets an input or output require a gradient in forward \(at {HERE}\)")
 def a_leaf_that_is_returned(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     hidden = self.linear(x).detach().requires_grad_()
     return self.other(hidden), hidden
 
 
-@hazard(rf"lets a tensor require a gradient in forward \(at {HERE}\)")
-def a_leaf_that_is_made(self: Any, x: Tensor) -> Tensor:
-    return self.linear(x + torch.zeros(WIDTH, requires_grad=True))
+@hazard(rf"lets an input or output require a gradient in forward \(at {HERE}\)")
+def a_leaf_that_is_made(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    shift = torch.zeros(WIDTH, requires_grad=True)
+    return self.linear(x + shift), shift
 
 
 @hazard(rf"does at {HERE}.*; give its distributions validate_args=False, so that")
@@ -443,6 +444,8 @@ def noted(self: Any, x: Tensor) -> Tensor:
 def fine(self: Any, x: Tensor) -> Tensor:
     with torch.no_grad():
         signs = StraightThrough.apply(x)
+    x = x[:1]
+    x.requires_grad = True  # as convolutions over sound do for checkpoints
     hidden = self.linear(x).requires_grad_()
     (slope,) = torch.autograd.grad(hidden.square().sum(), hidden, create_graph=True)
     return hidden * signs * slope.mean()
