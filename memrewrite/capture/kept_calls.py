@@ -262,22 +262,21 @@ def _step(key: Any) -> tuple[str, Any]:
     raise AttributeError(f"{key}")
 
 
-class _StandIn:
-    """What comes first among the bases of a stand-in's class."""
+def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """What a stand-in is called for."""
+    kept: KeptCalls = getattr(type(self), _CALLS)
+    call = kept.of(args, kwargs)
+    tracing = traced_now()
+    return call.on_fakes([*kept.module.parameters()]) if tracing is None else tracing.called(call)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        kept: KeptCalls = getattr(type(self), _CALLS)
-        call = kept.of(args, kwargs)
-        tracing = traced_now()
-        return call.on_fakes([*kept.module.parameters()]) if tracing is None else tracing.called(call)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Refuse it: what the submodule assigns there itself is not seen, so neither is what this undoes."""
-        kept: KeptCalls = getattr(type(self), _CALLS)
-        if name != "training":
-            said = f"What has {kept.path} inside assigns to its {name} in forward, which no graph can hold."
-            raise UnfitCallError(said, kept.path)
-        super().__setattr__(name, value)
+def _assign(self: nn.Module, name: str, value: Any) -> None:
+    """Refuse it: what the submodule assigns there itself is not seen, so neither is what this undoes."""
+    kept: KeptCalls = getattr(type(self), _CALLS)
+    if name != "training":
+        said = f"What has {kept.path} inside assigns to its {name} in forward, which no graph can hold."
+        raise UnfitCallError(said, kept.path)
+    super(type(self), self).__setattr__(name, value)
 
 
 @contextmanager
@@ -299,6 +298,8 @@ def _stand_in(calls: KeptCalls) -> nn.Module:
     base = type(calls.module)
     result = without_hooks(calls.module)
     members = {_CALLS: calls, BEHIND: calls.module, "__module__": base.__module__}
-    result.__class__ = type(base.__name__, (_StandIn, base), members)
+    methods = {"__call__": _call, "__setattr__": _assign}
+    # Of one base: beside a second one an object whose class begins with ABC would be laid out otherwise.
+    result.__class__ = type(base.__name__, (base,), members | methods)
     vars(result)["_modules"] = {}
     return result

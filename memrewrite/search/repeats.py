@@ -93,7 +93,10 @@ def _leaves_no_trace(module: nn.Module, call: Call) -> bool:
     finally:
         with torch.no_grad():
             for buffer, value in zip(module.buffers(), values, strict=True):
-                buffer.copy_(value)
+                if buffer.shape == value.shape:
+                    buffer.copy_(value)
+                else:  # which the run gave a size
+                    buffer.data = value
         before.restore()
 
 

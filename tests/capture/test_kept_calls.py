@@ -4,6 +4,7 @@ import copy
 import itertools
 import pickle
 import random
+from abc import ABC
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -191,6 +192,17 @@ def test_it_is_a_call_in_one_plan_for_the_whole_model(function: Callable[[Any, T
     assert "self.odd(" in programs(result)[""].source
     assert result.report.segments
     assert any(note.startswith("odd (Odd) stays a call that the model makes: ") for note in result.report.notes)
+    assert_same(three_steps(result), three_steps(model))
+
+
+class Abstract(ABC, Odd):
+    """Its objects are laid out as those of ``ABC``, not of ``nn.Module``."""
+
+
+def test_a_submodule_of_an_abstract_class_is_one_too() -> None:
+    model = net(Abstract(branch_on_values))
+    result = optimized(copy.deepcopy(model))
+    assert "self.odd(" in programs(result)[""].source
     assert_same(three_steps(result), three_steps(model))
 
 
