@@ -18,7 +18,6 @@ from memrewrite.observe.flops import FLOPS
 from memrewrite.runtime.linear_cross_entropy import LOSS
 from memrewrite.runtime.tied_embedding import ADDED
 from memrewrite.targets.allocator import rounded
-from memrewrite.torch_internals.operators import OpOverload, written_arguments
 from memrewrite.torch_internals.partitioning import (
     Divided,
     count_bytes,
@@ -127,7 +126,6 @@ def facts(joint: fx.GraphModule, divided: Divided, fused: bool = True, held: boo
     tangents = [i for i, node in enumerate(nodes) if node.op == "placeholder" and node in divided.backward]
     given = {i for i, node in enumerate(nodes) if node.op in ("placeholder", "get_attr")} - set(tangents)
     may = {i for i, node in enumerate(nodes) if repeats(node) and not must_save(node) and node not in divided.backward}
-    may -= _reading_written(nodes, index, storages.holds, divided)
     symbols = {i for i, node in enumerate(nodes) if is_symbol(node)}
     views = {i for i in range(len(nodes)) if not storages.makes[i] and nodes[i].target is not ADDED}
     times = tuple(0.0 if i in given or i in views else node_ms(node) for i, node in enumerate(nodes))
@@ -193,22 +191,6 @@ def _places(nodes: tuple[fx.Node, ...], index: dict[fx.Node, int], divided: Divi
         before = max((found[index[each]] for each in node.all_input_nodes), default=0)
         found.append(i if node in divided.forward else before)
     return tuple(found)
-
-
-def _reading_written(
-    nodes: tuple[fx.Node, ...], index: dict[fx.Node, int], holds: list[tuple[int, ...]], divided: Divided
-) -> set[int]:
-    """The nodes that read what forward or backward writes: it is another one when they run again."""
-    written = {
-        storage
-        for node in nodes
-        if isinstance(node.target, OpOverload)
-        for each in written_arguments(node.target, node.args, dict(node.kwargs))
-        if isinstance(each, fx.Node)
-        for storage in holds[index[each]]
-    } | {storage for each in divided.written for storage in holds[index[each]]}
-    read = ((i, {s for each in node.all_input_nodes for s in holds[index[each]]}) for i, node in enumerate(nodes))
-    return {i for i, storages in read if storages & written}
 
 
 def _tensors(value: object) -> list[Tensor | None]:

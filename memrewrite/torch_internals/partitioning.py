@@ -13,7 +13,14 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from memrewrite.torch_internals.operators import OpOverload, argument_names, is_mutable, named_arguments, returns_view
+from memrewrite.torch_internals.operators import (
+    OpOverload,
+    argument_names,
+    is_mutable,
+    named_arguments,
+    returns_view,
+    written_arguments,
+)
 from memrewrite.torch_internals.versions import private_imports, require_module
 
 require_module("torch._functorch.partitioners")
@@ -35,8 +42,7 @@ _REDUCTIONS = {
 class Divided:
     """The nodes of a joint graph: ``forward`` those that its outputs take, ``backward`` those that need a tangent.
 
-    ``static`` are the inputs that live as long as the model, ``written`` those that are changed once forward is
-    through; ``info`` is PyTorch's own record of all this.
+    ``static`` are the inputs that live as long as the model; ``info`` is PyTorch's own record of all this.
     """
 
     forward: frozenset[fx.Node]
@@ -44,7 +50,6 @@ class Divided:
     forward_outputs: tuple[fx.Node, ...]
     backward_outputs: tuple[fx.Node, ...]
     static: frozenset[fx.Node]
-    written: frozenset[fx.Node]
     info: Any
 
 
@@ -73,6 +78,7 @@ def prepared(joint: fx.GraphModule, static: Sequence[int], outputs: int) -> tupl
         partitioners.force_save_collectives(joint)
     partitioners.force_save_effectful_ops(joint)
     partitioners.force_save_bw_mutation_src(joint)
+    _save_what_reads_written(joint)
     info = partitioners.classify_nodes(joint, list(static), outputs)
     forward, backward, *_ = partitioners._extract_fwd_bwd_outputs(joint, num_fwd_outputs=outputs)
     primals = [node for node in joint.graph.nodes if _is_primal(node)]
@@ -82,7 +88,6 @@ def prepared(joint: fx.GraphModule, static: Sequence[int], outputs: int) -> tupl
         forward_outputs=tuple(node for node in forward if isinstance(node, fx.Node)),
         backward_outputs=tuple(node for node in backward if isinstance(node, fx.Node)),
         static=frozenset(primals[i] for i in static if i < len(primals)),
-        written=_written(joint, primals),
         info=info,
     )
 
@@ -118,12 +123,30 @@ def is_ours(joint: fx.GraphModule, divided: Divided) -> bool:
     return True
 
 
-def _written(joint: fx.GraphModule, primals: list[fx.Node]) -> frozenset[fx.Node]:
-    """The inputs that AOTAutograd writes after the forward graph, as the descriptions of its outputs tell."""
+def _save_what_reads_written(joint: fx.GraphModule) -> None:
+    """Mark what reads something that is written, such as a buffer before its update, as never to run again.
+
+    Backward would make it of what is there by then, as PyTorch's own partition does.
+    """
+    ahead = [*_written(joint)]
+    while ahead:
+        for user in ahead.pop().users:
+            if is_view(user):
+                ahead.append(user)
+            elif user.op == "call_function":
+                user.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def _written(joint: fx.GraphModule) -> set[fx.Node]:
+    """What the graph writes, and the inputs that AOTAutograd writes after it, as what its outputs are called tells."""
     (end,) = joint.graph.find_nodes(op="output")
     told = (getattr(each, "mutated_input", None) for each in end.meta.get("desc", ()))
     changed = [each for each in told if each is not None]
-    return frozenset(node for node in primals if node.meta.get("desc") in changed)
+    inputs = joint.graph.find_nodes(op="placeholder")
+    calls = [node for node in joint.graph.nodes if isinstance(node.target, OpOverload)]
+    arguments = (each for node in calls for each in written_arguments(node.target, node.args, dict(node.kwargs)))
+    found = {each for each in arguments if isinstance(each, fx.Node)}
+    return found | {node for node in inputs if node.meta.get("desc") in changed}
 
 
 def modules(

@@ -209,6 +209,34 @@ def test_checkpoints_of_the_user_run_again() -> None:
     assert not any("erf" in name for name in handed)
 
 
+class Counting(nn.Module):
+    """What it makes depends on a buffer, read before and after forward has written it."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Linear(8, 8)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.part(x) * (self.calls + 3)
+        self.calls.add_(1)
+        return (x / self.calls).square().mean()
+
+
+@pytest.mark.parametrize("budget", [None, "100%", "min"])
+def test_backward_reads_a_buffer_as_it_was_in_forward(budget: str | None) -> None:
+    """PyTorch's own partition computes from it again once it is written: gradients are a fraction of what they are."""
+    model = Counting()
+    plain, x = copy.deepcopy(model), torch.randn(4, 8)
+    ours = Divided(model, budget)
+    for _ in range(2):
+        plain(x).backward()
+        ours.step(x)
+    torch.testing.assert_close(gradients(model), gradients(plain))
+
+
 def test_lengths_that_vary() -> None:
     model, _ = made("transformer")
     plain = copy.deepcopy(model)
