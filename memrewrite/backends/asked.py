@@ -39,7 +39,8 @@ class Asked:
         rest = {name: value for name, value in options.items() if name not in OWN}
         budget, optimizer = options.get("budget"), options.get("optimizer", cls.optimizer) or "none"
         if not isinstance(optimizer, str):
-            raise UsageError(f"Option optimizer={optimizer!r} is no name; write e.g. 'adamw' or 'module:factory'.")
+            given = repr(optimizer).partition("\n")[0].removesuffix(" (")  # an optimizer shows itself on many lines
+            raise UsageError(f"Option optimizer={given} is no name; write e.g. 'adamw' or 'module:factory'.")
         StepSpec(optimizer=optimizer).check()
         if in_backward(optimizer):
             raise UsageError(f"Option optimizer={optimizer!r} steps while backward runs, which compiled code does not.")

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from memrewrite.records.errors import UsageError
+from memrewrite.records.errors import UsageError, first_line
 from memrewrite.records.tensor_like import TensorLike
 from memrewrite.simulate.memory.tracker import Tracker
 from memrewrite.targets.allocator import rounded
 from memrewrite.targets.layout import Layout, layout_of
 from memrewrite.targets.workspaces import measured
 from memrewrite.torch_internals.compiling import real_tensors_of, saved_by
-from memrewrite.torch_internals.fake_tensors import FAKE_TENSOR_ERRORS, FakeTensorMode
+from memrewrite.torch_internals.fake_tensors import FakeTensorMode
 from memrewrite.torch_internals.foreach import foreach_on_fake_tensors, not_compiling
 from memrewrite.torch_internals.spread import local_part
 from memrewrite.workload.stepspec import optimizer_factory
@@ -143,9 +143,10 @@ def _optimizer_bytes(likes: tuple[TensorLike, ...], name: str) -> tuple[tuple[in
                 tracker.reset_peak()
                 optimizer.step()
                 return _kept(optimizer, device_type, state), max(tracker.peak - there - state, 0)
-    except FAKE_TENSOR_ERRORS as error:
+    except Exception as error:  # whatever one of the user's own does
         raise UsageError(
-            f"What optimizer {name!r} keeps cannot be counted: {error}. Write optimizer='none', reserve=<its bytes>."
+            f"What optimizer {name!r} keeps cannot be counted ({type(error).__name__}: {first_line(error)}); write "
+            "optimizer='none', reserve=<its bytes>."
         ) from error
 
 

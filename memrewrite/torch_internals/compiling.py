@@ -148,9 +148,8 @@ def let_through(error: Exception) -> Exception:
 
     class Through(kind, ShortenTraceback):  # type: ignore[misc, valid-type]
         def __init__(self) -> None:
-            Exception.__init__(self, *error.args)
+            ShortenTraceback.__init__(self, *error.args, first_useful_frame=None)
             self.__dict__.update(vars(error))
-            self.first_useful_frame = None
 
         def __str__(self) -> str:
             return str(error)

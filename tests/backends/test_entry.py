@@ -44,6 +44,11 @@ def run(model: nn.Module, x: Tensor, **options: Any) -> Any:
         ({"budget": "8Gb"}, "Budget '8Gb' has no known unit"),
         ({"budget": "8GB", "optimizer": "adamx"}, "Optimizer 'adamx' is unknown"),
         ({"budget": "8GB", "optimizer": 3}, "Option optimizer=3 is no name"),
+        ({"budget": "8GB", "optimizer": torch.optim.SGD([torch.ones(1)])}, "Option optimizer=SGD is no name"),
+        (
+            {"budget": "8GB", "optimizer": "torch.optim:LBFGS"},
+            "What optimizer 'torch.optim:LBFGS' keeps cannot be counted (TypeError: LBFGS.step() missing",
+        ),
         ({"budget": "8GB", "loop": "prefetch"}, "Option loop='prefetch' has habits of which only 'drop-output' counts"),
         ({"budget": "8GB", "reserve": "10%"}, "Option reserve='10%' is no number of bytes"),
         ({"budget": "8GB", "reserve": -5}, "Option reserve=-5 is no number of bytes"),
@@ -69,6 +74,14 @@ def test_options_without_names_are_one_sentence(options: Any) -> None:
     torch._dynamo.reset()
     with pytest.raises(UsageError, match=r"^Options .* are no dict with names as keys; write e\.g\. {'budget"):
         torch.compile(mlp(1), backend=entry.memrewrite, options=options)(torch.ones(2, 32))
+
+
+def test_an_error_that_dynamo_is_told_to_suppress_leaves_the_model_as_it_is() -> None:
+    torch._dynamo.reset()
+    model = mlp(1)
+    with torch._dynamo.config.patch(suppress_errors=True):
+        loss = run(model, torch.ones(2, 32), budget="1B")
+    assert torch.equal(loss, model(torch.ones(2, 32)))
 
 
 def test_another_setting_that_chooses_what_is_kept_is_refused() -> None:
