@@ -82,7 +82,8 @@ def memrewrite(
         if step is not None:
             known = step.tells(key, lives)
         partition = Partition(asked, lives, **known)
-        stock = functools.partial(inductor, mode=mode, options=rest, partitioner=None, cached=True, room=None)
+        as_stock: dict[str, Any] = {"mode": mode, "options": rest, "partitioner": None, "cached": True, "room": None}
+        stock = functools.partial(inductor, inputs=inputs, **as_stock)
         proof = Proof(graph, partition, stock) if asked.verify else None
         made, cached = _fitting(graph, inputs, mode, rest, partition)
         if proof is not None:

@@ -6,13 +6,16 @@ float64. Compared are outputs, gradients of all inputs, and what was written int
 else by the float64 rule (``memrewrite.equivalence.compare``). Each value must pass beside one of the two: where it
 fails beside the other, that is told and no error. Then the call itself runs, as if nothing had been before it.
 
+Tensors that the graph holds itself, as that of an optimizer's step does parameters and state, are put back after each.
+
 This takes more memory than the budget, once, and another compilation. So that all draw the same random numbers,
 Inductor takes those of eager (``fallback_random``), also in later calls.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -31,21 +34,29 @@ from memrewrite.equivalence.reference import (
     leaf_like,
 )
 from memrewrite.equivalence.trial import Record, to_cpu
+from memrewrite.process.turns import one_at_a_time
 from memrewrite.records.errors import MeasurementError, NotEquivalentError, first_line
 from memrewrite.state.random_state import RandomState
 from memrewrite.torch_internals.compiling import copied
+from memrewrite.torch_internals.fake_tensors import FakeTensor
 
 _SEED = 0  # of the gradients of outputs
 
 
 class Proof:
-    """Compares a graph of Dynamo's once it is compiled; ``stock`` compiles another copy of it for given inputs."""
+    """Compares a graph of Dynamo's once it is compiled; ``stock`` compiles another copy of it, while Dynamo knows what
+    its inputs are."""
 
-    def __init__(self, graph: fx.GraphModule, partition: Partition, stock: Callable[..., Callable[..., Any]]) -> None:
-        self._plain, self._again = copied(graph, plain=True), copied(graph, plain=False)
+    def __init__(
+        self, graph: fx.GraphModule, partition: Partition, stock: Callable[[fx.GraphModule], Callable[..., Any]]
+    ) -> None:
+        self._plain, self._stock = copied(graph, plain=True), stock(copied(graph, plain=False))
+        own = {str(node.target) for node in graph.graph.find_nodes(op="get_attr")}
+        held = {name: attrgetter(name)(graph) for name in sorted(own)}
+        self._held = {name: each for name, each in held.items() if isinstance(each, Tensor)}
         self._names = [str(node.target) for node in graph.graph.find_nodes(op="placeholder")]
         self._half = any(_is_half(node.meta.get("example_value")) for node in graph.graph.nodes)
-        self._partition, self._stock = partition, stock
+        self._partition = partition
 
     def first(self, made: Callable[..., Any]) -> Callable[..., Any]:
         """The compiled graph, whose first call is compared; raises ``NotEquivalentError`` where it is another."""
@@ -53,9 +64,18 @@ class Proof:
 
         def run(*args: Any) -> Any:
             if pending:
-                pending[0].prove(made, args)
-                pending.clear()
+                prove(args)
             return made(*args)
+
+        @one_at_a_time
+        def prove(args: Sequence[Any]) -> None:
+            if not pending:  # another thread was here first
+                return
+            if any(isinstance(each, FakeTensor) for each in args):
+                pending[0]._stock(*args)  # DDP asks all that it had compiled once for the strides of what that gives
+                return
+            pending[0].prove(made, args)
+            pending.clear()
 
         return run
 
@@ -65,7 +85,7 @@ class Proof:
         tensors = [each for each in args if isinstance(each, Tensor)]
         state = RandomState(dict.fromkeys(each.device for each in tensors if each.is_cuda))
         try:
-            self._compare(made, Case(self._names, args, state))
+            self._compare(made, Case(self._names, args, state, self._held))
         finally:
             state.restore()
 
@@ -83,7 +103,7 @@ class Proof:
                 f"Option verify=True cannot run the graph in eager ({first_line(error)}); compile without it."
             ) from error
         ours = case.run(made)
-        stock = case.run(self._stock(self._again, case.copies()[1]))
+        stock = case.run(self._stock)
         near, far = (self._verdicts(case, recorder.draws, other, ours) for other in (stock, eager))
         told = _told("the stock partitioner's graph", near, far), _told("eager", far, near)
         self._partition.verified = ", ".join(told)
@@ -124,13 +144,18 @@ def _value(verdict: TensorVerdict) -> str:
 
 @dataclass
 class Case:
-    """The inputs of a call by name, and the random state before it; what runs on them gets copies of both."""
+    """The inputs of a call by name, and the random state before it; what runs on them gets copies of both.
+
+    What the graph has ``held`` itself, by name, is as it was after each run.
+    """
 
     names: Sequence[str]
     args: Sequence[Any]
     state: RandomState
+    held: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self._before = {name: each.detach().clone() for name, each in self.held.items()}
         self._tangents: dict[int, Tensor] = {}  # of each output, on the CPU
         self._reference: Record | None = None
 
@@ -156,6 +181,7 @@ class Case:
         """What a program computes: outputs, gradients of inputs, and what the others are afterwards."""
         self.state.restore()
         leaves, given = self.copies(wide)
+        held = {name: attrgetter(name)(program) for name in self.held} if wide else self.held
         with during or nullcontext():
             found = program(*given)
             outputs = list(found) if isinstance(found, tuple | list) else [found]
@@ -164,7 +190,15 @@ class Case:
         for name, each, leaf in zip(self.names, given, leaves, strict=True):
             if isinstance(each, Tensor) and leaf is None:
                 record["buffer", name] = to_cpu(each)
+        record |= {("buffer", name): to_cpu(each) for name, each in held.items()}
+        self._put_back()
         return record
+
+    @torch.no_grad()
+    def _put_back(self) -> None:
+        for name, each in self.held.items():
+            if not torch.equal(each, self._before[name]):  # else it may be needed in this version for a backward
+                each.copy_(self._before[name])
 
     def _gradients(self, outputs: list[Any], leaves: list[Tensor | None]) -> Record:
         made = {i: each for i, each in enumerate(outputs) if isinstance(each, Tensor) and each.requires_grad}

@@ -262,8 +262,11 @@ def backend_of(made: Any) -> Any:
 
 
 def _innermost(callback: Any) -> Any:
-    while (inner := getattr(callback, "_torchdynamo_orig_backend", None)) is not None:
-        callback = inner
+    """What a callback of Dynamo's calls in the end; that of DDP first divides a graph by the buckets of gradients."""
+    of_ddp = getattr(callback, "__self__", None)
+    for inner in (getattr(callback, "_torchdynamo_orig_backend", None), getattr(of_ddp, "backend_compile_fn", None)):
+        if inner is not None:
+            return _innermost(inner)
     return callback
 
 

@@ -1,13 +1,16 @@
 """``verify=True``: what is told of the first call, what it leaves as it was, and that a wrong graph is an error."""
 
 import copy
+import gc
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F  # noqa: N812
+from torch.nn.parallel import DistributedDataParallel
 
 import memrewrite
 from memrewrite.backends import entry, proof
@@ -23,7 +26,7 @@ from tests.support.divided import NOTHING, gradients
 STOCK = "as the stock partitioner's graph bit for bit"
 
 
-def verifying(model: nn.Module, **options: Any) -> Any:
+def verifying(model: Callable[..., Any], **options: Any) -> Any:
     given = {"budget": "min", "optimizer": "sgd", "verify": True, **options}
     return torch.compile(model, backend=entry.memrewrite, options=given)
 
@@ -96,6 +99,53 @@ def test_writes_happen_once() -> None:
     assert told(compiled) == [f"{STOCK}, as eager bit for bit"] * 2
 
 
+@pytest.mark.usefixtures("partitions")
+def test_the_step_of_an_optimizer_happens_once() -> None:
+    """Its graph holds parameters and their state itself."""
+    model, x = made("mlp")
+    usual = copy.deepcopy(model)
+    optimizers = [torch.optim.SGD(each.parameters(), 0.1, momentum=0.9) for each in (model, usual)]
+    step = verifying(optimizers[0].step)
+    for _ in range(2):
+        for each, steps in ((model, step), (usual, optimizers[1].step)):
+            each(x).backward()
+            steps()
+    for mine, theirs in zip(model.parameters(), usual.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs)
+    assert told(step)[0].startswith(STOCK)
+
+
+@pytest.mark.usefixtures("partitions")
+def test_a_number_that_python_made_of_a_tensor() -> None:
+    """Once it is another, the graph after the break is given a tensor again, of which it takes the item."""
+    model, x = made("mlp")
+
+    def scaled(x: Tensor) -> Tensor:
+        scale = x.mean().item()
+        result: Tensor = model(x) * scale
+        return result
+
+    compiled = verifying(scaled)
+    for factor in (1, 2, 3):
+        compiled(x * factor).backward()
+    assert all(words.startswith(STOCK) for words in told(compiled))
+
+
+@pytest.mark.usefixtures("partitions")
+def test_graphs_that_ddp_divides(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """By its buckets of gradients; it calls each part on fake tensors first."""
+    monkeypatch.setattr(torch.distributed, "_DEFAULT_FIRST_BUCKET_BYTES", 2**14)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        compiled = verifying(DistributedDataParallel(mlp(), bucket_cap_mb=0.02))
+        compiled(torch.randn(16, 32)).backward()
+        assert told(compiled) == [f"{STOCK}, as eager bit for bit"] * 2
+        del compiled
+    finally:
+        gc.collect()  # DDP goes first: it would wait for the group's threads while holding the interpreter's lock
+        torch.distributed.destroy_process_group()
+
+
 @pytest.mark.parametrize("autocast", [False, True], ids=["bfloat16", "autocast"])
 @pytest.mark.usefixtures("partitions")
 def test_half_precision(autocast: bool) -> None:
@@ -126,7 +176,7 @@ def proved(
 ) -> Partition:
     """A partition whose ``graph`` was compared, as if ``compiled`` and ``stock`` had been made of it."""
     partition = Partition(Asked(verify=True), NOTHING)
-    first = Proof(fx.symbolic_trace(graph), partition, lambda graph, inputs: stock).first(compiled)
+    first = Proof(fx.symbolic_trace(graph), partition, lambda graph: stock).first(compiled)
     torch.manual_seed(0)
     x, w = torch.randn(8, 4), torch.randn(4, 4, requires_grad=True)
     first(x, w)
