@@ -9,11 +9,11 @@ lowest peak, the graph is compiled again by other plans (``memrewrite.backends.t
 
 Options: ``budget`` (``"8GB"``, ``"60%"`` of what the stock partitioner's step takes, ``"min"``), ``optimizer`` (its
 name as for ``memrewrite.optimize``, ``"adamw"`` by default, ``"none"`` where its state does not count), ``reserve``
-(bytes to leave for what is not seen from here), ``loop`` (``"drop-output"`` where the outputs of a step are let go of
-before the next one, as PyTorch's tutorials do not), ``exact`` (what runs again rounds as what is kept would),
-``verify`` (the first call of each graph is compared with the stock partitioner's and with eager, in more memory than
-the budget: see ``memrewrite.backends.proof``), ``mode`` (as torch.compile's own, which it takes without options only).
-All others are Inductor's.
+(bytes to leave for what is not seen from here, such as gradients that are accumulated), ``loop`` (``"drop-output"``
+where the outputs of a step are let go of before the next one, as PyTorch's tutorials do not), ``exact`` (what runs
+again rounds as what is kept would), ``verify`` (the first call of each graph is compared with the stock partitioner's
+and with eager, in more memory than the budget: see ``memrewrite.backends.proof``), ``mode`` (as torch.compile's own,
+which it takes without options only). All others are Inductor's.
 
 Backward may write over what is kept for it. Where it is to run twice (``retain_graph=True``), set
 ``torch._functorch.config.donated_buffer = False`` before the first call: all is compiled by then.
@@ -27,14 +27,13 @@ from typing import Any
 
 from torch import fx
 
-from memrewrite.backends import steps, told
+from memrewrite.backends import accumulated, sizes, steps, told
 from memrewrite.backends.asked import OWN, Asked
 from memrewrite.backends.known import made_by
 from memrewrite.backends.observed import seen
 from memrewrite.backends.partition import Partition
 from memrewrite.backends.proof import Proof
 from memrewrite.backends.resident import resident
-from memrewrite.backends.sizes import watched
 from memrewrite.backends.steps import key_of, step_of
 from memrewrite.backends.told import note
 from memrewrite.process.frames import in_one_chunk
@@ -93,7 +92,8 @@ def memrewrite(
             _tell_limit(code := code_of_frame())
             name = "What was compiled" if code is None else code.co_qualname
             _tell_what_is_left(name, partition)
-            made = watched(made, inputs, partition, asked.budget.bytes, name)
+            for watched in (sizes.watched, accumulated.watched):
+                made = watched(made, inputs, partition, asked.budget.bytes, name)
         return made if step is None else step.add(key, partition, made)
     except MemrewriteError as error:
         raise let_through(error) from None

@@ -150,7 +150,7 @@ class Partition:
         """The plan that is the next to be tried."""
         options = self._options(known, frozenset(i for i in stock if i not in known.symbols))
         limit = self._limit(self._of_step(options.usual))
-        if limit is not None and self._at_optimizer > limit and not self.asked.lowest:
+        if limit is not None and self.at_optimizer > limit and not self.asked.lowest:
             raise self._infeasible(limit, options.fewest.lowest())
         if self._tries is None:
             self._tries = Tries(self._search(options, limit))
@@ -200,7 +200,7 @@ class Partition:
 
         The first code of a plan for a budget may take all of that.
         """
-        least = max(now.found.peaks.peak, self._at_optimizer - self.base)
+        least = max(now.found.peaks.peak, self.at_optimizer - self.base)
         limit = self._limit(self._of_step(options.usual))
         if limit is None or now.apart or self.in_step is not None:
             return least
@@ -217,7 +217,7 @@ class Partition:
     def _search(self, options: Options, limit: int | None) -> Search:
         """What to compile for what is asked for, and known of the step."""
         told, own = self.in_step, None if limit is None else limit - self.base
-        step = Step(self.base, self._at_optimizer)
+        step = Step(self.base, self.at_optimizer)
         if told is None and own is None:
             return (yield from lowest(options.fewest, step))
         if told is not None and self.tells_options:
@@ -355,7 +355,7 @@ class Partition:
         return self._with_optimizer(found.peaks.peak)
 
     @property
-    def _at_optimizer(self) -> int:
+    def at_optimizer(self) -> int:
         """What lives at most while the optimizer works: the outputs, too, and of a graph that is all the batch."""
         return self._beside_optimizer(self.lives.inputs if self.in_step is None else self.in_step.batch)
 
@@ -363,7 +363,7 @@ class Partition:
         return self.lives.of_optimizer + self.asked.reserve + self._given_out + batch
 
     def _with_optimizer(self, made: int) -> int:
-        return max(self.base + made, self._at_optimizer)
+        return max(self.base + made, self.at_optimizer)
 
     def _infeasible(self, limit: int, lowest: Found | None, reached: int | None = None) -> BudgetInfeasibleError:
         """The error; the graph makes ``reached`` bytes at least by its code, else those foreseen of the ``lowest``."""

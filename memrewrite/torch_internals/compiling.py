@@ -141,15 +141,19 @@ def donates() -> bool:
 
 
 def let_through(error: Exception) -> Exception:
-    """An error of the same class and words that Dynamo does not wrap."""
+    """An error of the same class and words that Dynamo does not wrap, and of whose frames it shows none of its own.
+
+    To be raised by who calls this.
+    """
     from torch._dynamo.exc import ShortenTraceback
 
-    kind = type(error)
+    kind, frame = type(error), inspect.currentframe()
 
     class Through(kind, ShortenTraceback):  # type: ignore[misc, valid-type]
         def __init__(self) -> None:
             ShortenTraceback.__init__(self, *error.args, first_useful_frame=None)
             self.__dict__.update(vars(error))
+            self.first_useful_frame = None if frame is None else frame.f_back
 
         def __str__(self) -> str:
             return str(error)
