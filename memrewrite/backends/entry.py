@@ -51,6 +51,7 @@ from memrewrite.torch_internals.compiling import (
     inductor,
     let_through,
     model_of_frame,
+    name_of_frame,
     rival_of,
 )
 
@@ -89,8 +90,8 @@ def memrewrite(
             made = proof.first(made)
         note(partition, made, cached)
         if asked.budget is not None:
-            _tell_limit(code := code_of_frame())
-            name = "What was compiled" if code is None else code.co_qualname
+            name = name_of_frame()
+            _tell_limit(code_of_frame(), name)
             _tell_what_is_left(name, partition)
             for watched in (sizes.watched, accumulated.watched):
                 made = watched(made, inputs, partition, asked.budget.bytes, name)
@@ -108,12 +109,12 @@ def _refuse_rival(asked: Asked, rest: Mapping[str, Any]) -> None:
         )
 
 
-def _tell_limit(code: CodeType | None) -> None:
+def _tell_limit(code: CodeType | None, name: str) -> None:
     """Warn where Dynamo will compile no other call of ``code``, so that such run outside of the budget."""
     times = None if code is None else at_limit_of(code)
-    if code is not None and times is not None:
+    if times is not None:
         warnings.warn(
-            f"{code.co_qualname} was compiled {times} times, for as many classes, sizes or settings; Dynamo runs calls "
+            f"{name} was compiled {times} times, for as many classes, sizes or settings; Dynamo runs calls "
             "of other ones as they are, outside of the budget. Raise torch._dynamo.config.recompile_limit for more.",
             BeyondPlanWarning,
             stacklevel=2,

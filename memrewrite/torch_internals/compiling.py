@@ -194,10 +194,25 @@ def copied(graph: fx.GraphModule, plain: bool) -> fx.GraphModule:
 
 
 def module_of_frame() -> nn.Module | None:
-    """The ``self`` of the outermost frame that Dynamo is in, where that is a module."""
-    translator = _outermost()
-    found = None if translator is None else translator.f_locals.get("self")
+    """The module whose method the outermost frame is that Dynamo is in; None where it is of a function.
+
+    Around what stands in PyTorch itself, such as the forward of a ``Sequential``, Dynamo puts a frame of its own.
+    """
+    there = getattr(_outermost(), "f_locals", {})
+    found = there.get("self") if not _is_around(code_of_frame()) else getattr(there["fn"], "__self__", there["fn"])
     return found if isinstance(found, nn.Module) else None
+
+
+def name_of_frame() -> str:
+    """What Dynamo compiles at present: the name of a function, or of the class of a module of PyTorch's."""
+    code, module = code_of_frame(), module_of_frame()
+    if code is None or (_is_around(code) and module is None):
+        return "What was compiled"
+    return type(module).__name__ if _is_around(code) else code.co_qualname
+
+
+def _is_around(code: types.CodeType | None) -> bool:
+    return code is not None and code.co_qualname.startswith("wrap_inline.") and "fn" in code.co_freevars
 
 
 def model_of_frame() -> nn.Module | None:

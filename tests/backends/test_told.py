@@ -15,6 +15,7 @@ from memrewrite.backends import entry
 from memrewrite.backends.partition import Partition
 from memrewrite.records.compiled import CHOICES, CompiledGraph, CompiledReport
 from memrewrite.records.errors import UsageError
+from memrewrite.runtime.promise import BeyondPlanWarning
 from memrewrite.torch_internals.compiling import backend_of_frame
 from tests.backends.test_entry import Broken
 from tests.backends.test_partition import Block, mlp
@@ -136,6 +137,15 @@ def test_modules_in_place_and_functions() -> None:
     function = torch.compile(loss, backend=entry.memrewrite, options=OPTIONS)
     step(function)
     assert memrewrite.report_of(function).model == "loss"
+
+
+@pytest.mark.usefixtures("partitions")
+def test_a_model_whose_forward_is_pytorchs_own_has_its_name() -> None:
+    model = compiled(nn.Sequential(nn.Linear(32, 32), nn.ReLU(), mlp(1)), budget="1GB")
+    words = "^Sequential was compiled 1 times"
+    with torch._dynamo.config.patch(recompile_limit=1), pytest.warns(BeyondPlanWarning, match=words):
+        step(model)
+    assert [graph.name for graph in memrewrite.report_of(model).graphs] == ["Sequential"]
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
