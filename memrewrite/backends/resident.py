@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from memrewrite.records.errors import UsageError, first_line
 from memrewrite.records.tensor_like import TensorLike
@@ -32,13 +33,14 @@ from memrewrite.workload.stepspec import optimizer_factory
 class Resident:
     """Bytes that live besides what a graph makes.
 
-    ``model`` are parameters and buffers, ``state`` is what the optimizer keeps and ``transient`` what its step takes
-    besides, ``inputs`` what the graph is given, ``earlier`` what is kept for the backward of what ran before,
-    ``gradients`` those of all parameters, ``own`` those that this graph makes, ``others`` those that later graphs make
-    and ``libraries`` what cuBLAS holds, whether or not this graph is the one that multiplies. ``kept`` are the bytes of
-    each tensor in the state, ``later`` how many times the parameters of this graph those are of which nothing has run
-    yet. ``biases`` are the bytes of ``libraries`` that are there only where a product adds one, where no other graph
-    may have such a product. ``layout`` is how the model and the inputs lie on the device, by addresses of this process.
+    ``model`` are parameters and buffers, with DDP's buckets for gradients, ``state`` is what the optimizer keeps and
+    ``transient`` what its step takes besides, ``inputs`` what the graph is given, ``earlier`` what is kept for the
+    backward of what ran before, ``gradients`` those of all parameters, ``own`` those that this graph makes, ``others``
+    those that later graphs make and ``libraries`` what cuBLAS holds, whether or not this graph is the one that
+    multiplies. ``kept`` are the bytes of each tensor in the state, ``later`` how many times the parameters of this
+    graph those are of which nothing has run yet. ``biases`` are the bytes of ``libraries`` that are there only where a
+    product adds one, where no other graph may have such a product. ``layout`` is how the model and the inputs lie on
+    the device, by addresses of this process.
     """
 
     model: int
@@ -82,22 +84,33 @@ def resident(graph: fx.GraphModule, model: nn.Module | None, optimizer: str) -> 
     before = {id(each) for each in [*mine, *leaves]}
     kept, transient = optimizer_bytes(parameters, optimizer)
     later = _later(whole, mine, leaves)
+    buckets, inside = _buckets(model)
+    made_apart = [] if inside else parameters  # whose gradients are no part of buckets
     libraries = [_libraries(each) for each in {tensor.device for tensor in [*given, *every]}]
     return Resident(
-        model=_bytes(every),
+        model=_bytes(every) + buckets,
         state=sum(map(rounded, kept)),
         transient=transient,
         inputs=_bytes(inputs),
         earlier=_bytes(earlier),
-        gradients=_bytes(parameters),
+        gradients=_bytes(made_apart),
         own=_bytes([each for each in mine if each.requires_grad]),
-        others=_bytes([each for each in parameters if id(each) not in before]),
+        others=_bytes([each for each in made_apart if id(each) not in before]),
         libraries=max((size for size, _ in libraries), default=0),
         kept=kept,
         later=later,
         biases=0 if leaves or later else min((biases for _, biases in libraries if biases), default=0),
         layout=layout_of([*given, *every]),
     )
+
+
+def _buckets(model: nn.Module | None) -> tuple[int, bool]:
+    """The bytes of the buckets that DDP keeps for gradients, and whether these lie in them."""
+    if model is None or not any(isinstance(each, DistributedDataParallel) for each in model.modules()):
+        return 0, False
+    from memrewrite.torch_internals.ddp import buckets_of  # a second, for those who need it
+
+    return buckets_of(model)
 
 
 def _libraries(device: torch.device) -> tuple[int, int]:

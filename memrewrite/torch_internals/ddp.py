@@ -100,6 +100,14 @@ def wrapped(module: nn.Module, mesh: Ddp, group: Any, *, init_sync: bool) -> Dis
     return found
 
 
+def buckets_of(module: nn.Module) -> tuple[int, bool]:
+    """The bytes of the buckets that DDP keeps for the gradients of a module, and whether these lie in the buckets."""
+    found = [each for each in module.modules() if isinstance(each, DistributedDataParallel)]
+    told = (str(each._get_ddp_logging_data().get("bucket_sizes", "")) for each in found)
+    total = sum(int(size) for sizes in told for size in sizes.split(",") if size.strip())
+    return total, bool(found) and all(each.gradient_as_bucket_view for each in found)
+
+
 def _own_group(hook: tuple[Any, Callable[..., Any]], group: Any) -> Any:
     """The state of a communication hook for ``group``."""
     state = hook[0]

@@ -1,5 +1,6 @@
 """``torch.compile(model, backend="memrewrite")``: options, errors, what lives besides a graph, Inductor's caches."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from memrewrite.backends import entry, resident
@@ -113,6 +115,22 @@ def test_what_lives_besides_the_graph_counts(partitions: list[Partition]) -> Non
     assert partition.base == lives.base + 10**6
     assert partition.foreseen is not None
     assert partition.foreseen.after > partition.base
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_buckets_of_gradients_count(inside: bool, partitions: list[Partition], tmp_path: Path) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = mlp()
+        parallel = DistributedDataParallel(model, gradient_as_bucket_view=inside)
+        run(parallel, torch.randn(256, 32), budget="100%", optimizer="sgd")
+        lives = partitions[0].lives
+        assert lives.model == WEIGHTS + sum(each.nbytes for each in model.parameters())
+        assert lives.gradients == (0 if inside else WEIGHTS)
+        del parallel
+    finally:
+        gc.collect()  # DDP goes first: it would wait for the group's threads while holding the interpreter's lock
+        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize(("name", "copies"), [("none", 0), ("sgd", 0), ("sgd-momentum", 1), ("adamw", 2)])
