@@ -120,10 +120,11 @@ class _Source:
         samples = [self.of[0][:0], *self.samples]
         for name, tensor, version, sample in zip(self.names, self.of, self.versions, samples, strict=True):
             known = type(tensor) is Tensor and sample.numel()  # a fake one has no numbers
-            if tensor._version != version or (known and not torch.equal(sample, _sample(tensor))):
+            how = "written" if tensor.untyped_storage().nbytes() or not tensor.numel() else "freed"  # by FSDP, say
+            if how == "freed" or tensor._version != version or (known and not torch.equal(sample, _sample(tensor))):
                 raise RuntimeError(
                     f"An output of {self.promise.name} was not made when it was returned, and cannot be made any more: "
-                    f"{name} was written since. Read it before the optimizer's step, or optimize with returns='all'."
+                    f"{name} was {how} since. Read it before the optimizer's step, or optimize with returns='all'."
                 )
 
 

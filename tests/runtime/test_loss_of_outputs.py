@@ -203,6 +203,14 @@ def test_no_loss_is_made_of_weights_that_a_step_has_changed(results: Any) -> Non
         flat(output)
 
 
+def test_no_loss_is_made_of_weights_that_were_freed() -> None:
+    model = lazy(speaker())
+    output = model(tokens())
+    model.head.weight.untyped_storage().resize_(0)  # as FSDP does where reshard_after_forward=True
+    with pytest.raises(RuntimeError, match=r"cannot be made any more: head\.weight was freed since"):
+        flat(output)
+
+
 def of_logits(ask: Callable[[Any, Tensor], Any], model: nn.Module) -> Any:
     output = model(tokens())
     return ask(output, flat(output.float()))
