@@ -80,11 +80,12 @@ def infeasible(candidate: Candidate, limit: Budget, budget: int, lowest: int, or
 
 def _told_of_logits(candidate: Candidate) -> Iterator[str]:
     """What to say where the model returns logits, which might be made of some rows at a time or not at all."""
+    steps_to = in_rows(None, False)
     for region in (each.region for each in candidate.regions):
         if region.path or region.captured.returns != "all" or candidate.bench.step.mode != "train":
             continue
         leaves: Any = region.captured.graph_module.graph.output_node().args[0]
-        for logits in (leaf for leaf in leaves if isinstance(leaf, fx.Node) and in_rows(None, False)(leaf) is not None):
+        for logits in (leaf for leaf in leaves if isinstance(leaf, fx.Node) and steps_to(leaf) is not None):
             value = logits.meta["val"]
             if not too_few(value.numel()):
                 yield (

@@ -99,9 +99,8 @@ class LazyCall(GraphCall):
     types: Types
     paths: tuple[str, ...]
     steps: tuple[tuple[Any, ...], ...] | None
+    operation: ClassVar[Callable[..., Any]] = lazy_output
 
     def output(self, source: Tensor, weights: Sequence[Tensor]) -> Tensor:
         """The output, of a module that tells nobody when it is made."""
         return lazy_output(_Quiet(), self._function, *self.options, source, *weights)
-
-    operation: ClassVar[Callable[..., Any]] = lazy_output

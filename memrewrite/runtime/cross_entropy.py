@@ -39,6 +39,13 @@ def _part_of(logits: int, most: int) -> int:
     return min(most, max(logits // _PARTS, _LEAST_LOGITS))
 
 
+def stepped(logits: Tensor, steps: tuple[tuple[Any, ...], ...]) -> Tensor:
+    """What the methods that ``steps`` name, with their arguments, make of logits one after the other."""
+    for name, *arguments in steps:
+        logits = getattr(logits, name)(*arguments)
+    return logits
+
+
 def chunked_cross_entropy(
     logits: Tensor, target: Tensor, dtype: torch.dtype | None, reduction: int, ignore_index: int, rows: int
 ) -> Tensor:

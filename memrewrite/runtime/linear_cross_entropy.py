@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from memrewrite.runtime.cross_entropy import in_autocast, reduced
+from memrewrite.runtime.cross_entropy import in_autocast, reduced, stepped
 from memrewrite.runtime.fused import at_once
 from memrewrite.runtime.segment import autocast_dtype
 
@@ -307,9 +307,8 @@ def _logit_losses(
     ignore_index: int,
     label_smoothing: float,
 ) -> Tensor:
-    for name, *arguments in steps:
-        logits = getattr(logits, name)(*arguments)
-    return torch.ops.aten.cross_entropy_loss(logits, target, class_weight, 0, ignore_index, label_smoothing)
+    wide = stepped(logits, steps)
+    return torch.ops.aten.cross_entropy_loss(wide, target, class_weight, 0, ignore_index, label_smoothing)
 
 
 def _cast_once(tensor: Any, dtype: torch.dtype | None) -> Any:

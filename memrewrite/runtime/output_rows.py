@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from memrewrite.runtime.cross_entropy import rows_of, too_few
+from memrewrite.runtime.cross_entropy import rows_of, stepped, too_few
 from memrewrite.runtime.linear_cross_entropy import linear_cross_entropy
 from memrewrite.runtime.tiles import in_tiles
 
@@ -78,10 +78,7 @@ class OutputRows:
             return None
 
         def part(hidden: Tensor, weight: Tensor, *bias: Tensor) -> Tensor:
-            logits = functional.linear(hidden, weight, *bias)
-            for name, *arguments in self.steps:
-                logits = getattr(logits, name)(*arguments)
-            found: Tensor = func(logits, -1, True)
+            found: Tensor = func(stepped(functional.linear(hidden, weight, *bias), self.steps), -1, True)
             return found
 
         given = self.hidden, self.weight, *(() if self.bias is None else (self.bias,))
