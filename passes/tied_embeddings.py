@@ -11,7 +11,8 @@ After::
     logits = torch.ops.aten.linear.default(x, weight)
 
 The gradient of the head is there from the beginning of backward on. That of the embedding, which is as large and comes
-where backward ends, is then the rows of the words of this batch alone. So it is for embeddings that share a weight.
+where backward ends, is then the rows of the words of this batch alone. So it is for embeddings that share a weight, and
+for a head whose product the loop's loss makes some rows at a time, by the weight that the graph returns for it.
 The sums are the original's to the last bit, in one call of the model. Of several before one backward, what belongs to a
 call is added up before it joins the others, where autograd adds one after the other: of four gradients or more the last
 bit may differ.
@@ -52,8 +53,9 @@ class TiedEmbeddings:
             if reason := _obstacle(readers, effects):
                 findings.refuse(readers[0], reason)
             else:
-                findings.apply(readers[0], f"its gradient is added to that by {readers[-1].name} in place")
-                _rewrite(readers, graph_module.graph)
+                last = "the loss" if readers[-1].op == "output" else readers[-1].name
+                findings.apply(readers[0], f"its gradient is added to that by {last} in place")
+                _rewrite(readers, graph_module.graph, effects)
         return findings.finish(graph_module)
 
 
@@ -75,22 +77,35 @@ def _obstacle(readers: tuple[fx.Node, ...], effects: Effects) -> str | None:
         given = _given(node)
         if any(given.get(option) for option in _UNUSUAL):
             return f"{node.name} scales its gradient, makes it sparse, or writes its weight."
-        read = [each for each in node.all_input_nodes if effects.of[each].outputs & key]
-        if read != [given.get("weight")] or list(node.args).count(read[0]) > 1:
+        read = _read_by(node, key, effects)
+        at_once = read == [given.get("weight")] and list(node.args).count(read[0]) == 1
+        if not at_once and not (len(read) == 1 and _gives_product(node, read[0])):
             return f"{node.name} reads its weight, too, and may share the gradient that it gives."
     if writer := next((node for node in effects.order if effects.of[node].writes & key), None):
         return f"{writer.name} writes its weight."
     return None
 
 
-def _rewrite(readers: tuple[fx.Node, ...], graph: fx.Graph) -> None:
+def _read_by(node: fx.Node, key: frozenset[int], effects: Effects) -> list[fx.Node]:
+    """What gives it the weight."""
+    return [each for each in node.all_input_nodes if effects.of[each].outputs & key]
+
+
+def _gives_product(node: fx.Node, weight: fx.Node) -> bool:
+    """Whether the program ends here, and gives what the product with the weight is made of once it is used."""
+    leaves: Any = node.args[0]
+    return node.op == "output" and weight not in leaves
+
+
+def _rewrite(readers: tuple[fx.Node, ...], graph: fx.Graph, effects: Effects) -> None:
     """Let each read the weight by way of the last embedding before it."""
     weight = _given(readers[0])["weight"]
-    for node in readers:
-        given = _given(node)
+    by_now = [_read_by(node, effects.of[weight].outputs, effects)[0] for node in readers]
+    for node, before in zip(readers, by_now, strict=True):
         if operation(node) != "embedding" or node is readers[-1]:
-            node.replace_input_with(given["weight"], weight)
+            node.replace_input_with(before, weight)
             continue
+        given = _given(node)
         padding = given.get("padding_idx")
         arguments: tuple[Any, ...] = (weight, given.get("indices", given.get("input")))
         if padding is not None and padding != -1:

@@ -1,6 +1,6 @@
 """The data of a capture: a graph over the model's own parameters, and what a call must look like to run it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -11,7 +11,7 @@ from memrewrite.records.graph_calls import LazyCall
 from memrewrite.records.ranges import Range
 from memrewrite.runtime.dropin import Returns
 from memrewrite.runtime.guards import Reads
-from memrewrite.torch_internals.pytrees import TreeSpec
+from memrewrite.torch_internals.pytrees import TreeSpec, tree_unflatten
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,8 @@ class Captured:
     expressions. ``gradients`` are None, or where the model does something else when other tensors need gradients, those
     of ``gradients_now`` at capture. ``returns`` is "loss" where the program returns that alone, "lazy" where it makes
     outputs when they are read: ``lazy`` says how by their numbers, of the value that is in their place. With
-    ``loss_in_rows`` the loss is made of such outputs, by cross-entropy some rows of them at a time. ``divided`` is
+    ``loss_in_rows`` the loss is made of such outputs, by cross-entropy some rows of them at a time, and the value and
+    the weights that each is made of are in its place, as a tuple. ``divided`` is
     the name of a parameter of which this process has a part alone, "" if it has all. ``tied`` are names, several to a
     tensor of the model, of those that the graph reads by one of them.
     """
@@ -100,3 +101,10 @@ class Captured:
     loss_in_rows: bool = False
     divided: str = ""
     tied: tuple[tuple[str, ...], ...] = ()
+
+    def restored(self, leaves: Sequence[Any]) -> Any:
+        """What the model returns, of what the graph does; outputs that only others than the loss read are not made."""
+        made = dict(enumerate(leaves))
+        for number, call in (self.lazy if self.loss_in_rows else {}).items():
+            made[number] = call.output(*made[number])
+        return tree_unflatten([*made.values()], self.output_tree)

@@ -66,7 +66,7 @@ def lazily(
     """The capture with what the model returns beside its loss made as it is read, where that is larger than its source.
 
     Its graph is changed: it has the source in the place of the output. ``look`` observes the graph. By what
-    ``steps_to`` says of logits the loss may be made of them some rows at a time.
+    ``steps_to`` says of logits the loss may be made of them some rows at a time: then the weights are there, too.
     Raises ``UsageError`` where the loss is none of the tensors that the model returns, nor made of such logits.
     """
     graph_module = captured.graph_module
@@ -82,14 +82,19 @@ def lazily(
         source = _source_of(leaf, effects) if number != place and not effects.of[leaf].outputs & others else None
         if source is not None and (sizes := _sizes(leaf, source, captured.inputs)) is not None:
             calls[number], sources[number] = _call(graph_module, source, leaf, sizes, steps_to), source
-    if place is None and all(call.steps is None for call in calls.values()):
+    if place is None and all(call.in_rows is None for call in calls.values()):
         raise UsageError(_NO_LOSS.format("lazy"))
     if place is None:
-        few = [i for i, call in calls.items() if call.steps is None or too_few(leaves[i].meta["val"].numel())]
+        few = [i for i, call in calls.items() if call.in_rows is None or too_few(leaves[i].meta["val"].numel())]
         calls = {i: call for i, call in calls.items() if i not in few}
     if not calls:
         return replace(captured, notes=(*captured.notes, _NOTHING_LAZY if place is not None else _FEW))
-    output.args = (tuple(sources.get(i, leaf) if i in calls else leaf for i, leaf in enumerate(leaves)),)
+    kept: dict[int, Any] = {number: sources[number] for number in calls}
+    if place is None:
+        weights = {str(node.target): node for node in graph_module.graph.find_nodes(op="get_attr")}
+        kept = {number: (kept[number], *map(weights.__getitem__, call.paths)) for number, call in calls.items()}
+    output.args = (tuple(kept.get(number, leaf) for number, leaf in enumerate(leaves)),)
+    _erase_unread(graph_module.graph, [leaves[number] for number in calls], effects)
     graph_module.recompile()
     shapes = ", ".join(str(tuple(leaves[number].meta["val"].shape)) for number in calls)
     in_rows = _IN_ROWS if place is None else ""
@@ -116,6 +121,15 @@ def _sizes(node: fx.Node, source: fx.Node, inputs: InputSpec) -> tuple[int, ...]
     found, given = (each.meta.get(_SIZES, () if vary else tuple(each.meta["val"].shape)) for each in (node, source))
     known = len(found) == node.meta["val"].dim() and all(isinstance(size, int) or size in given for size in found)
     return tuple(size if isinstance(size, int) else -1 - given.index(size) for size in found) if known else None
+
+
+def _erase_unread(graph: fx.Graph, nodes: Sequence[fx.Node], effects: Effects) -> None:
+    """Erase those of the nodes that nothing reads, and what only they read, of what does the same whenever it runs."""
+    for node in nodes:
+        if not node.users and (node.op == "get_attr" or _runs_again(node, effects)):
+            inputs = node.all_input_nodes
+            graph.erase_node(node)
+            _erase_unread(graph, inputs, effects)
 
 
 def _source_of(leaf: fx.Node, effects: Effects) -> fx.Node | None:
@@ -180,7 +194,8 @@ def _call(
     asked: list[tuple[torch.dtype | None, torch.dtype]] = [(None, source.meta["val"].dtype)]
     asked += [(amp, dtype) for amp in (torch.bfloat16, torch.float16) for dtype in dict.fromkeys((asked[0][1], amp))]
     found = (_type(module, source.meta["val"], weights, *each) for each in asked)
-    return LazyCall(module, sizes, tuple(each for each in found if each is not None), paths, steps if in_rows else None)
+    types = tuple(each for each in found if each is not None)
+    return LazyCall(module, sizes, types, paths, (steps, 0, False) if steps is not None and in_rows else None)
 
 
 def _type(

@@ -131,7 +131,8 @@ class _Writer:
         """An output as an expression."""
         if (call := self.captured.lazy.get(number)) is None:
             return self.value(value)
-        of = [self.value(value), *map(self.path, call.paths)]
+        whole = self.captured.loss_in_rows  # the weights are there, too
+        of = [*map(self.value, value)] if whole else [self.value(value), *map(self.path, call.paths)]
         return f"lazy_output({', '.join(['self', self.chain(call), *map(repr, call.options), *of])})"
 
     def body(self, nodes: list[fx.Node], depth: int, results: list[fx.Node]) -> list[str]:

@@ -11,7 +11,7 @@ from memrewrite.simulate.fake.fakes import on_fakes
 from memrewrite.torch_internals.fake_tensors import FAKE_TENSOR_ERRORS, FakeTensor, TorchDispatchMode
 from memrewrite.torch_internals.foreach import foreach_on_fake_tensors
 from memrewrite.torch_internals.operators import written_arguments
-from memrewrite.torch_internals.pytrees import tensors_in, tree_iter
+from memrewrite.torch_internals.pytrees import tensors_in, tree_iter, tree_map
 from memrewrite.workload.step import Inputs, Step, autocast, default_loss
 from memrewrite.workload.surroundings import surroundings_put_back
 
@@ -56,21 +56,21 @@ def of_optimizer(model: nn.Module, inputs: Inputs, step: Step) -> Work:
     return work
 
 
-def of_loss(effects: Effects, restore: Callable[[list[Any]], Any], step: Step, device: str) -> Work:
-    """The work of the loss, forward and backward; ``restore`` makes the model's output of the graph's flat one.
+def of_loss(effects: Effects, restored: Callable[[Any], Any], step: Step, device: str) -> Work:
+    """The work of the loss, forward and backward; ``restored`` makes the model's output of the graph's.
 
     None where the loss depends on values.
     """
     work = Work()
-    flat = [_leaf(value) for value in tree_iter(effects.order[-1].meta["val"])]
-    fakes = [value for value in flat if isinstance(value, FakeTensor)]
+    leaves = tree_map(_leaf, effects.order[-1].meta["val"])
+    fakes = [value for value in tree_iter(leaves) if isinstance(value, FakeTensor)]
     trained = [value for value in fakes if value.requires_grad]
     if step.mode == "inference" or not trained:
         return work
     try:
         with surroundings_put_back((), step.loss_fn), fakes[0].fake_mode, work:
             with autocast(step.amp, device):
-                loss = (step.loss_fn or default_loss)(restore(flat))
+                loss = (step.loss_fn or default_loss)(restored(leaves))
             if loss.requires_grad:
                 torch.autograd.grad(loss, trained, allow_unused=True)
     except FAKE_TENSOR_ERRORS:

@@ -27,7 +27,7 @@ from memrewrite.torch_internals.fake_tensors import FAKE_TENSOR_ERRORS
 from memrewrite.torch_internals.pytrees import tensors_in, tree_leaves
 from memrewrite.workload.step import Inputs, Step, autocast
 
-LossOf = Callable[[nn.Module, Any], Tensor]
+LossOf = Callable[[Any], Tensor]
 
 
 @dataclass
@@ -51,7 +51,7 @@ def watermarks(
 ) -> dict[fx.Node, Watermarks]:
     """Run the graph forward and backward once on fake copies of ``example``; the levels of every node.
 
-    ``loss_of`` makes a loss of the module that runs and what the graph returns; without it every output has a gradient
+    ``loss_of`` makes a loss of what the graph returns; without it every output has a gradient
     of its own. Autocast keeps no casts of weights, as in segments. No real memory is touched.
     """
     held = step.targets(graph_module, Inputs(tuple(example), {})).buffers
@@ -82,7 +82,8 @@ def _watermarks(
                 outputs = runner.run(*inputs)
                 runner.env.clear()  # where what it returned is, too
                 kept = outputs if loss_of is not None and step.loop.keeps_output else None
-                outputs = [outputs if loss_of is None else loss_of(twin, outputs)]
+                outputs = [outputs if loss_of is None else loss_of(outputs)]
+                watch.loss(graph_module.graph)
             trained = [leaf for leaf in tensors_in(outputs) if leaf.requires_grad]
             del outputs
             watch.starts, watch.end = runner.starts, next_backward_number()
@@ -139,6 +140,12 @@ class _Watch(Tracker):
         """A node of the forward pass has run; its levels follow those of the nodes before it."""
         self.found.append(Watermarks(self.peak - self.base))
         self.reset_peak()
+
+    def loss(self, graph: fx.Graph) -> None:
+        """The loss was made of what the graph returns: what was in use meanwhile is for the last node that computes."""
+        computing = [i for i, n in enumerate(graph.nodes) if n.op not in ("placeholder", "get_attr", "output")]
+        for last in computing[-1:]:
+            self.found[last].forward = max(self.found[last].forward, self.peak - self.base)
 
     def turn(self, index: int | None) -> None:
         """Backward comes from one node to that of ``index``."""

@@ -1,8 +1,8 @@
 """Calls in a graph that compute a graph of other calls, in a way of their own."""
 
 import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from torch import Tensor, fx, nn
 
 from memrewrite.runtime.fused import fused
-from memrewrite.runtime.lazy_output import Types, lazy_output
+from memrewrite.runtime.lazy_output import InRows, Types, lazy_output
 from memrewrite.runtime.segment import OWN
 from memrewrite.runtime.tiles import in_tiles
 
@@ -92,15 +92,19 @@ setattr(_Quiet, OWN, _Quiet)
 class LazyCall(GraphCall):
     """What makes an output when it is read, of a value and the tensors at ``paths``; no node has it as its target.
 
-    ``sizes``, ``types`` and ``steps`` are those of ``lazy_output``.
+    ``sizes``, ``types`` and ``in_rows`` are those of ``lazy_output``.
     """
 
     sizes: tuple[int, ...]
     types: Types
     paths: tuple[str, ...]
-    steps: tuple[tuple[Any, ...], ...] | None
+    in_rows: InRows | None
     operation: ClassVar[Callable[..., Any]] = lazy_output
 
-    def output(self, source: Tensor, weights: Sequence[Tensor]) -> Tensor:
-        """The output, of a module that tells nobody when it is made."""
-        return lazy_output(_Quiet(), self._function, *self.options, source, *weights)
+    def of_rows(self, rows: int, fused: bool) -> "LazyCall":
+        """The same, of whose rows losses are made so many at a time, or fused."""
+        return self if self.in_rows is None else replace(self, in_rows=(self.in_rows[0], rows, fused))
+
+    def output(self, *of: Tensor) -> Tensor:
+        """The output of a value and those tensors, of a module that tells nobody when it is made."""
+        return lazy_output(_Quiet(), self._function, *self.options, *of)

@@ -30,9 +30,10 @@ def too_few(logits: int, most: int = AT_ONCE) -> bool:
     return logits <= 2 * _part_of(logits, most)
 
 
-def rows_of(logits: int, classes: int, most: int = AT_ONCE) -> int:
-    """How many rows of so many classes are one part."""
-    return max(_part_of(logits, most) // classes // _ALIGNED, 1) * _ALIGNED
+def rows_of(logits: int, classes: int, most: int = AT_ONCE, wide: int = 0) -> int:
+    """How many rows of so many classes are one part: ``wide`` ones or a quarter of them, where that is more."""
+    rows = max(_part_of(logits, most) // classes, min(wide, logits // classes // 4))
+    return max(rows // _ALIGNED, 1) * _ALIGNED
 
 
 def _part_of(logits: int, most: int) -> int:

@@ -24,6 +24,7 @@ from memrewrite.runtime.output_rows import MOVES, OutputRows
 from memrewrite.runtime.segment import OWN, autocast_dtype
 
 Types = tuple[tuple[torch.dtype | None, torch.dtype, torch.dtype], ...]
+InRows = tuple[tuple[tuple[Any, ...], ...], int, bool]
 Change = Callable[[Tensor], Tensor]
 
 
@@ -33,16 +34,16 @@ def lazy_output(
     sizes: Sequence[int],
     types: Types,
     names: Sequence[str],
-    steps: tuple[tuple[Any, ...], ...] | None,
+    in_rows: InRows | None,
     *of: Tensor,
 ) -> Tensor:
     """``make(*of)``, which runs once the result is used; the first of them is a value, the others have ``names``.
 
-    With ``steps``, which are as in ``linear_cross_entropy``, these are all that is done to the value's product with a
-    weight and its bias: losses are then made some rows at a time. Of ``sizes``, -1 is that of the value's first
-    dimension, -2 that of its second. ``types`` say what type the result is of under autocast to the first type, None
-    for without, if the value is of the second. Where it is of none of these, in inference mode, which counts no writes,
-    and where compilers look, the result is made at once.
+    With ``in_rows`` it is the product of the value with a weight, and its bias, and those steps: losses are then made
+    so many rows at a time, or fused, as by ``linear_cross_entropy``. Of ``sizes``, -1 is that of the value's first
+    dimension, -2 of its second. ``types`` say what type the result is of under autocast to the first type, None for
+    without, if the value is of the second. Where it is of none of these, in inference mode, which counts no writes, and
+    where compilers look, the result is made at once.
     """
     value = of[0]
     counted = not torch.compiler.is_compiling() and not torch.is_inference_mode_enabled()
@@ -54,9 +55,9 @@ def lazy_output(
     promise = getattr(type(module), OWN).promise
     source = _Source(make, of, ("what it is made of", *names), shape, found[0], autocast, promise)
     result: LazyOutput = _Origin.apply(source, *of)  # type: ignore[no-untyped-call]
-    if steps is not None:
+    if in_rows is not None:
         layout = torch.empty(shape, dtype=source.dtype, device="meta")
-        result._rows = OutputRows(value, of[1], of[2] if len(of) > 2 else None, steps, layout)
+        result._rows = OutputRows(value, of[1], of[2] if len(of) > 2 else None, *in_rows, layout)
     return result
 
 
@@ -351,8 +352,7 @@ class _Then(torch.autograd.Function):
         ctx.change, ctx.of = change, (output.shape, output.dtype)
         if layout._is_view():
             return LazyOutput(output._source, layout.shape, (output, change))
-        made = output._source.then(lambda whole: change(output.of(whole)), layout.shape, layout.dtype)
-        return LazyOutput(made)
+        return LazyOutput(output._source.then(lambda whole: change(output.of(whole)), layout.shape, layout.dtype))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:

@@ -23,13 +23,16 @@ _REDUCTION = {"none": 0, "mean": 1, "sum": 2}
 class OutputRows:
     """Each row of an output is the product with that row of ``hidden`` and ``steps``, as in ``linear_cross_entropy``.
 
-    ``layout`` has the output's sizes and strides; the classes are in its last dimension, or ``moved`` to the second.
+    A loss is made of so many ``rows`` at a time, or a quarter of all, ``fused`` as there. ``layout`` has the output's
+    sizes and strides; the classes are in its last dimension, or ``moved`` to the second.
     """
 
     hidden: Tensor
     weight: Tensor
     bias: Tensor | None
     steps: tuple[tuple[Any, ...], ...]
+    rows: int
+    fused: bool
     layout: Tensor
     moved: bool = False
 
@@ -66,10 +69,10 @@ class OutputRows:
         self, target: Tensor, weight: Tensor | None, ignore_index: int, reduction: str, label_smoothing: float
     ) -> Tensor:
         """Cross-entropy, the logits of which are made some rows at a time."""
-        rows = rows_of(self.layout.numel(), len(self.weight))
-        options: Any = self.steps, _REDUCTION[reduction], ignore_index, label_smoothing, rows, reduction != "none"
+        rows, early = rows_of(self.layout.numel(), len(self.weight), wide=self.rows), reduction != "none"
+        how: Any = self.steps, _REDUCTION[reduction], ignore_index, label_smoothing, rows, early, early and self.fused
         given = self.hidden.flatten(0, -2), self.weight, self.bias, target.flatten(), weight
-        loss = linear_cross_entropy(*given, *options)
+        loss = linear_cross_entropy(*given, *how)
         return loss.view_as(target) if reduction == "none" else loss
 
     def each(self, func: Any, dim: Any = None, keepdim: bool = False, **more: Any) -> Tensor | None:

@@ -25,7 +25,6 @@ from memrewrite.state.random_state import preserved_rng
 from memrewrite.targets.allocator import Requests
 from memrewrite.targets.eager import Target
 from memrewrite.targets.kernels_ahead import stop_ahead
-from memrewrite.torch_internals.pytrees import TreeSpec, tree_unflatten
 from memrewrite.workload.step import Inputs, Step, device_of, device_type
 
 T = TypeVar("T")
@@ -107,15 +106,16 @@ class Bench:
         again = self.profile.again(found) if self.profile else normalizations.again_ms(found, costs.roofline)
         return replace(costs, again=again)
 
-    def times(self, effects: Effects, output_tree: TreeSpec, marks: Marks) -> tuple[float, float] | None:
+    def times(self, effects: Effects, restored: Callable[[Any], Any], marks: Marks) -> tuple[float, float] | None:
         """The predicted times in ms, of the device and of the CPU, of a step whose forward is one graph.
 
-        None without a profile, and where nodes are fused.
+        ``restored`` makes what the model returns of what that graph does. None without a profile, and where nodes are
+        fused.
         """
         if self.profile is None or self.target.fuses:
             return None
         with preserved_rng(self.inputs.tensors()):  # a loss of the user's may draw
-            loss = of_loss(effects, lambda flat: tree_unflatten(flat, output_tree), self.step, self.device)
+            loss = of_loss(effects, restored, self.step, self.device)
             optimizer = self.remembered("optimizer", None, lambda: of_optimizer(self.model, self.inputs, self.step))
         passes = self.step.micro_batches
         return step_times(effects, self.costs(effects), [*[loss] * passes, optimizer], passes, marks)

@@ -84,6 +84,15 @@ class CandidateRegion:
             return self
         return replace(self, graph=replace(self.graph, graph_module=graph_module, before=effects))
 
+    def making_rows(self, rows: int, fused: bool) -> "CandidateRegion":
+        """The region whose loss of outputs that are not there, if it is, makes so many rows at a time, or is fused."""
+        captured = self.region.captured
+        lazy = {number: call.of_rows(rows, fused) for number, call in captured.lazy.items()}
+        if not captured.loss_in_rows or lazy == captured.lazy:
+            return self
+        region = replace(self.region, captured=replace(captured, lazy=lazy))
+        return replace(self, graph=replace(self.graph, region=region, before=self.effects))
+
     def having(self, name: str, result: Result) -> "CandidateRegion":
         """The region with ``result`` for what the pass of this name did."""
         return replace(self, results={**self.results, name: result})
@@ -321,7 +330,7 @@ class Candidate:
         if [region.region.path for region in self.regions] != [""]:
             return None
         (region,) = self.regions
-        return self.bench.times(region.effects, region.region.captured.output_tree, region.marks)
+        return self.bench.times(region.effects, region.region.captured.restored, region.marks)
 
     def abandoned(self) -> "Candidate":
         """Every rewrite dropped, because together they take more memory than the model as it is."""

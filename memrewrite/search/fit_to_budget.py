@@ -202,10 +202,9 @@ def _lower_ones(asked: Asked, candidate: Candidate) -> Iterator[Candidate]:
     """
     wide = rewritten_lower(candidate, asked.names, wide=True)
     yield wide
-    if wide.programs != candidate.programs:
-        narrow = rewritten_lower(candidate, asked.names, wide=False)
-        if narrow.programs != wide.programs:
-            yield narrow
+    narrow = rewritten_lower(candidate, asked.names, wide=False)
+    if narrow.programs != wide.programs:
+        yield narrow
 
 
 def _told(found: Fit | Unmet, lower: Candidate) -> Fit | Unmet:

@@ -5,9 +5,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
-from memrewrite.capture.normal import attribute
 from memrewrite.codegen.writer import generate
 from memrewrite.observe.effects import Effects, observe
 from memrewrite.observe.watermarks import Watermarks, watermarks
@@ -15,7 +14,6 @@ from memrewrite.plan.marks import Marks
 from memrewrite.plan_facts.chain import computing
 from memrewrite.rewriting.invariants import Health, health
 from memrewrite.search.regions import Region
-from memrewrite.torch_internals.pytrees import tree_unflatten
 from memrewrite.torch_internals.tracing import module_of
 from memrewrite.workload.step import Step, default_loss
 from memrewrite.workload.surroundings import surroundings_put_back
@@ -88,11 +86,6 @@ class ObservedGraph:
         """How its values look, and what is wrong with it."""
         return health(self.effects)
 
-    def _loss_of(self, twin: nn.Module, leaves: Any) -> Tensor:
+    def _loss_of(self, leaves: Any) -> Tensor:
         """The loss of what the graph returns, if that is all the model returns."""
-        captured = self.region.captured
-        given = [*leaves]
-        for number, call in (captured.lazy if captured.loss_in_rows else {}).items():
-            given[number] = call.output(given[number], [attribute(twin, path) for path in call.paths])
-        output = tree_unflatten(given, captured.output_tree)
-        return (self.step.loss_fn or default_loss)(output)
+        return (self.step.loss_fn or default_loss)(self.region.captured.restored(leaves))

@@ -44,7 +44,13 @@ def rewritten(candidate: Candidate, names: tuple[str, ...] | None, exact: bool) 
     asked = registry.ON_REQUEST.keys() & set(names or ())
     if asked and not for_cuda and candidate.bench.on_cuda and not candidate.bench.target.fuses:
         candidate = candidate.noted("No chains are fused: triton, which torch.compile needs, is not installed.")
-    return candidate.after(registry.patterns(names, exact, for_cuda))
+    return _of_rows(candidate, names, wide=True).after(registry.patterns(names, exact, for_cuda))
+
+
+def _of_rows(candidate: Candidate, names: tuple[str, ...] | None, wide: bool) -> Candidate:
+    """With a loss of outputs that are not there made as one in the model is by ``linear_cross_entropy``."""
+    fused = _compiles(candidate.bench) and registry.compiles(names)
+    return candidate.each(lambda region: region.making_rows(_WIDE if wide else 0, fused))
 
 
 def _compiles(bench: Bench) -> bool:
@@ -63,7 +69,8 @@ def rewritten_lower(candidate: Candidate, names: tuple[str, ...] | None, wide: b
 
     ``wide`` has them work on so many rows at a time that a product takes the time of its multiplications.
     """
-    return candidate.after(registry.lower(names, _WIDE if wide else 0, _compiles(candidate.bench)))
+    passes = registry.lower(names, _WIDE if wide else 0, _compiles(candidate.bench))
+    return _of_rows(candidate, names, wide).after(passes)
 
 
 def rewritten_lowest(candidate: Candidate, names: tuple[str, ...] | None) -> Candidate:

@@ -5,11 +5,12 @@ a share of the bytes that eager training takes beyond parameters, gradients, opt
 be followed by PyTorch's own ``activation_memory_budget``; ``=0.5`` is the peak that ``compile 0.5`` takes, and
 ``=liger`` that of ``liger``, which puts Liger's kernels into a language model. ``chunked`` takes its loss in chunks;
 ``+block`` is block checkpointing besides. ``ours+backend`` is the back end of ``torch.compile``, in a language model
-with its loss in chunks.
+with its loss in chunks. In ``outside`` and ``ours+outside`` the loop computes a language model's loss from the logits
+that it returns, which are made when they are used (``returns="lazy"``) in the latter.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 from unittest import mock
 
@@ -25,7 +26,7 @@ from memrewrite.records.compiled import CompiledReport
 from memrewrite.records.errors import BudgetInfeasibleError
 from memrewrite.records.options import Budget
 from memrewrite.workload.step import Inputs, Step
-from tests.benchmarks.language import base_of
+from tests.benchmarks.language import base_of, loss_apart
 from tests.benchmarks.models import sqrt_segments
 from tests.benchmarks.rows import ParetoRow
 from tests.benchmarks.workload import Workload
@@ -34,6 +35,8 @@ EAGER, BLOCK, SQRT, OURS, COMPILE, BOTH = "eager", "block", "sqrt", "ours", "com
 LIGER = "liger", "liger+block"
 CHUNKED = "chunked", "chunked+block"
 BACKEND = "ours+backend"
+OUTSIDE, OURS_OUTSIDE = ("outside", "outside+block"), "ours+outside"
+PLANNED = OURS, OURS_OUTSIDE, BOTH, BACKEND
 COMPILED_BLOCK = "compile+block"
 MINIMUM = f"{OURS} min"
 _OURS = [f"{OURS} {budget}" for budget in ("min", "block", "80%", "65%", "50%", "40%", "33%", "27%")]
@@ -44,8 +47,10 @@ _MATCHED = [f"{BOTH} ={ratio}" for ratio in _RATIOS]
 _BY_BACKEND = [f"{BACKEND} {budget}" for budget in ("min", "block", "50%", "80%")]
 _AS_LIGER = [f"{each} ={peer}" for each in (OURS, BOTH, BACKEND) for peer in LIGER]
 _LOSS = ("linear_cross_entropy", "tied_embeddings")
-_PLAIN = [EAGER, BLOCK, SQRT, *LIGER, *CHUNKED]
-CONTENDERS = [*_PLAIN, *_OURS, COMPILE, COMPILED_BLOCK, *_COMPILED, *_BOTH, *_MATCHED, *_BY_BACKEND, *_AS_LIGER]
+_PLAIN = [EAGER, BLOCK, SQRT, *LIGER, *CHUNKED, *OUTSIDE]
+_AS_OUTSIDE = [f"{OURS_OUTSIDE} {budget}" for budget in ("min", *(f"={peer}" for peer in LIGER))]
+_OF_COMPILE = [COMPILE, COMPILED_BLOCK, *_COMPILED, *_BOTH, *_MATCHED, *_BY_BACKEND]
+CONTENDERS = [*_PLAIN, *_OURS, *_OF_COMPILE, *_AS_LIGER, *_AS_OUTSIDE]
 
 Rows = Mapping[str, ParetoRow]
 """What is known of a workload already, by contender."""
@@ -53,7 +58,10 @@ Rows = Mapping[str, ParetoRow]
 
 @dataclass(frozen=True)
 class Ready:
-    """A contender about to train: its module, and what memrewrite said about it (bytes)."""
+    """A contender about to train: its module, and what memrewrite said about it (bytes).
+
+    ``inputs`` and ``step`` are given where they are not those of the workload.
+    """
 
     module: nn.Module
     budget: int | None = None
@@ -61,6 +69,8 @@ class Ready:
     segments: int | None = None
     note: str = ""
     by_backend: bool = False
+    inputs: Inputs | None = None
+    step: Step | None = None
 
     def told(self) -> int | None:
         """What memrewrite says of the peak, by the back end once the step is compiled."""
@@ -74,7 +84,7 @@ def kind(contender: str) -> str:
 
 def phase(contender: str) -> int:
     """When it runs: after those whose peaks it may have as its budget."""
-    return {OURS: 1, COMPILE: 1, COMPILED_BLOCK: 1, BOTH: 2, BACKEND: 2}.get(kind(contender), 0)
+    return {OURS: 1, OURS_OUTSIDE: 1, COMPILE: 1, COMPILED_BLOCK: 1, BOTH: 2, BACKEND: 2}.get(kind(contender), 0)
 
 
 def is_compiled(contender: str) -> bool:
@@ -116,6 +126,8 @@ def prepare(
     if kind(contender) == COMPILE:
         functorch.activation_memory_budget = float((*contender.split(), "1.0")[1])
         return Ready(cast(nn.Module, torch.compile(model)))
+    if kind(contender) in (*OUTSIDE, OURS_OUTSIDE):
+        return _outside(contender, workload, model, inputs, rows)
     if contender in LIGER:
         _with_liger(model)
     if contender in CHUNKED:
@@ -150,6 +162,17 @@ def _optimized(contender: str, workload: Workload, model: nn.Module, inputs: Inp
     return rewritten(budget, workload.step(), model, inputs, **asked)
 
 
+def _outside(contender: str, workload: Workload, model: nn.Module, inputs: Inputs, rows: Rows) -> Ready:
+    given, loss_fn = loss_apart(inputs)
+    step = replace(workload.step(), loss_fn=loss_fn)
+    if contender == OUTSIDE[1]:
+        workload.checkpoint_blocks(model)
+    if contender in OUTSIDE:
+        return Ready(model, inputs=given, step=step)
+    ready = rewritten(bound(contender, rows), step, model, given, returns="lazy")
+    return replace(ready, inputs=given, step=step)
+
+
 def _by_backend(contender: str, workload: Workload, model: nn.Module, inputs: Inputs, rows: Rows) -> Ready:
     budget, step = bound(contender, rows), workload.step()
     if workload.returns == "loss":
@@ -176,7 +199,7 @@ def rewritten(
     verify: bool = False,
     compiled: bool = False,
     reserved: bool = False,
-    returns: Literal["all", "loss"] = "all",
+    returns: Literal["all", "lazy", "loss"] = "all",
     device: str | None = None,
 ) -> Ready:
     """``model`` within ``budget`` bytes (``reserved``: of what is reserved), or at its lowest peak.
@@ -189,6 +212,7 @@ def rewritten(
             inputs.args,
             example_kwargs=inputs.kwargs,
             budget="min" if budget is None else budget,
+            loss_fn=step.loss_fn,
             optimizer=step.optimizer,
             optimizer_step="in_backward" if step.in_backward else "whole",
             amp=step.amp,

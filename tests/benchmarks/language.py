@@ -148,6 +148,17 @@ def base_of(model: nn.Module) -> Any:
     return cast(Any, model).get_base_model() if hasattr(model, "get_base_model") else model
 
 
+def loss_apart(inputs: Inputs) -> tuple[Inputs, Callable[[Any], Tensor]]:
+    """The inputs without the labels, and the loss of the next tokens as a loop computes it of the model's output."""
+    given = dict(inputs.kwargs)
+    targets = given.pop("labels")[:, 1:].flatten()
+
+    def loss_fn(output: Any) -> Tensor:
+        return F.cross_entropy(output.logits[:, :-1].flatten(0, 1).float(), targets)
+
+    return Inputs(inputs.args, given), loss_fn
+
+
 def chunk_loss(model: nn.Module) -> None:
     """Let a causal language model take its loss in chunks of rows, in place.
 

@@ -26,7 +26,7 @@ import torch
 
 from memrewrite.records.errors import BudgetInfeasibleError
 from tests.benchmarks import contenders
-from tests.benchmarks.contenders import BACKEND, BOTH, CONTENDERS, EAGER, MINIMUM, OURS, bound, kind, phase
+from tests.benchmarks.contenders import CONTENDERS, EAGER, MINIMUM, PLANNED, bound, kind, phase
 from tests.benchmarks.models import WORKLOADS
 from tests.benchmarks.rows import INFEASIBLE, PARETO, ParetoRow, append, attempt, machine, read
 from tests.benchmarks.trial import Trial, clear
@@ -93,7 +93,7 @@ class Bench:
         except BudgetInfeasibleError as error:
             budget = contenders.bound(contender, self.rows())
             return self.row(contender, ok=False, note=INFEASIBLE, budget=budget, lowest=error.lowest)
-        trial = Trial(ready.module, inputs, workload.step(), others)
+        trial = Trial(ready.module, ready.inputs or inputs, ready.step or workload.step(), others)
         trial.warm_up()
         seconds = time.perf_counter() - started
         if self.gate is not None:
@@ -187,7 +187,7 @@ class _Parent:
         """About how many bytes of the device a contender takes: its budget, else what it would without one."""
         rows = self.bench.rows()
         eager = rows[EAGER].peak if EAGER in rows else None
-        if kind(contender) not in (OURS, BOTH, BACKEND):
+        if kind(contender) not in PLANNED:
             return eager or 0
         try:
             return bound(contender, rows) or min((row.peak for row in rows.values() if row.peak), default=0)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.benchmarks import contenders, models
+from tests.benchmarks.language import loss_apart
 from tests.benchmarks.pareto import Bench
 from tests.benchmarks.rows import ParetoRow
 
@@ -74,6 +75,21 @@ def test_what_will_be_compiled_is_planned_for_it(name: str, compiled: bool) -> N
     workload = models.WORKLOADS["unet"]
     ready = contenders.prepare(name, workload, workload.build(True), workload.inputs(1, True), {})
     assert cast(Any, ready.module).report.config["compiled"] is compiled
+
+
+@pytest.mark.zoo
+def test_a_loss_outside_is_the_models_own(tmp_path: Path) -> None:
+    from tests.zoo.models import declare_operators
+
+    declare_operators()
+    workload = models.WORKLOADS["gpt2_medium-bf16"]
+    model, inputs = workload.build(True).float().eval(), workload.inputs(2, True)
+    given, loss_fn = loss_apart(inputs)
+    assert torch.equal(loss_fn(model(**given.kwargs)), model(**inputs.kwargs).loss)
+    bench = Bench("gpt2_medium-bf16", tmp_path / "rows.jsonl", torch.device("cpu"), tiny=True, batch=2)
+    bench.run(["outside", "outside+block", "ours+outside min"])
+    peaks = [row.peak or 0 for row in bench.rows().values()]
+    assert peaks[0] > peaks[1] > peaks[2] == bench.rows()["ours+outside min"].predicted
 
 
 @pytest.mark.zoo

@@ -11,12 +11,16 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import memrewrite
 from memrewrite.artifact.save import save
 from memrewrite.runtime import cross_entropy, output_rows
 from memrewrite.runtime.lazy_output import made_when_used
 from memrewrite.runtime.linear_cross_entropy import linear_cross_entropy
+from memrewrite.search import planning
+from memrewrite.search.registry import NAMES
 
 WORDS, WIDTH, ROWS, LENGTH = 400, 16, 8, 12
 Loss = Callable[[Any], Tensor]
@@ -92,12 +96,14 @@ MADE: dict[str, Loss] = {
 
 
 class Speaker(nn.Module):
-    """A language model that returns its logits, with a soft cap."""
+    """A language model that returns its logits, with a soft cap; words and head may have one weight."""
 
-    def __init__(self, bias: bool = True, cap: float = 0.0) -> None:
+    def __init__(self, bias: bool = True, cap: float = 0.0, tied: bool = False) -> None:
         super().__init__()
         self.embed, self.body, self.cap = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH), cap
         self.head = nn.Linear(WIDTH, WORDS, bias)
+        if tied:
+            self.head.weight = self.embed.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
         logits: Tensor = self.head(torch.tanh(self.body(self.embed(tokens))))
@@ -143,11 +149,11 @@ def assert_as_near(result: nn.Module, original: nn.Module, loss: Loss) -> None:
 def results() -> dict[str, tuple[Any, nn.Module]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cross_entropy, "_LEAST_LOGITS", 2**11)
-        heads: dict[str, dict[str, Any]] = {"bias": {}, "cap": {"bias": False, "cap": 5.0}}
+        heads: dict[str, dict[str, Any]] = {"bias": {}, "cap": {"bias": False, "cap": 5.0}, "tied": {"tied": True}}
         return {name: (lazy(speaker(**options)), speaker(**options)) for name, options in heads.items()}
 
 
-@pytest.mark.parametrize("head", ["bias", "cap"])
+@pytest.mark.parametrize("head", ["bias", "cap", "tied"])
 @pytest.mark.parametrize("loss", IN_ROWS)
 def test_the_loss_of_a_loop_makes_some_rows(results: Any, head: str, loss: str) -> None:
     result, original = results[head]
@@ -157,10 +163,44 @@ def test_the_loss_of_a_loop_makes_some_rows(results: Any, head: str, loss: str) 
 
 
 @pytest.mark.filterwarnings("ignore::memrewrite.LazyOutputWarning")
+@pytest.mark.parametrize("head", ["bias", "tied"])
 @pytest.mark.parametrize("loss", MADE)
-def test_whatever_else_asks_for_logits_finds_them(results: Any, loss: str) -> None:
-    result, original = results["bias"]
+def test_whatever_else_asks_for_logits_finds_them(results: Any, head: str, loss: str) -> None:
+    result, original = results[head]
     assert_as_near(result, original, MADE[loss])
+
+
+class Sizes(TorchDispatchMode):
+    """Notes how many numbers there are in what each operator makes."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.of: dict[str, set[int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        made = {leaf.numel() for leaf in tree_leaves(result) if type(leaf) is Tensor and not leaf.is_meta}
+        self.of.setdefault(str(func), set()).update(made)
+        return result
+
+
+def sizes_of(model: nn.Module) -> dict[str, set[int]]:
+    with Sizes() as seen:
+        flat(model(tokens())).backward()
+    return seen.of
+
+
+def test_no_operator_makes_more_than_a_quarter_of_the_logits(results: Any) -> None:
+    assert max(set().union(*sizes_of(results["bias"][0]).values())) == ROWS * LENGTH * WORDS // 4
+
+
+def test_words_and_a_head_of_one_weight_have_one_gradient(results: Any) -> None:
+    one, others = results["tied"][0], [name for name in NAMES if name != "tied_embeddings"]
+    two = lazy(speaker(tied=True), passes=others)
+    made = [max(sizes_of(model)["aten.embedding_dense_backward.default"]) for model in (one, two)]
+    assert made[0] < made[1] == WORDS * WIDTH
+    for ours, theirs in zip(gradients(one, flat), gradients(two, flat), strict=True):
+        assert torch.equal(ours, theirs)
 
 
 @pytest.mark.filterwarnings("ignore::memrewrite.LazyOutputWarning")
@@ -279,6 +319,31 @@ def test_a_few_logits_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     result = memrewrite.optimize(speaker(), tokens(), loss_fn=flat, returns="lazy", budget="min")
     assert memrewrite.report_of(result).notes[-1].startswith("returns='lazy' has no effect: what its loss is made of")
     assert type(result(tokens())) is Tensor
+
+
+@pytest.mark.parametrize(
+    ("options", "how"),
+    [
+        ({}, "((), 512, False)"),
+        ({"device": "cuda"}, "((), 512, False)"),
+        ({"device": "cuda", "passes": "all"}, "((), 512, True)"),
+    ],
+    ids=str,
+)
+def test_rows_are_many_and_compiled_for_cuda_on_request(tmp_path: Path, options: Any, how: str) -> None:
+    result = memrewrite.optimize(speaker(), tokens(), loss_fn=flat, returns="lazy", verify=False, **options)
+    save(result, tmp_path / "artifact")
+    (line,) = [line for line in (tmp_path / "artifact/memrewrite_model.py").read_text().splitlines() if how in line]
+    assert "lazy_output(" in line
+
+
+def test_rows_are_few_where_many_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "_WIDE", 0)
+    few = memrewrite.report_of(lazy(speaker(), budget="min")).predicted_after.peak
+    monkeypatch.setattr(planning, "_WIDE", 512)
+    wide = memrewrite.report_of(lazy(speaker())).predicted_after.peak
+    assert few < wide
+    assert memrewrite.report_of(lazy(speaker(), budget=few)).predicted_after.peak <= few
 
 
 def test_an_artifact_makes_rows_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
