@@ -110,7 +110,7 @@ def _write_model(draft: Path, optimized: nn.Module, rewritten: dict[str, Program
     return {
         "memrewrite": __version__,
         "model": f"{base.__module__}.{base.__qualname__}",
-        "source": {name.removeprefix("class "): facts["code"] for name, facts in likeness.items() if "code" in facts},
+        "source": {n.removeprefix("class "): facts["code"] for n, facts in likeness.items() if n.startswith("class ")},
         "torch": {"written_with": torch.__version__, "minimum": manifest.TORCH_MINIMUM},
         "python": platform.python_version(),
     }
