@@ -59,7 +59,7 @@ def load(
     Raises ``TargetError`` when there is no model, several, or no inputs, and ``UsageError`` for a wrong input text.
     """
     source = Source.parse(target)
-    with importable(source.folder):
+    with importable(source.folder), _as_script(source.place):
         code = _import_file(source.file) if source.file else _import_module(source)
         attribute = source.attribute or _find(code, source)
         module, second = _make(_attribute(code, attribute, source), source.at(attribute))
@@ -84,6 +84,16 @@ def importable(folder: Path) -> Iterator[None]:
     finally:
         with contextlib.suppress(ValueError):  # the target's code may have changed the path itself
             sys.path.remove(entry)
+
+
+@contextlib.contextmanager
+def _as_script(place: str) -> Iterator[None]:
+    """Let code that reads the command line find one without arguments, as ``python model.py`` has; ours is not its."""
+    before, sys.argv = sys.argv, [place]
+    try:
+        yield
+    finally:
+        sys.argv = before
 
 
 @contextlib.contextmanager

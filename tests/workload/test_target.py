@@ -377,3 +377,25 @@ def test_every_error_is_for_the_user() -> None:
     assert issubclass(TargetError, UsageError)
     assert issubclass(UsageError, MemrewriteError)
     assert TargetError.exit_code == 2
+
+
+@pytest.mark.parametrize("parse", ["parse_args()", "parse_known_args()[0]"])
+def test_a_target_that_reads_the_command_line_finds_none_of_ours(
+    tmp_path: Path, parse: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = f"""
+import argparse, sys
+parser = argparse.ArgumentParser()
+parser.add_argument("--width", type=int, default=4)
+
+def get_model():
+    assert sys.argv == [__file__]
+    return nn.Linear(parser.{parse}.width, 2)
+
+early = parser.{parse}
+"""
+    ours = ["memrewrite", "optimize", "net.py", "--width", "8"]
+    monkeypatch.setattr(sys, "argv", ours)
+    found = load(write(tmp_path, "from torch import nn\nimport torch\n" + script + INPUTS))
+    assert found.module.in_features == 4
+    assert sys.argv == ours
