@@ -43,6 +43,21 @@ def check_files(files: dict[str, Path | None]) -> None:
             raise UsageError(f"{first} and {what} are both {file}; name two files.")
 
 
+def check_apart(files: dict[str, Path | None], model: Path | None, folder: Path | None = None) -> None:
+    """Raise ``UsageError`` where one would replace the model's file, or come into the folder of an artifact."""
+    for what, file in files.items():
+        if file is None:
+            continue
+        place = Path(os.path.realpath(file))
+        if place == model:
+            raise UsageError(f"{file} is the model's own file; name another one for {what}.")
+        if folder is not None and Path(os.path.realpath(folder)) in place.parents:
+            raise UsageError(
+                f"{file} would lie in {folder}, which is for the rewritten model and its report alone; name a file "
+                f"elsewhere for {what}."
+            )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """What every command takes: where its JSON goes (a file, or ``-`` for stdout) and how much it says.
@@ -90,7 +105,7 @@ class ModelRequest(Request):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        Source.parse(self.target)
+        check_apart({"JSON": self.json_file}, Source.parse(self.target).file)
         for text in self.input:
             InputText.parse(text)
         Loop.parse(self.loop)
@@ -139,12 +154,14 @@ class OptimizeRequest(ModelRequest):
     no_cache: bool
 
     def __post_init__(self) -> None:
+        files = {"--report": self.report, "--png": self.png, "--snapshot": self.snapshot}
+        check_apart({**files, "--json": self.json_file}, None, self.output)  # before it is told that it is not there
         super().__post_init__()
+        check_apart(files, Source.parse(self.target).file)
         folder(self.plans)
         budget = None if self.budget is None else Budget.parse(self.budget)
         check_passes(self.pass_names)
         parse_ranges(self.dynamic)
-        files = {"--report": self.report, "--png": self.png, "--snapshot": self.snapshot}
         if self.check and any(files.values()):
             option = next(option for option, file in files.items() if file is not None)
             raise UsageError(f"--check writes nothing; leave out {option}.")
@@ -203,6 +220,7 @@ class MeasureRequest(ModelRequest):
         if self.plot.suffix not in PLOTS:
             raise UsageError(f"{self.plot} cannot be drawn; give a file that ends in {', '.join(PLOTS)}.")
         check_files({"--plot": self.plot})
+        check_apart({"--plot": self.plot}, Source.parse(self.target).file)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -76,6 +76,23 @@ EARLY: dict[str, tuple[list[str], str]] = {
     "folder as a report": (["optimize", "good.py", "--report", "folder.py"], "is a folder; name a file for --report"),
     "folder as JSON": (["estimate", "good.py", "--json", "folder.py"], "folder.py is a folder; name a file for JSON"),
     "one file for two": (["optimize", "good.py", "--png", "a", "--report", "a"], "--report and --png are both a; name"),
+    "report in the output": (
+        ["optimize", "good.py", "-o", "o", "--report", "o/r.html"],
+        "o/r.html would lie in o",
+    ),
+    "JSON in the output": (
+        ["optimize", "good.py", "-o", "o", "--json", "o/r.json"],
+        "file elsewhere for --json",
+    ),
+    "JSON over the model": (["estimate", "good.py", "--json", "./good.py"], "good.py is the model's own file"),
+    "report over the model": (["optimize", "good.py:Net", "--report", "good.py"], "name another one for --report"),
+    "plot over the model": (
+        ["measure", "good.svg.py", "--batch-sizes", "1,2", "--plot", "good.svg"],
+        "model's own file",
+    ),
+    "endless timeout": (["optimize", "good.py", "--timeout", "inf"], "inf is not a number of seconds above 0"),
+    "timeout of weeks": (["measure", "good.py", "--timeout", "1e7"], "1e+07 is not a number of seconds"),
+    "no timeout": (["verify", ".", "good.py", "--timeout", "nan"], "nan is not a number of seconds above 0"),
     "artifact": (["show", "nothing"], "is no artifact of memrewrite"),
     "artifact to verify": (["verify", ".", "good.py"], "is no artifact of memrewrite"),
     "artifact to measure": (["measure", "good.py", "--artifact", "."], "is no artifact of memrewrite"),
@@ -94,6 +111,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_wrong_option_needs_no_torch(name: str, folder: Path) -> None:
     arguments, sentence = EARLY[name]
     (folder / "folder.py").mkdir()
+    (folder / "good.svg.py").symlink_to("good.svg")
+    (folder / "good.svg").write_text(GOOD)
     ran = subprocess.run([sys.executable, "-c", ALONE, *arguments], capture_output=True, text=True)
     assert ran.stderr.startswith("memrewrite: ")
     assert sentence in ran.stderr
@@ -194,6 +213,31 @@ def test_a_write_that_fails_halfway_leaves_what_was_there(tmp_path: Path, monkey
         fill(file, b"after")
     assert file.read_text() == "before"
     assert os.listdir(tmp_path) == ["report.json"]
+
+
+PRINTING = """
+import os, subprocess, sys
+os.write(1, b"by number\\n")
+print("by name")
+sys.__stdout__.write("by another name\\n")
+subprocess.run([sys.executable, "-S", "-c", "print('by a process')"])
+"""
+
+
+def test_what_the_model_prints_is_not_in_the_result(folder: Path) -> None:
+    (folder / "good.py").write_text(PRINTING + GOOD)
+    ran = memrewrite_command(*CHECK, "--json", "-", capture_output=True)
+    assert json.loads(ran.stdout)["fits"] is True
+    said = ["by another name", "by name", "by number", "by a process"]
+    assert sorted(ran.stderr.splitlines()) == sorted(said)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="there is no such shell here")
+def test_standard_output_that_is_closed() -> None:
+    command = [sys.executable, "-m", "memrewrite", "cache", "--cache", "plans"]
+    ran = subprocess.run(["/bin/sh", "-c", '"$@" >&-', "sh", *command], capture_output=True, text=True)
+    assert ran.returncode == OutputError.exit_code
+    assert ran.stderr == "memrewrite: Standard output is closed; give it a file, or /dev/null.\n"
 
 
 def test_a_reader_that_is_gone_is_no_internal_error(folder: Path) -> None:

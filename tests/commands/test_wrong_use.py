@@ -1,12 +1,16 @@
 """Every wrong use ends in one sentence on stderr, its exit code, no traceback and nothing half-written."""
 
+import contextlib
 import errno
+import importlib
 import os
 import signal
 import subprocess
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -149,6 +153,29 @@ def test_an_interrupt_in_the_middle_is_130(capsys: pytest.CaptureFixture[str], m
     monkeypatch.setattr(optimizing, "run", interrupt)
     assert cli.run(["optimize", "good.py"]) == 130
     assert capsys.readouterr().err.strip().splitlines() == ["memrewrite: interrupted; nothing half-written is left."]
+
+
+def test_an_interrupt_while_pytorch_is_imported_is_not_lost(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def losing(name: str) -> ModuleType:
+        with contextlib.suppress(KeyboardInterrupt):  # as compiled code does that imports NumPy
+            signal.raise_signal(signal.SIGINT)
+        return import_module(name)
+
+    monkeypatch.setattr(importlib, "import_module", losing)
+    assert cli.run(["optimize", "good.py"]) == 130
+    assert capsys.readouterr().err.strip().splitlines() == ["memrewrite: interrupted; nothing half-written is left."]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_current_folder_that_is_gone(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone() -> Path:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+
+    monkeypatch.setattr(Path, "cwd", gone)
+    assert cli.run(["cache"]) == 2
+    assert capsys.readouterr().err == "memrewrite: The current folder is gone; change to one that is there.\n"
 
 
 SLOW = FULL.replace(
