@@ -155,7 +155,9 @@ class OptimizeRequest(ModelRequest):
 
     def __post_init__(self) -> None:
         files = {"--report": self.report, "--png": self.png, "--snapshot": self.snapshot}
-        check_apart({**files, "--json": self.json_file}, None, self.output)  # before it is told that it is not there
+        if self.output is not None:  # refuse at once what could not be written in the end
+            manifest.check_place(self.output, force=self.force)
+            check_apart({**files, "--json": self.json_file}, None, self.output)  # which may not be there yet
         super().__post_init__()
         check_apart(files, Source.parse(self.target).file)
         folder(self.plans)
@@ -178,8 +180,6 @@ class OptimizeRequest(ModelRequest):
             raise UsageError("--check writes nothing; leave out -o.")
         if self.check and budget is not None and budget.minimum:
             raise UsageError("--check needs a budget in bytes or per cent; min says nothing about the model as it is.")
-        if self.output is not None:  # refuse at once what could not be written in the end
-            manifest.check_place(self.output, force=self.force)
 
     @property
     def ranges(self) -> tuple[str, ...]:
