@@ -280,6 +280,15 @@ def test_a_folder_that_is_not_as_written_is_refused(here: Path, spoil: Callable[
         load("out", net())
 
 
+def test_a_file_that_may_not_be_read_is_named(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(file: Path) -> str:
+        raise PermissionError(13, "Permission denied", str(file))
+
+    monkeypatch.setattr(manifest, "_digest", forbidden)
+    with pytest.raises(UsageError, match=r"out/constants\.pt cannot be read: Permission denied; make it readable"):
+        load("out", net())
+
+
 def test_cached_bytecode_is_not_run(here: Path) -> None:
     cache = here / "out" / "__pycache__"
     cache.mkdir(exist_ok=True)
