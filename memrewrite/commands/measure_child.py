@@ -24,6 +24,7 @@ from memrewrite.workload.inputs import to_device
 from memrewrite.workload.step import Inputs, Step
 from memrewrite.workload.stepspec import StepSpec
 from memrewrite.workload.target import importable, load
+from memrewrite.workload.workload import refuse_meta, refuse_unready
 
 
 def main() -> None:
@@ -120,6 +121,8 @@ def _loaded(loader: Loader, spec: StepSpec) -> Iterator[tuple[nn.Module, Inputs,
         raise UsageError(f"Device {loader.device!r} is unknown; give cpu or cuda:0.") from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UsageError(f"Device {loader.device} was asked for but PyTorch finds no CUDA device; use cpu.")
+    refuse_unready(loaded.inputs, loaded.module)
+    refuse_meta(loaded.inputs, loaded.module)
     with importable(loaded.folder):
         module = _placed(loaded.module, loader, spec, device)
         step = spec.build()

@@ -89,6 +89,21 @@ def test_inputs_that_the_model_does_not_take(here: Path) -> None:
             in_this_process(kind, StepSpec(), artifact=artifact, inputs=("8x4x12x12",))
 
 
+NOT_READY = {
+    "meta": ("torch.device('meta')", "stem.weight lies on the meta device and holds no numbers"),
+    "lazy": ("patch.object(nn, 'Linear', lambda *_: nn.LazyLinear(4))", r"first \(LazyLinear\) has no parameters"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_READY)
+def test_a_model_that_has_no_numbers_yet(name: str, here: Path) -> None:
+    how, sentence = NOT_READY[name]
+    text = f"from unittest.mock import patch\nfrom artifact_net import *\nwith {how}:\n    model = ArtifactNet()\n"
+    (here / f"{name}_net.py").write_text(text)
+    with pytest.raises(UsageError, match=sentence):
+        in_this_process("measure", StepSpec(), target=f"{name}_net.py:model", artifact=None)
+
+
 LATER = """
 def loss(out):
     return out.sum()

@@ -45,6 +45,8 @@ FILES = {
     "several.py": FULL + "class Other(WrongNet):\n    pass\n",
     "broken.py": "import torch\nimport no_such_module\n",
     "branch.py": BRANCH,
+    "meta.py": FULL + "def get_model():\n    with torch.device('meta'):\n        return WrongNet()\n",
+    "lazy.py": FULL.replace("nn.Linear(8, 8)", "nn.LazyLinear(8)"),
 }
 
 
@@ -99,6 +101,8 @@ WRONG = {
     "verbose-and-quiet": (["optimize", "good.py", "-v", "-q"], 2, "-v or -q"),
     "output-exists": (["optimize", "good.py", "-o", "."], 2, "exists already; give another folder, or force"),
     "json-folder": (["optimize", "good.py", "--json", "no/such/file.json"], 2, "There is no folder for the JSON file"),
+    "meta": (["optimize", "meta.py"], 2, "fc.weight lies on the meta device and holds no numbers"),
+    "lazy": (["optimize", "lazy.py"], 2, "fc (LazyLinear) has no parameters before it has run once"),
     "uncapturable": (["optimize", "branch.py"], 3, "WrongNet"),
 }
 
