@@ -13,6 +13,7 @@ from memrewrite.runtime.likeness import Likeness, WrongModelError, describe, ref
 
 NET = """
 import functools
+from types import SimpleNamespace
 import torch
 from torch import nn
 import named_layers
@@ -22,15 +23,31 @@ SCALE = 2.0
 START = 0.5
 CALLS = 0
 SEEN = []
+CONFIG = {"net": {"gain": 1.5, "rate": 0.1}, "count": 0}
+SETTINGS = SimpleNamespace(power=2, rate=0.1)
 ACT = torch.relu
 
+class Tuned:
+    rate = 0.1
+    slope = 4.0
+
+class Straight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.round()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * Tuned.slope
+
 def scaled(x):
+    CONFIG["count"] += 1
     return inner(x) * SCALE
 
 def inner(x):
     global CALLS
     CALLS += len(SEEN)
-    return x.tanh()
+    return (x.tanh() * CONFIG["net"]["gain"]) ** SETTINGS.power
 
 def plain(x):
     return x + 1
@@ -52,7 +69,7 @@ class Block(nn.Module):
         return self.mixed(ACT(halved(self.act(x))))
 
     def mixed(self, x):
-        return named_layers.shifted(scaled(self.fc(x)))
+        return named_layers.shifted(scaled(Straight.apply(self.fc(x))))
 """
 LAYERS = """
 SHIFT = 3
@@ -87,6 +104,10 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
 OTHER = {
     "value": ("SCALE = 2.0", "SCALE = 3.0", "global SCALE is 3.0, not 2.0"),
     "value of another file": ("SHIFT = 3", "SHIFT = 4", "global SHIFT is 4, not 3"),
+    "value in a dictionary": ('"gain": 1.5', '"gain": 2.5', "global CONFIG.net.gain is 2.5, not 1.5"),
+    "value of an object": ("power=2", "power=3", "global SETTINGS.power is 3, not 2"),
+    "value of a class": ("slope = 4.0", "slope = 5.0", "global Tuned.slope is 5.0, not 4.0"),
+    "backward of a function": ("gradient * Tuned", "gradient / Tuned", "function Straight.backward is another"),
     "function of PyTorch's": ("ACT = torch.relu", "ACT = torch.sigmoid", "global ACT is .*sigmoid, not .*relu"),
     "bound value": ("by=0.5", "by=0.25", r"global halved is \(.*0.25.*\), not \(.*0.5.*\)"),
     "function": ("inner(x) * SCALE", "inner(x) / SCALE", "the source of function scaled is another"),
@@ -110,6 +131,10 @@ SAME = {
     "comment": ("def scaled(x):", "def scaled(x):  # what it does"),
     "what forward does not lead to": ("def unused(x):\n    return x", "def unused(x):\n    return -x"),
     "what only makes the weights": ("START = 0.5", "START = 0.75"),
+    "what code does not read": ('"rate": 0.1', '"rate": 0.2'),
+    "what code does not ask of a class": ("    rate = 0.1", "    rate = 0.2"),
+    "what code does not ask of an object": ("rate=0.1", "rate=0.2"),
+    "what code counts in a dictionary": ('"count": 0', '"count": 9'),
     "what code fills": ("SEEN = []", "SEEN = [1]"),
     "what code counts": ("CALLS = 0", "CALLS = 7"),
 }
@@ -124,7 +149,8 @@ def test_the_same_is_taken(name: str, made: Callable[..., nn.Module]) -> None:
 def test_what_is_there_now_and_then_is_not_asked_for(made: Callable[..., nn.Module]) -> None:
     expected: Likeness = describe(made())
     assert {name for name in expected if name.startswith("function ")} == {
-        f"function {name}" for name in ("scaled", "inner", "plain", "shifted", "gate")
+        f"function {name}"
+        for name in ("scaled", "inner", "plain", "shifted", "gate", "Straight.forward", "Straight.backward")
     }
     module: Any = sys.modules["named_net"]
     module.SCALE = nn.Parameter()  # of which there is no text
