@@ -106,7 +106,7 @@ dynamic = click.option(
     metavar="NAME:DIM=MIN..MAX",
     help="Plan for sizes of this input from MIN to MAX, as in x:2=64..256. Repeatable.",
 )
-cache = click.option("--cache", type=PATH, metavar="DIR", help="Keep plans in this folder, for the next time.")
+cache = click.option("--cache", type=click.Path(), metavar="DIR", help="Keep plans in this folder, for the next time.")
 timeout = click.option(
     "--timeout",
     type=float,

@@ -30,12 +30,12 @@ def check_files(files: dict[str, Path | None]) -> None:
     for what, file in files.items():
         if file is None:
             continue
-        place = file.absolute()
+        place = Path(os.path.realpath(file))
         if not place.parent.is_dir():
             raise UsageError(f"There is no folder for the {what} file {file}; make it first.")
         if place.is_dir():
             raise UsageError(f"{file} is a folder; name a file for {what}.")
-        if place.exists() and not place.is_file():  # a device or a pipe
+        if file.exists() and not file.is_file():  # a device or a pipe
             continue
         if not os.access(place.parent, os.W_OK):
             raise UsageError(f"{file} cannot be written, as its folder may not be; name another file for {what}.")
@@ -150,7 +150,7 @@ class OptimizeRequest(ModelRequest):
     png: Path | None
     snapshot: Path | None
     advise: bool
-    cache: Path | None
+    cache: str | None
     no_cache: bool
 
     def __post_init__(self) -> None:
@@ -251,7 +251,7 @@ class ShowRequest(Request):
 class CacheRequest(Request):
     """``memrewrite cache``."""
 
-    cache: Path | None
+    cache: str | None
     clear: bool
 
     def __post_init__(self) -> None:

@@ -93,6 +93,7 @@ EARLY: dict[str, tuple[list[str], str]] = {
     "endless timeout": (["optimize", "good.py", "--timeout", "inf"], "inf is not a number of seconds above 0"),
     "timeout of weeks": (["measure", "good.py", "--timeout", "1e7"], "1e+07 is not a number of seconds"),
     "no timeout": (["verify", ".", "good.py", "--timeout", "nan"], "nan is not a number of seconds above 0"),
+    "no cache": (["optimize", "good.py", "--cache", ""], "The cache '' is no folder; give its path"),
     "artifact": (["show", "nothing"], "is no artifact of memrewrite"),
     "artifact to verify": (["verify", ".", "good.py"], "is no artifact of memrewrite"),
     "artifact to measure": (["measure", "good.py", "--artifact", "."], "is no artifact of memrewrite"),
@@ -199,6 +200,17 @@ def test_json_to_a_full_device(folder: Path, console: Console) -> None:
     assert sorted({*os.listdir(folder)} - {"__pycache__"}) == ["full.json", "good.py"]
 
 
+def test_a_link_to_a_result_stays_one(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    link, file = tmp_path / "report.json", tmp_path / "real" / "r.json"
+    link.symlink_to(Path("real") / "r.json")
+    for content in (b"first", b"second"):
+        fill(link, content)
+        assert link.is_symlink()
+        assert file.read_bytes() == content
+    assert os.listdir(tmp_path / "real") == ["r.json"]
+
+
 def test_a_write_that_fails_halfway_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "report.json"
     file.write_text("before")
@@ -230,6 +242,14 @@ def test_what_the_model_prints_is_not_in_the_result(folder: Path) -> None:
     assert json.loads(ran.stdout)["fits"] is True
     said = ["by another name", "by name", "by number", "by a process"]
     assert sorted(ran.stderr.splitlines()) == sorted(said)
+
+
+@pytest.mark.skipif(not Path("/dev/stdout").exists(), reason="there is no /dev/stdout here")
+def test_json_to_standard_output_by_its_file(folder: Path) -> None:
+    ran = memrewrite_command("cache", "--cache", "plans", "--json", "/dev/stdout", capture_output=True)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert json.loads(ran.stdout[: ran.stdout.rindex("}") + 1])["plans"] == []
+    assert os.listdir(folder) == ["good.py"]
 
 
 @pytest.mark.skipif(os.name != "posix", reason="there is no such shell here")
