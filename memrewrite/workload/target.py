@@ -108,11 +108,21 @@ def _foreign(doing: str, file: Path | str | None) -> Iterator[None]:
         where = f"{file}, line {line}" if line else str(file or "The target")
         hint = "fix it there and try again"
         if isinstance(error, ImportError) and "relative import" in str(error):
-            hint = "a file inside a package is given as package.module:attr"
-        elif isinstance(error, SystemExit):
+            hint = _in_package(Path(str(file)))
+        elif isinstance(error, SystemExit) and doing == "importing it":
             hint = 'put what exits under if __name__ == "__main__"'
         message = f"{type(error).__name__}: {first_line(error)}"
         raise TargetError(f"{where}: {doing} raised {message}; {hint}.") from error
+
+
+def _in_package(file: Path) -> str:
+    """How a file inside a package is given; the innermost folder without ``__init__.py`` is where that is looked up."""
+    names, folder = [file.stem], file.parent
+    while (folder / "__init__.py").is_file():
+        names, folder = [folder.name, *names], folder.parent
+    if len(names) == 1:
+        return "a file inside a package is given as package.module:attr"
+    return f"give {'.'.join(names)}:attr, with {folder} as the current folder or on PYTHONPATH"
 
 
 def _line(error: BaseException, file: str) -> int | None:

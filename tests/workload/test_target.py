@@ -399,3 +399,13 @@ early = parser.{parse}
     found = load(write(tmp_path, "from torch import nn\nimport torch\n" + script + INPUTS))
     assert found.module.in_features == 4
     assert sys.argv == ours
+
+
+def test_a_file_of_a_package_is_told_by_its_module(tmp_path: Path) -> None:
+    for place in ("src/pkg_under_test", "src/pkg_under_test/models"):
+        write(tmp_path, "", f"{place}/__init__.py")
+    file = write(tmp_path, "from ..layers import Net\n", "src/pkg_under_test/models/net.py")
+    with pytest.raises(TargetError) as caught:
+        load(file)
+    hint = f"give pkg_under_test.models.net:attr, with {tmp_path / 'src'} as the current folder or on PYTHONPATH."
+    assert str(caught.value).endswith(hint)
