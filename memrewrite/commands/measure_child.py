@@ -18,10 +18,10 @@ from memrewrite.measurement.measuring import Loader, measure, out_of_memory
 from memrewrite.measurement.original import blaming
 from memrewrite.records.errors import MemrewriteError, OtherInputsError, UsageError, first_line
 from memrewrite.runtime.dropin import programs
-from memrewrite.runtime.promise import FallbackWarning
+from memrewrite.runtime.promise import BeyondPlanError, FallbackWarning
 from memrewrite.targets.compiled import CompiledTarget
 from memrewrite.workload.inputs import to_device
-from memrewrite.workload.step import Inputs, Step
+from memrewrite.workload.step import Inputs, Step, autocast, device_type
 from memrewrite.workload.stepspec import StepSpec
 from memrewrite.workload.target import importable, load
 from memrewrite.workload.workload import refuse_meta, refuse_unready
@@ -70,15 +70,25 @@ def _measure(job: dict[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _refused_fallback() -> Iterator[None]:
-    """Raise ``OtherInputsError`` where a rewritten model would run its original forward, which nobody asked for."""
+    """Raise ``OtherInputsError`` where a rewritten model would run its original forward, or a strict one refuses to."""
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=r".*ran its original forward")
         try:
             yield
-        except UserWarning as warning:  # an artifact has a FallbackWarning of its own
-            if type(warning).__name__ != FallbackWarning.__name__:
+        except (UserWarning, RuntimeError) as told:  # an artifact has classes of its own
+            if type(told).__name__ not in (FallbackWarning.__name__, BeyondPlanError.__name__):
                 raise
-            raise OtherInputsError(f"The rewritten model was not made for these inputs. {warning}") from warning
+            raise OtherInputsError(f"The rewritten model was not made for these inputs. {told}") from told
+
+
+def _refuse_other_inputs(rewritten: nn.Module, inputs: Inputs, step: Step) -> None:
+    """Raise ``OtherInputsError`` where a call says that the rewritten model was not made for them."""
+    try:
+        with _refused_fallback(), autocast(step.amp, device_type(rewritten, inputs)):
+            rewritten(*inputs.args, **inputs.kwargs)
+    except Exception as error:
+        if isinstance(error, OtherInputsError):  # of all else a verdict tells
+            raise
 
 
 def _refuse_other_mode(model: nn.Module) -> None:
@@ -98,6 +108,8 @@ def _verify(job: dict[str, Any]) -> dict[str, Any]:
         rewritten = load_artifact(str(loader.artifact), original)
         _refuse_other_mode(rewritten)
         verdict = verify(original, rewritten, inputs, step, exact=job["exact"], seed=loader.seed)
+        if not verdict.checks:  # it raised something
+            _refuse_other_inputs(rewritten, inputs, step)
     return {
         "equivalent": verdict.equivalent,
         "exact": verdict.exact,

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from memrewrite import cli
+from memrewrite.artifact import manifest
 from memrewrite.commands import measure as command
 from memrewrite.commands import measure_child
 from memrewrite.measurement.measuring import Loader
@@ -75,12 +77,24 @@ def test_a_mode_the_artifact_is_not_for(here: Path, kind: str) -> None:
         in_this_process(kind, StepSpec("inference"))
 
 
-def test_inputs_the_artifact_is_not_for(here: Path) -> None:
+@pytest.mark.parametrize("kind", ["measure", "verify"])
+def test_inputs_the_artifact_is_not_for(here: Path, kind: str) -> None:
     sentence = (
         "was not made for these inputs. Optimized ArtifactNet ran its original forward: an input is torch.float32"
     )
     with pytest.raises(OtherInputsError, match=sentence):
-        in_this_process("measure", StepSpec(), inputs=("8x3x14x12",))
+        in_this_process(kind, StepSpec(), inputs=("8x3x14x12",))
+
+
+@pytest.mark.parametrize("kind", ["measure", "verify"])
+def test_inputs_that_a_strict_artifact_refuses(here: Path, kind: str, tmp_path: Path) -> None:
+    strict = tmp_path / "strict"
+    shutil.copytree(here / "out", strict)
+    code = (strict / manifest.MODEL).read_text()
+    (strict / manifest.MODEL).write_text(code.replace("\nPROGRAM.source", "\nPROGRAM.strict = True\nPROGRAM.source"))
+    manifest.write(strict, {"torch": {}})
+    with pytest.raises(OtherInputsError, match="takes inputs of size 16, planned for 8"):
+        in_this_process(kind, StepSpec(), artifact=str(strict), inputs=("16x3x12x12",))
 
 
 def test_inputs_that_the_model_does_not_take(here: Path) -> None:
