@@ -25,6 +25,7 @@ from typing import Any
 
 from torch import nn
 
+from memrewrite.process.child import TargetFolder
 from memrewrite.records.errors import MemrewriteError, TargetError, first_line
 from memrewrite.records.ranges import parse_ranges
 from memrewrite.workload import inputs as example
@@ -77,7 +78,7 @@ def load(
 @contextlib.contextmanager
 def importable(folder: Path) -> Iterator[None]:
     """Put ``folder`` first on ``sys.path``, as ``python model.py`` does, and take it off again."""
-    entry = str(folder)
+    entry = TargetFolder(folder)
     sys.path.insert(0, entry)
     try:
         yield
