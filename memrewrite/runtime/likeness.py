@@ -23,6 +23,7 @@ from memrewrite.runtime.named_code import named_by_forward
 Likeness = dict[str, dict[str, str]]
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype)
 _LABEL = re.compile(r"name|path|^_memrewrite")  # where a model came from, not what it computes
+_OF_A_PROCESS = re.compile("path|rank", re.IGNORECASE)  # of globals: where, and which of several, it is
 _STRICT = ("class", "tensor", "code", "forward")  # of the others, versions of PyTorch add and drop some
 _BY_NAME = ("function ", "global ")  # neither is the name of a module, which has no space
 
@@ -59,6 +60,8 @@ def describe(model: nn.Module) -> Likeness:
         code = found.setdefault(f"function {function.__qualname__}", {"code": ""})
         code["code"] += _code(function)
     for name, value in values:
+        if _OF_A_PROCESS.search(name):
+            continue
         if not isinstance(value, list) and (text := _text(value)) is not None:  # a list may be what code fills
             known = found.setdefault(f"global {name}", {"value": text})
             known["value"] += "" if known["value"] == text else f", {text}"

@@ -22,6 +22,7 @@ from named_layers import gate
 SCALE = 2.0
 START = 0.5
 CALLS = 0
+LOCAL_RANK = 0
 SEEN = []
 CONFIG = {"net": {"gain": 1.5, "rate": 0.1}, "count": 0}
 SETTINGS = SimpleNamespace(power=2, rate=0.1)
@@ -66,6 +67,8 @@ class Block(nn.Module):
 
     def forward(self, x):
         from named_later import late
+        if LOCAL_RANK == 0:
+            print(x.shape)
         return self.mixed(ACT(halved(self.act(x))))
 
     def mixed(self, x):
@@ -131,6 +134,7 @@ SAME = {
     "comment": ("def scaled(x):", "def scaled(x):  # what it does"),
     "what forward does not lead to": ("def unused(x):\n    return x", "def unused(x):\n    return -x"),
     "what only makes the weights": ("START = 0.5", "START = 0.75"),
+    "another of several processes": ("LOCAL_RANK = 0", "LOCAL_RANK = 3"),
     "what code does not read": ('"rate": 0.1', '"rate": 0.2'),
     "what code does not ask of a class": ("    rate = 0.1", "    rate = 0.2"),
     "what code does not ask of an object": ("rate=0.1", "rate=0.2"),
