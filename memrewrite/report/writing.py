@@ -27,7 +27,7 @@ def whole(file: Path) -> Iterator[Path]:
         finally:
             draft.unlink(missing_ok=True)
     except OSError as error:
-        raise OutputError(f"{file} cannot be written: {error.strerror}; nothing was written.") from error
+        raise OutputError(f"{file} cannot be written: {error.strerror}; it is as it was.") from error
 
 
 def fill(file: Path, content: bytes) -> None:

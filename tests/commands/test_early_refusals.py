@@ -195,7 +195,7 @@ def test_json_to_a_full_device(folder: Path, console: Console) -> None:
     (folder / "full.json").symlink_to(FULL)
     code, said = console(*CHECK, "--json", "full.json", stdout=io.StringIO())
     assert code == OutputError.exit_code
-    assert said == "memrewrite: full.json cannot be written: No space left on device; nothing was written.\n"
+    assert said == "memrewrite: full.json cannot be written: No space left on device; it is as it was.\n"
     assert FULL.is_char_device()
     assert sorted({*os.listdir(folder)} - {"__pycache__"}) == ["full.json", "good.py"]
 
@@ -221,7 +221,7 @@ def test_a_write_that_fails_halfway_leaves_what_was_there(tmp_path: Path, monkey
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "write_bytes", half)
-    with pytest.raises(OutputError, match=r"report\.json cannot be written: No space left on device; nothing was"):
+    with pytest.raises(OutputError, match=r"report\.json cannot be written: No space left on device; it is as it was"):
         fill(file, b"after")
     assert file.read_text() == "before"
     assert os.listdir(tmp_path) == ["report.json"]

@@ -235,3 +235,22 @@ def test_a_full_disk_leaves_nothing(
     assert "No space left on device" in err[err.rindex("memrewrite: ") :]
     assert (out, "Traceback" in err) == ("", False)
     assert listing() == before
+
+
+def test_a_report_that_cannot_be_written_says_nothing_of_the_model(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That was written before."""
+    real = os.replace
+
+    def full(source: Path, target: Path) -> None:
+        if target.name == "report.html":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", full)
+    asked = ["optimize", "good.py", "--no-measure", "--no-verify", "-o", "out", "--report", "report.html"]
+    assert cli.run(asked) == 74
+    said = capsys.readouterr().err
+    assert "memrewrite: report.html cannot be written: No space left on device; it is as it was." in said
+    assert (Path("out/manifest.json").is_file(), Path("report.html").exists()) == (True, False)
