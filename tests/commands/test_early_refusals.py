@@ -53,6 +53,7 @@ NO_SPACE = r"memrewrite: Standard output cannot be written: No space left on dev
 
 EARLY: dict[str, tuple[list[str], str]] = {
     "budget": (["optimize", "good.py", "--budget", "8Gb"], "has no known unit"),
+    "negative budget": (["optimize", "good.py", "--budget", "-5GB"], "Budget '-5GB' must be more than zero"),
     "check min": (["optimize", "good.py", "--check", "--budget", "min"], "--check needs a budget in bytes"),
     "file": (["optimize", "god.py"], "There is no file god.py; did you mean"),
     "target": (["measure", "good"], "names no model"),
