@@ -5,6 +5,7 @@ Nothing here imports torch, so that ``--help`` answers at once; the work is in `
 
 import contextlib
 import errno
+import importlib
 import io
 import os
 import shlex
@@ -12,13 +13,16 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
 from memrewrite.commands import config, flags, launched, signals
 from memrewrite.records.errors import BudgetInfeasibleError, InternalError, MemrewriteError, OutputError, UsageError
 from memrewrite.version import __version__
+
+if TYPE_CHECKING:
+    from memrewrite.commands.requests import Request
 
 EXIT_INTERRUPTED = 130
 HELP = {"help_option_names": ["-h", "--help"], "show_default": True}
@@ -59,7 +63,11 @@ def main(context: click.Context) -> None:
       zsh   eval "$(_MEMREWRITE_COMPLETE=zsh_source memrewrite)"
       fish  _MEMREWRITE_COMPLETE=fish_source memrewrite | source
     """
-    context.default_map = dict.fromkeys(main.commands, config.defaults(Path.cwd(), flags.CONFIGURABLE))
+    try:
+        folder = Path.cwd()
+    except FileNotFoundError as error:
+        raise UsageError("The current folder is gone; change to one that is there.") from error
+    context.default_map = dict.fromkeys(main.commands, config.defaults(folder, flags.CONFIGURABLE))
 
 
 @main.command(short_help="Rewrite a model so that its step fits a budget.")
@@ -100,10 +108,7 @@ def optimize(**given: Any) -> int:
     """Rewrite the model TARGET so that its step fits a budget; verify, measure and save it."""
     from memrewrite.commands.requests import OptimizeRequest
 
-    request = OptimizeRequest(**given, typed=click.get_current_context().obj)
-    from memrewrite.commands import optimize
-
-    return optimize.run(request)
+    return _carried_out("optimize", OptimizeRequest(**given, typed=click.get_current_context().obj))
 
 
 @main.command(short_help="Measure what a step of a model really takes.")
@@ -124,10 +129,7 @@ def measure(**given: Any) -> int:
     """
     from memrewrite.commands.requests import MeasureRequest
 
-    request = MeasureRequest(**given)
-    from memrewrite.commands import measure
-
-    return measure.run(request)
+    return _carried_out("measure", MeasureRequest(**given))
 
 
 @main.command(short_help="Verify a rewritten model against its original.")
@@ -145,10 +147,7 @@ def verify(**given: Any) -> int:
     """
     from memrewrite.commands.requests import VerifyRequest
 
-    request = VerifyRequest(**given)
-    from memrewrite.commands import verify
-
-    return verify.run(request)
+    return _carried_out("verify", VerifyRequest(**given))
 
 
 @main.command(short_help="Show what a folder with a rewritten model holds.")
@@ -161,10 +160,7 @@ def show(**given: Any) -> int:
     """
     from memrewrite.commands.requests import ShowRequest
 
-    request = ShowRequest(**given)
-    from memrewrite.commands import show
-
-    return show.run(request)
+    return _carried_out("show", ShowRequest(**given))
 
 
 @main.command(short_help="Show what plans are kept, and remove them.")
@@ -178,10 +174,7 @@ def cache(**given: Any) -> int:
     """
     from memrewrite.commands.requests import CacheRequest
 
-    request = CacheRequest(**given)
-    from memrewrite.commands import cache
-
-    return cache.run(request)
+    return _carried_out("cache", CacheRequest(**given))
 
 
 @main.command(short_help="Predict what a step takes, before it is run.")
@@ -196,10 +189,14 @@ def estimate(**given: Any) -> int:
     """
     from memrewrite.commands.requests import EstimateRequest
 
-    request = EstimateRequest(**given)
-    from memrewrite.commands import estimate
+    return _carried_out("estimate", EstimateRequest(**given))
 
-    return estimate.run(request)
+
+def _carried_out(command: str, request: "Request") -> int:
+    """The exit code of a command. What it needs is imported as a whole: PyTorch loses an interrupt, or dies of one."""
+    with signals.held():
+        module = importlib.import_module(f"memrewrite.commands.{command}")
+    return int(module.run(request))
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -235,6 +232,8 @@ def entry_point() -> NoReturn:
         if isinstance(stream, io.TextIOWrapper):  # paths and names can hold what the terminal's encoding lacks
             stream.reconfigure(errors="backslashreplace")
     signals.heed()
+    if sys.stdout is None:
+        sys.exit(_fail(OutputError("Standard output is closed; give it a file, or /dev/null."), verbose=False))
     code = run(sys.argv[1:])
     with contextlib.suppress(ValueError):  # of a stream that is closed
         code = _flushed(code)

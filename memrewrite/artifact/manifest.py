@@ -37,7 +37,13 @@ def find(folder: Path) -> Path:
 
 def read(folder: Path) -> dict[str, Any]:
     """The manifest in ``folder``, every file in it checked; raises ``UsageError`` for one that is not as written."""
-    file = find(folder)
+    try:
+        return _read(folder, find(folder))
+    except OSError as error:
+        raise UsageError(f"{error.filename or folder} cannot be read: {error.strerror}; make it readable.") from error
+
+
+def _read(folder: Path, file: Path) -> dict[str, Any]:
     try:
         manifest = json.loads(file.read_text(encoding="utf-8"))
         schema, files = manifest["schema_version"], dict(manifest["files"])
@@ -57,12 +63,16 @@ def check_place(directory: Path, *, force: bool) -> None:
     target = Path(os.path.abspath(directory))
     if not target.parent.is_dir():
         raise UsageError(f"There is no folder {target.parent} to put {directory} in; make it first.")
+    if not os.access(target.parent, os.W_OK | os.X_OK):
+        raise UsageError(f"{directory} cannot be written, as its folder may not be; give another folder.")
     if not os.path.lexists(target):
         return
     if not force:
         raise UsageError(f"{directory} exists already; give another folder, or force to replace it.")
     if target.is_symlink() or not target.is_dir():
         raise UsageError(f"{directory} is not a folder; give another one, or remove it.")
+    if not os.access(target, os.R_OK | os.W_OK | os.X_OK):
+        raise UsageError(f"{directory} may not be replaced; give another folder, or make it writable.")
     if foreign := sorted({file.name for file in target.iterdir()} - OWN):
         raise UsageError(f"{directory} holds {foreign[0]}, which memrewrite did not write; give another folder.")
 

@@ -16,6 +16,7 @@ from memrewrite.runtime import (
     kernel_files,
     kernels,
     likeness,
+    named_code,
     operations,
     output_rows,
     promise,
@@ -45,6 +46,7 @@ _RUNTIME: tuple[ModuleType, ...] = (
     texts,
     dropin,
     assembled,
+    named_code,
     likeness,
 )
 _HEAD = '''"""A rewritten forward for one model; needs torch only. Written by memrewrite {version}.

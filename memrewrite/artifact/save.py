@@ -5,6 +5,7 @@ The files are written beside the target, read back and applied to the model, and
 
 import contextlib
 import inspect
+import io
 import os
 import platform
 import secrets
@@ -22,7 +23,7 @@ from memrewrite.artifact import manifest
 from memrewrite.artifact.load import import_artifact
 from memrewrite.artifact.render import render
 from memrewrite.records.attached import report_of
-from memrewrite.records.errors import InternalError, OutputError, UsageError
+from memrewrite.records.errors import InternalError, OutputError, UsageError, first_line
 from memrewrite.records.outcomes import Measured
 from memrewrite.records.report import Report
 from memrewrite.report.files import json_text
@@ -105,12 +106,14 @@ def _write_model(draft: Path, optimized: nn.Module, rewritten: dict[str, Program
     (draft / manifest.MODEL).write_text(render(sources, likeness, moving, captured), encoding="utf-8")
     if any(constants.values()):
         saved = {path: {name: t.detach().cpu() for name, t in found.items()} for path, found in constants.items()}
-        torch.save(saved, draft / manifest.CONSTANTS)
+        content = io.BytesIO()  # to a full device torch.save itself ends in an error of its own
+        torch.save(saved, content)
+        (draft / manifest.CONSTANTS).write_bytes(content.getbuffer())
     base = type(original_of(optimized))
     return {
         "memrewrite": __version__,
         "model": f"{base.__module__}.{base.__qualname__}",
-        "source": {name.removeprefix("class "): facts["code"] for name, facts in likeness.items() if "code" in facts},
+        "source": {n.removeprefix("class "): facts["code"] for n, facts in likeness.items() if n.startswith("class ")},
         "torch": {"written_with": torch.__version__, "minimum": manifest.TORCH_MINIMUM},
         "python": platform.python_version(),
     }
@@ -124,6 +127,7 @@ def _moving(program: Program, constants: dict[str, torch.Tensor]) -> dict[str, b
 
 def _write_weights(draft: Path, optimized: nn.Module) -> dict[str, Any]:
     """Write parameters and persistent buffers, tied ones once; the manifest says which, and which lie channels-last."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_model
 
     state = optimized.state_dict(keep_vars=True)
@@ -131,6 +135,8 @@ def _write_weights(draft: Path, optimized: nn.Module) -> dict[str, Any]:
         raise UsageError(f"weights.safetensors cannot hold {others[0]}, which is not a tensor; save without weights.")
     try:
         save_model(optimized, str(draft / manifest.WEIGHTS))
+    except SafetensorError as error:  # as that says that the device is full
+        raise OutputError(f"{manifest.WEIGHTS} cannot be written: {first_line(error)}; nothing was written.") from error
     except RuntimeError as error:
         raise UsageError(f"weights.safetensors cannot hold this model: {error}; save without weights.") from error
     owners: dict[int, str] = {}

@@ -1,6 +1,7 @@
 """How a command answers: printed on stdout, or as JSON there or in a file. Imports no PyTorch."""
 
 import contextlib
+import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -30,10 +31,27 @@ class Outcome:
 def respond(request: Request, work: Callable[[Stages], Outcome]) -> int:
     """Do the work, answer, and give the exit code; raises what the work raises."""
     out = sys.stdout
-    # What the user's code prints must not mix with the result.
-    with contextlib.redirect_stdout(sys.stderr), Stages(quiet=request.quiet, verbose=request.verbose) as stage:
+    with _apart(out), Stages(quiet=request.quiet, verbose=request.verbose) as stage:
         outcome = work(stage)
     return _answer(request, outcome, out)
+
+
+@contextlib.contextmanager
+def _apart(out: TextIO) -> Iterator[None]:
+    """What the user's code prints does not mix with the result: it goes to stderr, also past Python's ``sys.stdout``.
+
+    So do processes that it starts, such as compilers of extensions.
+    """
+    with contextlib.redirect_stdout(sys.stderr), contextlib.ExitStack() as after:
+        if out is sys.__stdout__ and sys.__stderr__ is not None:
+            out.flush()
+            place = out.fileno()
+            kept = os.dup(place)
+            after.callback(os.close, kept)
+            after.callback(os.dup2, kept, place)
+            os.dup2(sys.__stderr__.fileno(), place)
+            after.callback(out.flush)  # what was printed by sys.__stdout__
+        yield
 
 
 def _answer(request: Request, outcome: Outcome, out: TextIO) -> int:

@@ -14,6 +14,7 @@ from memrewrite.workload.stepspec import AMP, IN_BACKWARD, MODES, OPTIMIZERS
 Function = Callable[..., Any]
 
 PATH = click.Path(path_type=Path)
+_LONGEST = 2_000_000  # seconds: three weeks, in milliseconds of 31 bits
 # What a project may set once for all; what writes, prints or overwrites is said at each call.
 CONFIGURABLE: dict[str, type] = {
     "budget": str,
@@ -39,7 +40,7 @@ CONFIGURABLE: dict[str, type] = {
     "verify": bool,
     "measure": bool,
     "timeout": float,
-    "cache": str,
+    "cache": Path,
 }
 TARGET = """TARGET is path/model.py[:attr] or package.module:attr. Its code runs with your rights.
 
@@ -88,6 +89,13 @@ def sizes(context: click.Context, option: click.Parameter, text: str | None) -> 
     return tuple(map(int, words))
 
 
+def seconds(context: click.Context, option: click.Parameter, value: float) -> float:
+    """A time to wait; raises ``click.BadParameter`` for one that is none, or longer than the system can wait."""
+    if not 0 < value <= _LONGEST:
+        raise click.BadParameter(f"{value:g} is not a number of seconds above 0, of up to {_LONGEST}.")
+    return value
+
+
 budget = click.option("--budget", help="Bound the peak: 8GB (10^9), 8GiB (2^30), 60% of the original's, or min.")
 reserved = click.option(
     "--reserved", is_flag=True, help="Let the budget bound what CUDA's allocator reserves, as a cap on a process does."
@@ -98,10 +106,11 @@ dynamic = click.option(
     metavar="NAME:DIM=MIN..MAX",
     help="Plan for sizes of this input from MIN to MAX, as in x:2=64..256. Repeatable.",
 )
-cache = click.option("--cache", type=PATH, metavar="DIR", help="Keep plans in this folder, for the next time.")
+cache = click.option("--cache", type=click.Path(), metavar="DIR", help="Keep plans in this folder, for the next time.")
 timeout = click.option(
     "--timeout",
-    type=click.FloatRange(min=0, min_open=True),
+    type=float,
+    callback=seconds,
     default=600.0,
     metavar="SECONDS",
     help="Wait this long for each measuring process.",

@@ -21,6 +21,7 @@ from memrewrite.torch_internals.logs import untold_failures
 from memrewrite.workload import target
 from memrewrite.workload.inputs import to_device
 from memrewrite.workload.step import Inputs, Step
+from memrewrite.workload.workload import on_meta, refuse_meta, refuse_unready
 
 R = TypeVar("R", bound=ModelRequest)
 
@@ -76,7 +77,7 @@ def run(request: R, work: Callable[[Job[R], Stages], Outcome], *, on_device: boo
 def _loaded(request: R, on_device: bool) -> Iterator[Job[R]]:
     """The model and its inputs, in the mode of the step and on the device; while it lasts its imports are found.
 
-    With ``on_device`` False they stay where the target makes them.
+    With ``on_device`` False they may be on the meta device, and stay there.
     """
     torch.manual_seed(request.seed)
     wanted = device_named(request.device)
@@ -86,12 +87,17 @@ def _loaded(request: R, on_device: bool) -> Iterator[Job[R]]:
         torch.cuda.set_device(device)  # where FSDP2 puts what its units gather
     found = target.load(request.target, request.input, request.batch_size, request.ranges)
     logged = contextlib.nullcontext() if request.verbose else untold_failures()
+    refuse_unready(found.inputs, found.module)
+    if on_device:
+        refuse_meta(found.inputs, found.module)
+    meta = on_meta(found.inputs, found.module) != ""
     with target.importable(found.folder), memory_errors(), logged:
-        module = found.module.to(device)
+        module = found.module if meta else found.module.to(device)
         if module.training != (request.mode == "train"):  # else leave submodules the user froze as they are
             module.train(request.mode == "train")
         step = replace(request.step.build(), target=CUDA_FROM_CPU if without else EAGER)
-        yield Job(request, module, to_device(found.inputs, device), found.name, step, device)
+        inputs = found.inputs if meta else to_device(found.inputs, device)
+        yield Job(request, module, inputs, found.name, step, device)
 
 
 @contextlib.contextmanager

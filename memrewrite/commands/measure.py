@@ -8,7 +8,7 @@ from memrewrite.commands.job import device_named, loader_of
 from memrewrite.commands.progress import Stages
 from memrewrite.commands.requests import MeasureRequest
 from memrewrite.measurement.measuring import Loader, measure_in_child
-from memrewrite.records.errors import DoesNotFitError, MeasurementError, OtherInputsError, UsageError
+from memrewrite.records.errors import CaptureError, DoesNotFitError, MeasurementError, OtherInputsError, UsageError
 from memrewrite.records.outcomes import Measured
 from memrewrite.report import batch_plot, png
 from memrewrite.report.measured import Failure, Pair, show
@@ -48,7 +48,7 @@ def _pair(request: MeasureRequest, loader: Loader, stage: Stages) -> Pair:
         stage(f"measure {name}" + (f" at batch {what.batch_size}" if request.batch_sizes else ""))
         try:
             return measure_in_child(what, request.step, timeout_s=request.timeout)
-        except (MeasurementError, OtherInputsError) as error:
+        except (MeasurementError, OtherInputsError, CaptureError) as error:
             if not (request.batch_sizes or isinstance(error, DoesNotFitError)):
                 raise
             return Failure(error)

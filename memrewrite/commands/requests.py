@@ -30,17 +30,32 @@ def check_files(files: dict[str, Path | None]) -> None:
     for what, file in files.items():
         if file is None:
             continue
-        place = file.absolute()
+        place = Path(os.path.realpath(file))
         if not place.parent.is_dir():
             raise UsageError(f"There is no folder for the {what} file {file}; make it first.")
         if place.is_dir():
             raise UsageError(f"{file} is a folder; name a file for {what}.")
-        if place.exists() and not place.is_file():  # a device or a pipe
+        if file.exists() and not file.is_file():  # a device or a pipe
             continue
         if not os.access(place.parent, os.W_OK):
             raise UsageError(f"{file} cannot be written, as its folder may not be; name another file for {what}.")
         if (first := named.setdefault(place, what)) != what:
             raise UsageError(f"{first} and {what} are both {file}; name two files.")
+
+
+def check_apart(files: dict[str, Path | None], model: Path | None, folder: Path | None = None) -> None:
+    """Raise ``UsageError`` where one would replace the model's file, or come into the folder of an artifact."""
+    for what, file in files.items():
+        if file is None:
+            continue
+        place = Path(os.path.realpath(file))
+        if place == model:
+            raise UsageError(f"{file} is the model's own file; name another one for {what}.")
+        if folder is not None and Path(os.path.realpath(folder)) in place.parents:
+            raise UsageError(
+                f"{file} would lie in {folder}, which is for the rewritten model and its report alone; name a file "
+                f"elsewhere for {what}."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +105,7 @@ class ModelRequest(Request):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        Source.parse(self.target)
+        check_apart({"JSON": self.json_file}, Source.parse(self.target).file)
         for text in self.input:
             InputText.parse(text)
         Loop.parse(self.loop)
@@ -135,16 +150,20 @@ class OptimizeRequest(ModelRequest):
     png: Path | None
     snapshot: Path | None
     advise: bool
-    cache: Path | None
+    cache: str | None
     no_cache: bool
 
     def __post_init__(self) -> None:
+        files = {"--report": self.report, "--png": self.png, "--snapshot": self.snapshot}
+        if self.output is not None:  # refuse at once what could not be written in the end
+            manifest.check_place(self.output, force=self.force)
+            check_apart({**files, "--json": self.json_file}, None, self.output)  # which may not be there yet
         super().__post_init__()
+        check_apart(files, Source.parse(self.target).file)
         folder(self.plans)
         budget = None if self.budget is None else Budget.parse(self.budget)
         check_passes(self.pass_names)
         parse_ranges(self.dynamic)
-        files = {"--report": self.report, "--png": self.png, "--snapshot": self.snapshot}
         if self.check and any(files.values()):
             option = next(option for option, file in files.items() if file is not None)
             raise UsageError(f"--check writes nothing; leave out {option}.")
@@ -161,8 +180,6 @@ class OptimizeRequest(ModelRequest):
             raise UsageError("--check writes nothing; leave out -o.")
         if self.check and budget is not None and budget.minimum:
             raise UsageError("--check needs a budget in bytes or per cent; min says nothing about the model as it is.")
-        if self.output is not None:  # refuse at once what could not be written in the end
-            manifest.check_place(self.output, force=self.force)
 
     @property
     def ranges(self) -> tuple[str, ...]:
@@ -203,6 +220,7 @@ class MeasureRequest(ModelRequest):
         if self.plot.suffix not in PLOTS:
             raise UsageError(f"{self.plot} cannot be drawn; give a file that ends in {', '.join(PLOTS)}.")
         check_files({"--plot": self.plot})
+        check_apart({"--plot": self.plot}, Source.parse(self.target).file)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,7 +251,7 @@ class ShowRequest(Request):
 class CacheRequest(Request):
     """``memrewrite cache``."""
 
-    cache: Path | None
+    cache: str | None
     clear: bool
 
     def __post_init__(self) -> None:

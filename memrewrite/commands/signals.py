@@ -1,7 +1,10 @@
 """Signals that ask a command to end are taken as Ctrl-C is: nothing half-written is left. Imports no PyTorch."""
 
+import contextlib
 import os
 import signal
+import threading
+from collections.abc import Iterator
 from types import FrameType
 
 from memrewrite.commands.launched import processes
@@ -32,3 +35,22 @@ def heed() -> None:
     for number in (getattr(signal, name) for name in _NAMES if hasattr(signal, name)):
         if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, end)
+
+
+@contextlib.contextmanager
+def held() -> Iterator[None]:
+    """Let an interrupt, and what is taken as one, wait until the end."""
+    came: list[int] = []
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        numbers = [getattr(signal, name) for name in ("SIGINT", *_NAMES) if hasattr(signal, name)]
+        before = {each: handler for each in numbers if callable(handler := signal.getsignal(each))}
+    for number in before:
+        signal.signal(number, lambda number, frame: came.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if came:
+        signal.raise_signal(came[0])

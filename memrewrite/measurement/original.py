@@ -4,6 +4,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import nn
 
 from memrewrite.measurement.measuring import predict
@@ -41,7 +42,7 @@ def blaming(model: nn.Module, in_backward: bool = False) -> Iterator[None]:
     try:
         with untold_failures():
             yield
-    except MemrewriteError:
+    except (MemrewriteError, torch.OutOfMemoryError):  # nobody is to blame for a device that is too small
         raise
     except Exception as error:
         name = type(model).__name__

@@ -43,9 +43,19 @@ def run_job(job: dict[str, Any], *, timeout_s: float) -> Any:
     return _answer(output, child.returncode)
 
 
+class TargetFolder(str):
+    """An entry of the import path for a target alone: a file in it may have the name of a module of Python's.
+
+    A process that loads the target adds it once all else is imported.
+    """
+
+    __slots__ = ()
+
+
 def environment() -> dict[str, str]:
     """This process's environment, with its import path, as the target's modules may come from anywhere on it."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)}
+    entries = (entry or os.getcwd() for entry in sys.path if not isinstance(entry, TargetFolder))
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(entries)}
 
 
 def _talk(child: "subprocess.Popen[str]", job: dict[str, Any], timeout_s: float) -> str:

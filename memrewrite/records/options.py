@@ -101,6 +101,8 @@ class Budget:
         text = value.strip()
         if text == "min":
             return cls(minimum=True)
+        if text.startswith("-"):
+            raise UsageError(f"Budget {text!r} must be more than zero; write e.g. 8GB, 7.5GiB, 900MB, 60% or min.")
         if match := _PERCENT.fullmatch(text):
             percent = float(match[1])
             if not 0 < percent <= 100:

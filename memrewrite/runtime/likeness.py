@@ -1,25 +1,31 @@
 """Is a model the one its code was generated for? Torch only; part of every artifact.
 
 Generated code holds strides, eps, dropout rates and branches as they were, so equal parameter names are not enough:
-classes, plain attributes and the source of the user's own classes must be the same too.
+classes, plain attributes, the source of the user's own classes and what their forward names must be the same too.
 """
 
 import ast
+import functools
 import hashlib
 import inspect
 import re
 import textwrap
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from memrewrite.runtime.named_code import named_by_forward
+
 Likeness = dict[str, dict[str, str]]
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype)
 _LABEL = re.compile(r"name|path|^_memrewrite")  # where a model came from, not what it computes
+_OF_A_PROCESS = re.compile("path|rank", re.IGNORECASE)  # of globals: where, and which of several, it is
 _STRICT = ("class", "tensor", "code", "forward")  # of the others, versions of PyTorch add and drop some
+_BY_NAME = ("function ", "global ")  # neither is the name of a module, which has no space
 
 
 class WrongModelError(ValueError):
@@ -29,6 +35,7 @@ class WrongModelError(ValueError):
 def describe(model: nn.Module) -> Likeness:
     """What generated code relies on: each module's class and plain attributes, each tensor, the user's class sources.
 
+    So are the sources of functions that forward names, and plain values that it finds in its file.
     A drop-in looks like the model it was made from.
     """
     found: Likeness = {}
@@ -48,6 +55,16 @@ def describe(model: nn.Module) -> Likeness:
     for kind in kinds:  # two classes may have one name
         code = found.setdefault(f"class {kind.__qualname__}", {"code": ""})
         code["code"] += _code(kind)
+    functions, values = named_by_forward(kinds, (value for each in model.modules() for value in vars(each).values()))
+    for function in functions:
+        code = found.setdefault(f"function {function.__qualname__}", {"code": ""})
+        code["code"] += _code(function)
+    for name, value in values:
+        if _OF_A_PROCESS.search(name):
+            continue
+        if not isinstance(value, list) and (text := _text(value)) is not None:  # a list may be what code fills
+            known = found.setdefault(f"global {name}", {"value": text})
+            known["value"] += "" if known["value"] == text else f", {text}"
     return found
 
 
@@ -57,7 +74,8 @@ def refuse_other(model: nn.Module, expected: Likeness) -> None:
         raise WrongModelError("The model is a rewritten one already; apply the artifact to the original.")
     here = describe(model)
     differences = [_difference(name, here.get(name), facts) for name, facts in expected.items()]
-    differences += [f"it has {name}, which is new" for name in here if name not in expected]
+    new = (name for name in here if name not in expected and not name.startswith(_BY_NAME))
+    differences += [f"it has {name}, which is new" for name in new]
     for difference in filter(None, differences):
         inner = getattr(model, "module", getattr(model, "_orig_mod", None))
         wrapped = type(inner).__qualname__ == expected[""]["class"]
@@ -105,6 +123,8 @@ def _text(value: Any) -> str | None:
     if isinstance(value, tuple | list):
         parts = [_text(part) for part in value]
         return None if None in parts else f"({', '.join(part or '' for part in parts)})"
+    if isinstance(value, functools.partial):
+        return _text(("partial", value.func, value.args, tuple(sorted(value.keywords.items()))))
     name = getattr(value, "__qualname__", None)  # a function, such as an activation
     return name if isinstance(name, str) else None
 
@@ -115,8 +135,8 @@ def _tensor(tensor: Tensor) -> str:
     return f"{tensor.dtype} {tuple(tensor.shape)}"
 
 
-def _code(kind: type) -> str:
-    """A hash of the class's source without comments and layout, empty where there is no source."""
+def _code(kind: type | FunctionType) -> str:
+    """A hash of the class's or function's source without comments and layout, empty where there is no source."""
     try:
         text = inspect.getsource(kind)
     except (OSError, TypeError):
@@ -130,8 +150,8 @@ def _code(kind: type) -> str:
 
 def _difference(name: str, here: dict[str, str] | None, facts: dict[str, str]) -> str:
     """One phrase, empty where there is none."""
-    if here is None:
-        return f"it has no {name}"
+    if here is None:  # what code names may be there later
+        return "" if name.startswith(_BY_NAME) else f"it has no {name}"
     for key in dict.fromkeys([*facts, "forward"]):
         value = facts.get(key)
         found = here.get(key, None if key in _STRICT else value)
@@ -139,5 +159,5 @@ def _difference(name: str, here: dict[str, str] | None, facts: dict[str, str]) -
             return f"the source of {name} is another"
         if key != "code" and found != value:
             place = name or "the model"
-            return f"{place if key in ('class', 'tensor') else f'{place}.{key}'} is {found}, not {value}"
+            return f"{place if key in ('class', 'tensor', 'value') else f'{place}.{key}'} is {found}, not {value}"
     return ""

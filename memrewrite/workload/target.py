@@ -25,6 +25,7 @@ from typing import Any
 
 from torch import nn
 
+from memrewrite.process.child import TargetFolder
 from memrewrite.records.errors import MemrewriteError, TargetError, first_line
 from memrewrite.records.ranges import parse_ranges
 from memrewrite.workload import inputs as example
@@ -59,7 +60,7 @@ def load(
     Raises ``TargetError`` when there is no model, several, or no inputs, and ``UsageError`` for a wrong input text.
     """
     source = Source.parse(target)
-    with importable(source.folder):
+    with importable(source.folder), _as_script(source.place):
         code = _import_file(source.file) if source.file else _import_module(source)
         attribute = source.attribute or _find(code, source)
         module, second = _make(_attribute(code, attribute, source), source.at(attribute))
@@ -77,13 +78,23 @@ def load(
 @contextlib.contextmanager
 def importable(folder: Path) -> Iterator[None]:
     """Put ``folder`` first on ``sys.path``, as ``python model.py`` does, and take it off again."""
-    entry = str(folder)
+    entry = TargetFolder(folder)
     sys.path.insert(0, entry)
     try:
         yield
     finally:
         with contextlib.suppress(ValueError):  # the target's code may have changed the path itself
             sys.path.remove(entry)
+
+
+@contextlib.contextmanager
+def _as_script(place: str) -> Iterator[None]:
+    """Let code that reads the command line find one without arguments, as ``python model.py`` has; ours is not its."""
+    before, sys.argv = sys.argv, [place]
+    try:
+        yield
+    finally:
+        sys.argv = before
 
 
 @contextlib.contextmanager
@@ -98,11 +109,21 @@ def _foreign(doing: str, file: Path | str | None) -> Iterator[None]:
         where = f"{file}, line {line}" if line else str(file or "The target")
         hint = "fix it there and try again"
         if isinstance(error, ImportError) and "relative import" in str(error):
-            hint = "a file inside a package is given as package.module:attr"
-        elif isinstance(error, SystemExit):
+            hint = _in_package(Path(str(file)))
+        elif isinstance(error, SystemExit) and doing == "importing it":
             hint = 'put what exits under if __name__ == "__main__"'
         message = f"{type(error).__name__}: {first_line(error)}"
         raise TargetError(f"{where}: {doing} raised {message}; {hint}.") from error
+
+
+def _in_package(file: Path) -> str:
+    """How a file inside a package is given; the innermost folder without ``__init__.py`` is where that is looked up."""
+    names, folder = [file.stem], file.parent
+    while (folder / "__init__.py").is_file():
+        names, folder = [folder.name, *names], folder.parent
+    if len(names) == 1:
+        return "a file inside a package is given as package.module:attr"
+    return f"give {'.'.join(names)}:attr, with {folder} as the current folder or on PYTHONPATH"
 
 
 def _line(error: BaseException, file: str) -> int | None:

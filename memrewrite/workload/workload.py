@@ -118,14 +118,18 @@ def _refuse_contexts(model: nn.Module, mode: Literal["train", "inference"]) -> N
 
 def refuse_meta(inputs: Inputs, *models: nn.Module) -> None:
     """Raise ``UsageError`` for what lies on the meta device, of which only an estimate can be made."""
-    named = ([*model.named_parameters(), *model.named_buffers()] for model in models)
-    found = [name for name, tensor in itertools.chain(*named) if tensor.is_meta]
-    if found or any(tensor.is_meta for tensor in inputs.tensors()):
-        what = found[0] if found else "An input"
+    if what := on_meta(inputs, *models):
         raise UsageError(
             f"{what} lies on the meta device and holds no numbers, which a proof or a measurement takes; give it some "
             "(model.to_empty, load_state_dict), or use memrewrite.estimate."
         )
+
+
+def on_meta(inputs: Inputs, *models: nn.Module) -> str:
+    """What of them lies on the meta device, in words; "" where nothing does."""
+    named = ([*model.named_parameters(), *model.named_buffers()] for model in models)
+    found = next((name for name, tensor in itertools.chain(*named) if tensor.is_meta), "")
+    return found or ("An input" if any(tensor.is_meta for tensor in inputs.tensors()) else "")
 
 
 def refuse_laid_out(inputs: Inputs, model: nn.Module) -> None:
@@ -149,6 +153,12 @@ def refuse_scripted(model: nn.Module) -> None:
                 f"{path or 'The model'} is TorchScript, of which nothing can be rewritten; give the module that it was "
                 "made from."
             )
+
+
+def refuse_unready(inputs: Inputs, model: nn.Module) -> None:
+    """Raise ``UsageError`` for a model and inputs of which no step can be taken, or none that could be counted."""
+    _refuse_lazy(model)
+    _refuse_unseen(inputs)
 
 
 def _refuse_lazy(model: nn.Module) -> None:

@@ -280,6 +280,15 @@ def test_a_folder_that_is_not_as_written_is_refused(here: Path, spoil: Callable[
         load("out", net())
 
 
+def test_a_file_that_may_not_be_read_is_named(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(file: Path) -> str:
+        raise PermissionError(13, "Permission denied", str(file))
+
+    monkeypatch.setattr(manifest, "_digest", forbidden)
+    with pytest.raises(UsageError, match=r"out/constants\.pt cannot be read: Permission denied; make it readable"):
+        load("out", net())
+
+
 def test_cached_bytecode_is_not_run(here: Path) -> None:
     cache = here / "out" / "__pycache__"
     cache.mkdir(exist_ok=True)
@@ -287,13 +296,21 @@ def test_cached_bytecode_is_not_run(here: Path) -> None:
     assert import_artifact(Path("out")).apply(net())
 
 
-@pytest.mark.parametrize(("change", "same"), [("# a comment", True), ("x = x + 1", False)], ids=["comment", "code"])
-def test_the_models_source_is_compared(here: Path, change: str, same: bool) -> None:
-    text = NET.replace("        x = self.bn(", f"        {change}\n        x = self.bn(")
-    (here / "artifact_net.py").write_text(text)
+@pytest.mark.parametrize(
+    ("old", "new", "sentence"),
+    [
+        ("        x = self.bn(", "        # a comment\n        x = self.bn(", ""),
+        ("        x = self.bn(", "        x = x + 1\n        x = self.bn(", "the source of class Block is another"),
+        ("return x * torch.sigmoid(x)", "return x * x.tanh()", "the source of function gated is another"),
+        ("-0.0, 1e-40, 3.0)", "-0.0, 1e-40, 4.0)", "global OFFSETS is (0.1, -0.0, 1e-40, 4.0), not (0.1, -0.0, 1e-40"),
+    ],
+    ids=["comment", "code", "function", "constant"],
+)
+def test_the_models_source_is_compared(here: Path, old: str, new: str, sentence: str) -> None:
+    (here / "artifact_net.py").write_text(NET.replace(old, new))
     done = subprocess.run([sys.executable, "-c", ELSEWHERE], capture_output=True, text=True, check=False, cwd=here)
-    assert (done.returncode == 0) == same, done.stderr
-    assert ("the source of class Block is another" in done.stderr) != same
+    assert (done.returncode == 0) == (not sentence), done.stderr
+    assert sentence in done.stderr
 
 
 def test_verified_in_a_fresh_process(here: Path) -> None:

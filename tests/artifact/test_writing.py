@@ -1,6 +1,7 @@
 """Saving leaves a whole artifact or nothing, whatever happens, and nothing of the user's is lost."""
 
 import errno
+import functools
 import json
 import os
 import shutil
@@ -10,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+import safetensors.torch
 from torch import nn
 
 from memrewrite.artifact import manifest
 from memrewrite.artifact.load import load
 from memrewrite.artifact.save import save
 from memrewrite.records.attached import report_of
-from memrewrite.records.errors import NotEquivalentError, UsageError
+from memrewrite.records.errors import NotEquivalentError, OutputError, UsageError
 from tests.support.artifacts import listing, net, optimized, written
 
 
@@ -101,7 +102,9 @@ def full_disk(*args: object, **kwargs: object) -> None:
 
 
 @pytest.mark.parametrize(
-    "where", [(Path, "write_text"), (torch, "save"), (os, "replace"), (Path, "mkdir")], ids=lambda where: where[1]
+    "where",
+    [(Path, "write_text"), (Path, "write_bytes"), (os, "replace"), (Path, "mkdir")],
+    ids=lambda where: where[1],
 )
 @pytest.mark.parametrize("force", [False, True], ids=["new", "existing"])
 def test_a_full_disk_leaves_all_as_it_was(
@@ -115,6 +118,31 @@ def test_a_full_disk_leaves_all_as_it_was(
             save(rewritten, target, force=force)
     assert [listing(here), listing(here / "out")] == before
     assert load("out", net())
+
+
+def test_a_disk_that_is_full_of_weights(here: Path, rewritten: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object) -> None:
+        raise safetensors.SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    before = listing(here)
+    monkeypatch.setattr(safetensors.torch, "save_model", full)
+    with pytest.raises(OutputError, match=r"weights\.safetensors cannot be written: .*: No space left on device"):
+        save(rewritten, "new", weights=True)
+    assert listing(here) == before
+
+
+def test_what_may_not_be_written_is_told_before_all_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def access(place: Path, way: int, *, closed: Path) -> bool:
+        return not (place == closed and way & os.W_OK)
+
+    (tmp_path / "out").mkdir()
+    for closed, name, sentence in [
+        (tmp_path, "new", "new cannot be written, as its folder may not be; give another folder."),
+        (tmp_path / "out", "out", "out may not be replaced; give another folder, or make it writable."),
+    ]:
+        monkeypatch.setattr(os, "access", functools.partial(access, closed=closed))
+        with pytest.raises(UsageError, match=sentence):
+            manifest.check_place(tmp_path / name, force=True)
 
 
 def test_an_interrupted_move_puts_the_old_folder_back(

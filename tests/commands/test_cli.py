@@ -216,6 +216,24 @@ def test_the_nearest_pyproject_counts(tmp_path: Path) -> None:
     assert config.defaults(inner, {"seed": int}) == {}
 
 
+def test_a_folder_is_named_from_where_the_file_is(tmp_path: Path) -> None:
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "pyproject.toml").write_text("[tool.memrewrite]\ncache = 'plans'\n")
+    assert config.defaults(tmp_path / "inner", {"cache": Path}) == {"cache": str(tmp_path / "plans")}
+
+
+def test_defaults_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(*_: object, **__: object) -> str:
+        raise PermissionError(13, "Permission denied")
+
+    (tmp_path / "pyproject.toml").touch()
+    monkeypatch.setattr(Path, "read_text", forbidden)
+    with pytest.raises(
+        UsageError, match=r"pyproject\.toml cannot be read: Permission denied; its \[tool\.memrewrite\] sets"
+    ):
+        config.defaults(tmp_path, {"seed": int})
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
@@ -227,6 +245,7 @@ def test_the_nearest_pyproject_counts(tmp_path: Path) -> None:
         ("[tool.memrewrite]\ninput = 'x=3'", "it must be a list of texts"),
         ("[tool.memrewrite]\ninput = [3]", "it must be a list of texts"),
         ("[tool]\nmemrewrite = 3", "is not a table"),
+        ("tool = 3", "is not a table"),
         ("= 3", "is not valid TOML"),
     ],
     ids=[
@@ -238,6 +257,7 @@ def test_the_nearest_pyproject_counts(tmp_path: Path) -> None:
         "text-for-list",
         "ints",
         "no-table",
+        "no-tools",
         "toml",
     ],
 )

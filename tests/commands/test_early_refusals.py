@@ -53,6 +53,7 @@ NO_SPACE = r"memrewrite: Standard output cannot be written: No space left on dev
 
 EARLY: dict[str, tuple[list[str], str]] = {
     "budget": (["optimize", "good.py", "--budget", "8Gb"], "has no known unit"),
+    "negative budget": (["optimize", "good.py", "--budget", "-5GB"], "Budget '-5GB' must be more than zero"),
     "check min": (["optimize", "good.py", "--check", "--budget", "min"], "--check needs a budget in bytes"),
     "file": (["optimize", "god.py"], "There is no file god.py; did you mean"),
     "target": (["measure", "good"], "names no model"),
@@ -76,6 +77,24 @@ EARLY: dict[str, tuple[list[str], str]] = {
     "folder as a report": (["optimize", "good.py", "--report", "folder.py"], "is a folder; name a file for --report"),
     "folder as JSON": (["estimate", "good.py", "--json", "folder.py"], "folder.py is a folder; name a file for JSON"),
     "one file for two": (["optimize", "good.py", "--png", "a", "--report", "a"], "--report and --png are both a; name"),
+    "report in the output": (
+        ["optimize", "good.py", "-o", "o", "--report", "o/r.html"],
+        "o/r.html would lie in o",
+    ),
+    "JSON in the output": (
+        ["optimize", "good.py", "-o", "o", "--json", "o/r.json"],
+        "file elsewhere for --json",
+    ),
+    "JSON over the model": (["estimate", "good.py", "--json", "./good.py"], "good.py is the model's own file"),
+    "report over the model": (["optimize", "good.py:Net", "--report", "good.py"], "name another one for --report"),
+    "plot over the model": (
+        ["measure", "good.svg.py", "--batch-sizes", "1,2", "--plot", "good.svg"],
+        "model's own file",
+    ),
+    "endless timeout": (["optimize", "good.py", "--timeout", "inf"], "inf is not a number of seconds above 0"),
+    "timeout of weeks": (["measure", "good.py", "--timeout", "1e7"], "1e+07 is not a number of seconds"),
+    "no timeout": (["verify", ".", "good.py", "--timeout", "nan"], "nan is not a number of seconds above 0"),
+    "no cache": (["optimize", "good.py", "--cache", ""], "The cache '' is no folder; give its path"),
     "artifact": (["show", "nothing"], "is no artifact of memrewrite"),
     "artifact to verify": (["verify", ".", "good.py"], "is no artifact of memrewrite"),
     "artifact to measure": (["measure", "good.py", "--artifact", "."], "is no artifact of memrewrite"),
@@ -94,6 +113,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_wrong_option_needs_no_torch(name: str, folder: Path) -> None:
     arguments, sentence = EARLY[name]
     (folder / "folder.py").mkdir()
+    (folder / "good.svg.py").symlink_to("good.svg")
+    (folder / "good.svg").write_text(GOOD)
     ran = subprocess.run([sys.executable, "-c", ALONE, *arguments], capture_output=True, text=True)
     assert ran.stderr.startswith("memrewrite: ")
     assert sentence in ran.stderr
@@ -175,9 +196,20 @@ def test_json_to_a_full_device(folder: Path, console: Console) -> None:
     (folder / "full.json").symlink_to(FULL)
     code, said = console(*CHECK, "--json", "full.json", stdout=io.StringIO())
     assert code == OutputError.exit_code
-    assert said == "memrewrite: full.json cannot be written: No space left on device; nothing was written.\n"
+    assert said == "memrewrite: full.json cannot be written: No space left on device; it is as it was.\n"
     assert FULL.is_char_device()
     assert sorted({*os.listdir(folder)} - {"__pycache__"}) == ["full.json", "good.py"]
+
+
+def test_a_link_to_a_result_stays_one(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    link, file = tmp_path / "report.json", tmp_path / "real" / "r.json"
+    link.symlink_to(Path("real") / "r.json")
+    for content in (b"first", b"second"):
+        fill(link, content)
+        assert link.is_symlink()
+        assert file.read_bytes() == content
+    assert os.listdir(tmp_path / "real") == ["r.json"]
 
 
 def test_a_write_that_fails_halfway_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,10 +222,43 @@ def test_a_write_that_fails_halfway_leaves_what_was_there(tmp_path: Path, monkey
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "write_bytes", half)
-    with pytest.raises(OutputError, match=r"report\.json cannot be written: No space left on device; nothing was"):
+    with pytest.raises(OutputError, match=r"report\.json cannot be written: No space left on device; it is as it was"):
         fill(file, b"after")
     assert file.read_text() == "before"
     assert os.listdir(tmp_path) == ["report.json"]
+
+
+PRINTING = """
+import os, subprocess, sys
+os.write(1, b"by number\\n")
+print("by name")
+sys.__stdout__.write("by another name\\n")
+subprocess.run([sys.executable, "-S", "-c", "print('by a process')"])
+"""
+
+
+def test_what_the_model_prints_is_not_in_the_result(folder: Path) -> None:
+    (folder / "good.py").write_text(PRINTING + GOOD)
+    ran = memrewrite_command(*CHECK, "--json", "-", capture_output=True)
+    assert json.loads(ran.stdout)["fits"] is True
+    said = ["by another name", "by name", "by number", "by a process"]
+    assert sorted(ran.stderr.splitlines()) == sorted(said)
+
+
+@pytest.mark.skipif(not Path("/dev/stdout").exists(), reason="there is no /dev/stdout here")
+def test_json_to_standard_output_by_its_file(folder: Path) -> None:
+    ran = memrewrite_command("cache", "--cache", "plans", "--json", "/dev/stdout", capture_output=True)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert json.loads(ran.stdout[: ran.stdout.rindex("}") + 1])["plans"] == []
+    assert os.listdir(folder) == ["good.py"]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="there is no such shell here")
+def test_standard_output_that_is_closed() -> None:
+    command = [sys.executable, "-m", "memrewrite", "cache", "--cache", "plans"]
+    ran = subprocess.run(["/bin/sh", "-c", '"$@" >&-', "sh", *command], capture_output=True, text=True)
+    assert ran.returncode == OutputError.exit_code
+    assert ran.stderr == "memrewrite: Standard output is closed; give it a file, or /dev/null.\n"
 
 
 def test_a_reader_that_is_gone_is_no_internal_error(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -12,10 +13,11 @@ import pytest
 import torch
 
 from memrewrite import cli
+from memrewrite.artifact import manifest
 from memrewrite.commands import measure as command
 from memrewrite.commands import measure_child
 from memrewrite.measurement.measuring import Loader
-from memrewrite.records.errors import DoesNotFitError, MeasurementError, OtherInputsError, UsageError
+from memrewrite.records.errors import CaptureError, DoesNotFitError, MeasurementError, OtherInputsError, UsageError
 from memrewrite.records.outcomes import Measured
 from memrewrite.report import batch_plot
 from memrewrite.report.measured import Failure, Pair
@@ -75,17 +77,75 @@ def test_a_mode_the_artifact_is_not_for(here: Path, kind: str) -> None:
         in_this_process(kind, StepSpec("inference"))
 
 
-def test_inputs_the_artifact_is_not_for(here: Path) -> None:
+@pytest.mark.parametrize("kind", ["measure", "verify"])
+def test_inputs_the_artifact_is_not_for(here: Path, kind: str) -> None:
     sentence = (
         "was not made for these inputs. Optimized ArtifactNet ran its original forward: an input is torch.float32"
     )
     with pytest.raises(OtherInputsError, match=sentence):
-        in_this_process("measure", StepSpec(), inputs=("8x3x14x12",))
+        in_this_process(kind, StepSpec(), inputs=("8x3x14x12",))
 
 
-def in_this_process(kind: str, step: StepSpec, **fields: Any) -> None:
+@pytest.mark.parametrize("kind", ["measure", "verify"])
+def test_inputs_that_a_strict_artifact_refuses(here: Path, kind: str, tmp_path: Path) -> None:
+    strict = tmp_path / "strict"
+    shutil.copytree(here / "out", strict)
+    code = (strict / manifest.MODEL).read_text()
+    (strict / manifest.MODEL).write_text(code.replace("\nPROGRAM.source", "\nPROGRAM.strict = True\nPROGRAM.source"))
+    manifest.write(strict, {"torch": {}})
+    with pytest.raises(OtherInputsError, match="takes inputs of size 16, planned for 8"):
+        in_this_process(kind, StepSpec(), artifact=str(strict), inputs=("16x3x12x12",))
+
+
+def test_inputs_that_the_model_does_not_take(here: Path) -> None:
+    for kind, artifact in [("measure", None), ("verify", "out")]:
+        with pytest.raises(CaptureError, match=r"ArtifactNet fails on the example inputs with RuntimeError: .*give"):
+            in_this_process(kind, StepSpec(), artifact=artifact, inputs=("8x4x12x12",))
+
+
+NOT_READY = {
+    "meta": ("torch.device('meta')", "stem.weight lies on the meta device and holds no numbers"),
+    "lazy": ("patch.object(nn, 'Linear', lambda *_: nn.LazyLinear(4))", r"first \(LazyLinear\) has no parameters"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_READY)
+def test_a_model_that_has_no_numbers_yet(name: str, here: Path) -> None:
+    how, sentence = NOT_READY[name]
+    text = f"from unittest.mock import patch\nfrom artifact_net import *\nwith {how}:\n    model = ArtifactNet()\n"
+    (here / f"{name}_net.py").write_text(text)
+    with pytest.raises(UsageError, match=sentence):
+        in_this_process("measure", StepSpec(), target=f"{name}_net.py:model", artifact=None)
+
+
+LATER = """
+def loss(out):
+    return out.sum()
+
+def same(x):
+    return x
+"""
+
+
+def test_what_the_target_imports_later_is_beside_it(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In forward, and for the loss; the current folder is another one."""
+    for name in ("later_net", "later_code"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    text = (here / "artifact_net.py").read_text()
+    text = text.replace("        x = self.blocks(", "        from later_code import same\n        x = self.blocks(")
+    (here / "later").mkdir()
+    (here / "later" / "later_net.py").write_text(text)
+    (here / "later" / "later_code.py").write_text(LATER)
+    path, target = list(sys.path), "later/later_net.py:ArtifactNet"
+    in_this_process("measure", StepSpec(loss="later_code:loss"), artifact=None, target=target)
+    assert sys.path == path
+    with pytest.raises(UsageError, match="the source of class ArtifactNet is another"):
+        in_this_process("verify", StepSpec(loss="later_code:loss"), target=target)  # not that there is no such loss
+
+
+def in_this_process(kind: str, step: StepSpec, target: str = NET, artifact: str | None = "out", **fields: Any) -> None:
     """What the measuring process does; its errors come back by name, as tests/measurement/test_measure.py sees to."""
-    loader = Loader(NET, artifact="out", **fields)
+    loader = Loader(target, artifact=artifact, **fields)
     job = {"kind": kind, "loader": asdict(loader), "step": step.to_json(), "steps": 1, "exact": False, "device": "cpu"}
     measure_child.JOBS[kind](job)
 
@@ -129,6 +189,22 @@ def test_peaks_of_several_batch_sizes(
     assert [run["batch_size"] for run in runs] == [1, 64, 128, 256]
     assert runs[2]["original"] == {"failed": "No room for 128000000 bytes."}
     assert runs[2]["rewritten"]["peak"] == 76_800_000
+
+
+def test_a_batch_size_that_the_model_does_not_take(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure_in_child(loader: Loader, *_: object, **__: object) -> Measured:
+        if loader.batch_size == 1:
+            raise CaptureError("Expected more than 1 value per channel.")
+        return Measured(1000, 1000, 1.0, (), "cpu")
+
+    monkeypatch.setattr(command, "measure_in_child", measure_in_child)
+    assert cli.run(["measure", NET, *OPTIONS, "--batch-sizes", "1,2"]) == 0
+    rows = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "1 failed" in rows
+    assert "2 1000 B 1.0 ms" in rows
+    assert cli.run(["measure", NET, *OPTIONS, "--batch-size", "1"]) == 3
 
 
 def test_one_batch_size_reaches_the_process(

@@ -1,12 +1,16 @@
 """Every wrong use ends in one sentence on stderr, its exit code, no traceback and nothing half-written."""
 
+import contextlib
 import errno
+import importlib
 import os
 import signal
 import subprocess
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -41,6 +45,8 @@ FILES = {
     "several.py": FULL + "class Other(WrongNet):\n    pass\n",
     "broken.py": "import torch\nimport no_such_module\n",
     "branch.py": BRANCH,
+    "meta.py": FULL + "def get_model():\n    with torch.device('meta'):\n        return WrongNet()\n",
+    "lazy.py": FULL.replace("nn.Linear(8, 8)", "nn.LazyLinear(8)"),
 }
 
 
@@ -95,6 +101,8 @@ WRONG = {
     "verbose-and-quiet": (["optimize", "good.py", "-v", "-q"], 2, "-v or -q"),
     "output-exists": (["optimize", "good.py", "-o", "."], 2, "exists already; give another folder, or force"),
     "json-folder": (["optimize", "good.py", "--json", "no/such/file.json"], 2, "There is no folder for the JSON file"),
+    "meta": (["optimize", "meta.py"], 2, "fc.weight lies on the meta device and holds no numbers"),
+    "lazy": (["optimize", "lazy.py"], 2, "fc (LazyLinear) has no parameters before it has run once"),
     "uncapturable": (["optimize", "branch.py"], 3, "WrongNet"),
 }
 
@@ -151,6 +159,29 @@ def test_an_interrupt_in_the_middle_is_130(capsys: pytest.CaptureFixture[str], m
     assert capsys.readouterr().err.strip().splitlines() == ["memrewrite: interrupted; nothing half-written is left."]
 
 
+def test_an_interrupt_while_pytorch_is_imported_is_not_lost(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def losing(name: str) -> ModuleType:
+        with contextlib.suppress(KeyboardInterrupt):  # as compiled code does that imports NumPy
+            signal.raise_signal(signal.SIGINT)
+        return import_module(name)
+
+    monkeypatch.setattr(importlib, "import_module", losing)
+    assert cli.run(["optimize", "good.py"]) == 130
+    assert capsys.readouterr().err.strip().splitlines() == ["memrewrite: interrupted; nothing half-written is left."]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_current_folder_that_is_gone(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone() -> Path:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+
+    monkeypatch.setattr(Path, "cwd", gone)
+    assert cli.run(["cache"]) == 2
+    assert capsys.readouterr().err == "memrewrite: The current folder is gone; change to one that is there.\n"
+
+
 SLOW = FULL.replace(
     "def forward(self, x):",
     """def forward(self, x):
@@ -204,3 +235,22 @@ def test_a_full_disk_leaves_nothing(
     assert "No space left on device" in err[err.rindex("memrewrite: ") :]
     assert (out, "Traceback" in err) == ("", False)
     assert listing() == before
+
+
+def test_a_report_that_cannot_be_written_says_nothing_of_the_model(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That was written before."""
+    real = os.replace
+
+    def full(source: Path, target: Path) -> None:
+        if target.name == "report.html":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", full)
+    asked = ["optimize", "good.py", "--no-measure", "--no-verify", "-o", "out", "--report", "report.html"]
+    assert cli.run(asked) == 74
+    said = capsys.readouterr().err
+    assert "memrewrite: report.html cannot be written: No space left on device; it is as it was." in said
+    assert (Path("out/manifest.json").is_file(), Path("report.html").exists()) == (True, False)

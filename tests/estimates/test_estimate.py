@@ -328,6 +328,17 @@ def test_the_command(net: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "Device memory" not in said
 
 
+def test_the_command_for_a_model_on_the_meta_device(net: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("meta_net.py").write_text(
+        "from estimated_net import *\n\ndef get_model():\n    with torch.device('meta'):\n        return SmallNet()\n"
+    )
+    assert cli.run(["estimate", net, "-q", "--json", "-"]) == 0
+    real = json.loads(capsys.readouterr().out)
+    assert cli.run(["estimate", "meta_net.py", "-q", "--json", "-"]) == 0
+    meta = json.loads(capsys.readouterr().out)
+    assert (meta["peak"], meta["textbook"]) == (real["peak"], real["textbook"])
+
+
 def test_a_tree_of_modules(net: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["estimate", net, "--depth", "1", "-q"]) == 0
     said = squeezed(capsys)

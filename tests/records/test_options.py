@@ -52,7 +52,7 @@ def test_other_forms(value: str | int | Budget, parsed: Budget) -> None:
         ("8G", "no known unit"),
         ("GB", "no known unit"),
         ("", "no known unit"),
-        ("-8GB", "no known unit"),
+        ("-8GB", "must be more than zero"),
         ("1e9B", "no known unit"),
         ("8GB 2MB", "no known unit"),
         ("MIN", "no known unit"),

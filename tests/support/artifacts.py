@@ -18,6 +18,11 @@ NET = """
 import torch
 from torch import nn
 
+OFFSETS = (0.1, -0.0, 1e-40, 3.0)
+
+def gated(x):
+    return x * torch.sigmoid(x)
+
 class Block(nn.Module):
     def __init__(self, width, p):
         super().__init__()
@@ -27,7 +32,7 @@ class Block(nn.Module):
 
     def forward(self, x):
         x = self.bn(self.conv(x))
-        return self.drop(x * torch.sigmoid(x))
+        return self.drop(gated(x))
 
 class ArtifactNet(nn.Module):
     def __init__(self, width=4, p=0.1, gain=0.5):
@@ -39,7 +44,7 @@ class ArtifactNet(nn.Module):
         self.second.weight = self.first.weight
 
     def forward(self, x):
-        x = self.blocks(self.stem(x)).mean((2, 3)) + torch.tensor([0.1, -0.0, 1e-40, 3.0])
+        x = self.blocks(self.stem(x)).mean((2, 3)) + torch.tensor(OFFSETS)
         return self.gain * self.second(self.first(x).tanh())
 
     def greet(self):

@@ -1,5 +1,6 @@
 """Targets: the grammar, the search for a model and its inputs, and a sentence for every way to be wrong."""
 
+import os
 import pickle
 import sys
 from collections.abc import Callable, Iterator
@@ -9,11 +10,12 @@ import pytest
 import torch
 from torch import nn
 
+from memrewrite.process.child import environment
 from memrewrite.records.errors import MemrewriteError, TargetError, UsageError
 from memrewrite.simulate.fake.batch import at_batch, part_of
 from memrewrite.workload.inputs import RandomInput, from_texts, normalise, suggestion, to_device, with_batch_size
 from memrewrite.workload.step import Inputs
-from memrewrite.workload.target import Loaded, load
+from memrewrite.workload.target import Loaded, importable, load
 
 NET = """
 import torch
@@ -121,6 +123,22 @@ def test_a_file_named_like_a_library_module_hides_nothing(tmp_path: Path) -> Non
     loaded = load(write(tmp_path, NET + INPUTS, "random.py"))
     assert type(loaded.module).__module__.startswith("random_")
     assert not str(sys.modules["random"].__file__).startswith(str(tmp_path))
+
+
+def test_processes_that_are_started_find_no_files_beside_the_target(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of which one may be called random.py: a process that loads the target adds their folder itself."""
+
+    def found() -> bool:
+        return str(tmp_path) in environment()["PYTHONPATH"].split(os.pathsep)
+
+    with importable(tmp_path):
+        assert sys.path[0] == str(tmp_path)
+        assert not found()
+        with monkeypatch.context() as patch:
+            patch.syspath_prepend(str(tmp_path))  # as a variable of the user's does
+            assert found()
 
 
 WRONG_TARGETS = {
@@ -377,3 +395,35 @@ def test_every_error_is_for_the_user() -> None:
     assert issubclass(TargetError, UsageError)
     assert issubclass(UsageError, MemrewriteError)
     assert TargetError.exit_code == 2
+
+
+@pytest.mark.parametrize("parse", ["parse_args()", "parse_known_args()[0]"])
+def test_a_target_that_reads_the_command_line_finds_none_of_ours(
+    tmp_path: Path, parse: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = f"""
+import argparse, sys
+parser = argparse.ArgumentParser()
+parser.add_argument("--width", type=int, default=4)
+
+def get_model():
+    assert sys.argv == [__file__]
+    return nn.Linear(parser.{parse}.width, 2)
+
+early = parser.{parse}
+"""
+    ours = ["memrewrite", "optimize", "net.py", "--width", "8"]
+    monkeypatch.setattr(sys, "argv", ours)
+    found = load(write(tmp_path, "from torch import nn\nimport torch\n" + script + INPUTS))
+    assert found.module.in_features == 4
+    assert sys.argv == ours
+
+
+def test_a_file_of_a_package_is_told_by_its_module(tmp_path: Path) -> None:
+    for place in ("src/pkg_under_test", "src/pkg_under_test/models"):
+        write(tmp_path, "", f"{place}/__init__.py")
+    file = write(tmp_path, "from ..layers import Net\n", "src/pkg_under_test/models/net.py")
+    with pytest.raises(TargetError) as caught:
+        load(file)
+    hint = f"give pkg_under_test.models.net:attr, with {tmp_path / 'src'} as the current folder or on PYTHONPATH."
+    assert str(caught.value).endswith(hint)
