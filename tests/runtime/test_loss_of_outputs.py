@@ -259,6 +259,23 @@ def test_a_loss_of_rows_that_is_wrong_is_caught(monkeypatch: pytest.MonkeyPatch)
         lazy(speaker())
 
 
+@pytest.mark.parametrize(("rows", "length"), [(4, LENGTH), (2, 4), (2, 2)])
+def test_fewer_texts_make_rows_too(rows: int, length: int) -> None:
+    """Whole, the logits of fewer texts would take more than those of all take by rows."""
+    labels = LABELS[-rows:, :length].flatten()
+    original: Any = speaker()
+    result = lazy(speaker(), budget="min", strict=True)
+    given = tokens(rows)[:, :length]
+    assert made_when_used(type(result(given)))
+    for model in (result, original):
+        model.zero_grad()
+        logits = model(given)
+        best = logits.detach().argmax(-1)
+        (F.cross_entropy(logits.flatten(0, 1), labels) * (best.flatten() != labels).float().mean()).backward()
+    for mine, theirs in zip(result.parameters(), original.parameters(), strict=True):
+        assert (mine.grad - theirs.grad).norm() <= 1e-6 * theirs.grad.norm()
+
+
 @pytest.mark.filterwarnings("error::memrewrite.LazyOutputWarning")
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_loss_that_reads_logits_too_is_planned_with_them(strict: bool) -> None:
