@@ -126,15 +126,28 @@ def _loss_outside(trainer: Trainer, batch: Any, items: Any) -> dict[str, Any]:
     if _computes_another(trainer) or (given is None and (smoother is None or labels is None)):
         return {}
     if given is not None:
-        loss = partial(given, labels=labels, num_items_in_batch=items)
+        loss = partial(given, num_items_in_batch=items)
     else:
         model = trainer.accelerator.unwrap_model(trainer.model)
-        model = model.base_model.model if hasattr(model, "peft_config") else model
+        model = model.get_base_model() if hasattr(model, "get_base_model") else model  # that of peft
         shift = type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
         counted = {"num_items_in_batch": items} if "num_items_in_batch" in signature(smoother).parameters else {}
-        loss = partial(smoother, labels=labels, shift_labels=shift, **counted)
+        loss = partial(smoother, shift_labels=shift, **counted)
     mixed = (trainer.args.bf16 or trainer.args.fp16) and not trainer.is_fsdp_enabled
-    return {"loss_fn": (lambda outputs: loss(convert_to_fp32(outputs))) if mixed else loss}
+
+    def of_outputs(outputs: Any) -> Tensor:
+        found: Tensor = loss(convert_to_fp32(outputs) if mixed else outputs, labels=_of_as_many(labels, outputs))
+        return found
+
+    return {"loss_fn": of_outputs}
+
+
+def _of_as_many(labels: Any, outputs: Any) -> Any:
+    """The labels of as many texts and tokens as there are logits: fewer, where smaller sizes are proved."""
+    logits = outputs.get("logits") if isinstance(outputs, Mapping) else outputs[0]
+    if not (isinstance(labels, Tensor) and isinstance(logits, Tensor)):
+        return labels
+    return labels[tuple(map(slice, logits.shape[: min(labels.dim(), logits.dim() - 1)]))]
 
 
 def _step_of(trainer: Trainer) -> dict[str, Any]:

@@ -222,7 +222,7 @@ def test_a_loss_that_the_trainer_computes_is_in_the_step(loss: str, transformers
         ours.label_smoother = transformers.trainer_pt_utils.LabelSmoother(0.1)
     ours.args.num_train_epochs = 2  # the last step of an epoch is on fewer rows
     report = memrewrite.report_of(optimize_trainer(ours, budget="min"))
-    assert report.equivalent, report.verdict
+    assert report.verdict.endswith("also at smaller sizes")
     with Tracker("cpu") as tracker:
         tracker.register([*ours.model.parameters(), *ours.model.buffers()], "model")
         ours.train()
