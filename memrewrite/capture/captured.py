@@ -67,18 +67,18 @@ class Captured:
     one output whose argument is the flat tuple of outputs in the order of ``output_tree``; ``origin`` says where a node
     comes from. ``constants`` are tensors the model made from Python values while it was traced. ``training`` maps each
     submodule path to its training flag at capture, ``differentiable`` says whether calls may record for backward;
-    ``dtype`` is that of the model's first parameter, None if it has none. ``exact`` is False where the model, on the
-    example's values, takes a way of its own to the same result and the graph the way that fits any values, so that
-    their bits may differ. ``checkpoints`` says that forward calls ``torch.utils.checkpoint``, which the graph does not.
-    ``autocast`` is "any", or where the model does something else with autocast than without, what it was captured
-    under: the type, None for without. ``reads`` are the attributes of modules that forward reads, ``looks`` the same as
-    expressions. ``gradients`` are None, or where the model does something else when other tensors need gradients, those
-    of ``gradients_now`` at capture. ``returns`` is "loss" where the program returns that alone, "lazy" where it makes
-    outputs when they are read: ``lazy`` says how by their numbers, of the value that is in their place. With
-    ``loss_in_rows`` the loss is made of such outputs, by cross-entropy some rows of them at a time, and the value and
-    the weights that each is made of are in its place, as a tuple. ``divided`` is
-    the name of a parameter of which this process has a part alone, "" if it has all. ``tied`` are names, several to a
-    tensor of the model, of those that the graph reads by one of them.
+    ``dtype`` is that of the model's first parameter, None if it has none. ``exact`` is False where the model, on some
+    values, takes a way of its own to the same result and the graph the way that fits any values, so that their bits may
+    differ; those may be of the example, or of other calls and smaller sizes alone. ``checkpoints`` says that forward
+    calls ``torch.utils.checkpoint``, which the graph does not. ``autocast`` is "any", or where the model does something
+    else with autocast than without, what it was captured under: the type, None for without. ``reads`` are the
+    attributes of modules that forward reads, ``looks`` the same as expressions. ``gradients`` are None, or where the
+    model does something else when other tensors need gradients, those of ``gradients_now`` at capture. ``returns`` is
+    "loss" where the program returns that alone, "lazy" where it makes outputs when they are read: ``lazy`` says how by
+    their numbers, of the value that is in their place. With ``loss_in_rows`` the loss is made of such outputs, by
+    cross-entropy some rows of them at a time, and in the place of each is a tuple of its value and weights. ``divided``
+    is the name of a parameter of which this process has a part alone, "" if it has all. ``tied`` are names, several to
+    a tensor of the model, of those that the graph reads by one of them.
     """
 
     graph_module: fx.GraphModule

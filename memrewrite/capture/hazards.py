@@ -52,8 +52,8 @@ class Findings:
     """What is worth knowing about a model that is safe to capture.
 
     ``notes`` are sentences for the user; ``export_loses`` is what ``torch.export``'s graph would lack, ``asks`` the
-    Python module that asks whether it is being traced, "" if there is none. ``exact`` is False where the model takes
-    another way on the values of these inputs than on values it cannot see; ``checkpoints`` says that it checkpoints,
+    Python module that asks whether it is being traced, "" if there is none. ``exact`` is False where the model asks
+    for values of its inputs, as it may go another way by those it sees; ``checkpoints`` says that it checkpoints,
     ``functions`` are the custom ``autograd.Function`` classes that it applies, ``autocast``, ``reads`` and ``looks``
     are those of ``Captured``; ``gradients`` says whether forward does something else where other tensors need them.
     ``operators`` are the names of those that forward runs on these inputs, ``derives`` is where it differentiates.
@@ -111,7 +111,7 @@ def check(model: nn.Module, inputs: Inputs) -> Findings:
         notes=tuple(notes),
         export_loses=_lost(rehearsal, first, checkpoints),
         asks=asked[0] if asked else "",
-        exact=not place,
+        exact=not rehearsal.asked,
         checkpoints=bool(checkpoints),
         functions=rehearsal.functions,
         autocast=autocast_dtype(device) if about or switched else "any",
@@ -165,14 +165,14 @@ class _Rehearsal:
             # A leaf that requires a gradient could not be written in place, as an input that was computed can.
             self._given = given.changed(lambda leaf: leaf.clone() if leaf.requires_grad else leaf)
         self._real = inputs.tensors()
-        self._asked = False
+        self.asked = False
         self.functions: tuple[type, ...] = ()  # what happens in them is not looked at
         self.before = self.between = Attributes(self._twin)
         self.around = Surroundings((self._twin,))
 
     def decided_by_values(self, first: "_Watch") -> str:
         """Where forward does something else once it can see the values of its inputs, "" if nowhere."""
-        if not self._asked:
+        if not self.asked:
             return ""
         try:
             return first.differs(self.run(list(zip(self._given.tensors(), self._real, strict=True))), computing=True)
@@ -226,7 +226,7 @@ class _Rehearsal:
         if lines := [line for leaf, line in watch.leaves if id(leaf) in theirs]:  # the caller has it
             watch.places["leaf"] = lines
         watch.reads, watch.operators = reads, operators.names
-        self._asked |= values.asked
+        self.asked |= values.asked
         now, as_nested = tree_flatten((inputs.args, inputs.kwargs))
         if as_nested != nesting or any(new is not old for new, old in zip(now, leaves, strict=True)):
             raise CaptureError(

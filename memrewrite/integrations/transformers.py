@@ -9,18 +9,22 @@ pass: to most causal language models also ``num_items_in_batch``, which is of no
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import partial
+from inspect import signature
 from typing import Any, cast
 
 from accelerate.utils import convert_to_fp32
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from memrewrite.api import OptimizedModule, optimize
 from memrewrite.integrations.calls import first_call
 from memrewrite.integrations.longest import Asked, largest_batch, planned_for
 from memrewrite.integrations.loops import trainer_loop
-from memrewrite.records.attached import report_of
+from memrewrite.optimizing.by_size import noted
+from memrewrite.records.attached import attach, report_of
 from memrewrite.records.errors import UsageError
 from memrewrite.records.mesh import Ddp
 from memrewrite.state.random_state import preserved_rng
@@ -38,7 +42,8 @@ def optimize_trainer(trainer: Trainer, *, longest: int | None = None, **options:
     is what the trainer's collator makes of the longest texts of its dataset, or of texts of ``longest`` tokens; of a
     dataset that streams, or whose lengths would take long to read, it is the first batch, and the report says so
     (``dynamic={"input_ids": {1: (2, 2048)}}`` names a length then). A loss that the trainer computes outside of the
-    model (label smoothing, ``compute_loss_func``) is not in the step unless it is given as ``loss_fn``.
+    model (label smoothing, ``compute_loss_func``) is that of the step, on the labels of that batch. What a
+    ``compute_loss`` of its class does is not, unless it is given as ``loss_fn``, and the report says so.
     Where processes train together, all of them call this. Under DDP the budget is that of each, buckets included. Under
     FSDP2 (``fsdp_config={"version": 2}``) the model is optimized as ``train`` begins, when it is sharded, and what is
     returned carries its report from then on.
@@ -95,11 +100,54 @@ class _WhenSharded(TrainerCallback):  # type: ignore[misc]  # transformers is no
 
 def _optimized(trainer: Trainer, longest: int | None, options: dict[str, Any]) -> OptimizedModule:
     name = getattr(trainer.model, "main_input_name", "input_ids")
+    batches: list[tuple[Any, Any]] = []
     with _largest_batch(trainer, name, longest) as why:
-        call = first_call(trainer.model, lambda: _step(trainer))
-    result = optimize(trainer.model, call.args, example_kwargs=call.kwargs, **{**_step_of(trainer), **options})
+        call = first_call(trainer.model, lambda: _step(trainer, batches))
+    step = {**_step_of(trainer), **_loss_outside(trainer, *batches[0]), **options}
+    result = optimize(trainer.model, call.args, example_kwargs=call.kwargs, **step)
     planned_for(result, call, name, why)
+    if "loss_fn" not in options and _computes_another(trainer) and not {*trainer.label_names} & {*call.kwargs}:
+        note = f"{type(trainer).__name__}.compute_loss gives the model no labels, and its loss is not in the step; "
+        attach(noted(report_of(result), f"{note}give it as loss_fn.", result), result)
     return result
+
+
+def _computes_another(trainer: Trainer) -> bool:
+    return type(trainer).compute_loss is not Trainer.compute_loss
+
+
+def _loss_outside(trainer: Trainer, batch: Any, items: Any) -> dict[str, Any]:
+    """The ``loss_fn`` that the trainer has outside of the model; it holds labels, and nothing of the trainer.
+
+    Read in transformers 5.17: ``Trainer.compute_loss`` takes the labels out of the batch where it has one.
+    """
+    given, smoother = trainer.compute_loss_func, trainer.label_smoother
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    if _computes_another(trainer) or (given is None and (smoother is None or labels is None)):
+        return {}
+    if given is not None:
+        loss = partial(given, num_items_in_batch=items)
+    else:
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        model = model.get_base_model() if hasattr(model, "get_base_model") else model  # that of peft
+        shift = type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+        counted = {"num_items_in_batch": items} if "num_items_in_batch" in signature(smoother).parameters else {}
+        loss = partial(smoother, shift_labels=shift, **counted)
+    mixed = (trainer.args.bf16 or trainer.args.fp16) and not trainer.is_fsdp_enabled
+
+    def of_outputs(outputs: Any) -> Tensor:
+        found: Tensor = loss(convert_to_fp32(outputs) if mixed else outputs, labels=_of_as_many(labels, outputs))
+        return found
+
+    return {"loss_fn": of_outputs}
+
+
+def _of_as_many(labels: Any, outputs: Any) -> Any:
+    """The labels of as many texts and tokens as there are logits: fewer, where smaller sizes are proved."""
+    logits = outputs.get("logits") if isinstance(outputs, Mapping) else outputs[0]
+    if not (isinstance(labels, Tensor) and isinstance(logits, Tensor)):
+        return labels
+    return labels[tuple(map(slice, logits.shape[: min(labels.dim(), logits.dim() - 1)]))]
 
 
 def _step_of(trainer: Trainer) -> dict[str, Any]:
@@ -160,6 +208,7 @@ def _loss(outputs: Any) -> Tensor:
     return default_loss(convert_to_fp32(outputs))
 
 
-def _step(trainer: Trainer) -> None:
+def _step(trainer: Trainer, taken: list[tuple[Any, Any]]) -> None:
     batches, items = trainer.get_batch_samples(iter(trainer.get_train_dataloader()), 1, trainer.args.device)
+    taken.append((batches[0], items))
     trainer.training_step(trainer.model, batches[0], items)

@@ -1,5 +1,6 @@
 """``watch``: whether a running loop keeps the promise of the plan, and if not, what of the loop broke it, by name."""
 
+import contextlib
 import gc
 import warnings
 import weakref
@@ -190,7 +191,12 @@ class Watch:
     def _fallback(self, args: Any, kwargs: Any) -> str:
         """Why the rewritten forward does not run for this call; "" if it does, or only parts are rewritten."""
         program = programs(self._module).get("")
-        return "" if program is None else accept(program, self._module, args, kwargs)[1]
+        if program is None:
+            return ""
+        wrapped = "forward" in vars(self._module)  # by accelerate, which enters autocast there
+        kind = program.autocast if wrapped and isinstance(program.autocast, torch.dtype) else None
+        with torch.autocast(self._device.type, kind) if kind else contextlib.nullcontext():
+            return accept(program, self._module, args, kwargs)[1]
 
     def _bytes_of_outputs(self) -> int:
         alive = [storage for ref in self._outputs if (storage := ref()) is not None]

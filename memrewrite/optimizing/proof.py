@@ -53,9 +53,19 @@ def prove(candidate: Candidate, result: nn.Module, seed: int, exact: bool) -> Pr
     if not verdict.equivalent:
         done = ", ".join(name for name, r in candidate.results.items() if r.modified)
         notes = "".join(f" {note}" for note in candidate.notes)
-        advice = (
-            " exact=True leaves out the rewrites that change the arithmetic." if candidate.arithmetic_changed else ""
-        )
         why = verdict.summary.removesuffix(".")  # of what the model raised
-        raise NotEquivalentError(f"The rewritten model is not equivalent ({done}): {why}.{notes}{advice}")
+        raise NotEquivalentError(
+            f"The rewritten model is not equivalent ({done}): {why}.{notes}{_advice(candidate, exact)}"
+        )
     return Proof(verdict, not changed, (lambda: candidate.without_segments().build()) if changed else None)
+
+
+def _advice(candidate: Candidate, exact: bool) -> str:
+    if candidate.arithmetic_changed:
+        return " exact=True leaves out the rewrites that change the arithmetic."
+    if exact and not candidate.captured_exactly:
+        return (
+            " In the original, values it asks for decide what it does; leave out exact=True, as the program does what "
+            "fits any values."
+        )
+    return ""

@@ -27,7 +27,8 @@ from memrewrite.records.options import Budget
 from memrewrite.records.report import Report
 from memrewrite.report.later import complete_by
 from memrewrite.runtime.assembled import assembled
-from memrewrite.runtime.dropin import own, program_from
+from memrewrite.runtime.dropin import own, program_from, programs
+from memrewrite.runtime.promise import reads_planned
 from memrewrite.search.so_far import Offer
 from memrewrite.simulate.fake.fakes import put_back
 from memrewrite.workload.hooks import recorders_off, with_hooks_of, without_hooks
@@ -89,8 +90,13 @@ def planned(
     them, and what ``prove_in_mesh`` does.
     """
     refuse_tensor_parallel(work.model, work.step.mesh)
-    with recorders_off(work.model), put_back(work.step.targets(work.model, work.inputs).buffers):
-        return _planned(work, asked, store, progress, offer, given)
+    buffers = work.step.targets(work.model, work.inputs).buffers
+    with recorders_off(work.model), put_back(buffers), reads_planned() as read:
+        found = _planned(work, asked, store, progress, offer, given)
+    for path in programs(found.module) if read else ():
+        if (kept := own(found.module.get_submodule(path))) is not None:
+            kept.promise.told = True
+    return found
 
 
 def _planned(

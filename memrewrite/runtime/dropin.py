@@ -110,9 +110,9 @@ class Own:
         self.replaced: Forward | None = None
         self.looked: Any = None
 
-    def carry(self, report: Any, shown: bool) -> None:
-        """Keep the report, as an attribute too if it is to be ``shown``."""
-        self.report, self.shown = report, shown
+    def carry(self, report: Any, shown: bool, told: bool = False) -> None:
+        """Keep the report, as an attribute too if it is to be ``shown``; ``told`` is that of the promise."""
+        self.report, self.shown, self.promise.told = report, shown, told or self.promise.told
         if shown:
             setattr(self.kind, "report", report)  # noqa: B010  (a class made at run time declares none)
 
@@ -281,7 +281,7 @@ def _subclass(base: type[nn.Module], program: Program, replaced: Forward | None)
         guards = kept.guards if kept.of() is self else None
         broken = kept.broken or (_NOT_OURS if guards is None else guards.lost_in_copies())
         then = None if guards is None or broken else guards.noted
-        carried = broken, then, kept.constants, kept.report, kept.shown
+        carried = broken, then, kept.constants, kept.report, kept.shown, kept.promise.told
         return _load, (base, program.source, replaced), (self.__getstate__(), *carried)
 
     def restore(self: Any, state: Any) -> None:

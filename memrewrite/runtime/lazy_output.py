@@ -370,7 +370,7 @@ class _Use(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, output: LazyOutput) -> Tensor:
         made = output._source.get()
-        used = made.new_empty(0).set_(made.untyped_storage(), made.storage_offset(), made.shape, made.stride())
+        used: Tensor = made.new_empty(0).set_(made)  # type: ignore  # fakes would keep a storage that is given
         output._source.made = used.detach()  # it counts the same writes
         return used  # no view, which nobody could write
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from memrewrite.runtime.cross_entropy import rows_of, stepped, too_few
+from memrewrite.runtime.cross_entropy import rows_of, stepped
 from memrewrite.runtime.linear_cross_entropy import linear_cross_entropy
 from memrewrite.runtime.tiles import in_tiles
 
@@ -63,7 +63,7 @@ class OutputRows:
         """Whether ``loss`` is what ``F.cross_entropy`` makes of an output with this target, and worth it."""
         classes = isinstance(target, Tensor) and target.dtype == torch.int64 and target.shape == self.hidden.shape[:-1]
         placed = self.moved or self.layout.dim() == 2
-        return classes and placed and reduction in _REDUCTION and not too_few(self.layout.numel())
+        return classes and placed and reduction in _REDUCTION
 
     def loss(
         self, target: Tensor, weight: Tensor | None, ignore_index: int, reduction: str, label_smoothing: float
@@ -77,7 +77,7 @@ class OutputRows:
 
     def each(self, func: Any, dim: Any = None, keepdim: bool = False, **more: Any) -> Tensor | None:
         """``func`` of each row, ``argmax`` or ``logsumexp``; None of anything but rows, and of few of them."""
-        if more or self.moved or dim not in (-1, self.layout.dim() - 1) or too_few(self.layout.numel()):
+        if more or self.moved or dim not in (-1, self.layout.dim() - 1):
             return None
 
         def part(hidden: Tensor, weight: Tensor, *bias: Tensor) -> Tensor:

@@ -1,7 +1,9 @@
 """What a drop-in says of calls that its budget was not promised for. Torch only; part of every artifact."""
 
+import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -36,7 +38,8 @@ class Promise:
     """The budget of one drop-in, in bytes (None: none was given), and the sizes of inputs that it is known to hold for.
 
     Where it is ``strict``, calls that may take more are refused. ``foresee`` tells the peaks of other sizes, where that
-    can be done: in the process that planned. Each warning comes once.
+    can be done: in the process that planned. Each warning comes once. Nothing more is said of outputs that are read
+    where that was ``told``, or is what the step that was planned does.
     """
 
     def __init__(self, name: str, budget: int | None, strict: bool, planned: Mapping[str, int]) -> None:
@@ -46,7 +49,7 @@ class Promise:
         self.foresee: Foresee | None = None
         self.fallen_back = False
         self._exceeded = False
-        self._read = False
+        self.told = False
         self._within = [dict(planned)]
         self._peaks: dict[tuple[Any, ...], int | None] = {}
 
@@ -88,15 +91,20 @@ class Promise:
     def tell_of_output(self, shape: tuple[int, ...], size: int, stacklevel: int) -> None:
         """Warn that an output of so many bytes is made, as it is read: peaks are told without it.
 
-        Raises ``BeyondPlanError`` instead where the promise is strict.
+        Raises ``BeyondPlanError`` instead where the promise is strict. Where the step that is planned reads outputs,
+        peaks are told with them, and nothing is to be said.
         """
+        if (read := getattr(_PLANNING, "read", None)) is not None:
+            read.append(shape)
+            return
+        if self.told:
+            return
         text = f"an output {shape} as it was read: {_short(size)} that its peak was told without"
         if self.strict:
             raise BeyondPlanError(f"Optimized {self.name} is strict, and would have made {text}.")
-        if not self._read:
-            self._read = True
-            text = f"Optimized {self.name} made {text}. Where each step reads it, optimize with returns='all'."
-            warnings.warn(text, LazyOutputWarning, stacklevel=stacklevel)
+        self.told = True
+        text = f"Optimized {self.name} made {text}. Where each step reads it, optimize with returns='all'."
+        warnings.warn(text, LazyOutputWarning, stacklevel=stacklevel)
 
     def _peak(self, call: Call, original: bool) -> int | None:
         if self.foresee is None or self.budget is None:
@@ -108,6 +116,19 @@ class Promise:
 
     def _figures(self, peak: int) -> str:
         return f"A step on them takes {_short(peak)}, and the budget is {_short(self.budget or 0)}."
+
+
+_PLANNING = threading.local()
+
+
+@contextmanager
+def reads_planned() -> Iterator[list[tuple[int, ...]]]:
+    """Note the shapes of outputs that this thread reads: those that the step which is being planned reads."""
+    before, _PLANNING.read = getattr(_PLANNING, "read", None), []
+    try:
+        yield _PLANNING.read
+    finally:
+        _PLANNING.read = before
 
 
 def _key(leaf: Any) -> Any:

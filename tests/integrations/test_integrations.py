@@ -28,6 +28,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import memrewrite
 from memrewrite.integrations.calls import first_call
 from memrewrite.records.errors import UsageError
+from memrewrite.simulate.memory.tracker import Tracker
 from memrewrite.workload.optimizers import optimizers_like
 from tests.zoo.models import declare_operators
 
@@ -174,9 +175,9 @@ def transformers() -> ModuleType:
     return importlib.import_module("transformers")
 
 
-def trainer(transformers: ModuleType, folder: Path, **given: Any) -> Any:
+def trainer(transformers: ModuleType, folder: Path, words: int = 64, **given: Any) -> Any:
     config = transformers.GPT2Config(
-        vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
+        vocab_size=words, n_positions=16, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
     )
     data = [{"input_ids": row, "labels": row} for row in torch.randint(64, (10, 16))]
     settings = {"num_train_epochs": 1, "gradient_accumulation_steps": 2, "save_strategy": "no", "report_to": []}
@@ -204,6 +205,45 @@ def test_a_rewritten_model_trains_on_every_batch_and_is_saved_under_its_own_name
     assert config["architectures"] == ["GPT2LMHeadModel"]
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     assert all(torch.equal(again.state_dict()[name], value) for name, value in result.state_dict().items())
+
+
+def of_logits(outputs: Any, labels: torch.Tensor, num_items_in_batch: int | None = None) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("loss", ["label_smoothing_factor", "compute_loss_func"])
+def test_a_loss_that_the_trainer_computes_is_in_the_step(loss: str, transformers: ModuleType, tmp_path: Path) -> None:
+    from memrewrite.integrations.transformers import optimize_trainer
+
+    own = {"compute_loss_func": of_logits} if loss == "compute_loss_func" else {}
+    ours = trainer(transformers, tmp_path, words=2000, **own)
+    if loss == "label_smoothing_factor":
+        ours.label_smoother = transformers.trainer_pt_utils.LabelSmoother(0.1)
+    ours.args.num_train_epochs = 2  # the last step of an epoch is on fewer rows
+    report = memrewrite.report_of(optimize_trainer(ours, budget="min"))
+    assert report.verdict.endswith("also at smaller sizes")
+    with Tracker("cpu") as tracker:
+        tracker.register([*ours.model.parameters(), *ours.model.buffers()], "model")
+        ours.train()
+    assert tracker.peak == pytest.approx(report.predicted_after.peak, rel=0.01)
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_loss_of_another_trainers_own_is_told(transformers: ModuleType, tmp_path: Path) -> None:
+    from memrewrite.integrations.transformers import optimize_trainer
+
+    class OwnLoss(transformers.Trainer):  # type: ignore[misc, name-defined]
+        def compute_loss(self, model: Any, inputs: dict[str, Any], **given: Any) -> torch.Tensor:
+            labels = inputs.pop("labels")
+            return of_logits(model(**inputs), labels)
+
+    given = trainer(transformers, tmp_path)
+    ours = OwnLoss(given.model, given.args, train_dataset=given.train_dataset)
+    told = memrewrite.report_of(optimize_trainer(ours, budget="min", verify=False)).notes
+    assert told[-1] == (
+        "OwnLoss.compute_loss gives the model no labels, and its loss is not in the step; give it as loss_fn."
+    )
 
 
 @pytest.mark.filterwarnings("default")

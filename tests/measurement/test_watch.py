@@ -138,6 +138,39 @@ def test_the_original_forward() -> None:
     assert "the original forward ran, because pool has a hook, which the rewritten forward would not call" in told
 
 
+class Asking(nn.Module):
+    """Asks about autocast, as models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32)) for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.layers(x.bfloat16() if torch.is_autocast_enabled("cpu") else x)
+        return result
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_forward_that_is_wrapped_in_autocast(hooked: bool) -> None:
+    """As accelerate wraps it: the call begins outside of autocast."""
+    x = torch.randn(16, 32)
+    result = memrewrite.optimize(Asking(), x, budget="min", amp="bf16", loop="drop-output", verify=False)
+    vars(result)["forward"] = torch.autocast("cpu", torch.bfloat16)(result.forward)
+    more = torch.cat([x, x])
+    if hooked:
+        result.get_submodule("layers.0").register_forward_hook(lambda module, args, output: None)
+
+    def run(optimizer: torch.optim.Optimizer) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", memrewrite.FallbackWarning)
+            loops.drop_output(result, optimizer, lambda output, _: output.float().mean(), iter([(more, more)] * STEPS))
+
+    told = watched(result, run)
+    assert "the batch is larger" in told
+    assert ("the original forward ran, because layers.0 has a hook" in told) == hooked
+    assert "autocast" not in told
+
+
 def test_the_original_forward_of_a_part() -> None:
     model, x, y, criterion = made("unet")
     options: dict[str, Any] = {"loss_fn": step_of("", criterion, y).loss_fn, "loop": "drop-output", "verify": False}

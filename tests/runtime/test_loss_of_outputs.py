@@ -299,6 +299,42 @@ def test_a_loss_of_rows_that_is_wrong_is_caught(monkeypatch: pytest.MonkeyPatch)
         lazy(speaker())
 
 
+@pytest.mark.parametrize(("rows", "length"), [(4, LENGTH), (2, 4), (2, 2)])
+def test_fewer_texts_make_rows_too(rows: int, length: int) -> None:
+    """Whole, the logits of fewer texts would take more than those of all take by rows."""
+    labels = LABELS[-rows:, :length].flatten()
+    original: Any = speaker()
+    result = lazy(speaker(), budget="min", strict=True)
+    given = tokens(rows)[:, :length]
+    assert made_when_used(type(result(given)))
+    for model in (result, original):
+        model.zero_grad()
+        logits = model(given)
+        best = logits.detach().argmax(-1)
+        (F.cross_entropy(logits.flatten(0, 1), labels) * (best.flatten() != labels).float().mean()).backward()
+    for mine, theirs in zip(result.parameters(), original.parameters(), strict=True):
+        assert (mine.grad - theirs.grad).norm() <= 1e-6 * theirs.grad.norm()
+
+
+@pytest.mark.filterwarnings("error::memrewrite.LazyOutputWarning")
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_loss_that_reads_logits_too_is_planned_with_them(strict: bool) -> None:
+    """Nothing is to be told of them then, while it is planned and in the loop; they are there until backward alone."""
+
+    def loss(logits: Tensor) -> Tensor:
+        with torch.no_grad():
+            best = logits.topk(2).indices
+        return flat(logits) * (best == LABELS[..., None]).any(-1).float().mean()
+
+    original = speaker()
+    result = lazy(speaker(), loss, budget="min", strict=strict)
+    assert_as_near(result, original, loss)
+    assert_as_near(copy.deepcopy(result), original, loss)
+    report, measured = memrewrite.report_of(result), memrewrite.measure(result, tokens(), loss_fn=loss, steps=1)
+    assert report.predicted_after.peak == measured.peak
+    assert measured.peak < report.predicted_before.peak
+
+
 @pytest.mark.parametrize("options", [{"exact": True}, {"passes": ["checkpoint_segments"]}], ids=["exact", "passes"])
 def test_it_is_refused_where_it_may_not_change_the_arithmetic(options: dict[str, Any]) -> None:
     with pytest.raises(memrewrite.UsageError, match="returns='lazy' is for models that return their loss"):
@@ -308,7 +344,7 @@ def test_it_is_refused_where_it_may_not_change_the_arithmetic(options: dict[str,
 @pytest.mark.filterwarnings("ignore::memrewrite.LazyOutputWarning")
 def test_another_loss_leaves_the_model_as_it_is() -> None:
     model: nn.Module = speaker()
-    result: nn.Module = memrewrite.optimize(model, tokens(), loss_fn=MADE["read, too"], returns="lazy")
+    result: nn.Module = memrewrite.optimize(model, tokens(), loss_fn=MADE["other order"], returns="lazy")
     assert result is model
     (note,) = memrewrite.report_of(result).notes
     assert note.startswith("returns='lazy' has no effect: the step would take more so")
