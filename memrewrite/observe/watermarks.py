@@ -83,7 +83,6 @@ def _watermarks(
                 runner.env.clear()  # where what it returned is, too
                 kept = outputs if loss_of is not None and step.loop.keeps_output else None
                 outputs = [outputs if loss_of is None else loss_of(outputs)]
-                watch.loss(graph_module.graph)
             trained = [leaf for leaf in tensors_in(outputs) if leaf.requires_grad]
             del outputs
             watch.starts, watch.end = runner.starts, next_backward_number()
@@ -93,7 +92,17 @@ def _watermarks(
                 torch.autograd.backward(trained, [torch.ones_like(output) for output in trained])
         watch.turn(None)
         del kept
-    return dict(zip(graph_module.graph.nodes, watch.found, strict=True))
+    found = dict(zip(graph_module.graph.nodes, watch.found, strict=True))
+    return found if loss_of is None else _with_loss(found)
+
+
+def _with_loss(found: dict[fx.Node, Watermarks]) -> dict[fx.Node, Watermarks]:
+    """The levels, where those of the loss, which are the output's, are for the last node that computes."""
+    loss = found[next(reversed(found))]
+    computing = [node for node in found if node.op not in ("placeholder", "get_attr", "output")]
+    for last in computing[-1:]:
+        found[last].forward = max(found[last].forward, loss.forward, loss.backward)
+    return found
 
 
 def _waiting(twin: nn.Module, step: Step) -> list[Tensor]:
@@ -141,17 +150,13 @@ class _Watch(Tracker):
         self.found.append(Watermarks(self.peak - self.base))
         self.reset_peak()
 
-    def loss(self, graph: fx.Graph) -> None:
-        """The loss was made of what the graph returns: what was in use meanwhile is for the last node that computes."""
-        computing = [i for i, n in enumerate(graph.nodes) if n.op not in ("placeholder", "get_attr", "output")]
-        for last in computing[-1:]:
-            self.found[last].forward = max(self.found[last].forward, self.peak - self.base)
-
     def turn(self, index: int | None) -> None:
-        """Backward comes from one node to that of ``index``."""
-        if self._turn is not None:
-            levels = self.found[self._turn]
-            levels.backward = max(levels.backward, self.peak - self.base)
+        """Backward comes from one node to that of ``index``; what was before that is of the loss, and of the output."""
+        levels, level = self.found[-1 if self._turn is None else self._turn], self.peak - self.base
+        if self._turn is None:
+            levels.forward = max(levels.forward, level)
+        else:
+            levels.backward = max(levels.backward, level)
         self.reset_peak()
         self._turn = index
         if index is not None and not self.found[index].backward:
