@@ -99,6 +99,11 @@ class Request:
 def _refuse_replaced(model: nn.Module) -> None:
     """Raise ``UsageError`` where forward is no method, ``CaptureError`` where a hook sets its weight."""
     forward = vars(model).get("forward")
+    if forward is not None and "_original_forward" in vars(model):  # read in accelerate 1.15: prepare_model
+        raise UsageError(
+            f"accelerate's prepare has put autocast into the forward of {type(model).__name__}, where no plan frees "
+            "anything; optimize the model before prepare, with amp=."
+        )
     if forward is not None and not (isinstance(forward, types.MethodType) and forward.__self__ is model):
         raise UsageError(
             "The model's forward was replaced on the object by something that is no method of it; "

@@ -6,6 +6,7 @@
 Where PyTorch has no CUDA, torchvision, which these import where it is installed, needs ``--no-deps``.
 """
 
+import contextlib
 import importlib.util
 import json
 import re
@@ -153,6 +154,24 @@ def test_the_optimizer_that_accelerate_prepared() -> None:
     model, optimizer = accelerate.Accelerator(cpu=True).prepare(model, torch.optim.Adam(model.parameters()))
     report = memrewrite.report_of(memrewrite.optimize(model, torch.randn(4, 64), optimizer=optimizer, verify=False))
     assert report.predicted_before.categories["optimizer state"] >= 2 * 2 * 64 * 64 * 4
+
+
+def test_a_model_that_accelerate_prepared_with_autocast_is_refused() -> None:
+    """No plan frees what it runs there; prepared without, and before that, it is optimized."""
+    need("accelerate")
+    accelerate = importlib.import_module("accelerate")
+    try:
+        for precision in ("no", "bf16"):
+            accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+            prepare = accelerate.Accelerator(cpu=True, mixed_precision=precision).prepare
+            model, x = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)]), torch.randn(4, 8)
+            amp = None if precision == "no" else precision
+            expected = contextlib.nullcontext() if amp is None else pytest.raises(UsageError, match="before prepare")
+            prepare(memrewrite.optimize(model, x, budget="min", amp=amp, verify=False))
+            with expected:
+                memrewrite.optimize(prepare(model), x, budget="min", amp=amp, verify=False)
+    finally:
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def test_an_optimizer_that_takes_more_is_refused() -> None:
