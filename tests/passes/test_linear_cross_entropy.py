@@ -361,10 +361,26 @@ class Speaker(nn.Module):
         return F.cross_entropy(logits.view(-1, 400), labels.view(-1))
 
 
-def planned(**options: Any) -> Any:
+class Spelled(Speaker):
+    """The same by PyTorch's own function, which makes logits whole unless it is given another ``chunk``."""
+
+    chunk: int | None = None
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        hidden = self.body(self.embed(tokens)).view(-1, 16)
+        options = None if self.chunk is None else torch.nn.LinearCrossEntropyOptions(batch_chunk_size=self.chunk)
+        loss: Tensor = F.linear_cross_entropy(hidden, self.head.weight, labels.view(-1), options=options)
+        return loss
+
+
+class InChunks(Spelled):
+    chunk = 16
+
+
+def planned(model: Callable[[], nn.Module] = Speaker, **options: Any) -> Any:
     torch.manual_seed(0)
     tokens = torch.randint(400, (32, 16))
-    return memrewrite.optimize(Speaker(), tokens, example_kwargs={"labels": tokens}, **options)
+    return memrewrite.optimize(model(), tokens, example_kwargs={"labels": tokens}, **options)
 
 
 @pytest.fixture(autouse=True)
@@ -385,6 +401,17 @@ def test_a_budget_that_only_it_meets(options: dict[str, Any], lowest: int) -> No
     assert PASS.name in rewrites(report)
     assert report.equivalent
     assert report.predicted_after.peak <= lowest // 2
+
+
+@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="PyTorch has its own from 2.13 on")
+def test_pytorchs_own_is_rewritten_or_kept(lowest: int) -> None:
+    report = planned(Spelled, budget=lowest // 2).report
+    assert PASS.name in rewrites(report)
+    assert report.equivalent
+    report = memrewrite.report_of(planned(InChunks, budget="min"))
+    assert PASS.name not in rewrites(report)
+    assert "_linear_cross_entropy_batch_chunked" in report.notes[0]
+    assert report.predicted_after.peak < lowest
 
 
 def test_it_is_for_what_nothing_else_reaches(lowest: int) -> None:
