@@ -6,7 +6,7 @@ afterwards say what happened that no graph of tensor operators can hold; a secon
 
 import itertools
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from memrewrite.capture.at_sight import refuse_hooks, refuse_names, refuse_unnamed
 from memrewrite.capture.autocasts import autocast_asked, autocast_now, autocast_regions
+from memrewrite.capture.changes import COUNTED, always_matters, refuse_changes, refuse_left
 from memrewrite.capture.gradients import QUESTIONS, all_or_none, gradients_asked, with_or_without
 from memrewrite.capture.identity import OperatorsSeen
 from memrewrite.capture.reads import ReadsOfForward
@@ -90,21 +91,23 @@ def check(model: nn.Module, inputs: Inputs) -> Findings:
     ):
         rehearsal = _Rehearsal(model, inputs, regions)
         first = _first(name, rehearsal, functions)
-        _refuse_changes(name, rehearsal.before, _always_matters)
+        refuse_changes(name, rehearsal.before, always_matters)
         for what, places in first.places.items():
             raise CaptureError(f"{name} {_REFUSED[what].format(place=places[0])}")
         switched = rehearsal.differs_where_autocast_is_switched(first, device)
         if switched:
             _refuse_difference(name, rehearsal, first)
         else:  # which was the second run, then
-            _refuse_changes(name, rehearsal.between)
-            _refuse_left(name, rehearsal.around)
+            refuse_changes(name, rehearsal.between)
+            refuse_left(name, rehearsal.around)
+        counted = [*dict.fromkeys(rehearsal.around.counted())]
         asks = bool(about_gradients) or first.asks_of_gradients
         gradients = model.training and asks and rehearsal.differs_where_gradients_are_switched(first)
     notes = ["The model's own torch.utils.checkpoint calls are replaced by the plan."] if checkpoints else []
     if rehearsal.functions:
         names = ", ".join(sorted({kind.__name__ for kind in rehearsal.functions}))
         notes.append(f"What stays a call as the model makes it, with its own backward: {names}.")
+    notes += [COUNTED.format(name=name, place=place) for place in counted[:1]]
     if place := rehearsal.decided_by_values(first):
         notes.append(_DECIDED.format(name=name, place=place))
     return Findings(
@@ -250,41 +253,17 @@ def _refuse_difference(name: str, rehearsal: _Rehearsal, first: "_Watch") -> Non
     try:
         second = rehearsal.run()
     except CaptureError:
-        _refuse_changes(name, rehearsal.before)  # which is then the reason
+        refuse_changes(name, rehearsal.before)  # which is then the reason
         raise
-    _refuse_changes(name, rehearsal.between)
-    _refuse_left(name, rehearsal.around)
+    refuse_changes(name, rehearsal.between)
+    refuse_left(name, rehearsal.around)
     if first.differs(second):
-        _refuse_changes(name, rehearsal.before)
+        refuse_changes(name, rehearsal.before)
         if place := second.differs(rehearsal.run()):  # what is cached or compiled in the first run is settled by now
             raise CaptureError(
                 f"{name} does something else each time forward runs (at {place}); what decides that is "
                 "outside its tensors, and one outcome would be baked in."
             )
-
-
-def _always_matters(path: str, value: Any) -> bool:
-    return isinstance(value, Tensor) or path.endswith((".training", ".requires_grad"))
-
-
-def _refuse_changes(
-    name: str, attributes: Attributes, matters: Callable[[str, Any], bool] = lambda path, value: True
-) -> None:
-    for path, value in attributes.changed():
-        if matters(path, value):
-            what = "a new tensor" if isinstance(value, Tensor) else "a new value"
-            raise CaptureError(
-                f"{name} assigns {what} to self.{path} in forward; a captured graph would keep the first one for ever. "
-                "Update a buffer in place (copy_) instead; if forward sets it once and keeps it, call the model first."
-            )
-
-
-def _refuse_left(name: str, around: Surroundings) -> None:
-    if (place := next(around.got(), None)) is not None:
-        raise CaptureError(
-            f"{name} leaves a new tensor in {place} each time forward runs, which a captured graph would not do; "
-            "return it, or keep it outside forward."
-        )
 
 
 _DECIDED = (

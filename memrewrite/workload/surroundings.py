@@ -11,6 +11,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 from torch import Tensor, nn
@@ -74,6 +75,15 @@ class Surroundings:
         for _, names in self._names:
             others = ((name, part) for name, part in names.read().items() if part is not names.kept.get(name))
             yield from (joined(names.path, name) for name, part in others if _has_tensors(part))
+
+    def counted(self) -> Iterator[str]:
+        """The names by which numbers that are others now, or new, can be found."""
+        for path, container, kept in self._containers.values():
+            pairs = zip_longest(contents(container), kept, fillvalue=_GONE)
+            yield from (path for now, before in pairs if _is_number(now) and now != before)
+        for _, names in self._names:
+            numbers = {name: part for name, part in names.read().items() if _is_number(part)}
+            yield from (joined(names.path, n) for n, part in numbers.items() if part != names.kept.get(n, _GONE))
 
     def restore(self) -> None:
         """Put back, in place, what got a tensor or a number, and what numbers were drawn from."""
@@ -210,7 +220,11 @@ def _has_tensors(value: Any) -> bool:
 
 def _is_result(value: Any) -> bool:
     """Whether this is what a step gives: a number, a tensor or what holds one."""
-    return type(value) in (int, float) or _has_tensors(value)
+    return _is_number(value) or _has_tensors(value)
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)
 
 
 def _attributes(value: Any, names: Iterable[str]) -> dict[str, Any]:
