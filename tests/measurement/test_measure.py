@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from memrewrite.measurement import snapshot
 from memrewrite.measurement.measuring import Loader, measure, measure_in_child, out_of_memory, preserved_state
 from memrewrite.process import child
-from memrewrite.records.errors import MeasurementError, TargetError, UsageError
+from memrewrite.records.errors import CaptureError, MeasurementError, TargetError, UsageError
 from memrewrite.simulate import simulate
 from memrewrite.targets.compiled import CompiledTarget
 from memrewrite.workload.step import PHASES, Inputs, Step
@@ -200,7 +200,7 @@ def test_child_round_trip(target: str, monkeypatch: pytest.MonkeyPatch, capfd: p
     ("attribute", "device", "error", "sentence"),
     [
         ("Killed", "cpu", MeasurementError, "killed by SIGKILL, as the system does when the host runs out of memory"),
-        ("Broken", "cpu", MeasurementError, "failed with ValueError: no such thing"),
+        ("Broken", "cpu", CaptureError, r"fails on the example inputs with ValueError: no such thing \(at tiny_target"),
         ("Tiny", "gpu", UsageError, "Device 'gpu' is unknown"),
     ],
     ids=["killed", "raised", "device"],
