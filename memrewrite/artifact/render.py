@@ -9,6 +9,7 @@ from types import ModuleType
 from memrewrite.artifact.manifest import CONSTANTS
 from memrewrite.runtime import (
     assembled,
+    code_inside,
     dict_versions,
     differences,
     dropin,
@@ -32,6 +33,7 @@ _OPERATIONS = (
     sys.modules[each.__module__] for each in (*operations.AROUND_NODES.values(), *operations.IN_GRAPHS.values())
 )
 _RUNTIME: tuple[ModuleType, ...] = (
+    code_inside,
     kernel_files,
     kernels,
     output_rows,

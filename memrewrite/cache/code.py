@@ -10,18 +10,12 @@ from collections.abc import Iterator
 from types import CodeType, ModuleType
 from typing import Any
 
-
-def inside(code: CodeType) -> Iterator[CodeType]:
-    """The code and that of the functions, classes and comprehensions in it."""
-    yield code
-    for each in code.co_consts:
-        if isinstance(each, CodeType):
-            yield from inside(each)
+from memrewrite.runtime.code_inside import codes_inside, names_inside
 
 
 def texts(code: CodeType) -> Iterator[str]:
     """What code does, but for its constants: bytes that run and the names they mean."""
-    for part in inside(code):
+    for part in codes_inside(code):
         names = part.co_names, part.co_varnames, part.co_freevars, part.co_cellvars
         counts = part.co_argcount, part.co_posonlyargcount, part.co_kwonlyargcount, part.co_flags
         yield repr((part.co_code, part.co_exceptiontable, names, counts))
@@ -29,25 +23,25 @@ def texts(code: CodeType) -> Iterator[str]:
 
 def constants(code: CodeType) -> Iterator[Any]:
     """The constants of code, those of inner code included."""
-    return (each for part in inside(code) for each in part.co_consts if not isinstance(each, CodeType))
+    return (each for part in codes_inside(code) for each in part.co_consts if not isinstance(each, CodeType))
 
 
 def global_names(code: CodeType) -> list[str]:
     """The names that code looks up in its module."""
-    instructions = (each for part in inside(code) for each in dis.get_instructions(part))
+    instructions = (each for part in codes_inside(code) for each in dis.get_instructions(part))
     return sorted({str(each.argval) for each in instructions if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")})
 
 
 def attribute_names(code: CodeType) -> frozenset[str]:
-    """All names that code has for what is neither a local nor a constant, attributes of modules among them."""
-    return frozenset(name for part in inside(code) for name in part.co_names)
+    """Those of ``names_inside``."""
+    return frozenset(names_inside(code))
 
 
 def imported_modules(code: CodeType, package: str) -> Iterator[tuple[str, ModuleType]]:
     """The modules that code imports while it runs; relative imports may be of any package above ``package``."""
     parts = package.split(".") if package else []
     above = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
-    instructions = (each for part in inside(code) for each in dis.get_instructions(part))
+    instructions = (each for part in codes_inside(code) for each in dis.get_instructions(part))
     for name in sorted({str(each.argval) for each in instructions if each.opname == "IMPORT_NAME"}):
         for full in (name, *(f"{each}.{name}".rstrip(".") for each in above)):
             if full in sys.modules:

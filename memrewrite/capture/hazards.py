@@ -100,14 +100,14 @@ def check(model: nn.Module, inputs: Inputs) -> Findings:
         else:  # which was the second run, then
             refuse_changes(name, rehearsal.between)
             refuse_left(name, rehearsal.around)
-        counted = [*dict.fromkeys(rehearsal.around.counted())]
+        counted = next(rehearsal.around.counted(), None)
         asks = bool(about_gradients) or first.asks_of_gradients
         gradients = model.training and asks and rehearsal.differs_where_gradients_are_switched(first)
     notes = ["The model's own torch.utils.checkpoint calls are replaced by the plan."] if checkpoints else []
     if rehearsal.functions:
         names = ", ".join(sorted({kind.__name__ for kind in rehearsal.functions}))
         notes.append(f"What stays a call as the model makes it, with its own backward: {names}.")
-    notes += [COUNTED.format(name=name, place=place) for place in counted[:1]]
+    notes += [] if counted is None else [COUNTED.format(name=name, place=counted)]
     if place := rehearsal.decided_by_values(first):
         notes.append(_DECIDED.format(name=name, place=place))
     return Findings(

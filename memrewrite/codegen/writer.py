@@ -33,9 +33,9 @@ from memrewrite.capture.origin import origin
 from memrewrite.codegen.program import program
 from memrewrite.codegen.submodules import Submodules
 from memrewrite.costs.normalizations import in_one_with, runs_again_with
+from memrewrite.observe.effects import computing
 from memrewrite.observe.opaque_calls import body_of
 from memrewrite.plan.marks import NO_MARKS, UNMARKED, Marks, NodeMark
-from memrewrite.plan_facts.chain import computing
 from memrewrite.records.errors import CaptureError
 from memrewrite.records.function_call import FunctionCall
 from memrewrite.records.graph_calls import GraphCall

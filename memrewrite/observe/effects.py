@@ -6,6 +6,7 @@ graph (ATen overloads, torch functions, methods, higher-order ops) does not matt
 
 import functools
 from collections import defaultdict
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -149,6 +150,11 @@ def _observed(
     facts = {node: run.facts for node, run in observer.runs.of.items()}
     runs = observer.runs if observer.runs.tell_others() else None
     return Effects(tuple(graph_module.graph.nodes), facts, observer.recorder.storages, runs)
+
+
+def computing(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    """Those of the nodes of a graph that run."""
+    return [node for node in nodes if node.op not in ("placeholder", "get_attr", "output")]
 
 
 def autocast_switch(node: fx.Node) -> int:

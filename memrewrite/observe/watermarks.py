@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx, nn
 
+from memrewrite.observe.effects import computing
 from memrewrite.simulate.fake.as_seen import on_fakes_or_seen
 from memrewrite.simulate.fake.fakes import on_fakes, put_back
 from memrewrite.simulate.fake.true_results import TrueResults
@@ -99,8 +100,7 @@ def _watermarks(
 def _with_loss(found: dict[fx.Node, Watermarks]) -> dict[fx.Node, Watermarks]:
     """The levels, where those of the loss, which are the output's, are for the last node that computes."""
     loss = found[next(reversed(found))]
-    computing = [node for node in found if node.op not in ("placeholder", "get_attr", "output")]
-    for last in computing[-1:]:
+    for last in computing(found)[-1:]:
         found[last].forward = max(found[last].forward, loss.forward, loss.backward)
     return found
 

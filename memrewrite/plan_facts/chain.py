@@ -1,7 +1,7 @@
 """Observed effects as the numbers a planner works on."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor, fx
 
 from memrewrite.costs import Costs
-from memrewrite.observe.effects import Effects, autocast_switch
+from memrewrite.observe.effects import Effects, autocast_switch, computing
 from memrewrite.observe.watermarks import Watermarks
 from memrewrite.plan.segments import Bytes, Chain, Held
 from memrewrite.runtime.segment import PRODUCTS
@@ -22,11 +22,6 @@ _SHARES = (1.0, 0.75, 0.5, 0.35, 0.25, 0.15)  # of the bytes of all products, th
 def compute_nodes(effects: Effects) -> list[fx.Node]:
     """The nodes that run: all but inputs, attributes and the output."""
     return computing(effects.order)
-
-
-def computing(nodes: Iterable[fx.Node]) -> list[fx.Node]:
-    """Those of the nodes of a graph that run."""
-    return [node for node in nodes if node.op not in ("placeholder", "get_attr", "output")]
 
 
 def join(chains: list[Chain]) -> Chain:

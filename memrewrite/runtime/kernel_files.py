@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from memrewrite.runtime.code_inside import names_inside
+
 _KERNELS = "memrewrite"  # in Inductor's
 
 
@@ -114,7 +116,7 @@ def _said(value: Any, seen: set[int]) -> Iterator[str]:
         seen.add(id(value))
         yield from _said(value.__code__, seen)
         inside = [value.__defaults__, value.__kwdefaults__, *(cell.cell_contents for cell in value.__closure__ or ())]
-        yield from _said((*inside, *(value.__globals__.get(name) for name in _names_in(value.__code__))), seen)
+        yield from _said((*inside, *(value.__globals__.get(name) for name in names_inside(value.__code__))), seen)
     elif isinstance(value, functools.partial):
         yield from _said((value.func, value.args, tuple(value.keywords.items())), seen)
     elif isinstance(value, tuple | list):
@@ -133,14 +135,6 @@ def _said(value: Any, seen: set[int]) -> Iterator[str]:
         yield repr(value)
     else:  # the name of the function is to say what an object does for it
         yield f"a {type(value).__qualname__}"
-
-
-def _names_in(code: types.CodeType) -> Iterator[str]:
-    """What code and that inside it look up by name."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _names_in(constant)
 
 
 @functools.cache

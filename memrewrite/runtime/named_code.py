@@ -14,10 +14,12 @@ import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import PurePath
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import nn
+
+from memrewrite.runtime.code_inside import codes_inside, names_inside
 
 _LIBRARIES = {"builtins", "memrewrite", "numpy", "torch", *sys.stdlib_module_names}
 _PLACES = {"site-packages", "dist-packages"}
@@ -41,9 +43,9 @@ def named_by_forward(
         if function in functions:
             continue
         functions[function] = None
-        instructions = [each for code in _codes(function.__code__) for each in dis.get_instructions(code)]
+        instructions = [each for code in codes_inside(function.__code__) for each in dis.get_instructions(code)]
         assigned |= _assigned(instructions)
-        attributes = _attributes_named(function) - names
+        attributes = {*names_inside(function.__code__)} - names
         names |= attributes
         waiting.extend(each for name, each in methods if name in attributes)
         for name, value in _globals(function, instructions):
@@ -57,7 +59,7 @@ def named_by_forward(
 def _globals(function: FunctionType, instructions: list[dis.Instruction]) -> Iterator[tuple[str, Any]]:
     """What its code finds in its module, and in modules of the user's that it names, by its name there."""
     space = function.__globals__
-    attributes, words = _attributes_named(function), _texts_in(instructions)
+    attributes, words = {*names_inside(function.__code__)}, _texts_in(instructions)
     for name in sorted({str(each.argval) for each in instructions if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")}):
         value = space.get(name, function)  # a builtin is none of the user's
         if isinstance(value, ModuleType) and _is_the_users(value.__name__):
@@ -96,19 +98,6 @@ def _assigned(instructions: list[dis.Instruction]) -> set[str]:
 def _texts_in(instructions: list[dis.Instruction]) -> set[str]:
     constants = (each.argval for each in instructions if each.opname.startswith("LOAD_CONST"))
     return {each for each in constants if isinstance(each, str)}
-
-
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    """The code and that of the functions and comprehensions in it."""
-    yield code
-    for each in code.co_consts:
-        if isinstance(each, CodeType):
-            yield from _codes(each)
-
-
-def _attributes_named(function: FunctionType) -> set[str]:
-    """All names that its code has for what is neither a local nor a constant, attributes among them."""
-    return {name for code in _codes(function.__code__) for name in code.co_names}
 
 
 def _functions(value: Any) -> Iterator[FunctionType]:

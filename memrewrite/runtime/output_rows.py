@@ -60,7 +60,7 @@ class OutputRows:
         return replace(self, hidden=self.hidden.detach(), weight=self.weight.detach(), bias=bias)
 
     def fit(self, target: Any, reduction: str) -> bool:
-        """Whether ``loss`` is what ``F.cross_entropy`` makes of an output with this target, and worth it."""
+        """Whether ``loss`` is what ``F.cross_entropy`` makes of an output with this target."""
         classes = isinstance(target, Tensor) and target.dtype == torch.int64 and target.shape == self.hidden.shape[:-1]
         placed = self.moved or self.layout.dim() == 2
         return classes and placed and reduction in _REDUCTION
@@ -76,7 +76,7 @@ class OutputRows:
         return loss.view_as(target) if reduction == "none" else loss
 
     def each(self, func: Any, dim: Any = None, keepdim: bool = False, **more: Any) -> Tensor | None:
-        """``func`` of each row, ``argmax`` or ``logsumexp``; None of anything but rows, and of few of them."""
+        """``func`` of each row, ``argmax`` or ``logsumexp``; None of anything but rows."""
         if more or self.moved or dim not in (-1, self.layout.dim() - 1):
             return None
 

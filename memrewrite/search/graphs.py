@@ -8,10 +8,9 @@ from typing import Any
 from torch import Tensor, fx
 
 from memrewrite.codegen.writer import generate
-from memrewrite.observe.effects import Effects, observe
+from memrewrite.observe.effects import Effects, computing, observe
 from memrewrite.observe.watermarks import Watermarks, watermarks
 from memrewrite.plan.marks import Marks
-from memrewrite.plan_facts.chain import computing
 from memrewrite.rewriting.invariants import Health, health
 from memrewrite.search.regions import Region
 from memrewrite.torch_internals.tracing import module_of

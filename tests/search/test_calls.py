@@ -19,12 +19,16 @@ from tests.support.layers import WIDTH
 from tests.support.layers import model as of_layers
 
 
+def mlps() -> nn.Sequential:
+    return nn.Sequential(*[nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16)) for _ in range(3)])
+
+
 class Body(nn.Module):
     """Attention as in transformers: a mask that masks nothing is left out, unless tensors are fake."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*[nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16)) for _ in range(3)])
+        self.layers = mlps()
         self.key = nn.Linear(16, 4)
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
@@ -73,7 +77,7 @@ class Pooled(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*[nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16)) for _ in range(3)])
+        self.layers = mlps()
         self.score = nn.Linear(16, 1)
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
@@ -123,7 +127,7 @@ class Reversible(torch.autograd.Function):
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*[nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16)) for _ in range(3)])
+        self.layers = mlps()
 
     def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
         result: Tensor = self.layers(x) * scale
