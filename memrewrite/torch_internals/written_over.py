@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
+from weakref import WeakSet
 
 from memrewrite.torch_internals.versions import private_imports
 
@@ -18,20 +19,39 @@ from memrewrite.torch_internals.versions import private_imports
 def written_over() -> Iterator[None]:
     """Kernels that are generated meanwhile write over more of their inputs."""
     with private_imports():
+        from torch._inductor.codegen.common import Kernel
         from torch._inductor.scheduler import SchedulerNode
         from torch._inductor.virtualized import V
     decide = SchedulerNode.decide_inplace_update
+    decided: WeakSet[Any] = WeakSet()  # kernels
 
     def told(node: Any) -> None:
-        others = _same_kernel(node)
-        if others is None:
+        kernel = _same_kernel(node)
+        if kernel is None:
             decide(node)
-        elif not _stays_inside(node, others):
-            # The others read before the kernel writes, and what one output was written over is not there twice.
-            done = _with_more(node.scheduler.completed_operations, others - {node.get_name()})
-            taken = {*getattr(V.kernel, "inplace_update_buffers", {}).values()}
-            with done, _with_more(V.graph.never_reuse_buffers, taken):
-                decide(node)
+        elif V.kernel not in decided:  # all at once, before there is a buffer for a value that is not written
+            decided.add(V.kernel)
+            for part in node.scheduler.get_fused_node(node).get_nodes():
+                if not _stays_inside(part, kernel):
+                    placed(part, kernel)
+
+    def placed(node: Any, kernel: set[str]) -> bool:
+        """Over what the node reads; else over what is read for a value that it reads and that nobody writes."""
+        inner = {name: maker for name, maker in _makers(node).items() if _stays_inside(maker, kernel)}
+        if written(node, kernel, {*inner}):
+            return True
+        taken = {*_places().values()}
+        with V.set_kernel_handler(Kernel(increase_kernel_count=False)):  # where nothing is decided yet
+            over = written(node, kernel, taken)
+        return any(placed(inner[name], kernel) for name in over) and bool(written(node, kernel, set()))
+
+    def written(node: Any, kernel: set[str], barred: set[str]) -> set[str]:
+        """What the node writes over. The others read before the kernel writes, and no place is there twice."""
+        taken = {*_places().values()}
+        done = _with_more(node.scheduler.completed_operations, kernel - {node.get_name()})
+        with done, _with_more(V.graph.never_reuse_buffers, taken | barred):
+            decide(node)
+        return {*_places().values()} - taken
 
     with mock.patch.object(SchedulerNode, "decide_inplace_update", told):
         yield
@@ -60,8 +80,23 @@ def is_elementwise(node: Any) -> bool:
     )
 
 
+def _places() -> dict[str, str]:
+    """What each output of the kernel that is generated is written over."""
+    from torch._inductor.virtualized import V
+
+    return getattr(V.kernel, "inplace_update_buffers", {})
+
+
+def _makers(node: Any) -> dict[str, Any]:
+    """The nodes of the same kernel by the values that a node reads."""
+    values = node.scheduler.name_to_buf
+    read = {read.name: values[read.name].defining_op for read in node.read_writes.reads if read.name in values}
+    kernel = node.scheduler.get_fused_node(node).get_nodes()
+    return {name: maker for name, maker in read.items() if maker in kernel}
+
+
 def _stays_inside(node: Any, kernel: set[str]) -> bool:
-    """Whether what a node makes is never written, so that it is to leave the place to others."""
+    """Whether what a node makes is never written."""
     gone = node.scheduler.can_buffer_be_removed_through_fusion
     return all(gone(output.get_name(), kernel) for output in node.get_outputs())
 
