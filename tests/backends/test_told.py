@@ -139,6 +139,51 @@ def test_modules_in_place_and_functions() -> None:
     assert memrewrite.report_of(function).model == "loss"
 
 
+class OfParts(nn.Module):
+    """A method of it is compiled where it is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp(2)
+
+    def forward(*args: Any) -> Tensor:  # as decorators of methods have it
+        self, x = args
+        result: Tensor = self.inner(x)
+        return result
+
+    @torch.compile(backend=entry.memrewrite, options=OPTIONS)
+    def loss(self, x: Tensor) -> Tensor:
+        result: Tensor = self.inner(x)
+        return result
+
+
+class Decorated(OfParts):
+    forward = OfParts.loss
+
+
+@pytest.mark.usefixtures("partitions")
+def test_methods_that_are_compiled() -> None:
+    for made, of in ((OfParts().loss, "loss"), (Decorated(), "Decorated"), (Decorated().forward, "loss")):
+        step(made)
+        assert memrewrite.report_of(made).model == of
+        torch._dynamo.reset()
+    model = mlp(2)
+    model.forward = compiled(model.forward)  # type: ignore[arg-type, method-assign]
+    step(model)
+    report: Any = memrewrite.report_of(model)
+    assert (report.model, [graph.name for graph in report.graphs]) == ("Loss", ["Loss"])
+    model.forward = torch.compile(mlp(2).forward, backend="eager")  # type: ignore[method-assign]
+    with pytest.raises(UsageError, match="This Loss is compiled by backend 'eager', of which"):
+        memrewrite.report_of(model)
+
+
+@pytest.mark.usefixtures("partitions")
+def test_a_forward_that_names_no_self_is_of_its_module() -> None:
+    model = compiled(OfParts())
+    step(model)
+    assert [graph.name for graph in memrewrite.report_of(model).graphs] == ["OfParts"]
+
+
 @pytest.mark.usefixtures("partitions")
 def test_a_model_whose_forward_is_pytorchs_own_has_its_name() -> None:
     model = compiled(nn.Sequential(nn.Linear(32, 32), nn.ReLU(), mlp(1)), budget="1GB")
