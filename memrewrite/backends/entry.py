@@ -122,8 +122,9 @@ def _tell_limit(code: CodeType | None, name: str) -> None:
 
 
 def _tell_what_is_left(name: str, partition: Partition) -> None:
-    """Warn of a graph that is left to PyTorch, where it is not known either what its code takes."""
-    if partition.choice == "not ours" and partition.observed is None:
+    """Warn of a graph that is left to PyTorch, but where its code is known to take no more than a budget in bytes."""
+    budget = partition.asked.budget
+    if partition.choice == "not ours" and (partition.observed is None or budget is None or budget.bytes is None):
         warnings.warn(
             f"{name} is {CHOICES[partition.choice]}, so that the step may take more than its budget.",
             BeyondPlanWarning,

@@ -12,13 +12,17 @@ from torch import Tensor, nn
 
 import memrewrite
 from memrewrite.backends import entry
+from memrewrite.backends.asked import Asked
+from memrewrite.backends.observed import Seen
 from memrewrite.backends.partition import Partition
+from memrewrite.backends.told import Noted
 from memrewrite.records.compiled import CHOICES, CompiledGraph, CompiledReport
 from memrewrite.records.errors import UsageError
 from memrewrite.runtime.promise import BeyondPlanWarning
 from memrewrite.torch_internals.compiling import backend_of_frame
 from tests.backends.test_entry import Broken
 from tests.backends.test_partition import Block, mlp
+from tests.support.divided import NOTHING
 
 OPTIONS: dict[str, Any] = {"budget": "min", "optimizer": "sgd"}
 
@@ -250,6 +254,13 @@ def test_as_text_and_as_data() -> None:
     assert lost.peak is None
     assert str(lost).splitlines()[0] == "Net by torch.compile: no budget, optimizer none, peak not foreseen"
     assert str(lost).splitlines()[-1] == f"graph 2, Net: {CHOICES['from cache']}"
+
+
+@pytest.mark.parametrize(("budget", "choice"), [(None, "no budget"), ("min", "from cache")], ids=["none", "min"])
+def test_of_a_graph_from_a_cache_it_is_known_whether_a_budget_chose(budget: str | None, choice: str) -> None:
+    partition = Partition(Asked.parse({"budget": budget})[0], NOTHING)
+    partition.observe(Seen(1000, 0), cached=True)
+    assert Noted(0, partition, "Net", lambda: None, True, lambda: None).told().choice == choice
 
 
 def test_outside_of_dynamo_nothing_is_noted() -> None:
