@@ -9,11 +9,12 @@ lowest peak, the graph is compiled again by other plans (``memrewrite.backends.t
 
 Options: ``budget`` (``"8GB"``, ``"60%"`` of what the stock partitioner's step takes, ``"min"``), ``optimizer`` (its
 name as for ``memrewrite.optimize``, ``"adamw"`` by default, ``"none"`` where its state does not count), ``reserve``
-(bytes to leave for what is not seen from here, such as gradients that are accumulated), ``loop`` (``"drop-output"``
-where the outputs of a step are let go of before the next one, as PyTorch's tutorials do not), ``exact`` (what runs
-again rounds as what is kept would), ``verify`` (the first call of each graph is compared with the stock partitioner's
-and with eager, in more memory than the budget: see ``memrewrite.backends.proof``), ``mode`` (as torch.compile's own,
-which it takes without options only). All others are Inductor's.
+(bytes to leave for what is not seen from here, such as gradients that are accumulated, other models, or what a loss
+takes that is not compiled), ``loop`` (``"drop-output"`` where the outputs of a step are let go of before the next one,
+as PyTorch's tutorials do not), ``exact`` (what runs again rounds as what is kept would), ``verify`` (the first call of
+each graph is compared with the stock partitioner's and with eager, in more memory than the budget: see
+``memrewrite.backends.proof``), ``mode`` (as torch.compile's own, which it takes without options only). All others are
+Inductor's.
 
 Backward may write over what is kept for it. Where it is to run twice (``retain_graph=True``), set
 ``torch._functorch.config.donated_buffer = False`` before the first call: all is compiled by then.
@@ -115,15 +116,17 @@ def _tell_limit(code: CodeType | None, name: str) -> None:
     if times is not None:
         warnings.warn(
             f"{name} was compiled {times} times, for as many classes, sizes or settings; Dynamo runs calls "
-            "of other ones as they are, outside of the budget. Raise torch._dynamo.config.recompile_limit for more.",
+            "of other ones as they are, outside of the budget, or with fullgraph=True refuses them. Raise "
+            "torch._dynamo.config.recompile_limit for more.",
             BeyondPlanWarning,
             stacklevel=2,
         )
 
 
 def _tell_what_is_left(name: str, partition: Partition) -> None:
-    """Warn of a graph that is left to PyTorch, where it is not known either what its code takes."""
-    if partition.choice == "not ours" and partition.observed is None:
+    """Warn of a graph that is left to PyTorch, but where its code is known to take no more than a budget in bytes."""
+    budget = partition.asked.budget
+    if partition.choice == "not ours" and (partition.observed is None or budget is None or budget.bytes is None):
         warnings.warn(
             f"{name} is {CHOICES[partition.choice]}, so that the step may take more than its budget.",
             BeyondPlanWarning,

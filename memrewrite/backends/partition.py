@@ -370,9 +370,10 @@ class Partition:
         made = reached if reached is not None or lowest is None else lowest.peaks.peak
         least = self._with_optimizer(made or 0)
         there = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts(self.lives))
+        kind = "foreseen" if reached is None else "reachable"  # of which code was compiled
         message = (
-            f"No plan for torch.compile fits {format_bytes(limit)}: the lowest reachable peak is "
-            f"{format_bytes(least)} ({there}). What else would fit:"
+            f"No plan for torch.compile fits {format_bytes(limit)}: the lowest {kind} peak is {format_bytes(least)} "
+            f"({there}). What else would fit:"
         )
         return BudgetInfeasibleError(message, least, tuple(self._advice(limit, made or 0)))
 

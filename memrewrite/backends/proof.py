@@ -38,7 +38,7 @@ from memrewrite.process.turns import one_at_a_time
 from memrewrite.records.errors import MeasurementError, NotEquivalentError, first_line
 from memrewrite.state.random_state import RandomState
 from memrewrite.torch_internals.compiling import copied
-from memrewrite.torch_internals.fake_tensors import FakeTensor
+from memrewrite.torch_internals.fake_tensors import FakeTensor, higher_order
 
 _SEED = 0  # of the gradients of outputs
 
@@ -99,8 +99,9 @@ class Proof:
                 f"({error.family}); compile without it, or with dropout 0."
             ) from error
         except NotImplementedError as error:  # such as for an operator on graphs, which no dispatch mode knows
+            reason = f"{name} runs graphs of its own" if (name := higher_order(error)) else first_line(error)
             raise MeasurementError(
-                f"Option verify=True cannot run the graph in eager ({first_line(error)}); compile without it."
+                f"Option verify=True cannot run the graph in eager ({reason}); compile without it."
             ) from error
         ours = case.run(made)
         stock = case.run(self._stock)

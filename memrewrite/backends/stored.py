@@ -12,9 +12,12 @@ from torch import Tensor, fx
 from memrewrite.backends.facts import Facts
 from memrewrite.backends.stretches import MOST_READS, READS
 
+_WORTH = 2  # bytes that a written one stands for: it lies beside them until it is written, so that fewer gain little
+
 
 def stored(known: Facts) -> frozenset[int]:
-    """The nodes that take fewer bytes than what of theirs is read by nobody else, and are read more than once."""
+    """The nodes that take half the bytes, or fewer, of what of theirs is read by nobody else, and are read more than
+    once."""
     readers = _readers(known)
     inside = _inside(known, readers)
     often = set[int]()  # those that are read more than once, if only as what is made of them alone
@@ -35,7 +38,7 @@ def stored(known: Facts) -> frozenset[int]:
         made_of[storage] = sources
         if node in often and _may_be_asked_for(known.nodes[node], convolves):
             own = {each for each in sources if on_the_way(node, each)}
-            if sum(known.bytes[each] for each in own) > known.bytes[storage]:
+            if sum(known.bytes[each] for each in own) >= _WORTH * known.bytes[storage]:
                 made_of[storage] = frozenset([storage])
                 found = {each: i for each, i in found.items() if each not in own} | {storage: node}
     return frozenset(found.values())

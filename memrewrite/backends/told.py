@@ -38,7 +38,9 @@ class Noted:
         """The graph as it is reported."""
         partition, foreseen = self.partition, self.partition.foreseen
         resident = dict(parts(partition.lives))
-        choice = "from cache" if self.cached and partition.has_plans else partition.choice
+        choice = partition.choice
+        if self.cached and partition.has_plans:
+            choice = "no budget" if partition.asked.budget is None else "from cache"
         if foreseen is None:
             peak, unseen, verified = partition.observed, partition.unseen, partition.verified
             return CompiledGraph(self.name, choice, resident, peak, unseen=unseen, verified=verified)

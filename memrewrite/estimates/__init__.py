@@ -125,7 +125,7 @@ def _found(model: nn.Module, look: "_Look", timeline: Timeline, inference: "_Loo
         inference_peak=None if evaluated is None else evaluated.peak,
         modules=modules.shares(model, timeline, kept, (batch, more) if more else None),
         textbook=rule,
-        differences=textbook.differences(rule, timeline, counted, step.mode == "train"),
+        differences=textbook.differences(rule, timeline, counted, step),
         loop=str(step.loop),
         mesh=None if step.mesh is None else str(step.mesh),
         habits=habits.costs(step, timeline, lambda other: look.of(other).peak()),

@@ -19,6 +19,7 @@ from torch.utils.flop_counter import flop_registry
 
 from memrewrite.measurement.measuring import preserved_state
 from memrewrite.records.estimate import Difference, Textbook
+from memrewrite.records.mesh import Fsdp, Tp
 from memrewrite.records.options import format_bytes
 from memrewrite.simulate import (
     ACTIVATIONS,
@@ -36,7 +37,7 @@ from memrewrite.simulate import (
 )
 from memrewrite.simulate.fake.copier import tensors_of
 from memrewrite.simulate.fake.fakes import on_fakes
-from memrewrite.simulate.memory.tracker import OPERATOR_WORKSPACE
+from memrewrite.simulate.memory.tracker import COMMUNICATION, GATHERED, OPERATOR_WORKSPACE
 from memrewrite.state.random_state import preserved_rng
 from memrewrite.targets.allocator import rounded
 from memrewrite.torch_internals.fake_tensors import FAKE_TENSOR_ERRORS, TorchDispatchMode
@@ -109,12 +110,15 @@ def rule(module: nn.Module, inputs: Inputs, step: Step, batch: int | None, count
     )
 
 
-def differences(text: Textbook, timeline: Timeline, counted: Counted, train: bool) -> tuple[Difference, ...]:
+def differences(text: Textbook, timeline: Timeline, counted: Counted, step: Step) -> tuple[Difference, ...]:
     """What leads from the rule's figure to the peak, term by term."""
     size = timeline.categories.get
     weights, outputs = 4 * text.parameters, round(4 * text.activations * text.batch_size)
+    divided = isinstance(step.mesh, Fsdp | Tp)
+    own, has = (size(PARAMETERS, 0), "each process has a part; ") if divided else (weights, "")
     found = [
-        Difference(size(PARAMETERS, 0) - weights, "parameters: their types, and granules of 512 bytes"),
+        Difference(size(PARAMETERS, 0) - weights, f"parameters: {has}their types, and granules of 512 bytes"),
+        Difference(size(GATHERED, 0), "parameters that are gathered from all processes"),
         Difference(size(BUFFERS, 0), "buffers, such as the running statistics of BatchNorm"),
         Difference(
             size(INPUTS, 0) - round(4 * text.inputs * text.batch_size),
@@ -122,17 +126,18 @@ def differences(text: Textbook, timeline: Timeline, counted: Counted, train: boo
         ),
         *_activations(timeline, outputs, counted),
     ]
-    if train:
+    if step.mode == "train":
         held, state = size(GRADIENTS, 0), size(STATE, 0)
-        per_parameter = state / weights if weights else 0.0
+        per_parameter = state / own if own else 0.0
         found += [
-            Difference(held - weights, f"gradients: {_gradients(held, weights)}"),
-            Difference(state - weights, f"optimizer: {per_parameter:.2f} numbers per parameter, not 1"),
+            Difference(held - weights, f"gradients: {has}{_gradients(held, own)}"),
+            Difference(state - weights, f"optimizer: {has}{per_parameter:.2f} numbers per parameter, not 1"),
             *_errors(timeline, outputs),
         ]
     else:
         found.append(Difference(size(TEMPORARIES, 0), "temporaries"))
     found.append(Difference(size(AVERAGE, 0), "the average of the weights"))
+    found.append(Difference(size(COMMUNICATION, 0), "buffers through which processes send"))
     found.append(Difference(size(WORKSPACES, 0), "workspaces of libraries"))
     found.append(Difference(size(OPERATOR_WORKSPACE, 0), "workspace of the operator that runs at the peak"))
     found.append(Difference(size(RESTS, 0), "rests of the allocator's blocks, as steps after the second get them"))

@@ -198,9 +198,23 @@ def module_of_frame() -> nn.Module | None:
 
     Around what stands in PyTorch itself, such as the forward of a ``Sequential``, Dynamo puts a frame of its own.
     """
-    there = getattr(_outermost(), "f_locals", {})
-    found = there.get("self") if not _is_around(code_of_frame()) else getattr(there["fn"], "__self__", there["fn"])
+    code, there = code_of_frame(), getattr(_outermost(), "f_locals", {})
+    if _is_around(code):
+        found = getattr(there["fn"], "__self__", there["fn"])
+    else:
+        found = there.get("self", _first_given(code, there))
     return found if isinstance(found, nn.Module) else None
+
+
+def _first_given(code: types.CodeType | None, there: Mapping[str, Any]) -> Any:
+    """The first of a code's arguments, also where it is in ``*args``, if it is a method of that; else None."""
+    if code is None or not code.co_varnames:
+        return None
+    names = code.co_varnames[code.co_kwonlyargcount :] if not code.co_argcount else code.co_varnames
+    first = there.get(names[0])
+    found = first[0] if isinstance(first, tuple) and first else first
+    methods = (each for kind in type(found).__mro__ for each in vars(kind).values())
+    return found if any(getattr(each, "__code__", None) is code for each in methods) else None
 
 
 def name_of_frame() -> str:
@@ -268,13 +282,14 @@ def _translator() -> Any:
 
 
 def backend_of(made: Any) -> Any:
-    """The back end of what ``torch.compile`` returned, or of a module compiled in place; None for what is neither."""
+    """The back end of what ``torch.compile`` returned, also as a method, or of a module that is compiled in place or
+    has a forward that is; None for anything else."""
     if isinstance(made, nn.Module):
-        in_place = getattr(made, "_compiled_call_impl", None)
         context = vars(made).get("dynamo_ctx")
         if context is None:
-            return None if in_place is None else backend_of(in_place)
+            return backend_of(getattr(made, "_compiled_call_impl", None) or made.forward)
         return _innermost(getattr(context, "callback", None))
+    made = getattr(made, "__func__", made)
     if not inspect.isfunction(made) or not hasattr(made, "_torchdynamo_orig_callable"):
         return None
     return _innermost(inspect.getclosurevars(made).nonlocals.get("callback"))

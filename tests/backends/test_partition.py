@@ -262,7 +262,7 @@ def test_of_a_fraction_of_sizes_backward_is_given_whole_numbers() -> None:
 
 def test_what_does_not_fit_says_what_would() -> None:
     model, x = made("mlp")
-    with pytest.raises(BudgetInfeasibleError, match=r"No plan for torch\.compile fits 1000 B: the lowest"):
+    with pytest.raises(BudgetInfeasibleError, match=r"No plan for torch\.compile fits 1000 B: the lowest foreseen"):
         Divided(model, 1000).step(x)
 
 

@@ -278,6 +278,24 @@ def test_what_eager_cannot_show_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
             proved(fine)
 
 
+class Branches(nn.Module):
+    """One of two graphs runs, by what is in a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = torch.cond(x.sum() > 0, lambda x: self.inner(x.sin()), lambda x: self.inner(x.cos()), (x,))
+        return result
+
+
+@pytest.mark.usefixtures("partitions")
+def test_what_runs_graphs_of_its_own_is_named() -> None:
+    with pytest.raises(MeasurementError, match=r"the graph in eager \(cond runs graphs of its own\); compile without"):
+        verifying(Branches())(torch.randn(8, 32)).backward()
+
+
 def test_what_cannot_be_copied_is_refused() -> None:
     with pytest.raises(MeasurementError, match=r"takes x, a tensor of layout torch\.sparse_coo; compile without it"):
         proof.refuse(["x"], [torch.eye(2).to_sparse()])

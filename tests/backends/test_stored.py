@@ -69,6 +69,28 @@ def test_sums_are_written_that_are_read_again_and_stand_for_more(kind: str, coun
     assert all(known.sizes[i] == BUFFER for i in known.stored)
 
 
+class Shifted(nn.Module):
+    """The loss of a language model, of the logits of all words but the last one of each text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        labels = torch.zeros(x.shape[0] * (x.shape[1] - 1), dtype=torch.long)
+        return nn.functional.cross_entropy(self.head(x)[:, :-1].flatten(0, 1), labels)
+
+
+def test_a_copy_of_nearly_all_is_not_written_beside_what_it_is_of() -> None:
+    """It would lie there with all logits, and their gradient."""
+    divided = Divided(Shifted(), "100%", fused=True)
+    divided.step(torch.randn(8, 64, WIDTH))
+    assert divided.partition.options is not None
+    known = divided.partition.options.frontier.facts
+    assert any(node.target is torch.ops.aten.clone.default for node in known.nodes)
+    assert not known.stored
+
+
 def test_ways_that_meet_again_are_followed_to_where_they_do() -> None:
     """0 is read by 1 and 2, these by 3, and that by 4 and 5, of which 4 alone is made where it is read, by 5."""
     readers = [[1, 2], [3], [3], [4, 5], [5], []]

@@ -12,13 +12,17 @@ from torch import Tensor, nn
 
 import memrewrite
 from memrewrite.backends import entry
+from memrewrite.backends.asked import Asked
+from memrewrite.backends.observed import Seen
 from memrewrite.backends.partition import Partition
+from memrewrite.backends.told import Noted
 from memrewrite.records.compiled import CHOICES, CompiledGraph, CompiledReport
 from memrewrite.records.errors import UsageError
 from memrewrite.runtime.promise import BeyondPlanWarning
 from memrewrite.torch_internals.compiling import backend_of_frame
 from tests.backends.test_entry import Broken
 from tests.backends.test_partition import Block, mlp
+from tests.support.divided import NOTHING
 
 OPTIONS: dict[str, Any] = {"budget": "min", "optimizer": "sgd"}
 
@@ -139,6 +143,51 @@ def test_modules_in_place_and_functions() -> None:
     assert memrewrite.report_of(function).model == "loss"
 
 
+class OfParts(nn.Module):
+    """A method of it is compiled where it is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp(2)
+
+    def forward(*args: Any) -> Tensor:  # as decorators of methods have it
+        self, x = args
+        result: Tensor = self.inner(x)
+        return result
+
+    @torch.compile(backend=entry.memrewrite, options=OPTIONS)
+    def loss(self, x: Tensor) -> Tensor:
+        result: Tensor = self.inner(x)
+        return result
+
+
+class Decorated(OfParts):
+    forward = OfParts.loss
+
+
+@pytest.mark.usefixtures("partitions")
+def test_methods_that_are_compiled() -> None:
+    for made, of in ((OfParts().loss, "loss"), (Decorated(), "Decorated"), (Decorated().forward, "loss")):
+        step(made)
+        assert memrewrite.report_of(made).model == of
+        torch._dynamo.reset()
+    model = mlp(2)
+    model.forward = compiled(model.forward)  # type: ignore[arg-type, method-assign]
+    step(model)
+    report: Any = memrewrite.report_of(model)
+    assert (report.model, [graph.name for graph in report.graphs]) == ("Loss", ["Loss"])
+    model.forward = torch.compile(mlp(2).forward, backend="eager")  # type: ignore[method-assign]
+    with pytest.raises(UsageError, match="This Loss is compiled by backend 'eager', of which"):
+        memrewrite.report_of(model)
+
+
+@pytest.mark.usefixtures("partitions")
+def test_a_forward_that_names_no_self_is_of_its_module() -> None:
+    model = compiled(OfParts())
+    step(model)
+    assert [graph.name for graph in memrewrite.report_of(model).graphs] == ["OfParts"]
+
+
 @pytest.mark.usefixtures("partitions")
 def test_a_model_whose_forward_is_pytorchs_own_has_its_name() -> None:
     model = compiled(nn.Sequential(nn.Linear(32, 32), nn.ReLU(), mlp(1)), budget="1GB")
@@ -205,6 +254,13 @@ def test_as_text_and_as_data() -> None:
     assert lost.peak is None
     assert str(lost).splitlines()[0] == "Net by torch.compile: no budget, optimizer none, peak not foreseen"
     assert str(lost).splitlines()[-1] == f"graph 2, Net: {CHOICES['from cache']}"
+
+
+@pytest.mark.parametrize(("budget", "choice"), [(None, "no budget"), ("min", "from cache")], ids=["none", "min"])
+def test_of_a_graph_from_a_cache_it_is_known_whether_a_budget_chose(budget: str | None, choice: str) -> None:
+    partition = Partition(Asked.parse({"budget": budget})[0], NOTHING)
+    partition.observe(Seen(1000, 0), cached=True)
+    assert Noted(0, partition, "Net", lambda: None, True, lambda: None).told().choice == choice
 
 
 def test_outside_of_dynamo_nothing_is_noted() -> None:

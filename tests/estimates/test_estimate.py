@@ -91,6 +91,19 @@ def test_the_parts_make_the_whole(model: str, mode: Any) -> None:
     assert found.inference_peak == simulate(module.eval(), inputs, Step("inference")).peak
 
 
+@pytest.mark.parametrize("mesh", ["ddp=4", "fsdp=4", "fsdp=4,param-dtype=bf16", "tp=2"])
+def test_the_parts_make_the_whole_in_a_mesh(mesh: str) -> None:
+    """Also where a process has a part of the parameters, and of their gradients and moments."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    model.tp_plan = {"0": "colwise", "2": "rowwise"}  # type: ignore[assignment]
+    found = memrewrite.estimate(model, torch.ones(8, 64), mesh=mesh)
+    assert found.textbook.bytes + sum(each.bytes for each in found.differences) == found.peak.bytes
+    of_parts = [each.why for each in found.differences if ": each process has a part; " in each.why]
+    assert len(of_parts) == (0 if mesh == "ddp=4" else 3)
+    (moments,) = (each.why for each in found.differences if each.why.startswith("optimizer: "))
+    assert " 2." in moments
+
+
 def test_a_peak_in_the_optimizer_has_no_errors() -> None:
     found = memrewrite.estimate(nn.Linear(512, 512), torch.ones(2, 512))
     whys = [difference.why for difference in found.differences]
