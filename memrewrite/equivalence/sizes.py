@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from memrewrite.records.errors import MeasurementError
 from memrewrite.runtime.dropin import named_values
 from memrewrite.torch_internals.pytrees import tree_leaves
+from memrewrite.workload.ranges import per_token
 from memrewrite.workload.step import Inputs
 
 LEAST = 2
@@ -87,6 +88,7 @@ def smaller_inputs(rewritten: nn.Module, inputs: Inputs, *, named: bool = False)
     size varies, or only parts inside of the model are rewritten.
     """
     places = varying(rewritten, inputs)
+    places = [place for place in places if place.symbol not in _fixed_elsewhere(places, inputs)]
     if not any(place.size > place.least for place in places):
         return []
     program: Any = vars(type(rewritten))["_memrewrite"]
@@ -99,6 +101,23 @@ def smaller_inputs(rewritten: nn.Module, inputs: Inputs, *, named: bool = False)
         fit = [each for each in sizes if not program.ranges or program.fits(**{**full, **each})]
         kinds.append([cut(inputs, cut_at, each) for each in fit])
     return kinds
+
+
+def _fixed_elsewhere(places: list[Place], inputs: Inputs) -> set[str]:
+    """Those of a batch, or of tokens, that another input has, too, and does not vary: as masks of a model for 4 texts.
+
+    The original may do without a mask that is for fewer, if that masks nothing; the program does not.
+    """
+    varied = {(id(place.leaf), place.dim) for place in places}
+    fixed = {
+        (dim, size, dim == 0 or per_token(leaf))
+        for leaf in inputs.tensors()
+        for dim, size in enumerate(leaf.shape)
+        if (id(leaf), dim) not in varied
+    }
+    return {
+        place.symbol for place in places if (place.dim, place.size, place.dim == 0 or per_token(place.leaf)) in fixed
+    }
 
 
 def sizes_of(rewritten: nn.Module, inputs: Inputs) -> dict[str, int]:
