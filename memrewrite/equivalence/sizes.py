@@ -88,11 +88,11 @@ def smaller_inputs(rewritten: nn.Module, inputs: Inputs, *, named: bool = False)
     size varies, or only parts inside of the model are rewritten.
     """
     places = varying(rewritten, inputs)
-    places = [place for place in places if place.symbol not in _fixed_elsewhere(places, inputs)]
-    if not any(place.size > place.least for place in places):
+    fixed = _fixed_elsewhere(places, inputs)
+    cut_at = [place for place in places if place.symbol not in fixed and (place.named or not named)]
+    if not any(place.size > place.least for place in cut_at):
         return []
     program: Any = vars(type(rewritten))["_memrewrite"]
-    cut_at = [place for place in places if place.named or not named]
     kinds = []
     for shares in _SHARES:
         tried = [*((shares[0][0], more) for more in _MORE), *shares[1:]] if program.ranges else shares
@@ -110,14 +110,17 @@ def _fixed_elsewhere(places: list[Place], inputs: Inputs) -> set[str]:
     """
     varied = {(id(place.leaf), place.dim) for place in places}
     fixed = {
-        (dim, size, dim == 0 or per_token(leaf))
+        (dim, size)
         for leaf in inputs.tensors()
         for dim, size in enumerate(leaf.shape)
-        if (id(leaf), dim) not in varied
+        if (id(leaf), dim) not in varied and _in_step(leaf, dim)
     }
-    return {
-        place.symbol for place in places if (place.dim, place.size, place.dim == 0 or per_token(place.leaf)) in fixed
-    }
+    return {place.symbol for place in places if _in_step(place.leaf, place.dim) and (place.dim, place.size) in fixed}
+
+
+def _in_step(leaf: Tensor, dim: int) -> bool:
+    """Whether other inputs have this size, too, if they have it in the example: a batch, or a length of tokens."""
+    return dim == 0 or per_token(leaf)
 
 
 def sizes_of(rewritten: nn.Module, inputs: Inputs) -> dict[str, int]:

@@ -85,6 +85,10 @@ def test_a_batch_that_one_input_fixes_is_not_cut_in_another() -> None:
         [[(4, 6), (4, 6)], [(4, 9), (4, 9)]],
     ]
     assert optimized.report.verdict.endswith(ALSO)
+    longer = memrewrite.optimize(
+        model, (ids % 16, mask.bool()), loss_fn=lambda loss: loss, dynamic={"ids": {1: (4, 16)}}
+    )
+    assert longer.report.verdict.endswith(ALSO)
 
 
 def test_sizes_for_which_forward_does_something_else_are_passed_over() -> None:
