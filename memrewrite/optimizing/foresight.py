@@ -10,7 +10,7 @@ from memrewrite.equivalence.sizes import sizes_of, smaller_inputs
 from memrewrite.process.thread import apart
 from memrewrite.records.options import Budget, short_bytes
 from memrewrite.runtime.dropin import own
-from memrewrite.runtime.guards import is_plain
+from memrewrite.runtime.plain_values import is_plain
 from memrewrite.runtime.promise import Call, FallbackWarning
 from memrewrite.search.candidate import Candidate
 from memrewrite.simulate import simulate
