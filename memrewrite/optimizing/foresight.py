@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from memrewrite.capture.autocasts import autocasts_put_back
 from memrewrite.equivalence.sizes import sizes_of, smaller_inputs
 from memrewrite.process.thread import apart
 from memrewrite.records.options import Budget, short_bytes
@@ -46,7 +47,7 @@ class Foresight:
         if not all(isinstance(leaf, _FORMS) or is_plain(leaf) for leaf in tree_leaves((args, kwargs))):
             return None
         inputs = Inputs(args, kwargs)
-        with untold_failures(), warnings.catch_warnings(record=True) as told:
+        with autocasts_put_back(), untold_failures(), warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always", FallbackWarning)
             try:
                 found = apart(lambda: simulate(module, inputs, self.step, workspace_bytes=self.workspace, probe=False))
