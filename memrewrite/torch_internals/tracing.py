@@ -252,7 +252,8 @@ def conditions_in_order(size: torch.SymInt) -> list[str]:
         if any(".stride()" in each.name for each in sources)
     }
     conditions = (environment.replace(guard.expr) for guard in environment.guards)
-    return ["True" if strides & each.free_symbols else printer.doprint(each) for each in conditions]
+    texts = ["True" if strides & each.free_symbols else printer.doprint(each) for each in conditions]
+    return [text.replace("torch.sym_float(", "float(") for text in texts]  # sizes are numbers where these are looked at
 
 
 def assumed_so_far(size: torch.SymInt) -> int:

@@ -90,11 +90,38 @@ def stepped(module: nn.Module, x: Tensor) -> list[Tensor]:
     return found
 
 
+class Pyramid(nn.Module):
+    """Works on images of half the size, whose sizes are told by fractions."""
+
+    def __init__(self, mode: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.mode = mode
+        self.first, self.second = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        half = functional.interpolate(torch.tanh(self.first(x).sigmoid()), scale_factor=0.5, mode=self.mode)
+        return torch.tanh(self.second(half).sigmoid())
+
+
 @pytest.fixture(scope="module")
 def pair() -> tuple[Conv, Any]:
     model = Conv()
     result = memrewrite.optimize(model, image(4, 32, 32), budget="min", exact=True, dynamic=SIDES)
     return model, result
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("mode", ["nearest", "bilinear", "area"])
+def test_sizes_that_are_told_by_fractions(mode: str) -> None:
+    model = Pyramid(mode)
+    result = memrewrite.optimize(
+        model, image(4, 16, 16), budget="min", exact=True, dynamic={"x": {2: (8, 24), 3: (8, 24)}}
+    )
+    assert result.report.verdict.endswith(", also at smaller sizes")
+    for height, width in ((24, 24), (8, 8), (23, 9)):
+        x = image(4, height, width)
+        assert all(map(torch.equal, stepped(result, x), stepped(model, x)))
 
 
 @pytest.mark.filterwarnings("error")
