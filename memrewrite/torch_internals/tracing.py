@@ -19,7 +19,7 @@ from torch import fx, nn
 
 from memrewrite.records.lines import is_users
 from memrewrite.torch_internals.patches import process_wide
-from memrewrite.torch_internals.pytrees import tensors_in
+from memrewrite.torch_internals.pytrees import tree_leaves
 from memrewrite.torch_internals.versions import private_imports, require, require_module
 
 with private_imports():
@@ -223,8 +223,9 @@ def distributions_as_before() -> Iterator[None]:
 
 
 def varying_size(tree: Any) -> torch.SymInt | None:
-    """The first size that varies of the tensors in a tree."""
-    sizes: Iterator[Any] = (size for tensor in tensors_in(tree) for size in tensor.shape)
+    """The first size that varies in a tree, of those in it and of those of its tensors."""
+    leaves = tree_leaves(tree)
+    sizes = (size for leaf in leaves for size in (leaf.shape if isinstance(leaf, torch.Tensor) else [leaf]))
     return next((size for size in sizes if isinstance(size, torch.SymInt)), None)
 
 

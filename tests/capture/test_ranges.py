@@ -209,6 +209,25 @@ def test_a_condition_on_sizes_is_told_and_kept_to() -> None:
         result(torch.randn(4, 34, 8), torch.ones(4, 34, dtype=torch.bool))
 
 
+class Placed(nn.Module):
+    """Makes a grid by a function that export has take a number of one size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Conv2d(4, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = torch.linspace(-1, 1, x.shape[2])[:, None].expand(x.shape[0], 1, -1, x.shape[3])
+        return self.inner(torch.cat([x, rows], 1)).sigmoid()
+
+
+def test_a_line_that_fixes_a_size_as_a_number_is_told() -> None:
+    with pytest.raises(
+        memrewrite.CaptureError, match=r"takes no other size 2 of x than 16, as test_ranges\.py:\d+ has it"
+    ):
+        memrewrite.optimize(Placed(), image(4, 16, 16), budget="min", dynamic={"x": {2: (8, 16)}})
+
+
 @pytest.mark.parametrize(
     ("added", "said"),
     [
