@@ -11,6 +11,7 @@ import torch
 from torch import fx, nn
 
 from memrewrite.capture.normal import attribute
+from memrewrite.torch_internals.patches import process_wide
 
 _OURS = ("torch", "memrewrite")
 _QUESTIONS = ("is_autocast_enabled", "is_autocast_cpu_enabled", "get_autocast_dtype", "get_autocast_gpu_dtype")
@@ -55,6 +56,30 @@ def autocast_regions() -> Iterator[list[bool]]:
 
     with mock.patch.multiple(torch.autocast, __enter__=entered, __exit__=left):
         yield regions
+
+
+@process_wide
+@contextmanager
+def autocasts_put_back() -> Iterator[None]:
+    """What is entered meanwhile knows afterwards what it knew: whoever waits for this may be inside of the same one.
+
+    An autocast object holds what was on before it, and one that decorates a forward, as accelerate's does, is entered
+    by each call of that.
+    """
+    then: dict[int, tuple[torch.autocast, dict[str, Any]]] = {}
+    enter = torch.autocast.__enter__
+
+    def entered(self: torch.autocast) -> Any:
+        then.setdefault(id(self), (self, {**vars(self)}))
+        return enter(self)  # type: ignore[no-untyped-call]
+
+    try:
+        with mock.patch.object(torch.autocast, "__enter__", entered):
+            yield
+    finally:
+        for region, known in then.values():
+            vars(region).clear()
+            vars(region).update(known)
 
 
 def autocast_now() -> tuple[Any, ...]:

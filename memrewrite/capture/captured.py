@@ -13,6 +13,9 @@ from memrewrite.runtime.dropin import Returns
 from memrewrite.runtime.guards import Reads
 from memrewrite.torch_internals.pytrees import TreeSpec, tree_unflatten
 
+IN_CONDITIONS = frozenset({"max", "min", "math", "float"})
+"""The names in conditions that are none of sizes."""
+
 
 @dataclass(frozen=True)
 class TensorSpec:

@@ -75,15 +75,13 @@ class _Settling(TorchFunctionMode):
         self.lines: dict[int, str] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = self._settled(args)
+        size = varying_size((args, kwargs))  # asked for before, as the call may leave none that varies
+        before = set() if size is None else settled_on(size)
         result = func(*args, **(kwargs or {}))
         self.lines |= dict.fromkeys(before - self.lines.keys(), "")
-        self.lines |= dict.fromkeys(self._settled(args) - self.lines.keys(), line_now())
+        after = set() if size is None else settled_on(size)
+        self.lines |= dict.fromkeys(after - self.lines.keys(), line_now())
         return result
-
-    def _settled(self, args: Any) -> set[int]:
-        known = varying_size(args)
-        return set() if known is None else settled_on(known)
 
 
 def _normal(model: nn.Module, inputs: Inputs, program: ExportedProgram, exported: fx.GraphModule) -> Captured:

@@ -3,6 +3,7 @@
 import keyword
 import sys
 from collections import namedtuple
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -59,15 +60,18 @@ class Trees:
     def __init__(self, prefix: str) -> None:
         self.prefix = prefix
         self.texts: list[str] = []
+        self.modules: dict[str, None] = {}  # those of the classes, which PyTorch knows once they are imported
 
     def name(self, tree: TreeSpec) -> str:
         """The name of a further constant."""
         self.texts.append(_dumped(tree))
+        self.modules |= dict.fromkeys(kind.__module__ for kind in _classes(tree))
         return f"{self.prefix}TREE_{len(self.texts) - 1}"
 
     def lines(self) -> list[str]:
         """The statements that make all of them."""
-        return [f"{self.prefix}TREE_{i} = treespec_loads({text!r})\n" for i, text in enumerate(self.texts)]
+        imports = [f"importlib.import_module({module!r})\n" for module in self.modules]
+        return [*imports, *(f"{self.prefix}TREE_{i} = treespec_loads({text!r})\n" for i, text in enumerate(self.texts))]
 
 
 def nested(tree: TreeSpec, leaves: list[str], trees: Trees) -> str:
@@ -118,6 +122,14 @@ def _class(kind: type) -> str:
             "define the class at the top of a module."
         )
     return found
+
+
+def _classes(tree: TreeSpec) -> Iterator[type]:
+    """Those of all containers in it but Python's own."""
+    if not tree.is_leaf() and tree.type.__module__ not in ("builtins", "collections"):
+        yield tree.type
+    for child in tree.children():
+        yield from _classes(child)
 
 
 def _dumped(tree: TreeSpec) -> str:

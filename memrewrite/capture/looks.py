@@ -15,7 +15,8 @@ from typing import Any, cast
 from torch import nn
 
 from memrewrite.capture.expressions import attribute_of
-from memrewrite.runtime.guards import TABLES, Holder, is_plain
+from memrewrite.runtime.guards import TABLES, Holder
+from memrewrite.runtime.plain_values import is_plain
 
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 _NOWHERE = object()

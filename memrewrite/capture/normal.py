@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from memrewrite.capture.captured import InputSpec, TensorSpec
+from memrewrite.capture.captured import IN_CONDITIONS, InputSpec, TensorSpec
 from memrewrite.capture.expressions import is_literal
 from memrewrite.capture.opaque import behind
 from memrewrite.capture.origin import Origin, set_origin
@@ -204,7 +204,7 @@ def dynamic(spec: InputSpec, shapes: Sequence[Sequence[int | torch.SymInt]]) -> 
     conditions = size_conditions(open_sizes[0]) if open_sizes else []
     nodes = (node for text in (*symbolic, *conditions) for node in ast.walk(ast.parse(text)))
     named = {node.id for node in nodes if isinstance(node, ast.Name)}
-    if not named <= {*symbolic, "max", "min", "math"} or not all(map(str.isidentifier, symbolic)):
+    if not named <= {*symbolic, *IN_CONDITIONS} or not all(map(str.isidentifier, symbolic)):
         raise ValueError(f"a condition on sizes that are no inputs': {conditions}")
     remaining = iter(names)
     leaves = tuple(

@@ -23,6 +23,17 @@ from memrewrite.state.attributes import CONTAINERS, OPAQUE
 
 _MODULE_CODE = cast(Any, sys.modules[nn.Module.__module__]).__file__
 _OWN = frozenset(vars(nn.Module())) - {"training", "_modules"}
+_OF_ITEMS = (
+    "__getitem__",
+    "__contains__",
+    "__iter__",
+    "__reversed__",
+    "__len__",
+    "__eq__",
+    "__ne__",
+    "__or__",
+    "__ror__",
+)
 _DEEPEST = 4  # steps from a module to an object it holds
 
 
@@ -90,6 +101,19 @@ class ReadsOfForward:
 
         holders = self._holders
         self._patches.enter_context(mock.patch.object(kind, "__getattribute__", get_attribute))
+        for name in _OF_ITEMS if issubclass(kind, dict) else ():
+            self._watch_items(kind, name)
+
+    def _watch_items(self, kind: type, name: str) -> None:
+        """See that items are asked for, of a dictionary that has attributes, too: by what Python calls itself."""
+        ask: Any = getattr(kind, name)
+
+        def ask_for_items(owner: Any, *args: Any) -> Any:
+            if (holder := self._holders.get(id(owner))) is not None:
+                self._read.setdefault(holder, {})[name] = None
+            return ask(owner, *args)
+
+        self._patches.enter_context(mock.patch.object(kind, name, ask_for_items))
 
     def _follow(self, value: Any, holder: tuple[Any, ...]) -> None:
         """See what is read of an object that a module holds, also in a list or a dictionary."""

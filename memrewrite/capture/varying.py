@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from memrewrite.capture.assumptions import Assumptions
-from memrewrite.capture.captured import Captured, InputSpec, TensorSpec
+from memrewrite.capture.captured import IN_CONDITIONS, Captured, InputSpec, TensorSpec
 from memrewrite.capture.normal import batch_size, bind
 from memrewrite.records.errors import FixedSizeError
 from memrewrite.records.ranges import Range
@@ -225,4 +225,4 @@ def _in_words(text: str, words: Mapping[str, str]) -> str:
 
 def _names(text: str) -> set[str]:
     """The sizes that a condition speaks of."""
-    return {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)} - {"max", "min", "math"}
+    return {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)} - IN_CONDITIONS

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from memrewrite.records.errors import MeasurementError
 from memrewrite.runtime.dropin import named_values
 from memrewrite.torch_internals.pytrees import tree_leaves
+from memrewrite.workload.ranges import per_token
 from memrewrite.workload.step import Inputs
 
 LEAST = 2
@@ -87,10 +88,11 @@ def smaller_inputs(rewritten: nn.Module, inputs: Inputs, *, named: bool = False)
     size varies, or only parts inside of the model are rewritten.
     """
     places = varying(rewritten, inputs)
-    if not any(place.size > place.least for place in places):
+    fixed = _fixed_elsewhere(places, inputs)
+    cut_at = [place for place in places if place.symbol not in fixed and (place.named or not named)]
+    if not any(place.size > place.least for place in cut_at):
         return []
     program: Any = vars(type(rewritten))["_memrewrite"]
-    cut_at = [place for place in places if place.named or not named]
     kinds = []
     for shares in _SHARES:
         tried = [*((shares[0][0], more) for more in _MORE), *shares[1:]] if program.ranges else shares
@@ -99,6 +101,26 @@ def smaller_inputs(rewritten: nn.Module, inputs: Inputs, *, named: bool = False)
         fit = [each for each in sizes if not program.ranges or program.fits(**{**full, **each})]
         kinds.append([cut(inputs, cut_at, each) for each in fit])
     return kinds
+
+
+def _fixed_elsewhere(places: list[Place], inputs: Inputs) -> set[str]:
+    """Those of a batch, or of tokens, that another input has, too, and does not vary: as masks of a model for 4 texts.
+
+    The original may do without a mask that is for fewer, if that masks nothing; the program does not.
+    """
+    varied = {(id(place.leaf), place.dim) for place in places}
+    fixed = {
+        (dim, size)
+        for leaf in inputs.tensors()
+        for dim, size in enumerate(leaf.shape)
+        if (id(leaf), dim) not in varied and _in_step(leaf, dim)
+    }
+    return {place.symbol for place in places if _in_step(place.leaf, place.dim) and (place.dim, place.size) in fixed}
+
+
+def _in_step(leaf: Tensor, dim: int) -> bool:
+    """Whether other inputs have this size, too, if they have it in the example: a batch, or a length of tokens."""
+    return dim == 0 or per_token(leaf)
 
 
 def sizes_of(rewritten: nn.Module, inputs: Inputs) -> dict[str, int]:

@@ -6,15 +6,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from memrewrite.capture.autocasts import autocasts_put_back
 from memrewrite.equivalence.sizes import sizes_of, smaller_inputs
 from memrewrite.process.thread import apart
 from memrewrite.records.options import Budget, short_bytes
 from memrewrite.runtime.dropin import own
-from memrewrite.runtime.guards import is_plain
+from memrewrite.runtime.plain_values import is_plain
 from memrewrite.runtime.promise import Call, FallbackWarning
 from memrewrite.search.candidate import Candidate
 from memrewrite.simulate import simulate
 from memrewrite.simulate.fake.batch import Form, form_of
+from memrewrite.torch_internals.logs import untold_failures
 from memrewrite.torch_internals.pytrees import tree_leaves
 from memrewrite.workload.step import Inputs, Step
 
@@ -45,7 +47,7 @@ class Foresight:
         if not all(isinstance(leaf, _FORMS) or is_plain(leaf) for leaf in tree_leaves((args, kwargs))):
             return None
         inputs = Inputs(args, kwargs)
-        with warnings.catch_warnings(record=True) as told:
+        with autocasts_put_back(), untold_failures(), warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always", FallbackWarning)
             try:
                 found = apart(lambda: simulate(module, inputs, self.step, workspace_bytes=self.workspace, probe=False))

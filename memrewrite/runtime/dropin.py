@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_structure, tree_unflatten, treespec_loads
 
 from memrewrite.runtime.differences import Owners, described, divided, exported, owners_of, parted, transformed
-from memrewrite.runtime.guards import Guards, Noted, Reads, as_bytes
+from memrewrite.runtime.guards import Guards, Noted, Reads
 from memrewrite.runtime.operations import AROUND_NODES, IN_GRAPHS
+from memrewrite.runtime.plain_values import as_bytes
 from memrewrite.runtime.promise import Call, Promise
 from memrewrite.runtime.segment import OWN, autocast_dtype
 from memrewrite.runtime.texts import run_text

@@ -37,6 +37,7 @@ from memrewrite.runtime.differences import (
     joined,
     kind_of,
 )
+from memrewrite.runtime.plain_values import as_bytes, is_constant, is_plain
 from memrewrite.runtime.recorders import matter
 from memrewrite.runtime.rows import Row, bodies
 
@@ -83,6 +84,7 @@ class Guards:
         self._called: dict[str, nn.Module] = {}  # those modules; not the root, whose end this must not put off
         self._root = weakref.ref(root)
         self._objects: list[tuple[str, Any]] = []  # what else it reads attributes of
+        self._by_attributes: set[int] = set()  # dictionaries among those of which it asks for no item
         self._lists: list[tuple[str, dict[str, Any]]] = []  # all children of a module
         self._children: list[tuple[str, dict[str, Any], str]] = []
         self._tables: list[tuple[str, dict[str, Any]]] = []  # parameters and buffers
@@ -118,7 +120,7 @@ class Guards:
             (found, name)
             for _, found, names in self._plain
             for name in names
-            if type(found) is not dict or not _is_constant(found[name])
+            if type(found) is not dict or not is_constant(found[name])
         ]
         self.plain = plain or as_bytes(self._values(training))
         self._settle()
@@ -152,6 +154,8 @@ class Guards:
         attributes = getattr(owner, "__dict__", {})
         if owner is not self._root():
             self._objects.append((label, owner))
+        if isinstance(owner, dict) and not any(hasattr(type(owner), name) for name in names):
+            self._by_attributes.add(id(owner))
         self._note_attributes(label, attributes, self._asked_for(label, attributes, names))
         for name in names:
             if name in attributes or name == "__dict__":
@@ -314,7 +318,7 @@ class Guards:
         """What is compared of a value: types and plain values, kinds of tensors that are looked up, else identity."""
         if isinstance(value, Tensor) and id(value) not in self._baked:
             return Tensor, kind_of(value)
-        if isinstance(value, dict):
+        if isinstance(value, dict) and id(value) not in self._by_attributes:
             return dict, *((self._form(key), self._form(item)) for key, item in value.items())
         if isinstance(value, list | tuple | deque):
             return type(value), *map(self._form, value)
@@ -367,27 +371,6 @@ def _at(modules: dict[str, nn.Module], holder: Holder) -> Any:
         except (AttributeError, LookupError, TypeError):
             return ABSENT
     return value
-
-
-def is_plain(value: Any) -> bool:
-    """Whether a value is all numbers, text and lists and dictionaries of such, which can be compared as bytes."""
-    try:
-        as_bytes(value)
-    except ValueError:
-        return False
-    return True
-
-
-def _is_constant(value: Any) -> bool:
-    """Whether a plain value cannot change."""
-    if isinstance(value, tuple | frozenset):
-        return all(map(_is_constant, value))
-    return value is None or value is ... or isinstance(value, int | float | complex | str | bytes)
-
-
-def as_bytes(value: Any) -> bytes:
-    """Plain values as bytes, which tell 1 from True and 1.0. Version 2 of the format knows no shared objects."""
-    return marshal.dumps(value, 2)
 
 
 def _is_new(label: str, then: Any, now: Any) -> str:

@@ -19,7 +19,7 @@ from torch import fx, nn
 
 from memrewrite.records.lines import is_users
 from memrewrite.torch_internals.patches import process_wide
-from memrewrite.torch_internals.pytrees import tensors_in
+from memrewrite.torch_internals.pytrees import tree_leaves
 from memrewrite.torch_internals.versions import private_imports, require, require_module
 
 with private_imports():
@@ -223,8 +223,9 @@ def distributions_as_before() -> Iterator[None]:
 
 
 def varying_size(tree: Any) -> torch.SymInt | None:
-    """The first size that varies of the tensors in a tree."""
-    sizes: Iterator[Any] = (size for tensor in tensors_in(tree) for size in tensor.shape)
+    """The first size that varies in a tree, of those in it and of those of its tensors."""
+    leaves = tree_leaves(tree)
+    sizes = (size for leaf in leaves for size in (leaf.shape if isinstance(leaf, torch.Tensor) else [leaf]))
     return next((size for size in sizes if isinstance(size, torch.SymInt)), None)
 
 
@@ -252,7 +253,8 @@ def conditions_in_order(size: torch.SymInt) -> list[str]:
         if any(".stride()" in each.name for each in sources)
     }
     conditions = (environment.replace(guard.expr) for guard in environment.guards)
-    return ["True" if strides & each.free_symbols else printer.doprint(each) for each in conditions]
+    texts = ["True" if strides & each.free_symbols else printer.doprint(each) for each in conditions]
+    return [text.replace("torch.sym_float(", "float(") for text in texts]  # sizes are numbers where these are looked at
 
 
 def assumed_so_far(size: torch.SymInt) -> int:

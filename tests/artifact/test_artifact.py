@@ -2,6 +2,7 @@
 
 import ast
 import copy
+import importlib
 import inspect
 import json
 import pickle
@@ -75,6 +76,51 @@ def test_bit_equal_in_a_fresh_process_without_memrewrite(here: Path) -> None:
     done = subprocess.run([sys.executable, "-c", ELSEWHERE], capture_output=True, text=True, check=False, cwd=here)
     assert (done.returncode, done.stderr) == (0, "")
     assert_equal(torch.load("elsewhere.pt", weights_only=True), take_step(optimized()))
+
+
+OUTPUT = """
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass
+class Output:
+    features: torch.Tensor
+    inner: torch.Tensor
+
+
+torch.export.register_dataclass(Output, serialized_type_name="output_class.Output")
+"""
+RETURNING = """
+import torch
+from output_class import Output
+
+
+class Returning(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(8, 64), torch.nn.Linear(64, 8)
+
+    def forward(self, x):
+        inner = torch.sigmoid(self.first(x).tanh())
+        return Output(self.second(inner), inner)
+"""
+
+
+def test_it_is_imported_before_the_classes_that_forward_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "output_class.py").write_text(OUTPUT)
+    (tmp_path / "returning.py").write_text(RETURNING)
+    monkeypatch.syspath_prepend(tmp_path)
+    model = importlib.import_module("returning").Returning()
+    save(memrewrite.optimize(model, torch.randn(64, 8), budget="min", verify=False), tmp_path / "out")
+    code = (
+        "from out.memrewrite_model import apply; import returning; print(type(apply(returning.Returning())).__name__)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert (done.stdout, done.stderr) == ("Returning\n", "")
 
 
 def _defined(node: ast.stmt) -> list[str]:

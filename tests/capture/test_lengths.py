@@ -1,6 +1,7 @@
 """Texts of any length run in one plan: sizes of tokens vary like the batch, as far as forward allows it."""
 
 import copy
+import logging
 import warnings
 from contextlib import nullcontext
 from typing import Any
@@ -104,6 +105,35 @@ def test_a_larger_size_than_was_planned_for_is_told_once_with_the_peak_that_it_t
         taken(result, text(4, 32))
         unbounded = memrewrite.optimize(Text(), text(4, 16), loss_fn=lambda loss: loss, verify=False)
         taken(unbounded, text(4, 24))
+
+
+def test_autocast_that_decorates_a_forward_ends_with_it_where_a_peak_is_foreseen_inside() -> None:
+    """As accelerate decorates it: one object is entered by each call."""
+    model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32))
+    x = torch.randn(16, 32)
+    result = memrewrite.optimize(model, x, budget="min", amp="bf16", verify=False)
+    vars(result)["forward"] = torch.autocast("cpu", torch.bfloat16)(result.forward)
+    with pytest.warns(BeyondPlanWarning, match="A step on them takes"):
+        result(torch.cat([x, x]))
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_a_loss_that_does_not_take_another_size_leaves_its_peak_unknown_and_nothing_is_logged() -> None:
+    classes = torch.zeros(4, 1, 8, 8, dtype=torch.long)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.Sigmoid(), nn.Conv2d(8, 4, 3, padding=1))
+    inputs = torch.randn(4, 3, 8, 8)
+    result = memrewrite.optimize(model, inputs, budget="min", loss_fn=lambda y: y.gather(1, classes).mean())
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger.addHandler(handler)
+    try:
+        with pytest.warns(FallbackWarning, match=r"captured as \('\w+', 3, 8, 8\)\.$"):
+            result(inputs[..., :4, :4])
+    finally:
+        logger.removeHandler(handler)
+    assert not logged
 
 
 @pytest.mark.filterwarnings("error")

@@ -90,11 +90,38 @@ def stepped(module: nn.Module, x: Tensor) -> list[Tensor]:
     return found
 
 
+class Pyramid(nn.Module):
+    """Works on images of half the size, whose sizes are told by fractions."""
+
+    def __init__(self, mode: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.mode = mode
+        self.first, self.second = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        half = functional.interpolate(torch.tanh(self.first(x).sigmoid()), scale_factor=0.5, mode=self.mode)
+        return torch.tanh(self.second(half).sigmoid())
+
+
 @pytest.fixture(scope="module")
 def pair() -> tuple[Conv, Any]:
     model = Conv()
     result = memrewrite.optimize(model, image(4, 32, 32), budget="min", exact=True, dynamic=SIDES)
     return model, result
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("mode", ["nearest", "bilinear", "area"])
+def test_sizes_that_are_told_by_fractions(mode: str) -> None:
+    model = Pyramid(mode)
+    result = memrewrite.optimize(
+        model, image(4, 16, 16), budget="min", exact=True, dynamic={"x": {2: (8, 24), 3: (8, 24)}}
+    )
+    assert result.report.verdict.endswith(", also at smaller sizes")
+    for height, width in ((24, 24), (8, 8), (23, 9)):
+        x = image(4, height, width)
+        assert all(map(torch.equal, stepped(result, x), stepped(model, x)))
 
 
 @pytest.mark.filterwarnings("error")
@@ -180,6 +207,25 @@ def test_a_condition_on_sizes_is_told_and_kept_to() -> None:
     assert between[0].args[0].shape[1] == 36
     with pytest.warns(FallbackWarning, match="forward takes another path than at capture"):
         result(torch.randn(4, 34, 8), torch.ones(4, 34, dtype=torch.bool))
+
+
+class Placed(nn.Module):
+    """Makes a grid by a function that export has take a number of one size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Conv2d(4, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = torch.linspace(-1, 1, x.shape[2])[:, None].expand(x.shape[0], 1, -1, x.shape[3])
+        return self.inner(torch.cat([x, rows], 1)).sigmoid()
+
+
+def test_a_line_that_fixes_a_size_as_a_number_is_told() -> None:
+    with pytest.raises(
+        memrewrite.CaptureError, match=r"takes no other size 2 of x than 16, as test_ranges\.py:\d+ has it"
+    ):
+        memrewrite.optimize(Placed(), image(4, 16, 16), budget="min", dynamic={"x": {2: (8, 16)}})
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,40 @@ def test_what_is_wrong_at_a_smaller_size_alone_is_not_equivalent(
     assert verdict.summary.endswith(f"; for inputs of ({wrong}, {length}), ({wrong}, {length})")
 
 
+class Contrasted(nn.Module):
+    """Compares as many texts as the example has, and does without a mask that masks nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.inner = nn.Embedding(16, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        texts, length = torch.arange(len(ids)), torch.arange(ids.shape[1])
+        x = torch.tanh(self.inner(self.words(ids).sigmoid()))
+        if not isinstance(mask, torch._subclasses.FakeTensor) and bool(mask.all()):
+            found = x.mean(1)
+        else:
+            seen = mask[texts[:, None], length[None]][..., None]
+            found = (x * seen).sum(1) / seen.sum(1)
+        return functional.cross_entropy(found @ found.T, texts)
+
+
+def test_a_batch_that_one_input_fixes_is_not_cut_in_another() -> None:
+    ids, mask = text(4, 12)
+    model = Contrasted()
+    optimized = memrewrite.optimize(model, (ids % 16, mask.bool()), budget="min", loss_fn=lambda loss: loss)
+    assert shapes(optimized, Inputs((ids, mask), {})) == [
+        [[(4, 2), (4, 2)], [(4, 3), (4, 3)], [(4, 3), (4, 3)]],
+        [[(4, 6), (4, 6)], [(4, 9), (4, 9)]],
+    ]
+    assert optimized.report.verdict.endswith(ALSO)
+    longer = memrewrite.optimize(
+        model, (ids % 16, mask.bool()), loss_fn=lambda loss: loss, dynamic={"ids": {1: (4, 16)}}
+    )
+    assert longer.report.verdict.endswith(ALSO)
+
+
 def test_sizes_for_which_forward_does_something_else_are_passed_over() -> None:
     inputs = text(8, 16)
     verdict = memrewrite.optimize(

@@ -123,6 +123,15 @@ def test_a_larger_batch(dropping: Any) -> None:
     assert "the batch is larger: its inputs take" in told
 
 
+def test_a_peak_that_is_foreseen_meanwhile_is_no_pass_of_the_loop() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Sigmoid(), nn.Conv2d(8, 8, 3), nn.Tanh())
+    result = memrewrite.optimize(model, torch.randn(4, 3, 8, 8), budget="min", verify=False)
+    with memrewrite.watch(result) as watch:
+        with pytest.warns(memrewrite.BeyondPlanWarning, match="A step on them takes"):
+            result(torch.randn(5, 3, 8, 8))
+        assert watch._passes == 1
+
+
 def test_an_optimizer_with_more_state() -> None:
     result, x, y, criterion = optimized("cnn", optimizer="none")
     told = watched(result, lambda optimizer: loops.drop_output(result, optimizer, criterion, iter([(x, y)] * STEPS)))

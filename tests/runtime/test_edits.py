@@ -54,6 +54,14 @@ class Steeper(Settings):
         return 4
 
 
+class Options(OrderedDict[str, Any]):
+    """A configuration whose items are attributes, too, as those of diffusers are."""
+
+    def __init__(self, **values: Any) -> None:
+        super().__init__(values)
+        vars(self).update(values)
+
+
 class Adapted(nn.Module):
     """A layer with adapters by name, built as peft builds it."""
 
@@ -95,6 +103,8 @@ class Net(nn.Module):
     def __init__(self, width: int = 8) -> None:
         super().__init__()
         self.config, self.table = Settings(), {"inner": Settings(0.75)}
+        self.options: Any = Options(scale=0.5)
+        self.items = Options(scale=2.0)
         self.stem = nn.Conv2d(3, width, 3, padding=1)
         self.body = nn.Sequential(Block(width), Block(width))
         self.stages = nn.ModuleList([Block(width), nn.Identity()])
@@ -108,6 +118,7 @@ class Net(nn.Module):
 
     def forward(self, image: Tensor) -> Tensor:
         x = self.stem(image) * self.table["inner"].slope * self.schedule["temperature"][self.schedule["at"]]
+        x = x * self.options.scale * self.items["scale"]
         for block in self.stages:
             x = block(self.body(x))
         for extra in (*self.extras, *self.tail):
@@ -184,6 +195,8 @@ TOLD: dict[str, tuple[Edit, str]] = {
         lambda m: setattr(m.table["inner"], "slope", 0.5),
         "table.inner.slope is 0.5, captured as 0.75",
     ),
+    "an attribute of a dictionary": (lambda m: setattr(m.options, "scale", 0.25), "options.scale is 0.25, captured as"),
+    "an item of one with attributes": (lambda m: set_item(m.items, "scale", 0.5), "items is another object"),
     "another configuration": (lambda m: setattr(m, "config", Settings(1.5)), "config is another object"),
     "a tensor": (lambda m: setattr(m, "shift", torch.ones(4, 1, 1, 1)), "shift is another object"),
     "scale of an adapter": (lambda m: set_item(m.head.scaling, "default", 0.5), "head.scaling is {'default': 0.5}"),
@@ -216,6 +229,7 @@ FOLLOWED: dict[str, Edit] = {
     "a module nobody calls": lambda m: setattr(m, "auxiliary", nn.Linear(2, 2)),
     "an attribute nobody reads": lambda m: setattr(m.stem, "note", "seen"),
     "a setting nobody reads": lambda m: setattr(m.config, "unread", 2),
+    "an item of a dictionary whose attributes are read": lambda m: set_item(m.options, "_class_name", "Net"),
     "other weights": lambda m: setattr(m.stem, "weight", nn.Parameter(m.stem.weight.detach() / 2)),
     "another statistic": lambda m: m.register_buffer("offset", torch.ones(1)),
     "another tensor": lambda m: m.offset.fill_(0.5),
