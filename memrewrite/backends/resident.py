@@ -25,6 +25,7 @@ from memrewrite.targets.workspaces import measured
 from memrewrite.torch_internals.compiling import real_tensors_of, saved_by
 from memrewrite.torch_internals.fake_tensors import FakeTensorMode
 from memrewrite.torch_internals.foreach import foreach_on_fake_tensors, not_compiling
+from memrewrite.torch_internals.fsdp_states import shards_of_gathered
 from memrewrite.torch_internals.spread import local_part
 from memrewrite.workload.stepspec import optimizer_factory
 
@@ -75,15 +76,19 @@ def resident(graph: fx.GraphModule, model: nn.Module | None, optimizer: str) -> 
     saved, leaves = _behind(given)
     whole: list[Tensor] = [*model.parameters(), *model.buffers()] if model is not None else []
     mine = [tensor for tensor in given if isinstance(tensor, nn.Parameter)]
-    every = _unique([*whole, *mine, *leaves])
-    parameters = [each for each in every if isinstance(each, nn.Parameter) and each.requires_grad]
+    shards = shards_of_gathered(model) if model is not None else {}
+    there = [*mine, *leaves]  # by now, with what an optimizer has of those that are gathered
+    there += [shards[id(each)] for each in there if id(each) in shards]
+    every = _unique([*whole, *there])
+    trained = [each for each in every if isinstance(each, nn.Parameter) and each.requires_grad]
+    parameters = [each for each in trained if id(each) not in shards]
     known = {_key(tensor) for tensor in every}
     inputs = [tensor for tensor in given if _key(tensor) not in known]
     held = known | {_key(tensor) for tensor in inputs}
     earlier = [tensor for tensor in saved if _key(tensor) not in held]
-    before = {id(each) for each in [*mine, *leaves]}
+    before = {id(each) for each in there}
     kept, transient = optimizer_bytes(parameters, optimizer)
-    later = _later(whole, mine, leaves)
+    later = _later(whole, mine, there)
     buckets, inside = _buckets(model)
     made_apart = [] if inside else parameters  # whose gradients are no part of buckets
     libraries = [_libraries(each) for each in {tensor.device for tensor in [*given, *every]}]
@@ -123,12 +128,15 @@ def _libraries(device: torch.device) -> tuple[int, int]:
     return size, size - measured(device, biases=False) if usual else 0
 
 
-def _later(whole: Sequence[Tensor], mine: Sequence[Tensor], earlier: Sequence[Tensor]) -> float:
-    """How many times the bytes of a graph's parameters those of the model have that are in neither it nor before it."""
-    known = {_key(tensor) for tensor in (*mine, *earlier)}
-    own = _bytes(mine)
-    rest = _bytes([each for each in whole if isinstance(each, nn.Parameter) and _key(each) not in known])
-    return rest / own if own else 0.0
+def _later(whole: Sequence[Tensor], mine: Sequence[Tensor], there: Sequence[Tensor]) -> float:
+    """How many times the numbers of a graph's parameters those of the model have that are not there by now.
+
+    Of sharded ones it is those of all processes, as a graph has these.
+    """
+    known = {_key(tensor) for tensor in there}
+    own = sum({_key(tensor): tensor.numel() for tensor in mine}.values())
+    rest = [each for each in whole if isinstance(each, nn.Parameter) and _key(each) not in known]
+    return sum(each.numel() for each in rest) / own if own else 0.0
 
 
 def optimizer_bytes(parameters: Iterable[nn.Parameter], name: str) -> tuple[tuple[int, ...], int]:

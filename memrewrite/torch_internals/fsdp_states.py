@@ -132,6 +132,13 @@ def _records(module: Any) -> Iterator[Any]:
     return (record for group in _groups_of(module) for record in group.fsdp_params)
 
 
+def shards_of_gathered(model: nn.Module) -> dict[int, Tensor]:
+    """What ``fully_shard`` keeps, and an optimizer has, of each parameter that was gathered, by the ``id`` of that."""
+    units = [module for module in model.modules() if is_sharded(module)]
+    records = [record for unit in units for record in _records(unit) if hasattr(record, "_unsharded_param")]
+    return {id(record._unsharded_param): record.sharded_param for record in records}
+
+
 def _before(record: Any) -> Spread | None:
     """How a parameter was spread when it was sharded, None where it was not."""
     spec = getattr(record, "_unsharded_dtensor_spec", None) or getattr(record, "_tp_spec", None)

@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import memrewrite
 from memrewrite.backends import entry, steps
@@ -19,6 +22,8 @@ from memrewrite.backends.resident import Resident
 from memrewrite.backends.steps import Step
 from memrewrite.records.errors import BudgetInfeasibleError
 from memrewrite.simulate import simulate
+from memrewrite.targets.allocator import rounded
+from memrewrite.torch_internals.spread import local_part
 from memrewrite.workload.step import Inputs
 from memrewrite.workload.stepspec import StepSpec
 from tests.backends.test_partition import Block
@@ -300,3 +305,30 @@ def test_while_the_optimizer_works_batch_and_output_live_and_nothing_that_was_ke
     assert timeline.peak == timeline.peak_of_optimizer
     report: Any = memrewrite.report_of(compiled)
     assert abs(timeline.peak - report.peak) <= 4096  # the loss, which is in no graph, and numbers of the optimizer's
+
+
+def test_units_that_fully_shard_shards(partitions: list[Partition]) -> None:
+    """What lives is a half of all parameters, which the optimizer has, and what is gathered for a graph.
+
+    The third unit runs what was compiled for the second.
+    """
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        model = Three()
+        whole = sum(p.nbytes for p in model.first.parameters())
+        for unit in (model.first, model.second, model.third, model):
+            fully_shard(unit)
+        shard = sum(rounded(local_part(p).untyped_storage().nbytes()) for p in model.first.parameters())
+        compiled = torch.compile(model, backend="memrewrite", options={"budget": "60%"})
+        compiled(torch.randn(64, 32)).backward()
+    finally:
+        dist.destroy_process_group()
+    lives = [partition.lives for partition in partitions]
+    assert [each.later for each in lives] == [2, 1, 0]
+    assert {each.gradients for each in lives} == {3 * shard}
+    assert len({each.state for each in lives}) == 1
+    assert 6 * shard <= lives[0].state <= 6 * shard + 3 * 512 * len([*model.first.parameters()])  # and its counts
+    *units, loss = (each.model - 3 * shard for each in lives)
+    assert all(whole <= each <= 1.1 * whole for each in units)  # in granules
+    assert loss == 0
+    assert [each.others for each in lives] == [2 * shard, shard, 0]
