@@ -25,7 +25,7 @@ from memrewrite.targets.workspaces import measured
 from memrewrite.torch_internals.compiling import real_tensors_of, saved_by
 from memrewrite.torch_internals.fake_tensors import FakeTensorMode
 from memrewrite.torch_internals.foreach import foreach_on_fake_tensors, not_compiling
-from memrewrite.torch_internals.fsdp_states import shards_of_gathered
+from memrewrite.torch_internals.fsdp_states import in_transit, shards_of_gathered
 from memrewrite.torch_internals.spread import local_part
 from memrewrite.workload.stepspec import optimizer_factory
 
@@ -37,11 +37,11 @@ class Resident:
     ``model`` are parameters and buffers, with DDP's buckets for gradients, ``state`` is what the optimizer keeps and
     ``transient`` what its step takes besides, ``inputs`` what the graph is given, ``earlier`` what is kept for the
     backward of what ran before, ``gradients`` those of all parameters, ``own`` those that this graph makes, ``others``
-    those that later graphs make and ``libraries`` what cuBLAS holds, whether or not this graph is the one that
-    multiplies. ``kept`` are the bytes of each tensor in the state, ``later`` how many times the parameters of this
-    graph those are of which nothing has run yet. ``biases`` are the bytes of ``libraries`` that are there only where a
-    product adds one, where no other graph may have such a product. ``layout`` is how the model and the inputs lie on
-    the device, by addresses of this process.
+    those that later graphs make, ``transit`` what FSDP2 gathers ahead and reduces meanwhile and ``libraries`` what
+    cuBLAS holds, whether or not this graph is the one that multiplies. ``kept`` are the bytes of each tensor in the
+    state, ``later`` how many times the parameters of this graph those are of which nothing has run yet. ``biases`` are
+    the bytes of ``libraries`` that are there only where a product adds one, where no other graph may have such a
+    product. ``layout`` is how the model and the inputs lie on the device, by addresses of this process.
     """
 
     model: int
@@ -53,6 +53,7 @@ class Resident:
     own: int
     others: int
     libraries: int
+    transit: int = 0
     kept: tuple[int, ...] = ()
     later: float = 0.0
     biases: int = 0
@@ -61,7 +62,7 @@ class Resident:
     @property
     def base(self) -> int:
         """What lives while the graph runs forward and backward."""
-        return self.model + self.state + self.inputs + self.earlier + self.others + self.libraries
+        return self.model + self.state + self.inputs + self.earlier + self.others + self.transit + self.libraries
 
     @property
     def of_optimizer(self) -> int:
@@ -101,6 +102,7 @@ def resident(graph: fx.GraphModule, model: nn.Module | None, optimizer: str) -> 
         gradients=_bytes(made_apart),
         own=_bytes([each for each in mine if each.requires_grad]),
         others=_bytes([each for each in made_apart if id(each) not in before]),
+        transit=0 if model is None else in_transit(model),
         libraries=max((size for size, _ in libraries), default=0),
         kept=kept,
         later=later,
@@ -217,6 +219,7 @@ def parts(found: Resident) -> Iterator[tuple[str, int]]:
         "inputs": found.inputs,
         "kept by what ran before": found.earlier,
         "gradients": found.gradients,
+        "gathered ahead and reduced": found.transit,
         "library workspaces": found.libraries,
     }
     return iter(sorted(((name, size) for name, size in named.items() if size), key=lambda each: -each[1]))

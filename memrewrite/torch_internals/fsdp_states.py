@@ -139,6 +139,22 @@ def shards_of_gathered(model: nn.Module) -> dict[int, Tensor]:
     return {id(record._unsharded_param): record.sharded_param for record in records}
 
 
+def in_transit(model: nn.Module) -> int:
+    """The bytes of the largest unit whose parameters are gathered while another one computes and whose gradients are
+    reduced, all of them whole; none where a unit is alone, or nobody has another part of it."""
+    units = [module for module in model.modules() if is_sharded(module)]
+    groups = [group for unit in units for group in _groups_of(unit) if group.mesh_info.shard_mesh_size > 1]
+    sizes = [sum(map(_in_transit, group.fsdp_params)) for group in groups]
+    return max(sizes) if len(sizes) > 1 else 0
+
+
+def _in_transit(record: Any) -> int:
+    gathered = record.param_dtype or record.orig_dtype
+    reduced = record.reduce_dtype or gathered
+    size: int = record._orig_size.numel() * (gathered.itemsize + reduced.itemsize)
+    return size
+
+
 def _before(record: Any) -> Spread | None:
     """How a parameter was spread when it was sharded, None where it was not."""
     spec = getattr(record, "_unsharded_dtensor_spec", None) or getattr(record, "_tp_spec", None)

@@ -332,3 +332,4 @@ def test_units_that_fully_shard_shards(partitions: list[Partition]) -> None:
     assert all(whole <= each <= 1.1 * whole for each in units)  # in granules
     assert loss == 0
     assert [each.others for each in lives] == [2 * shard, shard, 0]
+    assert {each.transit for each in lives} == {2 * whole}  # a unit that is gathered, and one that is reduced
