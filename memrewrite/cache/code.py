@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from types import CodeType, ModuleType
 from typing import Any
 
-from memrewrite.runtime.code_inside import codes_inside, names_inside
+from memrewrite.runtime.code_inside import codes_inside
 
 
 def texts(code: CodeType) -> Iterator[str]:
@@ -30,11 +30,6 @@ def global_names(code: CodeType) -> list[str]:
     """The names that code looks up in its module."""
     instructions = (each for part in codes_inside(code) for each in dis.get_instructions(part))
     return sorted({str(each.argval) for each in instructions if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")})
-
-
-def attribute_names(code: CodeType) -> frozenset[str]:
-    """Those of ``names_inside``."""
-    return frozenset(names_inside(code))
 
 
 def imported_modules(code: CodeType, package: str) -> Iterator[tuple[str, ModuleType]]:

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from memrewrite.cache import code
 from memrewrite.cache.libraries import is_foreign, library_of, module_of, stamp
+from memrewrite.runtime.code_inside import names_inside
 from memrewrite.runtime.guards import TABLES
 from memrewrite.state.attributes import OF_EVERY_MODULE, slots_of
 from memrewrite.state.bits import fingerprint
@@ -181,12 +182,12 @@ class Description:
         library = library_of(function)
         yield stamp(library) if library else ""
         yield from code.texts(function.__code__)
-        constants = [*code.constants(function.__code__)]
+        constants, names = [*code.constants(function.__code__)], {*names_inside(function.__code__)}
         yield from self._texts(*constants)
-        if {"environ", "getenv"} & code.attribute_names(function.__code__):
+        if {"environ", "getenv"} & names:
             words = {each for each in constants if isinstance(each, str)}
             yield from self._pairs((name, os.environ[name]) for name in sorted(words & os.environ.keys()))
-        for name in sorted(code.attribute_names(function.__code__) - self._called):
+        for name in sorted(names - self._called):
             self._called.add(name)
             yield from self._pairs((name, value) for value in self._uncalled.pop(name, ()))
         known = self._known_to(library)
@@ -311,7 +312,7 @@ def _describer(value: Any) -> Describer:
 
 def _named(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     """What the code of a function finds in its module, and in modules that it names or imports, by its name there."""
-    attributes, seen = code.attribute_names(function.__code__), set[int]()
+    attributes, seen = {*names_inside(function.__code__)}, set[int]()
 
     def found(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         if not isinstance(value, types.ModuleType):

@@ -32,6 +32,11 @@ def is_sharded(module: nn.Module) -> bool:
     return kind is not None and isinstance(module, kind)
 
 
+def _units_in(model: nn.Module) -> list[nn.Module]:
+    """The modules of a model that ``fully_shard`` was called of."""
+    return [module for module in model.modules() if is_sharded(module)]
+
+
 @dataclass(frozen=True)
 class _Unit:
     """One unit as its records say: a mesh of it alone, and what it gathers ahead in forward or backward.
@@ -134,21 +139,21 @@ def _records(module: Any) -> Iterator[Any]:
 
 def shards_of_gathered(model: nn.Module) -> dict[int, Tensor]:
     """What ``fully_shard`` keeps, and an optimizer has, of each parameter that was gathered, by the ``id`` of that."""
-    units = [module for module in model.modules() if is_sharded(module)]
-    records = [record for unit in units for record in _records(unit) if hasattr(record, "_unsharded_param")]
-    return {id(record._unsharded_param): record.sharded_param for record in records}
+    records = (record for unit in _units_in(model) for record in _records(unit))
+    gathered = (record for record in records if hasattr(record, "_unsharded_param"))
+    return {id(record._unsharded_param): record.sharded_param for record in gathered}
 
 
 def in_transit(model: nn.Module) -> int:
     """The bytes of the largest unit whose parameters are gathered while another one computes and whose gradients are
     reduced, all of them whole; none where a unit is alone, or nobody has another part of it."""
-    units = [module for module in model.modules() if is_sharded(module)]
-    groups = [group for unit in units for group in _groups_of(unit) if group.mesh_info.shard_mesh_size > 1]
-    sizes = [sum(map(_in_transit, group.fsdp_params)) for group in groups]
+    groups = (group for unit in _units_in(model) for group in _groups_of(unit))
+    sizes = [sum(map(_both_whole, group.fsdp_params)) for group in groups if group.mesh_info.shard_mesh_size > 1]
     return max(sizes) if len(sizes) > 1 else 0
 
 
-def _in_transit(record: Any) -> int:
+def _both_whole(record: Any) -> int:
+    """The bytes of a parameter as it is gathered and of its gradient as it is reduced."""
     gathered = record.param_dtype or record.orig_dtype
     reduced = record.reduce_dtype or gathered
     size: int = record._orig_size.numel() * (gathered.itemsize + reduced.itemsize)
@@ -203,7 +208,7 @@ def unsharded(model: nn.Module, empty: bool) -> nn.Module:
     The parameters are random, or with ``empty`` take no memory. The random state stays as it is, and what was tensor
     parallel does.
     """
-    records = [record for module in model.modules() if is_sharded(module) for record in _records(module)]
+    records = [record for unit in _units_in(model) for record in _records(unit)]
     spread = {id(record.sharded_param): _before(record) for record in records}
     return copied(model, lambda given: _whole(given, empty, spread.get(id(given))), _before_sharding)[id(model)]
 

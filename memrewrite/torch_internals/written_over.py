@@ -26,14 +26,16 @@ def written_over() -> Iterator[None]:
     decided: WeakSet[Any] = WeakSet()  # kernels
 
     def told(node: Any) -> None:
+        if V.kernel in decided:
+            return
         kernel = _same_kernel(node)
         if kernel is None:
             decide(node)
-        elif V.kernel not in decided:  # all at once, before there is a buffer for a value that is not written
-            decided.add(V.kernel)
-            for part in node.scheduler.get_fused_node(node).get_nodes():
-                if not _stays_inside(part, kernel):
-                    placed(part, kernel)
+            return
+        decided.add(V.kernel)  # all at once, before there is a buffer for a value that is not written
+        for part in node.scheduler.get_fused_node(node).get_nodes():
+            if not _stays_inside(part, kernel):
+                placed(part, kernel)
 
     def placed(node: Any, kernel: set[str]) -> bool:
         """Over what the node reads; else over what is read for a value that it reads and that nobody writes."""
