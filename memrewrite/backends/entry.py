@@ -28,7 +28,7 @@ from typing import Any
 
 from torch import fx
 
-from memrewrite.backends import accumulated, sizes, steps, told
+from memrewrite.backends import accumulated, measured, sizes, steps, told
 from memrewrite.backends.asked import OWN, Asked
 from memrewrite.backends.known import made_by
 from memrewrite.backends.observed import seen
@@ -96,6 +96,7 @@ def memrewrite(
             _tell_what_is_left(name, partition)
             for watched in (sizes.watched, accumulated.watched):
                 made = watched(made, inputs, partition, asked.budget.bytes, name)
+            made = measured.watched(made, inputs, partition, step, name)
         return made if step is None else step.add(key, partition, made)
     except MemrewriteError as error:
         raise let_through(error) from None

@@ -40,30 +40,33 @@ class Seen:
     backward: int
     biases: bool = True
     given_out: int = 0
+    has_backward: bool = True
 
 
 def seen(
     codes: Sequence[CompiledCode], state: Sequence[int] = (), held: bool = False, layout: Layout = ()
 ) -> Seen | str:
-    """The peaks of a graph's codes, or in words why they cannot be told, "" where it has no backward.
+    """The peaks of a graph's codes, or in words why they cannot be told, "" where none was compiled.
 
     ``state`` has the bytes of each tensor that the optimizer keeps; ``held`` as in ``facts``, ``layout`` in
     ``Resident``.
     """
-    if not any(code.is_backward for code in codes):
+    if not codes:
         return ""
-    if sorted(code.is_backward for code in codes) != [False, True]:
+    if sorted(code.is_backward for code in codes) not in ([False], [False, True]):
         return "it is not one forward and one backward"
     if any(code.arguments is None for code in codes):
         return "it is not in Python"
-    forward, backward = sorted(codes, key=lambda code: code.is_backward)
+    forward, *backward = sorted(codes, key=lambda code: code.is_backward)
     try:
-        return _counted(forward, backward, state, held, layout)
+        return _counted(forward, backward[0] if backward else None, state, held, layout)
     except Exception as error:  # whatever stands in the code; the graph itself is as good as ever
         return f"it does not run on fake tensors ({type(error).__name__}: {first_line(error)})"
 
 
-def _counted(forward: CompiledCode, backward: CompiledCode, state: Sequence[int], held: bool, layout: Layout) -> Seen:
+def _counted(
+    forward: CompiledCode, backward: CompiledCode | None, state: Sequence[int], held: bool, layout: Layout
+) -> Seen:
     """The peaks: the code runs once, and what it does is counted once it is known what calls of libraries take."""
     with FakeTensorMode() as mode:
         given = list(forward.named_arguments().values())
@@ -74,8 +77,8 @@ def _counted(forward: CompiledCode, backward: CompiledCode, state: Sequence[int]
     if table is not None:
         table.probe()
     first, second = _peaks(step, Tracker(device.type, blocks=allocator_on(device.type, layout)), state)
-    given_out = step.given_out if held else 0
-    return Seen(max(first, 0) + given_out, max(second, 0), step.biases, given_out)
+    given_out = step.given_out if held and backward is not None else 0
+    return Seen(max(first, 0) + given_out, max(second, 0), step.biases, given_out, backward is not None)
 
 
 @dataclass
@@ -96,7 +99,7 @@ class _Step:
 
 
 def _noted(
-    forward: CompiledCode, backward: CompiledCode, given: list[Any], mode: FakeTensorMode, tracker: Tracker
+    forward: CompiledCode, backward: CompiledCode | None, given: list[Any], mode: FakeTensorMode, tracker: Tracker
 ) -> _Step:
     """What they do, on fake tensors of a mode and as a tracker sees it."""
     step, recall = _Step(), Recall(mode)
@@ -109,18 +112,19 @@ def _noted(
         tracker.log = step.forward
         outputs = forward.run([*given], buffers)
         tracker.log = step.between
-        with tracker.looking_away():
-            named = backward.named_arguments()
-        arguments, results = _handed_on(outputs, named)
-        step.given_out = _bytes_beside(given, results)
-        results += [each for name, each in named.items() if name.startswith(_GRADIENT)]  # autograd holds them
-        del outputs, named
-        _begin(tracker, arguments)
-        tracker.log = step.backward
-        made = backward.run(arguments, buffers)
-        del results
-        tracker.log = step.after
-        del made
+        if backward is not None:
+            with tracker.looking_away():
+                named = backward.named_arguments()
+            arguments, results = _handed_on(outputs, named)
+            step.given_out = _bytes_beside(given, results)
+            results += [each for name, each in named.items() if name.startswith(_GRADIENT)]  # autograd holds them
+            del outputs, named
+            _begin(tracker, arguments)
+            tracker.log = step.backward
+            made = backward.run(arguments, buffers)
+            del results
+            tracker.log = step.after
+            del made
     tracker.log = None
     step.biases = products.biases
     return step

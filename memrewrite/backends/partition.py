@@ -2,9 +2,10 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import fx
 
 from memrewrite.backends.asked import Asked
@@ -14,6 +15,7 @@ from memrewrite.backends.frontier import Found, Frontier
 from memrewrite.backends.graphs import graphs
 from memrewrite.backends.listed import kept_by, reruns
 from memrewrite.backends.observed import Seen
+from memrewrite.backends.outcomes import Foreseen, Outcome
 from memrewrite.backends.resident import Resident, parts
 from memrewrite.backends.rows import sum_in_place, written
 from memrewrite.backends.sizes_alone import give_sizes_alone
@@ -33,36 +35,6 @@ _LOSS_ALONE = (
 )
 
 
-@dataclass(frozen=True)
-class Foreseen:
-    """What a division of one graph takes, in bytes: the peak of the step, before and after, and what is kept.
-
-    ``ms`` is what running nodes again takes; ``kept_by`` has what is kept and ``reruns`` how much runs again, by
-    operator, most first.
-    """
-
-    before: int
-    after: int
-    kept_before: int
-    kept: int
-    regions: int
-    ms: float
-    kept_by: dict[str, int]
-    reruns: dict[str, int]
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What came of a plan that was compiled: as in ``Partition``, with the plan itself, None where it is not known."""
-
-    found: Found | None
-    apart: bool
-    choice: str
-    foreseen: Foreseen | None
-    observed: int | None
-    unseen: str
-
-
 class Partition:
     """Divides the joint graph of one graph of Dynamo's; ``choice`` and ``foreseen`` tell how, once it has.
 
@@ -74,7 +46,9 @@ class Partition:
     graphs, None where it seemed to be alone; ``replaced`` says that there is another of the same graph. So many bytes
     ``more`` are kept at another call of it than as it is compiled, and ``highest`` is the peak of other steps: a
     budget in percent is of the largest, so that a last batch that is smaller may take as much. It is ``known`` what the
-    graph was told in a step that a process has settled before.
+    graph was told in a step that a process has settled before. ``alone`` is the peak of a graph without a backward, by
+    its code, while it runs, and ``measured`` what a step took on a GPU; each is None as long as it is not known. Of the
+    outputs that the caller keeps there are ``given_out`` bytes.
     """
 
     def __init__(
@@ -101,8 +75,10 @@ class Partition:
         self.taken: list[int] = []
         self.outcomes: list[Outcome] = []
         self.observed: int | None = None
+        self.alone: int | None = None
+        self.measured: int | None = None
         self.unseen = ""
-        self._given_out = 0  # bytes of the outputs, where the caller keeps them
+        self.given_out = 0
         self._tries: Tries | None = None
         self._left: tuple[int, int] | None = None
 
@@ -135,7 +111,7 @@ class Partition:
             return forward, written(backward)
         known = facts(joint, divided, self.fused, self.held)
         known = replace(known, stored=stored(known))
-        self._given_out = known.held
+        self.given_out = known.held
         usual = stock_saved(joint, divided)
         stock = {i for i, node in enumerate(known.nodes) if node in usual}
         try:
@@ -252,10 +228,12 @@ class Partition:
         """
         if cached:
             self._of_cache()
+        if isinstance(found, Seen) and not found.has_backward:
+            found = self._take_alone(found.forward)
         if isinstance(found, str):
             made, self.unseen = None, found
         else:
-            made, self.unseen, self._given_out = self._made(found), "", found.given_out
+            made, self.unseen, self.given_out = self._made(found), "", found.given_out
         self.observed = None if made is None else self._with_optimizer(made)
         plan = None if self.options is None else self.options.chosen
         self.outcomes.append(Outcome(plan, self.apart, self.choice, self.foreseen, self.observed, self.unseen))
@@ -274,6 +252,18 @@ class Partition:
             assert self.options is not None  # noqa: S101  (tries are of them)
             raise self._infeasible(limit, self.options.fewest.lowest(), self._tries.lowest)
         return self._tries.now is not None
+
+    def _take_alone(self, made: int) -> str:
+        """The graph has no backward, and makes so many bytes before later graphs make gradients; no plan needs words.
+
+        Raises ``BudgetInfeasibleError`` where that is a part of the step, and more than the budget.
+        """
+        made -= self.lives.others
+        self.alone, limit = self.base + made, self._of_code
+        self.choice = "no backward" if torch.is_grad_enabled() else "no gradients"
+        if self.choice == "no backward" and limit is not None and self.alone > limit:
+            raise self._infeasible(limit, None, made)
+        return ""
 
     def _made(self, found: Seen) -> int:
         """The bytes that code makes, without those that are counted for biases where it adds none."""
@@ -360,7 +350,7 @@ class Partition:
         return self._beside_optimizer(self.lives.inputs if self.in_step is None else self.in_step.batch)
 
     def _beside_optimizer(self, batch: int) -> int:
-        return self.lives.of_optimizer + self.asked.reserve + self._given_out + batch
+        return self.lives.of_optimizer + self.asked.reserve + self.given_out + batch
 
     def _with_optimizer(self, made: int) -> int:
         return max(self.base + made, self.at_optimizer)

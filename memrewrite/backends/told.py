@@ -42,14 +42,16 @@ class Noted:
         if self.cached and partition.has_plans:
             choice = "no budget" if partition.asked.budget is None else "from cache"
         if foreseen is None:
-            peak, unseen, verified = partition.observed, partition.unseen, partition.verified
-            return CompiledGraph(self.name, choice, resident, peak, unseen=unseen, verified=verified)
+            peak = partition.observed if partition.alone is None else partition.alone
+            seen: dict[str, Any] = {"measured": partition.measured, "unseen": partition.unseen}
+            return CompiledGraph(self.name, choice, resident, peak, verified=partition.verified, **seen)
         return CompiledGraph(
             name=self.name,
             choice=choice,
             resident=resident,
             peak=partition.peak,
             peak_before=foreseen.before,
+            measured=partition.measured,
             kept=foreseen.kept,
             kept_before=foreseen.kept_before,
             kept_by=foreseen.kept_by,

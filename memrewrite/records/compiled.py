@@ -15,6 +15,7 @@ CHOICES = {
     "no budget": "left to PyTorch: no budget was given",
     "not ours": "left to PyTorch: its backward draws random numbers again, or takes what is no tensor",
     "no backward": "has no backward",
+    "no gradients": "is for calls without gradients, which no budget is for",
     "from cache": "from Inductor's caches, which do not tell what was chosen when it was made",
 }
 """How a graph was divided into forward and backward, in words."""
@@ -27,6 +28,8 @@ class CompiledGraph:
     ``choice`` is one of ``CHOICES``. ``resident`` is what lives besides what the graph makes, by kind. ``peak`` is the
     peak of the step while the graph runs or the optimizer does, read off the compiled code before that runs, or, for
     the reason in ``unseen``, as it was foreseen; ``peak_before`` is foreseen of the graph as PyTorch divides it.
+    ``measured`` is the most that a GPU held from one call of it to the next, with all else that lived there, where that
+    was more than ever before.
     ``kept`` is handed from forward to backward (``kept_before`` by PyTorch), by operator in ``kept_by``. ``reruns`` has
     how many nodes of each operator run again, in ``regions`` parts of forward, which takes ``rerun_ms``. What follows
     ``resident`` is None or empty where nothing is known of it. ``verified`` says how the first call was compared, ""
@@ -38,6 +41,7 @@ class CompiledGraph:
     resident: dict[str, int]
     peak: int | None = None
     peak_before: int | None = None
+    measured: int | None = None
     kept: int | None = None
     kept_before: int | None = None
     kept_by: dict[str, int] = field(default_factory=dict)
@@ -65,14 +69,21 @@ class CompiledReport:
 
     @property
     def peak(self) -> int | None:
-        """The foreseen peak of the step in bytes, over all graphs; None where one of them is not foreseen."""
-        peaks = [graph.peak for graph in self.graphs if graph.choice != "no backward"]
-        known = [peak for peak in peaks if peak is not None]
-        return max(known) if known and len(known) == len(peaks) else None
+        """The foreseen peak of the step in bytes, over all graphs with gradients; None where one with a backward is not
+        foreseen."""
+        of_step = [graph for graph in self.graphs if graph.choice != "no gradients"]
+        known = [graph.peak for graph in of_step if graph.peak is not None]
+        unknown = any(graph.peak is None and graph.choice != "no backward" for graph in of_step)
+        return None if unknown else max(known, default=None)
+
+    @property
+    def measured(self) -> int | None:
+        """The most that a GPU held in one of the first steps, in bytes; None where no count of its allocator tells."""
+        return max((graph.measured for graph in self.graphs if graph.measured is not None), default=None)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for ``json.dumps``; carries ``schema_version``."""
-        return {"schema_version": SCHEMA_VERSION, **asdict(self), "peak": self.peak}
+        return {"schema_version": SCHEMA_VERSION, **asdict(self), "peak": self.peak, "measured": self.measured}
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))
@@ -81,6 +92,8 @@ class CompiledReport:
 def _lines(report: CompiledReport) -> Iterator[str]:
     asked = f"budget {report.budget}" if report.budget else "no budget"
     known = f"foreseen peak {short_bytes(report.peak)}" if report.peak is not None else "peak not foreseen"
+    if report.measured is not None:
+        known += f", measured {short_bytes(report.measured)}"
     yield f"{report.model} by torch.compile: {asked}, optimizer {report.optimizer}, {known}"
     for number, graph in enumerate(report.graphs, 1):
         yield f"graph {number}, {graph.name}: {CHOICES[graph.choice]}"

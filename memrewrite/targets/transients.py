@@ -230,9 +230,9 @@ def _run(
             for _ in range(times):
                 given, named = [made(arg) for arg in args], {name: made(value) for name, value in kwargs.items()}
                 torch.cuda.reset_peak_memory_stats(device)
-                (before, _), first = _allocated(device), history.moment()
+                (before, _), first = allocated(device), history.moment()
                 result = func(*given, **named)
-                (after, highest), last = _allocated(device), history.moment()
+                (after, highest), last = allocated(device), history.moment()
                 extra = highest - max(before, after)
                 del given, named, result
     except RuntimeError:
@@ -240,7 +240,7 @@ def _run(
     return extra, first, last
 
 
-def _allocated(device: torch.device) -> tuple[int, int]:
+def allocated(device: torch.device) -> tuple[int, int]:
     """The bytes that tensors have now, and had at most.
 
     What ``torch.cuda.memory_allocated`` and ``max_memory_allocated`` give, which make a table of all that is counted.
