@@ -17,7 +17,9 @@ each graph is compared with the stock partitioner's and with eager, in more memo
 Inductor's.
 
 Backward may write over what is kept for it. Where it is to run twice (``retain_graph=True``), set
-``torch._functorch.config.donated_buffer = False`` before the first call: all is compiled by then.
+``torch._functorch.config.donated_buffer = False`` before the first call: all is compiled by then. What a graph is given
+and what it gives may be kept, more often than by PyTorch itself: where code that is not compiled, or after a break,
+writes into that in place before backward, PyTorch raises an error that says so.
 """
 
 import functools
