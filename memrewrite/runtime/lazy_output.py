@@ -7,8 +7,6 @@ of logits does not ask for them: it makes some rows at a time, of views and cast
 This file needs torch only, because its text is also pasted into generated models.
 """
 
-import copy
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,7 +18,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import TensorWeakRef
 
 from memrewrite.runtime.cross_entropy import in_autocast
-from memrewrite.runtime.output_rows import MOVES, OutputRows
+from memrewrite.runtime.output_rows import LOGARITHMS, MOVES, SCALED, OutputRows
+from memrewrite.runtime.output_source import OutputSource
 from memrewrite.runtime.segment import OWN, autocast_dtype
 
 Types = tuple[tuple[torch.dtype | None, torch.dtype, torch.dtype], ...]
@@ -53,7 +52,7 @@ def lazy_output(
         return make(*of)
     shape = torch.Size(size if size >= 0 else value.shape[-1 - size] for size in sizes)
     promise = getattr(type(module), OWN).promise
-    source = _Source(make, of, ("what it is made of", *names), shape, found[0], autocast, promise)
+    source = OutputSource(make, of, ("what it is made of", *names), shape, found[0], autocast, promise)
     result: LazyOutput = _Origin.apply(source, *of)  # type: ignore[no-untyped-call]
     if in_rows is not None:
         layout = torch.empty(shape, dtype=source.dtype, device="meta")
@@ -61,109 +60,20 @@ def lazy_output(
     return result
 
 
-class _Source:
-    """What makes an output until that is made: of tensors as they were then."""
-
-    def __init__(
-        self,
-        make: Callable[..., Tensor],
-        of: Sequence[Tensor],
-        names: Sequence[str],
-        shape: torch.Size,
-        dtype: torch.dtype,
-        autocast: torch.dtype | None,
-        promise: Any,
-    ) -> None:
-        self.make, self.names, self.autocast, self.promise = make, names, autocast, promise
-        self.shape, self.dtype = shape, dtype
-        # These stay as they are where ``.data`` is set; products of what needs a gradient run by other kernels.
-        self.of = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in of]
-        self.versions = [tensor._version for tensor in of]
-        self.samples = [_sample(tensor) for tensor in self.of[1:]]
-        self.made: Tensor | None = None
-        self.lost: list[Any] = []  # the shapes of those, casts of the output among them, whose loss was made by rows
-        self.output: TensorWeakRef | None = None  # the one that was made by this first: it has the gradient
-
-    def then(self, change: Change, shape: torch.Size, dtype: torch.dtype) -> "_Source":
-        """The same for what ``change`` makes of the output, a copy: writes to the output do not change it."""
-        changed = copy.copy(self)
-        changed.make, changed.output = lambda *of: change(self.make(*of)), None
-        changed.shape, changed.dtype = shape, dtype
-        return changed
-
-    @property
-    def held(self) -> list[Tensor]:
-        """The tensors that stay because of it."""
-        return [*self.of, *self.samples] if self.made is None else [self.made]
-
-    def get(self) -> Tensor:
-        """The output, which is made now if it is not there."""
-        if self.made is None:
-            self.refuse_changed()
-            size = self.shape.numel() * self.dtype.itemsize
-            self.promise.tell_of_output(tuple(self.shape), size, _levels())
-            self.made = self._make()
-            self.of, self.samples = [], []
-        return self.made
-
-    def apart(self) -> Tensor:
-        """The output, which is made apart if it is not there."""
-        if self.made is not None:
-            return self.made
-        self.refuse_changed()
-        return self._make()
-
-    def _make(self) -> Tensor:
-        with torch.inference_mode(False), torch.no_grad(), in_autocast(self.of[0], self.autocast):
-            return self.make(*self.of)
-
-    def refuse_changed(self) -> None:
-        samples = [self.of[0][:0], *self.samples]
-        for name, tensor, version, sample in zip(self.names, self.of, self.versions, samples, strict=True):
-            known = type(tensor) is Tensor and sample.numel()  # a fake one has no numbers
-            how = "written" if tensor.untyped_storage().nbytes() or not tensor.numel() else "freed"  # by FSDP, say
-            if how == "freed" or tensor._version != version or (known and not torch.equal(sample, _sample(tensor))):
-                raise RuntimeError(
-                    f"An output of {self.promise.name} was not made when it was returned, and cannot be made any more: "
-                    f"{name} was {how} since. Read it before the optimizer's step, or optimize with returns='all'."
-                )
-
-
-def _sample(weight: Tensor) -> Tensor:
-    """The bytes of some numbers of a weight: kernels of others, and writes to its ``.data``, count no version."""
-    if not weight.is_contiguous() or not weight.numel() or weight.is_complex():
-        return torch.empty(0, dtype=torch.uint8, device=weight.device)
-    return weight.detach().view(-1)[:: -(-weight.numel() // _SAMPLED)].clone().view(torch.uint8)
-
-
-_SAMPLED = 1024
-
-
-def _levels() -> int:
-    """Where, as ``warnings`` count from a function that the caller calls, neither this file nor PyTorch runs."""
-    frame, count = sys._getframe(1), 2
-    while frame.f_back is not None and (frame.f_globals is globals() or _of_torch(frame)):
-        frame, count = frame.f_back, count + 1
-    return count
-
-
-def _of_torch(frame: Any) -> bool:
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0] == "torch"
-
-
 class LazyOutput(Tensor):
     """An output that is not there yet, and has no storage until then."""
 
-    _source: _Source
+    _source: OutputSource
     _tensor: Tensor | None
     _rows: OutputRows | None
     _view: "tuple[LazyOutput, Change] | None"
 
     @staticmethod
-    def __new__(cls, source: _Source, shape: torch.Size | None = None, view: Any = None) -> "LazyOutput":
-        """One that is made by ``source``, or a ``view`` of such a one: that and what it is changed by."""
-        kind = {"dtype": source.dtype, "device": source.held[0].device}
-        self: LazyOutput = Tensor._make_wrapper_subclass(cls, shape or source.shape, **kind)  # type: ignore
+    def __new__(cls, source: OutputSource, layout: Tensor | None = None, view: Any = None) -> "LazyOutput":
+        """One that is made by ``source``, or a ``view`` of such a one, in a ``layout``: that and what changes it."""
+        like = source if layout is None else layout
+        kind = {"dtype": like.dtype, "device": source.held[0].device}
+        self: LazyOutput = Tensor._make_wrapper_subclass(cls, like.shape, **kind)  # type: ignore
         self._source, self._tensor, self._rows, self._view = source, None, None, view
         if view is None:
             source.output = source.output or TensorWeakRef(self)
@@ -231,7 +141,7 @@ class LazyOutput(Tensor):
 
 def _in_rows(func: Any, output: Any, *rest: Any, **kwargs: Any) -> LazyOutput | None:
     """What ``func`` makes of an output, not there yet either; None where its rows are no rows of the output."""
-    rows = output.rows if isinstance(output, LazyOutput) else None
+    rows = _rows_now(output) if func in LOGARITHMS else output.rows if isinstance(output, LazyOutput) else None
     plain = all(value is None or isinstance(value, _PLAIN_ARGUMENTS) for value in tree_leaves((rest, kwargs)))
     if rows is None or not plain or (func is Tensor.to and [*map(type, rest)] != [torch.dtype]):
         return None
@@ -246,9 +156,11 @@ def _in_rows(func: Any, output: Any, *rest: Any, **kwargs: Any) -> LazyOutput | 
         layout = change(rows.layout)
     if layout is rows.layout:
         return output
-    if (after := rows.after(func, change, layout)) is None:
+    if (after := rows.after(func, change, layout, (rest, kwargs))) is None:
         return None
-    result: LazyOutput = _Then.apply(output, change, layout)  # type: ignore[no-untyped-call]
+    numbers = func in LOGARITHMS  # which are of a copy that nobody writes
+    of = _Then.apply(output, _itself, torch.empty_like(rows.layout)) if numbers else output  # type: ignore
+    result: LazyOutput = _Then.apply(of, change, after.layout, numbers)  # type: ignore[no-untyped-call]
     result._rows = after
     return result
 
@@ -259,18 +171,21 @@ def _detached(func: Any, output: LazyOutput) -> LazyOutput | None:
         return None
     with torch._C.DisableTorchFunctionSubclass():
         alone = func(output) if output._view is None else None
-    result = LazyOutput(output._source, rows.layout.shape, (output, func)) if alone is None else alone
+    result = LazyOutput(output._source, rows.layout, (output, func)) if alone is None else alone
     result._rows = rows
     return result
 
 
-def _loss(_: Any, output: Any, target: Any, size_average: Any, reduce: Any, **options: Any) -> Tensor | None:
+def _loss(func: Any, output: Any, target: Any, size_average: Any, reduce: Any, **options: Any) -> Tensor | None:
     """Cross-entropy of an output that is not there, some rows at a time; None where it has to be there."""
     rows = _rows_now(output)
+    if rows is not None and func is functional.nll_loss:
+        rows = rows.before_logarithms()
     if rows is None or size_average is not None or reduce is not None or not rows.fit(target, options["reduction"]):
         return None
     output._source.refuse_changed()
-    return _noted(output, rows.loss(target, **options))
+    with in_autocast(output, output._source.autocast):
+        return _noted(output, rows.loss(target, **options))
 
 
 def _of_each_row(func: Any, output: Any, *given: Any, **options: Any) -> Tensor | None:
@@ -278,7 +193,16 @@ def _of_each_row(func: Any, output: Any, *given: Any, **options: Any) -> Tensor 
     if (rows := _rows_now(output)) is None:
         return None
     output._source.refuse_changed()
-    return _noted(output, rows.each(func, *given, **options))
+    made = rows.gather if func in _GATHER else rows.each
+    with in_autocast(output, output._source.autocast):
+        return _noted(output, made(func, *given, **options))
+
+
+def _parts(func: Any, output: Any, dim: int = 0) -> tuple[Tensor, ...] | None:
+    """Its parts, not there yet either; None where their rows are no rows of the output."""
+    if dim or not isinstance(output, LazyOutput) or output.rows is None or output.dim() < 3:
+        return None
+    return tuple(output[i] for i in range(len(output)))
 
 
 def _noted(output: LazyOutput, found: Tensor | None) -> Tensor | None:
@@ -289,9 +213,13 @@ def _noted(output: LazyOutput, found: Tensor | None) -> Tensor | None:
 
 
 def _rows_now(output: Any) -> OutputRows | None:
-    """The rows of an output that is not there, under the autocast that it is of."""
-    same = isinstance(output, LazyOutput) and autocast_dtype(output.device.type) == output._source.autocast
-    return output.rows if same else None
+    """The rows of an output that is not there, under the autocast that it is of; outside of it, as accelerate leaves it
+    with the model, those that were cast to a type that it leaves alone."""
+    if not isinstance(output, LazyOutput):
+        return None
+    autocast = autocast_dtype(output.device.type)
+    left = autocast is None and output.dtype in (torch.float32, torch.float64)
+    return output.rows if left or autocast == output._source.autocast else None
 
 
 def _refuse_lost(func: Any, *given: Any, **options: Any) -> None:
@@ -327,7 +255,7 @@ class _Origin(torch.autograd.Function):
     """Gives an output that is not there yet, through which gradients go as if it had been made."""
 
     @staticmethod
-    def forward(ctx: Any, source: _Source, *of: Tensor) -> Tensor:
+    def forward(ctx: Any, source: OutputSource, *of: Tensor) -> Tensor:
         ctx.save_for_backward(*of)
         ctx.make, ctx.autocast = source.make, source.autocast
         return LazyOutput(source)
@@ -344,24 +272,32 @@ class _Origin(torch.autograd.Function):
         return None, *(next(found) if need else None for need in wanted)
 
 
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
 class _Then(torch.autograd.Function):
-    """What a change makes of an output: a view of it where the layout is one, a copy otherwise."""
+    """What a change makes of an output: a view of it where the layout is one, a copy otherwise, which is made of the
+    output's ``numbers`` where its gradient takes these."""
 
     @staticmethod
-    def forward(ctx: Any, output: LazyOutput, change: Change, layout: Tensor) -> Tensor:
-        ctx.change, ctx.of = change, (output.shape, output.dtype)
-        if layout._is_view():
-            return LazyOutput(output._source, layout.shape, (output, change))
+    def forward(ctx: Any, output: LazyOutput, change: Change, layout: Tensor, numbers: bool = False) -> Tensor:
+        ctx.change, ctx.of, ctx.output = change, (output.shape, output.dtype), output if numbers else None
+        if numbers or layout._is_view():
+            return LazyOutput(output._source, layout, (output, change))
         return LazyOutput(output._source.then(lambda whole: change(output.of(whole)), layout.shape, layout.dtype))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         shape, dtype = ctx.of
         with torch.enable_grad():
-            leaf = torch.empty(shape, dtype=dtype, device=grad.device, requires_grad=True)
+            if ctx.output is None:
+                leaf = torch.empty(shape, dtype=dtype, device=grad.device, requires_grad=True)
+            else:
+                leaf = ctx.output.of(ctx.output._source.get()).detach().requires_grad_()
             changed = ctx.change(leaf)
         (found,) = torch.autograd.grad(changed, leaf, grad, create_graph=torch.is_grad_enabled())
-        return found, None, None
+        return found, None, None, None
 
 
 class _Use(torch.autograd.Function):
@@ -386,15 +322,17 @@ _OF_NO_NUMBERS = {
     *(getattr(Tensor, name).__get__ for name in _ASKED),
     *(getattr(Tensor, name) for name in (*_CALLED, "double", "half", "bfloat16")),
 }
-_PLAIN_ARGUMENTS = (int, slice, type(...), torch.dtype, torch.Size)
+_PLAIN_ARGUMENTS = (int, float, slice, type(...), torch.dtype, torch.Size)
 _OF_ROWS = (
     *(*MOVES, Tensor.view, Tensor.reshape, Tensor.flatten, torch.reshape, torch.flatten, Tensor.contiguous),
-    *(Tensor.__getitem__, Tensor.to, Tensor.float, Tensor.half, Tensor.bfloat16),
+    *(Tensor.__getitem__, Tensor.to, Tensor.float, Tensor.half, Tensor.bfloat16, *SCALED, *LOGARITHMS),
 )
-_KNOWN: dict[Any, Callable[..., Tensor | None]] = {
-    functional.cross_entropy: _loss,
+_GATHER = (Tensor.gather, torch.gather)
+_KNOWN: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys((functional.cross_entropy, functional.nll_loss), _loss),
     Tensor.detach: _detached,
-    **dict.fromkeys((Tensor.argmax, torch.argmax, Tensor.logsumexp, torch.logsumexp), _of_each_row),
+    **dict.fromkeys((Tensor.argmax, torch.argmax, Tensor.logsumexp, torch.logsumexp, *_GATHER), _of_each_row),
+    **dict.fromkeys((Tensor.unbind, torch.unbind), _parts),
     **dict.fromkeys(_OF_ROWS, _in_rows),
     **dict.fromkeys((torch.autograd.grad, Tensor.retain_grad, Tensor.register_hook), _refuse_lost),
 }

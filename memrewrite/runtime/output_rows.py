@@ -13,10 +13,17 @@ from torch.nn import functional
 
 from memrewrite.runtime.cross_entropy import rows_of, stepped
 from memrewrite.runtime.linear_cross_entropy import linear_cross_entropy
+from memrewrite.runtime.segment import autocast_dtype
 from memrewrite.runtime.tiles import in_tiles
 
 MOVES = {Tensor.transpose, Tensor.permute, torch.transpose, torch.permute}
+LOGARITHMS = {Tensor.log_softmax, torch.log_softmax, functional.log_softmax}
+SCALED = {
+    **dict.fromkeys((Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul), "mul"),
+    **dict.fromkeys((Tensor.div, Tensor.__truediv__, torch.div), "div"),
+}
 _REDUCTION = {"none": 0, "mean": 1, "sum": 2}
+_LOGS = "log_softmax"
 
 
 @dataclass(frozen=True)
@@ -36,8 +43,27 @@ class OutputRows:
     layout: Tensor
     moved: bool = False
 
-    def after(self, func: Any, change: Callable[[Tensor], Tensor], layout: Tensor) -> "OutputRows | None":
-        """Those of what ``func`` makes of the output by ``change``, in this ``layout``; None if it is no such rows."""
+    def _step(self, func: Any, *given: Any, **options: Any) -> tuple[Any, ...] | None:
+        """What a call makes of each row alone, as one of ``steps``; None of any other."""
+        if func in SCALED:
+            number = given[0] if len(given) == 1 and not options else None
+            return (SCALED[func], number) if type(number) in (int, float) else None
+        if self.moved:
+            return None
+        dim, dtype = (*given, options.get("dim"))[0], (*given, None, options.get("dtype"))[-1]
+        return (_LOGS, -1, dtype) if dim in (-1, self.layout.dim() - 1) else None
+
+    def after(
+        self, func: Any, change: Callable[[Tensor], Tensor], layout: Tensor, given: Any = ((), {})
+    ) -> "OutputRows | None":
+        """Those of what ``func`` makes of the output and what is ``given`` by ``change``, in this ``layout``; None if it
+        is no such rows."""
+        if func in SCALED or func in LOGARITHMS:
+            if (step := self._step(func, *given[0], **given[1])) is None:
+                return None
+            # autocast may give another type than that of the layout
+            dtype = stepped(self.hidden.new_empty((0, 1), dtype=self.layout.dtype), (step,)).dtype
+            return replace(self, steps=(*self.steps, step), layout=layout.to(dtype))
         if layout.dtype != self.layout.dtype:
             return replace(self, steps=(*self.steps, ("to", layout.dtype)), layout=layout)
         if func is Tensor.contiguous:
@@ -59,14 +85,24 @@ class OutputRows:
         bias = None if self.bias is None else self.bias.detach()
         return replace(self, hidden=self.hidden.detach(), weight=self.weight.detach(), bias=bias)
 
+    def before_logarithms(self) -> "OutputRows | None":
+        """Those that the logarithms were taken of; None where none were taken last."""
+        if not self.steps or self.steps[-1][0] != _LOGS:
+            return None
+        return replace(self, steps=(*self.steps[:-1], ("to", self.layout.dtype)))
+
+    @property
+    def _has_logarithms(self) -> bool:
+        return any(name == _LOGS for name, *_ in self.steps)
+
     def fit(self, target: Any, reduction: str) -> bool:
         """Whether ``loss`` is what ``F.cross_entropy`` makes of an output with this target."""
         classes = isinstance(target, Tensor) and target.dtype == torch.int64 and target.shape == self.hidden.shape[:-1]
         placed = self.moved or self.layout.dim() == 2
-        return classes and placed and reduction in _REDUCTION
+        return classes and placed and reduction in _REDUCTION and not self._has_logarithms
 
     def loss(
-        self, target: Tensor, weight: Tensor | None, ignore_index: int, reduction: str, label_smoothing: float
+        self, target: Tensor, weight: Tensor | None, ignore_index: int, reduction: str, label_smoothing: float = 0.0
     ) -> Tensor:
         """Cross-entropy, the logits of which are made some rows at a time."""
         rows, early = rows_of(self.layout.numel(), len(self.weight), wide=self.rows), reduction != "none"
@@ -80,11 +116,42 @@ class OutputRows:
         if more or self.moved or dim not in (-1, self.layout.dim() - 1):
             return None
 
-        def part(hidden: Tensor, weight: Tensor, *bias: Tensor) -> Tensor:
-            found: Tensor = func(stepped(functional.linear(hidden, weight, *bias), self.steps), -1, True)
+        def part(logits: Tensor) -> Tensor:
+            found: Tensor = func(logits, -1, True)
             return found
 
-        given = self.hidden, self.weight, *(() if self.bias is None else (self.bias,))
-        weights = tuple(range(1, len(given)))
-        result: Tensor = in_tiles(part, (0,), weights, rows_of(self.layout.numel(), len(self.weight)), *given)
+        result = self._in_tiles(part)
         return result if keepdim else result.squeeze(-1)
+
+    def gather(self, _: Any, dim: int, index: Tensor, *, sparse_grad: bool = False) -> Tensor | None:
+        """Those of the numbers of each row that ``index`` counts; None of anything but rows."""
+        places = index.shape[:-1] == self.layout.shape[:-1]
+        if sparse_grad or self.moved or dim not in (-1, self.layout.dim() - 1) or not places:
+            return None
+        if index.shape[-1] == 1 and not self._has_logarithms:
+            return self._products(index)
+        return self._in_tiles(lambda logits, places: logits.gather(-1, places), index)
+
+    def _products(self, index: Tensor) -> Tensor:
+        """One number of each row, for which the others need not be made."""
+        autocast = autocast_dtype(self.hidden.device.type)
+        dtype = self.hidden.dtype if autocast is None or self.hidden.dtype == torch.float64 else autocast
+        wide = torch.promote_types(dtype, torch.float32)
+        hidden, weight = (each.to(dtype).to(wide) for each in (self.hidden, functional.embedding(index, self.weight)))
+        found = torch.linalg.vecdot(hidden.unsqueeze(-2), weight)
+        if self.bias is not None:
+            found = found + self.bias.to(dtype)[index]
+        return stepped(found.to(dtype), self.steps)
+
+    def _in_tiles(self, of: Callable[..., Tensor], *beside: Tensor) -> Tensor:
+        """What is made of some rows of the output at a time, and those of the tensors beside it."""
+
+        def part(hidden: Tensor, *given: Tensor) -> Tensor:
+            some, head = given[: len(beside)], given[len(beside) :]
+            return of(stepped(functional.linear(hidden, *head), self.steps), *some)
+
+        given = self.hidden, *beside, self.weight, *(() if self.bias is None else (self.bias,))
+        count = 1 + len(beside)
+        rows = rows_of(self.layout.numel(), len(self.weight))
+        result: Tensor = in_tiles(part, tuple(range(count)), tuple(range(count, len(given))), rows, *given)
+        return result

@@ -66,6 +66,35 @@ IN_ROWS: dict[str, Loss] = {
 }
 
 
+def of_words(logs: Any, labels: Tensor) -> Tensor:
+    """The logarithms of the probabilities of words, which a policy is trained by."""
+    words: Tensor = torch.gather(logs, -1, labels.clamp(min=0)[..., None])
+    return words.squeeze(-1)
+
+
+def by_texts(logits: Any) -> Tensor:
+    """As TRL and verl have it, with a temperature."""
+    logits = (logits[:, :-1, :] / 0.7)[:, -8:, :]
+    logs = of_words(logits, LABELS[:, -8:]) - torch.stack([torch.logsumexp(each, dim=-1) for each in logits])
+    return ((logs.detach() - logs).exp() * SPREAD[-8:]).mean()
+
+
+def by_texts_in_half(logits: Any) -> Tensor:
+    texts = zip(logits.bfloat16(), LABELS, strict=True)
+    return torch.stack([of_words(F.log_softmax(each, dim=-1), labels) for each, labels in texts]).float().mean()
+
+
+IN_ROWS |= {
+    "words": lambda o: -of_words(o[:, :-1].log_softmax(-1), LABELS[:, 1:]).mean(),
+    "two words": lambda o: torch.log_softmax(o, 2).gather(2, LABELS.clamp(min=0)[..., None].expand(-1, -1, 2)).mean(),
+    "words alone": lambda o: of_words(2.0 * o, LABELS).square().mean(),
+    "by texts": by_texts,
+    "by texts, in half": by_texts_in_half,
+    "nll": lambda o: F.nll_loss(F.log_softmax(o.view(-1, WORDS), -1, dtype=torch.float32), LABELS.view(-1)),
+    "scaled": lambda o: F.cross_entropy((o * 1.5).view(-1, WORDS) / 2, LABELS.view(-1)),
+}
+
+
 class Squares(torch.autograd.Function):
     """Given an output by a call that no torch function sees."""
 
@@ -79,6 +108,12 @@ class Squares(torch.autograd.Function):
         return ctx.saved_tensors[0] * 2e-3 * grad
 
 
+def logarithms_before_a_write(logits: Any) -> Tensor:
+    logs = logits.log_softmax(-1)
+    logits.mul_(0.5)
+    return logs.square().mean() + flat(logits)
+
+
 MADE: dict[str, Loss] = {
     "places": lambda o: F.cross_entropy(o[torch.arange(ROWS), LABELS[:, -1] % LENGTH], LABELS[:, 0]),
     "mask of rows": lambda o: F.cross_entropy(o[LABELS >= 0, :], LABELS[LABELS >= 0]),
@@ -90,7 +125,14 @@ MADE: dict[str, Loss] = {
     "read, too": lambda o: flat(o) + 1e-3 * o.exp().mean(),
     "of columns": lambda o: o.logsumexp(1).mean() + o.transpose(1, 2).logsumexp(-1).mean() + o.argmax() * 0.0,
     "of a part": lambda o: o[:, 1:].float().square().mean(),
+    "words by columns": lambda o: o.gather(1, LABELS.clamp(min=0)[:, :2, None] % LENGTH).sum() / 9,
+    "logarithms by columns": lambda o: o.log_softmax(1).square().mean() + F.log_softmax(o, 0)[0].square().mean(),
+    "logarithms of logarithms": lambda o: flat(o.log_softmax(-1)) + o.log_softmax(-1).square().mean() * 1e-3,
+    "scaled by a tensor": lambda o: flat(o * torch.tensor(0.5)) + flat(torch.div(o, 2, rounding_mode=None)),
+    "in place": lambda o: flat(o.mul_(0.5)),
     "moved": lambda o: (o.transpose(1, 2) * torch.arange(WORDS)[:, None]).mean(),
+    "unseen, of logarithms": lambda o: Squares.apply(o.log_softmax(-1)),  # type: ignore[no-untyped-call]
+    "logarithms before a write": lambda o: logarithms_before_a_write(o),
     "unseen": lambda o: Squares.apply(o[:, :-1].contiguous()),  # type: ignore[no-untyped-call]
 }
 
@@ -202,6 +244,25 @@ def test_words_and_a_head_of_one_weight_have_one_gradient(results: Any) -> None:
     assert made[0] < made[1] == WORDS * WIDTH
     for ours, theirs in zip(gradients(one, flat), gradients(two, flat), strict=True):
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("loss", ["flat", "words", "by texts"])
+def test_a_loss_outside_of_autocast_of_logits_that_were_cast(loss: str) -> None:
+    """As in the loops of accelerate, which casts what a model gives under autocast."""
+
+    def found(model: nn.Module) -> list[Tensor]:
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model(tokens())
+        IN_ROWS[loss](logits.float()).backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    result, original = lazy(speaker(), amp="bf16"), speaker()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", memrewrite.LazyOutputWarning)
+        ours = found(result)
+    for mine, theirs in zip(ours, found(original), strict=True):
+        assert (mine - theirs).norm() <= 0.02 * theirs.norm()
 
 
 @pytest.mark.filterwarnings("ignore::memrewrite.LazyOutputWarning")
