@@ -48,7 +48,11 @@ class _Looks:
             _Looks.last = self._owner
         if not torch.is_grad_enabled() or not self._left:
             return
-        current, peak = allocated(self._device)
+        try:
+            current, peak = allocated(self._device)
+        except RuntimeError:  # of an allocator of one's own, which may count nothing
+            self._left = 0
+            return
         others = max(current - self._living(args), 0)
         if self._before is not None and self._before[0] == _Looks.number:
             self._left -= 1

@@ -28,8 +28,8 @@ class CompiledGraph:
     ``choice`` is one of ``CHOICES``. ``resident`` is what lives besides what the graph makes, by kind. ``peak`` is the
     peak of the step while the graph runs or the optimizer does, read off the compiled code before that runs, or, for
     the reason in ``unseen``, as it was foreseen; ``peak_before`` is foreseen of the graph as PyTorch divides it.
-    ``measured`` is the most that a GPU held from one call of it to the next, with all else that lived there, where that
-    was more than ever before.
+    ``measured`` is the most that one of the first steps took on a GPU from one call of it to the next, as the allocator
+    counts, without what is no part of the model.
     ``kept`` is handed from forward to backward (``kept_before`` by PyTorch), by operator in ``kept_by``. ``reruns`` has
     how many nodes of each operator run again, in ``regions`` parts of forward, which takes ``rerun_ms``. What follows
     ``resident`` is None or empty where nothing is known of it. ``verified`` says how the first call was compared, ""
@@ -78,7 +78,7 @@ class CompiledReport:
 
     @property
     def measured(self) -> int | None:
-        """The most that a GPU held in one of the first steps, in bytes; None where no count of its allocator tells."""
+        """The most that one of the first steps took on a GPU, in bytes; None where the allocator does not tell."""
         return max((graph.measured for graph in self.graphs if graph.measured is not None), default=None)
 
     def to_json(self) -> dict[str, Any]:

@@ -91,7 +91,7 @@ class LazyOutput(Tensor):
             self._source.get()
             with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False), torch.enable_grad():
                 if self._view is not None:
-                    self._tensor = self._view[1](self._view[0].made())
+                    self._tensor = self._changed(self._view[0].made())
                 elif first is not None and first is not self:  # of which this is the same without a gradient
                     self._tensor = first.made().detach()
                 else:
@@ -104,7 +104,13 @@ class LazyOutput(Tensor):
 
     def of(self, output: Tensor) -> Tensor:
         """What it is of what its source makes."""
-        return output if self._view is None else self._view[1](self._view[0].of(output))
+        return output if self._view is None else self._changed(self._view[0].of(output))
+
+    def _changed(self, tensor: Tensor) -> Tensor:
+        """What the view makes of what it is of, under the autocast that it was asked for under."""
+        assert self._view is not None  # noqa: S101  (see there)
+        with in_autocast(tensor, self._source.autocast):
+            return self._view[1](tensor)
 
     @property
     def rows(self) -> OutputRows | None:
@@ -283,6 +289,7 @@ class _Then(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, output: LazyOutput, change: Change, layout: Tensor, numbers: bool = False) -> Tensor:
         ctx.change, ctx.of, ctx.output = change, (output.shape, output.dtype), output if numbers else None
+        ctx.autocast = output._source.autocast
         if numbers or layout._is_view():
             return LazyOutput(output._source, layout, (output, change))
         return LazyOutput(output._source.then(lambda whole: change(output.of(whole)), layout.shape, layout.dtype))
@@ -295,7 +302,8 @@ class _Then(torch.autograd.Function):
                 leaf = torch.empty(shape, dtype=dtype, device=grad.device, requires_grad=True)
             else:
                 leaf = ctx.output.of(ctx.output._source.get()).detach().requires_grad_()
-            changed = ctx.change(leaf)
+            with in_autocast(leaf, ctx.autocast):
+                changed = ctx.change(leaf)
         (found,) = torch.autograd.grad(changed, leaf, grad, create_graph=torch.is_grad_enabled())
         return found, None, None, None
 

@@ -56,8 +56,8 @@ class OutputRows:
     def after(
         self, func: Any, change: Callable[[Tensor], Tensor], layout: Tensor, given: Any = ((), {})
     ) -> "OutputRows | None":
-        """Those of what ``func`` makes of the output and what is ``given`` by ``change``, in this ``layout``; None if it
-        is no such rows."""
+        """Those of what ``func`` makes of the output and what is ``given``, as ``change`` does; None if it is no such
+        rows. ``layout`` is that of the result."""
         if func in SCALED or func in LOGARITHMS:
             if (step := self._step(func, *given[0], **given[1])) is None:
                 return None

@@ -96,3 +96,16 @@ def test_evaluation_other_models_and_what_is_compiled_are_no_part_of_a_step(coun
     assert not told(counts, graph, [11_000])
     assert graph.partition.measured is None
     assert told(counts, graph, [12_000])
+
+
+def test_an_allocator_that_counts_nothing_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[torch.device] = []
+
+    def counts_nothing(device: torch.device) -> tuple[int, int]:
+        asked.append(device)
+        raise RuntimeError("CUDAPluggableAllocator does not yet support getDeviceStats.")
+
+    monkeypatch.setattr(measured, "allocated", counts_nothing)
+    graph = Graph()
+    assert [graph.run(i) for i in range(3)] == [(0,), (1,), (2,)]
+    assert len(asked) == 1

@@ -266,6 +266,19 @@ def test_a_loss_outside_of_autocast_of_logits_that_were_cast(loss: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::memrewrite.LazyOutputWarning")
+def test_logarithms_that_are_read_outside_of_autocast_have_the_type_that_they_had_there() -> None:
+    def read(model: nn.Module) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            logs: Any = model(tokens()).log_softmax(-1)
+        result: Tensor = logs.exp()
+        return result
+
+    ours, theirs = read(lazy(speaker(), amp="bf16")), read(speaker())
+    assert ours.dtype == theirs.dtype
+    torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.filterwarnings("ignore::memrewrite.LazyOutputWarning")
 def test_what_is_written_in_place_is_seen_through_views_and_not_in_copies(results: Any) -> None:
     def written(model: Any) -> list[Tensor]:
         output = model(tokens())
