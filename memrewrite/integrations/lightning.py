@@ -14,10 +14,12 @@ import contextlib
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -87,7 +89,7 @@ class Optimize(Callback):  # type: ignore[misc]  # Lightning is not there while 
                 largest, why = self._largest(trainer, pl_module, name)
             given = batch if largest is None else largest
             with trainer.precision_plugin.train_step_context(), _put_back(pl_module, given):
-                call = first_call(part, lambda: pl_module.training_step(given, batch_idx))
+                call = first_call(part, partial(pl_module.training_step, *_arguments(pl_module, given, batch_idx)))
             result = self._optimize(trainer, part, call, name, why)
             pl_module.set_submodule(self.path, result)
             self.report = report_of(result)
@@ -124,7 +126,7 @@ class Optimize(Callback):  # type: ignore[misc]  # Lightning is not there while 
         if chosen is None:
             return None, why
         batch = loader.collate_fn([chosen[position] for position in range(len(chosen))])
-        batch = pl_module.on_before_batch_transfer(trainer.precision_plugin.convert_input(batch), 0)
+        batch = pl_module._on_before_batch_transfer(trainer.precision_plugin.convert_input(batch), 0)
         return trainer.strategy.batch_to_device(batch, dataloader_idx=0), why
 
     def _optimize(self, trainer: Trainer, part: nn.Module, call: Inputs, name: str, why: str) -> nn.Module:
@@ -158,6 +160,17 @@ class Optimize(Callback):  # type: ignore[misc]  # Lightning is not there while 
         if "optimizer" not in self.options and len(trainer.optimizers) > 1:
             raise UsageError(f"There are {len(trainer.optimizers)} optimizers; say optimizer= which steps {self.path}.")
         return trainer.optimizers[0] if trainer.optimizers else None
+
+
+def _arguments(pl_module: LightningModule, batch: Any, batch_idx: int) -> tuple[Any, ...]:
+    """What Lightning gives ``training_step``. Read in Lightning 2.6.6: ``_TrainingEpochLoop._build_kwargs``.
+
+    Raises ``UsageError`` where that is the iterator of the loader.
+    """
+    if is_param_in_hook_signature(pl_module.training_step, "dataloader_iter", explicit=True):
+        raise UsageError("training_step takes batches from dataloader_iter itself; let it take a batch.")
+    both = is_param_in_hook_signature(pl_module.training_step, "batch_idx", min_args=2)
+    return (batch, batch_idx) if both else (batch,)
 
 
 @contextlib.contextmanager

@@ -423,6 +423,21 @@ def test_a_training_step_that_is_tried_leaves_no_trace(lightning: ModuleType) ->
 
 
 @pytest.mark.filterwarnings("default")
+def test_a_training_step_that_takes_batches_itself_is_refused(lightning: ModuleType) -> None:
+    from memrewrite.integrations.lightning import Optimize
+
+    class Takes(type(lightning_module(lightning))):  # type: ignore[misc]
+        def training_step(self, dataloader_iter: Any) -> torch.Tensor:
+            found: torch.Tensor = super().training_step(next(dataloader_iter)[0], 0)
+            return found
+
+    with pytest.raises(
+        UsageError, match="training_step takes batches from dataloader_iter itself; let it take a batch"
+    ):
+        fit(lightning, Takes(), Optimize("net", budget="min"))
+
+
+@pytest.mark.filterwarnings("default")
 def test_a_training_step_that_calls_the_submodule_twice_is_told(lightning: ModuleType) -> None:
     from memrewrite.integrations.lightning import Optimize
 
