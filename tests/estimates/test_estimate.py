@@ -417,6 +417,7 @@ def test_foreign_names_steer_nothing() -> None:
     text = stream.getvalue()
     assert "[red]\\x1b[31m" in text
     assert "\x1b[31m" not in text
+    assert str(found).startswith("Odd: train step on cpu, batch 64\nPredicted peak: ")
 
 
 def test_a_model_that_is_already_optimized_is_refused() -> None:
