@@ -18,6 +18,7 @@ from memrewrite.runtime import (
     kernels,
     likeness,
     named_code,
+    named_rows,
     operations,
     output_rows,
     plain_values,
@@ -45,12 +46,13 @@ _RUNTIME: tuple[ModuleType, ...] = (
     recorders,
     rows,
     plain_values,
+    named_code,
+    named_rows,
     guards,
     promise,
     texts,
     dropin,
     assembled,
-    named_code,
     likeness,
 )
 _HEAD = '''"""A rewritten forward for one model; needs torch only. Written by memrewrite {version}.
