@@ -46,7 +46,12 @@ SEEDS = range(-(2**63), 2**64)
 
 
 def pass_names(asked: Iterable[str] | str | None) -> tuple[str, ...] | None:
-    """The names of the passes that are asked for, with "all" also what runs on request only; None as ever."""
+    """The names of the passes that are asked for, with "all" also what runs on request only; None as ever.
+
+    Raises ``UsageError`` for what is no list.
+    """
+    if not isinstance(asked, Iterable | None):
+        raise UsageError(f"passes={asked!r} is no list of names; give passes=['swish'] say.")
     names = (asked,) if isinstance(asked, str) else None if asked is None else tuple(asked)
     return PASSES if names is not None and "all" in names else names
 
@@ -60,8 +65,9 @@ def check_passes(names: "tuple[str, ...] | None") -> None:
 
 def check_seed(seed: int) -> None:
     """Raise ``UsageError`` for a number that PyTorch's generators cannot be seeded with."""
-    if seed not in SEEDS:
-        raise UsageError(f"Seed {seed} is out of range; give a whole number from -2**63 to 2**64 - 1.")
+    if not isinstance(seed, int) or seed not in SEEDS:  # a range compares all that it has with what is no int
+        why = "is out of range" if isinstance(seed, int) else "is no int"
+        raise UsageError(f"Seed {seed!r} {why}; give a whole number from -2**63 to 2**64 - 1.")
 
 
 class Figures(Protocol):
