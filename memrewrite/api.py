@@ -29,6 +29,8 @@ from memrewrite.workload.step import Step
 from memrewrite.workload.stepping import How, let_step, stepping
 from memrewrite.workload.workload import Optimizer, refuse_meta, workload
 
+_NOT_COMPILED = "The model was compiled in place, and the result is not: call its compile() as well."
+
 
 class OptimizedModule(nn.Module):
     """The type of what ``optimize`` returns: a module of the user's own class that carries ``report``."""
@@ -93,7 +95,10 @@ def _given(found: Planned, model: nn.Module, optimizer: Optimizer, step: Step) -
     """What was planned, in what ``model`` is wrapped in; the optimizer steps as asked from now on, or is told to."""
     told = let_step(optimizer, step)
     found = found if told is None else found.noted(told)
-    return cast(OptimizedModule, attach(found.report, found.module, wrapped_like(model, found.module)))
+    result = wrapped_like(model, found.module)
+    if model._compiled_call_impl is not None and result._compiled_call_impl is None:
+        found = found.noted(_NOT_COMPILED)
+    return cast(OptimizedModule, attach(found.report, found.module, result))
 
 
 @one_at_a_time

@@ -66,7 +66,7 @@ def infeasible(candidate: Candidate, limit: Budget, budget: int, lowest: int, or
         candidate, lowest, as_it_is = replace(candidate, regions=()), original, " of the model as it is"
     message = (
         f"No {target.plan} fits {format_bytes(budget)}{' reserved' * limit.reserved}: the lowest "
-        f"{'reserved' if limit.reserved else 'reachable'} peak is {format_bytes(lowest)}{as_it_is} "
+        f"{'reserved' if limit.reserved else 'reachable'} peak is {format_bytes(lowest, up=True)}{as_it_is} "
         f"({_floor(candidate)}){elsewhere}. {hints}What else would fit:"
     )
     workspaces = {"train": bench.workspace, "inference": bench.workspace}

@@ -18,6 +18,7 @@ from memrewrite.runtime import (
     kernels,
     likeness,
     named_code,
+    named_rows,
     operations,
     output_rows,
     output_source,
@@ -47,12 +48,13 @@ _RUNTIME: tuple[ModuleType, ...] = (
     recorders,
     rows,
     plain_values,
+    named_code,
+    named_rows,
     guards,
     promise,
     texts,
     dropin,
     assembled,
-    named_code,
     likeness,
 )
 _HEAD = '''"""A rewritten forward for one model; needs torch only. Written by memrewrite {version}.

@@ -362,8 +362,8 @@ class Partition:
         there = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts(self.lives))
         kind = "foreseen" if reached is None else "reachable"  # of which code was compiled
         message = (
-            f"No plan for torch.compile fits {format_bytes(limit)}: the lowest {kind} peak is {format_bytes(least)} "
-            f"({there}). What else would fit:"
+            f"No plan for torch.compile fits {format_bytes(limit)}: the lowest {kind} peak is "
+            f"{format_bytes(least, up=True)} ({there}). What else would fit:"
         )
         return BudgetInfeasibleError(message, least, tuple(self._advice(limit, made or 0)))
 

@@ -14,8 +14,8 @@ from memrewrite.commands.progress import Stages
 from memrewrite.commands.requests import Request
 from memrewrite.records.errors import OutputError
 from memrewrite.records.report import SCHEMA_VERSION
-from memrewrite.report import tables
 from memrewrite.report.files import json_text
+from memrewrite.report.printed import WIDTH
 from memrewrite.report.writing import fill
 
 
@@ -65,7 +65,7 @@ def _answer(request: Request, outcome: Outcome, out: TextIO) -> int:
     if request.json is not None:
         fill(Path(request.json), text.encode())
     with standard_output(out):
-        outcome.show(_Console(file=out, width=tables.WIDTH))
+        outcome.show(_Console(file=out, width=WIDTH))
     return outcome.code
 
 

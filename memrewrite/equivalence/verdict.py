@@ -21,9 +21,9 @@ class Verdict:
     equivalent: bool
     exact: bool
     summary: str
-    tensors: tuple[TensorVerdict, ...]
+    tensors: tuple[TensorVerdict, ...] = field(repr=False)
     batch: int | None
-    room: Mapping[Key, float] = field(default_factory=dict)
+    room: Mapping[Key, float] = field(default_factory=dict, repr=False)
 
     @property
     def checks(self) -> tuple[Check, ...]:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from memrewrite.records.errors import UsageError
 from memrewrite.state.random_state import preserved_rng
@@ -20,18 +21,29 @@ def first_call(module: nn.Module, run: Callable[[], object]) -> Inputs:
     """What ``module`` is called with first while ``run()`` runs, which ends there, before forward.
 
     The random state stays as it is, so that training goes as it would have gone.
-    Raises ``UsageError`` where ``run()`` ends by itself, without that call.
+    Raises ``UsageError`` where ``run()`` ends by itself, without that call, and where it steps an optimizer before.
     """
+    name = type(module).__name__
 
     def stop(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         raise _CalledError(Inputs(args, kwargs))
 
-    hook = module.register_forward_pre_hook(stop, prepend=True, with_kwargs=True)
+    def refuse(*given: object) -> None:
+        raise UsageError(
+            f"The training step steps an optimizer before it calls {name}, which cannot be tried; optimize {name} by "
+            "memrewrite.optimize before training."
+        )
+
+    hooks = [
+        module.register_forward_pre_hook(stop, prepend=True, with_kwargs=True),
+        register_optimizer_step_pre_hook(refuse),
+    ]
     try:
         with preserved_rng(list(module.parameters())):
             run()
     except _CalledError as call:
         return call.inputs
     finally:
-        hook.remove()
-    raise UsageError(f"The training step does not call {type(module).__name__}; name the module that it calls.")
+        for hook in hooks:
+            hook.remove()
+    raise UsageError(f"The training step does not call {name}; name the module that it calls.")

@@ -10,27 +10,40 @@ A ``LightningModule`` whose own ``forward`` is called (``self(x)``) can be given
 the result to ``fit``.
 """
 
-from collections.abc import Callable
+import contextlib
+import warnings
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
-from torch import nn
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from memrewrite.api import optimize
 from memrewrite.integrations.calls import first_call
 from memrewrite.integrations.longest import Asked, largest_batch, planned_for
 from memrewrite.integrations.loops import LIGHTNING
-from memrewrite.records.attached import report_of
+from memrewrite.measurement.passes import Waiting
+from memrewrite.measurement.snapshot import State, cuda_devices
+from memrewrite.optimizing.by_size import noted
+from memrewrite.records.attached import attach, report_of
 from memrewrite.records.errors import UsageError
 from memrewrite.records.mesh import Ddp
 from memrewrite.records.report import Report
+from memrewrite.runtime.promise import BeyondPlanWarning
 from memrewrite.state.random_state import preserved_rng
 from memrewrite.torch_internals.fsdp_states import is_sharded
 from memrewrite.workload.sharding import mesh_of_wrapper
+from memrewrite.workload.step import Inputs
 
+_CALLS = (
+    "training_step calls {path} {calls} times before backward, which takes more than the one call that was planned; "
+    "optimize a module whose forward makes all of these calls."
+)
 _AMP = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
 
 
@@ -51,6 +64,8 @@ class Optimize(Callback):  # type: ignore[misc]  # Lightning is not there while 
         self.longest = longest
         self.options = options
         self.report: Report | None = None
+        self._waiting: Waiting | None = None
+        self._calls = 0
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin anew: another fit may be of another module."""
@@ -65,16 +80,41 @@ class Optimize(Callback):  # type: ignore[misc]  # Lightning is not there while 
         if self.report is not None:
             return
         part = self._submodule(pl_module)
-        try:
+        with contextlib.suppress(UsageError):  # of what was not rewritten in an earlier fit
             self.report = report_of(part)
-        except UsageError:  # not rewritten in an earlier fit
+        if self.report is None:
+            self._refuse_compiled(part)
             name = getattr(part, "main_input_name", "input_ids")
             with preserved_rng(part.parameters()):
                 largest, why = self._largest(trainer, pl_module, name)
             given = batch if largest is None else largest
-            result = self._optimize(trainer, part, lambda: pl_module.training_step(given, batch_idx), name, why)
+            with trainer.precision_plugin.train_step_context(), _put_back(pl_module, given):
+                call = first_call(part, partial(pl_module.training_step, *_arguments(pl_module, given, batch_idx)))
+            result = self._optimize(trainer, part, call, name, why)
             pl_module.set_submodule(self.path, result)
             self.report = report_of(result)
+            self._waiting, self._calls = Waiting(result), 0
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        """Count the calls that backward is for."""
+        if self._waiting is not None:
+            self._calls = max(self._calls, len(self._waiting))
+            self._waiting.begin()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Tell, after the first batch, where the step that was planned has fewer calls than this one had."""
+        if self._waiting is None:
+            return
+        self._waiting.remove()
+        self._waiting = None
+        if self._calls > 1:
+            told = _CALLS.format(path=self.path, calls=self._calls)
+            result = self._submodule(pl_module)
+            self.report = noted(report_of(result), told, result)
+            attach(self.report, result)
+            warnings.warn(told, BeyondPlanWarning, stacklevel=2)
 
     def _largest(self, trainer: Trainer, pl_module: LightningModule, name: str) -> tuple[Any, str]:
         """The largest batch of texts, as Lightning hands it on, None for the first batch; and in words what it is."""
@@ -86,14 +126,10 @@ class Optimize(Callback):  # type: ignore[misc]  # Lightning is not there while 
         if chosen is None:
             return None, why
         batch = loader.collate_fn([chosen[position] for position in range(len(chosen))])
-        batch = pl_module.on_before_batch_transfer(trainer.precision_plugin.convert_input(batch), 0)
+        batch = pl_module._on_before_batch_transfer(trainer.precision_plugin.convert_input(batch), 0)
         return trainer.strategy.batch_to_device(batch, dataloader_idx=0), why
 
-    def _optimize(
-        self, trainer: Trainer, part: nn.Module, training_step: Callable[[], object], name: str, why: str
-    ) -> nn.Module:
-        with trainer.precision_plugin.train_step_context():
-            call = first_call(part, training_step)
+    def _optimize(self, trainer: Trainer, part: nn.Module, call: Inputs, name: str, why: str) -> nn.Module:
         step: dict[str, Any] = {"optimizer": self._optimizer(trainer), "amp": _AMP.get(trainer.precision)}
         step["micro_batches"] = trainer.accumulate_grad_batches
         step["mesh"] = _mesh(trainer.strategy, part, self.path)
@@ -103,15 +139,51 @@ class Optimize(Callback):  # type: ignore[misc]  # Lightning is not there while 
         return result
 
     def _submodule(self, pl_module: LightningModule) -> nn.Module:
+        name = type(pl_module).__name__
+        if not self.path:
+            raise UsageError(
+                f"Optimize is for a submodule; give {name} itself to memrewrite.optimize, and the result to fit."
+            )
         try:
             return pl_module.get_submodule(self.path)
         except AttributeError as error:
-            raise UsageError(f"{type(pl_module).__name__} has no submodule {self.path!r}; name one it has.") from error
+            raise UsageError(f"{name} has no submodule {self.path!r}; name one it has.") from error
+
+    def _refuse_compiled(self, part: nn.Module) -> None:
+        if "_orig_mod" in (*self.path.split("."), *part._modules) or part._compiled_call_impl is not None:
+            raise UsageError(
+                f"{self.path} is compiled, and what is compiled would go on without a plan; compile it with the back "
+                'end "memrewrite" and leave Optimize out, or do not compile it.'
+            )
 
     def _optimizer(self, trainer: Trainer) -> Any:
         if "optimizer" not in self.options and len(trainer.optimizers) > 1:
             raise UsageError(f"There are {len(trainer.optimizers)} optimizers; say optimizer= which steps {self.path}.")
         return trainer.optimizers[0] if trainer.optimizers else None
+
+
+def _arguments(pl_module: LightningModule, batch: Any, batch_idx: int) -> tuple[Any, ...]:
+    """What Lightning gives ``training_step``. Read in Lightning 2.6.6: ``_TrainingEpochLoop._build_kwargs``.
+
+    Raises ``UsageError`` where that is the iterator of the loader.
+    """
+    if is_param_in_hook_signature(pl_module.training_step, "dataloader_iter", explicit=True):
+        raise UsageError("training_step takes batches from dataloader_iter itself; let it take a batch.")
+    both = is_param_in_hook_signature(pl_module.training_step, "batch_idx", min_args=2)
+    return (batch, batch_idx) if both else (batch,)
+
+
+@contextlib.contextmanager
+def _put_back(pl_module: LightningModule, batch: Any) -> Iterator[None]:
+    """Put back what a part of a training step changes: of sharded modules buffers alone, as FSDP2 moves parameters."""
+    sharded, inputs = any(map(is_sharded, pl_module.modules())), Inputs((batch,), {})
+    devices = cuda_devices((pl_module,), inputs)
+    state = State(() if sharded else (pl_module,), devices, [*inputs.tensors(), *pl_module.buffers()])
+    state.clear_gradients()
+    try:
+        yield
+    finally:
+        state.restore()
 
 
 def _mesh(strategy: Any, part: nn.Module, path: str) -> Ddp | None:

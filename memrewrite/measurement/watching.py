@@ -12,6 +12,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from memrewrite.measurement.passes import Waiting
 from memrewrite.records.attached import report_of
 from memrewrite.records.loop import Loop
 from memrewrite.records.options import format_bytes
@@ -36,12 +37,16 @@ class OverBudgetWarning(UserWarning):
 
 @dataclass
 class _Facts:
-    """What was seen of the last pass: bytes, but for why the original forward ran ("" if it did not)."""
+    """What was seen of the last pass: bytes, but for why the original forward ran ("" if it did not).
+
+    ``waiting`` is how many passes before it had no backward yet.
+    """
 
     gradients: int = 0
     inputs: int = 0
     output: int = 0
     fallback: str = ""
+    waiting: int = 0
     like_inputs: set[tuple[torch.Size, torch.dtype]] = field(default_factory=set)
     known: set[int] = field(default_factory=set)  # addresses of inputs and outputs
 
@@ -67,6 +72,7 @@ class Watch:
         self._facts = _Facts()
         self._outputs: list[weakref.ref[torch.UntypedStorage]] = []
         self._handles: list[Any] = []
+        self._waiting: Waiting | None = None
         self._fallen = fallen_back(optimized)  # already before
 
     def __enter__(self) -> Self:
@@ -83,10 +89,14 @@ class Watch:
             made = (t for t in held if self._here(t) and _address(t) not in known)
             self._outputs = [weakref.ref(t.untyped_storage()) for t in made]
 
+        waiting = self._waiting = Waiting(self._module)
+
         def accumulated(parameter: Tensor) -> None:
             self._facts.output = self._bytes_of_outputs()
+            waiting.begin()
 
         self._handles = [
+            waiting,
             self._module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True),
             self._module.register_forward_hook(end, with_kwargs=True),
             *(p.register_post_accumulate_grad_hook(accumulated) for p in self._module.parameters() if p.requires_grad),
@@ -124,6 +134,7 @@ class Watch:
             inputs=_bytes(inputs),
             output=self._bytes_of_outputs(),
             fallback=self._fallback(args, kwargs),
+            waiting=len(self._waiting or ()),
             like_inputs={(t.shape, t.dtype) for t in inputs},
             known={_address(t) for t in inputs},
         )
@@ -149,6 +160,9 @@ class Watch:
         facts, config = self._facts, self._report.config
         if facts.fallback:
             yield self._limit, f"the original forward ran, because {facts.fallback}"
+        if facts.waiting:
+            times = f"{facts.waiting + 1} times before backward"
+            yield self._limit, f"forward ran {times}, and what each time keeps adds up"
         for path in fallen_back(self._module):
             if path and path not in self._fallen:
                 yield self._limit, f"the original forward of {path} ran, of which a warning has said why"

@@ -1,12 +1,14 @@
 """The record of one ``estimate`` call. Everything in bytes unless it says otherwise."""
 
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from typing import Any
 
 from memrewrite.records.loop import TUTORIAL
 from memrewrite.records.outcomes import HabitCost, Option
 
 SCHEMA_VERSION = 1
+_TABLE = "memrewrite.report.estimate_table"  # what an estimate is shown by, named and not imported
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,7 @@ class Largest:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a step of the model takes, predicted on fake tensors.
+    """What a step of the model takes, predicted on fake tensors; ``str()`` of it is for people.
 
     ``inference_peak`` is that of a forward under ``no_grad`` in eval mode with the same inputs. ``differences`` lead
     from ``textbook`` to ``peak``. ``fits``, ``largest`` (in training and in inference) and ``options`` (what would fit
@@ -130,6 +132,10 @@ class Estimate:
     loop: str = TUTORIAL
     mesh: str | None = None
     habits: tuple[HabitCost, ...] = ()
+
+    def __str__(self) -> str:
+        text: str = import_module(_TABLE).text(self)
+        return text
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for ``json.dumps``; carries ``schema_version``."""

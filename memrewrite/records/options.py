@@ -1,16 +1,19 @@
 """What the user asked for, parsed once at the edge and handed down frozen."""
 
+import contextlib
 import re
 import reprlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from decimal import Decimal
+from numbers import Integral
 from typing import Protocol
 
 from memrewrite.records.errors import UsageError
 
 _UNITS = {
     "B": 1,
+    "kB": 10**3,
     "KB": 10**3,
     "MB": 10**6,
     "GB": 10**9,
@@ -43,7 +46,12 @@ SEEDS = range(-(2**63), 2**64)
 
 
 def pass_names(asked: Iterable[str] | str | None) -> tuple[str, ...] | None:
-    """The names of the passes that are asked for, with "all" also what runs on request only; None as ever."""
+    """The names of the passes that are asked for, with "all" also what runs on request only; None as ever.
+
+    Raises ``UsageError`` for what is no list.
+    """
+    if not isinstance(asked, Iterable | None):
+        raise UsageError(f"passes={asked!r} is no list of names; give passes=['swish'] say.")
     names = (asked,) if isinstance(asked, str) else None if asked is None else tuple(asked)
     return PASSES if names is not None and "all" in names else names
 
@@ -57,8 +65,9 @@ def check_passes(names: "tuple[str, ...] | None") -> None:
 
 def check_seed(seed: int) -> None:
     """Raise ``UsageError`` for a number that PyTorch's generators cannot be seeded with."""
-    if seed not in SEEDS:
-        raise UsageError(f"Seed {seed} is out of range; give a whole number from -2**63 to 2**64 - 1.")
+    if not isinstance(seed, int) or seed not in SEEDS:  # a range compares all that it has with what is no int
+        why = "is out of range" if isinstance(seed, int) else "is no int"
+        raise UsageError(f"Seed {seed!r} {why}; give a whole number from -2**63 to 2**64 - 1.")
 
 
 class Figures(Protocol):
@@ -94,8 +103,8 @@ class Budget:
         """
         if isinstance(value, Budget):
             return value
-        if isinstance(value, int) and not isinstance(value, bool):
-            return cls(bytes=_positive(value, str(value)))
+        if isinstance(value, Integral) and not isinstance(value, bool):  # NumPy's, too
+            return cls(bytes=_positive(int(value), str(value)))
         if not isinstance(value, str):
             raise UsageError(f"Budget {value!r} is not text, an int of bytes or a Budget; write e.g. '8GB'.")
         text = value.strip()
@@ -132,19 +141,27 @@ class Budget:
 
 def device_bytes(memory: "str | int | Budget") -> int:
     """The bytes of a device that are given like a budget; raises ``UsageError`` for a share or ``min``."""
-    parsed = Budget.parse(memory)
-    if parsed.bytes is None:
-        raise UsageError(f"Device memory {memory!r} is no number of bytes; write e.g. 8GB or 7.5GiB.")
-    return parsed.bytes
+    with contextlib.suppress(UsageError):  # which would name what a device cannot have
+        if (count := Budget.parse(memory).bytes) is not None:
+            return count
+    raise UsageError(f"Device memory {reprlib.repr(memory)} is no size with a unit; write e.g. 8GB or 7.5GiB.")
 
 
-def format_bytes(count: int) -> str:
-    """Both units, e.g. ``8.00 GB (7.45 GiB)``; small counts in MB or plain bytes."""
+def format_bytes(count: int, *, up: bool = False) -> str:
+    """Both units, e.g. ``8.00 GB (7.45 GiB)``; small counts in MB or plain bytes.
+
+    With ``up`` each is rounded up: as a budget it is enough for ``count``.
+    """
     if count >= 10**9:
-        return f"{count / 10**9:.2f} GB ({count / 2**30:.2f} GiB)"
+        return f"{_in(10**9, count, 2, up)} GB ({_in(2**30, count, 2, up)} GiB)"
     if count >= 10**6:
-        return f"{count / 10**6:.1f} MB ({count / 2**20:.1f} MiB)"
+        return f"{_in(10**6, count, 1, up)} MB ({_in(2**20, count, 1, up)} MiB)"
     return f"{count} B"
+
+
+def _in(unit: int, count: int, digits: int, up: bool) -> str:
+    figure = -(-count * 10**digits // unit) / 10**digits if up else count / unit
+    return f"{figure:.{digits}f}"
 
 
 def short_bytes(count: int) -> str:

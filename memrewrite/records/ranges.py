@@ -77,6 +77,8 @@ def parse_ranges(given: Ranges | None) -> tuple[Range, ...]:
     """
     if isinstance(given, Mapping):
         found = [Range(name, dim, *sizes) for name, dims in given.items() for dim, sizes in _of_input(name, dims)]
+    elif not isinstance(given, Iterable | None):
+        raise UsageError(f"dynamic={given!r} names no sizes; give e.g. {{'x': {{2: (64, 256)}}}}.")
     else:
         texts = [given] if isinstance(given, str) else given or ()
         found = [each if isinstance(each, Range) else Range.parse(each) for each in texts]

@@ -21,13 +21,14 @@ from memrewrite.records.outcomes import (
 
 SCHEMA_VERSION = 1
 # What a report is shown and written by, named and not imported: all of it is made of what is here.
-_PAGE, _FILES = "memrewrite.report.page", "memrewrite.report.files"
+_PAGE, _FILES, _TABLES = "memrewrite.report.page", "memrewrite.report.files", "memrewrite.report.tables"
 
 
 @dataclass(frozen=True)
 class Report:
-    """Everything a user is told. ``rewrites`` and ``refusals`` are (pass, where, what or why).
+    """Everything a user is told; ``str()`` of it is for people.
 
+    ``rewrites`` and ``refusals`` are (pass, where, what or why).
     ``freed`` has, by pass, the bytes that autograd keeps less for backward since its rewrites (segments not counted).
     ``checks`` is the verdict by group of values, empty where nothing was verified.
     ``command_line`` is the command line as it was typed, "" where Python asked.
@@ -61,8 +62,8 @@ class Report:
     predicted_ms_before: float | None = None
     predicted_ms_after: float | None = None
     checks: tuple[Check, ...] = ()
-    curve_before: Curve | None = None
-    curve_after: Curve | None = None
+    curve_before: Curve | None = field(default=None, repr=False)
+    curve_after: Curve | None = field(default=None, repr=False)
     modules: tuple[ModuleBytes, ...] = ()
     command_line: str = ""
     options: tuple[Option, ...] = ()
@@ -97,6 +98,10 @@ class Report:
     def changed(self) -> bool:
         """Whether the result is another program than the model."""
         return bool(self.rewrites or self.segments) or self.predicted_after != self.predicted_before
+
+    def __str__(self) -> str:
+        text: str = import_module(_TABLES).text(self)
+        return text
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for ``json.dumps``, as ``report/schema.json`` has it; carries ``schema_version``."""

@@ -12,6 +12,7 @@ from rich.text import Text
 from memrewrite.records.estimate import Estimate, Largest, ModuleShare
 from memrewrite.records.options import format_bytes, short_bytes
 from memrewrite.report.option_table import option_table
+from memrewrite.report.printed import printed
 from memrewrite.report.tables import habit_costs
 from memrewrite.report.text import plain
 
@@ -23,6 +24,11 @@ _WHOLE = "(the model itself)"
 def show(estimate: Estimate, console: Console, *, depth: int | None = None) -> None:
     """Print the estimate: with ``depth`` the tree of modules so many levels deep, else those that keep most."""
     console.print(Group(*_parts(estimate, depth)), markup=False, highlight=False, emoji=False)
+
+
+def text(estimate: Estimate) -> str:
+    """The same, as text."""
+    return printed(_parts(estimate, None))
 
 
 def _parts(estimate: Estimate, depth: int | None) -> Iterator[RenderableType]:

@@ -15,9 +15,9 @@ from memrewrite.records.options import format_bytes
 from memrewrite.records.outcomes import HabitCost
 from memrewrite.records.report import Report
 from memrewrite.report.option_table import option_table
+from memrewrite.report.printed import printed
 from memrewrite.report.text import DOES_NOT_FIT, NOT_MEASURED, plain
 
-WIDTH = 80
 _SEGMENTS = "checkpoint_segments"
 _EXPENSIVE = 1.1  # times the original's step, where other ways to fit are worth a look
 
@@ -29,7 +29,15 @@ def show(
 
     ``fits`` False says that the original ran out of memory, which is why it has no measured figures.
     """
-    console.print(Group(*_parts(report, verbose, written, fits)), markup=False, highlight=False, emoji=False)
+    hint = " (give -o DIR to save the rewritten model)" if report.changed else ""
+    saved = _text(f"Written: {written or 'nothing' + hint}")
+    parts = Group(*_parts(report, verbose, fits), saved)
+    console.print(parts, markup=False, highlight=False, emoji=False)
+
+
+def text(report: Report) -> str:
+    """The same where nothing was to be written."""
+    return printed(_parts(report, False, True))
 
 
 def over_budget(report: Report) -> bool:
@@ -37,7 +45,7 @@ def over_budget(report: Report) -> bool:
     return report.budget is not None and report.measured_after is not None and report.held > report.budget
 
 
-def _parts(report: Report, verbose: bool, written: Path | None, fits: bool) -> Iterator[RenderableType]:
+def _parts(report: Report, verbose: bool, fits: bool) -> Iterator[RenderableType]:
     kind = " reserved" * report.reserved
     asked = report.config.get("budget") if report.budget is None else f"{format_bytes(report.budget)}{kind}"
     budget = f"budget {asked}" if asked else "no budget"
@@ -64,8 +72,6 @@ def _parts(report: Report, verbose: bool, written: Path | None, fits: bool) -> I
     yield from _by_size(report)
     for note in report.notes:
         yield _text(f"Note: {note}")
-    hint = " (give -o DIR to save the rewritten model)" if report.changed else ""
-    yield _text(f"Written: {written or 'nothing' + hint}")
 
 
 def _peaks(report: Report, fits: bool) -> Table:

@@ -15,3 +15,9 @@ def codes_inside(code: CodeType) -> Iterator[CodeType]:
 def names_inside(code: CodeType) -> Iterator[str]:
     """All names that code has for what is neither a local nor a constant, attributes of modules among them."""
     return (name for each in codes_inside(code) for name in each.co_names)
+
+
+def without_lines(code: CodeType) -> CodeType:
+    """The code as it would be wherever it stands in a file."""
+    constants = tuple(without_lines(each) if isinstance(each, CodeType) else each for each in code.co_consts)
+    return code.replace(co_firstlineno=1, co_linetable=b"", co_consts=constants)

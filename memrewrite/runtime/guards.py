@@ -37,6 +37,7 @@ from memrewrite.runtime.differences import (
     joined,
     kind_of,
 )
+from memrewrite.runtime.named_rows import named_rows
 from memrewrite.runtime.plain_values import as_bytes, is_constant, is_plain
 from memrewrite.runtime.recorders import matter
 from memrewrite.runtime.rows import Row, bodies
@@ -217,6 +218,7 @@ class Guards:
         yield Row(lambda: [*map(getattr, kinds, members, again(ABSENT))], lambda: of_classes, another_member)
         others = [label for label, _ in self._others]
         yield Row(lambda: [self._form(value()) for _, value in self._others], lambda: others, another_object)
+        yield from named_rows(filter(None, [self._root(), *modules]), self._form)
 
     def hold(self) -> bool:
         """Whether nothing has changed; False also where it takes ``changed`` to tell."""

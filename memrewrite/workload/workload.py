@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, Literal
 
 import torch
@@ -80,10 +81,12 @@ def make_step(
         )
     if amp not in (None, torch.bfloat16, torch.float16) and not isinstance(amp, str):
         raise UsageError(f"amp={amp!r} is no type that autocast computes in; give 'bf16' or 'fp16'.")
-    if not isinstance(micro_batches, int):
+    if not isinstance(micro_batches, Integral):  # NumPy's are some
         raise UsageError(f"micro_batches={micro_batches!r} is no whole number; give one, 4 say.")
     if micro_batches < 1:
         raise UsageError(f"A step cannot take {micro_batches} micro-batches; give at least 1.")
+    if mode not in (None, "train", "inference"):
+        raise UsageError(f"mode={mode!r} is unknown; give 'train' or 'inference'.")
     now: Literal["train", "inference"] = "train" if model.training else "inference"
     if mode is not None and mode != now:
         raise UsageError(f"The model is in {now} mode; call model.{'train' if mode == 'train' else 'eval'}() first.")
@@ -97,7 +100,7 @@ def make_step(
         factory = factory_like(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else optimizer
     kind = amp_dtype(amp) if isinstance(amp, str) else amp
     mesh = mesh.in_inference if mesh is not None and now == "inference" else mesh
-    how: dict[str, Any] = {"micro_batches": micro_batches, "loop": Loop.parse(loop), "mesh": mesh}
+    how: dict[str, Any] = {"micro_batches": int(micro_batches), "loop": Loop.parse(loop), "mesh": mesh}
     return checked(Step(now, factory, loss_fn, kind, in_backward=while_backward, **how))
 
 

@@ -270,6 +270,9 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "amp": ({"amp": "fp8"}, "Precision 'fp8' is unknown"),
     "regions as text": ({"regions": "layers.*"}, "regions='layers.*' is no list of patterns"),
     "no regions": ({"regions": []}, "is no list of patterns"),
+    "seed": ({"seed": 1.0}, r"^Seed 1\.0 is no int; give a whole number from"),
+    "no passes": ({"passes": 3}, "passes=3 is no list of names"),
+    "no ranges": ({"dynamic": 3}, "dynamic=3 names no sizes"),
     "mode": ({"mode": "inference"}, r"The model is in train mode; call model.eval\(\) first"),
 }
 
@@ -376,6 +379,7 @@ def test_an_optimizer_that_steps_in_backward_takes_no_step_of_ours(call: Any) ->
         ({"optimizer": 3}, "optimizer is of type int; give a name, an optimizer, a class or a function"),
         ({"amp": torch.int8}, "amp=torch.int8 is no type that autocast computes in"),
         ({"micro_batches": 2.5}, "micro_batches=2.5 is no whole number"),
+        ({"mode": "eval"}, "mode='eval' is unknown; give 'train' or 'inference'"),
         ({"example_kwargs": [1]}, "example_kwargs is of type list; give a dictionary"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

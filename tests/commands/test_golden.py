@@ -19,6 +19,7 @@ from memrewrite.records.outcomes import Check, Measured
 from memrewrite.report import contents, kept_plans, measured, proof, tables
 from memrewrite.report.contents import Contents
 from memrewrite.report.measured import Failure, Pair
+from memrewrite.report.printed import WIDTH
 from memrewrite.workload.step import PHASES
 from tests.commands.test_wrong_use import FILES, WRONG
 from tests.report.test_tables import FULL, UNCHANGED
@@ -125,7 +126,7 @@ def test_every_option_is_helped_in_a_full_sentence(command: str) -> None:
 @pytest.mark.parametrize("name", TABLES)
 def test_tables(name: str, golden: Golden) -> None:
     stream = io.StringIO()
-    TABLES[name](Console(file=stream, width=tables.WIDTH))
+    TABLES[name](Console(file=stream, width=WIDTH))
     text = stream.getvalue()
     assert max(map(len, text.splitlines())) <= 80
     assert "\x1b" not in text

@@ -25,7 +25,8 @@ from memrewrite.plan.marks import Marks, NodeMark
 from memrewrite.plan_facts.chain import compute_nodes
 from memrewrite.records.outcomes import Measured, Peaks
 from memrewrite.records.report import Report
-from memrewrite.report.tables import WIDTH, show
+from memrewrite.report.printed import WIDTH
+from memrewrite.report.tables import show
 from memrewrite.workload.step import Inputs, Step
 from tests.support.timing import Net, Recorded, node_named, observed, opened
 

@@ -182,8 +182,8 @@ def test_a_step_for_cuda_is_planned_on_the_cpu() -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"device_memory": "50%"}, "no number of bytes"),
-        ({"device_memory": "8"}, "no known unit"),
+        ({"device_memory": "50%"}, r"^Device memory '50%' is no size with a unit; write e\.g\. 8GB or 7\.5GiB\.$"),
+        ({"device_memory": "8"}, "no size with a unit"),
         ({"device": "tpu9"}, "unknown"),
         ({"device": "mps"}, "not supported"),
         ({"mode": "inference"}, r"call model.eval\(\) first"),
@@ -417,6 +417,7 @@ def test_foreign_names_steer_nothing() -> None:
     text = stream.getvalue()
     assert "[red]\\x1b[31m" in text
     assert "\x1b[31m" not in text
+    assert str(found).startswith("Odd: train step on cpu, batch 64\nPredicted peak: ")
 
 
 def test_a_model_that_is_already_optimized_is_refused() -> None:

@@ -97,6 +97,19 @@ def test_first_call_leaves_the_random_state() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_an_optimizer_that_steps_before_the_call_is_not_tried() -> None:
+    module, other = Called(), nn.Linear(2, 2)
+    optimizer, before = torch.optim.SGD(other.parameters(), lr=1.0), other.weight.clone()
+    other(torch.ones(2)).sum().backward()
+    with pytest.raises(
+        UsageError, match=r"steps an optimizer before it calls Called, .* optimize Called by memrewrite"
+    ):
+        first_call(module, lambda: (optimizer.step(), module(torch.ones(2))))
+    assert torch.equal(other.weight, before)
+    optimizer.step()  # which is let through from then on
+    assert not torch.equal(other.weight, before)
+
+
 def test_a_step_that_does_not_call_the_module_is_refused() -> None:
     with pytest.raises(UsageError, match="does not call Called"):
         first_call(Called(), lambda: None)
@@ -312,6 +325,7 @@ def lightning_module(lightning: ModuleType, optimizers: int = 1) -> Any:
             super().__init__()
             self.net = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.SiLU()) for _ in range(4)))
             self.idle = nn.Linear(2, 2)
+            self.compiled = torch.compile(nn.Linear(2, 2))
             self.automatic_optimization = optimizers == 1
 
         def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
@@ -349,8 +363,11 @@ def test_lightning_submodules_are_replaced_once_each(lightning: ModuleType) -> N
         ("missing", 1, "has no submodule 'missing'; name one it has"),
         ("idle", 1, "The training step does not call Linear"),
         ("net", 2, "There are 2 optimizers; say optimizer= which steps net"),
+        ("", 1, "Optimize is for a submodule; give Net itself to memrewrite.optimize, and the result to fit."),
+        ("compiled", 1, "compiled is compiled, and what is compiled would go on without a plan;"),
+        ("compiled._orig_mod", 1, "compiled._orig_mod is compiled, and what is compiled would go on without a plan;"),
     ],
-    ids=["no submodule", "not called", "two optimizers"],
+    ids=["no submodule", "not called", "two optimizers", "the module itself", "compiled", "inside what is compiled"],
 )
 @pytest.mark.filterwarnings("default")
 def test_lightning_refusals(path: str, optimizers: int, sentence: str, lightning: ModuleType) -> None:
@@ -358,6 +375,80 @@ def test_lightning_refusals(path: str, optimizers: int, sentence: str, lightning
 
     with pytest.raises(UsageError, match=re.escape(sentence)):
         fit(lightning, lightning_module(lightning, optimizers), Optimize(path, budget="min"))
+
+
+class Writes(nn.Module):
+    """What runs before the submodule: it draws no numbers, but writes to a buffer and to the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+        self.runs = 0
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        self.runs += 1
+        found: torch.Tensor = self.norm(batch.mul_(2))
+        return found
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_training_step_that_is_tried_leaves_no_trace(lightning: ModuleType) -> None:
+    from memrewrite.integrations.lightning import Optimize
+
+    trained = []
+    for callback in (lightning.Callback(), Optimize("net", budget="min", optimizer="sgd")):
+        torch.manual_seed(0)
+        module = lightning_module(lightning, optimizers=2)
+        module.before = Writes()
+
+        def step(batch: list[torch.Tensor], batch_idx: int, module: Any = module) -> None:
+            first, _ = module.optimizers()
+            module.toggle_optimizer(first)  # it freezes what only the other one steps
+            loss = module.net(module.before(batch[0])).square().mean()
+            first.zero_grad()
+            module.manual_backward(loss)
+            first.step()
+            module.untoggle_optimizer(first)
+
+        module.training_step = step
+        of = (module.net, module.idle)
+        module.configure_optimizers = lambda of=of: [torch.optim.SGD(each.parameters(), lr=0.1) for each in of]
+        fit(lightning, module, callback)
+        trained.append(module)
+    plain, ours = trained
+    assert ours.before.runs == plain.before.runs == 2
+    assert all(parameter.requires_grad for parameter in ours.parameters())
+    assert memrewrite.report_of(ours.net).changed
+    torch.testing.assert_close(ours.state_dict(), plain.state_dict(), rtol=0, atol=0)
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_training_step_that_takes_batches_itself_is_refused(lightning: ModuleType) -> None:
+    from memrewrite.integrations.lightning import Optimize
+
+    class Takes(type(lightning_module(lightning))):  # type: ignore[misc]
+        def training_step(self, dataloader_iter: Any) -> torch.Tensor:
+            found: torch.Tensor = super().training_step(next(dataloader_iter)[0], 0)
+            return found
+
+    with pytest.raises(
+        UsageError, match="training_step takes batches from dataloader_iter itself; let it take a batch"
+    ):
+        fit(lightning, Takes(), Optimize("net", budget="min"))
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_training_step_that_calls_the_submodule_twice_is_told(lightning: ModuleType) -> None:
+    from memrewrite.integrations.lightning import Optimize
+
+    module: Any = lightning_module(lightning)
+    callback: Any = Optimize("net", budget="min")
+    module.training_step = lambda batch, batch_idx: (module.net(batch[0]) * module.net(-batch[0])).mean()
+    with pytest.warns(memrewrite.BeyondPlanWarning, match="^training_step calls net 2 times before backward"):
+        fit(lightning, module, callback)
+    assert callback.report is memrewrite.report_of(module.net)
+    assert callback.report.notes[-1].startswith("training_step calls net 2 times before backward")
+    assert not module.net._forward_hooks
 
 
 @pytest.mark.filterwarnings("ignore")  # of a process group without peers

@@ -298,3 +298,33 @@ def test_lightning_plans_for_the_longest_texts(lightning: ModuleType, longest: i
     assert callback.report is not None
     which = "texts as long as asked for" if longest else "the longest texts of the dataset"
     assert callback.report.notes[-1] == f"Planned for input_ids of (4, {longest or LONGEST}), {which}."
+
+
+@pytest.mark.filterwarnings("default")
+def test_lightning_hands_the_longest_texts_on_as_any_batch(lightning: ModuleType) -> None:
+    """By the hooks of the data module, to a ``training_step`` that may do without the batch's number."""
+    from memrewrite.integrations.lightning import Optimize
+
+    class Data(lightning.LightningDataModule):  # type: ignore[misc, name-defined]
+        def train_dataloader(self) -> Any:
+            return torch.utils.data.DataLoader(cast(Any, texts()), batch_size=BATCH, collate_fn=padded)
+
+        def on_before_batch_transfer(self, batch: dict[str, torch.Tensor], dataloader_idx: int) -> Any:
+            return batch["input_ids"], batch["attention_mask"]
+
+    class Reader(lightning.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Text()
+
+        def training_step(self, batch: Any) -> torch.Tensor:
+            loss: torch.Tensor = self.net(*batch)
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    callback: Any = Optimize("net", budget="min", loss_fn=lambda loss: loss, verify=False)
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
+    lightning.Trainer(max_epochs=1, accelerator="cpu", callbacks=[callback], **quiet).fit(Reader(), datamodule=Data())
+    assert callback.report.notes[-1] == f"Planned for input_ids of (4, {LONGEST}), the longest texts of the dataset."

@@ -1,7 +1,8 @@
 """The grammar of budgets and how bytes are printed."""
 
+import numpy
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from memrewrite.records.errors import UsageError
@@ -17,6 +18,7 @@ from memrewrite.records.options import Budget, format_bytes
         ("900MB", 900 * 10**6),
         ("512 KiB", 512 * 2**10),
         ("1.001KB", 1001),
+        ("1.5kB", 1500),
         ("1TB", 10**12),
         ("1TiB", 2**40),
         ("17B", 17),
@@ -35,9 +37,10 @@ def test_text_in_bytes(text: str, count: int) -> None:
         ("0.5%", Budget(share=0.005)),
         ("min", Budget(minimum=True)),
         (1234, Budget(bytes=1234)),
+        (numpy.int64(1234), Budget(bytes=1234)),
         (Budget(bytes=7), Budget(bytes=7)),
     ],
-    ids=["percent", "whole", "fraction", "min", "int", "budget"],
+    ids=["percent", "whole", "fraction", "min", "int", "NumPy's", "budget"],
 )
 def test_other_forms(value: str | int | Budget, parsed: Budget) -> None:
     assert Budget.parse(value) == parsed
@@ -72,6 +75,15 @@ def test_other_forms(value: str | int | Budget, parsed: Budget) -> None:
 def test_refused(value: object, reason: str) -> None:
     with pytest.raises(UsageError, match=reason):
         Budget.parse(value)  # type: ignore[arg-type]
+
+
+@given(st.integers(min_value=1, max_value=2**45))
+@example(3_412_345)
+@example(999_999_999)
+def test_what_is_rounded_up_is_enough_when_it_is_given_back(count: int) -> None:
+    decimal, _, binary = format_bytes(count, up=True).removesuffix(")").partition(" (")
+    budgets = [Budget.parse(text).bytes or 0 for text in (decimal, binary) if text]
+    assert all(0 <= budget - count <= 0.1 * max(count, 10**6) for budget in budgets)
 
 
 @given(st.text(max_size=12))

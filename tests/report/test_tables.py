@@ -8,7 +8,8 @@ from rich.console import Console
 
 from memrewrite.records.outcomes import Measured, Option, Peaks, PeaksBySize, Segment, Share
 from memrewrite.records.report import Report
-from memrewrite.report.tables import WIDTH, over_budget, show
+from memrewrite.report.printed import WIDTH
+from memrewrite.report.tables import over_budget, show
 from memrewrite.report.text import plain
 
 BEFORE = Peaks(10 * 10**9, 9 * 10**9, (), {}, 12 * 10**9)
@@ -159,6 +160,15 @@ def test_foreign_names_have_no_effect() -> None:
     text = printed(report)
     assert r"[red]x[/red]\x1b[2J" in text
     assert r"[/nonsense] :smile: \x07" in text
+
+
+def test_a_report_is_printed_without_what_is_of_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    for report in (FULL, UNCHANGED):
+        *lines, last = printed(report).splitlines()
+        assert last.startswith("Written: nothing")
+        with monkeypatch.context() as colours:
+            colours.setenv("FORCE_COLOR", "1")
+            assert str(report).splitlines() == [line.rstrip() for line in lines]
 
 
 def test_plain_keeps_letters() -> None:

@@ -1,14 +1,19 @@
 """What a forward leads to besides its classes is part of what a model looks like: functions and values."""
 
+import builtins
+import copy
 import importlib
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
+import memrewrite
 from memrewrite.runtime.likeness import Likeness, WrongModelError, describe, refuse_other
 
 NET = """
@@ -148,6 +153,102 @@ SAME = {
 def test_the_same_is_taken(name: str, made: Callable[..., nn.Module]) -> None:
     expected = describe(made())
     refuse_other(made(*SAME[name]), expected)
+
+
+CELLS = """
+import types
+import torch
+from torch import nn
+
+GAIN, STEP, RATE, SEEN = 2.0, 0, 0.1, []
+CONFIG = {"net": {"slope": 1.5, "rate": 0.1}}
+SETTINGS = types.SimpleNamespace(power=2, rate=0.1)
+ACT = torch.tanh
+MASK = torch.ones(16)
+CALLS = 0
+
+def scaled(x, by=1.0):
+    return inner(x) * GAIN * by
+
+def inner(x):
+    global CALLS
+    CALLS += len(SEEN)
+    return x * CONFIG["net"]["slope"] * MASK
+
+def unused(x):
+    return x * RATE
+
+class Cell(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16)) for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = self.mixed(layer(x))
+        return x
+
+    def mixed(self, x):
+        return scaled(ACT(x)) ** SETTINGS.power
+"""
+AGAIN = "def scaled(x, by=1.0):\n    return inner(x) * GAIN * by\n"
+EDITS = {
+    "value": ("GAIN = 3.0", "GAIN is 3.0, captured as 2.0"),
+    "value of a builtin": (
+        "del GAIN; import builtins; builtins.GAIN = 3.0",
+        "GAIN is no longer there, captured as 2.0",
+    ),
+    "value in a dictionary": ('CONFIG["net"]["slope"] = 2.5', "CONFIG.net.slope is 2.5, captured as 1.5"),
+    "another dictionary": ('CONFIG = {"net": {"slope": 2.5}}', "CONFIG.net.slope is 2.5, captured as 1.5"),
+    "value of an object": ("SETTINGS.power = 3", "SETTINGS.power is 3, captured as 2"),
+    "tensor": ("MASK = torch.zeros(16)", "MASK is another object than at capture"),
+    "function of PyTorch's": ("ACT = torch.sigmoid", "ACT is another object than at capture"),
+    "function": ("def scaled(x, by=1.0):\n    return inner(x)", "scaled was edited since"),
+    "default": (AGAIN.replace("by=1.0", "by=2.0"), "scaled was edited since"),
+    "code of a function": ("inner.__code__ = (lambda x: x).__code__", "inner was edited since"),
+    "code of a method": ("Cell.mixed.__code__ = (lambda self, x: x * 2).__code__", "Cell.mixed was edited since"),
+}
+NO_EDITS = {
+    "the same at another line": AGAIN,
+    "what forward does not lead to": "def unused(x):\n    return x",
+    "what code does not name": "RATE = SETTINGS.rate = CONFIG['net']['rate'] = 0.2; OTHER = 1",
+    "what code counts and fills": "CALLS = 7; SEEN.append(1)",
+    "an equal value": "GAIN = float('2.0'); CONFIG['net'] = dict(CONFIG['net'])",
+}
+
+
+def ran(edit: str) -> tuple[Any, Any, list[str]]:
+    """What a drop-in and its model give after an edit in a later cell, and what is told of it."""
+    space: dict[str, Any] = {"__name__": "cells"}
+    exec(CELLS, space)  # noqa: S102  (as a notebook runs it)
+    torch.manual_seed(0)
+    model, x = space["Cell"](), torch.randn(32, 16)
+    result = memrewrite.optimize(model, x, budget="min", passes=["checkpoint_segments"], optimizer="none", verify=False)
+    assert memrewrite.report_of(result).segments
+    exec(edit, space)  # noqa: S102
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found = [module(x) for module in (result, copy.deepcopy(result), model)]
+    assert torch.equal(found[0], found[1])
+    return found[0], found[2], [str(each.message) for each in told]
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_an_edit_in_a_later_cell_counts_and_is_told(name: str) -> None:
+    edit, sentence = EDITS[name]
+    try:
+        ours, theirs, told = ran(edit)
+    finally:
+        vars(builtins).pop("GAIN", None)
+    assert torch.equal(ours, theirs)
+    assert told == [f"Optimized Cell ran its original forward: {sentence}."] * 2  # its copy says it for itself
+
+
+@pytest.mark.parametrize("name", NO_EDITS)
+def test_a_cell_that_changes_nothing_of_forward_leaves_the_plan(name: str) -> None:
+    ours, theirs, told = ran(NO_EDITS[name])
+    assert torch.equal(ours, theirs)
+    assert not told
 
 
 def test_what_is_there_now_and_then_is_not_asked_for(made: Callable[..., nn.Module]) -> None:

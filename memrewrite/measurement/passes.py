@@ -1,0 +1,38 @@
+"""How many forward passes of a module wait for backward: what each of them keeps adds up."""
+
+import weakref
+from typing import Any
+
+from torch import nn
+
+from memrewrite.torch_internals.pytrees import tensors_in
+
+_KEY = "memrewrite: a pass"
+
+
+class _Pass:
+    """Lives as long as the graph of one pass."""
+
+
+class Waiting:
+    """Counts the passes of ``module`` since ``begin`` whose graphs are there; ``remove`` takes its hook away."""
+
+    def __init__(self, module: nn.Module) -> None:
+        passes: list[weakref.ref[_Pass]] = []
+
+        # A function, not a method: a copy of the model that somebody makes copies its hooks, but not what these hold.
+        def took(module: nn.Module, args: Any, output: Any) -> None:
+            made = _Pass()
+            nodes: list[Any] = [tensor.grad_fn for tensor in tensors_in(output)]
+            for node in filter(None, nodes):
+                node.metadata[_KEY] = made
+            passes.append(weakref.ref(made))
+
+        self._passes, self.remove = passes, module.register_forward_hook(took).remove
+
+    def begin(self) -> None:
+        """Count anew: backward ran."""
+        self._passes.clear()
+
+    def __len__(self) -> int:
+        return sum(each() is not None for each in self._passes)
