@@ -293,6 +293,30 @@ def test_what_repeats_and_leaves_no_trace_may_run_again(function: Callable[[Any,
         assert_same(three_steps(result), three_steps(plain))
 
 
+def weight_from_the_first_batch(self: Any, x: Tensor) -> Tensor:
+    if not self.calls:
+        self.calls = 1
+        self.weight.data.copy_(x.detach().std(0))
+    return x * self.weight
+
+
+def count_in_a_parameter(self: Any, x: Tensor) -> Tensor:
+    self.weight.data.add_(1)
+    return x.tanh().exp() if float(x.detach().sum()) < 1e9 else x
+
+
+@pytest.mark.parametrize("function", [weight_from_the_first_batch, count_in_a_parameter], ids=lambda f: f.__name__)
+def test_what_it_writes_to_parameters_is_put_back_and_written_once_a_step(
+    function: Callable[[Any, Tensor], Tensor],
+) -> None:
+    model = net(Odd(function))
+    plain = copy.deepcopy(model)
+    result = optimized(model, budget="min")
+    assert result.report.segments
+    assert_same(dict(model.named_parameters()), dict(plain.named_parameters()))
+    assert_same(three_steps(result), three_steps(plain))
+
+
 @pytest.mark.parametrize("amp", [None, torch.bfloat16], ids=["float32", "autocast"])
 def test_it_is_verified(amp: torch.dtype | None) -> None:
     result = optimized(net(Odd(branch_on_values)), verify=True, amp=amp)
