@@ -205,6 +205,21 @@ def test_of_what_forward_asks_only_that_is_told_which_says_more() -> None:
     assert captured.notes == (told.format("size % 8 == 0"), told.format("size // 8 != 1"))
 
 
+class Turns(nn.Module):
+    """Takes turns, as recurrent policies do, and of two inputs one row in each."""
+
+    def forward(self, x: Tensor, weights: Tensor) -> Tensor:
+        state = torch.zeros_like(x[0])
+        for turn in range(x.shape[0]):
+            state = torch.tanh(state * weights[turn] + x[turn])
+        return state
+
+
+def test_a_loop_is_told_of_by_its_last_turn() -> None:
+    captured = capture(Turns(), Inputs((torch.randn(6, 4), torch.rand(6, 4)), {}))
+    assert captured.notes == ("weights must have a size 0 with size > 5; others run the original forward.",)
+
+
 def test_sizes_of_numbers_with_fractions_stay_but_for_the_batch() -> None:
     captured = capture(nn.Sequential(nn.Linear(4, 4)), Inputs((torch.randn(6, 5, 4),), {}))
     assert captured.inputs.leaves[0].shape[1:] == (5, 4)
