@@ -41,6 +41,7 @@ class _Facts:
     gradients: int = 0
     inputs: int = 0
     output: int = 0
+    runs: int = 0  # of forward since the last backward, this one with it
     fallback: str = ""
     like_inputs: set[tuple[torch.Size, torch.dtype]] = field(default_factory=set)
     known: set[int] = field(default_factory=set)  # addresses of inputs and outputs
@@ -64,6 +65,7 @@ class Watch:
         self._device = place
         self._tracker = None if place.type == "cuda" else Tracker(place.type)
         self._passes = 0
+        self._waiting, self._backward = 0, False  # runs of forward since the last backward; whether one is known
         self._facts = _Facts()
         self._outputs: list[weakref.ref[torch.UntypedStorage]] = []
         self._handles: list[Any] = []
@@ -84,6 +86,7 @@ class Watch:
             self._outputs = [weakref.ref(t.untyped_storage()) for t in made]
 
         def accumulated(parameter: Tensor) -> None:
+            self._waiting, self._backward = 0, True
             self._facts.output = self._bytes_of_outputs()
 
         self._handles = [
@@ -118,11 +121,13 @@ class Watch:
             self._tracker.reset_peak()
         elif self._passes == self._report.config["micro_batches"] + 1:
             torch.cuda.reset_peak_memory_stats(self._device)
+        self._waiting += torch.is_grad_enabled()
         gradients = _gradients(self._module)
         self._facts = _Facts(
             gradients=_bytes(gradients),
             inputs=_bytes(inputs),
             output=self._bytes_of_outputs(),
+            runs=self._waiting,
             fallback=self._fallback(args, kwargs),
             like_inputs={(t.shape, t.dtype) for t in inputs},
             known={_address(t) for t in inputs},
@@ -152,6 +157,9 @@ class Watch:
         for path in fallen_back(self._module):
             if path and path not in self._fallen:
                 yield self._limit, f"the original forward of {path} ran, of which a warning has said why"
+        if facts.runs > 1 and self._backward:
+            told = "whose activations are there together: optimize a model that has all of them in its forward"
+            yield self._limit, f"forward ran {facts.runs} times before one backward, {told}"
         if not self._loop.keeps_output and facts.output:
             size = format_bytes(facts.output)
             yield (
@@ -179,7 +187,7 @@ class Watch:
         batches = [t for t in found.values() if (t.shape, t.dtype) in self._facts.like_inputs]
         others = [t for t in found.values() if (t.shape, t.dtype) not in self._facts.like_inputs]
         allowed = categories.get(INPUTS, 0) - self._facts.inputs + categories.get(AVERAGE, 0)
-        if batches and not self._loop.ahead:
+        if batches and not self._loop.ahead and self._facts.runs < 2:  # else they may be those of the other runs
             yield _bytes(batches), f"another batch is on the device ({format_bytes(_bytes(batches))}): say prefetch"
         if others and (more := _bytes(others) - max(allowed, 0)) > 0:
             largest = max(others, key=lambda t: t.nbytes)

@@ -123,6 +123,11 @@ def nested(self: Any, x: Tensor) -> dict[str, Any]:
     return {"hidden": [x * self.weight, None], "rest": (x.detach().sum(),)}
 
 
+def one_number_for_all_rows(self: Any, x: Tensor) -> dict[str, Any]:
+    self.calls += 1
+    return {"hidden": [x * self.weight], "logarithm": self.weight.abs().log().sum().expand(len(x))}
+
+
 def in_place(self: Any, x: Tensor) -> Tensor:
     self.calls += 1
     return x.mul_(self.weight.detach())
@@ -156,6 +161,7 @@ FUNCTIONS = [
     tensor_hook,
     checkpointed_draw,
     nested,
+    one_number_for_all_rows,
     in_place,
 ]
 
