@@ -60,7 +60,7 @@ def infeasible(candidate: Candidate, limit: Budget, budget: int, lowest: int, or
     elsewhere = '; uncompiled, or by torch.compile(..., backend="memrewrite"), it may be lower' * lower
     regions = (region.region for region in candidate.regions)
     told = (told_of_regions(region.module, region.captured.graph_module.graph) for region in regions)
-    hints = "".join(f"{hint} " for hint in itertools.chain(*told, _told_of_logits(candidate)))
+    hints = "".join(f"{hint} " for hint in itertools.chain(_told_of_rest(candidate), *told, _told_of_logits(candidate)))
     as_it_is = ""
     if original < lowest:
         candidate, lowest, as_it_is = replace(candidate, regions=()), original, " of the model as it is"
@@ -76,6 +76,12 @@ def infeasible(candidate: Candidate, limit: Budget, budget: int, lowest: int, or
         f"  - {option.name}: {format_bytes(option.peak_bytes)} ({option.cost})" for option in found if option.fits
     )
     return BudgetInfeasibleError(message, lowest, lines or ("  - nothing that was tried; a smaller model.",), found)
+
+
+def _told_of_rest(candidate: Candidate) -> Iterator[str]:
+    """Why the model could not be rewritten as a whole, where only parts of it are."""
+    if reason := candidate.left.get(""):
+        yield f"Only regions are rewritten, because: {reason}"
 
 
 def _told_of_logits(candidate: Candidate) -> Iterator[str]:

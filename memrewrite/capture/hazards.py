@@ -282,6 +282,8 @@ _REFUSED = {
     "detach what they are taken of, or give create_graph=True.",
     "leaf": "lets an input or output require a gradient in forward (at {place}), which in a graph none would; let "
     "inputs require theirs before the model is called.",
+    "frozen": "freezes a parameter or an input in forward (at {place}), which in a graph would be trained; freeze what "
+    "is never trained before the model is called, or compute with detached tensors.",
 }
 _FunctionCall = tuple[Any, list[str], str]  # the function, its plain arguments and how many tensors, the place
 
@@ -355,6 +357,8 @@ class _Watch(TorchFunctionMode):
         result = func(*args, **kwargs)
         if theirs and not trained and (args[0].requires_grad if func in _LET_TRAIN else kwargs.get("requires_grad")):
             self.leaves.append((args[0] if func in _LET_TRAIN else result, line))
+        if trained and not args[0].requires_grad:
+            self.places.setdefault("frozen", []).append(line)
         if any(leaf.is_floating_point() for leaf in tensors_in(result)):
             self._computing.append(self._calls[-1])
         if any(buffer._version != version for buffer, version in versions) and in_checkpoint():

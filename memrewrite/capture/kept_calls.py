@@ -167,11 +167,11 @@ def watch_calls(
     modules = {path: model.get_submodule(path) for path in paths}
     passes = [_calls(modules, lambda: run(inputs))]
 
-    def again(other: Callable[[int, int], int]) -> bool:
+    def again(other: Callable[[int, int], int], alone: bool) -> bool:
         """Whether the same calls are made in one more pass, at other sizes."""
         # Whatever forward says of other sizes: then they do not vary.
         with suppress(Exception), preserved_rng([*model.parameters(), *inputs.tensors()]):
-            passes.append(_calls(modules, partial(run, other_sizes(model, inputs, ranges, other))))
+            passes.append(_calls(modules, partial(run, other_sizes(model, inputs, ranges, other, alone))))
             return True
         return False
 
@@ -179,18 +179,20 @@ def watch_calls(
         number = len(passes[0][path])
         return [*zip(*(made[path] for made in passes if len(made[path]) == number), strict=True)]
 
-    def are_clear(other: Callable[[int, int], int]) -> bool:
+    def are_clear(other: Callable[[int, int], int], alone: bool) -> bool:
         """Whether what each call is given and gives is in both passes of the sizes that vary."""
-        further = other_sizes(model, inputs, ranges, other)
+        further = other_sizes(model, inputs, ranges, other, alone)
         vary = {(a, b) for a, b in _pairs(inputs.tensors(), further.tensors(), tuple) if a != b}
         return all(_is_clear(seen, vary) for path in paths for seen in calls(path))
 
-    second = next((other for other in (apart, alike) if again(other)), None)
-    if second is not None and not are_clear(second):
-        again(far_apart)
-        again(a_quarter)
+    # The batch may be in what does not vary, too, as in the state of a recurrent layer: then the ranges vary alone.
+    tries = [(apart, False), (alike, False), *([(apart, True)] if ranges else [])]
+    second = next((each for each in tries if again(*each)), None)
+    if second is not None and not are_clear(*second):
+        again(far_apart, second[1])
+        again(a_quarter, second[1])
         for number in range(1, LARGEST):
-            again(partial(a_bit_less, number))
+            again(partial(a_bit_less, number), second[1])
     return {path: KeptCalls(path, module, tuple(calls(path))) for path, module in modules.items()}
 
 

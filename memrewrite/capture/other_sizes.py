@@ -12,10 +12,12 @@ from memrewrite.workload.ranges import brought_to, per_token, positions
 from memrewrite.workload.step import Inputs
 
 
-def other_sizes(model: nn.Module, inputs: Inputs, ranges: Sequence[Range], other: Callable[[int, int], int]) -> Inputs:
+def other_sizes(
+    model: nn.Module, inputs: Inputs, ranges: Sequence[Range], other: Callable[[int, int], int], alone: bool = False
+) -> Inputs:
     """The inputs with other sizes where they may vary: the batch, all sizes of tokens, those that have ranges.
 
-    ``other`` gives one for a size and its dimension.
+    ``other`` gives one for a size and its dimension; with ``alone`` the ranges vary and nothing else.
     """
     batch = batch_size(inputs)
     leaves, places = tree_leaves((inputs.args, inputs.kwargs)), positions(model, inputs) if ranges else {}
@@ -23,7 +25,8 @@ def other_sizes(model: nn.Module, inputs: Inputs, ranges: Sequence[Range], other
 
     def changed(leaf: Tensor) -> Tensor:
         dims = {dim for owner, dim in named if owner == id(leaf)}
-        dims |= {*range(leaf.dim())} if per_token(leaf) else {0} if leaf.dim() and leaf.shape[0] == batch else set()
+        if not alone:
+            dims |= {*range(leaf.dim())} if per_token(leaf) else {0} if leaf.dim() and leaf.shape[0] == batch else set()
         return brought_to(leaf, {dim: other(leaf.shape[dim], dim) for dim in dims})
 
     return inputs.changed(changed)

@@ -4,7 +4,7 @@ import ast
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -162,15 +162,24 @@ def _notes(spec: InputSpec, words: Mapping[str, str]) -> Iterator[str]:
 
 
 def _telling(spec: InputSpec) -> list[str]:
-    """The conditions that not all sizes in the ranges meet, without those that shorter ones leave nothing for."""
+    """The conditions that not all sizes in the ranges meet, without those that others leave nothing for."""
     known: dict[str, Callable[..., bool]] = {}
-    for text in sorted(spec.conditions, key=len):
-        holds = _function(spec, text)
-        in_it = [symbol for symbol in dict.fromkeys(symbol for symbol, _ in spec.ranges) if symbol in _names(text)]
-        tried = (sizes for symbol in in_it for sizes in _sizes(spec, symbol, falling=False))
-        if any(not holds(**sizes) and all(other(**sizes) for other in known.values()) for sizes in tried):
+    for text in sorted(spec.conditions, key=len):  # shorter ones are easier to read
+        if _excludes(spec, text, known.values()):
+            known[text] = _function(spec, text)
+    for text in [*known]:
+        holds = known.pop(text)
+        if _excludes(spec, text, known.values()):
             known[text] = holds
     return [text for text in spec.conditions if text in known]
+
+
+def _excludes(spec: InputSpec, text: str, others: Iterable[Callable[..., bool]]) -> bool:
+    """Whether a condition excludes sizes in the ranges that all others hold for."""
+    holds, others = _function(spec, text), [*others]
+    in_it = [symbol for symbol in dict.fromkeys(symbol for symbol, _ in spec.ranges) if symbol in _names(text)]
+    tried = (sizes for symbol in in_it for sizes in _sizes(spec, symbol, falling=False))
+    return any(not holds(**sizes) and all(other(**sizes) for other in others) for sizes in tried)
 
 
 def _sizes(spec: InputSpec, symbol: str, falling: bool) -> Iterator[Mapping[str, int]]:

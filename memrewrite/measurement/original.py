@@ -18,6 +18,7 @@ from memrewrite.workload.step import Inputs, Running, Step
 _MIXED = "got mixed torch.Tensor and DTensor"  # as every operator says it that is given both
 _WRITTEN = "modified by an inplace operation"
 _WITHOUT_GRADIENT = "does not require grad and does not have a grad_fn"
+_OF_OTHERS = "differentiated Tensor"  # and what follows, where a gradient is asked for by what is not in the graph
 _FORWARD, _BACKWARD, _LOSS = Running._forward.__code__, Step.backward.__code__, Running._pass.__code__
 _OPTIMIZER = {Step.make_optimizer.__code__, Step.update.__code__}
 
@@ -74,7 +75,10 @@ def _blamed(name: str, error: Exception) -> str:
     if _BACKWARD in codes and _WITHOUT_GRADIENT in reason:
         return f"The loss of {name} requires no gradient; give a loss_fn that computes with what trains."
     if _LOSS in codes and not codes & {_FORWARD, _BACKWARD}:
-        return f"loss_fn fails on what {name} gives with {what}; give a function of the model's output."
+        mend = "give a function of the model's output"
+        if _OF_OTHERS in reason:
+            mend = "take gradients by inputs in forward, as a step has inputs of its own"
+        return f"loss_fn fails on what {name} gives with {what}; {mend}."
     return (
         f"{name} fails on the example inputs with {what}; give inputs that the model takes (arguments by name as "
         "example_kwargs)."

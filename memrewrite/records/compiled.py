@@ -102,7 +102,8 @@ def _lines(report: CompiledReport) -> Iterator[str]:
         if graph.resident:
             yield f"  resident     {_sizes(graph.resident)}"
         if graph.peak is not None:
-            yield f"  peak         {_than(graph.peak, graph.peak_before)}"
+            own = None if graph.choice == "usual" else graph.peak_before
+            yield f"  peak         {_than(graph.peak, own, '' if graph.unseen else ' foreseen')}"
         if graph.unseen:
             yield f"               by the plan alone; of the compiled code it is not known: {graph.unseen}"
         if graph.kept is None:
@@ -112,9 +113,9 @@ def _lines(report: CompiledReport) -> Iterator[str]:
             yield f"  runs again   {_times(graph.reruns)}; {graph.regions} regions, {graph.rerun_ms:.2f} ms"
 
 
-def _than(now: int, before: int | None) -> str:
-    """A size, and what it is as PyTorch has it where that is another."""
-    return short_bytes(now) + (f" (PyTorch {short_bytes(before)})" if before not in (None, now) else "")
+def _than(now: int, before: int | None, known: str = "") -> str:
+    """A size, and what it is as PyTorch has it where that is another, and how that is known."""
+    return short_bytes(now) + (f" (PyTorch {short_bytes(before)}{known})" if before not in (None, now) else "")
 
 
 def _sizes(sizes: dict[str, int]) -> str:

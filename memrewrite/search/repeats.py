@@ -82,21 +82,22 @@ def _leaves_no_trace(module: nn.Module, call: Call) -> bool:
     if not all(isinstance(hook, WeightNorm) or spreads(hook) for _, hook in hooks):
         return False
     normed = {joined(path, hook.name) for path, hook in hooks if isinstance(hook, WeightNorm)}
-    before, values = Attributes(module), [buffer.detach().clone() for buffer in module.buffers()]
+    tensors = [local_part(tensor) for tensor in (*module.parameters(), *module.buffers())]
+    before, values = Attributes(module), [tensor.detach().clone() for tensor in tensors]
     try:
         return (
             _twice(call).repeat
             and all(path in normed for path, _ in before.changed())
             and next(before.written(), None) is None
-            and all(map(same_bits, values, module.buffers()))
+            and all(map(same_bits, values, tensors))
         )
     finally:
         with torch.no_grad():
-            for buffer, value in zip(module.buffers(), values, strict=True):
-                if buffer.shape == value.shape:
-                    buffer.copy_(value)
-                else:  # which the run gave a size
-                    buffer.data = value
+            for tensor, value in zip(tensors, values, strict=True):
+                if tensor.shape != value.shape:  # the run gave it a size
+                    tensor.data = value
+                elif not same_bits(tensor, value):
+                    tensor.copy_(value)
         before.restore()
 
 

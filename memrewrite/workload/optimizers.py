@@ -13,6 +13,17 @@ from memrewrite.records.errors import UsageError
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
+SEVERAL = "several can be parts of one of your own, whose step takes theirs"
+_NEEDED = ("state", "param_groups", "step", "zero_grad")
+
+
+def one_of(made: Any) -> torch.optim.Optimizer:
+    """What a factory made; raises ``UsageError`` for what is no optimizer."""
+    if not all(hasattr(made, name) for name in _NEEDED):
+        raise UsageError(f"optimizer makes a {type(made).__name__}, which is no torch.optim.Optimizer; {SEVERAL}.")
+    return made
+
+
 def parameters_in(groups: Iterable[Mapping[str, Any]]) -> list[Any]:
     """All parameters of an optimizer's groups."""
     return [parameter for group in groups for parameter in group["params"]]

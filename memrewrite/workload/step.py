@@ -28,7 +28,7 @@ from memrewrite.torch_internals.scaler import Scaler
 from memrewrite.torch_internals.spread import computed_on, parts_of
 from memrewrite.workload.held import Targets, held_beside, held_by
 from memrewrite.workload.in_backward import stepping_in_backward, while_backward
-from memrewrite.workload.optimizers import OptimizerFactory
+from memrewrite.workload.optimizers import OptimizerFactory, one_of
 
 if TYPE_CHECKING:
     from memrewrite.torch_internals.ddp import Replica
@@ -140,7 +140,7 @@ class Step:
         trained = [p for p in module.parameters() if p.requires_grad]
         if self.mode == "inference" or self.optimizer is None or not trained:
             return None
-        made = self.optimizer(trained)
+        made = one_of(self.optimizer(trained))
         return stepping_in_backward(made) if self.in_backward else made
 
     def begin(

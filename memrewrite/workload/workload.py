@@ -16,7 +16,7 @@ from memrewrite.records.mesh import Mesh
 from memrewrite.torch_internals.pytrees import tensors_in, tree_leaves
 from memrewrite.torch_internals.spread import is_sparse_or_nested
 from memrewrite.workload.in_backward import InBackward
-from memrewrite.workload.optimizers import OptimizerFactory
+from memrewrite.workload.optimizers import SEVERAL, OptimizerFactory
 from memrewrite.workload.step import Inputs, Step
 from memrewrite.workload.stepping import checked, factory_like
 from memrewrite.workload.stepspec import amp_dtype, in_backward, optimizer_factory
@@ -77,7 +77,8 @@ def make_step(
         )
     if not (optimizer is None or isinstance(optimizer, str | torch.optim.Optimizer) or callable(optimizer)):
         raise UsageError(
-            f"optimizer is {_kind(optimizer)}; give a name, an optimizer, a class or a function of the parameters."
+            f"optimizer is {_kind(optimizer)}; give a name, an optimizer, a class or a function of the parameters; "
+            f"{SEVERAL}."
         )
     if amp not in (None, torch.bfloat16, torch.float16) and not isinstance(amp, str):
         raise UsageError(f"amp={amp!r} is no type that autocast computes in; give 'bf16' or 'fp16'.")

@@ -279,6 +279,24 @@ def test_what_keeps_a_plan_from_what_it_is_for_is_named_with_what_to_do() -> Non
     assert caught.value.summary.endswith('regions=["layers.*"] say. What else would fit:')
 
 
+class Checked(Within):
+    """Looks at the values of what it is given."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if float(x.max()) > 1e9:
+            raise ValueError("too large")
+        result: torch.Tensor = self.layers(x)
+        return result
+
+
+def test_why_only_regions_are_rewritten_is_told_where_they_are_not_enough() -> None:
+    with pytest.raises(BudgetInfeasibleError) as caught:
+        memrewrite.optimize(Checked(), torch.randn(512, 64), budget="10%")
+    told = "Only regions are rewritten, because: Checked lets the values of a tensor decide what Python does at "
+    assert told in caught.value.summary
+    assert "in a small submodule, which stays a call, or outside forward. What else would fit:" in caught.value.summary
+
+
 class Speaking(nn.Module):
     """Returns logits of 5,000 words."""
 

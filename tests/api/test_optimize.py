@@ -5,7 +5,7 @@ import functools
 import json
 import types
 from collections import UserDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -388,6 +388,30 @@ def test_an_optimizer_that_steps_in_backward_takes_no_step_of_ours(call: Any) ->
 def test_what_is_of_another_type_is_told_as_that(call: Any, asked: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UsageError, match=sentence):
         call(conv_net(), image(), **asked)
+
+
+class Parts(torch.optim.Optimizer):
+    """Steps what is sparse and what is not, each by an optimizer for it."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters, {})
+        table, *others = self.param_groups[0]["params"]
+        self.parts: tuple[Any, ...] = torch.optim.SparseAdam([table]), torch.optim.Adam(others)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for part in self.parts:
+            part.step()
+
+
+def test_several_optimizers_are_parts_of_one() -> None:
+    model = nn.Sequential(nn.EmbeddingBag(500, 16, sparse=True), nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 4))
+    ids = torch.randint(500, (32, 6))
+    report = memrewrite.optimize(model, ids, optimizer=Parts).report
+    assert memrewrite.measure(model, ids, optimizer=Parts, steps=1).peak == report.predicted_before.peak
+    cannot_be: list[Any] = [[Parts(model.parameters())], lambda parameters: [torch.optim.Adam(parameters)]]
+    for several in cannot_be:
+        with pytest.raises(UsageError, match="several can be parts of one of your own, whose step takes theirs"):
+            memrewrite.optimize(model, ids, optimizer=several)
 
 
 @dataclass

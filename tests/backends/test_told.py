@@ -4,6 +4,7 @@ import copy
 import json
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -239,7 +240,7 @@ TEXT = """\
 Net by torch.compile: budget 2.50 GB, optimizer adamw, foreseen peak 2.00 GB
 graph 1, Net: the cheapest plan found that fits
   resident     parameters and buffers 1.00 GB, inputs 1.0 MB
-  peak         2.00 GB (PyTorch 3.00 GB)
+  peak         2.00 GB (PyTorch 3.00 GB foreseen)
   kept         500.0 MB (PyTorch 1.50 GB): addmm 500.0 MB
   runs again   3 addmm, 2 relu; 4 regions, 1.50 ms"""
 
@@ -250,6 +251,9 @@ def test_as_text_and_as_data() -> None:
     data = json.loads(json.dumps(report.to_json()))
     assert (data["schema_version"], data["peak"]) == (1, 2 * 10**9)
     assert data["graphs"][0]["kept_by"] == {"addmm": 5 * 10**8}
+    unseen, usual = replace(GRAPH, unseen="no fake rule"), replace(GRAPH, choice="usual")
+    for graph, told in ((unseen, "2.00 GB (PyTorch 3.00 GB)"), (usual, "2.00 GB")):
+        assert f"  peak         {told}\n" in str(CompiledReport("Net", "2.50 GB", "adamw", 0, False, (graph,)))
     lost = CompiledReport("Net", "", "none", 0, False, (GRAPH, CompiledGraph("Net", "from cache", {})))
     assert lost.peak is None
     assert str(lost).splitlines()[0] == "Net by torch.compile: no budget, optimizer none, peak not foreseen"

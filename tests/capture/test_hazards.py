@@ -310,6 +310,15 @@ def a_leaf_that_is_made(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     return self.linear(x + shift), shift
 
 
+@hazard(rf"freezes a parameter or an input in forward \(at {HERE}\)")
+def parameters_that_are_frozen_for_one_term(self: Any, x: Tensor) -> Tensor:
+    hidden = self.other(self.linear(x))
+    self.other.requires_grad_(False)
+    judged = self.other(self.linear(x))
+    self.other.requires_grad_(True)
+    return hidden - judged.sigmoid()
+
+
 @hazard(rf"does at {HERE}.*; give its distributions validate_args=False, so that")
 def a_distribution_that_looks_at_its_parameters(self: Any, x: Tensor) -> Tensor:
     return torch.distributions.Normal(self.linear(x), 1.0, validate_args=True).rsample()

@@ -123,6 +123,11 @@ def nested(self: Any, x: Tensor) -> dict[str, Any]:
     return {"hidden": [x * self.weight, None], "rest": (x.detach().sum(),)}
 
 
+def one_number_for_all_rows(self: Any, x: Tensor) -> dict[str, Any]:
+    self.calls += 1
+    return {"hidden": [x * self.weight], "logarithm": self.weight.abs().log().sum().expand(len(x))}
+
+
 def in_place(self: Any, x: Tensor) -> Tensor:
     self.calls += 1
     return x.mul_(self.weight.detach())
@@ -156,6 +161,7 @@ FUNCTIONS = [
     tensor_hook,
     checkpointed_draw,
     nested,
+    one_number_for_all_rows,
     in_place,
 ]
 
@@ -291,6 +297,30 @@ def test_what_repeats_and_leaves_no_trace_may_run_again(function: Callable[[Any,
         each.odd.weight.requires_grad_(False)
     with pytest.warns(memrewrite.FallbackWarning, match=r"odd\.weight was trained, or frozen"):
         assert_same(three_steps(result), three_steps(plain))
+
+
+def weight_from_the_first_batch(self: Any, x: Tensor) -> Tensor:
+    if not self.calls:
+        self.calls = 1
+        self.weight.data.copy_(x.detach().std(0))
+    return x * self.weight
+
+
+def count_in_a_parameter(self: Any, x: Tensor) -> Tensor:
+    self.weight.data.add_(1)
+    return x.tanh().exp() if float(x.detach().sum()) < 1e9 else x
+
+
+@pytest.mark.parametrize("function", [weight_from_the_first_batch, count_in_a_parameter], ids=lambda f: f.__name__)
+def test_what_it_writes_to_parameters_is_put_back_and_written_once_a_step(
+    function: Callable[[Any, Tensor], Tensor],
+) -> None:
+    model = net(Odd(function))
+    plain = copy.deepcopy(model)
+    result = optimized(model, budget="min")
+    assert result.report.segments
+    assert_same(dict(model.named_parameters()), dict(plain.named_parameters()))
+    assert_same(three_steps(result), three_steps(plain))
 
 
 @pytest.mark.parametrize("amp", [None, torch.bfloat16], ids=["float32", "autocast"])

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 import memrewrite
 from memrewrite.capture import capture
+from memrewrite.runtime.dropin import programs
 from memrewrite.runtime.promise import BeyondPlanWarning, FallbackWarning
 from memrewrite.simulate import run_tracked
 from memrewrite.workload.step import Inputs, Step
@@ -65,7 +66,7 @@ def text(batch: int, length: int) -> tuple[Tensor, Tensor]:
     return ids, mask
 
 
-def taken(module: nn.Module, inputs: tuple[Tensor, Tensor]) -> list[Tensor]:
+def taken(module: nn.Module, inputs: tuple[Tensor, ...]) -> list[Tensor]:
     module.zero_grad(set_to_none=True)
     loss = module(*inputs)
     loss.backward()
@@ -203,6 +204,44 @@ def test_of_what_forward_asks_only_that_is_told_which_says_more() -> None:
     assert len(captured.inputs.conditions) > 2
     told = "ids must have a size 1 with {}; others run the original forward."
     assert captured.notes == (told.format("size % 8 == 0"), told.format("size // 8 != 1"))
+
+
+class Pairs(nn.Module):
+    """Asks for the batch as Python does, as losses over pairs do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start, self.layer = nn.Parameter(torch.rand(1, WIDTH)), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.layer(x) + self.start.expand(len(x), -1)
+        return functional.cross_entropy(hidden @ hidden.T, torch.arange(len(x)))
+
+
+@pytest.mark.filterwarnings("error::memrewrite.runtime.promise.FallbackWarning")
+def test_the_batch_varies_where_its_len_is_taken() -> None:
+    model = Pairs()
+    result = memrewrite.optimize(model, torch.randn(64, WIDTH), budget="min", loss_fn=lambda loss: loss)
+    assert result.report.equivalent
+    assert programs(result)
+    for rows in (64, 9, 2):
+        x = torch.randn(rows, WIDTH)
+        assert all(map(torch.equal, taken(result, (x,)), taken(model, (x,))))
+
+
+class Turns(nn.Module):
+    """Takes turns, as recurrent policies do, and of two inputs one row in each."""
+
+    def forward(self, x: Tensor, weights: Tensor) -> Tensor:
+        state = torch.zeros_like(x[0])
+        for turn in range(x.shape[0]):
+            state = torch.tanh(state * weights[turn] + x[turn])
+        return state
+
+
+def test_a_loop_is_told_of_by_its_last_turn() -> None:
+    captured = capture(Turns(), Inputs((torch.randn(6, 4), torch.rand(6, 4)), {}))
+    assert captured.notes == ("weights must have a size 0 with size > 5; others run the original forward.",)
 
 
 def test_sizes_of_numbers_with_fractions_stay_but_for_the_batch() -> None:

@@ -66,9 +66,9 @@ def tokens(batch: int, length: int) -> Tensor:
     return torch.randint(WORDS, (batch, length), generator=torch.Generator().manual_seed(length))
 
 
-def taken(module: nn.Module, ids: Tensor) -> list[Tensor]:
+def taken(module: nn.Module, *given: Tensor) -> list[Tensor]:
     module.zero_grad(set_to_none=True)
-    loss = module(ids)
+    loss = module(*given)
     loss.backward()
     return [loss.detach(), *(p.grad for p in module.parameters() if p.grad is not None)]
 
@@ -256,6 +256,33 @@ def test_a_call_may_be_given_something_at_some_lengths_alone() -> None:
     assert result.report.equivalent
     assert "mixes.0 (Remembers) and 1 more stay calls that the model makes" in " ".join(result.report.notes)
     assert_runs_in_its_plan(result, model, (4, LENGTH), (4, 9), (3, 5))
+
+
+class Carrying(Words):
+    """Goes on from the state that a recurrent layer had, whose second size is the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.GRU(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, ids: Tensor, state: Tensor | None = None) -> Tensor:
+        x, _ = self.layer(self.words(ids), state)
+        for block in self.blocks:
+            x = block(x)
+        return functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+@pytest.mark.filterwarnings("error::memrewrite.runtime.promise.FallbackWarning")
+def test_a_length_varies_beside_a_batch_that_something_else_fixes() -> None:
+    model, state = Carrying(), torch.rand(1, 4, WIDTH)
+    example, ranges = (tokens(4, LENGTH), state), {"ids": {1: (3, LENGTH)}}
+    result = memrewrite.optimize(model, example, budget="min", loss_fn=lambda loss: loss, dynamic=ranges)
+    assert result.report.equivalent
+    assert result.report.segments
+    assert "layer (GRU) stays a call that the model makes" in " ".join(result.report.notes)
+    for length in (LENGTH, 9, 5):
+        ours, theirs = (taken(each, tokens(4, length), state) for each in (result, model))
+        assert all(map(torch.equal, ours, theirs)), length
 
 
 @pytest.mark.parametrize(("mix", "fixed"), [(Scan, True), (nn.Identity, False)])

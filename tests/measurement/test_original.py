@@ -13,6 +13,7 @@ import memrewrite
 from memrewrite.records.errors import CaptureError, MemrewriteError, UsageError
 
 Call = Callable[..., Any]
+INPUTS = torch.zeros(8, 16, requires_grad=True)  # of the loop, which are none of a step's
 
 
 def net() -> nn.Module:
@@ -58,8 +59,12 @@ def call(request: pytest.FixtureRequest) -> Call:
             r"The optimizer fails with TypeError: .*'learning_rate' \(at test_original.py:\d+\)",
         ),
         ({"optimizer": torch.optim.Muon}, "The optimizer fails with ValueError: Muon only supports 2D parameters"),
+        (
+            {"loss_fn": lambda output: torch.autograd.grad(output.sum(), INPUTS, create_graph=True)[0].mean()},
+            r"not have been used in the graph.* \(at test_original.py:\d+\); take gradients by inputs in forward, as",
+        ),
     ],
-    ids=["attribute", "arguments", "no gradient", "closure", "rate", "shapes"],
+    ids=["attribute", "arguments", "no gradient", "closure", "rate", "shapes", "inputs"],
 )
 def test_what_a_model_is_trained_with_is_to_blame(call: Call, options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(CaptureError, match=sentence):

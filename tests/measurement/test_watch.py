@@ -106,6 +106,20 @@ def test_another_batch(dropping: Any) -> None:
     assert "another batch is on the device" in watched(result, run)
 
 
+def test_a_forward_that_runs_twice_before_backward(dropping: Any) -> None:
+    result, x, y, criterion = dropping
+
+    def run(optimizer: torch.optim.Optimizer) -> None:
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            (criterion(result(x), y) + criterion(result(x), y)).backward()
+            optimizer.step()
+
+    told = watched(result, run)
+    assert "forward ran 2 times before one backward, whose activations are there together: optimize a model" in told
+    assert "prefetch" not in told
+
+
 def test_other_tensors(dropping: Any) -> None:
     result, x, y, criterion = dropping
 

@@ -35,7 +35,7 @@ def _instead(error: Exception) -> str:
     files = {frame.filename for frame in traceback.extract_tb(error.__traceback__)}
     if torch.distributions.distribution.__file__ in files:
         return "give its distributions validate_args=False, so that they do not look at what they are given"
-    return "compute it with tensors (torch.where, masks) or outside forward"
+    return "compute it with tensors (torch.where, masks), in a small submodule, which stays a call, or outside forward"
 
 
 def refusal(name: str, error: Exception) -> str:

@@ -168,6 +168,9 @@ def varied(each: Sequence[Any], size: Callable[[tuple[int, ...]], Any]) -> Any:
     strides: dict[int, Any] = {}
     extent, now = 1, 1
     for i in order:
+        if like.stride[i] == other.stride[i] == 0:  # expanded
+            strides[i] = 0
+            continue
         if other.stride[i] != now and other.shape[i] != 1:
             raise ValueError(f"Strides {other.stride}.")
         strides[i], extent, now = extent, extent * shape[i], now * other.shape[i]
