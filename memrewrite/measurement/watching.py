@@ -45,7 +45,6 @@ class _Facts:
     gradients: int = 0
     inputs: int = 0
     output: int = 0
-    runs: int = 0  # of forward since the last backward, this one with it
     fallback: str = ""
     waiting: int = 0
     like_inputs: set[tuple[torch.Size, torch.dtype]] = field(default_factory=set)
@@ -70,7 +69,6 @@ class Watch:
         self._device = place
         self._tracker = None if place.type == "cuda" else Tracker(place.type)
         self._passes = 0
-        self._waiting, self._backward = 0, False  # runs of forward since the last backward; whether one is known
         self._facts = _Facts()
         self._outputs: list[weakref.ref[torch.UntypedStorage]] = []
         self._handles: list[Any] = []
@@ -94,7 +92,6 @@ class Watch:
         waiting = self._waiting = Waiting(self._module)
 
         def accumulated(parameter: Tensor) -> None:
-            self._waiting, self._backward = 0, True
             self._facts.output = self._bytes_of_outputs()
             waiting.begin()
 
@@ -131,13 +128,11 @@ class Watch:
             self._tracker.reset_peak()
         elif self._passes == self._report.config["micro_batches"] + 1:
             torch.cuda.reset_peak_memory_stats(self._device)
-        self._waiting += torch.is_grad_enabled()
         gradients = _gradients(self._module)
         self._facts = _Facts(
             gradients=_bytes(gradients),
             inputs=_bytes(inputs),
             output=self._bytes_of_outputs(),
-            runs=self._waiting,
             fallback=self._fallback(args, kwargs),
             waiting=len(self._waiting or ()),
             like_inputs={(t.shape, t.dtype) for t in inputs},
@@ -166,14 +161,11 @@ class Watch:
         if facts.fallback:
             yield self._limit, f"the original forward ran, because {facts.fallback}"
         if facts.waiting:
-            times = f"{facts.waiting + 1} times before backward"
-            yield self._limit, f"forward ran {times}, and what each time keeps adds up"
+            times = f"forward ran {facts.waiting + 1} times before backward, and what each time keeps adds up"
+            yield self._limit, f"{times}: optimize a model that has all of them in its forward"
         for path in fallen_back(self._module):
             if path and path not in self._fallen:
                 yield self._limit, f"the original forward of {path} ran, of which a warning has said why"
-        if facts.runs > 1 and self._backward:
-            told = "whose activations are there together: optimize a model that has all of them in its forward"
-            yield self._limit, f"forward ran {facts.runs} times before one backward, {told}"
         if not self._loop.keeps_output and facts.output:
             size = format_bytes(facts.output)
             yield (
@@ -201,7 +193,7 @@ class Watch:
         batches = [t for t in found.values() if (t.shape, t.dtype) in self._facts.like_inputs]
         others = [t for t in found.values() if (t.shape, t.dtype) not in self._facts.like_inputs]
         allowed = categories.get(INPUTS, 0) - self._facts.inputs + categories.get(AVERAGE, 0)
-        if batches and not self._loop.ahead and self._facts.runs < 2:  # else they may be those of the other runs
+        if batches and not self._loop.ahead and not self._facts.waiting:  # whose batches are there
             yield _bytes(batches), f"another batch is on the device ({format_bytes(_bytes(batches))}): say prefetch"
         if others and (more := _bytes(others) - max(allowed, 0)) > 0:
             largest = max(others, key=lambda t: t.nbytes)
