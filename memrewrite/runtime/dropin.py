@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_structure, tree_unflatten, treespec_loads
 
-from memrewrite.runtime.differences import Owners, described, divided, exported, owners_of, parted, transformed
+from memrewrite.runtime.differences import Owners, described, divided, exported, owners_of, parted, sizes_of, surrounded
 from memrewrite.runtime.guards import Guards, Noted, Reads
 from memrewrite.runtime.operations import AROUND_NODES, IN_GRAPHS
 from memrewrite.runtime.plain_values import as_bytes
@@ -339,11 +339,11 @@ def _changed(module: nn.Module) -> str:
     if torch.compiler.is_compiling():
         # Each value that is looked at becomes a guard of the compiled code, as it does where the model is compiled.
         same = kept.looked is not None and kind._memrewrite.same(module, kept.looked)
-        return "" if same else "what it was captured with has changed"
+        return surrounded() if same else "what it was captured with has changed"
     if guards is None or kept.of() is not module:
         return _NOT_OURS
     changed = kept.broken or ("" if guards.hold() else guards.changed())
-    return changed or parted(kept.owners, kind._memrewrite.tied) or transformed()
+    return changed or parted(kept.owners, kind._memrewrite.tied) or surrounded()
 
 
 def named_values(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
@@ -378,7 +378,7 @@ def _match(program: Program, module: nn.Module, leaves: list[Any]) -> tuple[list
     if any(leaves[i] is not leaves[k] for i, k in program.shared):
         return None, "inputs are tensors of their own that were one tensor at capture, for which forward asks"
     if not program.fits(**sizes):
-        shapes = ", ".join(dict.fromkeys(str(tuple(tensor.shape)) for tensor in tensors))
+        shapes = ", ".join(dict.fromkeys(map(sizes_of, tensors)))
         return None, f"for inputs of {shapes} forward takes another path than at capture"
     weight = next(module.parameters(), None)
     of_units: Guards | None = getattr(type(module), OWN).guards  # where the first one may not be gathered by now
