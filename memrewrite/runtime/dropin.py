@@ -94,20 +94,20 @@ class Own:
     ``constants`` are tensors that the program holds, by name; ``owners`` are those of ``owners_of``; ``broken`` is
     what had changed when this was copied; ``replaced`` is the forward that was put on the original instead of its
     class's. ``report`` is that of ``optimize``, ``shown`` where the class has an attribute of that name; ``looked`` is
-    what code that is traced finds as long as nothing has changed; ``promise`` is what is said of calls. ``of`` refers
-    to the drop-in, whose end lets go of the rest.
+    what code that is traced finds as long as nothing has changed; ``promise`` is what is said of calls, ``others`` of
+    those of objects that its class made. ``of`` refers to the drop-in, whose end lets go of the rest.
     """
 
     def __init__(self, name: str, program: Program) -> None:
         self.promise = Promise(name, program.budget, program.strict, program.planned)
+        self.others = Promise(name, None, program.strict, {})
         self.kind: type = object
         self.of: Callable[[], nn.Module | None] = lambda: None
         self.guards: Guards | None = None
         self.constants: dict[str, Tensor] = {}
         self.owners: Owners = {}
         self.report: Any = None
-        self.shown = False
-        self.broken = ""
+        self.shown, self.broken = False, ""
         self.replaced: Forward | None = None
         self.looked: Any = None
 
@@ -273,9 +273,9 @@ def _subclass(base: type[nn.Module], program: Program, replaced: Forward | None)
             return program.run(self, *tensors)
         reason = reason if tensors is None else "it was captured in eval mode, for calls under torch.no_grad()"
         if reason:
-            of_inputs = not torch.compiler.is_compiling() and not _changed(self)
-            call = (self, args, kwargs) if of_inputs else None
-            kept.promise.fall_back(f"ran its original forward: {reason}.", 5, call)
+            call = None if torch.compiler.is_compiling() or _changed(self) else (self, args, kwargs)
+            promise = kept.promise if torch.compiler.is_compiling() or own(self) is kept else kept.others
+            promise.fall_back(f"ran its original forward: {reason}.", 5, call)
         return (replaced or base.forward)(self, *args, **kwargs)
 
     def reduce(self: nn.Module, protocol: Any = None) -> Any:
