@@ -10,7 +10,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from memrewrite.capture.expressions import class_of
 from memrewrite.records.errors import CaptureError
-from memrewrite.runtime.guards import HOOKS
+from memrewrite.runtime.differences import HOOKS
 from memrewrite.torch_internals.autograd_nodes import has_global_module_hooks
 from memrewrite.torch_internals.pytrees import tensors_in
 from memrewrite.torch_internals.spread import is_sparse_or_nested

@@ -12,6 +12,7 @@ from torch.nn import Parameter
 ABSENT = ...  # a value that can be compared as bytes
 Owners = dict[str, tuple[dict[str, Any], str]]
 """By the name of a tensor the dictionary that it lies in, and its name there."""
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _SHORT = reprlib.Repr()
 WITHIN_CACHED = "it is called within parametrize.cached(), where each parametrized weight is computed once for all"
 
@@ -93,8 +94,13 @@ def gathered_table(table: dict[str, Any], dtype: Any) -> dict[str, Any]:
 def described(leaf: Any) -> str:
     """What an input is."""
     if isinstance(leaf, Tensor):
-        return f"{leaf.dtype} {tuple(leaf.shape)} on {leaf.device.type}"
+        return f"{leaf.dtype} {sizes_of(leaf)} on {leaf.device.type}"
     return f"a {type(leaf).__name__}"
+
+
+def sizes_of(tensor: Tensor) -> str:
+    """Its sizes; only how many where ``torch.compile`` traces the call, as they need not be numbers there."""
+    return f"of {tensor.dim()} dimensions" if torch.compiler.is_compiling() else f"{tuple(tensor.shape)}"
 
 
 def owners_of(module: nn.Module, tied: tuple[tuple[str, ...], ...]) -> Owners:
@@ -129,6 +135,25 @@ def divided(owners: Owners, name: str) -> bool:
     return type(owner.get(key)).__name__ == "DTensor"
 
 
+def surrounded() -> str:
+    """What is around this call that no program can do, "" for nothing."""
+    all_hooks = torch.nn.modules.module
+    if all_hooks._has_any_global_hook():
+        tables = (getattr(all_hooks, f"_global{kind}") for kind in HOOKS)
+        if any(not _follows(hook) for table in tables for hook in table.values()):
+            return "hooks for all modules are registered, which the rewritten forward would not call"
+    return transformed()
+
+
+# Asked while Dynamo traces, which then is within the transforms that it traces, and guards on those around.
+vars(surrounded)["_dynamo_marked_constant"] = True
+
+
+def _follows(hook: Any) -> bool:
+    """Whether a hook only notes which module is called, as those of PyTorch's counters and of ours do."""
+    return str(getattr(hook, "__module__", "")).startswith(("torch.", "memrewrite."))
+
+
 def transformed() -> str:
     """The transform of PyTorch's that runs now, "" for none: none takes all that programs do in their backward."""
     if torch._C._functorch.peek_interpreter_stack() is not None:
@@ -137,5 +162,8 @@ def transformed() -> str:
 
 
 def exported() -> bool:
-    """Whether ``torch.export`` traces the call; to Dynamo of 2.11, ``torch.compiler.is_exporting()`` is always true."""
-    return torch.compiler._is_exporting_flag
+    """Whether ``torch.export`` or ``torch.jit.trace`` traces the call.
+
+    To Dynamo of 2.11, ``torch.compiler.is_exporting()`` is always true.
+    """
+    return torch.compiler._is_exporting_flag or torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_structure, tree_unflatten, treespec_loads
 
-from memrewrite.runtime.differences import Owners, described, divided, exported, owners_of, parted, transformed
+from memrewrite.runtime.differences import Owners, described, divided, exported, owners_of, parted, sizes_of, surrounded
 from memrewrite.runtime.guards import Guards, Noted, Reads
 from memrewrite.runtime.operations import AROUND_NODES, IN_GRAPHS
 from memrewrite.runtime.plain_values import as_bytes
@@ -94,20 +94,20 @@ class Own:
     ``constants`` are tensors that the program holds, by name; ``owners`` are those of ``owners_of``; ``broken`` is
     what had changed when this was copied; ``replaced`` is the forward that was put on the original instead of its
     class's. ``report`` is that of ``optimize``, ``shown`` where the class has an attribute of that name; ``looked`` is
-    what code that is traced finds as long as nothing has changed; ``promise`` is what is said of calls. ``of`` refers
-    to the drop-in, whose end lets go of the rest.
+    what code that is traced finds as long as nothing has changed; ``promise`` is what is said of calls, ``others`` of
+    those of objects that its class made. ``of`` refers to the drop-in, whose end lets go of the rest.
     """
 
     def __init__(self, name: str, program: Program) -> None:
         self.promise = Promise(name, program.budget, program.strict, program.planned)
+        self.others = Promise(name, None, program.strict, {})
         self.kind: type = object
         self.of: Callable[[], nn.Module | None] = lambda: None
         self.guards: Guards | None = None
         self.constants: dict[str, Tensor] = {}
         self.owners: Owners = {}
         self.report: Any = None
-        self.shown = False
-        self.broken = ""
+        self.shown, self.broken = False, ""
         self.replaced: Forward | None = None
         self.looked: Any = None
 
@@ -273,9 +273,9 @@ def _subclass(base: type[nn.Module], program: Program, replaced: Forward | None)
             return program.run(self, *tensors)
         reason = reason if tensors is None else "it was captured in eval mode, for calls under torch.no_grad()"
         if reason:
-            of_inputs = not torch.compiler.is_compiling() and not _changed(self)
-            call = (self, args, kwargs) if of_inputs else None
-            kept.promise.fall_back(f"ran its original forward: {reason}.", 5, call)
+            call = None if torch.compiler.is_compiling() or _changed(self) else (self, args, kwargs)
+            promise = kept.promise if torch.compiler.is_compiling() or own(self) is kept else kept.others
+            promise.fall_back(f"ran its original forward: {reason}.", 5, call)
         return (replaced or base.forward)(self, *args, **kwargs)
 
     def reduce(self: nn.Module, protocol: Any = None) -> Any:
@@ -339,11 +339,11 @@ def _changed(module: nn.Module) -> str:
     if torch.compiler.is_compiling():
         # Each value that is looked at becomes a guard of the compiled code, as it does where the model is compiled.
         same = kept.looked is not None and kind._memrewrite.same(module, kept.looked)
-        return "" if same else "what it was captured with has changed"
+        return surrounded() if same else "what it was captured with has changed"
     if guards is None or kept.of() is not module:
         return _NOT_OURS
     changed = kept.broken or ("" if guards.hold() else guards.changed())
-    return changed or parted(kept.owners, kind._memrewrite.tied) or transformed()
+    return changed or parted(kept.owners, kind._memrewrite.tied) or surrounded()
 
 
 def named_values(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
@@ -378,7 +378,7 @@ def _match(program: Program, module: nn.Module, leaves: list[Any]) -> tuple[list
     if any(leaves[i] is not leaves[k] for i, k in program.shared):
         return None, "inputs are tensors of their own that were one tensor at capture, for which forward asks"
     if not program.fits(**sizes):
-        shapes = ", ".join(dict.fromkeys(str(tuple(tensor.shape)) for tensor in tensors))
+        shapes = ", ".join(dict.fromkeys(map(sizes_of, tensors)))
         return None, f"for inputs of {shapes} forward takes another path than at capture"
     weight = next(module.parameters(), None)
     of_units: Guards | None = getattr(type(module), OWN).guards  # where the first one may not be gathered by now

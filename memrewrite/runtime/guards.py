@@ -24,6 +24,7 @@ from torch.nn.utils import parametrize
 from memrewrite.runtime.dict_versions import TICKS, moment, version_of
 from memrewrite.runtime.differences import (
     ABSENT,
+    HOOKS,
     WITHIN_CACHED,
     another_dictionary,
     another_forward,
@@ -49,7 +50,6 @@ Reads = tuple[tuple[tuple[str, ...], tuple[Holder, ...]], ...]
 Noted = tuple[bytes, dict[str, list[str]]]
 
 TABLES = ("_modules", "_parameters", "_buffers")
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def hooks_of(module: nn.Module) -> Iterator[Any]:

@@ -66,7 +66,7 @@ class Promise:
             raise BeyondPlanError(f"Optimized {self.name} is strict, and would have done this: it {text}")
         if not self.fallen_back:
             self.fallen_back = True
-            warnings.warn(f"Optimized {self.name} {text}", FallbackWarning, stacklevel=stacklevel)
+            _warn(f"Optimized {self.name} {text}", stacklevel + 1)
 
     def check(self, sizes: Mapping[str, int], stacklevel: int, call: Call) -> None:
         """Warn where inputs are so much larger than was planned for that the budget may not hold.
@@ -118,6 +118,11 @@ class Promise:
         return f"A step on them takes {_short(peak)}, and the budget is {_short(self.budget or 0)}."
 
 
+def _warn(text: str, stacklevel: int) -> None:
+    warnings.warn(text, FallbackWarning, stacklevel=stacklevel)
+
+
+vars(_warn)["_dynamo_marked_constant"] = True  # runs while Dynamo traces, which cannot trace a warning
 _PLANNING = threading.local()
 
 

@@ -15,8 +15,8 @@ from torch import nn
 from memrewrite.capture.at_sight import refuse_weight_hooks
 from memrewrite.capture.normal import is_below
 from memrewrite.records.errors import CaptureError, FixedSizeError, UnfitCallError
-from memrewrite.runtime.differences import joined
-from memrewrite.runtime.guards import HOOKS, hooks_of
+from memrewrite.runtime.differences import HOOKS, joined
+from memrewrite.runtime.guards import hooks_of
 from memrewrite.torch_internals.spread import spreads
 
 _FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memrewrite.runtime.differences import joined
-from memrewrite.runtime.guards import HOOKS
+from memrewrite.runtime.differences import HOOKS, joined
 from memrewrite.state.containers import contents, is_container, put_back
 from memrewrite.state.random_state import preserved_everywhere
 

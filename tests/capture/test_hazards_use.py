@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.func import functional_call
+from torch.nn.modules.module import register_module_forward_hook
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.flop_counter import FlopCounterMode
 
 import memrewrite
 from memrewrite.runtime.promise import FallbackWarning
@@ -171,6 +173,44 @@ def test_an_exported_result_is_the_original_graph(strict: bool) -> None:
         if node.op == "call_function"
     ]
     assert torch.equal(exported.module()(rows(1)), model(rows(1)))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace")
+def test_a_traced_result_is_the_original_graph_also_in_training() -> None:
+    """A trace records what runs once: no segments, which run again in backward, and no sizes that are compared."""
+    result, model = both(smooth(), rows())
+    traces = [torch.jit.trace(module.train(), (rows(),)) for module in (result, model)]
+    ours, theirs = (str(trace.inlined_graph).count("aten::") for trace in traces)
+    assert ours == theirs
+    assert_same(*(of(trace) for trace in traces))
+
+
+def hooked(module: nn.Module) -> list[Tensor]:
+    """What a hook for all modules, as one that looks for NaN, is called with."""
+    seen: list[Tensor] = []
+    handle = register_module_forward_hook(lambda m, args, out: seen.append(out.detach()))
+    try:
+        loss_of(module(rows())).backward()
+    finally:
+        handle.remove()
+    return seen
+
+
+def test_hooks_for_all_modules_see_all_of_them() -> None:
+    result, model = both(smooth(), rows())
+    with pytest.warns(FallbackWarning, match="hooks for all modules are registered"):
+        ours = hooked(result)
+    assert [torch.equal(a, b) for a, b in zip(ours, hooked(model), strict=True)] == [True] * 5
+
+
+def test_counters_of_flops_count_what_runs() -> None:
+    """Which have hooks for all modules, too, and are asked for what runs again."""
+    counts = []
+    for module in both(smooth(), rows()):
+        with FlopCounterMode(display=False) as counter:
+            loss_of(module(rows())).backward()
+        counts.append(counter.get_total_flops())
+    assert counts[0] > counts[1]
 
 
 def last_batch_smaller(k: int) -> Inputs:

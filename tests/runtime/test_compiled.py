@@ -356,6 +356,43 @@ def test_what_a_compiled_result_looks_at_can_be_traced() -> None:
     torch.testing.assert_close(found, model(x))
 
 
+def changed(model: Any, x: Tensor) -> Tensor:
+    model[1] = nn.Tanh()
+    found: Tensor = model(x)
+    return found
+
+
+def of_other_sizes(model: Any, x: Tensor) -> Tensor:
+    found: Tensor = model(x.view(4, 4, 16))
+    return found
+
+
+def by_gradients(model: Any, x: Tensor) -> Tensor:
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    slopes = torch.func.grad(lambda w: loss_of(torch.func.functional_call(model, w, (x,))))(weights)
+    return torch.cat([slope.flatten() for slope in slopes.values()])
+
+
+UNFIT: dict[Callable[[Any, Tensor], Tensor], str] = {
+    changed: "what it was captured with has changed",
+    of_other_sizes: "an input is torch.float32 of 3 dimensions on cpu, captured as torch.float32",
+    by_gradients: "within a transform of torch.func",
+}
+
+
+@pytest.mark.parametrize("call", UNFIT, ids=lambda call: call.__name__)
+def test_calls_that_run_the_original_forward_compile_as_one_graph(call: Callable[[Any, Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(16, 64), nn.Sigmoid(), nn.Linear(64, 16), nn.Sigmoid()), torch.randn(16, 16)
+    result: Any = memrewrite.optimize(copy.deepcopy(model), x, budget="min", verify=False, exact=True)
+    torch.compiler.reset()
+    compiled: Any = torch.compile(call, backend="aot_eager", fullgraph=True, dynamic=True)
+    with pytest.warns(memrewrite.FallbackWarning, match=UNFIT[call]):
+        found = compiled(result, x)
+    torch.compiler.reset()
+    assert torch.equal(found, call(model, x))
+
+
 class Drawing(nn.Module):
     """Dropout and batch normalization in segments: what must be the same, or be done once, where one runs again."""
 

@@ -28,7 +28,7 @@ from memrewrite.artifact.load import load
 from memrewrite.artifact.save import save
 from memrewrite.records.errors import UsageError
 from memrewrite.records.report import Report
-from memrewrite.runtime.dropin import programs
+from memrewrite.runtime.dropin import fallen_back, programs
 from memrewrite.runtime.promise import FallbackWarning
 from tests.support.dropins import ConvNet, assert_same_bits, conv_net, image, loss_of, peak, segmented, step
 
@@ -443,6 +443,10 @@ def test_an_object_the_class_makes_itself_runs_the_original(make: Callable[[Any]
     twin.load_state_dict(result.state_dict())
     with fallback("this object was not made by memrewrite.optimize"):
         assert twin(image()).equal(result(image()))
+    assert fallen_back(result) == []  # and it has its own warning still to give
+    with fallback("is torch.float64"):
+        result.double()(image().double())
+    assert fallen_back(result) == [""]
 
 
 class Delegating(nn.Module):
