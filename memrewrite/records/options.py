@@ -144,7 +144,8 @@ def device_bytes(memory: "str | int | Budget") -> int:
     with contextlib.suppress(UsageError):  # which would name what a device cannot have
         if (count := Budget.parse(memory).bytes) is not None:
             return count
-    raise UsageError(f"Device memory {reprlib.repr(memory)} is no size with a unit; write e.g. 8GB or 7.5GiB.")
+    said = f"Device memory {reprlib.repr(memory)} is no number of bytes, or more than any device has"
+    raise UsageError(f"{said}; write e.g. 8GB or 7.5GiB.")
 
 
 def format_bytes(count: int, *, up: bool = False) -> str:

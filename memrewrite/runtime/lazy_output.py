@@ -67,6 +67,7 @@ class LazyOutput(Tensor):
     _tensor: Tensor | None
     _rows: OutputRows | None
     _view: "tuple[LazyOutput, Change] | None"
+    _leaf: bool
 
     @staticmethod
     def __new__(cls, source: OutputSource, layout: Tensor | None = None, view: Any = None) -> "LazyOutput":
@@ -74,7 +75,7 @@ class LazyOutput(Tensor):
         like = source if layout is None else layout
         kind = {"dtype": like.dtype, "device": source.held[0].device}
         self: LazyOutput = Tensor._make_wrapper_subclass(cls, like.shape, **kind)  # type: ignore
-        self._source, self._tensor, self._rows, self._view = source, None, None, view
+        self._source, self._tensor, self._rows, self._view, self._leaf = source, None, None, view, False
         if view is None:
             source.output = source.output or TensorWeakRef(self)
         return self
@@ -91,7 +92,9 @@ class LazyOutput(Tensor):
             self._source.get()
             with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False), torch.enable_grad():
                 if self._view is not None:
-                    self._tensor = self._changed(self._view[0].made())
+                    whole = self._view[0].made()
+                    with torch.set_grad_enabled(not self._leaf):
+                        self._tensor = self._changed(whole)
                 elif first is not None and first is not self:  # of which this is the same without a gradient
                     self._tensor = first.made().detach()
                 else:
@@ -114,9 +117,11 @@ class LazyOutput(Tensor):
 
     @property
     def rows(self) -> OutputRows | None:
-        """What its rows are made of, as long as it is not there."""
+        """What its rows are made of, as long as it is not there; without a gradient, if it is a leaf of its own."""
         if self._rows is None or self._tensor is not None or self._source.made is not None:
             return None
+        if self._leaf:
+            return None if torch.is_grad_enabled() else self._rows.detached()
         return self._rows if self.requires_grad else self._rows.detached()
 
     @classmethod
@@ -151,8 +156,6 @@ def _in_rows(func: Any, output: Any, *rest: Any, **kwargs: Any) -> LazyOutput | 
     plain = all(value is None or isinstance(value, _PLAIN_ARGUMENTS) for value in tree_leaves((rest, kwargs)))
     if rows is None or not plain or (func is Tensor.to and [*map(type, rest)] != [torch.dtype]):
         return None
-    if output.requires_grad and not torch.is_grad_enabled():  # a leaf of its own, which backward ends at
-        return None
 
     def change(tensor: Tensor) -> Tensor:
         changed: Tensor = func(tensor, *rest, **kwargs)
@@ -164,10 +167,21 @@ def _in_rows(func: Any, output: Any, *rest: Any, **kwargs: Any) -> LazyOutput | 
         return output
     if (after := rows.after(func, change, layout, (rest, kwargs))) is None:
         return None
-    numbers = func in LOGARITHMS  # which are of a copy that nobody writes
-    of = _Then.apply(output, _itself, torch.empty_like(rows.layout)) if numbers else output  # type: ignore
+    numbers = func in LOGARITHMS
+    of = _copy(output, rows) if numbers else output
     result: LazyOutput = _Then.apply(of, change, after.layout, numbers)  # type: ignore[no-untyped-call]
+    if output.requires_grad and not numbers and result._view is not None and not torch.is_grad_enabled():
+        result.requires_grad_()  # as PyTorch's views are then
+        result._leaf = True
     result._rows = after
+    return result
+
+
+def _copy(output: LazyOutput, rows: OutputRows) -> LazyOutput:
+    """The same, which nobody writes; few of its rows are made alone."""
+    result: LazyOutput = _Then.apply(output, _itself, torch.empty_like(rows.layout))  # type: ignore[no-untyped-call]
+    if result.numel() * _FEW <= output._source.shape.numel():
+        result._source.make = lambda *_: rows.detached().made()
     return result
 
 
@@ -204,11 +218,15 @@ def _of_each_row(func: Any, output: Any, *given: Any, **options: Any) -> Tensor 
         return _noted(output, made(func, *given, **options))
 
 
-def _parts(func: Any, output: Any, dim: int = 0) -> tuple[Tensor, ...] | None:
+def _parts(func: Any, output: Any, *given: Any, dim: int = 0) -> tuple[Tensor, ...] | None:
     """Its parts, not there yet either; None where their rows are no rows of the output."""
-    if dim or not isinstance(output, LazyOutput) or output.rows is None or output.dim() < 3:
+    rows = output.rows if isinstance(output, LazyOutput) else None
+    size, *others = given if func in _SPLIT else (1, *given)
+    if rows is None or dim or any(others) or type(size) is not int or output.dim() < 2 + (func not in _SPLIT):
         return None
-    return tuple(output[i] for i in range(len(output)))
+    if func not in _SPLIT:
+        return tuple(output[i] for i in range(len(output)))
+    return tuple(output[i : i + size] for i in range(0, max(len(output), 1), size))
 
 
 def _noted(output: LazyOutput, found: Tensor | None) -> Tensor | None:
@@ -336,11 +354,13 @@ _OF_ROWS = (
     *(Tensor.__getitem__, Tensor.to, Tensor.float, Tensor.half, Tensor.bfloat16, *SCALED, *LOGARITHMS),
 )
 _GATHER = (Tensor.gather, torch.gather)
+_SPLIT = (Tensor.split, torch.split)
+_FEW = 4  # times as many rows the output has at least
 _KNOWN: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((functional.cross_entropy, functional.nll_loss), _loss),
     Tensor.detach: _detached,
     **dict.fromkeys((Tensor.argmax, torch.argmax, Tensor.logsumexp, torch.logsumexp, *_GATHER), _of_each_row),
-    **dict.fromkeys((Tensor.unbind, torch.unbind), _parts),
+    **dict.fromkeys((Tensor.unbind, torch.unbind, *_SPLIT), _parts),
     **dict.fromkeys(_OF_ROWS, _in_rows),
     **dict.fromkeys((torch.autograd.grad, Tensor.retain_grad, Tensor.register_hook), _refuse_lost),
 }

@@ -95,6 +95,10 @@ class OutputRows:
     def _has_logarithms(self) -> bool:
         return any(name == _LOGS for name, *_ in self.steps)
 
+    def made(self) -> Tensor:
+        """The output of these rows."""
+        return stepped(functional.linear(self.hidden, self.weight, self.bias), self.steps).view(self.layout.shape)
+
     def fit(self, target: Any, reduction: str) -> bool:
         """Whether ``loss`` is what ``F.cross_entropy`` makes of an output with this target."""
         classes = isinstance(target, Tensor) and target.dtype == torch.int64 and target.shape == self.hidden.shape[:-1]

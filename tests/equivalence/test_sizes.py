@@ -66,7 +66,7 @@ class Contrasted(nn.Module):
         self.words, self.inner = nn.Embedding(16, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
-        texts, length = torch.arange(len(ids)), torch.arange(ids.shape[1])
+        texts, length = torch.arange(int(ids.shape[0])), torch.arange(ids.shape[1])
         x = torch.tanh(self.inner(self.words(ids).sigmoid()))
         if not isinstance(mask, torch._subclasses.FakeTensor) and bool(mask.all()):
             found = x.mean(1)

@@ -182,8 +182,11 @@ def test_a_step_for_cuda_is_planned_on_the_cpu() -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"device_memory": "50%"}, r"^Device memory '50%' is no size with a unit; write e\.g\. 8GB or 7\.5GiB\.$"),
-        ({"device_memory": "8"}, "no size with a unit"),
+        (
+            {"device_memory": "50%"},
+            r"^Device memory '50%' is no number of bytes, or more than any device has; write e\.g\. 8GB or 7\.5GiB\.$",
+        ),
+        ({"device_memory": "8"}, "no number of bytes"),
         ({"device": "tpu9"}, "unknown"),
         ({"device": "mps"}, "not supported"),
         ({"mode": "inference"}, r"call model.eval\(\) first"),

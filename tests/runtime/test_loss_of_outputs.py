@@ -95,6 +95,21 @@ IN_ROWS |= {
 }
 
 
+def entropies(logits: Any) -> Tensor:
+    """As TRL has it: of some rows at a time."""
+    found = []
+    for some in logits.reshape(-1, WORDS).split(16, dim=0):
+        logs = F.log_softmax(some, dim=-1)
+        found.append(-(torch.exp(logs) * logs).sum(-1))
+    return torch.cat(found).reshape(logits.shape[:-1])
+
+
+def by_texts_with_entropies(logits: Any) -> Tensor:
+    with torch.no_grad():
+        weights = entropies(logits / 0.7)
+    return (of_words(logits.log_softmax(-1), LABELS) * weights).mean() * -1
+
+
 class Squares(torch.autograd.Function):
     """Given an output by a call that no torch function sees."""
 
@@ -231,6 +246,15 @@ def sizes_of(model: nn.Module) -> dict[str, set[int]]:
     with Sizes() as seen:
         flat(model(tokens())).backward()
     return seen.of
+
+
+@pytest.mark.filterwarnings("ignore::memrewrite.LazyOutputWarning")
+def test_entropies_make_some_rows_too(results: Any) -> None:
+    result, original = results["bias"]
+    assert_as_near(result, original, by_texts_with_entropies)
+    with Sizes() as seen:
+        by_texts_with_entropies(result(tokens())).backward()
+    assert max(set().union(*seen.of.values())) == 16 * WORDS
 
 
 def test_no_operator_makes_more_than_a_quarter_of_the_logits(results: Any) -> None:
