@@ -29,9 +29,9 @@ PRELOADED = [
 def together(work: Callable[..., Any], folder: Path, *given: Any, count: int = 2) -> list[Any]:
     """What ``work(*given)``, a function of a module, returns in each of ``count`` processes, in the order of ranks.
 
-    All are gone afterwards. Raises ``AssertionError`` with the traceback of one that failed. Where all wait for ever, it
-    prints where they were, and they start once more: seen twice in some thirty runs of all slow tests, and in none of
-    72 of the same work alone.
+    All are gone afterwards. Raises ``AssertionError`` with the traceback of one that failed. Where all wait for ever,
+    it prints where they were, and they start once more: seen twice in some thirty runs of all slow tests, and in none
+    of 72 of the same work alone.
     """
     with contextlib.suppress(TimeoutError):
         return _together(work, folder, *given, count=count)
