@@ -222,11 +222,11 @@ def _parts(func: Any, output: Any, *given: Any, dim: int = 0) -> tuple[Tensor, .
     """Its parts, not there yet either; None where their rows are no rows of the output."""
     rows = output.rows if isinstance(output, LazyOutput) else None
     size, *others = given if func in _SPLIT else (1, *given)
-    if rows is None or dim or any(others) or type(size) is not int or output.dim() < 2 + (func not in _SPLIT):
+    if rows is None or dim or any(others) or type(size) is not int or size < 1:
         return None
-    if func not in _SPLIT:
-        return tuple(output[i] for i in range(len(output)))
-    return tuple(output[i : i + size] for i in range(0, max(len(output), 1), size))
+    if func in _SPLIT:
+        return tuple(output[i : i + size] for i in range(0, max(len(output), 1), size))
+    return tuple(output[i] for i in range(len(output))) if output.dim() > 2 else None
 
 
 def _noted(output: LazyOutput, found: Tensor | None) -> Tensor | None:

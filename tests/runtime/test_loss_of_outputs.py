@@ -145,6 +145,7 @@ MADE: dict[str, Loss] = {
     "logarithms of logarithms": lambda o: flat(o.log_softmax(-1)) + o.log_softmax(-1).square().mean() * 1e-3,
     "scaled by a tensor": lambda o: flat(o * torch.tensor(0.5)) + flat(torch.div(o, 2, rounding_mode=None)),
     "in place": lambda o: flat(o.mul_(0.5)),
+    "split by columns": lambda o: flat(torch.cat(o.split([100, 300], dim=-1)[::-1], -1)) + o.split(300, 2)[1].mean(),
     "moved": lambda o: (o.transpose(1, 2) * torch.arange(WORDS)[:, None]).mean(),
     "unseen, of logarithms": lambda o: Squares.apply(o.log_softmax(-1)),  # type: ignore[no-untyped-call]
     "logarithms before a write": lambda o: logarithms_before_a_write(o),
