@@ -73,8 +73,8 @@ class _Looks:
         """The bytes of the model and what belongs to it when a graph is called again, and its optimizer has state."""
         lives = self._partition.lives
         gradients = [each.grad for each in args if isinstance(each, nn.Parameter) and each.grad is not None]
-        there = lives.model + lives.state + lives.libraries + lives.inputs + lives.earlier + lives.transit
-        return there + self._partition.given_out + sum(rounded(each.nbytes) for each in gradients)
+        there = lives.base - lives.others + self._partition.given_out
+        return there + sum(rounded(each.nbytes) for each in gradients)
 
     def _take(self, peak: int) -> None:
         """So many bytes were taken since the call before."""

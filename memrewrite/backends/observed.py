@@ -77,7 +77,7 @@ def _counted(
     if table is not None:
         table.probe()
     first, second = _peaks(step, Tracker(device.type, blocks=allocator_on(device.type, layout)), state)
-    given_out = step.given_out if held and backward is not None else 0
+    given_out = step.given_out if held else 0
     return Seen(max(first, 0) + given_out, max(second, 0), step.biases, given_out, backward is not None)
 
 

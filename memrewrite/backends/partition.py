@@ -229,7 +229,8 @@ class Partition:
         if cached:
             self._of_cache()
         if isinstance(found, Seen) and not found.has_backward:
-            found = self._take_alone(found.forward)
+            self._take_alone(found.forward)
+            found = ""  # nothing of a plan is to be told
         if isinstance(found, str):
             made, self.unseen = None, found
         else:
@@ -253,8 +254,8 @@ class Partition:
             raise self._infeasible(limit, self.options.fewest.lowest(), self._tries.lowest)
         return self._tries.now is not None
 
-    def _take_alone(self, made: int) -> str:
-        """The graph has no backward, and makes so many bytes before later graphs make gradients; no plan needs words.
+    def _take_alone(self, made: int) -> None:
+        """The graph has no backward, and makes so many bytes before later graphs make gradients.
 
         Raises ``BudgetInfeasibleError`` where that is a part of the step, and more than the budget.
         """
@@ -263,7 +264,6 @@ class Partition:
         self.choice = "no backward" if torch.is_grad_enabled() else "no gradients"
         if self.choice == "no backward" and limit is not None and self.alone > limit:
             raise self._infeasible(limit, None, made)
-        return ""
 
     def _made(self, found: Seen) -> int:
         """The bytes that code makes, without those that are counted for biases where it adds none."""

@@ -94,7 +94,7 @@ class LazyOutput(Tensor):
                 if self._view is not None:
                     whole = self._view[0].made()
                     with torch.set_grad_enabled(not self._leaf):
-                        self._tensor = self._changed(whole)
+                        self._tensor = self._view[1](whole)
                 elif first is not None and first is not self:  # of which this is the same without a gradient
                     self._tensor = first.made().detach()
                 else:
@@ -107,13 +107,7 @@ class LazyOutput(Tensor):
 
     def of(self, output: Tensor) -> Tensor:
         """What it is of what its source makes."""
-        return output if self._view is None else self._changed(self._view[0].of(output))
-
-    def _changed(self, tensor: Tensor) -> Tensor:
-        """What the view makes of what it is of, under the autocast that it was asked for under."""
-        assert self._view is not None  # noqa: S101  (see there)
-        with in_autocast(tensor, self._source.autocast):
-            return self._view[1](tensor)
+        return output if self._view is None else self._view[1](self._view[0].of(output))
 
     @property
     def rows(self) -> OutputRows | None:
@@ -157,8 +151,11 @@ def _in_rows(func: Any, output: Any, *rest: Any, **kwargs: Any) -> LazyOutput | 
     if rows is None or not plain or (func is Tensor.to and [*map(type, rest)] != [torch.dtype]):
         return None
 
+    autocast = output._source.autocast  # which it may be made outside of
+
     def change(tensor: Tensor) -> Tensor:
-        changed: Tensor = func(tensor, *rest, **kwargs)
+        with in_autocast(tensor, autocast):
+            changed: Tensor = func(tensor, *rest, **kwargs)
         return changed
 
     with _disable_current_modes():
@@ -307,7 +304,6 @@ class _Then(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, output: LazyOutput, change: Change, layout: Tensor, numbers: bool = False) -> Tensor:
         ctx.change, ctx.of, ctx.output = change, (output.shape, output.dtype), output if numbers else None
-        ctx.autocast = output._source.autocast
         if numbers or layout._is_view():
             return LazyOutput(output._source, layout, (output, change))
         return LazyOutput(output._source.then(lambda whole: change(output.of(whole)), layout.shape, layout.dtype))
@@ -320,8 +316,7 @@ class _Then(torch.autograd.Function):
                 leaf = torch.empty(shape, dtype=dtype, device=grad.device, requires_grad=True)
             else:
                 leaf = ctx.output.of(ctx.output._source.get()).detach().requires_grad_()
-            with in_autocast(leaf, ctx.autocast):
-                changed = ctx.change(leaf)
+            changed = ctx.change(leaf)
         (found,) = torch.autograd.grad(changed, leaf, grad, create_graph=torch.is_grad_enabled())
         return found, None, None, None
 

@@ -173,7 +173,7 @@ def _slopes_again(wanted: tuple[bool, ...], of: Tensor, grad: Tensor, head: Head
 def _late(terms: _Terms, head: Head, target: Tensor, class_weight: Tensor | None) -> Tensor:
     """The losses of all rows."""
     hidden, weight, bias = head
-    cast = _cast_once(weight, terms.autocast), _cast_once(bias, terms.autocast)
+    cast = cast_once(weight, terms.autocast), cast_once(bias, terms.autocast)
     parts = zip(hidden.split(terms.rows), target.split(terms.rows), strict=True)
     return torch.cat([_head_losses_of_some((part, *cast), of, class_weight, terms.options) for part, of in parts])
 
@@ -193,7 +193,7 @@ def _early(
     """The losses of all rows, and the gradients of what is made of them."""
     dtype = head[0].dtype if terms.autocast is None or head[0].dtype == torch.float64 else terms.autocast
     of_losses = _logit_losses(head[0].new_empty((0, 1), dtype=dtype), target[:0], None, *terms.options).dtype
-    share = torch.ones((), dtype=_wide(of_losses), device=target.device)
+    share = torch.ones((), dtype=widened(of_losses), device=target.device)
     if reduction == 1:
         share = share / _weights(target, class_weight, terms.options[1]).sum()
     options, losses = (*terms.options, of_losses), list[Tensor]()
@@ -214,7 +214,7 @@ def _by_rows(terms: _Terms, head: Head, slope_of: Callable[[Head, slice], Tensor
     of_hidden = torch.empty_like(hidden) if terms.wanted[0] else None
     of_weight = torch.zeros_like(weight) if terms.wanted[1] else None
     of_bias = torch.zeros_like(bias) if bias is not None and terms.wanted[2] else None
-    product, shift = _cast_once(weight, terms.autocast), _cast_once(bias, terms.autocast)
+    product, shift = cast_once(weight, terms.autocast), cast_once(bias, terms.autocast)
     start = 0
     for part in hidden.split(terms.rows):
         some = slice(start, start + len(part))
@@ -224,7 +224,7 @@ def _by_rows(terms: _Terms, head: Head, slope_of: Callable[[Head, slice], Tensor
         if of_weight is not None and of_weight.dtype == slope.dtype == part.dtype:
             of_weight.addmm_(slope.t(), part)
         elif of_weight is not None:
-            of_weight += slope.t() @ _cast_once(part, terms.autocast)
+            of_weight += slope.t() @ cast_once(part, terms.autocast)
         if of_bias is not None:
             of_bias += slope.sum(0)
         start = some.stop
@@ -261,7 +261,7 @@ def _losses_and_slope(
     values = [logits]
     for name, *arguments in steps:
         values.append(getattr(values[-1], name)(*arguments))
-    logs = torch.log_softmax(values[-1], 1, dtype=_wide(values[-1].dtype))
+    logs = torch.log_softmax(values[-1], 1, dtype=widened(values[-1].dtype))
     known, classes = target != ignore_index, logits.shape[1]
     place = target.where(known, 0)[:, None]
     weight = _weights(target, class_weight, ignore_index).to(logs.dtype)
@@ -284,11 +284,11 @@ def _losses_and_slope(
             slope = slope * (1 - after * after)
         elif name in ("mul", "div"):
             slope = getattr(slope, name)(*arguments)
-        slope = slope.to(_wide(before.dtype))
+        slope = slope.to(widened(before.dtype))
     return losses.to(dtype), slope.to(logits.dtype)
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def widened(dtype: torch.dtype) -> torch.dtype:
     """In which a half type is computed."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
@@ -311,7 +311,7 @@ def _logit_losses(
     return torch.ops.aten.cross_entropy_loss(wide, target, class_weight, 0, ignore_index, label_smoothing)
 
 
-def _cast_once(tensor: Any, dtype: torch.dtype | None) -> Any:
+def cast_once(tensor: Any, dtype: torch.dtype | None) -> Any:
     """As autocast casts it, once for all rows."""
     return tensor if tensor is None or dtype is None or tensor.dtype == torch.float64 else tensor.to(dtype)
 

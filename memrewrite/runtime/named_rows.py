@@ -38,10 +38,8 @@ def named_rows(modules: Iterable[nn.Module], form: Callable[[Any], Any]) -> Iter
     yield Row(lambda: [find() for _, find in places], lambda: names, another)
 
 
-_its_code, _given_to = (
-    operator.attrgetter("__code__"),
-    operator.attrgetter("__defaults__", "__kwdefaults__", "__closure__"),
-)
+_its_code = operator.attrgetter("__code__")
+_given_to = operator.attrgetter("__defaults__", "__kwdefaults__", "__closure__")
 
 
 def _another_code(label: str, then: Any, now: Any) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from memrewrite.runtime.cross_entropy import rows_of, stepped
-from memrewrite.runtime.linear_cross_entropy import linear_cross_entropy
+from memrewrite.runtime.linear_cross_entropy import cast_once, linear_cross_entropy, widened
 from memrewrite.runtime.segment import autocast_dtype
 from memrewrite.runtime.tiles import in_tiles
 
@@ -48,13 +48,11 @@ class OutputRows:
         if func in SCALED:
             number = given[0] if len(given) == 1 and not options else None
             return (SCALED[func], number) if type(number) in (int, float) else None
-        if self.moved:
-            return None
         dim, dtype = (*given, options.get("dim"))[0], (*given, None, options.get("dtype"))[-1]
-        return (_LOGS, -1, dtype) if dim in (-1, self.layout.dim() - 1) else None
+        return (_LOGS, -1, dtype) if self._is_along_rows(dim) else None
 
     def after(
-        self, func: Any, change: Callable[[Tensor], Tensor], layout: Tensor, given: Any = ((), {})
+        self, func: Any, change: Callable[[Tensor], Tensor], layout: Tensor, given: tuple[Any, dict[str, Any]]
     ) -> "OutputRows | None":
         """Those of what ``func`` makes of the output and what is ``given``, as ``change`` does; None if it is no such
         rows. ``layout`` is that of the result."""
@@ -91,6 +89,9 @@ class OutputRows:
             return None
         return replace(self, steps=(*self.steps[:-1], ("to", self.layout.dtype)))
 
+    def _is_along_rows(self, dim: Any) -> bool:
+        return not self.moved and dim in (-1, self.layout.dim() - 1)
+
     @property
     def _has_logarithms(self) -> bool:
         return any(name == _LOGS for name, *_ in self.steps)
@@ -117,7 +118,7 @@ class OutputRows:
 
     def each(self, func: Any, dim: Any = None, keepdim: bool = False, **more: Any) -> Tensor | None:
         """``func`` of each row, ``argmax`` or ``logsumexp``; None of anything but rows."""
-        if more or self.moved or dim not in (-1, self.layout.dim() - 1):
+        if more or not self._is_along_rows(dim):
             return None
 
         def part(logits: Tensor) -> Tensor:
@@ -130,7 +131,7 @@ class OutputRows:
     def gather(self, _: Any, dim: int, index: Tensor, *, sparse_grad: bool = False) -> Tensor | None:
         """Those of the numbers of each row that ``index`` counts; None of anything but rows."""
         places = index.shape[:-1] == self.layout.shape[:-1]
-        if sparse_grad or self.moved or dim not in (-1, self.layout.dim() - 1) or not places:
+        if sparse_grad or not places or not self._is_along_rows(dim):
             return None
         if index.shape[-1] == 1 and not self._has_logarithms:
             return self._products(index)
@@ -139,13 +140,10 @@ class OutputRows:
     def _products(self, index: Tensor) -> Tensor:
         """One number of each row, for which the others need not be made."""
         autocast = autocast_dtype(self.hidden.device.type)
-        dtype = self.hidden.dtype if autocast is None or self.hidden.dtype == torch.float64 else autocast
-        wide = torch.promote_types(dtype, torch.float32)
-        hidden, weight = (each.to(dtype).to(wide) for each in (self.hidden, functional.embedding(index, self.weight)))
-        found = torch.linalg.vecdot(hidden.unsqueeze(-2), weight)
-        if self.bias is not None:
-            found = found + self.bias.to(dtype)[index]
-        return stepped(found.to(dtype), self.steps)
+        hidden = cast_once(self.hidden, autocast)
+        weight, shift = cast_once(functional.embedding(index, self.weight), autocast), cast_once(self.bias, autocast)
+        found = torch.linalg.vecdot(*(each.to(widened(each.dtype)) for each in (hidden.unsqueeze(-2), weight)))
+        return stepped((found if shift is None else found + shift[index]).to(hidden.dtype), self.steps)
 
     def _in_tiles(self, of: Callable[..., Tensor], *beside: Tensor) -> Tensor:
         """What is made of some rows of the output at a time, and those of the tensors beside it."""
