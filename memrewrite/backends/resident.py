@@ -102,13 +102,19 @@ def resident(graph: fx.GraphModule, model: nn.Module | None, optimizer: str) -> 
         gradients=_bytes(made_apart),
         own=_bytes([each for each in mine if each.requires_grad]),
         others=_bytes([each for each in made_apart if id(each) not in before]),
-        transit=0 if model is None else in_transit(model),
+        transit=0 if model is None else _transit(model, later),
         libraries=max((size for size, _ in libraries), default=0),
         kept=kept,
         later=later,
         biases=0 if leaves or later else min((biases for _, biases in libraries if biases), default=0),
         layout=layout_of([*given, *every]),
     )
+
+
+def _transit(model: nn.Module, later: float) -> int:
+    """The bytes that FSDP2 gathers ahead and reduces meanwhile; backward of the last graph is the first."""
+    gathered, reduced = in_transit(model)
+    return gathered + (reduced if later else 0)
 
 
 def _buckets(model: nn.Module | None) -> tuple[int, bool]:

@@ -144,19 +144,33 @@ def shards_of_gathered(model: nn.Module) -> dict[int, Tensor]:
     return {id(record._unsharded_param): record.sharded_param for record in gathered}
 
 
-def in_transit(model: nn.Module) -> int:
-    """The bytes of the largest unit whose parameters are gathered while another one computes and whose gradients are
-    reduced, all of them whole; none where a unit is alone, or nobody has another part of it."""
-    groups = (group for unit in _units_in(model) for group in _groups_of(unit))
-    sizes = [sum(map(_both_whole, group.fsdp_params)) for group in groups if group.mesh_info.shard_mesh_size > 1]
-    return max(sizes) if len(sizes) > 1 else 0
+def in_transit(model: nn.Module) -> tuple[int, int]:
+    """The bytes that are gathered besides what the unit that computes has, and those of gradients that are reduced
+    meanwhile, none where nobody has another part: of the largest unit as a whole, and of those that are yet to be
+    gathered and stay so.
+
+    The outermost unit is gathered before all others and reduced after them. It counts where it is alone, as a buffer
+    that is gathered into lives until the next one is, or all have run forward.
+    """
+    units = [(unit._get_fsdp_state()._is_root, group) for unit in _units_in(model) for group in _groups_of(unit)]
+    shared = [(outer, group) for outer, group in units if group.mesh_info.shard_mesh_size > 1]
+    inner = [group for outer, group in shared if not outer]
+    gathered = [sum(map(_gathered, group.fsdp_params)) for group in inner or [group for _, group in shared]]
+    reduced = [sum(map(_reduced, group.fsdp_params)) for group in inner]
+    waits = (not group.is_unsharded and group.post_forward_mesh_info is None for group in inner)
+    stays = sum(size for size, kept in zip(gathered, waits, strict=False) if kept)
+    return stays + max(gathered, default=0), max(reduced, default=0)
 
 
-def _both_whole(record: Any) -> int:
-    """The bytes of a parameter as it is gathered and of its gradient as it is reduced."""
-    gathered = record.param_dtype or record.orig_dtype
-    reduced = record.reduce_dtype or gathered
-    size: int = record._orig_size.numel() * (gathered.itemsize + reduced.itemsize)
+def _gathered(record: Any) -> int:
+    """The bytes of a parameter as it is gathered."""
+    size: int = record._orig_size.numel() * (record.param_dtype or record.orig_dtype).itemsize
+    return size
+
+
+def _reduced(record: Any) -> int:
+    """The bytes of a gradient as it is reduced."""
+    size: int = record._orig_size.numel() * (record.reduce_dtype or record.param_dtype or record.orig_dtype).itemsize
     return size
 
 

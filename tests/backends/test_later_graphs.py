@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import memrewrite
@@ -23,10 +23,12 @@ from memrewrite.backends.steps import Step
 from memrewrite.records.errors import BudgetInfeasibleError
 from memrewrite.simulate import simulate
 from memrewrite.targets.allocator import rounded
+from memrewrite.torch_internals.fsdp_states import in_transit
 from memrewrite.torch_internals.spread import local_part
 from memrewrite.workload.step import Inputs
 from memrewrite.workload.stepspec import StepSpec
 from tests.backends.test_partition import Block
+from tests.support.fsdp import Net
 
 
 class Three(nn.Module):
@@ -332,4 +334,30 @@ def test_units_that_fully_shard_shards(partitions: list[Partition]) -> None:
     assert all(whole <= each <= 1.1 * whole for each in units)  # in granules
     assert loss == 0
     assert [each.others for each in lives] == [2 * shard, shard, 0]
-    assert {each.transit for each in lives} == {2 * whole}  # a unit that is gathered, and one that is reduced
+    assert [each.transit for each in lives] == [2 * whole, 2 * whole, whole]  # one gathered, and one that is reduced
+
+
+@pytest.mark.parametrize(
+    ("given", "units", "gathered", "reduced"),
+    [
+        ({}, 3, 2, 4),
+        ({"reshard_after_forward": False}, 3, 2 + 3 * 2, 4),  # those that are yet to be gathered stay
+        ({}, 0, 2, 0),  # the model is one unit, which is gathered and then reduced
+    ],
+)
+def test_what_units_gather_and_reduce_while_others_compute(
+    given: dict[str, Any], units: int, gathered: int, reduced: int
+) -> None:
+    """In bytes for each parameter of the largest unit but the model itself, whose own wait for nobody."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        model, policy = Net(), MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        inner, whole = (sum(p.numel() for p in part.parameters()) for part in (model.layers[0], model))
+        sharded = [fully_shard(unit, mp_policy=policy, **given) for unit in [*model.layers[:units], model]]
+        model(torch.randn(4, 16))
+        for unit in sharded:
+            unit.reshard()  # as a step finds them
+        of = inner if units else whole
+        assert in_transit(model) == (gathered * of, reduced * of)
+    finally:
+        dist.destroy_process_group()
