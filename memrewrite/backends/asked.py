@@ -9,12 +9,12 @@ from memrewrite.records.loop import TUTORIAL, Loop
 from memrewrite.records.options import Budget
 from memrewrite.workload.stepspec import StepSpec, in_backward
 
-OWN = ("budget", "optimizer", "reserve", "loop", "exact", "verify")
+OWN = ("budget", "optimizer", "reserve", "loss", "loop", "exact", "verify")
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What was asked: see ``memrewrite.backends.entry``. ``reserve`` is in bytes.
+    """What was asked: see ``memrewrite.backends.entry``. ``reserve`` and ``loss`` are in bytes.
 
     ``keeps_output``: what the model gave is there until it gives the next, as in the loop of PyTorch's tutorials.
     """
@@ -22,6 +22,7 @@ class Asked:
     budget: Budget | None = None
     optimizer: str = "adamw"
     reserve: int = 0
+    loss: int = 0
     exact: bool = False
     verify: bool = False
     keeps_output: bool = True
@@ -48,22 +49,22 @@ class Asked:
         for name, value in flags.items():
             if not isinstance(value, bool):
                 raise UsageError(f"Option {name}={value!r} is neither True nor False.")
-        reserve = _bytes_of(options.get("reserve"))
+        reserve, loss = (_bytes_of(name, options.get(name)) for name in ("reserve", "loss"))
         loop = Loop.parse(options.get("loop", TUTORIAL))
         if replace(loop, keeps_output=True) != Loop():
             raise UsageError(f"Option loop={str(loop)!r} has habits of which only 'drop-output' counts; use reserve=.")
         flags["keeps_output"] = loop.keeps_output
-        return cls(None if budget is None else Budget.parse(budget), optimizer, reserve, **flags), rest
+        return cls(None if budget is None else Budget.parse(budget), optimizer, reserve, loss, **flags), rest
 
 
-def _bytes_of(reserve: Any) -> int:
+def _bytes_of(name: str, size: Any) -> int:
     """The bytes to leave; raises ``UsageError`` for what is no number of bytes."""
-    if reserve is None or (reserve == 0 and not isinstance(reserve, bool)):
+    if size is None or (size == 0 and not isinstance(size, bool)):
         return 0
     try:
-        found = Budget.parse(reserve).bytes
+        found = Budget.parse(size).bytes
     except UsageError:
         found = None
     if found is None:
-        raise UsageError(f"Option reserve={reserve!r} is no number of bytes; write e.g. '500MB'.")
+        raise UsageError(f"Option {name}={size!r} is no number of bytes; write e.g. '500MB'.")
     return found

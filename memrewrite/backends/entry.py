@@ -9,12 +9,13 @@ lowest peak, the graph is compiled again by other plans (``memrewrite.backends.t
 
 Options: ``budget`` (``"8GB"``, ``"60%"`` of what the stock partitioner's step takes, ``"min"``), ``optimizer`` (its
 name as for ``memrewrite.optimize``, ``"adamw"`` by default, ``"none"`` where its state does not count), ``reserve``
-(bytes to leave for what is not seen from here, such as gradients that are accumulated, other models, or what a loss
-takes that is not compiled), ``loop`` (``"drop-output"`` where the outputs of a step are let go of before the next one,
-as PyTorch's tutorials do not), ``exact`` (what runs again rounds as what is kept would), ``verify`` (the first call of
-each graph is compared with the stock partitioner's and with eager, in more memory than the budget: see
-``memrewrite.backends.proof``), ``mode`` (as torch.compile's own, which it takes without options only). All others are
-Inductor's.
+(bytes to leave for what is not seen from here, such as gradients that are accumulated, or other models), ``loss``
+(bytes that a loss which is not compiled takes, while all lives that is kept for backward: without it, steps on a GPU
+that take more than a budget in bytes show it, and all is compiled again), ``loop`` (``"drop-output"`` where the outputs
+of a step are let go of before the next one, as PyTorch's tutorials do not), ``exact`` (what runs again rounds as what
+is kept would), ``verify`` (the first call of each graph is compared with the stock partitioner's and with eager, in
+more memory than the budget: see ``memrewrite.backends.proof``), ``mode`` (as torch.compile's own, which it takes
+without options only). All others are Inductor's.
 
 Backward may write over what is kept for it. Where it is to run twice (``retain_graph=True``), set
 ``torch._functorch.config.donated_buffer = False`` before the first call: all is compiled by then. What a graph is given
@@ -28,7 +29,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import CodeType
 from typing import Any
 
-from torch import fx
+from torch import fx, nn
 
 from memrewrite.backends import accumulated, measured, sizes, steps, told
 from memrewrite.backends.asked import OWN, Asked
@@ -37,11 +38,11 @@ from memrewrite.backends.observed import seen
 from memrewrite.backends.partition import Partition
 from memrewrite.backends.proof import Proof
 from memrewrite.backends.resident import resident
-from memrewrite.backends.steps import key_of, step_of
+from memrewrite.backends.steps import Step, key_of, step_of
 from memrewrite.backends.told import note
 from memrewrite.process.frames import in_one_chunk
 from memrewrite.records.compiled import CHOICES
-from memrewrite.records.errors import MemrewriteError, UsageError
+from memrewrite.records.errors import BudgetInfeasibleError, MemrewriteError, UsageError
 from memrewrite.runtime.promise import BeyondPlanWarning
 from memrewrite.torch_internals import compiling
 from memrewrite.torch_internals.compiled_code import compiled_codes
@@ -78,30 +79,52 @@ def memrewrite(
         _refuse_rival(asked, rest)
         rest = {**_settings(asked), **rest}
         model = model_of_frame()
-        lives = resident(graph, model, asked.optimizer)
         step = step_of(model, asked)
-        key = key_of(graph)
-        known: dict[str, Any] = {}
-        if step is not None:
-            known = step.tells(key, lives)
-        partition = Partition(asked, lives, **known)
-        as_stock: dict[str, Any] = {"mode": mode, "options": rest, "partitioner": None, "cached": True, "room": None}
-        stock = functools.partial(inductor, inputs=inputs, **as_stock)
-        proof = Proof(graph, partition, stock) if asked.verify else None
-        made, cached = _fitting(graph, inputs, mode, rest, partition)
-        if proof is not None:
-            made = proof.first(made)
-        note(partition, made, cached)
-        if asked.budget is not None:
-            name = name_of_frame()
-            _tell_limit(code_of_frame(), name)
-            _tell_what_is_left(name, partition)
-            for watched in (sizes.watched, accumulated.watched):
-                made = watched(made, inputs, partition, asked.budget.bytes, name)
-            made = measured.watched(made, inputs, partition, step, name)
-        return made if step is None else step.add(key, partition, made)
+        try:
+            return _divided(graph, inputs, mode, rest, model, step, asked)
+        except BudgetInfeasibleError as error:
+            if step is None or not step.restore():
+                raise
+            warnings.warn(
+                f"{name_of_frame()} stays above its budget with what runs outside of it. {error}",
+                BeyondPlanWarning,
+                stacklevel=2,
+            )
+            return _divided(graph, inputs, mode, rest, model, step, asked)
     except MemrewriteError as error:
         raise let_through(error) from None
+
+
+def _divided(
+    graph: fx.GraphModule,
+    inputs: Sequence[Any],
+    mode: str | None,
+    rest: dict[str, Any],
+    model: nn.Module | None,
+    step: Step | None,
+    asked: Asked,
+) -> Callable[..., Any]:
+    """The graph within the budget, which is a part of ``step``."""
+    lives, key = resident(graph, model, asked.optimizer), key_of(graph)
+    known: dict[str, Any] = {}
+    if step is not None:
+        asked, known = step.asked, step.tells(key, lives)
+    partition = Partition(asked, lives, **known)
+    as_stock: dict[str, Any] = {"mode": mode, "options": rest, "partitioner": None, "cached": True, "room": None}
+    stock = functools.partial(inductor, inputs=inputs, **as_stock)
+    proof = Proof(graph, partition, stock) if asked.verify else None
+    made, cached = _fitting(graph, inputs, mode, rest, partition)
+    if proof is not None:
+        made = proof.first(made)
+    note(partition, made, cached)
+    if asked.budget is not None:
+        name = name_of_frame()
+        _tell_limit(code_of_frame(), name)
+        _tell_what_is_left(name, partition)
+        for watched in (sizes.watched, accumulated.watched):
+            made = watched(made, inputs, partition, asked.budget.bytes, name)
+        made = measured.watched(made, inputs, partition, step, name)
+    return made if step is None else step.add(key, partition, made)
 
 
 def _refuse_rival(asked: Asked, rest: Mapping[str, Any]) -> None:
@@ -162,6 +185,7 @@ def _fitting(
         before, divisions = cache_hits(), partition.divisions
         with compiled_codes() as codes:
             made = _compiled(graph, inputs, mode, options, partition)
+        partition.communicates = any(code.communicates for code in codes)
         cached = cache_hits() > before and partition.divisions == divisions  # what is measured there may be cached, too
         tried.append((made, cached))
         lives = partition.lives
@@ -198,6 +222,7 @@ def identity(partition: Partition) -> str:
         partition.taken,
         partition.in_step,
         partition.base,
+        partition.loss,
         partition.highest,
         donates(),
     )

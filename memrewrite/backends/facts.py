@@ -49,8 +49,9 @@ class Facts:
     are the nodes that can run again, ``must_rerun`` those that have to, ``costly`` those that take a while, ``ms`` how
     long, ``scratch`` the bytes that each takes meanwhile besides what it makes. ``savable`` are values that can be
     handed to backward. ``outputs`` of forward and ``gradients`` stay until the end; ``tangents`` come with backward.
-    ``held`` are the bytes of what the step before gave, while forward runs; ``share`` is as in ``scratch``. ``stored``
-    are ``fused`` ones that backward writes all the same.
+    ``held`` are the bytes of what the step before gave, while forward runs, and ``outside`` those that a loss which is
+    no part of the graph takes while all that is kept for backward lives; ``share`` is as in ``scratch``. ``stored`` are
+    ``fused`` ones that backward writes all the same.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -76,6 +77,7 @@ class Facts:
     gradients: tuple[int, ...]
     tangents: tuple[int, ...]
     held: int = 0
+    outside: int = 0
     share: int = 1
     stored: frozenset[int] = frozenset()
 

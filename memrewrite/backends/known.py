@@ -19,7 +19,8 @@ from memrewrite.version import __version__
 
 @dataclass(frozen=True)
 class KnownPart:
-    """A graph: what it was told as it was compiled, with how many bytes ``more`` at later calls of it.
+    """A graph: what it was told as it was compiled, with how many bytes ``more`` at later calls of it, and
+    ``before_loss``.
 
     ``usual`` is the peak of the step with PyTorch's own plans. Where it stayed as it was first compiled, ``choice`` and
     ``peak`` are those of the settled step.
@@ -27,6 +28,7 @@ class KnownPart:
 
     in_step: InStep | None
     more: int
+    before_loss: int | None
     usual: int | None
     choice: str = ""
     peak: int = 0

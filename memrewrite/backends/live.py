@@ -60,8 +60,10 @@ class Live:
         saved = self._saved(order)
         forward = self._watermark(self._runs.forward(order.saved, saved), frozenset(), frozenset())
         forward = replace(forward, peak=forward.peak + self.facts.held)
-        backward = self._watermark(*self._backward(order, saved))
-        return Peaks(forward, backward, self._bytes(saved))
+        backward, kept = self._watermark(*self._backward(order, saved)), self._bytes(saved)
+        if self.facts.outside and kept + self.facts.outside > backward.peak:  # where a loss begins it
+            backward = Watermark(kept + self.facts.outside, saved, frozenset())
+        return Peaks(forward, backward, kept)
 
     def kept(self, order: Order) -> int:
         """The bytes that an order keeps, which takes no look at what lives besides."""

@@ -33,7 +33,8 @@ class Seen:
     Of backward what is kept for it counts, the gradients that it is given, and outputs of forward, which may be held;
     where they are, those of the step before count in forward.
     By how much blocks are larger than the inputs, parameters, buffers and optimizer state in them counts for both.
-    ``biases`` says that a product may add one; ``given_out`` are the bytes of outputs that the caller keeps.
+    ``biases`` says that a product may add one; ``given_out`` are the bytes of outputs that the caller keeps, and
+    ``kept`` those of what forward makes and is kept for backward.
     """
 
     forward: int
@@ -41,6 +42,7 @@ class Seen:
     biases: bool = True
     given_out: int = 0
     has_backward: bool = True
+    kept: int = 0
 
 
 def seen(
@@ -78,14 +80,14 @@ def _counted(
         table.probe()
     first, second = _peaks(step, Tracker(device.type, blocks=allocator_on(device.type, layout)), state)
     given_out = step.given_out if held else 0
-    return Seen(max(first, 0) + given_out, max(second, 0), step.biases, given_out, backward is not None)
+    return Seen(max(first, 0) + given_out, max(second, 0), step.biases, given_out, backward is not None, step.kept)
 
 
 @dataclass
 class _Step:
     """What a step does to storages: what it is ``given``, and what begins and ends in forward and so on.
 
-    ``there`` and ``given_out`` are the bytes of what it is given and of outputs; ``biases`` as in ``Seen``.
+    ``there`` and ``given_out`` are the bytes of what it is given and of outputs; ``kept``, ``biases`` as in ``Seen``.
     """
 
     given: Log = field(default_factory=list)
@@ -95,6 +97,7 @@ class _Step:
     after: Log = field(default_factory=list)
     there: int = 0
     given_out: int = 0
+    kept: int = 0
     biases: bool = False
 
 
@@ -117,8 +120,10 @@ def _noted(
                 named = backward.named_arguments()
             arguments, results = _handed_on(outputs, named)
             step.given_out = _bytes_beside(given, results)
+            kept = [each for name, each in zip(named, arguments, strict=True) if not name.startswith(_GRADIENT)]
+            step.kept = _bytes_beside(given, kept)
             results += [each for name, each in named.items() if name.startswith(_GRADIENT)]  # autograd holds them
-            del outputs, named
+            del outputs, named, kept
             _begin(tracker, arguments)
             tracker.log = step.backward
             made = backward.run(arguments, buffers)

@@ -33,3 +33,4 @@ class Outcome:
     foreseen: Foreseen | None
     observed: int | None
     unseen: str
+    kept: int

@@ -44,11 +44,13 @@ class Partition:
     that came of it. ``apart``: gradients are kept from being made together, which takes less where they lie far apart.
     ``options`` are the plans that it had, until those of its step are settled, and ``in_step`` what it knew of other
     graphs, None where it seemed to be alone; ``replaced`` says that there is another of the same graph. So many bytes
-    ``more`` are kept at another call of it than as it is compiled, and ``highest`` is the peak of other steps: a
-    budget in percent is of the largest, so that a last batch that is smaller may take as much. It is ``known`` what the
-    graph was told in a step that a process has settled before. ``alone`` is the peak of a graph without a backward, by
-    its code, while it runs, and ``measured`` what a step took on a GPU; each is None as long as it is not known. Of the
-    outputs that the caller keeps there are ``given_out`` bytes.
+    ``more`` are kept at another call of it than as it is compiled, and ``before_loss`` are there besides what it keeps,
+    once forward is through, where that is known. ``highest`` is the peak of other steps: a budget in percent is of the
+    largest, so that a last batch that is smaller may take as much. It is ``known`` what the graph was told in a step
+    that a process has settled before. ``alone`` is the peak of a graph without a backward, by its code, while it runs,
+    and ``measured`` what a step took on a GPU; each is None as long as it is not known. Of the outputs that the caller
+    keeps there are ``given_out`` bytes, and ``kept`` are those of what is kept for backward. It ``communicates`` where
+    its code has collectives.
     """
 
     def __init__(
@@ -58,16 +60,20 @@ class Partition:
         fused: bool = True,
         in_step: InStep | None = None,
         more: int = 0,
+        before_loss: int | None = None,
         highest: int = 0,
         known: bool = False,
     ) -> None:
         self.known, self.more = known, more
         self.asked, self.lives, self.fused, self.in_step = asked, lives, fused, in_step
         self.options: Options | None = None
-        self.replaced = self.apart = False
+        self.replaced = self.apart = self.communicates = False
         self.share = 1  # how many times fewer rows losses make at a time
         self.divisions = 0  # how often it divided the graph
         self.base = lives.base + asked.reserve + more
+        # There are no gradients yet. Plans do not know what is there by then: that is chosen by what they keep.
+        before = self.base - lives.others if before_loss is None else before_loss
+        self.loss = max(before + asked.loss - self.base, 0) if asked.loss else 0
         self.highest = highest if in_step is None else 0  # of which graphs of a step have the budget told
         self.held = asked.keeps_output and not lives.later  # what later graphs are given dies with the step
         self.foreseen: Foreseen | None = None
@@ -78,7 +84,7 @@ class Partition:
         self.alone: int | None = None
         self.measured: int | None = None
         self.unseen = ""
-        self.given_out = 0
+        self.given_out = self.kept = 0
         self._tries: Tries | None = None
         self._left: tuple[int, int] | None = None
 
@@ -110,7 +116,7 @@ class Partition:
             forward, backward = stock_partition(joint, inputs, **outputs)
             return forward, written(backward)
         known = facts(joint, divided, self.fused, self.held)
-        known = replace(known, stored=stored(known))
+        known = replace(known, stored=stored(known), outside=max(self.asked.loss - self.lives.others, 0))
         self.given_out = known.held
         usual = stock_saved(joint, divided)
         stock = {i for i, node in enumerate(known.nodes) if node in usual}
@@ -234,10 +240,13 @@ class Partition:
         if isinstance(found, str):
             made, self.unseen = None, found
         else:
-            made, self.unseen, self.given_out = self._made(found), "", found.given_out
+            made, self.unseen, self.given_out, self.kept = self._made(found), "", found.given_out, found.kept
         self.observed = None if made is None else self._with_optimizer(made)
         plan = None if self.options is None else self.options.chosen
-        self.outcomes.append(Outcome(plan, self.apart, self.choice, self.foreseen, self.observed, self.unseen))
+        if made is None and plan is not None:
+            self.kept = plan.peaks.saved
+        known = self.observed, self.unseen, self.kept
+        self.outcomes.append(Outcome(plan, self.apart, self.choice, self.foreseen, *known))
         if made is None and plan is not None:
             made = plan.peaks.peak
         limit = self._of_code
@@ -267,7 +276,8 @@ class Partition:
 
     def _made(self, found: Seen) -> int:
         """The bytes that code makes, without those that are counted for biases where it adds none."""
-        return max(found.forward, found.backward) - (0 if found.biases else self.lives.biases)
+        loss = found.kept + self.loss if self.loss and found.has_backward else 0
+        return max(found.forward, found.backward, loss) - (0 if found.biases else self.lives.biases)
 
     @property
     def _of_code(self) -> int | None:
@@ -298,7 +308,7 @@ class Partition:
             number = min(known, default=(0, number))[1]
         stays = self.outcomes[number]
         self.apart, self.choice, self.foreseen = stays.apart, stays.choice, stays.foreseen
-        self.observed, self.unseen = stays.observed, stays.unseen
+        self.observed, self.unseen, self.kept = stays.observed, stays.unseen, stays.kept
         if self.options is not None and stays.found is not None:
             self.options.chosen = stays.found
         self._tries, self.outcomes = None, []  # hold graphs

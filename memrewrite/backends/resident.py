@@ -37,11 +37,12 @@ class Resident:
     ``model`` are parameters and buffers, with DDP's buckets for gradients, ``state`` is what the optimizer keeps and
     ``transient`` what its step takes besides, ``inputs`` what the graph is given, ``earlier`` what is kept for the
     backward of what ran before, ``gradients`` those of all parameters, ``own`` those that this graph makes, ``others``
-    those that later graphs make, ``transit`` what FSDP2 gathers ahead and reduces meanwhile and ``libraries`` what
-    cuBLAS holds, whether or not this graph is the one that multiplies. ``kept`` are the bytes of each tensor in the
-    state, ``later`` how many times the parameters of this graph those are of which nothing has run yet. ``biases`` are
-    the bytes of ``libraries`` that are there only where a product adds one, where no other graph may have such a
-    product. ``layout`` is how the model and the inputs lie on the device, by addresses of this process.
+    those that later graphs make, ``transit`` what FSDP2 gathers ahead and reduces meanwhile, of which there is
+    ``reduced`` in backward, and ``libraries`` what cuBLAS holds, whether or not this graph is the one that multiplies.
+    ``kept`` are the bytes of each tensor in the state, ``later`` how many times the parameters of this graph those are
+    of which nothing has run yet. ``biases`` are the bytes of ``libraries`` that are there only where a product adds
+    one, where no other graph may have such a product. ``layout`` is how the model and the inputs lie on the device, by
+    addresses of this process.
     """
 
     model: int
@@ -54,6 +55,7 @@ class Resident:
     others: int
     libraries: int
     transit: int = 0
+    reduced: int = 0
     kept: tuple[int, ...] = ()
     later: float = 0.0
     biases: int = 0
@@ -93,6 +95,8 @@ def resident(graph: fx.GraphModule, model: nn.Module | None, optimizer: str) -> 
     buckets, inside = _buckets(model)
     made_apart = [] if inside else parameters  # whose gradients are no part of buckets
     libraries = [_libraries(each) for each in {tensor.device for tensor in [*given, *every]}]
+    gathered, reduced = (0, 0) if model is None else in_transit(model)
+    reduced = reduced if later else 0  # backward of the last graph is the first
     return Resident(
         model=_bytes(every) + buckets,
         state=sum(map(rounded, kept)),
@@ -102,19 +106,14 @@ def resident(graph: fx.GraphModule, model: nn.Module | None, optimizer: str) -> 
         gradients=_bytes(made_apart),
         own=_bytes([each for each in mine if each.requires_grad]),
         others=_bytes([each for each in made_apart if id(each) not in before]),
-        transit=0 if model is None else _transit(model, later),
+        transit=gathered + reduced,
+        reduced=reduced,
         libraries=max((size for size, _ in libraries), default=0),
         kept=kept,
         later=later,
         biases=0 if leaves or later else min((biases for _, biases in libraries if biases), default=0),
         layout=layout_of([*given, *every]),
     )
-
-
-def _transit(model: nn.Module, later: float) -> int:
-    """The bytes that FSDP2 gathers ahead and reduces meanwhile; backward of the last graph is the first."""
-    gathered, reduced = in_transit(model)
-    return gathered + (reduced if later else 0)
 
 
 def _buckets(model: nn.Module | None) -> tuple[int, bool]:

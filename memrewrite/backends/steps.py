@@ -9,6 +9,9 @@ the step is within its budget as it is, and hardly slower. The next process asks
 A graph that has all of a model's parameters is taken for the whole step. Where others follow all the same, such as that
 of a loss, these get what room it left, and the first step may take more than its budget. So it may where it is called
 several times, and comes from a cache, which knows no plans: it is divided anew then.
+
+Where steps take more than was told of them (``memrewrite.backends.measured``), all begins again with room for that: it
+is taken for a loss, which lives beside all that is kept for backward, and if that is not enough, for what always does.
 """
 
 import hashlib
@@ -16,146 +19,90 @@ import sys
 import types
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from memrewrite.backends.asked import Asked
-from memrewrite.backends.choices import InStep, Options
+from memrewrite.backends.calls import Call, Part
+from memrewrite.backends.choices import InStep
 from memrewrite.backends.frontier import Found
-from memrewrite.backends.known import KnownPart, KnownStep, made_by
+from memrewrite.backends.known import KnownStep, made_by
 from memrewrite.backends.partition import Partition
 from memrewrite.backends.resident import Resident
 from memrewrite.targets.allocator import rounded
-from memrewrite.torch_internals.compiling import code_of_frame, forget_code
+from memrewrite.torch_internals.compiling import code_of_frame, reference
 from memrewrite.torch_internals.pytrees import tree_leaves
 
 _HALVINGS = 7  # of the bytes between the most room with which a step fits and the least with which it does not
+_CORRECTIONS = 2  # at most
 _WORTH = 0.01  # of a step's time: plans that fit, and would be spared less by others, are not compiled again for these
-
-
-@dataclass
-class Part:
-    """A graph of a step: what divided it, and the code that Dynamo has it from.
-
-    ``before`` are the bytes that were kept as it was compiled, ``at`` how many calls of the step had been, ``kept``
-    what these were known to keep. ``again``: it is to be compiled once more; until then what was ``made`` is told of.
-    ``usual`` is the peak of the step with PyTorch's own plans, and ``more`` what is kept at a later call of it and not
-    at the first one, where they are known.
-    """
-
-    partition: Partition
-    made: Callable[..., Any] | None
-    code: types.CodeType | None
-    before: int
-    at: int
-    kept: int
-    again: bool = False
-    usual: int | None = None
-    more: int = 0
-
-    @property
-    def options(self) -> Options:
-        """The plans that it had; to be asked for until it is settled."""
-        assert self.partition.options is not None  # noqa: S101  (see there)
-        return self.partition.options
-
-    @property
-    def is_unknown(self) -> bool:
-        """Whether it has a backward of which no plans for this step are known, such as from a cache."""
-        known = self.partition.options is not None and not self.partition.known
-        return not known and self.partition.has_plans and self.code is not None
-
-    @property
-    def now(self) -> Found:
-        """The plan that it was compiled with, until it is settled."""
-        assert self.options.chosen is not None  # noqa: S101  (see there)
-        return self.options.chosen
-
-    @property
-    def ms(self) -> float:
-        """What its forward and backward take, where nothing runs again."""
-        return sum(self.options.frontier.facts.ms)
-
-    def plan(self, told: InStep) -> Found:
-        """What its partition makes of what is told."""
-        return self.options.told(told, self.partition.base)
-
-    @property
-    def most(self) -> int:
-        """The room with which nothing is to be gained by more."""
-        return self.options.frontier.takes(self.options.usual)
-
-    def settle(self, told: InStep, found: Found, peak: int, above: bool) -> None:
-        """Have it compiled again where ``found``, the plan for what is told now, is another; else its step takes
-        ``peak`` bytes.
-
-        That is a guess: where it is ``above`` the budget, what is kept by then tells.
-        """
-        if (above or found.order.saved != self.now.order.saved) and self.code is not None:
-            self.forget()
-        else:
-            usual = found is self.options.usual
-            self.partition.keep("lowest" if not told.room else "usual" if usual else "cheapest", peak)
-            self.partition.set_before(self.usual)
-            self.made = None
-        self.partition.options = None  # holds graphs
-
-    def known(self, told: InStep) -> KnownPart:
-        """It, as it is compiled once the step is settled by what is ``told``."""
-        partition = self.partition
-        if self.again:
-            return KnownPart(told, self.more, self.usual)
-        return KnownPart(partition.in_step, partition.more, self.usual, partition.choice, partition.peak or 0)
-
-    def take(self, known: KnownPart) -> None:
-        """It is settled, as it was in a process before."""
-        self.more, self.usual = known.more, known.usual
-        self.partition.set_before(known.usual)
-        if known.choice:
-            self.partition.keep(known.choice, known.peak)
-        self.made = self.partition.options = None
-
-    def forget(self) -> None:
-        """Have it compiled again when its code is next called."""
-        assert self.code is not None  # noqa: S101  (else nothing can be forgotten)
-        self.again = True
-        forget_code(self.code)
-
-
-@dataclass(frozen=True)
-class Call:
-    """A call of a graph in a step: the ``weights`` that it was given, by identity, with their bytes.
-
-    ``asks`` gives None once nobody can ask it for gradients any more, and is None where there are none.
-    """
-
-    key: str
-    asks: Callable[[], object] | None
-    weights: Mapping[int, int]
-
-    def shared(self, others: Iterable["Call"]) -> int:
-        """The bytes of its weights that others were given, too."""
-        there = set[int]().union(*(other.weights for other in others))
-        return sum(size for weight, size in self.weights.items() if weight in there)
 
 
 class Step:
     """The graphs of a step. ``told`` is what each is to know; ``calls`` are those of forward in their order.
 
-    ``highest`` is the peak of the step in bytes so far, by what was compiled for all that it was given.
+    ``highest`` is the peak of the step in bytes so far, by what was compiled for all that it was given. ``asked`` has
+    what was found to be taken besides, too; it ``stays`` as it was where there is no plan for that.
     """
 
     def __init__(self, asked: Asked) -> None:
-        self.asked, self.told, self.highest = asked, InStep(), 0
-        self._calls: list[Call] = []
+        self.asked = self._asked = asked
+        self.stays, self._corrections = False, 0
         self._parts: dict[str, Part] = {}
+        self._begin()
+
+    def _begin(self) -> None:
+        """Nothing is known of the step."""
+        self.told, self.highest = InStep(), 0
+        self._calls: list[Call] = []
         self._ended, self._careful, self._again = True, False, False
         self._names: dict[str, str] = {}  # that a step is known by, by the graph it begins with
         self._known: KnownStep | None = None
+
+    @property
+    def peak(self) -> int:
+        """The most that is told of one of its graphs, in bytes."""
+        parts = (part.partition for part in self._parts.values())
+        return max((each.peak or each.alone or 0 for each in parts if not each.replaced), default=0)
+
+    @property
+    def is_correctable(self) -> bool:
+        """Whether it may be compiled again for less: other processes that call its collectives know nothing of it."""
+        talks = any(part.partition.communicates for part in self._parts.values())
+        return not talks and self._corrections < _CORRECTIONS
+
+    def with_room(self, peak: int) -> Asked:
+        """What is to be asked for where a step takes ``peak`` bytes at its most."""
+        parts = {call.key: part for call in self._calls if (part := self._parts[call.key].partition).kept}
+        if self.asked.loss or not parts:
+            return replace(self.asked, reserve=self.asked.reserve + peak - self.peak)
+        return replace(self.asked, loss=peak - self._beside({key: part.kept for key, part in parts.items()})[1])
+
+    def correct(self, asked: Asked) -> None:
+        """All is to be compiled again as ``asked``."""
+        self._corrections += 1
+        self.asked = asked
+        self._forget()
+
+    def restore(self) -> bool:
+        """All is to be compiled again as it was asked, and stays so; says whether it was corrected since."""
+        if self.asked == self._asked:
+            return False
+        self.asked, self.stays = self._asked, True
+        self._forget(but=code_of_frame())
+        return True
+
+    def _forget(self, but: types.CodeType | None = None) -> None:
+        self._begin()
+        for part in self._parts.values():
+            part.more, part.before_loss = 0, None
+            if part.code is not None and part.code is not but:
+                part.made = part.there()
+                part.forget()
 
     @property
     def calls(self) -> list[str]:
@@ -184,9 +131,11 @@ class Step:
             self._known = KnownStep.find(self._names.setdefault(key, f"{made_by()} {self.asked} {lives} {key}"))
         part = None if self._known is None else self._known.parts.get(key)
         if part is not None:
-            return {"in_step": part.in_step, "more": part.more, "highest": self.highest, "known": True}
-        more = self._parts[key].more if key in self._parts else 0
-        return {"in_step": self._in_step(lives), "more": more, "highest": self.highest}
+            known = {"more": part.more, "before_loss": part.before_loss, "known": True}
+            return {"in_step": part.in_step, "highest": self.highest, **known}
+        there = self._parts.get(key)
+        known = {} if there is None else {"more": there.more, "before_loss": there.before_loss}
+        return {"in_step": self._in_step(lives), "highest": self.highest, **known}
 
     def _in_step(self, lives: Resident) -> InStep | None:
         """What is told of others to a graph that is compiled now; nothing where it seems to be the whole step."""
@@ -206,7 +155,7 @@ class Step:
         self._replace(code)
         if key in self._parts and self._parts[key].again:
             partition.set_before(self._parts[key].usual)
-        self._parts[key] = Part(partition, made, code, partition.lives.earlier, len(before), kept)
+        self._parts[key] = Part(partition, made, reference(made), code, partition.lives.earlier, len(before), kept)
         self.highest = max(self.highest, partition.peak or 0)
 
         def run(*args: Any) -> Any:
@@ -256,10 +205,12 @@ class Step:
         if self._stays(parts, chosen, told.limit):
             chosen = {key: part.now for key, part in parts.items()}
         self.told = replace(told, batch=self._batch)
-        found, kept = self._peaks(chosen), self._kept(chosen)
+        saved = {key: each.peaks.saved for key, each in chosen.items()}
+        found, (kept, through) = self._peaks(chosen), self._beside(saved)
         above = told.limit is not None and max(self._foreseen(chosen).values(), default=0) > told.limit
         for key, part in parts.items():
             part.usual, part.more = before[key], max(kept[key]) - kept[key][0]
+            part.before_loss = through - saved[key]
             part.settle(told, chosen[key], found[key], above)
         if not above:
             self._keep()
@@ -327,9 +278,11 @@ class Step:
     def _peaks(self, plans: Mapping[str, Found], by_code: bool = True) -> dict[str, int]:
         """The peaks of the step in bytes while each graph runs with these plans, by what the first step showed, or by
         what was foreseen alone."""
+        others, before_loss = self._beside({key: found.peaks.saved for key, found in plans.items()})
+        least = before_loss + self.asked.loss if self.asked.loss else 0
         return {
-            key: self._parts[key].partition.peak_of(plans[key], max(others), self._batch, by_code)
-            for key, others in self._kept(plans).items()
+            key: max(self._parts[key].partition.peak_of(plans[key], max(each), self._batch, by_code), least)
+            for key, each in others.items()
         }
 
     def _foreseen(self, plans: Mapping[str, Found]) -> dict[str, int]:
@@ -337,29 +290,32 @@ class Step:
         assert self.asked.budget is not None  # noqa: S101  (there is no step without)
         return self._peaks(plans, self.asked.lowest or self.asked.budget.bytes is not None)
 
-    def _kept(self, plans: Mapping[str, Found]) -> dict[str, list[int]]:
-        """What lives as each graph with a plan is first called, and then while its forward and backward runs, by call,
-        besides what did as it was compiled; none, where nobody asks for its gradients."""
-        first = self._parts[self.calls[0]]
+    def _beside(self, saved: Mapping[str, int]) -> tuple[dict[str, list[int]], int]:
+        """What lives as each graph that has so much ``saved`` is first called, and then while its forward and backward
+        runs, by call, besides what did as it was compiled; none, where nobody asks for its gradients. And all that
+        lives once forward is through."""
+        first = self._parts[self._calls[0].key]
         unknown = [(part.before - first.before - part.kept, part.at) for part in self._parts.values() if part.at]
         # Of what no plan told, such as what one graph makes and the next one keeps: where most was for each call.
         most, calls = max(unknown, key=lambda each: each[0] / each[1], default=(0, 1))
-        kept, by_key = first.before, dict[str, list[int]]()
+        kept, others, by_key = first.before, 0, dict[str, list[int]]()
         seen = Counter[str]()
         for number, call in enumerate(self._calls):
             key, others = call.key, max(-(-most * number // calls), 0)
-            part, found = self._parts[key], plans.get(key)
+            part = self._parts[key]
             lives = part.partition.lives
-            if found is None:  # it is as it was
+            if key not in saved:  # it is as it was
                 kept += 0 if part.partition.foreseen is None else part.partition.foreseen.kept
             else:
                 gone = min(seen[key] * lives.own, lives.others)  # gradients that earlier backwards have yet to make
                 now = kept + others - lives.earlier - gone
                 made = call.shared(self._calls[number + 1 :])  # gradients, by the backward of later calls
                 by_key.setdefault(key, [now]).append(now + made)
-                kept += found.peaks.saved
+                kept += saved[key]
             seen[key] += 1
-        return {key: [0] for key in plans} | by_key
+        lives = first.partition.lives
+        besides = first.partition.base - first.partition.more - lives.earlier - lives.others
+        return {key: [0] for key in saved} | by_key, besides + kept + others
 
 
 _STEPS: "weakref.WeakKeyDictionary[nn.Module, dict[Asked, Step]]" = weakref.WeakKeyDictionary()

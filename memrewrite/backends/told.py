@@ -121,6 +121,7 @@ def report(made: Any) -> CompiledReport | None:
         budget="" if asked.budget is None else str(asked.budget),
         optimizer=asked.optimizer,
         reserve=asked.reserve,
+        loss=asked.loss,
         exact=asked.exact,
         graphs=tuple(each.told() for each in graphs),
     )

@@ -56,14 +56,16 @@ class CompiledGraph:
 class CompiledReport:
     """What ``torch.compile(model, backend="memrewrite")`` has made so far; ``str()`` of it is for people.
 
-    ``budget`` is as it was asked for, "" without one. ``graphs`` come in the order they were compiled in: several
-    where a graph breaks, and where lengths or other things differed so that Dynamo compiled again.
+    ``budget`` is as it was asked for, "" without one. ``reserve`` and ``loss`` are the bytes that are left for what
+    lives outside of graphs, all the time and between forward and backward. ``graphs`` come in the order they were
+    compiled in: several where a graph breaks, and where lengths or other things differed so that Dynamo compiled again.
     """
 
     model: str
     budget: str
     optimizer: str
     reserve: int
+    loss: int
     exact: bool
     graphs: tuple[CompiledGraph, ...]
 
@@ -91,6 +93,8 @@ class CompiledReport:
 
 def _lines(report: CompiledReport) -> Iterator[str]:
     asked = f"budget {report.budget}" if report.budget else "no budget"
+    for size, what in ((report.loss, "for the loss"), (report.reserve, "in reserve")):
+        asked += f", {short_bytes(size)} {what}" if size else ""
     known = f"foreseen peak {short_bytes(report.peak)}" if report.peak is not None else "peak not foreseen"
     if report.measured is not None:
         known += f", measured {short_bytes(report.measured)}"

@@ -32,7 +32,7 @@ with private_imports():
 
 require("_functorch.config.force_non_lazy_backward_lowering", "_C._dynamo.guards.assert_size_stride")
 
-_ARGUMENTS = "get_args"
+_ARGUMENTS, _COLLECTIVES = "get_args", "_c10d_functional"
 _BESIDE_ARGUMENTS = ("rand_strided", "_shared_storage_")  # what else has a name there: of several views, the storage
 _SYMBOL = re.compile(r"[su]\d+")
 _BESIDE: ContextVar[bool] = ContextVar("beside", default=False)
@@ -50,6 +50,13 @@ class CompiledCode:
         """Makes arguments, fake ones in a fake tensor mode; None where the code does not tell, as that in C++."""
         found = self._names().get(_ARGUMENTS)
         return found if isinstance(found, types.FunctionType) else None
+
+    @property
+    def communicates(self) -> bool:
+        """Whether it has collectives, which all processes call in one order; so where it does not tell."""
+        named = (getattr(self._call, "__func__", None), *self._names().values())
+        functions = (each for each in named if isinstance(each, types.FunctionType))
+        return self.arguments is None or any(_COLLECTIVES in each.__code__.co_names for each in functions)
 
     def named_arguments(self) -> dict[str, Any]:
         """New arguments in their order, by the names of the graph's placeholders; there have to be any."""

@@ -152,7 +152,8 @@ def in_transit(model: nn.Module) -> tuple[int, int]:
     The outermost unit is gathered before all others and reduced after them. It counts where it is alone, as a buffer
     that is gathered into lives until the next one is, or all have run forward.
     """
-    units = [(unit._get_fsdp_state()._is_root, group) for unit in _units_in(model) for group in _groups_of(unit)]
+    found: list[Any] = _units_in(model)
+    units = [(unit._get_fsdp_state()._is_root, group) for unit in found for group in _groups_of(unit)]
     shared = [(outer, group) for outer, group in units if group.mesh_info.shard_mesh_size > 1]
     inner = [group for outer, group in shared if not outer]
     gathered = [sum(map(_gathered, group.fsdp_params)) for group in inner or [group for _, group in shared]]

@@ -56,6 +56,7 @@ def run(model: nn.Module, x: Tensor, **options: Any) -> Any:
         ({"budget": "8GB", "reserve": "10%"}, "Option reserve='10%' is no number of bytes"),
         ({"budget": "8GB", "reserve": -5}, "Option reserve=-5 is no number of bytes"),
         ({"budget": "8GB", "reserve": 0.5}, "Option reserve=0.5 is no number of bytes"),
+        ({"budget": "8GB", "loss": "much"}, "Option loss='much' is no number of bytes"),
         ({"budget": "8GB", "exact": 1}, "Option exact=1 is neither True nor False"),
         ({"budget": "8GB", "verify": "yes"}, "Option verify='yes' is neither True nor False"),
         ({"bugdet": "8GB"}, "Unexpected optimization option bugdet; memrewrite's options are budget, optimizer"),

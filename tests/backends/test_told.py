@@ -246,15 +246,15 @@ graph 1, Net: the cheapest plan found that fits
 
 
 def test_as_text_and_as_data() -> None:
-    report = CompiledReport("Net", "2.50 GB", "adamw", 0, False, (GRAPH,))
+    report = CompiledReport("Net", "2.50 GB", "adamw", 0, 0, False, (GRAPH,))
     assert str(report) == TEXT
     data = json.loads(json.dumps(report.to_json()))
     assert (data["schema_version"], data["peak"]) == (1, 2 * 10**9)
     assert data["graphs"][0]["kept_by"] == {"addmm": 5 * 10**8}
     unseen, usual = replace(GRAPH, unseen="no fake rule"), replace(GRAPH, choice="usual")
     for graph, told in ((unseen, "2.00 GB (PyTorch 3.00 GB)"), (usual, "2.00 GB")):
-        assert f"  peak         {told}\n" in str(CompiledReport("Net", "2.50 GB", "adamw", 0, False, (graph,)))
-    lost = CompiledReport("Net", "", "none", 0, False, (GRAPH, CompiledGraph("Net", "from cache", {})))
+        assert f"  peak         {told}\n" in str(CompiledReport("Net", "2.50 GB", "adamw", 0, 0, False, (graph,)))
+    lost = CompiledReport("Net", "", "none", 0, 0, False, (GRAPH, CompiledGraph("Net", "from cache", {})))
     assert lost.peak is None
     assert str(lost).splitlines()[0] == "Net by torch.compile: no budget, optimizer none, peak not foreseen"
     assert str(lost).splitlines()[-1] == f"graph 2, Net: {CHOICES['from cache']}"

@@ -20,7 +20,6 @@ import sys
 import tempfile
 import time
 import warnings
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -55,7 +54,7 @@ _CONTENDERS = (
     ("ours", "whole", "min"),
 )
 _SHARDED = ["llama_670m-fsdp", "llama_1b-fsdp"]  # whose arithmetic is that of its parameters
-_STEPS = 8
+_FIRST, _STEPS = 8, 8  # steps in which plans are settled, and corrected, and those that are measured after them
 Row = dict[str, Any]
 
 
@@ -85,7 +84,7 @@ def trained(case: Case, who: str, way: str, budget: int | str | None, share: flo
         _reset(device)
         losses = [_loss(trial)]
         row: Row = {"first": _peak(device, others), "first_s": time.perf_counter() - begun}
-        losses += [_loss(trial) for _ in range(3)]
+        losses += [_loss(trial) for _ in range(_FIRST - 1)]
     clear(device)
     dist.barrier()
     figures = trial.figures(_STEPS) if device.type == "cuda" else {"step_ms": sorted(trial._on_cpu(3))[1]}
@@ -137,7 +136,7 @@ def line(row: Row) -> str:
     budget = row.get("budget")
     asked = f"{budget / 1e9:.3f}" if isinstance(budget, int) else str(budget or "")
     over = " OVER" if isinstance(budget, int) and row.get("peak", 0) > budget else ""
-    losses = " ".join(f"{loss:.5f}" for loss in row.get("losses", ()))
+    losses = " ".join(f"{loss:.5f}" for loss in row.get("losses", ())[:4])
     name = f"{row['workload']:16s} {row['who']:6s} {row['way']:6s} {row['setting'] or '':4}"
     figures = f"{asked:>7s} {gb} {row.get('step_ms') or 0:8.1f} ms {row.get('first_s') or 0:4.0f} s{over}"
     return f"{name} {figures} {losses} {row.get('note', '')}"
@@ -150,8 +149,8 @@ def rank_main(rank: int, store: str, case: Case, asked: argparse.Namespace, end:
     device = torch.device("cuda", rank) if on_cuda else torch.device("cpu")
     if on_cuda:
         torch.cuda.set_device(device)
-    way = {"backend": "nccl" if on_cuda else "gloo", "init_method": f"file://{store}"}
-    dist.init_process_group(**way, rank=rank, world_size=asked.processes)
+    way, place = "nccl" if on_cuda else "gloo", f"file://{store}"
+    dist.init_process_group(way, init_method=place, rank=rank, world_size=asked.processes)
     stock: dict[str, int] = {}
     for contender in _CONTENDERS:
         if max(gathered(time.time())) > end:

@@ -53,6 +53,7 @@ SLOW: dict[str, tuple[str, ...]] = {
     "passes/test_inplace_activation.py::test_random_programs_keep_every_bit": ("[1-5][0-9]",),
     "torch_internals/test_tensor_parallel.py::test_two_processes_train_as_one_does": ("*",),
     # What other processes find, once more: one that looks for the whole plan is in the default run.
+    "backends/test_measured.py::test_what_a_loss_takes_outside_is_made_room_for": ("Three", "blocks"),
     "backends/test_entry.py::test_another_process_finds_the_graphs": ("*",),
     "codegen/test_codegen.py::test_another_process_gives_the_same_text": ("*",),
     "artifact/test_artifact.py::test_verified_in_a_fresh_process": ("*",),

@@ -4,7 +4,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_reduce
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from memrewrite.torch_internals.compiled_code import Buffers, CompiledCode, Written, compiled_codes
 from memrewrite.torch_internals.dispatch_modes import Recall
@@ -86,6 +89,18 @@ def test_arguments_are_made_where_sizes_vary() -> None:
     with FakeTensorMode():
         assert (4, 24, 32) in shapes(forward)
         assert shapes(backward).count((4, 2, 24, 16)) == 4  # query, key and value in one storage, and their result
+
+
+def test_code_with_collectives_is_known() -> None:
+    torch._dynamo.reset()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        with compiled_codes() as codes:
+            torch.compile(lambda x: all_reduce(x.exp(), "sum", [0, 1]))(torch.ones(8))
+            torch.compile(lambda x: x.exp().sum())(torch.ones(8))
+    finally:
+        dist.destroy_process_group()
+    assert [code.communicates for code in codes] == [True, False]
 
 
 def shapes(code: CompiledCode) -> list[tuple[int, ...]]:
