@@ -231,13 +231,27 @@ def _is_around(code: types.CodeType | None) -> bool:
 
 def model_of_frame() -> nn.Module | None:
     """The outermost module that is at work: where graphs break, or parts are compiled one by one, the code around them
-    runs as it is, in methods of the modules that they are parts of."""
+    runs as it is, in methods of the modules that they are parts of.
+
+    No other frame is asked for its variables: before Python 3.13 it would keep what they are now, such as the logits of
+    a step, until it ends.
+    """
     found, caller = module_of_frame(), inspect.currentframe()
+    kinds = {(base.__module__, base.__qualname__) for kind in _kinds_of(nn.Module) for base in kind.__mro__}
     while caller is not None:
-        if isinstance(own := caller.f_locals.get("self"), nn.Module):
+        kind = caller.f_code.co_qualname.rpartition(".")[0]
+        is_method = (caller.f_globals.get("__name__"), kind) in kinds
+        if is_method and isinstance(own := caller.f_locals.get("self"), nn.Module):
             found = own
         caller = caller.f_back
     return found
+
+
+def _kinds_of(kind: type[nn.Module]) -> Iterator[type[nn.Module]]:
+    """A class and all that come of it, some of them several times."""
+    yield kind
+    for each in kind.__subclasses__():
+        yield from _kinds_of(each)
 
 
 def code_of_frame() -> types.CodeType | None:

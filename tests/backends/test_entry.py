@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tomllib
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,18 @@ def test_options_without_names_are_one_sentence(options: Any) -> None:
     torch._dynamo.reset()
     with pytest.raises(UsageError, match=r"^Options .* are no dict with names as keys; write e\.g\. {'budget"):
         torch.compile(mlp(1), backend=entry.memrewrite, options=options)(torch.ones(2, 32))
+
+
+def test_nothing_of_the_loop_is_kept(partitions: list[Partition]) -> None:
+    """Its variables were, as they had been when a graph was compiled, such as the output of the step before."""
+    x = torch.randn(8, 32)
+    model = torch.compile(mlp(), backend=entry.memrewrite, options={"budget": "100%"}, dynamic=False)
+    output = model(x)
+    before = weakref.ref(output)
+    output = model(x[:4])
+    assert len(partitions) == 2
+    assert before() is None
+    assert output.isfinite()
 
 
 def test_an_error_that_dynamo_is_told_to_suppress_leaves_the_model_as_it_is() -> None:
