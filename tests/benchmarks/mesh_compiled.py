@@ -1,11 +1,11 @@
 """Models under FSDP2, compiled by PyTorch and by ours, block by block and as a whole: peak and step time of each GPU.
 
-    python -m tests.benchmarks.mesh_compiled FILE.json [--only llama_670m-fsdp ...] [--processes 2] [--deadline-s 500]
-        [--tiny]
+    python -m tests.benchmarks.mesh_compiled FILE.jsonl [--only llama_670m-fsdp ...] [--who eager stock ours]
+        [--processes 2] [--deadline-s 500] [--tiny]
 
 One process for each GPU (nccl; gloo on the CPU, with ``--tiny``). Every unit and then the model are sharded by
-``fully_shard`` with ``MixedPrecisionPolicy(bf16, fp32)``; ``blocks`` are units compiled one by one (``unit.compile``),
-``whole`` is the model in one ``torch.compile``. ``stock 0.0`` is PyTorch's ``activation_memory_budget``; ours have as
+``fully_shard`` with ``MixedPrecisionPolicy(bf16, fp32)``, tiny ones in float32; ``blocks`` are units compiled one by
+one (``unit.compile``), ``whole`` is the model in one ``torch.compile``. ``stock 0.0`` is PyTorch's ``activation_memory_budget``; ours have as
 their budget a share of the peak that ``torch.compile`` took of the same workload and way, or reach the lowest there is.
 ``first`` is the peak of the first step, in which all is compiled, ``peak`` that of steady ones, both by
 ``torch.cuda.max_memory_allocated``, the highest of all GPUs; ``told`` is ``report_of(model).peak`` and ``measured``
@@ -53,7 +53,9 @@ _CONTENDERS = (
     ("ours", "whole", 0.75),
     ("ours", "whole", "min"),
 )
-_SHARDED = ["llama_670m-fsdp", "llama_1b-fsdp"]  # whose arithmetic is that of its parameters
+_WHO = ["eager", "stock", "ours"]
+_USUAL = ["llama_670m-fsdp", "llama_1b-fsdp"]
+_SHARDED = [*_USUAL, "unet-fsdp"]  # which needs no library, and float32
 _FIRST, _STEPS = 8, 8  # steps in which plans are settled, and corrected, and those that are measured after them
 Row = dict[str, Any]
 
@@ -68,7 +70,7 @@ def compiled(model: nn.Module, who: str, way: str, budget: int | str | None, cas
     for unit in [*units(model, mesh), model]:
         if way == "blocks" and unit is not model:
             unit.compile(**by)
-        fully_shard(unit, mesh=devices, mp_policy=_POLICY)
+        fully_shard(unit, mesh=devices, mp_policy=MixedPrecisionPolicy() if case.tiny else _POLICY)
     return torch.compile(model, **by) if way == "whole" else model
 
 
@@ -153,7 +155,7 @@ def rank_main(rank: int, store: str, case: Case, asked: argparse.Namespace, end:
     dist.init_process_group(way, init_method=place, rank=rank, world_size=asked.processes)
     stock: dict[str, int] = {}
     for contender in _CONTENDERS:
-        if max(gathered(time.time())) > end:
+        if contender[0] not in asked.who or max(gathered(time.time())) > end:
             continue
         row = attempted(case, contender, stock, device)
         if rank == 0:
@@ -170,7 +172,8 @@ def main() -> int:
     """Run the processes of one workload after another, and wait for them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path, help="JSON lines, added to")
-    parser.add_argument("--only", nargs="+", choices=_SHARDED, default=_SHARDED)
+    parser.add_argument("--only", nargs="+", choices=_SHARDED, default=_USUAL)
+    parser.add_argument("--who", nargs="+", choices=_WHO, default=_WHO, help="ours have their budgets by stock's rows")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--deadline-s", type=float, default=500)
     parser.add_argument("--tiny", action="store_true", help="small models on the CPU")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.benchmarks import mesh
+from tests.benchmarks import mesh, mesh_compiled
 from tests.benchmarks.mesh_plans import CASES, Case
 
 
@@ -32,3 +32,13 @@ def test_two_processes_take_what_one_predicts_alone(
     assert ours["predicted"] == ours["measured"] <= ours["budget"] == int(1.005 * block["predicted"])
     assert len([*(tmp_path / "plans").iterdir()]) == 3
     assert "all is planned after" in capsys.readouterr().out
+
+
+def test_two_processes_train_what_is_sharded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "rows.jsonl"
+    monkeypatch.setattr("sys.argv", ["mesh_compiled", f"{file}", "--only", "unet-fsdp", "--who", "eager", "--tiny"])
+    assert mesh_compiled.main() == 0
+    row = json.loads(file.read_text(encoding="utf-8"))
+    assert (row["who"], row["processes"], row["budget"]) == ("eager", 2, None)
+    assert row["losses"][-1] < row["losses"][0]
+    assert row["step_ms"] > 0

@@ -165,6 +165,7 @@ SLOW: dict[str, tuple[str, ...]] = {
     "integrations/test_in_processes.py::test_a_trainer_says_its_mesh_and_saves_what_it_trained": ("*",),
     "benchmarks/test_loops.py::test_what_there_was_no_time_for_is_said": ("*",),
     "benchmarks/test_mesh.py::test_two_processes_take_what_one_predicts_alone": ("*",),
+    "benchmarks/test_mesh.py::test_two_processes_train_what_is_sharded": ("*",),
     "benchmarks/test_pareto.py::test_rows_of_a_workload": ("*",),
     "benchmarks/test_benchmarks.py::test_predictions_are_right_on_the_cpu": ("*",),
     "benchmarks/test_benchmarks.py::test_seconds_are_told_by_stage": ("*",),
