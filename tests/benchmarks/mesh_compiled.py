@@ -5,12 +5,12 @@
 
 One process for each GPU (nccl; gloo on the CPU, with ``--tiny``). Every unit and then the model are sharded by
 ``fully_shard`` with ``MixedPrecisionPolicy(bf16, fp32)``, tiny ones in float32; ``blocks`` are units compiled one by
-one (``unit.compile``), ``whole`` is the model in one ``torch.compile``. ``stock 0.0`` is PyTorch's ``activation_memory_budget``; ours have as
-their budget a share of the peak that ``torch.compile`` took of the same workload and way, or reach the lowest there is.
-``first`` is the peak of the first step, in which all is compiled, ``peak`` that of steady ones, both by
-``torch.cuda.max_memory_allocated``, the highest of all GPUs; ``told`` is ``report_of(model).peak`` and ``measured``
-what that has by the first steps; ``losses`` are those of the first steps, of the first process. Where the deadline is
-passed, no further contender begins.
+one (``unit.compile``), ``whole`` is the model in one ``torch.compile``. ``stock 0.0`` is PyTorch's
+``activation_memory_budget``; ours have as their budget a share of the peak that ``torch.compile`` took of the same
+workload and way, or reach the lowest there is. ``first`` is the peak of the first step, in which all is compiled,
+``peak`` that of steady ones, both by ``torch.cuda.max_memory_allocated``, the highest of all GPUs; ``told`` is
+``report_of(model).peak`` and ``measured`` what that has by the first steps; ``losses`` are those of the first steps, of
+the first process. Where the deadline is passed, no further contender begins.
 """
 
 import argparse
