@@ -94,13 +94,13 @@ class _Looks:
     def _beside(self, current: int, partition: Partition, args: Sequence[Any]) -> int:
         """The bytes of ``current`` that are not of the model nor belong to it, at the least of what was seen so far.
 
-        Before the first step there may be no state yet, nor what libraries hold, nor an output.
+        Before the first step there may be no state yet, nor an output.
         """
         lives = partition.lives
         gradients = sum(rounded(p.grad.nbytes) for p in args if isinstance(p, nn.Parameter) and p.grad is not None)
         there = lives.base - lives.others - lives.reduced + gradients
         if self._others is None:
-            self._others = max(current - there + lives.state + lives.libraries, 0)
+            self._others = max(current - there + lives.state, 0)
         else:
             self._others = min(self._others, max(current - there - partition.given_out, 0))
         return self._others
