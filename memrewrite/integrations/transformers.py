@@ -27,6 +27,8 @@ from memrewrite.optimizing.by_size import noted
 from memrewrite.records.attached import attach, report_of
 from memrewrite.records.errors import UsageError
 from memrewrite.records.mesh import Ddp
+from memrewrite.state.attributes import Attributes
+from memrewrite.state.containers import contents, is_container, put_back
 from memrewrite.state.random_state import preserved_rng
 from memrewrite.workload.step import default_loss
 
@@ -101,7 +103,7 @@ class _WhenSharded(TrainerCallback):  # type: ignore[misc]  # transformers is no
 def _optimized(trainer: Trainer, longest: int | None, options: dict[str, Any]) -> OptimizedModule:
     name = getattr(trainer.model, "main_input_name", "input_ids")
     batches: list[tuple[Any, Any]] = []
-    with _largest_batch(trainer, name, longest) as why:
+    with _largest_batch(trainer, name, longest) as why, _put_back(trainer):
         call = first_call(trainer.model, lambda: _step(trainer, batches))
     step = {**_step_of(trainer), **_loss_outside(trainer, *batches[0]), **options}
     result = optimize(trainer.model, call.args, example_kwargs=call.kwargs, **step)
@@ -198,6 +200,20 @@ def _largest_batch(trainer: Trainer, name: str, longest: int | None) -> Iterator
         yield why
     finally:
         trainer.train_dataset = usual
+
+
+@contextlib.contextmanager
+def _put_back(trainer: Trainer) -> Iterator[None]:
+    """Put back what a trainer counts and collects before it calls the model, as the rewards of what that generated."""
+    data, collected = (trainer.train_dataset, trainer.eval_dataset), nn.Module()
+    found = {n: each for n, each in vars(trainer).items() if is_container(each) and not any(each is d for d in data)}
+    vars(collected).update(found)
+    before, attributes = contents(vars(trainer)), Attributes(collected)
+    try:
+        yield
+    finally:
+        put_back(vars(trainer), before)
+        attributes.restore()
 
 
 def _loss(outputs: Any) -> Tensor:
