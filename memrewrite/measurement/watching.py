@@ -28,6 +28,10 @@ from memrewrite.torch_internals.spread import parts_of
 from memrewrite.workload.in_backward import gradient_of
 
 _TOLD = 0.05  # of what is over the promise: what explains less of it is not named
+_UNSEEN = (
+    "nothing that can be seen from here explains it, as a loss does that was not given as loss_fn: memrewrite.measure "
+    "the model"
+)
 _SEEN_ON_CPU = " On the CPU this is known of tensors made while it was watched, of the model, its inputs and optimizer."
 
 
@@ -148,7 +152,7 @@ class Watch:
             return
         over = peak - self._limit
         causes = [words for size, words in sorted(self._causes(), reverse=True) if size > _TOLD * over]
-        found = "; ".join(causes) or "nothing that can be seen from here explains it: memrewrite.measure the model"
+        found = "; ".join(causes) or _UNSEEN
         self.told = (
             f"A step took {format_bytes(peak)}, {format_bytes(over)} more than the {format_bytes(self._limit)} that "
             f"were promised: {found}.{'' if self._tracker is None else _SEEN_ON_CPU}"
