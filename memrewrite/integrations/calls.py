@@ -50,6 +50,9 @@ def first_call(module: nn.Module, run: Callable[[], object]) -> Inputs:
             run()
     except _CalledError as call:
         return call.inputs
+    except Exception:  # whatever is wrong with what comes after the call
+        if not without_gradients:
+            raise
     finally:
         for hook in hooks:
             hook.remove()

@@ -227,4 +227,5 @@ def _loss(outputs: Any) -> Tensor:
 def _step(trainer: Trainer, taken: list[tuple[Any, Any]]) -> None:
     batches, items = trainer.get_batch_samples(iter(trainer.get_train_dataloader()), 1, trainer.args.device)
     taken.append((batches[0], items))
+    trainer.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps  # as train() sets it
     trainer.training_step(trainer.model, batches[0], items)

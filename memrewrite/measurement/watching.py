@@ -32,6 +32,10 @@ _UNSEEN = (
     "nothing that can be seen from here explains it, as a loss does that was not given as loss_fn: memrewrite.measure "
     "the model"
 )
+_NO_CALL = (
+    "No call of {} was watched: the loop calls another module, as a copy of it, or its forward itself, "
+    "as sentence-transformers does (module.forward(x)), which calls no hooks."
+)
 _SEEN_ON_CPU = " On the CPU this is known of tensors made while it was watched, of the model, its inputs and optimizer."
 
 
@@ -119,7 +123,10 @@ class Watch:
             self._tracker.__exit__(kind, error, trace)
         for handle in self._handles:
             handle.remove()
-        if error is None:
+        if error is None and not self._passes:
+            self.told = _NO_CALL.format(type(self._module).__name__)
+            warnings.warn(self.told, UserWarning, stacklevel=2)
+        elif error is None:
             self._look(self._passes)
 
     def _begin(self, args: Any, kwargs: Any) -> None:
@@ -240,7 +247,8 @@ def watch(optimized: nn.Module) -> Watch:
     Where a step takes more than the budget (or, without one, than the report's peak) it warns once, by an
     ``OverBudgetWarning`` that names what the loop does otherwise than was promised: the output alive in backward,
     gradients alive while forward runs, another batch on the device, other tensors beside the model, a larger batch, an
-    optimizer with more state, or that the original forward ran. On CUDA the allocator's own counters are read. On the
+    optimizer with more state, or that the original forward ran. A loop in which no call was seen is warned of, too.
+    On CUDA the allocator's own counters are read. On the
     CPU each operator is followed, which takes time, and tensors that were made before the context and are none of the
     model's, its optimizer's or its inputs are not seen. Hooks on ``optimized`` are removed as the context ends.
     Raises ``UsageError`` for any other module.

@@ -111,6 +111,7 @@ def test_first_call_is_one_with_gradients() -> None:
     module, x = Doubles(), torch.ones(2)
     assert first_call(module, lambda: module(without_gradients(module, x))).args[0].tolist() == [2, 2]
     assert first_call(module, lambda: without_gradients(module, x)).args == (x,)
+    assert first_call(module, lambda: without_gradients(module, x).missing).args == (x,)
     optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters())
     assert first_call(module, lambda: (without_gradients(module, x), optimizer.step(), module(x + 1))).args == (x,)
 
@@ -308,7 +309,7 @@ def test_a_trainer_that_generates_what_it_learns_from_is_planned_for_its_own_cal
 
         def compute_loss(self, model: Any, inputs: dict[str, Any], **given: Any) -> torch.Tensor:
             self.buffered = without_gradients(model, inputs["input_ids"][:, :4]).logits.argmax(-1)
-            self.rewards["train"].append(float(self.buffered.float().mean()))
+            self.rewards["train"].append(float(self.buffered.float().mean()) / self.current_gradient_accumulation_steps)
             loss: torch.Tensor = model(**inputs).loss
             return loss
 

@@ -226,13 +226,21 @@ def test_an_error_of_the_loop_is_the_loops_own(dropping: Any) -> None:
 
 
 def test_an_optimizer_that_refused_its_arguments_is_passed_over(dropping: Any) -> None:
-    result = dropping[0]
+    result, x = dropping[:2]
     with pytest.raises(ValueError, match="learning rate") as refused:
         torch.optim.SGD(result.parameters(), lr=-1)
     with memrewrite.watch(result) as watch:
-        pass
+        result(x)
     assert watch.told == ""
     assert refused.tb is not None  # which holds the optimizer
+
+
+def test_a_loop_that_calls_forward_itself_is_told() -> None:
+    result = memrewrite.optimize(nn.Linear(2, 2), torch.ones(2, 2))
+    watch = memrewrite.watch(result)
+    with pytest.warns(UserWarning, match=r"^No call of Linear was watched: .* its forward itself"), watch:
+        result.forward(torch.ones(2, 2))
+    assert watch.told
 
 
 def test_another_module_is_refused() -> None:
