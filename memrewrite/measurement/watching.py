@@ -17,7 +17,7 @@ from memrewrite.records.attached import report_of
 from memrewrite.records.loop import Loop
 from memrewrite.records.options import format_bytes
 from memrewrite.records.report import Report
-from memrewrite.runtime.dropin import accept, fallen_back, programs
+from memrewrite.runtime.dropin import accept, fallen_back, own, programs
 from memrewrite.runtime.lazy_output import made_when_used
 from memrewrite.simulate import AVERAGE, INPUTS, STATE
 from memrewrite.simulate.memory.tracker import Tracker
@@ -177,6 +177,8 @@ class Watch:
         for path in fallen_back(self._module):
             if path and path not in self._fallen:
                 yield self._limit, f"the original forward of {path} ran, of which a warning has said why"
+        if any(kept is not None and kept.promise.retrained for kept in map(own, self._module.modules())):
+            yield self._limit, "parameters were trained, or frozen, after the plan was made: optimize again for a plan"
         if not self._loop.keeps_output and facts.output:
             size = format_bytes(facts.output)
             yield (
@@ -248,9 +250,9 @@ def watch(optimized: nn.Module) -> Watch:
     ``OverBudgetWarning`` that names what the loop does otherwise than was promised: the output alive in backward,
     gradients alive while forward runs, another batch on the device, other tensors beside the model, a larger batch, an
     optimizer with more state, or that the original forward ran. A loop in which no call was seen is warned of, too.
-    On CUDA the allocator's own counters are read. On the
-    CPU each operator is followed, which takes time, and tensors that were made before the context and are none of the
-    model's, its optimizer's or its inputs are not seen. Hooks on ``optimized`` are removed as the context ends.
+    On CUDA the allocator's own counters are read. On the CPU each operator is followed, which takes time, and tensors
+    that were made before the context and are none of the model's, its optimizer's or its inputs are not seen. Hooks on
+    ``optimized`` are removed as the context ends.
     Raises ``UsageError`` for any other module.
     """
     return Watch(optimized)

@@ -128,8 +128,7 @@ class Own:
 
     def tell_of_gradients(self, name: str) -> None:
         """Warn, once, that segments are not run as such because a parameter needs a gradient, or none, unlike then."""
-        changed = f"{name} was trained, or frozen, after it was planned; optimize again for a plan"
-        self.promise.fall_back(f"keeps what the original does in a part of its forward: {changed}.", 5)
+        self.promise.tell_of_gradients(name, 9)
 
     def check_sizes(self, program: Program, tensors: list[Tensor], call: Call) -> None:
         """Let the promise look at the sizes of a call that records for backward, or that was planned not to."""

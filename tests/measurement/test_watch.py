@@ -110,6 +110,19 @@ def test_a_forward_that_runs_twice_before_backward(dropping: Any) -> None:
     assert "prefetch" not in told
 
 
+def test_layers_that_are_frozen_meanwhile() -> None:
+    result, x, y, criterion = optimized("language model")
+
+    def run(optimizer: torch.optim.Optimizer) -> None:
+        loops.drop_output(result, optimizer, criterion, iter([(x, y)] * 2))
+        warnings.simplefilter("ignore", memrewrite.FallbackWarning)  # which the drop-in tells by itself
+        for parameter in [*result.parameters()][::2]:
+            parameter.requires_grad_(False)
+        loops.drop_output(result, optimizer, criterion, iter([(x, y)] * 2))
+
+    assert "parameters were trained, or frozen, after the plan was made: optimize again" in watched(result, run)
+
+
 def test_other_tensors(dropping: Any) -> None:
     result, x, y, criterion = dropping
 
