@@ -76,7 +76,7 @@ def _refuse_changes(trainer: Trainer) -> None:
     if getattr(args, "activation_checkpointing", False) or args.gradient_checkpointing:
         raise UsageError(
             "The Trainer checkpoints the layers of its model when it trains, by gradient_checkpointing, and would undo "
-            "the plan; leave that out, as the plan says what runs again."
+            "the plan, which says what runs again; set gradient_checkpointing=False (trl's trainers have True)."
         )
     if trainer.neftune_noise_alpha is not None:
         raise UsageError(
@@ -108,6 +108,12 @@ def _optimized(trainer: Trainer, longest: int | None, options: dict[str, Any]) -
     step = {**_step_of(trainer), **_loss_outside(trainer, *batches[0]), **options}
     result = optimize(trainer.model, call.args, example_kwargs=call.kwargs, **step)
     planned_for(result, call, name, why)
+    batch = batches[0][0] if isinstance(batches[0][0], Mapping) else ()
+    if numbers := [key for key, value in call.kwargs.items() if type(value) is int and key in batch]:
+        note = (
+            f"Batches in which {', '.join(numbers)} are other numbers run the original forward; let the collator leave "
+        )
+        attach(noted(report_of(result), f"{note}them out where forward does not need them.", result), result)
     if "loss_fn" not in options and _computes_another(trainer) and not {*trainer.label_names} & {*call.kwargs}:
         note = f"{type(trainer).__name__}.compute_loss gives the model no labels, and its loss is not in the step; "
         attach(noted(report_of(result), f"{note}give it as loss_fn.", result), result)

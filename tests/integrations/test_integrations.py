@@ -298,6 +298,15 @@ def test_a_loss_of_another_trainers_own_is_told(transformers: ModuleType, tmp_pa
 
 
 @pytest.mark.filterwarnings("default")
+def test_numbers_in_batches_are_told(transformers: ModuleType, tmp_path: Path) -> None:
+    from memrewrite.integrations.transformers import optimize_trainer
+
+    packed = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+    told = memrewrite.report_of(optimize_trainer(trainer(transformers, tmp_path, data_collator=packed), verify=False))
+    assert told.notes[-1].startswith("Batches in which max_length_q, max_length_k are other numbers run the original")
+
+
+@pytest.mark.filterwarnings("default")
 def test_a_trainer_that_generates_what_it_learns_from_is_planned_for_its_own_call(
     transformers: ModuleType, tmp_path: Path
 ) -> None:
