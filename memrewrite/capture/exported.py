@@ -27,7 +27,13 @@ from memrewrite.records.lines import line_now
 from memrewrite.records.ranges import Range
 from memrewrite.simulate.fake.constant_values import KnownValues, known_values
 from memrewrite.torch_internals.logs import quiet
-from memrewrite.torch_internals.operators import OpOverload, gives_something, is_mutable, named_arguments
+from memrewrite.torch_internals.operators import (
+    OpOverload,
+    gives_something,
+    is_mutable,
+    named_arguments,
+    written_arguments,
+)
 from memrewrite.torch_internals.pytrees import tree_leaves
 from memrewrite.torch_internals.size_arithmetic import sizes_remembered
 from memrewrite.torch_internals.symbolic_recall import SymbolicRecall
@@ -334,7 +340,10 @@ def _read_buffers_themselves(exported: fx.GraphModule) -> None:
 
 
 def _written(node: Any) -> Any:
-    """The node whose tensor a chain of in-place operations returns."""
-    while isinstance(node.target, OpOverload) and is_mutable(node.target):
-        node = node.args[0]
+    """The node whose tensor a chain of in-place operations, or those with ``out=``, returns."""
+    while isinstance(node.target, OpOverload):
+        written = written_arguments(node.target, node.args, node.kwargs)
+        if len(written) != 1 or not isinstance(written[0], fx.Node):
+            break
+        node = written[0]
     return node

@@ -23,9 +23,14 @@ from memrewrite.torch_internals.tracing import module_of
 from memrewrite.workload.step import autocast
 
 _NO_LOSS = (
-    "returns={!r} is for models that return their loss, as .loss, ['loss'], or where loss_fn finds it; "
+    "returns='loss' is for models that return their loss, as .loss, ['loss'], or where loss_fn finds it; "
     "here loss_fn computes it of what the model returns. Leave it out, compute the loss in forward, or, where it is "
     "the cross-entropy of logits, give returns='lazy'."
+)
+_NEITHER = (
+    "returns='lazy' is for models that return their loss, as .loss, ['loss'], or where loss_fn finds it, or logits "
+    "that the pass linear_cross_entropy may make some rows of at a time (not with exact=True); this one returns "
+    "neither. Leave it out, or compute the loss in forward."
 )
 _IN_ROWS = ", and cross-entropy makes some rows of it at a time"
 _FEW = "returns='lazy' has no effect: what its loss is made of is too small to be made some rows at a time."
@@ -48,7 +53,7 @@ def loss_alone(captured: Captured, loss_of: Callable[[Any], Tensor]) -> Captured
     (output,) = graph_module.graph.find_nodes(op="output")
     leaves: Any = output.args[0]
     if (place := _place(captured, leaves, loss_of)) is None:
-        raise UsageError(_NO_LOSS.format("loss"))
+        raise UsageError(_NO_LOSS)
     dropped = [i for i, leaf in enumerate(leaves) if isinstance(leaf, fx.Node) and i != place]
     if not dropped:
         return captured
@@ -83,7 +88,7 @@ def lazily(
         if source is not None and (sizes := _sizes(leaf, source, captured.inputs)) is not None:
             calls[number], sources[number] = _call(graph_module, source, leaf, sizes, steps_to), source
     if place is None and all(call.in_rows is None for call in calls.values()):
-        raise UsageError(_NO_LOSS.format("lazy"))
+        raise UsageError(_NEITHER)
     if place is None:
         few = [i for i, call in calls.items() if call.in_rows is None or too_few(leaves[i].meta["val"].numel())]
         calls = {i: call for i, call in calls.items() if i not in few}

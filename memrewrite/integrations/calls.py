@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -20,15 +21,21 @@ class _CalledError(Exception):
 def first_call(module: nn.Module, run: Callable[[], object]) -> Inputs:
     """What ``module`` is called with first while ``run()`` runs, which ends there, before forward.
 
+    Calls without gradients, as those that generate what a policy learns from, go on, and count where there is no other.
     The random state stays as it is, so that training goes as it would have gone.
     Raises ``UsageError`` where ``run()`` ends by itself, without that call, and where it steps an optimizer before.
     """
     name = type(module).__name__
+    without_gradients: list[Inputs] = []
 
     def stop(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        raise _CalledError(Inputs(args, kwargs))
+        if torch.is_grad_enabled():
+            raise _CalledError(Inputs(args, kwargs))
+        without_gradients.append(Inputs(args, dict(kwargs)))
 
     def refuse(*given: object) -> None:
+        if without_gradients:
+            raise _CalledError(without_gradients[0])
         raise UsageError(
             f"The training step steps an optimizer before it calls {name}, which cannot be tried; optimize {name} by "
             "memrewrite.optimize before training."
@@ -43,7 +50,12 @@ def first_call(module: nn.Module, run: Callable[[], object]) -> Inputs:
             run()
     except _CalledError as call:
         return call.inputs
+    except Exception:  # whatever is wrong with what comes after the call
+        if not without_gradients:
+            raise
     finally:
         for hook in hooks:
             hook.remove()
+    if without_gradients:
+        return without_gradients[0]
     raise UsageError(f"The training step does not call {name}; name the module that it calls.")

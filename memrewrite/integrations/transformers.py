@@ -27,6 +27,8 @@ from memrewrite.optimizing.by_size import noted
 from memrewrite.records.attached import attach, report_of
 from memrewrite.records.errors import UsageError
 from memrewrite.records.mesh import Ddp
+from memrewrite.state.attributes import Attributes
+from memrewrite.state.containers import contents, is_container, put_back
 from memrewrite.state.random_state import preserved_rng
 from memrewrite.workload.step import default_loss
 
@@ -74,7 +76,7 @@ def _refuse_changes(trainer: Trainer) -> None:
     if getattr(args, "activation_checkpointing", False) or args.gradient_checkpointing:
         raise UsageError(
             "The Trainer checkpoints the layers of its model when it trains, by gradient_checkpointing, and would undo "
-            "the plan; leave that out, as the plan says what runs again."
+            "the plan, which says what runs again; set gradient_checkpointing=False (trl's trainers have True)."
         )
     if trainer.neftune_noise_alpha is not None:
         raise UsageError(
@@ -101,11 +103,17 @@ class _WhenSharded(TrainerCallback):  # type: ignore[misc]  # transformers is no
 def _optimized(trainer: Trainer, longest: int | None, options: dict[str, Any]) -> OptimizedModule:
     name = getattr(trainer.model, "main_input_name", "input_ids")
     batches: list[tuple[Any, Any]] = []
-    with _largest_batch(trainer, name, longest) as why:
+    with _largest_batch(trainer, name, longest) as why, _put_back(trainer):
         call = first_call(trainer.model, lambda: _step(trainer, batches))
     step = {**_step_of(trainer), **_loss_outside(trainer, *batches[0]), **options}
     result = optimize(trainer.model, call.args, example_kwargs=call.kwargs, **step)
     planned_for(result, call, name, why)
+    batch = batches[0][0] if isinstance(batches[0][0], Mapping) else ()
+    if numbers := [key for key, value in call.kwargs.items() if type(value) is int and key in batch]:
+        note = (
+            f"Batches in which {', '.join(numbers)} are other numbers run the original forward; let the collator leave "
+        )
+        attach(noted(report_of(result), f"{note}them out where forward does not need them.", result), result)
     if "loss_fn" not in options and _computes_another(trainer) and not {*trainer.label_names} & {*call.kwargs}:
         note = f"{type(trainer).__name__}.compute_loss gives the model no labels, and its loss is not in the step; "
         attach(noted(report_of(result), f"{note}give it as loss_fn.", result), result)
@@ -200,6 +208,20 @@ def _largest_batch(trainer: Trainer, name: str, longest: int | None) -> Iterator
         trainer.train_dataset = usual
 
 
+@contextlib.contextmanager
+def _put_back(trainer: Trainer) -> Iterator[None]:
+    """Put back what a trainer counts and collects before it calls the model, as the rewards of what that generated."""
+    data, collected = (trainer.train_dataset, trainer.eval_dataset), nn.Module()
+    found = {n: each for n, each in vars(trainer).items() if is_container(each) and not any(each is d for d in data)}
+    vars(collected).update(found)
+    before, attributes = contents(vars(trainer)), Attributes(collected)
+    try:
+        yield
+    finally:
+        put_back(vars(trainer), before)
+        attributes.restore()
+
+
 def _loss(outputs: Any) -> Tensor:
     """The model's own, after what accelerate makes of its outputs under mixed precision: all of them in float32.
 
@@ -211,4 +233,5 @@ def _loss(outputs: Any) -> Tensor:
 def _step(trainer: Trainer, taken: list[tuple[Any, Any]]) -> None:
     batches, items = trainer.get_batch_samples(iter(trainer.get_train_dataloader()), 1, trainer.args.device)
     taken.append((batches[0], items))
+    trainer.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps  # as train() sets it
     trainer.training_step(trainer.model, batches[0], items)

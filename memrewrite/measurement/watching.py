@@ -17,7 +17,7 @@ from memrewrite.records.attached import report_of
 from memrewrite.records.loop import Loop
 from memrewrite.records.options import format_bytes
 from memrewrite.records.report import Report
-from memrewrite.runtime.dropin import accept, fallen_back, programs
+from memrewrite.runtime.dropin import accept, fallen_back, own, programs
 from memrewrite.runtime.lazy_output import made_when_used
 from memrewrite.simulate import AVERAGE, INPUTS, STATE
 from memrewrite.simulate.memory.tracker import Tracker
@@ -28,6 +28,14 @@ from memrewrite.torch_internals.spread import parts_of
 from memrewrite.workload.in_backward import gradient_of
 
 _TOLD = 0.05  # of what is over the promise: what explains less of it is not named
+_UNSEEN = (
+    "nothing that can be seen from here explains it, as a loss does that was not given as loss_fn: memrewrite.measure "
+    "the model"
+)
+_NO_CALL = (
+    "No call of {} was watched: the loop calls another module, as a copy of it, or its forward itself, "
+    "as sentence-transformers does (module.forward(x)), which calls no hooks."
+)
 _SEEN_ON_CPU = " On the CPU this is known of tensors made while it was watched, of the model, its inputs and optimizer."
 
 
@@ -115,7 +123,10 @@ class Watch:
             self._tracker.__exit__(kind, error, trace)
         for handle in self._handles:
             handle.remove()
-        if error is None:
+        if error is None and not self._passes:
+            self.told = _NO_CALL.format(type(self._module).__name__)
+            warnings.warn(self.told, UserWarning, stacklevel=2)
+        elif error is None:
             self._look(self._passes)
 
     def _begin(self, args: Any, kwargs: Any) -> None:
@@ -148,7 +159,7 @@ class Watch:
             return
         over = peak - self._limit
         causes = [words for size, words in sorted(self._causes(), reverse=True) if size > _TOLD * over]
-        found = "; ".join(causes) or "nothing that can be seen from here explains it: memrewrite.measure the model"
+        found = "; ".join(causes) or _UNSEEN
         self.told = (
             f"A step took {format_bytes(peak)}, {format_bytes(over)} more than the {format_bytes(self._limit)} that "
             f"were promised: {found}.{'' if self._tracker is None else _SEEN_ON_CPU}"
@@ -166,6 +177,8 @@ class Watch:
         for path in fallen_back(self._module):
             if path and path not in self._fallen:
                 yield self._limit, f"the original forward of {path} ran, of which a warning has said why"
+        if any(kept is not None and kept.promise.retrained for kept in map(own, self._module.modules())):
+            yield self._limit, "parameters were trained, or frozen, after the plan was made: optimize again for a plan"
         if not self._loop.keeps_output and facts.output:
             size = format_bytes(facts.output)
             yield (
@@ -236,9 +249,10 @@ def watch(optimized: nn.Module) -> Watch:
     Where a step takes more than the budget (or, without one, than the report's peak) it warns once, by an
     ``OverBudgetWarning`` that names what the loop does otherwise than was promised: the output alive in backward,
     gradients alive while forward runs, another batch on the device, other tensors beside the model, a larger batch, an
-    optimizer with more state, or that the original forward ran. On CUDA the allocator's own counters are read. On the
-    CPU each operator is followed, which takes time, and tensors that were made before the context and are none of the
-    model's, its optimizer's or its inputs are not seen. Hooks on ``optimized`` are removed as the context ends.
+    optimizer with more state, or that the original forward ran. A loop in which no call was seen is warned of, too.
+    On CUDA the allocator's own counters are read. On the CPU each operator is followed, which takes time, and tensors
+    that were made before the context and are none of the model's, its optimizer's or its inputs are not seen. Hooks on
+    ``optimized`` are removed as the context ends.
     Raises ``UsageError`` for any other module.
     """
     return Watch(optimized)

@@ -187,4 +187,8 @@ class _Runner(fx.Interpreter):
         args, kwargs = self.fetch_args_kwargs_from_env(node)
         module = self.module.get_submodule(str(node.target))
         given = [*tree_leaves((args, kwargs)), *module.parameters()]
-        return on_fakes_or_seen(node, lambda: module(*args, **kwargs), given)
+        self.watch.promises = True  # backward of what holds a sparse tensor inside has no sizes either
+        try:
+            return on_fakes_or_seen(node, lambda: module(*args, **kwargs), given)
+        finally:
+            self.watch.promises = False

@@ -128,8 +128,7 @@ class Own:
 
     def tell_of_gradients(self, name: str) -> None:
         """Warn, once, that segments are not run as such because a parameter needs a gradient, or none, unlike then."""
-        changed = f"{name} was trained, or frozen, after it was planned; optimize again for a plan"
-        self.promise.fall_back(f"keeps what the original does in a part of its forward: {changed}.", 5)
+        self.promise.tell_of_gradients(name, 9)
 
     def check_sizes(self, program: Program, tensors: list[Tensor], call: Call) -> None:
         """Let the promise look at the sizes of a call that records for backward, or that was planned not to."""
@@ -356,10 +355,11 @@ def named_values(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str
 def _match(program: Program, module: nn.Module, leaves: list[Any]) -> tuple[list[Tensor] | None, str]:
     tensors: list[Tensor] = []
     sizes: dict[str, int] = {}
-    for leaf, spec in zip(leaves, program.leaves, strict=True):
+    names = program.names if len(program.names) == len(leaves) else itertools.repeat("an argument", len(leaves))
+    for name, leaf, spec in zip(names, leaves, program.leaves, strict=True):
         if spec[0] == "constant":
             if type(leaf) is not type(spec[1]) or leaf != spec[1]:
-                return None, f"an argument is {leaf!r}, captured as {spec[1]!r}"
+                return None, f"{name} is {leaf!r}, captured as {spec[1]!r}"
             continue
         dtype, device, shape = spec
         fits = isinstance(leaf, Tensor) and (leaf.device.type, leaf.dim()) == (device, len(shape))

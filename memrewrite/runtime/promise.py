@@ -48,6 +48,7 @@ class Promise:
         self.strict = strict
         self.foresee: Foresee | None = None
         self.fallen_back = False
+        self.retrained = False  # whether parameters were, or frozen, after it was planned
         self._exceeded = False
         self.told = False
         self._within = [dict(planned)]
@@ -67,6 +68,12 @@ class Promise:
         if not self.fallen_back:
             self.fallen_back = True
             _warn(f"Optimized {self.name} {text}", stacklevel + 1)
+
+    def tell_of_gradients(self, name: str, stacklevel: int) -> None:
+        """Warn that a parameter needs a gradient, or none, unlike when it was planned."""
+        self.retrained = True
+        changed = f"{name} was trained, or frozen, after it was planned; optimize again for a plan"
+        self.fall_back(f"keeps what the original does in a part of its forward: {changed}.", stacklevel)
 
     def check(self, sizes: Mapping[str, int], stacklevel: int, call: Call) -> None:
         """Warn where inputs are so much larger than was planned for that the budget may not hold.

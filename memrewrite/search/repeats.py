@@ -20,7 +20,7 @@ from memrewrite.state.bits import same_bits
 from memrewrite.state.random_state import draws, preserved_everywhere, preserved_rng
 from memrewrite.targets.allocator import rounded
 from memrewrite.torch_internals.pytrees import tensors_in, tree_leaves
-from memrewrite.torch_internals.spread import local_part, spreads
+from memrewrite.torch_internals.spread import local_part, parts_of, spreads
 from memrewrite.workload.step import Step, autocast
 from memrewrite.workload.surroundings import surroundings_put_back
 
@@ -112,7 +112,7 @@ def _kept_by(module: nn.Module, call: Call) -> int:
     saved: list[torch.UntypedStorage] = []
 
     def pack(tensor: Tensor) -> object:
-        saved.append(local_part(tensor).untyped_storage())
+        saved.extend(part.untyped_storage() for part in parts_of(tensor))
         return _TOKEN
 
     with (
@@ -128,7 +128,7 @@ def _kept_by(module: nn.Module, call: Call) -> int:
         *module.buffers(),
         *tensors_in(result),
     ]
-    known = {local_part(tensor).untyped_storage().data_ptr() for tensor in beside}
+    known = {part.untyped_storage().data_ptr() for tensor in beside for part in parts_of(tensor)}
     private = {storage.data_ptr(): storage for storage in saved if storage.data_ptr() not in known}
     return sum(rounded(storage.nbytes()) for storage in private.values())
 

@@ -267,10 +267,14 @@ def settled_on(size: torch.SymInt) -> set[int]:
     return {int(number) for number in size.node.shape_env.replacements.values() if number.is_number}
 
 
+APART = -1
+
+
 def size_at(size: int | torch.SymInt, step: int) -> int:
     """What a size is where each symbol is what it was traced with, and ``step`` times a number more.
 
-    Symbols that were traced with one number are one, as sizes that must agree do; others are told apart.
+    Symbols that were traced with one number are one, as sizes that must agree do; others are told apart. At the step
+    ``APART`` each is told apart from all.
     """
     return int(value_at(size, step))
 
@@ -282,6 +286,8 @@ def value_at(value: Any, step: int) -> Any:
         return value
     traced = value.node.shape_env.var_to_val
     numbers = sorted(set(traced.values()))
+    if step == APART:
+        return kind(value.node.expr.subs({s: numbers[-1] + n for n, s in enumerate(traced, 1)}))
     return kind(value.node.expr.subs({s: number + step * (numbers.index(number) + 1) for s, number in traced.items()}))
 
 

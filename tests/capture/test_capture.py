@@ -325,6 +325,29 @@ def test_hooks_of_the_model_itself_stay_and_run_once_per_call(front_end: str) ->
     assert len(seen) == 2
 
 
+class Into(nn.Module):
+    """Writes what it computes of a buffer, and of numbers alone, into other tensors."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.arange(4.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        more = torch.add(self.scale, 1.0, out=torch.empty(4))
+        result: Tensor = self.linear(x) * more + torch.eye(4, out=torch.empty(4, 4))
+        return result
+
+
+def test_what_is_written_out_is_no_update_of_a_buffer() -> None:
+    torch.manual_seed(0)
+    model, x = Into(), torch.randn(4, 4)
+    captured = capture(model, Inputs((x,), {}), front_end="export")
+    assert torch.equal(captured.graph_module(x)[0], model(x))
+
+
 @front_ends
 def test_inputs_are_left_alone(front_end: str) -> None:
     def forward(self: Any, x: Tensor) -> Any:

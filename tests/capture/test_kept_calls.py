@@ -147,7 +147,17 @@ def operator_without_rule(self: Any, x: Tensor) -> Tensor:
     return x * without_rule(x.detach()) + self.weight
 
 
+def sparse_weight(self: Any, x: Tensor) -> Tensor:
+    """As adapters of a few of a weight's numbers make it."""
+    places = torch.arange(WIDTH).expand(2, WIDTH)
+    weight = torch.ones(WIDTH, WIDTH) + torch.sparse_coo_tensor(
+        places, self.weight.exp(), (WIDTH, WIDTH), check_invariants=False
+    )
+    return torch.nn.functional.linear(x, weight)
+
+
 FUNCTIONS = [
+    sparse_weight,
     memory_handed_on,
     operator_without_rule,
     branch_on_values,

@@ -510,6 +510,44 @@ def test_one_that_fake_tensors_cannot_run_is_called_for_any_length() -> None:
         assert all(p.grad is not None and q.grad is not None and torch.equal(p.grad, q.grad) for p, q in pairs)
 
 
+class Pieces(torch.autograd.Function):
+    """Goes through rows some at a time, in a loop of Python's, as losses in pieces do; others may be more or fewer."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> tuple[Tensor, None]:
+        ctx.save_for_backward(y)
+        return torch.cat([x[i : i + 16] * y.sum(0) for i in range(0, len(x), 16)]), None
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: None) -> Any:
+        return grad * ctx.saved_tensors[0].sum(0), None
+
+
+class Rows(nn.Module):
+    """Rows of two kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(cast(Any, Pieces).apply(layer(x), y)[0])
+        return x
+
+
+@pytest.mark.filterwarnings("error::memrewrite.runtime.promise.FallbackWarning")
+def test_one_that_goes_through_its_rows_is_called_for_any_number_of_them() -> None:
+    torch.manual_seed(0)
+    model = Rows()
+    result = memrewrite.optimize(model, (rows(), rows()), budget="min")
+    assert result.report.segments
+    for x, y in ((64, 64), (5, 64), (64, 5), (33, 47)):
+        given = rows(x).requires_grad_(), rows(y)
+        found = [torch.autograd.grad(each(*given).sum(), (given[0], *each.parameters())) for each in (model, result)]
+        assert all(map(torch.equal, *found))
+
+
 class Outer(torch.autograd.Function):
     """Its result is of one argument's rows alone, which no fake tensor shows."""
 

@@ -97,6 +97,25 @@ def test_first_call_leaves_the_random_state() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+class Doubles(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+
+def without_gradients(module: nn.Module, x: torch.Tensor) -> Any:
+    with torch.no_grad():
+        return module(x)
+
+
+def test_first_call_is_one_with_gradients() -> None:
+    module, x = Doubles(), torch.ones(2)
+    assert first_call(module, lambda: module(without_gradients(module, x))).args[0].tolist() == [2, 2]
+    assert first_call(module, lambda: without_gradients(module, x)).args == (x,)
+    assert first_call(module, lambda: without_gradients(module, x).missing).args == (x,)
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters())
+    assert first_call(module, lambda: (without_gradients(module, x), optimizer.step(), module(x + 1))).args == (x,)
+
+
 def test_an_optimizer_that_steps_before_the_call_is_not_tried() -> None:
     module, other = Called(), nn.Linear(2, 2)
     optimizer, before = torch.optim.SGD(other.parameters(), lr=1.0), other.weight.clone()
@@ -276,6 +295,39 @@ def test_a_loss_of_another_trainers_own_is_told(transformers: ModuleType, tmp_pa
     assert told[-1] == (
         "OwnLoss.compute_loss gives the model no labels, and its loss is not in the step; give it as loss_fn."
     )
+
+
+@pytest.mark.filterwarnings("default")
+def test_numbers_in_batches_are_told(transformers: ModuleType, tmp_path: Path) -> None:
+    from memrewrite.integrations.transformers import optimize_trainer
+
+    packed = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+    told = memrewrite.report_of(optimize_trainer(trainer(transformers, tmp_path, data_collator=packed), verify=False))
+    assert told.notes[-1].startswith("Batches in which max_length_q, max_length_k are other numbers run the original")
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_trainer_that_generates_what_it_learns_from_is_planned_for_its_own_call(
+    transformers: ModuleType, tmp_path: Path
+) -> None:
+    from memrewrite.integrations.transformers import optimize_trainer
+
+    class Policy(transformers.Trainer):  # type: ignore[misc, name-defined]
+        rewards: dict[str, list[float]]
+        buffered: torch.Tensor | None = None
+
+        def compute_loss(self, model: Any, inputs: dict[str, Any], **given: Any) -> torch.Tensor:
+            self.buffered = without_gradients(model, inputs["input_ids"][:, :4]).logits.argmax(-1)
+            self.rewards["train"].append(float(self.buffered.float().mean()) / self.current_gradient_accumulation_steps)
+            loss: torch.Tensor = model(**inputs).loss
+            return loss
+
+    given = trainer(transformers, tmp_path)
+    ours = Policy(given.model, given.args, train_dataset=given.train_dataset)
+    ours.rewards = {"train": []}
+    told = memrewrite.report_of(optimize_trainer(ours, budget="min", verify=False)).notes
+    assert told[-1].startswith("Planned for input_ids of (4, 16)")
+    assert (ours.rewards, ours.buffered) == ({"train": []}, None)
 
 
 @pytest.mark.filterwarnings("default")

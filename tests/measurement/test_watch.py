@@ -110,6 +110,19 @@ def test_a_forward_that_runs_twice_before_backward(dropping: Any) -> None:
     assert "prefetch" not in told
 
 
+def test_layers_that_are_frozen_meanwhile() -> None:
+    result, x, y, criterion = optimized("language model")
+
+    def run(optimizer: torch.optim.Optimizer) -> None:
+        loops.drop_output(result, optimizer, criterion, iter([(x, y)] * 2))
+        warnings.simplefilter("ignore", memrewrite.FallbackWarning)  # which the drop-in tells by itself
+        for parameter in [*result.parameters()][::2]:
+            parameter.requires_grad_(False)
+        loops.drop_output(result, optimizer, criterion, iter([(x, y)] * 2))
+
+    assert "parameters were trained, or frozen, after the plan was made: optimize again" in watched(result, run)
+
+
 def test_other_tensors(dropping: Any) -> None:
     result, x, y, criterion = dropping
 
@@ -214,7 +227,7 @@ def test_what_nobody_knows_is_said_so(dropping: Any, monkeypatch: pytest.MonkeyP
     result, x, y, criterion = dropping
     watch = memrewrite.watch(result)
     monkeypatch.setattr(watch, "_limit", 1000)
-    with pytest.warns(memrewrite.OverBudgetWarning, match="nothing that can be seen from here explains it"), watch:
+    with pytest.warns(memrewrite.OverBudgetWarning, match="explains it, as a loss does that was not given"), watch:
         loops.drop_output(result, torch.optim.AdamW(result.parameters()), criterion, iter([(x, y)] * STEPS))
 
 
@@ -226,13 +239,21 @@ def test_an_error_of_the_loop_is_the_loops_own(dropping: Any) -> None:
 
 
 def test_an_optimizer_that_refused_its_arguments_is_passed_over(dropping: Any) -> None:
-    result = dropping[0]
+    result, x = dropping[:2]
     with pytest.raises(ValueError, match="learning rate") as refused:
         torch.optim.SGD(result.parameters(), lr=-1)
     with memrewrite.watch(result) as watch:
-        pass
+        result(x)
     assert watch.told == ""
     assert refused.tb is not None  # which holds the optimizer
+
+
+def test_a_loop_that_calls_forward_itself_is_told() -> None:
+    result = memrewrite.optimize(nn.Linear(2, 2), torch.ones(2, 2))
+    watch = memrewrite.watch(result)
+    with pytest.warns(UserWarning, match=r"^No call of Linear was watched: .* its forward itself"), watch:
+        result.forward(torch.ones(2, 2))
+    assert watch.told
 
 
 def test_another_module_is_refused() -> None:

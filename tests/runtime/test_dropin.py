@@ -771,7 +771,7 @@ def test_inputs_that_are_not_tensors_must_be_the_same() -> None:
     assert result(x, 2.0).equal(model(x, 2.0))
     for scale in (3.0, 2):
         copied = copy.deepcopy(result)
-        with fallback(f"an argument is {scale!r}, captured as 2.0"):
+        with fallback(f"scale is {scale!r}, captured as 2.0"):
             assert copied(x, scale).equal(model(x, scale))
     with fallback("it was captured for a call with x, scale"):
         assert result(x, 2.0, True).equal(model(x, 2.0, True))

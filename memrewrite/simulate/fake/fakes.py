@@ -164,8 +164,10 @@ def refuse_trained_beside(like: Sequence[Tensor], known: Sequence[Tensor]) -> No
     if trained:
         sizes = ", ".join(dict.fromkeys(str(tuple(tensor.shape)) for tensor in trained))
         raise UsageError(
-            f"The step trains tensors that are no parameters of the model and its submodules ({sizes}): a global has "
-            "them, or an object that memrewrite does not look into; make them parameters or submodules of the model."
+            f"The step trains tensors that are no parameters of the model and its submodules ({sizes}): a global, a "
+            "closure or an object that memrewrite does not look into has them (a forward that was put on the model "
+            "and calls the old one, bound to it: let it call that with self); make them parameters or submodules of "
+            "the model."
         )
 
 

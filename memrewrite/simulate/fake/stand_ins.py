@@ -8,7 +8,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -23,13 +23,13 @@ from memrewrite.simulate.fake.trials import Argument, Given, Made, Plain, Seen, 
 from memrewrite.torch_internals.custom_functions import Methods, custom_functions, methods_replaced
 from memrewrite.torch_internals.fake_tensors import FakeTensor
 from memrewrite.torch_internals.pytrees import tensors_in, tree_flatten, tree_leaves
-from memrewrite.torch_internals.tracing import size_at
+from memrewrite.torch_internals.tracing import APART, size_at
 from memrewrite.torch_internals.triton_kernels import launches_replaced
 
 _ATTRIBUTE = "memrewrite_seen"  # of a context
 
-# By class and arguments; None where it runs on fake tensors.
-_SEEN: WeakKeyDictionary[type, dict[Given, Seen | None]] = WeakKeyDictionary()
+# By class and arguments.
+_SEEN: WeakKeyDictionary[type, dict[Given, Seen]] = WeakKeyDictionary()
 
 
 @contextmanager
@@ -86,14 +86,23 @@ def _on_fakes(kind: type, originals: dict[type, Methods]) -> Methods:
 
 
 def _seen(kind: type, args: tuple[Any, ...], originals: dict[type, Methods]) -> Seen | None:
-    """What the Function did on such arguments, None where it can see to them itself; raises what it raised."""
+    """What the Function did on such arguments, None where it is to see to them itself; raises what it raised."""
     if not any(isinstance(leaf, FakeTensor) for leaf in tree_leaves(args)):
         return None
     seen = _seen_at(kind, args, 0, originals)
-    varying = _varying(args)
-    if seen is None or not varying:
-        return seen
-    further = _seen_at(kind, args, 1, originals)
+    if seen is None or not _varying(args, 1):
+        return None if seen is None or seen.on_fakes else seen
+    if not seen.on_fakes:
+        return _at_any_size(kind, args, 1, originals, seen)
+    for step in (APART, 1):  # it would fix those that it goes through, row by row say
+        with suppress(Exception):  # whatever it says of such sizes
+            return _at_any_size(kind, args, step, originals, seen)
+    return None
+
+
+def _at_any_size(kind: type, args: tuple[Any, ...], step: int, originals: dict[type, Methods], seen: Seen) -> Seen:
+    """The same where sizes vary, by what it did at others."""
+    further, varying = _seen_at(kind, args, step, originals, seen.on_fakes), _varying(args, step)
     try:
         pairs = zip(seen.results, further.results if further else (), strict=True)
         results = tuple(varied(pair, lambda were: same_size(were, varying)) for pair in pairs)
@@ -102,8 +111,10 @@ def _seen(kind: type, args: tuple[Any, ...], originals: dict[type, Methods]) -> 
     return replace(seen, results=results, kept=(), held=(), gradients=(), took=(0, 0))  # only traced, not simulated
 
 
-def _seen_at(kind: type, args: tuple[Any, ...], step: int, originals: dict[type, Methods]) -> Seen | None:
-    """What it did where sizes that vary are those they were traced with (0), or others (1)."""
+def _seen_at(
+    kind: type, args: tuple[Any, ...], step: int, originals: dict[type, Methods], on_fakes: bool = False
+) -> Seen | None:
+    """What it did where sizes that vary are those they were traced with (0), or others; ``on_fakes`` or not at all."""
     given, known = _in_words(args, step), _SEEN.setdefault(kind, {})
     try:
         hash(given)
@@ -111,7 +122,7 @@ def _seen_at(kind: type, args: tuple[Any, ...], step: int, originals: dict[type,
         return None
     if given not in known:
         with methods_replaced(originals), launches_replaced(None):
-            known[given] = tried(kind, given)
+            known[given] = tried(kind, given, on_fakes)
     return known[given]
 
 
@@ -138,14 +149,14 @@ def _role(leaf: Tensor) -> tuple[bool, bool]:
     return leaf.requires_grad, leaf.requires_grad and isinstance(leaf, nn.Parameter)
 
 
-def _varying(args: tuple[Any, ...]) -> dict[tuple[int, ...], list[torch.SymInt]]:
-    """The sizes that vary in arguments, and the numbers of rows of what lies in rows, by what they were in each try."""
+def _varying(args: tuple[Any, ...], step: int) -> dict[tuple[int, ...], list[torch.SymInt]]:
+    """The sizes that vary in arguments, and the numbers of rows of what lies in rows, by what they were in tries."""
     found: dict[tuple[int, ...], list[torch.SymInt]] = {}
     for leaf in tree_leaves(args):
         sizes = numbers_of_rows(leaf.shape) if isinstance(leaf, Tensor) else [leaf]
         for size in sizes:
             if isinstance(size, torch.SymInt):
-                found.setdefault((size_at(size, 0), size_at(size, 1)), []).append(size)
+                found.setdefault((size_at(size, 0), size_at(size, step)), []).append(size)
     return found
 
 

@@ -6,7 +6,7 @@ operators take them.
 
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -133,7 +133,7 @@ class Seen:
     Some are ``written`` in its backward, or by kernels that tell nobody; ``marked`` are those that forward told of.
     What it ``held`` as attributes of its context stays there whatever is computed again. ``gradients`` are what its
     backward gives for each argument, where what it kept and what came in were before; ``took`` are the bytes that
-    forward and backward took besides.
+    forward and backward took besides. One that runs ``on_fakes`` need not be stood in for.
     """
 
     results: tuple[Any, ...]
@@ -146,19 +146,20 @@ class Seen:
     gradients: tuple[Made | None, ...]
     took: tuple[int, int]
     device: torch.device
+    on_fakes: bool = False
 
 
-def tried(kind: type, given: Given) -> Seen | None:
-    """What the Function does on such arguments, None where it runs on fake tensors; raises what it raises."""
+def tried(kind: type, given: Given, on_fakes: bool = False) -> Seen:
+    """What the Function does on such arguments, on real ones where fakes are not enough, or raises what it raises."""
     try:
-        return apart(lambda: _tried(kind, given))
+        return apart(lambda: _tried(kind, given, on_fakes))
     finally:
         if torch.cuda.is_initialized():  # that thread has a cuBLAS workspace, which would stay beside the model's
             torch.cuda.synchronize()
             clear_cublas_workspaces()
 
 
-def _tried(kind: Any, given: Given) -> Seen | None:
+def _tried(kind: Any, given: Given, on_fakes: bool) -> Seen:
     arguments = {leaf.number: leaf for leaf in given.leaves if isinstance(leaf, Argument)}
     device = arguments[0].like.device
     with (
@@ -169,10 +170,11 @@ def _tried(kind: Any, given: Given) -> Seen | None:
         try:
             with quiet(), FakeTensorMode(allow_non_fake_inputs=True):
                 fakes = {n: Made(each.like).tensor(()).requires_grad_(each.trained) for n, each in arguments.items()}
-                _observed(kind, given, fakes, device)
+                return replace(_observed(kind, given, fakes, device), on_fakes=True)
         except Exception:  # whatever it says of fake tensors, real ones tell
+            if on_fakes:
+                raise
             return _observed(kind, given, {n: _random(argument) for n, argument in arguments.items()}, device)
-    return None
 
 
 def _random(argument: Argument) -> Tensor:
