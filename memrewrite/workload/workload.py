@@ -100,7 +100,7 @@ def make_step(
     else:
         factory = factory_like(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else optimizer
     kind = amp_dtype(amp) if isinstance(amp, str) else amp
-    mesh = mesh.in_inference if mesh is not None and now == "inference" else mesh
+    mesh = None if mesh is None else mesh.of_mode(now)
     how: dict[str, Any] = {"micro_batches": int(micro_batches), "loop": Loop.parse(loop), "mesh": mesh}
     return checked(Step(now, factory, loss_fn, kind, in_backward=while_backward, **how))
 
