@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, Literal
@@ -32,6 +33,15 @@ class Workload:
     model: nn.Module
     inputs: Inputs
     step: Step
+
+    @property
+    def context(self) -> AbstractContextManager[object]:
+        """``torch.inference_mode`` where tensors of a forward were made under it: outside, autograd refuses these."""
+        attributes = itertools.chain(*(vars(module).values() for module in self.model.modules()))
+        plain = (value for value in attributes if isinstance(value, Tensor))
+        tensors = (*self.model.parameters(), *self.model.buffers(), *plain, *self.inputs.tensors())
+        there = self.step.mode == "inference" and any(tensor.is_inference() for tensor in tensors)
+        return torch.inference_mode() if there else nullcontext()
 
 
 def workload(
