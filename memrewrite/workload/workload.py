@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from memrewrite.records.errors import UsageError
 from memrewrite.records.loop import TUTORIAL, Loop
 from memrewrite.records.mesh import Mesh
+from memrewrite.runtime.differences import has_parts
 from memrewrite.torch_internals.pytrees import tensors_in, tree_leaves
 from memrewrite.torch_internals.spread import is_sparse_or_nested
 from memrewrite.workload.in_backward import InBackward
@@ -64,6 +65,7 @@ def workload(
     if not isinstance(example_kwargs, Mapping | None):
         raise UsageError(f"example_kwargs is {_kind(example_kwargs)}; give a dictionary of arguments by name.")
     _refuse_lazy(model)
+    _refuse_wrapped(model)
     step = make_step(model, optimizer, loss_fn, amp, mode, micro_batches, loop, mesh)
     inputs = Inputs(args, dict(example_kwargs or {}))
     _refuse_unseen(inputs)
@@ -172,6 +174,7 @@ def refuse_scripted(model: nn.Module) -> None:
 def refuse_unready(inputs: Inputs, model: nn.Module) -> None:
     """Raise ``UsageError`` for a model and inputs of which no step can be taken, or none that could be counted."""
     _refuse_lazy(model)
+    _refuse_wrapped(model)
     _refuse_unseen(inputs)
 
 
@@ -182,6 +185,16 @@ def _refuse_lazy(model: nn.Module) -> None:
             raise UsageError(
                 f"{path or 'The model'} ({type(module).__name__}) has no parameters before it has run once; call the "
                 "model on some inputs first."
+            )
+
+
+def _refuse_wrapped(model: nn.Module) -> None:
+    """Raise ``UsageError`` for weights whose bytes lie in other tensors, where nothing here looks for them."""
+    for name, parameter in model.named_parameters():
+        if has_parts(parameter) and not is_sparse_or_nested(parameter):
+            raise UsageError(
+                f"{name} is a tensor of a class of its own ({type(parameter).__name__}), as libraries that quantize "
+                "make them, whose bytes lie in others and would not be counted; give the model before it is quantized."
             )
 
 
