@@ -102,7 +102,9 @@ def make_step(
         raise UsageError(f"mode={mode!r} is unknown; give 'train' or 'inference'.")
     now: Literal["train", "inference"] = "train" if model.training else "inference"
     if mode is not None and mode != now:
-        raise UsageError(f"The model is in {now} mode; call model.{'train' if mode == 'train' else 'eval'}() first.")
+        own = f"model.{'train' if mode == 'train' else 'eval'}()"
+        call = f"torch.nn.Module.train(model, {mode == 'train'})" if "eval" in vars(model) else own  # torch.export's
+        raise UsageError(f"The model is in {now} mode; call {call} first.")
     if now == "train" and not any(p.requires_grad for p in model.parameters()):
         raise UsageError("No parameter requires a gradient, so there is no training step; call model.eval() first.")
     _refuse_contexts(model, now)
