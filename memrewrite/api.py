@@ -132,7 +132,8 @@ def measure(
     work = workload(inner, example_inputs, example_kwargs, optimizer, loss_fn, amp, mode, micro_batches, loop, of_mesh)
     refuse_meta(work.inputs, inner)
     step = replace(work.step, target=CompiledTarget()) if compiled else work.step
-    return measuring.measure(inner, work.inputs, step, steps=steps)
+    with work.context:
+        return measuring.measure(inner, work.inputs, step, steps=steps)
 
 
 @one_at_a_time
@@ -165,4 +166,5 @@ def verify(
     check_seed(seed)
     work = workload(original, example_inputs, example_kwargs, optimizer, loss_fn, amp, mode, micro_batches, loop)
     refuse_meta(work.inputs, original, rewritten)
-    return verifying.verify(original, rewritten, work.inputs, work.step, exact=exact, steps=steps, seed=seed)
+    with work.context:
+        return verifying.verify(original, rewritten, work.inputs, work.step, exact=exact, steps=steps, seed=seed)

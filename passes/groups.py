@@ -55,14 +55,14 @@ def computes_each_number(node: fx.Node) -> bool:
     return any(torch.Tag.pointwise in getattr(packet, overload).tags for overload in packet.overloads())
 
 
-def obstacle(group: Group) -> str | None:
-    """Why the nodes cannot run at once, None if they can."""
+def obstacle(group: Group, trained: bool = True) -> str | None:
+    """Why the nodes cannot run at once, None if they can; what is ``trained`` has gradients."""
     effects, position = group.effects, group.effects.position
     for node in group.outputs:
         facts, value = effects.of[node], node.meta["val"]
         if facts.outputs & facts.reads:
             return f"Its result {node.name} is a view of what it is made of, and is read elsewhere."
-        if not value.requires_grad:
+        if trained and not value.requires_grad:
             return f"Its result {node.name} has no gradient."
     place = max(position[node] for node in group.inputs)
     users = (user for node in group.outputs for user in node.users if user not in group.members)

@@ -49,7 +49,7 @@ class TiedEmbeddings:
     def __call__(self, graph_module: fx.GraphModule, effects: Effects) -> Result:
         """Rewrite every embedding whose weight heads or other embeddings read later."""
         findings = Findings()
-        for readers in _matches(effects):
+        for readers in tuple(_matches(effects)):  # of the graph as it was observed
             if reason := _obstacle(readers, effects):
                 findings.refuse(readers[0], reason)
             else:

@@ -267,7 +267,13 @@ def _obstacle(part: Part) -> str | None:
         return f"It reads {both.name} row by row and as a whole."
     if any(_sizes(node) != _sizes(part.inputs[part.in_rows[0]]) for node in part.outputs):
         return "No tensor that it is given has its rows in the places of those of its results."
-    return obstacle(part)
+    return obstacle(part, trained=_is_trained(part.effects))
+
+
+def _is_trained(effects: Effects) -> bool:
+    """Whether anything that is computed has a gradient; in inference nothing has."""
+    made = (node.meta.get("val") for node in effects.order if node.op.startswith("call"))
+    return any(tensor.requires_grad for value in made for tensor in tensors_in(value))
 
 
 def _call(part: Part, rows: int, graph: fx.GraphModule) -> TiledCall:

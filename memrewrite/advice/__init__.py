@@ -23,6 +23,7 @@ from memrewrite.runtime.promise import FallbackWarning
 from memrewrite.search.candidate import Candidate
 from memrewrite.search.registry import in_rows
 from memrewrite.simulate.fake.batch import at_batch
+from memrewrite.simulate.timeline import Timeline
 from memrewrite.targets.eager import EAGER
 from memrewrite.torch_internals.logs import quiet
 from memrewrite.workload.in_groups import making_groups
@@ -70,7 +71,7 @@ def infeasible(candidate: Candidate, limit: Budget, budget: int, lowest: int, or
         f"({_floor(candidate)}){elsewhere}. {hints}What else would fit:"
     )
     workspaces = {"train": bench.workspace, "inference": bench.workspace}
-    variants = Variants(candidate.build(), bench.inputs, bench.step, workspaces, bounded=limit)
+    variants = Variants(candidate.build(), bench.inputs, bench.step, workspaces, bounded=limit, original=bench.model)
     found = options(variants, budget, lowest)
     lines = tuple(
         f"  - {option.name}: {format_bytes(option.peak_bytes)} ({option.cost})" for option in found if option.fits
@@ -113,7 +114,8 @@ class Variants:
 
     ``workspaces`` are the bytes that libraries hold in each mode; with ``probe`` False no device is used. Peaks are
     those of what ``bounded`` bounds, ``known`` those that need not be simulated, ``passes`` that of forward and
-    backward where it is known: what other kernels for the optimizer do not lower.
+    backward where it is known: what other kernels for the optimizer do not lower. ``original`` runs where the program
+    of ``module`` is not for the inputs, such as for a batch of one.
     """
 
     module: nn.Module
@@ -124,22 +126,30 @@ class Variants:
     bounded: Budget = _ANY
     known: Known = field(default_factory=Known)
     passes: int = 0
+    original: nn.Module | None = None
 
     def peak(self, step: Step, inputs: Inputs | None = None) -> int | None:
-        """The peak in bytes; None where the rewritten forward, or the model itself, does not take the inputs."""
+        """The peak in bytes; None where neither the rewritten forward nor the model itself takes the inputs."""
         given = self.inputs if inputs is None else inputs
         known = self.known.of(step, given)
         if known is not None:
             return known
-        with quiet(), evaluating(self.module) if step.mode == "inference" else nullcontext():
-            warnings.simplefilter("error", FallbackWarning)
-            try:
-                found = predict(self.module, given, step, workspace_bytes=self.workspaces[step.mode], probe=self.probe)
-            except (FallbackWarning, MemrewriteError, RuntimeError, ValueError, TypeError, IndexError):
-                return None
+        found = self._predicted(self.module, step, given)
+        if found is None and self.original is not None:
+            found = self._predicted(self.original, step, given)
+        if found is None:
+            return None
         peak = self.bounded.of(found)
         self.known.add(step, given, peak)
         return peak
+
+    def _predicted(self, module: nn.Module, step: Step, inputs: Inputs) -> Timeline | None:
+        with quiet(), evaluating(module) if step.mode == "inference" else nullcontext():
+            warnings.simplefilter("error", FallbackWarning)
+            try:
+                return predict(module, inputs, step, workspace_bytes=self.workspaces[step.mode], probe=self.probe)
+            except (FallbackWarning, MemrewriteError, RuntimeError, ValueError, TypeError, IndexError):
+                return None
 
 
 def options(variants: Variants, limit: int, now: int) -> tuple[Option, ...]:
@@ -207,7 +217,7 @@ def _same_optimizer(variants: Variants, limit: int, now: int) -> list[Option]:
 
 
 def _batches(variants: Variants, limit: int, now: int, also: str = "") -> Iterator[Option]:
-    """The largest halved batch that fits, else the smallest, in micro-batches; and a smaller batch, if that is larger.
+    """The largest halved batch that fits, else the leanest, in micro-batches; and a smaller batch, if that is larger.
 
     A batch that by a straight line through the known peaks is far from fitting is not tried.
     """
@@ -226,7 +236,7 @@ def _batches(variants: Variants, limit: int, now: int, also: str = "") -> Iterat
             break
     if len(known) == 1:
         return
-    size, peak = known[-1]
+    size, peak = min(known[1:], key=lambda pair: pair[1])
     parts = -(-whole // size) * variants.step.micro_batches
     if not train:
         yield Option(f"{parts} batches of {size}", peak, peak <= limit, f"{parts} forward passes")

@@ -90,7 +90,7 @@ def estimate(
     look = _Look(bare, work.inputs, step, library_bytes(step.mode) if wanted == "cuda" else 0)
     inference = look if step.mode == "inference" else look.inference(wanted)
     progress("simulate")
-    with put_back(step.targets(model, work.inputs).buffers):
+    with work.context, put_back(step.targets(model, work.inputs).buffers):
         timeline = look.timeline(attribute=True)
         found = _found(model, look, timeline, inference, wanted)
         return found if memory is None else _fitted(found, look, timeline, inference, memory, progress)

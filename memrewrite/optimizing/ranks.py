@@ -91,7 +91,7 @@ def planned(
     """
     refuse_tensor_parallel(work.model, work.step.mesh)
     buffers = work.step.targets(work.model, work.inputs).buffers
-    with recorders_off(work.model), put_back(buffers), reads_planned() as read:
+    with work.context, recorders_off(work.model), put_back(buffers), reads_planned() as read:
         found = _planned(work, asked, store, progress, offer, given)
     for path in programs(found.module) if read else ():
         if (kept := own(found.module.get_submodule(path))) is not None:

@@ -9,7 +9,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 from memrewrite.records.errors import UsageError
 
@@ -65,6 +65,13 @@ class Mesh(ABC):
     def in_inference(self) -> "Mesh | None":
         """The mesh that a forward without gradients is planned in, None where each process has all of the model."""
         return None
+
+    def of_mode(self, mode: Literal["train", "inference"]) -> "Mesh | None":
+        """The mesh that a step is planned in, None as above.
+
+        Raises ``UsageError`` where it is not known what one takes.
+        """
+        return self if mode == "train" else self.in_inference
 
     @property
     def processes(self) -> int:
@@ -216,6 +223,15 @@ class Fsdp(Mesh):
     def in_inference(self) -> "Mesh | None":
         """As in ``Mesh``; what is tensor parallel stays so."""
         return Tp(self.tp) if self.tp > 1 else None
+
+    def of_mode(self, mode: Literal["train", "inference"]) -> "Mesh | None":
+        """As in ``Mesh``; parameters are gathered in inference, too, which is not simulated."""
+        if mode == "inference":
+            raise UsageError(
+                f"fsdp={self.size} is planned in training alone; for inference leave it out, and figures are those "
+                "of a process that has the whole model."
+            )
+        return self
 
     def told(self, word: str) -> Self:
         """As in ``Mesh``; ``no-reshard`` is ``reshard_after_forward=False``, ``reshard=8`` an integer there."""

@@ -82,7 +82,13 @@ def kind_of(value: Any) -> str:
     """What programs take for granted of a parameter or buffer, in words."""
     if not isinstance(value, Tensor):
         return "nothing" if value is None or value is ABSENT else f"a {type(value).__name__}"
-    return f"{value.dtype} {tuple(value.shape)}"
+    own = f"a {type(value).__name__} of " if has_parts(value) else ""
+    return f"{own}{value.dtype} {tuple(value.shape)}"
+
+
+def has_parts(tensor: Tensor) -> bool:
+    """Whether it is of a class whose tensors have others inside and compute as they like, which no spread one does."""
+    return hasattr(type(tensor), "__tensor_flatten__") and type(tensor).__name__ != "DTensor"
 
 
 def gathered_table(table: dict[str, Any], dtype: Any) -> dict[str, Any]:

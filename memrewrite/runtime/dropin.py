@@ -334,11 +334,11 @@ def _changed(module: nn.Module) -> str:
     """What is no longer as it was at capture, around the call, too; "" if nothing is."""
     kind: Any = type(module)  # one that ``fully_shard`` made, maybe
     kept: Own = getattr(kind, OWN)
-    guards = kept.guards
+    guards: Any = kept.guards
     if torch.compiler.is_compiling():
         # Each value that is looked at becomes a guard of the compiled code, as it does where the model is compiled.
         same = kept.looked is not None and kind._memrewrite.same(module, kept.looked)
-        return surrounded() if same else "what it was captured with has changed"
+        return surrounded() if same and not guards.wrapped() else "what it was captured with has changed"
     if guards is None or kept.of() is not module:
         return _NOT_OURS
     changed = kept.broken or ("" if guards.hold() else guards.changed())

@@ -35,6 +35,7 @@ from memrewrite.runtime.differences import (
     another_table,
     another_value,
     gathered_table,
+    has_parts,
     joined,
     kind_of,
 )
@@ -50,6 +51,20 @@ Reads = tuple[tuple[tuple[str, ...], tuple[Holder, ...]], ...]
 Noted = tuple[bytes, dict[str, list[str]]]
 
 TABLES = ("_modules", "_parameters", "_buffers")
+
+
+def _wrapped(root: Callable[[], nn.Module | None]) -> Callable[[], bool]:
+    """Tells whether parameters of a module are of classes of their own, as of quantized weights.
+
+    Code that is traced asks once, as it guards on the kinds of those that it reads anyway.
+    """
+
+    def told() -> bool:
+        module = root()
+        return module is not None and any(map(has_parts, module.parameters()))
+
+    vars(told)["_dynamo_marked_constant"] = True
+    return told
 
 
 def hooks_of(module: nn.Module) -> Iterator[Any]:
@@ -84,6 +99,7 @@ class Guards:
         self._owners: dict[str, dict[str, Any]] = {}  # attributes of the modules that forward reads of
         self._called: dict[str, nn.Module] = {}  # those modules; not the root, whose end this must not put off
         self._root = weakref.ref(root)
+        self.wrapped = _wrapped(self._root)
         self._objects: list[tuple[str, Any]] = []  # what else it reads attributes of
         self._by_attributes: set[int] = set()  # dictionaries among those of which it asks for no item
         self._lists: list[tuple[str, dict[str, Any]]] = []  # all children of a module

@@ -5,11 +5,29 @@ layers and notes on the model that they are there (``transformers.utils.output_c
 while no such call runs; what they do in one that is captured is in its graph.
 """
 
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
 INSTALLED = "_output_capturing_hooks_installed"  # an attribute of a model, which is then True
 _MODULE = "transformers.utils.output_capturing"
+
+
+def shared_with(model: Any) -> property:
+    """The note on a drop-in for ``model``, which is on both: both have the layers, and would register on them twice."""
+    other = weakref.ref(model)
+
+    def both(self: Any) -> list[dict[str, Any]]:
+        return [vars(each) for each in (self, other()) if each is not None]
+
+    def noted(self: Any) -> bool:
+        return any(attributes.get(INSTALLED) for attributes in both(self))
+
+    def note(self: Any, there: bool) -> None:
+        for attributes in both(self):
+            attributes[INSTALLED] = there
+
+    return property(noted, note)
 
 
 def is_recorder(hook: Any) -> bool:

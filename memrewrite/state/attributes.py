@@ -62,7 +62,7 @@ class Attributes:
                 self._kept.setdefault(id(item), (inner, item, []))
                 continue
             if isinstance(item, Tensor) and id(item) not in self._owned:
-                self._tensors.append((inner, item, item._version))
+                self._tensors.append((inner, item, _version(item)))
                 continue
             if is_container(item):
                 self._keep(inner, item, levels)
@@ -92,7 +92,7 @@ class Attributes:
 
     def written(self) -> Iterator[str]:
         """Path of each tensor in a plain attribute or container that was written in place."""
-        return (path for path, tensor, version in self._tensors if tensor._version != version)
+        return (path for path, tensor, version in self._tensors if _version(tensor) != version)
 
     def restore(self) -> None:
         """Put every container back, in place, into the same objects."""
@@ -102,6 +102,11 @@ class Attributes:
             set_drawn(generator, state)
         for _, parameter, trained in self._trained:
             parameter.requires_grad_(trained)
+
+
+def _version(tensor: Tensor) -> int:
+    """How often it was written in place; that of what was made under ``torch.inference_mode`` is not counted."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 @contextmanager

@@ -33,7 +33,13 @@ from memrewrite.torch_internals.versions import private_imports, require
 with private_imports():
     from torch._C._dynamo.eval_frame import get_eval_frame_callback
     from torch._subclasses._fake_tensor_utils import _CacheKeyState
-    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, _BypassDispatchCache, _DispatchCacheValidEntry
+    from torch._subclasses.fake_tensor import (
+        FakeTensor,
+        FakeTensorMode,
+        _BypassDispatchCache,
+        _DispatchCacheValidEntry,
+        disable_fake_tensor_cache,
+    )
     from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 require(
@@ -130,7 +136,10 @@ class Recall(Layer):
                 return func(*args, **kwargs)
         known = self._known(func, args, kwargs)
         if known is None:
-            return func(*args, **kwargs)
+            # The mode compares what it was given before, which objects of C++, as packed weights are, do not let it do.
+            compared = not any(isinstance(value, torch.ScriptObject) for value in args)
+            with contextlib.nullcontext() if compared else disable_fake_tensor_cache(self._mode):
+                return func(*args, **kwargs)
         results = _RESULTS.get(known, _UNSEEN)
         if results is _UNSEEN:
             return func(*args, **kwargs) if func in _UNKEPT else self._learn(known, func, args, kwargs)

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from memrewrite.runtime.recorders import INSTALLED, is_recorder
+from memrewrite.runtime.dropin import own
+from memrewrite.runtime.recorders import INSTALLED, is_recorder, shared_with
 
 
 def without_hooks(model: nn.Module) -> nn.Module:
@@ -51,8 +52,13 @@ def recorders_off(model: nn.Module) -> Iterator[None]:
 
 
 def with_hooks_of(model: nn.Module, result: nn.Module) -> None:
-    """Share the hooks registered on ``model`` itself with ``result``; their handles remove them from both."""
+    """Share the hooks registered on ``model`` itself with ``result``, and what it notes of recorders.
+
+    Their handles remove them from both.
+    """
     vars(result).update(_call_hooks(model))
+    if own(result) is not None:
+        setattr(type(result), INSTALLED, shared_with(model))
 
 
 def _call_hooks(model: nn.Module) -> dict[str, dict[int, Any]]:

@@ -2,8 +2,7 @@
 
 Inputs on the device, forward under ``amp``, loss, backward, optimizer step, ``zero_grad``. Where gradients are
 accumulated, forward, loss and backward are taken several times before the optimizer's step. In inference mode the step
-is one forward under ``torch.no_grad``. What stays alive from one step to the next is the loop's
-(``memrewrite.records.loop``): ``Running`` is a loop under way.
+is one forward under ``torch.no_grad``. What stays alive between steps is the loop's: ``Running`` is one under way.
 """
 
 import contextlib
@@ -354,7 +353,8 @@ class Average:
 def evaluating(module: nn.Module) -> Iterator[None]:
     """Let the module be in eval mode; afterwards every submodule has its own flag again."""
     flags = [(part, part.training) for part in module.modules()]
-    module.eval()
+    with contextlib.suppress(NotImplementedError):  # of what torch.export made, which does the same in either mode
+        module.eval()
     try:
         yield
     finally:

@@ -38,7 +38,7 @@ class StepSpec:
     ``optimizer`` is one of ``OPTIMIZERS`` or ``module:factory`` (called with the parameters), also with ``IN_BACKWARD``
     after it, ``loss`` is ``module:fn`` (called with the model's output) or None for the default loss, ``amp`` one of
     ``AMP``; ``micro_batches`` is that of ``Step``, ``loop`` what ``Loop.parse`` reads, ``mesh`` what ``Mesh.parse``
-    does, which means nothing in inference.
+    does.
     """
 
     mode: Literal["train", "inference"] = "train"
@@ -75,8 +75,7 @@ class StepSpec:
         self.check()
         loss = None if self.loss is None else named(self.loss, "loss")
         optimizer, amp = optimizer_factory(self.optimizer), amp_dtype(self.amp)
-        told = None if self.mesh is None else Mesh.parse(self.mesh)
-        mesh = told.in_inference if told is not None and self.mode == "inference" else told
+        mesh = None if self.mesh is None else Mesh.parse(self.mesh).of_mode(self.mode)
         how: dict[str, Any] = {"micro_batches": self.micro_batches, "loop": Loop.parse(self.loop), "mesh": mesh}
         return checked(Step(self.mode, optimizer, loss, amp, in_backward=in_backward(self.optimizer), **how))
 

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, Literal
@@ -13,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from memrewrite.records.errors import UsageError
 from memrewrite.records.loop import TUTORIAL, Loop
 from memrewrite.records.mesh import Mesh
+from memrewrite.runtime.differences import has_parts
 from memrewrite.torch_internals.pytrees import tensors_in, tree_leaves
 from memrewrite.torch_internals.spread import is_sparse_or_nested
 from memrewrite.workload.in_backward import InBackward
@@ -32,6 +34,15 @@ class Workload:
     model: nn.Module
     inputs: Inputs
     step: Step
+
+    @property
+    def context(self) -> AbstractContextManager[object]:
+        """``torch.inference_mode`` where tensors of a forward were made under it: outside, autograd refuses these."""
+        attributes = itertools.chain(*(vars(module).values() for module in self.model.modules()))
+        plain = (value for value in attributes if isinstance(value, Tensor))
+        tensors = (*self.model.parameters(), *self.model.buffers(), *plain, *self.inputs.tensors())
+        there = self.step.mode == "inference" and any(tensor.is_inference() for tensor in tensors)
+        return torch.inference_mode() if there else nullcontext()
 
 
 def workload(
@@ -54,6 +65,7 @@ def workload(
     if not isinstance(example_kwargs, Mapping | None):
         raise UsageError(f"example_kwargs is {_kind(example_kwargs)}; give a dictionary of arguments by name.")
     _refuse_lazy(model)
+    _refuse_wrapped(model)
     step = make_step(model, optimizer, loss_fn, amp, mode, micro_batches, loop, mesh)
     inputs = Inputs(args, dict(example_kwargs or {}))
     _refuse_unseen(inputs)
@@ -90,7 +102,9 @@ def make_step(
         raise UsageError(f"mode={mode!r} is unknown; give 'train' or 'inference'.")
     now: Literal["train", "inference"] = "train" if model.training else "inference"
     if mode is not None and mode != now:
-        raise UsageError(f"The model is in {now} mode; call model.{'train' if mode == 'train' else 'eval'}() first.")
+        own = f"model.{'train' if mode == 'train' else 'eval'}()"
+        call = f"torch.nn.Module.train(model, {mode == 'train'})" if "eval" in vars(model) else own  # torch.export's
+        raise UsageError(f"The model is in {now} mode; call {call} first.")
     if now == "train" and not any(p.requires_grad for p in model.parameters()):
         raise UsageError("No parameter requires a gradient, so there is no training step; call model.eval() first.")
     _refuse_contexts(model, now)
@@ -100,7 +114,7 @@ def make_step(
     else:
         factory = factory_like(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else optimizer
     kind = amp_dtype(amp) if isinstance(amp, str) else amp
-    mesh = mesh.in_inference if mesh is not None and now == "inference" else mesh
+    mesh = None if mesh is None else mesh.of_mode(now)
     how: dict[str, Any] = {"micro_batches": int(micro_batches), "loop": Loop.parse(loop), "mesh": mesh}
     return checked(Step(now, factory, loss_fn, kind, in_backward=while_backward, **how))
 
@@ -162,6 +176,7 @@ def refuse_scripted(model: nn.Module) -> None:
 def refuse_unready(inputs: Inputs, model: nn.Module) -> None:
     """Raise ``UsageError`` for a model and inputs of which no step can be taken, or none that could be counted."""
     _refuse_lazy(model)
+    _refuse_wrapped(model)
     _refuse_unseen(inputs)
 
 
@@ -172,6 +187,16 @@ def _refuse_lazy(model: nn.Module) -> None:
             raise UsageError(
                 f"{path or 'The model'} ({type(module).__name__}) has no parameters before it has run once; call the "
                 "model on some inputs first."
+            )
+
+
+def _refuse_wrapped(model: nn.Module) -> None:
+    """Raise ``UsageError`` for weights whose bytes lie in other tensors, where nothing here looks for them."""
+    for name, parameter in model.named_parameters():
+        if has_parts(parameter) and not is_sparse_or_nested(parameter):
+            raise UsageError(
+                f"{name} is a tensor of a class of its own ({type(parameter).__name__}), as libraries that quantize "
+                "make them, whose bytes lie in others and would not be counted; give the model before it is quantized."
             )
 
 

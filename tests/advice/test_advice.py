@@ -249,6 +249,14 @@ def test_an_inference_budget_that_no_program_meets(compiled: bool) -> None:
     assert option.peak_bytes == real(perceptron().eval(), rows(2048, 512), Step("inference", loop=loop))
 
 
+def test_batches_of_one_are_told_of_though_the_program_is_for_more() -> None:
+    with pytest.raises(BudgetInfeasibleError) as caught:
+        memrewrite.optimize(ResidualNet().eval(), images(2).args, budget="75%", verify=False)
+    (option,) = (option for option in caught.value.options if option.fits)
+    assert option.name == "2 batches of 1"
+    assert option.peak_bytes == real(ResidualNet().eval(), images(1), Step("inference"))
+
+
 def test_the_error_of_a_budget_carries_the_options() -> None:
     with pytest.raises(BudgetInfeasibleError) as caught:
         memrewrite.optimize(SwishNet(depth=6), rows(512).args, budget=120_000, verify=False)

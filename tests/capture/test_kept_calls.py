@@ -513,3 +513,27 @@ def test_what_is_assigned_to_one_from_outside_is_in_no_graph() -> None:
     assert "" not in result.report.config["regions"]
     ours, theirs = (taken(each, lambda step: Inputs((x.clone(),), {})) for each in (result, model))
     assert_same(ours, theirs)
+
+
+class Gated(nn.Module):
+    """Two layers with ``x * sigmoid(x)`` between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        result: Tensor = self.second(x * torch.sigmoid(x))
+        return result
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch.ao, which is deprecated
+def test_layers_with_packed_weights_stay_calls() -> None:
+    model = torch.ao.quantization.quantize_dynamic(Gated().eval(), {nn.Linear})
+    x = torch.randn(64, 16)
+    result = memrewrite.optimize(model, x, budget="min", exact=True)
+    with torch.no_grad():
+        assert torch.equal(result(x), model(x))
+    assert memrewrite.estimate(model, x).peak.bytes == memrewrite.measure(model, x).peak
+    assert memrewrite.measure(result, x).peak == result.report.predicted_after.peak < memrewrite.measure(model, x).peak

@@ -91,6 +91,17 @@ def test_the_parts_make_the_whole(model: str, mode: Any) -> None:
     assert found.inference_peak == simulate(module.eval(), inputs, Step("inference")).peak
 
 
+def test_what_was_exported_cannot_be_told_to_evaluate() -> None:
+    module, inputs = make("swish")
+    plain = memrewrite.estimate(module.eval(), inputs.args)
+    exported = torch.export.export(module, inputs.args).module()
+    assert memrewrite.estimate(exported, inputs.args).inference_peak == plain.peak.bytes
+    with pytest.raises(UsageError, match=r"call torch\.nn\.Module\.train\(model, False\) first"):
+        memrewrite.estimate(exported, inputs.args, mode="inference")
+    torch.nn.Module.train(exported, False)
+    assert memrewrite.estimate(exported, inputs.args, mode="inference").peak.bytes == plain.peak.bytes
+
+
 @pytest.mark.parametrize("mesh", ["ddp=4", "fsdp=4", "fsdp=4,param-dtype=bf16", "tp=2"])
 def test_the_parts_make_the_whole_in_a_mesh(mesh: str) -> None:
     """Also where a process has a part of the parameters, and of their gradients and moments."""

@@ -65,6 +65,7 @@ SPELLINGS: dict[str, Function] = {
     "functional": lambda m, t: F.linear(F.embedding(t, m.words.weight, PADDING - WORDS).tanh(), m.words.weight),
     "two heads": lambda m, t: m.head(m.words(t)).sum(-1) + m.shifted(m.words(t)).sum(-1),
     "two embeddings": lambda m, t: m.words(t).tanh() * m.padded(t.flip(1)),
+    "tokens read later": lambda m, t: m.words(t).tanh() * m.padded(u := t.flip(1)) * (u != PADDING).unsqueeze(-1),
     "two embeddings and a head": lambda m, t: m.head(m.between(m.words(t)) * m.words(t.flip(1)).tanh()),
     "head between": lambda m, t: m.head(m.words(t)).sum(-1, keepdim=True) * m.words(t.flip(1)).tanh(),
 }

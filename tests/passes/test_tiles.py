@@ -314,6 +314,16 @@ def test_a_budget_that_only_it_meets(options: dict[str, Any], share: float, lowe
     assert report.predicted_after.peak <= int(share * lowest)
 
 
+@pytest.mark.parametrize("amp", [None, "bf16"])
+def test_inference_has_it_too(amp: str | None) -> None:
+    model, tokens = Mixer().eval(), torch.randint(30, (64, 16))
+    options: dict[str, Any] = {"example_kwargs": {"labels": tokens}, "amp": amp}
+    result = memrewrite.optimize(model, tokens, budget="60%", **options)
+    assert PASS.name in rewrites(result.report)
+    assert memrewrite.verify(model, result, tokens, **options).equivalent
+    assert memrewrite.measure(result, tokens, **options).peak == result.report.predicted_after.peak
+
+
 def test_it_is_for_what_nothing_else_reaches(lowest: int) -> None:
     assert PASS.name not in rewrites(planned(budget=lowest, verify=False).report)
     with pytest.raises(memrewrite.BudgetInfeasibleError):

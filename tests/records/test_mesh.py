@@ -3,7 +3,9 @@
 import re
 
 import pytest
+import torch
 
+import memrewrite
 from memrewrite.records.errors import UsageError
 from memrewrite.records.mesh import Ddp, Fsdp, Mesh, Tp
 
@@ -68,6 +70,15 @@ def test_what_is_tensor_parallel_stays_so_in_inference() -> None:
         "tp=2": 2,
         "fsdp=4,tp=2": 8,
     }
+
+
+@pytest.mark.parametrize("text", ["fsdp=2", "fsdp=4,tp=2"])
+def test_no_forward_with_gathered_parameters_is_told_as_one_without(text: str) -> None:
+    mesh = Mesh.parse(text)
+    assert mesh.of_mode("train") is mesh
+    for call in (memrewrite.estimate, memrewrite.optimize):
+        with pytest.raises(UsageError, match=r"^fsdp=\d is planned in training alone; for inference leave it out"):
+            call(torch.nn.Linear(4, 4).eval(), torch.ones(2, 4), mesh=mesh)
 
 
 @pytest.mark.parametrize("text", REFUSED)

@@ -27,11 +27,13 @@ from torch.nn.utils import parametrizations, parametrize
 import memrewrite
 from memrewrite.artifact.load import load
 from memrewrite.artifact.save import save
+from memrewrite.records.errors import UsageError
 from memrewrite.runtime import dict_versions, guards
 from memrewrite.runtime.differences import parted
 from memrewrite.runtime.dropin import own
 from memrewrite.runtime.promise import FallbackWarning
 from tests.support.dropins import assert_same_bits, image, step
+from tests.support.models import SwishNet
 
 CLASSES = 4
 
@@ -746,3 +748,48 @@ def test_an_artifact_knows_what_its_model_was_captured_with(name: str, result: A
     assert_same_bits(numbers, step(plain, image(4)))
     assert len(texts) == 1
     assert reason in texts[0]
+
+
+class Quantized(Tensor):
+    """A weight in eighths, of which products alone are known, as those of libraries that quantize."""
+
+    def __new__(cls, eighths: Tensor) -> "Quantized":
+        made: Quantized = Tensor._make_wrapper_subclass(cls, eighths.shape, dtype=torch.float32)
+        made.eighths = eighths
+        return made
+
+    eighths: Tensor
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["eighths"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, Tensor], context: None, *sizes: Any) -> "Quantized":
+        return cls(inner["eighths"])
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.linear:
+            return F.linear(args[0], args[1].eighths / 8, *args[2:])
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].eighths)
+        raise NotImplementedError(f"{func} of a quantized weight")
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_weight_that_is_quantized_afterwards(compiled: bool) -> None:
+    model, x = SwishNet(width=8, depth=2).eval(), torch.randn(64, 8)
+    result = memrewrite.optimize(model, x, budget="min")
+    layer: Any = model.layers[1]
+    layer.weight = nn.Parameter(Quantized((layer.weight.detach() * 8).round()), requires_grad=False)
+    call = torch.compile(result, backend="eager", fullgraph=True) if compiled else result
+    change = "what it was captured with" if compiled else "layers.1.weight is a Quantized of torch.float32"
+    with torch.no_grad(), pytest.warns(FallbackWarning, match=change):
+        assert torch.equal(call(x), model(x))
+    for function in (memrewrite.estimate, memrewrite.measure, memrewrite.optimize):
+        with pytest.raises(UsageError, match=r"^layers\.1\.weight is a tensor of a class of its own \(Quantized\)"):
+            function(model, x)

@@ -83,6 +83,18 @@ def test_a_step_after_an_evaluation_runs_the_program() -> None:
     assert_same_bits(numbers, step(twin, example()))
 
 
+@pytest.mark.parametrize("first", ["result", "model"])
+def test_a_model_and_its_result_register_on_their_layers_once(first: str) -> None:
+    torch.manual_seed(0)
+    model = Recording()
+    result = optimized(model)
+    assert not getattr(result, INSTALLED)
+    for called in (result, model) if first == "result" else (model, result):
+        called.eval()(example())
+    assert recorders(model) == recorders(result) == 4
+    assert getattr(model, INSTALLED) is getattr(result, INSTALLED) is True
+
+
 def test_a_model_that_ran_before_is_planned_as_one_that_did_not() -> None:
     model = recording()
     model(example())

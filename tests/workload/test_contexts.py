@@ -44,3 +44,32 @@ def test_inference_needs_no_gradients(context: Callable[[], AbstractContextManag
         result = memrewrite.optimize(model, x, budget="min")
         assert torch.equal(result(x), model(x))
         assert memrewrite.verify(model, result, x).exact
+
+
+class Cached(nn.Module):
+    """Keeps a tensor from its first call on, as models do of positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.table: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.table is None:
+            self.table = torch.arange(8.0).cos()
+        gate = self.inner(x) * self.table
+        return gate * torch.sigmoid(gate)
+
+
+@pytest.mark.parametrize("made", ["input", "model", "cache"])
+def test_what_was_made_in_inference_mode_is_taken_outside_of_it(made: str) -> None:
+    with torch.inference_mode(made == "model"):
+        model = Cached().eval()
+    with torch.inference_mode(made == "input"):
+        x = torch.randn(64, 8)
+    with torch.inference_mode(made != "input"), torch.no_grad():
+        model(x)
+    result = memrewrite.optimize(model, x, budget="min")
+    assert memrewrite.verify(model, result, x).equivalent
+    assert memrewrite.estimate(model, x).peak.bytes == memrewrite.measure(model, x).peak
+    assert memrewrite.measure(result, x).peak < memrewrite.measure(model, x).peak
