@@ -163,7 +163,7 @@ def _with(
         captured,
         inputs=replace(captured.inputs, shared=shared),
         notes=(*captured.notes, *findings.notes, *told, *calls, *regions),
-        exact=findings.exact and not calls,
+        exact=captured.exact and findings.exact and not calls,
         checkpoints=findings.checkpoints,
         autocast=findings.autocast,
         reads=findings.reads,
