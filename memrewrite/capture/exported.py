@@ -346,5 +346,8 @@ def _read_buffers_themselves(exported: fx.GraphModule) -> None:
 def _written(node: Any) -> Any:
     """The node whose tensor a chain of in-place operations returns."""
     while isinstance(node.target, OpOverload) and is_mutable(node.target):
-        node = node.args[0]
+        written = node.kwargs.get("out", node.args[0])
+        if not isinstance(written, fx.Node):  # several, by an operator that returns none of them
+            break
+        node = written
     return node
