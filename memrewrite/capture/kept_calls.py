@@ -229,8 +229,10 @@ def _once(calls: Sequence[SeenCall]) -> tuple[tuple[SeenCall, ...], ...]:
 @contextmanager
 def _drawing_others(model: nn.Module, inputs: Inputs) -> Iterator[None]:
     """Meanwhile other random numbers are drawn, which may decide sizes, too."""
-    with preserved_rng([*model.parameters(), *inputs.tensors()]):
-        torch.manual_seed(torch.initial_seed() + 1)
+    tensors = [*model.parameters(), *inputs.tensors()]
+    with preserved_rng(tensors):
+        for device in {"cpu", *(str(each.device) for each in tensors if torch.cuda.is_initialized() and each.is_cuda)}:
+            torch.rand((), device=device)
         yield
 
 
