@@ -159,7 +159,7 @@ def _by_front_ends(
     if findings.derives:
         raise CaptureError(
             f"{type(model).__name__} takes gradients in forward (at {findings.derives}) by operations that no graph "
-            "shows; take them outside of forward, in loss_fn say."
+            "shows; take them outside of forward, in loss_fn say, unless they are by its inputs."
         )
     asked = f" with {', '.join(str(each) for each in ranges if not each.implied)}" if ranges else ""
     raise CaptureError(
