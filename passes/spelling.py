@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from memrewrite.torch_internals.operators import OpOverload, names_of, returns_view
+from memrewrite.torch_internals.operators import OpOverload, names_of, returns_view, taking_the_same
 
 _SAME = {
     "divide": "div",
@@ -107,8 +107,8 @@ def out_of_place(node: fx.Node) -> Spelling | None:
     """
     target = node.target
     if node.op == "call_function" and isinstance(target, OpOverload):
-        _, packet, overload = names_of(target)
-        return _respell(node, _aten(packet[:-1], overload)) if packet.endswith("_") else None
+        _, packet, _ = names_of(target)
+        return _respell(node, _aten(target, packet[:-1])) if packet.endswith("_") else None
     if node.op == "call_method" and isinstance(target, str):
         method = target[:-1] if target.endswith("_") and not target.endswith("__") else ""
         return _respell(node, method) if hasattr(Tensor, method) and not _is_view(method) else None
@@ -128,8 +128,7 @@ def in_place(node: fx.Node) -> Spelling | None:
     """The same operation with its result written over its operand; None where there is no such form."""
     target = node.target
     if node.op == "call_function" and isinstance(target, OpOverload):
-        _, packet, overload = names_of(target)
-        return _respell(node, _aten(packet + "_", overload))
+        return _respell(node, _aten(target, names_of(target)[1] + "_"))
     if node.op == "call_method" and isinstance(target, str):
         return _respell(node, target + "_") if hasattr(Tensor, target + "_") else None
     if _functional(target) and _flag(node) is not None:
@@ -169,9 +168,9 @@ def _with_flag(node: fx.Node, flag: bool) -> Spelling:
     return Spelling(node.target, node.args, {**kwargs, "inplace": True} if flag else kwargs)
 
 
-def _aten(packet: str, overload: str) -> Any:
-    """The ATen overload of that name when there is one that makes a new tensor or writes over its operand."""
-    found = getattr(getattr(torch.ops.aten, packet, None), overload, None)
+def _aten(operator: OpOverload, packet: str) -> Any:
+    """Its counterpart of that name when there is one that makes a new tensor or writes over its operand."""
+    found = taking_the_same(operator, packet)
     return None if found is None or returns_view(found) else found
 
 

@@ -24,7 +24,7 @@ from memrewrite.capture.looks import looks_at_tied
 from memrewrite.capture.normal import bind, first_dtype, forward_alone, leaf_tensors
 from memrewrite.capture.returned import note_sizes
 from memrewrite.capture.shared import tied
-from memrewrite.records.errors import CaptureError, first_line
+from memrewrite.records.errors import CaptureError, UnfitCallError, first_line
 from memrewrite.records.ranges import Range
 from memrewrite.runtime.dropin import gradients_now
 from memrewrite.state.attributes import preserved
@@ -68,15 +68,21 @@ def capture(
     leaves = tree_leaves((inputs.args, inputs.kwargs))
     pairs = identity.shared([leaves[i] for i in order])
     refuse_weight_hooks(model, type(model).__name__)  # its own hooks are off while it is looked at
-    with (
-        preserved(model),
-        surroundings_put_back((model,)),
-        standing_in(model, kept),
-        real_rules_on_fake_tensors(),
-        fakes_forgotten(model),
-        autocast(amp, device_type(model, inputs)),
-    ):
-        found = _captured(model, inputs, front_end, pairs, ranges, elsewhere, bool(kept))
+
+    def traced(kept: Mapping[str, KeptCalls]) -> Captured:
+        with (
+            preserved(model),
+            surroundings_put_back((model,)),
+            standing_in(model, kept),
+            real_rules_on_fake_tensors(),
+            fakes_forgotten(model),
+            autocast(amp, device_type(model, inputs)),
+        ):
+            return _captured(model, inputs, front_end, pairs, ranges, elsewhere, bool(kept))
+
+    found = traced(kept)
+    if any(calls.otherwise for calls in kept.values()):
+        _refuse_settled(found, kept, traced)
     refuse_unseen(found.graph_module.graph, type(model).__name__)
     note_sizes(found.graph_module.graph)
     divided = next((name for name, parameter in model.named_parameters() if is_divided(parameter)), "")
@@ -84,6 +90,19 @@ def capture(
     looks = (*found.looks, *looks_at_tied(names))
     # of all parameters, which stand-ins do not have
     return replace(found, dtype=first_dtype(model), divided=divided, tied=names, looks=looks)
+
+
+def _refuse_settled(
+    found: Captured, kept: Mapping[str, KeptCalls], traced: Callable[[Mapping[str, KeptCalls]], Captured]
+) -> None:
+    """Raise ``UnfitCallError`` where sizes that values decide became numbers: with other sizes it is another graph."""
+    with suppress(Exception):  # whatever forward says of these
+        other = traced({path: replace(calls, calls=calls.otherwise) for path, calls in kept.items()})
+        alike = all(map(torch.equal, found.constants.values(), other.constants.values()))
+        if alike and other.graph_module.code == found.graph_module.code:
+            return
+    path = next(path for path, calls in kept.items() if calls.otherwise)
+    raise UnfitCallError(f"{path} gives sizes that values decide, and the graph would keep those of the example.", path)
 
 
 def _captured(
@@ -140,7 +159,7 @@ def _by_front_ends(
     if findings.derives:
         raise CaptureError(
             f"{type(model).__name__} takes gradients in forward (at {findings.derives}) by operations that no graph "
-            "shows; take them outside of forward, in loss_fn say."
+            "shows; take them outside of forward, in loss_fn say, unless they are by its inputs."
         )
     asked = f" with {', '.join(str(each) for each in ranges if not each.implied)}" if ranges else ""
     raise CaptureError(
@@ -163,7 +182,7 @@ def _with(
         captured,
         inputs=replace(captured.inputs, shared=shared),
         notes=(*captured.notes, *findings.notes, *told, *calls, *regions),
-        exact=findings.exact and not calls,
+        exact=captured.exact and findings.exact and not calls,
         checkpoints=findings.checkpoints,
         autocast=findings.autocast,
         reads=findings.reads,

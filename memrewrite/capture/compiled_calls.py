@@ -1,4 +1,4 @@
-"""Functions of ``torch.compile`` that a forward calls: a program runs them as they are written."""
+"""Functions of ``torch.compile`` and TorchScript that a forward calls: a program runs them as they are written."""
 
 from collections.abc import Iterator
 from types import FunctionType
@@ -18,6 +18,13 @@ def told_of_compiled(model: nn.Module) -> tuple[str, ...]:
         f"What torch.compile made of {names} runs as it is written, whose last bits may be others, and in more memory "
         "than compiled: compile what optimize returns (compiled=True plans for that) in place of parts of the model.",
     )
+
+
+def told_of_scripted(names: set[str]) -> tuple[str, ...]:
+    """What to say of the functions that ``torch.jit.script`` made and that were called."""
+    if not names:
+        return ()
+    return (f"What torch.jit.script made of {', '.join(sorted(names))} runs as it is written: last bits may differ.",)
 
 
 def _compiled(model: nn.Module) -> Iterator[str]:

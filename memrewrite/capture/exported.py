@@ -8,6 +8,7 @@ import builtins
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -19,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from memrewrite.capture.assumptions import Assumptions
 from memrewrite.capture.captured import Captured
+from memrewrite.capture.compiled_calls import told_of_scripted
 from memrewrite.capture.launches import launches_traced
 from memrewrite.capture.normal import attribute, bind, constants, dynamic, rebuild
 from memrewrite.capture.opaque import opaque
@@ -37,7 +39,13 @@ from memrewrite.torch_internals.operators import (
 from memrewrite.torch_internals.pytrees import tree_leaves
 from memrewrite.torch_internals.size_arithmetic import sizes_remembered
 from memrewrite.torch_internals.symbolic_recall import SymbolicRecall
-from memrewrite.torch_internals.tracing import code_when_run, notes_in_short, settled_on, varying_size
+from memrewrite.torch_internals.tracing import (
+    code_when_run,
+    notes_in_short,
+    scripts_in_python,
+    settled_on,
+    varying_size,
+)
 from memrewrite.workload.step import Inputs
 
 aten = torch.ops.aten
@@ -65,14 +73,16 @@ def _attempt(
     model: nn.Module, inputs: Inputs, functions: Sequence[type], ranges: Sequence[Range], varying: Shapes
 ) -> Captured:
     settling, noted = _Settling(), Assumptions()
-    with _named_keywords(model, inputs):
+    with _named_keywords(model, inputs), scripts_in_python() as scripted:
         bound = inspect.signature(model.forward).bind(*inputs.args, **inputs.kwargs).arguments
         with contextlib.ExitStack() as stack:
             if ranges:
                 stack.enter_context(settling)
                 stack.enter_context(noted.of(model))
             program, exported = _export(model, inputs, varying(bound), functions)
-    return ranged(_normal(model, inputs, program, exported), model, inputs, ranges, settling.lines, noted)
+    found = _normal(model, inputs, program, exported)
+    found = replace(found, exact=not scripted, notes=told_of_scripted(scripted))
+    return ranged(found, model, inputs, ranges, settling.lines, noted)
 
 
 class _Settling(TorchFunctionMode):

@@ -1,5 +1,6 @@
 """Values as Python expressions: constants, containers, and the structures of other classes by PyTorch's pytree."""
 
+import dataclasses
 import keyword
 import sys
 from collections import namedtuple
@@ -44,7 +45,8 @@ def unspelled(kind: str) -> CaptureError:
     """The error for a value of a class that no program can make."""
     return CaptureError(
         f"The graph holds a value of type {kind}, which cannot be written as source; where forward returns one with "
-        "tensors in it, return those, and do without a cache of keys and values (use_cache=False)."
+        "tensors in it, return those, or register it if it is a dataclass (torch.export.register_dataclass with a "
+        "serialized_type_name), and do without a cache of keys and values (use_cache=False)."
     )
 
 
@@ -138,4 +140,5 @@ def _dumped(tree: TreeSpec) -> str:
         return treespec_dumps(tree)
     except (NotImplementedError, TypeError, ValueError) as error:
         name = tree.type.__name__
-        raise CaptureError(f"forward takes or returns a {name}, which cannot be written as source.") from error
+        advice = "; register it with a serialized_type_name" * dataclasses.is_dataclass(tree.type)
+        raise CaptureError(f"forward takes or returns a {name}, which cannot be written as source{advice}.") from error

@@ -56,11 +56,15 @@ class SeenCall:
 
 @dataclass(frozen=True)
 class KeptCalls:
-    """The calls of one submodule, in order, each at the example's sizes and, where it was seen there, at others."""
+    """The calls of one submodule, in order, each at the example's sizes and, where it was seen there, at others.
+
+    ``otherwise`` are those at the same sizes for other values, where what they give has other sizes then.
+    """
 
     path: str
     module: nn.Module
     calls: tuple[tuple[SeenCall, ...], ...]
+    otherwise: tuple[tuple[SeenCall, ...], ...] = ()
 
     def of(self, args: Any, kwargs: Any) -> "_Kept":
         """The call with these arguments, of which sizes may vary; raises ``UnfitCallError`` for one not seen."""
@@ -166,11 +170,13 @@ def watch_calls(
     """
     modules = {path: model.get_submodule(path) for path in paths}
     passes = [_calls(modules, lambda: run(inputs))]
+    if others := _for_other_values(model, inputs, passes[0], lambda given: _calls(modules, lambda: run(given))):
+        return {path: KeptCalls(path, modules[path], _once(passes[0][path]), _once(others[path])) for path in paths}
 
     def again(other: Callable[[int, int], int], alone: bool) -> bool:
         """Whether the same calls are made in one more pass, at other sizes."""
         # Whatever forward says of other sizes: then they do not vary.
-        with suppress(Exception), preserved_rng([*model.parameters(), *inputs.tensors()]):
+        with suppress(Exception), _drawing_others(model, inputs):
             passes.append(_calls(modules, partial(run, other_sizes(model, inputs, ranges, other, alone))))
             return True
         return False
@@ -194,6 +200,45 @@ def watch_calls(
         for number in range(1, LARGEST):
             again(partial(a_bit_less, number), second[1])
     return {path: KeptCalls(path, module, tuple(calls(path))) for path, module in modules.items()}
+
+
+def _for_other_values(
+    model: nn.Module,
+    inputs: Inputs,
+    first: Mapping[str, list[SeenCall]],
+    calls: Callable[[Inputs], dict[str, list[SeenCall]]],
+) -> dict[str, list[SeenCall]]:
+    """The calls at the same sizes for other values and random numbers, where they give other sizes than the first."""
+
+    def other(tensor: Tensor) -> Tensor:
+        if tensor.is_floating_point() or not tensor.dim():
+            return -tensor if tensor.dim() else tensor
+        return tensor[:1] * (torch.arange(tensor.shape[-1], device=tensor.device) % 2 == 0).expand_as(tensor)
+
+    with suppress(Exception), _drawing_others(model, inputs):  # whatever forward says of them
+        found = calls(inputs.changed(other))
+        if any([*map(_shapes, found[path])] != [*map(_shapes, first[path])] for path in found):
+            return found
+    return {}
+
+
+def _once(calls: Sequence[SeenCall]) -> tuple[tuple[SeenCall, ...], ...]:
+    return tuple((seen,) for seen in calls)
+
+
+@contextmanager
+def _drawing_others(model: nn.Module, inputs: Inputs) -> Iterator[None]:
+    """Meanwhile other random numbers are drawn, which may decide sizes, too."""
+    tensors = [*model.parameters(), *inputs.tensors()]
+    with preserved_rng(tensors):
+        for device in {"cpu", *(str(each.device) for each in tensors if torch.cuda.is_initialized() and each.is_cuda)}:
+            torch.rand((), device=device)
+        yield
+
+
+def _shapes(seen: SeenCall) -> list[Any]:
+    """The sizes of what a call gave."""
+    return [leaf.shape if isinstance(leaf, TensorLike) else leaf for leaf in seen.leaves]
 
 
 def _is_clear(seen: Sequence[SeenCall], vary: set[tuple[int, int]]) -> bool:

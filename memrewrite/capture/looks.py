@@ -19,6 +19,7 @@ from memrewrite.runtime.guards import TABLES, Holder
 from memrewrite.runtime.plain_values import is_plain
 
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
+_LENGTHS = (dict.__len__, list.__len__, tuple.__len__)  # a class with one of its own is asked nothing
 _NOWHERE = object()
 
 
@@ -88,7 +89,7 @@ def _of_value(text: str, value: Any) -> Iterator[str]:
         yield f"(type({text}), {text})"  # which tells 1 from True and 1.0
     elif is_plain(value) or isinstance(value, _FUNCTIONS):
         yield text
-    elif isinstance(value, dict | list | tuple):
+    elif getattr(type(value), "__len__", None) in _LENGTHS:
         yield f"len({text})"
         pairs = value.items() if isinstance(value, dict) else enumerate(value)
         for key, item in pairs:

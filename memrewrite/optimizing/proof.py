@@ -65,7 +65,7 @@ def _advice(candidate: Candidate, exact: bool) -> str:
         return " exact=True leaves out the rewrites that change the arithmetic."
     if exact and not candidate.captured_exactly:
         return (
-            " In the original, values it asks for decide what it does; leave out exact=True, as the program does what "
-            "fits any values."
+            " The original has a way of its own to the same result, as values it asks for decide, or what a compiler "
+            "made of it; leave out exact=True."
         )
     return ""

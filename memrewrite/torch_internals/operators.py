@@ -95,6 +95,22 @@ def argument_names(operator: OpOverload) -> tuple[str, ...]:
     return tuple(argument.name for argument in operator._schema.arguments)
 
 
+@functools.cache
+def taking_the_same(operator: OpOverload, packet: str) -> OpOverload | None:
+    """The overload of the ATen operator of that name that takes what this one does; None where there is none.
+
+    It may have another name: what ``pow_.Scalar`` is in place is ``pow.Tensor_Scalar``, and no ``pow.Scalar``.
+    """
+    others: Any = getattr(torch.ops.aten, packet, None)
+    names = [] if others is None else sorted(others.overloads(), key=lambda name: name != operator._overloadname)
+    found = (getattr(others, name) for name in names)
+    return next((each for each in found if _formal(each) == _formal(operator)), None)
+
+
+def _formal(operator: OpOverload) -> list[Any]:
+    return [(str(each.type), each.default_value) for each in operator._schema.arguments]
+
+
 def schema_name(operator: OpOverload) -> str:
     """The name with its namespace and without its overload, such as ``aten::native_batch_norm``."""
     return str(operator._schema.name)

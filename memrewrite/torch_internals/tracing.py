@@ -29,6 +29,7 @@ with private_imports():
 require(
     "distributions.Distribution._validate_args",
     "fx.proxy.CapturedTraceback",
+    "jit.ScriptFunction.__call__",
     "fx.experimental.proxy_tensor._extract_tensor_metadata",
     "utils.checkpoint._checkpoint_without_reentrant_generator",
     "utils.checkpoint.CheckpointFunction",
@@ -80,6 +81,27 @@ class _WhenAsked:
                 delattr(kind, name)
         _recompile(module)
         return getattr(module, self._name)
+
+
+@process_wide
+@contextlib.contextmanager
+def scripts_in_python() -> Iterator[set[str]]:
+    """Run the Python of a function meanwhile for what ``torch.jit.script`` made of it; gives the names of those so run.
+
+    Dynamo does so, too. TorchScript runs a graph of its own once it knows its arguments, whose gradients no trace sees.
+    """
+    scripted: Any = torch.jit.ScriptFunction
+    theirs, names = scripted.__call__, set[str]()
+
+    def call(function: Any, *args: Any, **kwargs: Any) -> Any:
+        written = getattr(function, "_torchdynamo_inline", None)
+        if written is None:  # it was loaded from a file
+            return theirs(function, *args, **kwargs)
+        names.add(function.name)
+        return written(*args, **kwargs)
+
+    with mock.patch.object(scripted, "__call__", call):
+        yield names
 
 
 @process_wide

@@ -359,6 +359,18 @@ def test_what_cannot_be_done_is_tried_in_silence(capfd: pytest.CaptureFixture[st
     assert capfd.readouterr().err == ""
 
 
+class Asserting(SwishNet):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert len(x) == 64
+        return super().forward(x)
+
+
+def test_a_forward_that_says_in_its_own_way_that_it_takes_no_smaller_batch() -> None:
+    with pytest.raises(BudgetInfeasibleError) as caught:
+        memrewrite.optimize(Asserting(), rows(64).args, budget=1000)
+    assert not any("micro-batches" in option.name for option in caught.value.options)
+
+
 NET = """
 from tests.support.models import SwishNet, rows
 

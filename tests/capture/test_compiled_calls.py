@@ -1,7 +1,7 @@
-"""Functions of ``torch.compile`` in a forward, which a program runs as they are written."""
+"""Functions of ``torch.compile`` and TorchScript in a forward, which a program runs as they are written."""
 
 import copy
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -60,3 +60,24 @@ def test_nothing_is_said_of_a_model_without_any() -> None:
     model = nn.Sequential(nn.Linear(32, 128), nn.Tanh(), nn.Linear(128, 32))
     result = memrewrite.optimize(model, torch.randn(64, 32), budget="min")
     assert not any("torch.compile" in note for note in result.report.notes)
+
+
+def softclamp(x: Tensor, value: float) -> Tensor:
+    return (x / value).tanh() * value
+
+
+class Scripted(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.second(softclamp(self.first(x), 5.0))
+        return result
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_gradients_go_through_functions_of_torchscript(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x, script = Scripted(), torch.randn(64, 32), cast(Any, torch.jit.script)
+    with monkeypatch.context() as patch:
+        patch.setitem(globals(), "softclamp", script(softclamp))
+        result = memrewrite.optimize(model, x, budget="min")
+        found = step(result, x)
+    assert "What torch.jit.script made of softclamp runs as it is" in " ".join(result.report.notes)
+    assert_same_bits(found, step(model, x))

@@ -417,6 +417,28 @@ def test_sizes_that_have_ranges_vary_around_it(hooked: str) -> None:
         assert all(map(torch.equal, *found))
 
 
+class Chosen(Net):
+    """Goes by the rows of its input that values choose."""
+
+    def __init__(self, heads: bool) -> None:
+        super().__init__(Odd(lambda self, x: x[x[:, 0] > x[:, 1]]))
+        self.heads = heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows: Tensor = super().forward(x)
+        return rows.view(rows.shape[0], 2, 2).tanh() if self.heads else rows.tanh()
+
+
+@pytest.mark.parametrize("heads", [False, True])
+def test_sizes_that_values_decide_are_those_of_each_call(heads: bool) -> None:
+    torch.manual_seed(0)
+    model = Chosen(heads)
+    result = optimized(copy.deepcopy(model), budget="min")
+    assert ("" in programs(result)) is not heads
+    for rows in (batch(seed=1), batch(seed=2), batch(9)):
+        assert torch.equal(result.eval()(rows), model.eval()(rows))
+
+
 def test_one_that_gives_numbers_stays_between_regions() -> None:
     result = optimized(net(Odd(number)))
     assert len(programs(result)) > 1

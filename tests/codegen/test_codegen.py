@@ -2,6 +2,7 @@
 
 import ast
 import builtins
+import dataclasses
 import enum
 import math
 import operator
@@ -361,6 +362,22 @@ def test_a_cache_that_is_returned_is_told_of_and_what_to_do(made: Any) -> None:
         generate(
             capture(model(lambda self, x: {"out": self.linear(x), "cache": made(self.other(x))}), Inputs((x(),), {}))
         )
+
+
+@dataclasses.dataclass
+class Pair:
+    first: Tensor
+    second: Tensor | None = None
+
+
+def test_a_dataclass_that_is_returned_is_told_to_be_registered_and_how() -> None:
+    def written() -> None:
+        generate(capture(model(lambda self, x: Pair(self.linear(x))), Inputs((x(),), {})))
+
+    with pytest.raises(CaptureError, match=r"of type Pair, .*register_dataclass with a serialized_type_name"):
+        written()
+    torch.export.register_dataclass(Pair, serialized_type_name="tests.Pair")
+    written()
 
 
 def test_an_enum_as_a_key_is_refused_and_an_integer_is_not() -> None:

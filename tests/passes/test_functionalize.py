@@ -64,6 +64,8 @@ REWRITTEN: dict[str, tuple[Function, int]] = {
     "add_ with alpha": (lambda m, x: x.add_(x, alpha=2), 1),
     "clamp_": (lambda m, x: x.clamp_(min=-1, max=1), 1),
     "masked_fill_": (lambda m, x: x.masked_fill_(x > 0, 1.0), 1),
+    "pow_": (lambda m, x: x.abs().pow_(2.0), 1),
+    "power of each": (lambda m, x: x.abs().pow_(x), 1),
     "chain": (lambda m, x: x.mul_(2).add_(1).relu_(), 3),
 }
 

@@ -455,6 +455,28 @@ def test_what_forward_sets_up_itself_is_not_there_before() -> None:
     assert "1.ready is new" in told(result, x)[1][0]
 
 
+class Parity(tuple[int, ...]):
+    """A pair that says nothing of its length, as e3nn's representations do."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+class OfParity(nn.Tanh):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parity = Parity((1, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.parity[1]
+
+
+def test_a_tuple_that_has_no_length_is_not_asked_for_it() -> None:
+    model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), OfParity()), torch.randn(3, WIDTH)
+    result: Any = memrewrite.optimize(model, x, verify=False, budget="min")
+    assert_same_bits(told(result, x)[0], step(copy.deepcopy(model), x))
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 def test_weights_that_are_computed_once_for_several_calls() -> None:
     """``parametrize.cached`` is no attribute of the model: spectral normalization then takes one step for all calls."""
