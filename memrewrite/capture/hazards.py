@@ -43,6 +43,7 @@ from memrewrite.workload.surroundings import Surroundings
 
 _TENSOR_HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
 _GRADIENTS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
+_CASTS = (Tensor.to, Tensor.type_as, Tensor.cpu, Tensor.cuda)  # to a type that is told, or that a tensor has
 _NOBODYS_SEED = 7_046_029_254_386_353_131
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _LET_TRAIN = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
@@ -350,7 +351,10 @@ class _Watch(TorchFunctionMode):
             self.nested = self.nested or f"the choice of attention kernels at {line}"
         leaves = tree_leaves((args, kwargs))
         plain = [repr(leaf) for leaf in leaves if isinstance(leaf, int | float | str | torch.dtype)]
-        plain.append(f"{sum(isinstance(leaf, Tensor) for leaf in leaves)} tensors")
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        plain.append(f"{len(tensors)} tensors")
+        if func in _CASTS and not any(isinstance(leaf, torch.dtype) for leaf in leaves):
+            plain.append(repr(tensors[-1].dtype))  # which the graph names
         self._calls.append((func, plain, line))
         versions = [(value, value._version) for value in args if id(value) in self._buffers]
         trained = func in _LET_TRAIN and args[0].requires_grad

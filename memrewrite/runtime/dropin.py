@@ -389,7 +389,7 @@ def _match(program: Program, module: nn.Module, leaves: list[Any]) -> tuple[list
     if program.autocast != "any":
         now = autocast_dtype(next((t.device.type for t in (weight, *tensors) if t is not None), "cpu"))
         if now != program.autocast:
-            return None, f"it asks about autocast, which casts to {now} now and to {program.autocast} at capture"
+            return None, f"it depends on autocast, which casts to {now} now and to {program.autocast} at capture"
     if program.gradients is not None and program.gradients != gradients_now(module, tensors):
         return None, "it asks whether tensors need gradients, and others do now than at capture"
     return tensors, ""

@@ -2,6 +2,7 @@
 
 import contextlib
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -86,7 +87,7 @@ def test_a_model_that_asks_about_autocast_is_told_what_holds_in_the_step(
         warnings.simplefilter("error")
         assert torch.equal(optimized(x()), module(x()))
     other = torch.bfloat16 if amp is None else None
-    with autocast(other, "cpu"), pytest.warns(FallbackWarning, match="it asks about autocast, which casts to"):
+    with autocast(other, "cpu"), pytest.warns(FallbackWarning, match="it depends on autocast, which casts to"):
         assert torch.equal(optimized(x()), module(x()))
 
 
@@ -102,10 +103,23 @@ def typed(self: Any, x: Tensor) -> Any:
     return self.other(hidden.float().tanh().to(hidden.dtype)).relu()
 
 
+def moved(self: Any, x: Tensor) -> Any:
+    """What is moved keeps its type, which a graph names."""
+    return self.other(x) + self.linear(x).to(x.device).relu()
+
+
+def typed_as(self: Any, x: Tensor) -> Any:
+    hidden = self.linear(x)
+    return self.other(hidden.float().tanh().to(hidden)) + hidden.float().sin().type_as(hidden)
+
+
 @front_ends
 @pytest.mark.parametrize("amp", [torch.bfloat16, None], ids=["autocast", "without"])
-def test_types_that_a_model_asks_for_are_those_of_the_step(front_end: str, amp: torch.dtype | None) -> None:
-    module = model(typed)
+@pytest.mark.parametrize("forward", [typed, moved, typed_as])
+def test_types_that_a_model_asks_for_are_those_of_the_step(
+    front_end: str, amp: torch.dtype | None, forward: Callable[..., Any]
+) -> None:
+    module = model(forward)
     captured = capture(module, Inputs((x(),), {}), front_end, amp)
     assert captured.autocast == amp
     optimized = drop_in(module, captured)
