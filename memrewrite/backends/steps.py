@@ -77,10 +77,11 @@ class Step:
 
     def with_room(self, peak: int) -> Asked:
         """What is to be asked for where a step takes ``peak`` bytes at its most."""
-        parts = {call.key: part for call in self._calls if (part := self._parts[call.key].partition).kept}
-        if self.asked.loss or not parts:
+        kept = {call.key: part.kept for call in self._calls if (part := self._parts[call.key].partition).kept}
+        loss = peak - self._beside(kept)[1] if kept else 0
+        if self.asked.loss or loss <= 0:
             return replace(self.asked, reserve=self.asked.reserve + peak - self.peak)
-        return replace(self.asked, loss=peak - self._beside({key: part.kept for key, part in parts.items()})[1])
+        return replace(self.asked, loss=loss)
 
     def correct(self, asked: Asked) -> None:
         """All is to be compiled again as ``asked``."""
