@@ -23,6 +23,8 @@ from memrewrite.torch_internals.module_trees import copied
 from memrewrite.torch_internals.spread import Spread, computed_on, is_spread
 
 _FSDP = "torch.distributed.fsdp"
+_BUFFERS = "reduce_scatter_max_input_buffers"  # which PyTorch has since 2.13
+_SETTINGS = {"reshard_after_backward": True, "unshard_in_backward": True, _BUFFERS: 1}
 _COMPOSED = "__composable_api_"  # what the names of records in a module's own dictionary begin with
 
 
@@ -157,7 +159,7 @@ def in_transit(model: nn.Module) -> tuple[int, int]:
     shared = [(outer, group) for outer, group in units if group.mesh_info.shard_mesh_size > 1]
     inner = [group for outer, group in shared if not outer]
     gathered = [sum(map(_gathered, group.fsdp_params)) for group in inner or [group for _, group in shared]]
-    reduced = [sum(map(_reduced, group.fsdp_params)) for group in inner]
+    reduced = [getattr(group, _BUFFERS, 1) * sum(map(_reduced, group.fsdp_params)) for group in inner]
     waits = (not group.is_unsharded and group.post_forward_mesh_info is None for group in inner)
     stays = sum(size for size, kept in zip(gathered, waits, strict=False) if kept)
     return stays + max(gathered, default=0), max(reduced, default=0)
@@ -185,6 +187,9 @@ def _unit(path: str, module: Any, whole: Fsdp) -> _Unit:
     state, where, groups = module._get_fsdp_state(), path or type(module).__name__, _groups_of(module)
     if len(groups) > 1:
         raise UsageError(f"The parameters of {where} are sharded among different meshes; give all the same.")
+    for name, usual in _SETTINGS.items():
+        if any(getattr(group, name, usual) != usual for group in groups):
+            raise UsageError(f"set_{name} was called of {where}, which no plan counts; leave it out.")
     waiting = {"forward": state._states_to_forward_prefetch, "backward": state._states_to_backward_prefetch}
     ahead = ((when, tuple(each._modules[0] for each in states)) for when, states in waiting.items() if states)
     mesh = _with_types(whole, state._mp_policy, where)

@@ -351,7 +351,8 @@ def test_what_units_gather_and_reduce_while_others_compute(
     """In bytes for each parameter of the largest unit but the model itself, whose own wait for nobody."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
-        model, policy = Net(), MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        model: Any = Net()
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
         inner, whole = (sum(p.numel() for p in part.parameters()) for part in (model.layers[0], model))
         sharded = [fully_shard(unit, mp_policy=policy, **given) for unit in [*model.layers[:units], model]]
         model(torch.randn(4, 16))
@@ -359,5 +360,8 @@ def test_what_units_gather_and_reduce_while_others_compute(
             unit.reshard()  # as a step finds them
         of = inner if units else whole
         assert in_transit(model) == (gathered * of, reduced * of)
+        if hasattr(model, "set_reduce_scatter_max_input_buffers"):
+            model.set_reduce_scatter_max_input_buffers(2)
+            assert in_transit(model) == (gathered * of, 2 * reduced * of)
     finally:
         dist.destroy_process_group()

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -48,6 +48,12 @@ def two_processes() -> Iterator[None]:
 def sharded(net: Net, **given: Any) -> nn.Module:
     fully_shard(net, mesh=init_device_mesh("cpu", (2,)), **given)
     return net
+
+
+def gathered_after_backward(net: Net) -> nn.Module:
+    model: Any = sharded(net)
+    model.set_reshard_after_backward(False)
+    return cast(nn.Module, model)
 
 
 def sharded_inside(net: Net) -> Net:
@@ -103,6 +109,10 @@ CASES: dict[str, tuple[Any, str]] = {
     "fsdp2, offload": (
         lambda net: sharded(net, offload_policy=CPUOffloadPolicy(pin_memory=False), ignored_params={net.first.bias}),
         r"^Parameters on the host \(cpu-offload, CPUOffloadPolicy\) beside others that are whole on the device ",
+    ),
+    "fsdp2, gathered": (
+        gathered_after_backward,
+        r"^set_reshard_after_backward was called of FSDPNet, which no plan counts; leave it out\.$",
     ),
     "fsdp2, float64": (
         lambda net: sharded(net, mp_policy=MixedPrecisionPolicy(torch.float64)),
