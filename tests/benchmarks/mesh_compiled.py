@@ -173,11 +173,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path, help="JSON lines, added to")
     parser.add_argument("--only", nargs="+", choices=_SHARDED, default=_USUAL)
-    parser.add_argument("--who", nargs="+", choices=_WHO, default=_WHO, help="ours have their budgets by stock's rows")
+    parser.add_argument("--who", nargs="+", choices=_WHO, default=_WHO)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--deadline-s", type=float, default=500)
     parser.add_argument("--tiny", action="store_true", help="small models on the CPU")
     asked = parser.parse_args()
+    if "ours" in asked.who and "stock" not in asked.who:
+        parser.error("ours have their budgets by what stock takes; name both with --who")
     end = time.time() + asked.deadline_s
     print("GB (10^9) of each GPU: budget, first step, steady, told, measured by ours; step; losses", flush=True)
     spawn: Any = torch.multiprocessing.spawn  # type: ignore[attr-defined]
