@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from memrewrite.backends.calls import recorded
 from memrewrite.backends.partition import Partition
 from memrewrite.records.options import format_bytes
 from memrewrite.runtime.promise import BeyondPlanWarning
-from memrewrite.torch_internals.pytrees import tree_leaves
 
 
 def watched(
@@ -38,8 +38,7 @@ def watched(
     def run(*args: Any) -> Any:
         results = made(*args)
         if pending and args[trained].grad is not None and torch.is_grad_enabled():
-            outputs = (each for each in tree_leaves(results) if isinstance(each, Tensor) and each.grad_fn is not None)
-            for each in outputs:
+            for each in recorded(results):
                 each.register_hook(functools.partial(look, args[trained]))
         return results
 

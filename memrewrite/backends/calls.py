@@ -1,15 +1,23 @@
 """The graphs of a step, and their calls."""
 
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from torch import Tensor
 
 from memrewrite.backends.choices import InStep, Options
 from memrewrite.backends.frontier import Found
 from memrewrite.backends.known import KnownPart
 from memrewrite.backends.partition import Partition
 from memrewrite.torch_internals.compiling import forget_code
+from memrewrite.torch_internals.pytrees import tensors_in
+
+
+def recorded(results: Any) -> Iterator[Tensor]:
+    """The tensors among the results of a call that backward may come to."""
+    return (each for each in tensors_in(results) if each.grad_fn is not None)
 
 
 @dataclass
@@ -18,10 +26,9 @@ class Part:
 
     ``before`` are the bytes that were kept as it was compiled, ``at`` how many calls of the step had been, ``kept``
     what these were known to keep. ``again``: it is to be compiled once more; until then what was ``made`` is told of,
-    which is ``there`` as long as Dynamo has it.
-    ``usual`` is the peak of the step with PyTorch's own plans, ``more`` what is kept at a later call of it and not at
-    the first one, and ``before_loss`` what is there besides what it keeps once forward is through, where they are
-    known.
+    which is ``there`` as long as Dynamo has it. ``usual`` is the peak of the step with PyTorch's own plans, ``more``
+    what is kept at a later call of it and not at the first one, and ``before_loss`` what is there besides what it keeps
+    once forward is through, where they are known.
     """
 
     partition: Partition

@@ -80,8 +80,9 @@ def memrewrite(
         rest = {**_settings(asked), **rest}
         model = model_of_frame()
         step = step_of(model, asked)
+        divided = functools.partial(_divided, graph, inputs, mode, rest, model, step, asked)
         try:
-            return _divided(graph, inputs, mode, rest, model, step, asked)
+            return divided()
         except BudgetInfeasibleError as error:
             if step is None or not step.restore():
                 raise
@@ -90,7 +91,7 @@ def memrewrite(
                 BeyondPlanWarning,
                 stacklevel=2,
             )
-            return _divided(graph, inputs, mode, rest, model, step, asked)
+            return divided()
     except MemrewriteError as error:
         raise let_through(error) from None
 

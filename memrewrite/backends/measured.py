@@ -19,13 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from memrewrite.backends.asked import Asked
+from memrewrite.backends.calls import recorded
 from memrewrite.backends.partition import Partition
 from memrewrite.backends.steps import Step
 from memrewrite.records.options import format_bytes
 from memrewrite.runtime.promise import BeyondPlanWarning
 from memrewrite.targets.allocator import rounded
 from memrewrite.targets.transients import allocated
-from memrewrite.torch_internals.pytrees import tree_leaves
 
 _TIMES = 6  # that are looked at, from the beginning of one step to the next
 
@@ -81,8 +81,7 @@ class _Looks:
         """What a graph gives is there, of which a gradient ends the step."""
         if self._waits or not (self._left or self._room) or not torch.is_grad_enabled():
             return
-        made = (each for each in tree_leaves(results) if isinstance(each, Tensor) and each.grad_fn is not None)
-        if (asked := next(made, None)) is not None:
+        if (asked := next(recorded(results), None)) is not None:
             asked.register_hook(functools.partial(self._end, step))
             self._waits = True
 

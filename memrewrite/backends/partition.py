@@ -71,9 +71,10 @@ class Partition:
         self.share = 1  # how many times fewer rows losses make at a time
         self.divisions = 0  # how often it divided the graph
         self.base = lives.base + asked.reserve + more
-        # There are no gradients yet. Plans do not know what is there by then: that is chosen by what they keep.
-        before = self.base - lives.others if before_loss is None else before_loss
-        self.loss = max(before + asked.loss - self.base, 0) if asked.loss else 0
+        self.outside = max(asked.loss - lives.others, 0)  # by which plans are made: a loss ends before gradients begin
+        self.loss = self.outside
+        if asked.loss and before_loss is not None:
+            self.loss = max(before_loss + asked.loss - self.base, 0)
         self.highest = highest if in_step is None else 0  # of which graphs of a step have the budget told
         self.held = asked.keeps_output and not lives.later  # what later graphs are given dies with the step
         self.foreseen: Foreseen | None = None
@@ -116,7 +117,7 @@ class Partition:
             forward, backward = stock_partition(joint, inputs, **outputs)
             return forward, written(backward)
         known = facts(joint, divided, self.fused, self.held)
-        known = replace(known, stored=stored(known), outside=max(self.asked.loss - self.lives.others, 0))
+        known = replace(known, stored=stored(known), outside=self.outside)
         self.given_out = known.held
         usual = stock_saved(joint, divided)
         stock = {i for i, node in enumerate(known.nodes) if node in usual}

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from memrewrite.backends.asked import Asked
-from memrewrite.backends.calls import Call, Part
+from memrewrite.backends.calls import Call, Part, recorded
 from memrewrite.backends.choices import InStep
 from memrewrite.backends.frontier import Found
 from memrewrite.backends.known import KnownStep, made_by
@@ -35,7 +35,6 @@ from memrewrite.backends.partition import Partition
 from memrewrite.backends.resident import Resident
 from memrewrite.targets.allocator import rounded
 from memrewrite.torch_internals.compiling import code_of_frame, reference
-from memrewrite.torch_internals.pytrees import tree_leaves
 
 _HALVINGS = 7  # of the bytes between the most room with which a step fits and the least with which it does not
 _CORRECTIONS = 2  # at most
@@ -175,8 +174,7 @@ class Step:
 
     def _note(self, key: str, args: Sequence[Any], results: Any) -> None:
         self._calls, self._ended = [] if self._ended else self._living(), False
-        made = (each for each in tree_leaves(results) if isinstance(each, Tensor) and each.grad_fn is not None)
-        asked, hook = next(made, None), self._backward  # which lives as long as what it is put on
+        asked, hook = next(recorded(results), None), self._backward  # which lives as long as what it is put on
         if asked is not None:
             asked.register_hook(hook)
         trained = (each for each in args if isinstance(each, nn.Parameter) and each.requires_grad)

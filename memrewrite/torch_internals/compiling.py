@@ -23,6 +23,7 @@ from torch.fx.node import map_arg
 
 from memrewrite.runtime.tied_embedding import embedding_gradient
 from memrewrite.torch_internals.fusions import Room, fused_within
+from memrewrite.torch_internals.subclasses import subclasses
 from memrewrite.torch_internals.versions import private_imports, require
 from memrewrite.torch_internals.written_over import written_over
 
@@ -237,7 +238,7 @@ def model_of_frame() -> nn.Module | None:
     a step, until it ends.
     """
     found, caller = module_of_frame(), inspect.currentframe()
-    kinds = {(base.__module__, base.__qualname__) for kind in _kinds_of(nn.Module) for base in kind.__mro__}
+    kinds = {(base.__module__, base.__qualname__) for kind in subclasses(nn.Module) for base in kind.__mro__}
     while caller is not None:
         kind = caller.f_code.co_qualname.rpartition(".")[0]
         is_method = (caller.f_globals.get("__name__"), kind) in kinds
@@ -245,13 +246,6 @@ def model_of_frame() -> nn.Module | None:
             found = own
         caller = caller.f_back
     return found
-
-
-def _kinds_of(kind: type[nn.Module]) -> Iterator[type[nn.Module]]:
-    """A class and all that come of it, some of them several times."""
-    yield kind
-    for each in kind.__subclasses__():
-        yield from _kinds_of(each)
 
 
 def code_of_frame() -> types.CodeType | None:

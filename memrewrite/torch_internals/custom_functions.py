@@ -16,6 +16,7 @@ from torch import Tensor
 
 from memrewrite.torch_internals.patches import process_wide
 from memrewrite.torch_internals.pytrees import tensors_in
+from memrewrite.torch_internals.subclasses import subclasses
 from memrewrite.torch_internals.versions import require
 
 require("autograd.Function._backward_cls._forward_cls")
@@ -118,10 +119,7 @@ class Methods:
 def custom_functions() -> dict[type, Methods]:
     """Every custom ``autograd.Function`` class there is, with its methods."""
     found: dict[type, Methods] = {}
-    queue: list[Any] = torch.autograd.Function.__subclasses__()
-    while queue:
-        kind = queue.pop()
-        queue += kind.__subclasses__()
+    for kind in subclasses(torch.autograd.Function):
         if kind.__module__.partition(".")[0] not in _NOT_CUSTOM:
             apart = kind.setup_context != torch.autograd.Function.setup_context
             found[kind] = Methods(kind.forward, kind.backward, kind.setup_context if apart else None)

@@ -158,22 +158,28 @@ def in_transit(model: nn.Module) -> tuple[int, int]:
     units = [(unit._get_fsdp_state()._is_root, group) for unit in found for group in _groups_of(unit)]
     shared = [(outer, group) for outer, group in units if group.mesh_info.shard_mesh_size > 1]
     inner = [group for outer, group in shared if not outer]
-    gathered = [sum(map(_gathered, group.fsdp_params)) for group in inner or [group for _, group in shared]]
-    reduced = [getattr(group, _BUFFERS, 1) * sum(map(_reduced, group.fsdp_params)) for group in inner]
+    gathered = [*map(_gathered, inner or [group for _, group in shared])]
+    reduced = map(_reduced, inner)
     waits = (not group.is_unsharded and group.post_forward_mesh_info is None for group in inner)
     stays = sum(size for size, kept in zip(gathered, waits, strict=False) if kept)
     return stays + max(gathered, default=0), max(reduced, default=0)
 
 
-def _gathered(record: Any) -> int:
-    """The bytes of a parameter as it is gathered."""
-    size: int = record._orig_size.numel() * (record.param_dtype or record.orig_dtype).itemsize
-    return size
+def _gathered(group: Any) -> int:
+    """The bytes of a unit's parameters as they are gathered."""
+    return sum(_bytes(each, each.param_dtype) for each in group.fsdp_params)
 
 
-def _reduced(record: Any) -> int:
-    """The bytes of a gradient as it is reduced."""
-    size: int = record._orig_size.numel() * (record.reduce_dtype or record.param_dtype or record.orig_dtype).itemsize
+def _reduced(group: Any) -> int:
+    """The bytes of the buffers that a unit's gradients are reduced from."""
+    buffers: int = getattr(group, _BUFFERS, 1)
+    return buffers * sum(_bytes(each, each.reduce_dtype, each.param_dtype) for each in group.fsdp_params)
+
+
+def _bytes(record: Any, *kinds: torch.dtype | None) -> int:
+    """Those of a whole parameter in the first of these types that is told, else in its own."""
+    kind: torch.dtype = next(filter(None, kinds), record.orig_dtype)
+    size: int = record._orig_size.numel() * kind.itemsize
     return size
 
 

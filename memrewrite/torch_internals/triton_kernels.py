@@ -21,6 +21,7 @@ from memrewrite.records.tensor_like import TensorLike
 from memrewrite.torch_internals.logs import quiet
 from memrewrite.torch_internals.patches import process_wide
 from memrewrite.torch_internals.pytrees import tree_leaves
+from memrewrite.torch_internals.subclasses import subclasses
 from memrewrite.torch_internals.versions import private_imports
 
 Arguments = dict[str, Any]  # by the names that the kernel has for them
@@ -73,11 +74,8 @@ def launches_replaced(replacement: Replacement | None) -> Iterator[None]:
 def _kinds() -> list[Any]:
     """The classes of Triton's that have a way to run of their own which is still Triton's."""
     jit = sys.modules.get("triton.runtime.jit")
-    queue: list[Any] = [] if jit is None else [jit.KernelInterface]
     found = []
-    while queue:
-        kind = queue.pop()
-        queue += kind.__subclasses__()
+    for kind in [] if jit is None else [jit.KernelInterface, *subclasses(jit.KernelInterface)]:
         run = vars(kind).get("run")
         if kind.__module__.startswith("triton.") and run is not None and not hasattr(run, _OURS):
             found.append(kind)
