@@ -1,4 +1,4 @@
-"""Attention runs some texts or heads at a time, because its backward takes several times what it is given.
+"""Attention, also written out, runs some texts or heads at a time: backward takes several times what it is given.
 
 Before::
 
@@ -7,6 +7,15 @@ Before::
 After::
 
     return attention_in_pieces(q, k, v, None, 8, is_causal=True)
+
+So is attention that a model writes itself, whose scores never exist for all texts and heads then: before ::
+
+    scores = torch.ops.aten.softmax.int(torch.ops.aten.matmul.default(q, k) * 0.125, -1)
+    return torch.ops.aten.matmul.default(scores, v)
+
+After::
+
+    return in_pieces(chain_9b1f0c52d3aa, (0, 1, 2), -4, 8, q, k, v)
 
 Texts and heads know nothing of each other, so that the numbers stay. Each piece is attended once more in backward, so
 that it is done only where nothing else makes a step fit.
@@ -18,8 +27,10 @@ from typing import Any, ClassVar
 from torch import fx
 
 from memrewrite.observe.effects import Effects
+from memrewrite.passes.groups import put
 from memrewrite.passes.matching import inherit
 from memrewrite.passes.spelling import by_name, operation, tensor
+from memrewrite.passes.written_attention import DROPOUT, WrittenAttention, written_attention
 from memrewrite.rewriting.contract import Findings, Result
 from memrewrite.runtime.attention import attention_in_pieces
 
@@ -38,6 +49,7 @@ class AttentionInPieces:
     def __call__(self, graph_module: fx.GraphModule, effects: Effects) -> Result:
         """Rewrite every scaled dot-product attention of several texts or heads."""
         findings = Findings()
+        accepted = [found for found in written_attention(effects) if self._accepts(found, findings)]
         for node in effects.order:
             if operation(node) != "scaled_dot_product_attention":
                 continue
@@ -52,14 +64,27 @@ class AttentionInPieces:
                 new = graph_module.graph.call_function(attention_in_pieces, arguments, options)
             inherit(new, node)
             graph_module.graph.erase_node(node)
+        replaced: dict[fx.Node, fx.Node] = {}
+        for found in accepted:
+            found.erase_unread()
+            replaced |= put(graph_module.graph, found, found.call, replaced)
         return findings.finish(graph_module)
+
+    def _accepts(self, found: WrittenAttention, findings: Findings) -> bool:
+        if not found.is_worth_it:
+            return False
+        if reason := found.obstacle():
+            findings.refuse(found.softmax, reason)
+            return False
+        findings.apply(found.softmax, f"{found.pieces} pieces of what is around it run one after the other")
+        return True
 
 
 def _obstacle(given: dict[str, Any]) -> str | None:
     """Why an attention has to stay whole; None if it need not."""
     query, key, mask = (tensor(given.get(name)) for name in ("query", "key", "attn_mask"))
     if given.get("dropout_p"):
-        return "It drops some of what it attends to at random."
+        return DROPOUT
     if query is None or key is None or query.dim() != 4 or key.shape[:1] != query.shape[:1]:
         return "It is of no texts and heads that are counted by themselves."
     if mask is not None and mask.requires_grad:

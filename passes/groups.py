@@ -12,7 +12,10 @@ from torch import fx, nn
 from memrewrite.observe.effects import Effects
 from memrewrite.passes.matching import CONTEXTS, erase, inherit
 from memrewrite.passes.spelling import CASTS, operation
-from memrewrite.records.graph_calls import GraphCall
+from memrewrite.records.graph_calls import ChainCall, GraphCall
+from memrewrite.runtime.segment import as_autocast
+from memrewrite.runtime.swish import exact_swish, swish
+from memrewrite.torch_internals.pytrees import tensors_in
 
 Copy = Callable[[fx.Graph, fx.Node, dict[fx.Node, fx.Node]], fx.Node]
 """Copies a node into a graph, given the copies of those before."""
@@ -53,6 +56,20 @@ def computes_each_number(node: fx.Node) -> bool:
     if name in CASTS or packet is None:
         return name in CASTS
     return any(torch.Tag.pointwise in getattr(packet, overload).tags for overload in packet.overloads())
+
+
+def is_pointwise(node: fx.Node) -> bool:
+    """The same of what passes put into a graph, too."""
+    if isinstance(node.target, ChainCall):
+        inside = (each for each in node.target.graph.graph.nodes if each.op not in ("placeholder", "output"))
+        return all(map(computes_each_number, inside))
+    return computes_each_number(node) or node.target in (swish, exact_swish, as_autocast)
+
+
+def is_trained(effects: Effects) -> bool:
+    """Whether anything that is computed has a gradient; in inference nothing has."""
+    made = (node.meta.get("val") for node in effects.order if node.op.startswith("call"))
+    return any(tensor.requires_grad for value in made for tensor in tensors_in(value))
 
 
 def obstacle(group: Group, trained: bool = True) -> str | None:

@@ -25,12 +25,10 @@ from torch import fx
 
 from memrewrite.observe.effects import Effects
 from memrewrite.passes.chunked_cross_entropy import VIEWS
-from memrewrite.passes.groups import Group, as_it_is, computes_each_number, obstacle, put
+from memrewrite.passes.groups import Group, as_it_is, is_pointwise, is_trained, obstacle, put
 from memrewrite.passes.spelling import operand, operation, tensor
-from memrewrite.records.graph_calls import ChainCall, TiledCall
+from memrewrite.records.graph_calls import TiledCall
 from memrewrite.rewriting.contract import Findings, Result
-from memrewrite.runtime.segment import as_autocast
-from memrewrite.runtime.swish import exact_swish, swish
 from memrewrite.torch_internals.pytrees import tensors_in
 
 _PRODUCTS = {"linear": 0, "mm": 0, "matmul": 0, "addmm": 1}  # the place of their rows among their arguments
@@ -179,7 +177,7 @@ def _reads(node: fx.Node, count: int, effects: Effects) -> Reads | None:
     rows = _rows_of(node) or (operand(node) if _normalizes_rows(node) else None)
     if rows is not None:
         return ((rows,), tuple(each for each in given if each is not rows)) if _count(rows) == count else None
-    if not _is_pointwise(node):
+    if not is_pointwise(node):
         return None
     in_rows = tuple(each for each in given if _count(each) == count)
     whole = tuple(each for each in given if each not in in_rows)
@@ -189,13 +187,6 @@ def _reads(node: fx.Node, count: int, effects: Effects) -> Reads | None:
 def _normalizes_rows(node: fx.Node) -> bool:
     sizes: Any = node.args[1] if operation(node) in _NORMS and len(node.args) > 1 else ()
     return len(sizes) == 1
-
-
-def _is_pointwise(node: fx.Node) -> bool:
-    if isinstance(node.target, ChainCall):
-        inside = (each for each in node.target.graph.graph.nodes if each.op not in ("placeholder", "output"))
-        return all(map(computes_each_number, inside))
-    return computes_each_number(node) or node.target in (swish, exact_swish, as_autocast)
 
 
 def _keeps_rows(node: fx.Node) -> bool:
@@ -267,13 +258,7 @@ def _obstacle(part: Part) -> str | None:
         return f"It reads {both.name} row by row and as a whole."
     if any(_sizes(node) != _sizes(part.inputs[part.in_rows[0]]) for node in part.outputs):
         return "No tensor that it is given has its rows in the places of those of its results."
-    return obstacle(part, trained=_is_trained(part.effects))
-
-
-def _is_trained(effects: Effects) -> bool:
-    """Whether anything that is computed has a gradient; in inference nothing has."""
-    made = (node.meta.get("val") for node in effects.order if node.op.startswith("call"))
-    return any(tensor.requires_grad for value in made for tensor in tensors_in(value))
+    return obstacle(part, trained=is_trained(part.effects))
 
 
 def _call(part: Part, rows: int, graph: fx.GraphModule) -> TiledCall:

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from memrewrite.runtime.fused import fused
 from memrewrite.runtime.lazy_output import InRows, Types, lazy_output
 from memrewrite.runtime.segment import OWN
-from memrewrite.runtime.tiles import in_tiles
+from memrewrite.runtime.tiles import in_pieces, in_tiles
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,16 @@ class TiledCall(GraphCall):
     weights: tuple[int, ...]
     rows: int
     operation: ClassVar[Callable[..., Any]] = in_tiles
+
+
+@dataclass(frozen=True)
+class PiecedCall(GraphCall):
+    """A part in about ``pieces`` along the dimension ``dim`` of the arguments that ``apart`` counts."""
+
+    apart: tuple[int, ...]
+    dim: int
+    pieces: int
+    operation: ClassVar[Callable[..., Any]] = in_pieces
 
 
 class _Quiet(nn.Module):

@@ -18,7 +18,7 @@ from memrewrite.runtime.room import make_room
 from memrewrite.runtime.segment import as_autocast, keep, once, run_segment
 from memrewrite.runtime.swish import exact_swish, swish
 from memrewrite.runtime.tied_embedding import tied_embedding
-from memrewrite.runtime.tiles import in_tiles
+from memrewrite.runtime.tiles import in_pieces, in_tiles
 
 Operation = Callable[..., Any]
 
@@ -29,7 +29,21 @@ def _named(*operations: Operation) -> dict[str, Operation]:
 
 # What the generator puts around nodes, before all of them, or in the place of an output.
 AROUND_NODES = _named(
-    *(make_room, draw, in_turn, settled, run_segment, keep, once, normalize, rectify, launch, fused, in_tiles),
+    *(
+        make_room,
+        draw,
+        in_turn,
+        settled,
+        run_segment,
+        keep,
+        once,
+        normalize,
+        rectify,
+        launch,
+        fused,
+        in_tiles,
+        in_pieces,
+    ),
     lazy_output,
 )
 # What a pass may put into a graph, as the target of a node.

@@ -1,8 +1,9 @@
-"""A token-wise part of a model, an MLP say, some rows at a time: its inner width never exists whole.
+"""A part of a model some rows, texts or heads at a time: what is large inside of it never exists whole.
 
-Autograd keeps what the part is given. Backward makes the part of some rows again, and their gradients, before it comes
-to the next ones, as tiled MLPs do that are written by hand (arXiv 2506.13996). The gradients of weights are sums over
-the pieces, whose last bits are others. Torch only: this file's text is also pasted into generated models.
+Rows are those of a token-wise part, an MLP say; texts and heads those of attention that a model writes itself. Autograd
+keeps what the part is given. Backward makes one piece again, and its gradients, before it comes to the next one, as
+tiled MLPs do that are written by hand (arXiv 2506.13996). The gradients of weights are sums over the pieces, whose last
+bits are others. Torch only: this file's text is also pasted into generated models.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,9 +29,23 @@ def in_tiles(
     the results, whose other sizes are those of the first of them. The others are read whole; those that ``weights``
     counts, by products alone.
     """
+    return _made(_Tiles(part, in_rows, weights, rows, autocast_dtype(given[in_rows[0]].device.type)), given)
+
+
+def in_pieces(part: Callable[..., Any], apart: tuple[int, ...], dim: int, pieces: int, *given: Tensor) -> Any:
+    """``part(*given)``, a tensor or a tuple of them, made in about ``pieces`` along the dimension ``dim``, below 0.
+
+    What lies at one place there of the tensors of ``given`` that ``apart`` counts, which have as many places, gives
+    that place of the results. The others are read whole.
+    """
+    first = given[apart[0]]
+    length = max(1, -(-first.shape[dim] // pieces))
+    return _made(_Tiles(part, apart, (), length, autocast_dtype(first.device.type), dim), given)
+
+
+def _made(tiles: "_Tiles", given: tuple[Tensor, ...]) -> Any:
     if torch.compiler.is_compiling():  # compilers have it whole, and fuse what they can
-        return part(*given)
-    tiles = _Tiles(part, in_rows, weights, rows, autocast_dtype(given[in_rows[0]].device.type))
+        return tiles.part(*given)
     # What is kept is kept before anything runs, so that a segment which ends with this need not run it again.
     held = _Held.apply(tiles, *given)  # type: ignore[no-untyped-call]
     results = _Run.apply(tiles, held, given)  # type: ignore[no-untyped-call]
@@ -39,24 +54,27 @@ def in_tiles(
 
 @dataclass
 class _Tiles:
-    """One call; ``gradients`` are those of the results, while backward comes from them to those of what was given."""
+    """One call; ``gradients`` are those of the results, while backward comes from them to those of what was given.
+
+    Where there is a ``dim``, rows are what lies along it.
+    """
 
     part: Callable[..., Any]
     in_rows: tuple[int, ...]
     weights: tuple[int, ...]
     rows: int
     autocast: torch.dtype | None
+    dim: int | None = None
     gradients: tuple[Tensor | None, ...] = ()
 
     def run(self, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The results."""
-        sizes = given[self.in_rows[0]].shape[:-1]
         results: list[Tensor] = []
         for some, piece in self._pieces(self._as_read([t.detach() for t in given])):
             for i, made in enumerate(listed(self.part(*piece))):
                 if i == len(results):
-                    results.append(made.new_empty((*sizes, made.shape[-1])))
-                results[i].flatten(0, -2)[some] = made
+                    results.append(made.new_empty(self._sizes(made, given[self.in_rows[0]])))
+                self._some(self._rows(results[i]), some).copy_(made)
                 del made
         return tuple(results)
 
@@ -65,7 +83,7 @@ class _Tiles:
         of_rows = {i: given[i].new_empty(given[i].shape) for i in self.in_rows if wanted[i]}
         leaves = [t.detach().requires_grad_(need) for t, need in zip(given, wanted, strict=True)]
         whole = [leaf for i, leaf in enumerate(leaves) if wanted[i] and i not in of_rows]
-        coming = [None if gradient is None else gradient.flatten(0, -2) for gradient in gradients]
+        coming = [None if gradient is None else self._rows(gradient) for gradient in gradients]
         with torch.enable_grad():
             read = self._as_read(leaves)
         for some, piece in self._pieces(read):
@@ -73,13 +91,14 @@ class _Tiles:
                 piece[i] = piece[i].detach().requires_grad_()
             with torch.enable_grad():
                 results = listed(self.part(*piece))
-            pairs = [(r, g[some]) for r, g in zip(results, coming, strict=True) if g is not None and r.requires_grad]
-            del results
+            ends = zip(results, coming, strict=True)
+            pairs = [(r, self._some(g, some)) for r, g in ends if g is not None and r.requires_grad]
+            del results, ends
             torch.autograd.backward(*_unzipped(pairs), inputs=[*(piece[i] for i in of_rows), *whole])
             del pairs
             for i, slope in of_rows.items():
-                found = piece[i].grad
-                slope.flatten(0, -2)[some] = 0 if found is None else found
+                found, there = piece[i].grad, self._some(self._rows(slope), some)
+                there.zero_() if found is None else there.copy_(found)
         return [of_rows.get(i, leaf.grad) for i, leaf in enumerate(leaves)]
 
     def _as_read(self, given: list[Tensor]) -> list[Tensor]:
@@ -87,11 +106,26 @@ class _Tiles:
         return [as_autocast(t) if i in self.weights else t for i, t in enumerate(given)]
 
     def _pieces(self, given: list[Tensor]) -> Iterator[tuple[slice, list[Tensor]]]:
-        flat = {i: given[i].flatten(0, -2) for i in self.in_rows}
-        count = len(flat[self.in_rows[0]])
+        rows = {i: self._rows(given[i]) for i in self.in_rows}
+        count = rows[self.in_rows[0]].shape[self.dim or 0]
         for start in range(0, max(count, 1), self.rows):
-            some = slice(start, start + self.rows)
-            yield some, [flat[i][some] if i in flat else t for i, t in enumerate(given)]
+            some = slice(start, min(start + self.rows, count))
+            yield some, [self._some(rows[i], some) if i in rows else t for i, t in enumerate(given)]
+
+    def _rows(self, tensor: Tensor) -> Tensor:
+        """The tensor with its rows along one dimension, the first where there is no other."""
+        return tensor.flatten(0, -2) if self.dim is None else tensor
+
+    def _some(self, rows: Tensor, some: slice) -> Tensor:
+        return rows.narrow(self.dim or 0, some.start, some.stop - some.start)
+
+    def _sizes(self, piece: Tensor, given: Tensor) -> list[int]:
+        """Those of all of a result, of which this is a piece."""
+        if self.dim is None:
+            return [*given.shape[:-1], piece.shape[-1]]
+        sizes = [*piece.shape]
+        sizes[self.dim] = given.shape[self.dim]
+        return sizes
 
 
 class _Held(torch.autograd.Function):
