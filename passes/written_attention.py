@@ -42,6 +42,11 @@ class WrittenAttention(Group):
         return tuple(node for node in self.members if not inside.issuperset(node.users))
 
     @property
+    def scores(self) -> int:
+        """The bytes of what it makes of every two places."""
+        return _bytes((self.softmax,))
+
+    @property
     def is_worth_it(self) -> bool:
         """Whether what it makes on the way is much more than what lies at its ends."""
         return self._inside >= _WORTH * self._ends

@@ -33,7 +33,7 @@ from memrewrite.search.candidate import Candidate, CandidateRegion
 from memrewrite.search.fit_to_budget import fit_to_budget, limit_for
 from memrewrite.search.graphs import ObservedGraph
 from memrewrite.search.inplace import marked_inplace
-from memrewrite.search.planning import rewritten, rewritten_lower, rewritten_slower
+from memrewrite.search.planning import rewritten, rewritten_lower, rewritten_slower, telling_of_attention
 from memrewrite.search.regions import Regions, find
 from memrewrite.search.so_far import Offer, best_so_far
 from memrewrite.simulate import Timeline, layout_for
@@ -189,7 +189,7 @@ def _rewritten(
     offer: Offer,
 ) -> tuple[Candidate, Measured | None]:
     """The candidate within its limit, and what was measured of it; raises ``BudgetInfeasibleError``."""
-    candidate = rewritten(candidate, asked.names, asked.exact)
+    candidate = telling_of_attention(rewritten(candidate, asked.names, asked.exact), before.peak)
     names = registry.allowed(asked.names, asked.exact)
     if limit is None:
         return marked_inplace(_with_named(candidate, names), names), None

@@ -6,12 +6,15 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from memrewrite.capture.normal import is_below
+from memrewrite.capture.origin import origin
 from memrewrite.passes import early_casts
+from memrewrite.passes.written_attention import written_attention
 from memrewrite.plan.refine import Fitted, Search
 from memrewrite.plan.segments import Chain, Plan
 from memrewrite.plan_facts.chain import chain, join, node_of, with_more
 from memrewrite.plan_facts.nested import nest
 from memrewrite.records.mesh import Fsdp
+from memrewrite.records.options import format_bytes
 from memrewrite.runtime.fused import has_triton
 from memrewrite.search import registry
 from memrewrite.search.bench import Bench, Tried
@@ -23,6 +26,11 @@ from memrewrite.torch_internals.spread import local_part
 # Below it, reading and writing the gradient of a head takes longer than multiplying for it: two bytes of each read and
 # written (4 bytes) for 2 x rows operations, where an H100 does 700e12 a second and moves 3.35e12 bytes (NVIDIA's data).
 _WIDE = 512
+_MUCH = 0.1  # of a peak
+_WRITTEN_OUT = (
+    "Attention is written out {times}, first in {where}, where it makes {scores} of scores several times; "
+    "F.scaled_dot_product_attention makes none of them, in less time on CUDA."
+)
 
 
 @dataclass(frozen=True)
@@ -45,6 +53,17 @@ def rewritten(candidate: Candidate, names: tuple[str, ...] | None, exact: bool) 
     if asked and not for_cuda and candidate.bench.on_cuda and not candidate.bench.target.fuses:
         candidate = candidate.noted("No chains are fused: triton, which torch.compile needs, is not installed.")
     return _of_rows(candidate, names, wide=True).after(registry.patterns(names, exact, for_cuda))
+
+
+def telling_of_attention(candidate: Candidate, peak: int) -> Candidate:
+    """The candidate with a note where attention that the model writes out makes much of a peak of so many bytes."""
+    found = [each for region in candidate.regions for each in written_attention(region.effects) if each.is_worth_it]
+    kept = (sum if candidate.bench.step.mode == "train" else max)([0, *(each.scores for each in found)])
+    if kept < _MUCH * peak or candidate.bench.target.fuses:
+        return candidate
+    most, times = max(found, key=lambda each: each.scores), "once" if len(found) == 1 else f"{len(found)} times"
+    scores, where = format_bytes(most.scores), origin(most.softmax)
+    return candidate.noted(_WRITTEN_OUT.format(times=times, where=where, scores=scores))
 
 
 def _of_rows(candidate: Candidate, names: tuple[str, ...] | None, wide: bool) -> Candidate:

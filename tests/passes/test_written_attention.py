@@ -222,3 +222,11 @@ def test_it_is_done_wherever_a_step_runs(options: dict[str, Any]) -> None:
     model, without = optimized(**options), optimized(**options, exact=True, verify=False)
     assert model.report.equivalent
     assert model.report.predicted_after.peak < 0.5 * without.report.predicted_after.peak
+
+
+def test_who_wrote_it_is_told_what_takes_less() -> None:
+    (note,) = [each for each in optimized(exact=True, verify=False).report.notes if "scaled_dot" in each]
+    assert "written out 4 times, first in (root) (test_written_attention.py:" in note
+    assert "1.0 MB (1.0 MiB) of scores" in note
+    told = memrewrite.optimize(Layers(), torch.randn(8, 4, 16), cache=False, verify=False)
+    assert not any("scaled_dot" in each for each in memrewrite.report_of(told).notes)
