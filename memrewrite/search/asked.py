@@ -8,8 +8,8 @@ from memrewrite.records.options import Budget
 from memrewrite.records.outcomes import Measured
 from memrewrite.search.bench import Bench
 from memrewrite.search.candidate import Candidate
-from memrewrite.search.inplace import marked_inplace
-from memrewrite.search.planning import Planned, plan, without_needless_casts, without_plan
+from memrewrite.search.inplace import marked_inplace, with_marks
+from memrewrite.search.planning import Planned, plan, with_casts_dropped, without_needless_casts, without_plan
 
 # What a plan leaves of a budget on CUDA: which blocks the caching allocator hands out, up to 1 MiB more than was asked
 # for, depends on what ran before. In other processes peaks were 0.04 % higher.
@@ -108,7 +108,10 @@ class Asked:
         return replace(self, hopeless=FAR * size)
 
     def finished(self, candidate: Candidate) -> Candidate:
-        """A candidate that was planned, as it is returned."""
+        """A candidate that was planned, as it is returned; step by step where all at once takes more."""
+        whole = with_marks(with_casts_dropped(candidate), self.names)
+        if whole.simulate(blocks=False).peak <= candidate.simulate(blocks=False).peak:
+            return whole
         return marked_inplace(without_needless_casts(candidate), self.names)
 
     def measured(self, candidate: Candidate) -> Measured | None:

@@ -21,14 +21,19 @@ def marked_inplace(candidate: Candidate, names: tuple[str, ...] | None) -> Candi
     whose copies would be kept in place of what is marked, so that whoever calls the result may choose.
     Where that would raise the peak, nothing is marked. ``torch.compile`` finds for itself what to write in place.
     """
-    if not candidate.bench.target.writes_in_place or (names is not None and _NAME not in names):
-        return candidate
-    marked = candidate.each(_marked)
+    marked = with_marks(candidate, names)
     if marked.programs == candidate.programs:
         return marked
     if marked.simulate(blocks=False).peak <= candidate.simulate(blocks=False).peak:
         return marked
     return replace(candidate, regions=tuple(map(_unmarked, marked.regions, candidate.regions)))
+
+
+def with_marks(candidate: Candidate, names: tuple[str, ...] | None) -> Candidate:
+    """The candidate with activations in place wherever that is right, whatever that does to the peak."""
+    if not candidate.bench.target.writes_in_place or (names is not None and _NAME not in names):
+        return candidate
+    return candidate.each(_marked)
 
 
 def _marked(region: CandidateRegion) -> CandidateRegion:

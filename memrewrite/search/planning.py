@@ -264,12 +264,17 @@ def _outside(bare: Candidate) -> list[Chain]:
 
 def without_needless_casts(candidate: Candidate) -> Candidate:
     """Without what ``plan`` spelled out and no segment begins with, unless the peak is lower with it."""
-    without = candidate.each(
-        lambda region: region.edited(lambda graph, effects: early_casts.drop_needless(graph, region.marks))
-    )
+    without = with_casts_dropped(candidate)
     if without is candidate or without.simulate(blocks=False).peak > candidate.simulate(blocks=False).peak:
         return candidate
     return without
+
+
+def with_casts_dropped(candidate: Candidate) -> Candidate:
+    """The candidate without them, whatever that does to the peak."""
+    return candidate.each(
+        lambda region: region.edited(lambda graph, effects: early_casts.drop_needless(graph, region.marks))
+    )
 
 
 def with_inputs_cast(candidate: Candidate) -> Candidate:
