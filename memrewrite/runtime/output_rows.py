@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from memrewrite.runtime.cross_entropy import rows_of, stepped
 from memrewrite.runtime.linear_cross_entropy import cast_once, linear_cross_entropy, widened
-from memrewrite.runtime.row_expressions import LOGARITHMS, MOVES, TAKES, Leaves, Rows, reshaped
+from memrewrite.runtime.row_expressions import LOGARITHMS, MOVES, TAKES, Leaves, Replacing, Rows, reshaped
 from memrewrite.runtime.segment import autocast_dtype
 
 SCALED: dict[Any, str] = {
@@ -59,11 +59,14 @@ class OutputRows(Rows):
             known[product] = functional.linear(*(at.get(id(each), each) for each in head))
         return stepped(known[product], self.steps)
 
-    def changed(self, change: Callable[[Tensor], Tensor], known: dict[int, Any]) -> "OutputRows":
-        """The same of such rows."""
-        if id(self.hidden) not in known:
-            known[id(self.hidden)] = change(self.hidden)
-        return replace(self, hidden=known[id(self.hidden)])
+    def replaced(self, replacing: Replacing, known: dict[int, Any]) -> "OutputRows":
+        """The same of another product."""
+        for leaf, kind in self.leaves.values():
+            if id(leaf) not in known:
+                known[id(leaf)] = replacing(leaf, kind)
+        head = {"hidden": self.hidden, "weight": self.weight, "bias": self.bias}
+        new: Any = {name: known.get(id(each), each) for name, each in head.items()}
+        return replace(self, **new)
 
     def _step(self, func: Any, *given: Any, **options: Any) -> tuple[Any, ...] | None:
         """What a call makes of each row alone, as one of ``steps``; None of any other."""

@@ -21,6 +21,7 @@ from memrewrite.runtime.linear_cross_entropy import widened
 from memrewrite.runtime.tiles import in_tiles
 
 Changing = Callable[[Tensor], Tensor]
+Replacing = Callable[[Tensor, str], Any]
 Leaves = dict[int, tuple[Tensor, str]]
 
 
@@ -39,8 +40,8 @@ class Rows:
         """It, of what is ``at`` the places of its leaves. ``known`` is what was made meanwhile."""
         raise NotImplementedError
 
-    def changed(self, change: Changing, known: dict[int, Any]) -> "Rows":
-        """The same of leaves of which a change has taken some rows."""
+    def replaced(self, replacing: Replacing, known: dict[int, Any]) -> "Rows":
+        """The same with something else in the place of its leaves, of each kind. ``known`` is what was replaced."""
         raise NotImplementedError
 
     @property
@@ -62,10 +63,13 @@ class Rows:
 
     def chosen(self, change: Changing, layout: Tensor) -> Any:
         """Those of a change that has taken some rows, to this layout; None where it has not."""
-        result = self.changed(change, {})
+        result = self._changed(change)
         leaves = zip(self.leaves.values(), result.tensors, strict=True)
         fit = (new.shape == (*layout.shape[:-1], old.shape[-1]) for (old, kind), new in leaves if kind in _IN_ROWS)
-        return replace(result, layout=layout) if all(fit) else None  # type: ignore[type-var]
+        return replace(result, layout=layout) if all(fit) else None
+
+    def _changed(self, change: Changing) -> Any:
+        return self.replaced(lambda leaf, kind: change(leaf) if kind in _IN_ROWS else leaf, {})
 
     def picked(self, index: Tensor) -> Any:
         """Those rows that a mask or places choose; None of anything else."""
@@ -74,9 +78,9 @@ class Rows:
         fits = self.layout.shape[:count] == index.shape if mask else index.dtype == torch.int64
         if self.moved or not fits or not 0 < count < self.layout.dim():
             return None
-        result = self.changed(lambda leaf: leaf[index], {})
+        result = self._changed(lambda leaf: leaf[index])
         sizes = *result.tensors[0].shape[:-1], self.layout.shape[-1]
-        return replace(result, layout=torch.empty(sizes, dtype=self.layout.dtype, device="meta"))  # type: ignore
+        return replace(result, layout=torch.empty(sizes, dtype=self.layout.dtype, device="meta"))
 
     def _is_along_rows(self, dim: Any) -> bool:
         (dim,) = dim if isinstance(dim, tuple | list) and len(dim) == 1 else (dim,)
@@ -85,9 +89,12 @@ class Rows:
     def in_tiles(self, of: Callable[..., Any], *beside: Tensor) -> Any:
         """What is made of some rows of the output at a time, and those of the tensors beside it."""
 
+        places = [object() for _ in self.leaves]  # graphs that were used keep no tensors by this
+        empty = self.replaced(lambda leaf, _: places[[*self.leaves].index(id(leaf))], {})
+
         def part(*pieces: Tensor) -> Any:
-            at = dict(zip(self.leaves, pieces, strict=False))
-            return of(self.value(at, {}), *pieces[len(at) :])
+            at = dict(zip(map(id, places), pieces, strict=False))
+            return of(empty.value(at, {}), *pieces[len(at) :])
 
         kinds = [*(kind for _, kind in self.leaves.values()), *["rows"] * len(beside)]
         in_rows = tuple(i for i, kind in enumerate(kinds) if kind in _IN_ROWS)
@@ -187,15 +194,13 @@ class Expression(Rows):
             known[id(self)] = self.func(*args, **kwargs)
         return known[id(self)]
 
-    def changed(self, change: Changing, known: dict[int, Any]) -> "Rows":
-        """The same of such leaves, once."""
+    def replaced(self, replacing: Replacing, known: dict[int, Any]) -> "Rows":
+        """The same of other leaves, once."""
 
         def of(each: Any) -> Any:
-            if isinstance(each, Rows):
-                return each.changed(change, known)
-            if isinstance(each, Tensor) and _place_of(each) == "rows" and id(each) not in known:
-                known[id(each)] = change(each)
-            return known.get(id(each), each)
+            if isinstance(each, Tensor) and id(each) not in known:
+                known[id(each)] = replacing(each, _place_of(each))
+            return each.replaced(replacing, known) if isinstance(each, Rows) else known.get(id(each), each)
 
         if id(self) not in known:
             known[id(self)] = replace(self, given=tree_map(of, self.given))
