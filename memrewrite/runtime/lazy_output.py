@@ -1,8 +1,9 @@
 """An output that is made when it is first used: logits beside a loss, which few loops look at.
 
 Until then it is its shape, type and device, and what it is made of: a value that the program has anyway, and weights.
-Whatever asks for its numbers gets an ordinary tensor, with the gradient that the model's own output has. Cross-entropy
-of logits does not ask for them: it makes some rows at a time, of views and casts of the output, too.
+Whatever asks for its numbers gets an ordinary tensor, with the gradient that the model's own output has. What is made
+of each row by itself does not ask for them: that is written down, and makes some rows at a time once it comes to a
+number a row, such as a loss.
 
 This file needs torch only, because its text is also pasted into generated models.
 """
