@@ -234,11 +234,11 @@ def _is_there(value: Any) -> bool:
 
 def _rows_now(output: Any) -> OutputRows | None:
     """The rows of an output that is not there, under the autocast that it is of; outside of it, as accelerate leaves it
-    with the model, those that were cast to a type that it leaves alone."""
+    with the model, those that were cast, or compared: they are of a type that it leaves alone."""
     if not isinstance(output, LazyOutput):
         return None
     autocast = autocast_dtype(output.device.type)
-    left = autocast is None and output.dtype in (torch.float32, torch.float64)
+    left = autocast is None and output.dtype not in (torch.float16, torch.bfloat16)
     return output.rows if left or autocast == output._source.autocast else None
 
 
