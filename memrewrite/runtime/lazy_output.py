@@ -156,11 +156,24 @@ def _expression(func: Any, *args: Any, **kwargs: Any) -> Tensor | None:
     return None if found is None else _of_rows(found, outputs)
 
 
-def _picked(_: Any, output: Any, index: Any) -> LazyOutput | None:
-    """The rows that a tensor chooses, not there yet either; None of other choices."""
-    rows = output.rows if isinstance(output, LazyOutput) and type(index) is Tensor else None
-    found = None if rows is None else rows.picked(index)
-    return None if found is None else _of_rows(found, [output])
+def _picked(_: Any, output: Any, index: Any) -> Tensor | None:
+    """The rows that tensors choose, not there yet either, or one number of each; None of other choices."""
+    rows = output.rows if isinstance(output, LazyOutput) else None
+    places = [*index] if isinstance(index, tuple) else [index]
+    while len(places) > 1 and (places[-1] is Ellipsis or places[-1] == slice(None)):
+        places.pop()
+    if rows is None or any(type(each) is not Tensor for each in places):
+        return None
+    if len(places) < output.dim():
+        found = rows.picked((*places,))
+        return None if found is None else _of_rows(found, [output])
+    *places, words = places
+    chosen: Any = _picked(_, output, (*places,)) if places else None
+    if chosen is None or words.dtype != torch.int64 or words.shape != chosen.shape[:-1]:
+        return None
+    words = words.where(words >= 0, words + output.shape[-1])
+    numbers: Tensor = chosen.gather(-1, words.unsqueeze(-1)).squeeze(-1)
+    return numbers
 
 
 def _broadcast(_: Any, *tensors: Any) -> Any:

@@ -71,15 +71,20 @@ class Rows:
     def _changed(self, change: Changing) -> Any:
         return self.replaced(lambda leaf, kind: change(leaf) if kind in _IN_ROWS else leaf, {})
 
-    def picked(self, index: Tensor) -> Any:
+    def picked(self, index: tuple[Tensor, ...]) -> Any:
         """Those rows that a mask or places choose; None of anything else."""
-        mask = index.dtype == torch.bool
-        count = index.dim() if mask else 1
-        fits = self.layout.shape[:count] == index.shape if mask else index.dtype == torch.int64
+        mask = index[0].dtype == torch.bool
+        count = index[0].dim() if mask else len(index)
+        if mask:
+            fits = len(index) == 1 and self.layout.shape[:count] == index[0].shape
+        else:
+            fits = all(places.dtype == torch.int64 for places in index)
         if self.moved or not fits or not 0 < count < self.layout.dim():
             return None
         result = self._changed(lambda leaf: leaf[index])
         sizes = *result.tensors[0].shape[:-1], self.layout.shape[-1]
+        if len(sizes) < 2:
+            return None
         return replace(result, layout=torch.empty(sizes, dtype=self.layout.dtype, device="meta"))
 
     def _is_along_rows(self, dim: Any) -> bool:

@@ -184,6 +184,11 @@ IN_ROWS |= {
     "best": best,
     "masked": masked,
     "mask": lambda o: F.cross_entropy(o[KNOWN], LABELS[KNOWN]),
+    "mask of rows": lambda o: F.cross_entropy(o[KNOWN, :], LABELS[KNOWN]),
+    "places": lambda o: F.cross_entropy(o[torch.arange(ROWS), LABELS[:, -1] % LENGTH], LABELS[:, 2]),
+    "words by places": lambda o: (
+        -o.view(-1, WORDS).log_softmax(-1)[torch.arange(ROWS * LENGTH), LABELS.view(-1)].mean()
+    ),
     "probabilities": lambda o: F.cross_entropy(o.view(-1, WORDS), TEACHER.view(-1, WORDS).softmax(-1).to(o)),
     "squares": lambda o: F.mse_loss(o, TEACHER.to(o)) + (o * torch.linspace(0.5, 1, ROWS)[:, None, None]).mean().to(o),
     "halves": halves,
@@ -247,8 +252,6 @@ def written_then_read(logits: Any) -> Tensor:
 
 
 MADE: dict[str, Loss] = {
-    "places": lambda o: F.cross_entropy(o[torch.arange(ROWS), LABELS[:, -1] % LENGTH], LABELS[:, 0]),
-    "mask of rows": lambda o: F.cross_entropy(o[LABELS >= 0, :], LABELS[LABELS >= 0]),
     "other order": lambda o: F.cross_entropy(o.transpose(0, 1).reshape(-1, WORDS), LABELS.T.reshape(-1)),
     "other classes": lambda o: F.cross_entropy(o[..., :300].flatten(0, 1), LABELS.flatten().clamp(max=299)),
     "positions as classes": lambda o: F.cross_entropy(o, LABELS[:, :1].clamp(0, 3).expand(ROWS, WORDS)),
@@ -269,6 +272,10 @@ MADE: dict[str, Loss] = {
     "written, then read": written_then_read,
     "unseen, of logarithms": lambda o: Squares.apply(o.log_softmax(-1)),  # type: ignore[no-untyped-call]
     "logarithms before a write": lambda o: logarithms_before_a_write(o),
+    "columns by places": lambda o: (
+        o[LABELS[:, 5] % ROWS, -1].square().mean() + o[:, LABELS[0] % LENGTH].square().mean()
+    ),
+    "single numbers": lambda o: o[torch.tensor(1), torch.tensor(2)].square().mean() + o[(*torch.tensor([1, 2, 3]),)],
     "unseen": lambda o: Squares.apply(o[:, :-1].contiguous()),  # type: ignore[no-untyped-call]
 }
 
