@@ -87,8 +87,8 @@ def _in_rows(func: Any, output: Any, *rest: Any, **kwargs: Any) -> LazyOutput | 
         return changed
 
     with _disable_current_modes():
-        layout = change(rows.layout)
-    if layout is rows.layout:
+        layout = rows.layout if func in LOGARITHMS else change(rows.layout)
+    if layout is rows.layout and func not in LOGARITHMS:
         return output
     if (after := rows.after(func, change, layout, (rest, kwargs))) is None:
         return None
@@ -108,7 +108,8 @@ def _of_rows(rows: Rows, outputs: Sequence[LazyOutput]) -> LazyOutput:
     source = OutputSource.of_rows(rows, [output._source for output in outputs])
     result = LazyOutput.of_source(source, rows.tensors)
     result._rows = rows
-    return result
+    found: LazyOutput = _noted(outputs, result)
+    return found
 
 
 def _scaled_in_place(func: Any, output: Any, number: Any = None, *more: Any, **options: Any) -> LazyOutput | None:
@@ -261,8 +262,9 @@ def _refuse_lost(func: Any, *given: Any, **options: Any) -> None:
         if isinstance(output, LazyOutput) and output._source.lost:
             name = output._source.promise.name
             raise RuntimeError(
-                f"The gradient of an output of {name} was asked for after its loss, which was made some rows at a "
-                "time: ask for it before (retain_grad, register_hook), or optimize with returns='all'."
+                f"The gradient of an output of {name} was asked for after its loss, or what leads to that, which is "
+                "made some rows at a time: ask for it before (retain_grad, register_hook), or optimize with "
+                "returns='all'."
             )
 
 

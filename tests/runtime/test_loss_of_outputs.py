@@ -560,13 +560,29 @@ LATE: dict[str, Callable[[Any, Tensor], Any]] = {
     "retain_grad": lambda output, loss: output.retain_grad(),
     "hook": lambda output, loss: output.register_hook(print),
 }
+EARLIER: dict[str, Callable[[Any], Any]] = {
+    "a loss": lambda output: flat(output.float()),
+    "probabilities": lambda output: output.softmax(-1),
+    "logarithms": lambda output: output.log_softmax(-1) * TEACHER,
+    "rows": lambda output: output[KNOWN],
+}
 
 
 @pytest.mark.parametrize("ask", LATE)
 def test_gradients_of_logits_that_were_asked_for_too_late(results: Any, ask: str) -> None:
-    with pytest.raises(RuntimeError, match=r"was asked for after its loss, which was made some rows at a time: ask"):
+    with pytest.raises(RuntimeError, match=r"was asked for after its loss, .* made some rows at a time: ask"):
         of_logits(LATE[ask], results["bias"][0])
     of_logits(LATE[ask], results["bias"][1])
+
+
+@pytest.mark.parametrize("made", EARLIER)
+def test_gradients_of_logits_are_not_asked_for_once_something_is_made_of_rows(results: Any, made: str) -> None:
+    """Which a loss may be made of, that no gradient comes through to them."""
+    output = results["bias"][0](tokens())
+    kept = EARLIER[made](output)
+    with pytest.raises(RuntimeError, match=r"was asked for after its loss, or what leads to that, which is made some"):
+        output.retain_grad()
+    assert kept.requires_grad
 
 
 @pytest.mark.filterwarnings("ignore::memrewrite.LazyOutputWarning")
