@@ -26,6 +26,7 @@ from memrewrite.runtime.row_expressions import (
     BEST,
     EACH,
     LOGARITHMS,
+    LOSSES,
     MOVES,
     OF_NUMBERS,
     VIEWS,
@@ -150,6 +151,8 @@ def _expression(func: Any, *args: Any, **kwargs: Any) -> Tensor | None:
     if len(autocast) != 1 or None in rows.values():
         return None
     args, kwargs = tree_map(lambda each: rows.get(id(each), each), given)
+    for output in outputs if func in LOSSES else ():
+        output._source.refuse_changed()
     with in_autocast(outputs[0], *autocast):
         found = expressed(func, args, kwargs)
         if isinstance(found, Tensor):

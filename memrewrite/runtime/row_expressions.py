@@ -235,7 +235,7 @@ def expressed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Expre
     if func is torch.stack:
         alike = args and others in ([], [0]) and all(_sizes(one) == sizes for one in args[0])
         return _written_down(rows, _stacked, (args[:1], {}), (len(args[0]), *sizes)) if alike else None
-    if func in _LOSSES and (reduction := kwargs.get("reduction", "mean")) != "none":
+    if func in LOSSES and (reduction := kwargs.get("reduction", "mean")) != "none":
         return _loss_of_all(rows, func, args, kwargs, reduction)
     if func in ALONG:
         dim, *rest = *args[1:], *([kwargs["dim"]] if "dim" in kwargs else [])
@@ -355,7 +355,7 @@ _OF_ALL = {*named("sum mean any all", Tensor, torch)}
 EACH = {*named("sum mean any all argmax argmin amax amin max min logsumexp", Tensor, torch)}
 BEST = {*named("topk", Tensor, torch)}
 _CASTS = {Tensor.to: 1, Tensor.type: 1, Tensor.float: 0, Tensor.double: 0, Tensor.half: 0, Tensor.bfloat16: 0}
-_LOSSES = {functional.kl_div, functional.mse_loss}
+LOSSES = {functional.kl_div, functional.mse_loss}
 _NUMBERS = """add sub subtract rsub mul multiply div divide true_divide neg negative exp expm1 log log1p log2 sqrt
 square pow abs clamp clamp_min clamp_max clip sigmoid tanh relu masked_fill where xlogy logaddexp maximum minimum
 nan_to_num isnan isinf isfinite eq ne lt le gt ge logical_and logical_or logical_not bitwise_not"""
@@ -364,6 +364,6 @@ OF_NUMBERS = {
     *named(_NUMBERS, Tensor, torch),
     *named(" ".join(f"__{name}__" for name in _WRITTEN.split()), Tensor),
     *named("softplus logsigmoid relu sigmoid", functional),
-    *(ALONG | ACROSS | _LOSSES | _CASTS.keys()),
+    *(ALONG | ACROSS | LOSSES | _CASTS.keys()),
     torch.stack,
 }

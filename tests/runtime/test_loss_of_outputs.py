@@ -536,10 +536,14 @@ def test_a_gradient_is_where_the_original_has_one(results: Any) -> None:
 def test_no_loss_is_made_of_weights_that_a_step_has_changed(results: Any) -> None:
     model = copy.deepcopy(results["bias"][0])
     output = model(tokens())
+    logs = output.log_softmax(-1)
     flat(output).backward()
     torch.optim.SGD(model.parameters(), 0.1).step()
-    with pytest.raises(RuntimeError, match=r"cannot be made any more: head\.weight was written since"):
-        flat(output)
+    asked: list[Callable[[], Any]] = [lambda: flat(output), lambda: output.max(-1), lambda: (logs * 2).sum()]
+    asked += [lambda: F.kl_div(logs, SOFT, reduction="sum"), lambda: logs.sin(), lambda: output[KNOWN].mean()]
+    for ask in asked:
+        with pytest.raises(RuntimeError, match=r"cannot be made any more: head\.weight was written since"):
+            ask()
 
 
 def test_no_loss_is_made_of_weights_that_were_freed() -> None:
